@@ -208,13 +208,15 @@ class Engine:
         self._abort_past_drain_deadline(started)
         self._fill_pipeline(started)
         if not self._flights:
-            return self._report(None, StepResult(), started)
+            return self._report(None, StepResult(), 0.0)
         flight = self._flights.popleft()
         ahead = self._prepare(self._clock()) if self._schedules_ahead else None
         flight.choose()
         follower = self._follow(ahead, flight)
         result = flight.result()
         self._land(flight, result)
+        step, seconds = flight.step, self._clock() - flight.started
+        del flight  # and the logits that it was computed from: the next step needs their room
         if self._schedules_at_landing:
             ahead = self._prepare(self._clock())
         if follower is None:
@@ -222,7 +224,7 @@ class Engine:
         else:
             self._execution.begin_masks(follower)
             follower.started = self._clock()  # until now the device was busy with the step before
-        return self._report(flight.step, result, flight.started)
+        return self._report(step, result, seconds)
 
     def _fill_pipeline(self, now: float) -> None:
         """Have a step in flight, or as many as there are pipeline stages, while there is something to run."""
@@ -348,13 +350,14 @@ class Engine:
             flight = self._flights.popleft()
             self._land(flight, flight.result())
 
-    def _report(self, step: PreparedStep | None, result: StepResult, started: float) -> StepOutputs:
+    def _report(self, step: PreparedStep | None, result: StepResult, seconds: float) -> StepOutputs:
+        """What has landed, by a step that took so long: until it landed, as the next one may have begun since."""
         self._lifecycle.on_step_end()
         told, self._ready = self._ready, []
         plain, self._plain, self._num_landed = self._plain, None, 0
         now = self._clock()
         stats = step_stats(step, result, self._scheduler, self._kv_cache, self._formula.block_bytes_of_all_ranks)
-        stats.time, stats.step_seconds = now, now - started
+        stats.time, stats.step_seconds = now, seconds
         self._longest_step = max(self._longest_step, math.ceil(stats.step_seconds))
         stats.num_deferred = self._grammars.num_waiting
         stats.failed_requests, self._failed = self._failed, {}

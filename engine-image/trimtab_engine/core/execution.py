@@ -117,15 +117,18 @@ class LateChoice:
     """The choice of a step's tokens where grammars must see the newest ones first. The forward pass is queued, and the
     device computes while the masks are made; then this is queued behind it, once."""
 
-    queue: Callable[[TokenMasks | None], TokensInFlight]
+    queue: Callable[[TokenMasks | None], TokensInFlight] | None
+    """It holds the logits, and is gone once it was asked."""
     masks: Future[TokenMasks] | None = None
     """None: no request with a grammar goes on."""
     tokens: TokensInFlight | None = None
 
     def choose(self) -> TokensInFlight:
-        """Wait for the masks, not for the device."""
+        """Wait for the masks, not for the device. What was chosen from is not kept."""
         if self.tokens is None:
+            assert self.queue is not None
             self.tokens = self.queue(None if self.masks is None else self.masks.result())
+            self.queue = None
         return self.tokens
 
 
@@ -165,8 +168,9 @@ class Execution:
 
     @property
     def begins_at_once(self) -> bool:
-        """Whether begin() leaves the work to the device, whatever the step: all that it reads of requests is read."""
-        return self._on_stream
+        """Whether begin() leaves the work to the device, whatever the step: all that it reads of requests is read, and
+        no drafts are waited for."""
+        return self._on_stream and (self._proposer is None or not self._proposer.waits_for_device)
 
     @property
     def untouched_swap_bytes(self) -> int:

@@ -29,6 +29,8 @@ class DraftModel:
     """Proposes with `runner`'s model. It reads at most `max_tokens_per_step`, or what the target reads; `eos_token_ids`
     are the target's."""
 
+    waits_for_device = True
+
     def __init__(self, runner: ModelRunner, *, max_tokens_per_step: int, eos_token_ids: tuple[int, ...]) -> None:
         self._runner = runner
         self._eos_token_ids = eos_token_ids

@@ -27,6 +27,8 @@ from trimtab_engine.speculative.proposer import PLACEHOLDER, Proposals, room_for
 class HeadProposer:
     """Proposes with `head`, from the hidden states of `target`."""
 
+    waits_for_device = True
+
     def __init__(self, head: HeadRunner, target: ModelRunner) -> None:
         self._head, self._target = head, target
         self._num_read: dict[Request, int] = {}

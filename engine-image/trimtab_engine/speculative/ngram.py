@@ -50,6 +50,8 @@ def propose_ngram(tokens: Tokens, *, min_n: int, max_n: int, num_tokens: int) ->
 class NgramProposer:
     """Proposes for every request from its own prompt and output."""
 
+    waits_for_device = False
+
     def __init__(self, config: SpeculativeConfig) -> None:
         self._min_n, self._max_n = config.prompt_lookup_min, config.prompt_lookup_max
         self._texts: dict[Request, _Text] = {}

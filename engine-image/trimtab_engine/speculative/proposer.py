@@ -27,6 +27,9 @@ class Proposals:
 class Proposer(Protocol):
     """Makes drafts. `depth` is the live num_speculative_tokens; with 0 nothing is proposed."""
 
+    waits_for_device: bool
+    """Whether propose() waits for what it has the device compute."""
+
     def prepare(self, requests: Sequence[Request], depth: int) -> None:
         """Between two steps: set request.draft_token_ids of these running requests, whose newest token is not computed
         yet. What is set is scheduled as far as budget, blocks and lengths allow."""

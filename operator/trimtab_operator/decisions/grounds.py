@@ -18,13 +18,18 @@ from trimtab_operator.resource.manifest import Manifest
 def grounds_of(world: World, decided: Turn) -> tuple[Manifest, ...]:
     """The resource, the replicas that stay and the pods that go one by one; nothing where a turn only adds.
 
-    A replica that goes as a whole is known by its uid, and whatever became of it, those that stay are what counts.
+    A replica that goes as a whole is known by its uid, and those that stay are what counts. One that was Ready can only
+    have become worth less; one that was not goes for that, and may serve by now.
     """
     if world.remembered is None or not _takes(world, decided):
         return ()
     going = {action.uid for action in (*decided.care, *decided.children) if isinstance(action, Delete)}
-    staying = [g for g in groups_of(world.children) if g.stateful_set["metadata"].get("uid") not in going]
-    of_groups = [manifest for group in staying for manifest in (*group.stateful_sets, *group.pods)]
+    of_groups: list[Manifest] = []
+    for group in groups_of(world.children):
+        if group.stateful_set["metadata"].get("uid") not in going:
+            of_groups += (*group.stateful_sets, *group.pods)
+        elif not group.is_ready:
+            of_groups += group.pods
     lone = [pod for pod in world.children.pods if pod["metadata"].get("uid") in going and pod not in of_groups]
     return (world.remembered, *of_groups, *lone)
 

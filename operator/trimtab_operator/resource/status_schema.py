@@ -143,7 +143,7 @@ class ForecastStatus(Model):
     state: str = Field(
         max_length=16,
         description="Learning: less than a whole day, or week, was seen; Unproven: it is not better than the present "
-        "load alone; InUse.",
+        "load alone, or not known yet to be; InUse.",
     )
     since: str | None = Field(
         default=None, max_length=64, description="In use since then.", json_schema_extra=schema(format="date-time")

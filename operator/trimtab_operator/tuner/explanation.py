@@ -183,13 +183,13 @@ def _forecast(move: Move) -> str:
         at = datetime.fromtimestamp(seen["forecast_at"], UTC)
         low, high = figure(seen["forecast_low"]), figure(seen["forecast_high"])
         return (
-            f"; arrivals are forecast to {'reach' if move.is_raise else 'be'} {figure(seen['forecast_per_second'])}/s "
+            f"; arrivals are forecast to be {figure(seen['forecast_per_second'])}/s "
             f"({low} to {high}) at {at:%H:%M} UTC, as {_periods_before(seen)}"
         )
     if "forecast_error" in seen:
         return (
-            f"; the forecast is not followed, as it was off by {percent(seen['forecast_error'])} lately, and the "
-            f"present load by {percent(seen['naive_error'])}"
+            f"; the forecast is not followed, as it was off by {percent(math.expm1(seen['forecast_error']))} lately, "
+            f"and the present load by {percent(math.expm1(seen['naive_error']))}: it has to be clearly better"
         )
     return ""
 

@@ -70,7 +70,8 @@ def judged(
         return Judgement(Verdict.BAD, felt)
     if s.now - trial.at < (AWAITED if is_awaited else 1.0) * s.settings.pace.judge_seconds:
         return OPEN
-    return Judgement(Verdict.KEPT, _seen(trial.expected, attained, since))
+    untold = "; what users felt could not be told, as replicas came all the time" if is_awaited else ""
+    return Judgement(Verdict.KEPT, _seen(trial.expected, attained, since) + untold)
 
 
 def _by_preemption(trial: Trial, s: Situation, since: Interval) -> str | None:

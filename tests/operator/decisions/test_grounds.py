@@ -37,6 +37,14 @@ def test_a_replica_goes_because_of_those_that_stay() -> None:
     assert grounds(cluster) == {"m", "m-g0", "m-g0-0", "m-g1", "m-g1-0"}
 
 
+def test_a_replica_that_goes_as_it_does_not_serve_yet_may_serve_by_now() -> None:
+    cluster = FakeCluster(replicas=2, start_seconds=60.0)
+    while len(cluster.pods) < 2:
+        cluster.tick()
+    cluster.edit(replicas=1)
+    assert grounds(cluster) == {"m", "m-g0", "m-g0-0", "m-g1-0"}
+
+
 def test_what_is_written_over_and_the_pods_that_go_for_it_are_confirmed() -> None:
     cluster = a_settled_cluster(replicas=2)
     cluster.edit(engine={"maxNumSeqs": 16})

@@ -3,7 +3,8 @@
 It has to prove itself. Each look notes what it foretells for when a replica asked for now could serve, as `Growth` does
 for a load that stays as it is, its naive rival. When that time has come both are compared with what came. The forecast
 is in use from when its error of the last four hours (root mean square: ramps count) is clearly smaller than the rival's
-until it is clearly larger; with less than a period of history it foretells nothing.
+until it is clearly larger, as far as there was anything to compare; with less than a period of history it foretells
+nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class State(StrEnum):
     LEARNING = "Learning"
     """Less than a period of history is there."""
     UNPROVEN = "Unproven"
-    """Its errors are not smaller than those of a load that stays as it is."""
+    """Its errors are not smaller, or not known yet to be, than those of a load that stays as it is."""
     IN_USE = "InUse"
 
 
@@ -77,8 +78,10 @@ class Forecast:
         day = self.season.day_seconds
         recent = {case.at: case.error for case in self.errors.cases if case.at > now - JUDGED_SHARE * day}
         rivals = {case.at: case.error for case in naive.cases if case.at in recent}
-        if not self.season.is_known or not rivals or max(rivals) - min(rivals) < LEAST_JUDGED_SHARE * day:
+        if not self.season.is_known:
             return replace(self, since=None, own_error=None, naive_error=None)
+        if not rivals or max(rivals) - min(rivals) < LEAST_JUDGED_SHARE * day:
+            return replace(self, own_error=None, naive_error=None)  # after a night without requests it is as it was
         own = math.sqrt(fmean(recent[at] ** 2 for at in rivals))
         rival = math.sqrt(fmean(error**2 for error in rivals.values()))
         if self.since is None:

@@ -100,26 +100,35 @@ class Season:
     def with_point(self, point: Point) -> Season:
         """After one more look. A clock that went back takes what it had run ahead of with it."""
         number = math.floor((point.at - point.seconds / 2) / self.bucket_seconds)
-        if number == self.number:
+        if number == self.number or self._is_of_both(number, point):
             return replace(self, seconds=self.seconds + point.seconds, requests=self.requests + point.requests)
         closed = self._closed()
         kept = tuple(bucket for bucket in closed.fresh if bucket.number < number)
         begun = replace(closed, fresh=kept, number=number, seconds=point.seconds, requests=point.requests)
         return begun._counted(number - len(self.rates) // 2)
 
-    def rate_at(self, at: float) -> float:
-        """The usual rate at that time, smoothed; 0 where nothing is known."""
+    def _is_of_both(self, number: int, point: Point) -> bool:
+        """Whether a point, most of which lies before the bucket that is being filled, ends in it: looks are of unequal
+        lengths, and no clock went back."""
+        return self.number is not None and number < self.number <= point.at / self.bucket_seconds
+
+    def rate_at(self, at: float) -> float | None:
+        """The usual rate at that time, smoothed; None where nothing is known."""
         place = at / self.bucket_seconds - 0.5
         before = math.floor(place)
         later = place - before
         shape = self.shape
-        return (1 - later) * _smoothed(shape, before) + later * _smoothed(shape, before + 1)
+        one, other = _smoothed(shape, before), _smoothed(shape, before + 1)
+        return None if one is None or other is None else (1 - later) * one + later * other
 
     def change(self, now: float, then: float) -> float:
-        """The factor by which the rate usually changes between two times."""
+        """The factor by which the rate usually changes between two times; 1 where one of them is in a gap."""
+        usual, other = self.rate_at(now), self.rate_at(then)
+        if usual is None or other is None:
+            return 1.0
         known = [rate for rate in self.shape if rate is not None]
         least = max(LEAST_RATE_SHARE * math.fsum(known) / max(1, len(known)), 1e-9)
-        factor = max(self.rate_at(then), least) / max(self.rate_at(now), least)
+        factor = max(other, least) / max(usual, least)
         return min(MOST_CHANGE, max(1 / MOST_CHANGE, factor))
 
     def _closed(self) -> Season:
@@ -148,13 +157,13 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.4g}")
 
 
-def _smoothed(shape: tuple[float | None, ...], number: int) -> float:
+def _smoothed(shape: tuple[float | None, ...], number: int) -> float | None:
     total = weights = 0.0
     for away, weight in _BELL:
         rate = shape[(number + away) % len(shape)]
         if rate is not None:
             total, weights = total + weight * rate, weights + weight
-    return total / weights if weights else 0.0
+    return total / weights if weights else None
 
 
 _BELL = [(away, math.exp(-0.5 * (away / SMOOTH_BUCKETS) ** 2)) for away in range(-REACH, REACH + 1)]

@@ -131,7 +131,7 @@ def bound(
     quick = demand.level(QUICK_SECONDS) or 0.0
     error = math.sqrt(max(quick, 1 / QUICK_SECONDS) * demand.dispersion() / QUICK_SECONDS)
     up = max(level * factor, level, quick - caution.jump_deviations * error)
-    up = min(up, max(level, caution.beyond_highest * demand.highest(LEVEL_SECONDS)))
+    up = min(up, max(level, foretold or 0.0, caution.beyond_highest * demand.highest(LEVEL_SECONDS)))
     return max(up, quick * min(factor, caution.beyond_highest)) if is_burst else up, factor
 
 
@@ -212,7 +212,7 @@ def decided(
     before = memory.wanted or ((now - 1.0, current),)  # windows begin with what is there, after a restart too
     wanted = (*(entry for entry in before if entry[0] > now - KEEP_WANTED_SECONDS), (now, need))
     memory = replace(memory, wanted=wanted)
-    target = stabilized(behavior, current, wanted, now=now, own_hold=hold if later is None else FORETOLD_HOLD_SECONDS)
+    target = stabilized(behavior, current, wanted, now=now, own_hold=_own_hold(memory, hold, later, now))
     target = max(target, min(current, later or 0))
     target = max(target, min(current, _not_below(memory, now)))
     learned_for = now - memory.began_at if memory.began_at is not None else 0.0
@@ -277,6 +277,12 @@ def _lull(wanted: Sequence[tuple[float, int]], count: int, now: float) -> float:
     return now - max((at for at, need in wanted[:-1] if need >= count), default=wanted[0][0])
 
 
+def _own_hold(memory: ScalingMemory, hold: float, later: int | None, now: float) -> float:
+    """The hold where no forecast tells for how long a replica would be missed; and where bursts come, of which a shape
+    of quarters of an hour knows nothing."""
+    return hold if later is None or _came_in_bursts(memory, now) else FORETOLD_HOLD_SECONDS
+
+
 def usual_hold(cold_start: float, drain: float) -> float:
     """The hold where no burst was seen."""
     return max(LEAST_HOLD_SECONDS, HOLD_COLD_STARTS * cold_start + min(MOST_HOLD_SECONDS, drain))
@@ -286,9 +292,13 @@ def _hold(memory: ScalingMemory, now: float, cold_start: float, drain: float) ->
     """As long as what a replica costs that goes and comes again: it is paid while it drains, and a new one while it
     starts. It is longer after bursts."""
     hold = usual_hold(cold_start, drain)
-    if memory.burst_at is not None and now - memory.burst_at < BURST_SECONDS:
+    if _came_in_bursts(memory, now):
         return max(hold, LEAST_BURST_HOLD_SECONDS, BURST_HOLD_COLD_STARTS * cold_start)
     return hold
+
+
+def _came_in_bursts(memory: ScalingMemory, now: float) -> bool:
+    return memory.burst_at is not None and now - memory.burst_at < BURST_SECONDS
 
 
 def _forgiven(memory: ScalingMemory, now: float, hold: float) -> ScalingMemory:

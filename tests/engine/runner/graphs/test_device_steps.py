@@ -250,9 +250,11 @@ def test_with_drafts_the_device_works_while_a_step_is_reported(
             engine.add(AddRequest(str(number), prompt, params, arrival_time=0.0))
         engine.add(AddRequest("aborted", [5] * 30, Sampling(max_tokens=90, temperature=0.0), arrival_time=0.0))
         tokens: list[list[int]] = [[] for _ in requests]
-        num_drafts = 0
+        num_drafts, in_steps, began, now = 0, 0.0, None, 0.0
         while engine.has_work:
             step = engine.step()
+            in_steps, now = in_steps + step.stats.step_seconds, step.stats.time
+            began = now - step.stats.step_seconds if began is None else began
             num_drafts += step.stats.num_drafts
             assert engine._flights or not engine._scheduler.num_unfinished
             for output in step.outputs:
@@ -263,6 +265,8 @@ def test_with_drafts_the_device_works_while_a_step_is_reported(
             engine.check_integrity()
     assert tokens == expected
     assert num_drafts > 0
+    assert began is not None
+    assert in_steps <= now - began, "no second is of two steps"
 
 
 def test_every_graph_is_captured_before_the_engine_is_ready(model: Path) -> None:

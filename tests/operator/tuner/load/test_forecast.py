@@ -83,6 +83,19 @@ def test_the_shape_of_yesterday_goes_out_of_use_when_today_is_flat() -> None:
     assert State.IN_USE not in states[half + round(DAY / 6 / LOOK) :]
 
 
+def test_a_night_without_requests_does_not_take_it_out_of_use() -> None:
+    """Nothing comes for longer than errors are remembered; the first hour of the morning is what it is for."""
+
+    def by_day(at: float) -> float:
+        return 20.0 * max(0.0, -math.sin(2 * math.pi * at / DAY))
+
+    forecast, states = lived(by_day, history=by_day, seconds=2 * DAY)
+    evening, morning = (round(share * len(states)) for share in (0.5, 0.76))
+    assert states[evening - 2] is State.IN_USE
+    assert set(states[evening:morning]) == {State.IN_USE}
+    assert forecast.since is not None
+
+
 def test_a_clock_change_is_a_shift_that_it_recovers_from() -> None:
     """Put forward by an hour, the load comes an hour earlier than the shape says: what is late costs no more than what
     the present load alone would."""

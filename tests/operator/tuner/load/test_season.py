@@ -75,6 +75,25 @@ def test_a_day_with_a_long_gap_is_not_a_day() -> None:
     assert not season.is_known
 
 
+def test_into_a_gap_and_out_of_it_nothing_is_foretold() -> None:
+    week = Season.of(7 * DAY_SECONDS, buckets=7 * BUCKETS_PER_DAY)
+    away = range(3 * 24 * 60, 3 * 24 * 60 + 15 * 60)
+    season = after(week, lambda _: 10.0, begin=MONDAY, seconds=7 * DAY_SECONDS, gaps=[away])
+    assert season.is_known
+    before, within = MONDAY + 2 * DAY_SECONDS, MONDAY + 3 * DAY_SECONDS + 7 * HOUR
+    assert season.change(before, within) == season.change(within, before) == 1.0
+
+
+def test_looks_of_unequal_lengths_lose_no_bucket() -> None:
+    quarter = DAY_SECONDS / BUCKETS_PER_DAY
+    season = Season()
+    for index in range(round(quarter / 5) + 2):
+        season = season.with_point(Point(MONDAY + 5.0 * (index + 1), 5.0, 50.0))
+    assert [bucket.rate for bucket in season.fresh] == [10.0]
+    later = season.with_point(Point(MONDAY + quarter + 12.0, 62.5, 625.0))
+    assert later.fresh == season.fresh
+
+
 def test_a_bucket_of_which_little_was_seen_is_not_remembered() -> None:
     season = Season().with_point(Point(MONDAY + LOOK, LOOK, 3000.0)).with_point(Point(MONDAY + HOUR, LOOK, 30.0))
     assert season.fresh == ()
@@ -123,4 +142,5 @@ def test_it_stays_bounded_whatever_it_is_told(told: list[tuple[float, float, flo
     assert len(season.rates) == len(season.periods) == BUCKETS_PER_DAY
     assert len(season.fresh) <= BUCKETS_PER_DAY
     assert 1 / MOST_CHANGE <= season.change(now, then) <= MOST_CHANGE
-    assert 0 <= season.rate_at(now) < math.inf
+    usual = season.rate_at(now)
+    assert usual is None or 0 <= usual < math.inf

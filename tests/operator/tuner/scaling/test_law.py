@@ -58,7 +58,7 @@ def test_no_more_than_a_quarter_above_the_highest_rate_is_provided_for() -> None
     [
         (12.0, 12.0),  # less than the growth that others like it had
         (9.0, 10.0),  # never less than what comes now
-        (30.0, 12.5),  # nor more than a quarter above the highest that was seen
+        (30.0, 30.0),  # and more than a quarter above the highest of the last hours: so mornings are
     ],
 )
 def test_what_a_forecast_foretells_takes_the_place_of_growth(foretold: float, provided: float) -> None:
@@ -233,6 +233,12 @@ def test_what_grew_slowly_goes_after_the_start_up_that_it_costs() -> None:
 def test_where_a_forecast_says_that_none_is_needed_again_it_goes_after_a_minute() -> None:
     counts = walked([3] * 60 + [2] * 60, start=3, drain=180.0, later=2)
     assert 15.0 * (counts.index(2) - 59) == pytest.approx(FORETOLD_HOLD_SECONDS, abs=30.0)
+
+
+def test_where_bursts_come_no_forecast_shortens_the_hold() -> None:
+    """Its shape is of quarters of an hour."""
+    counts = walked([3] * 60 + [2] * 60, start=3, later=2, burst=59)
+    assert 15.0 * (counts.index(2) - 59) >= BURST_HOLD_COLD_STARTS * COLD - 15.0
 
 
 def test_what_a_forecast_asks_for_later_stays_and_asks_for_no_more() -> None:
