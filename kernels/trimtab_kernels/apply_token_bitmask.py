@@ -6,6 +6,7 @@ rows     [num_masked] int64 on the same device: which row of the logits each mas
 
 ```
 y = bit set ? logit : -inf          tokens beyond 32 * num_words have no bit and are not allowed
+y[0] = logit[0] where that is NaN   so that a row which was computed wrongly does not look as if nothing were allowed
 ```
 Bound by memory: the logits of the masked rows, once read and written. Source: own.
 """
@@ -21,7 +22,8 @@ def apply_token_bitmask_reference(logits: torch.Tensor, bitmask: torch.Tensor, r
     for mask, row in zip(bitmask.tolist(), rows.tolist(), strict=True):
         for token in range(logits.shape[1]):
             word = mask[token // WORD_BITS] if token // WORD_BITS < len(mask) else 0
-            if not word >> (token % WORD_BITS) & 1:
+            is_allowed = word >> (token % WORD_BITS) & 1
+            if not is_allowed and (token > 0 or not logits[row, token].isnan()):
                 logits[row, token] = float("-inf")
 
 
@@ -38,11 +40,18 @@ def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch
     if logits.dim() != 2 or bitmask.dim() != 2 or bitmask.dtype != torch.int32 or rows.shape != bitmask.shape[:1]:
         raise ValueError(
             f"apply_token_bitmask: logits is {list(logits.shape)}, bitmask {list(bitmask.shape)} of {bitmask.dtype} "
-            f"for rows {list(rows.shape)}; logits are [num_rows, vocab_size], bitmask [len(rows), num_words] of int32"
+            f"for rows {list(rows.shape)}; they must be [num_rows, vocab_size], and [len(rows), num_words] of int32"
         )
+    column = logits.select(1, 0)
+    firsts = column.index_select(0, rows)
     if logits.device.type == "cpu":
         apply_token_bitmask_cpu(logits, bitmask, rows)
-        return
+    else:
+        _apply_on_device(logits, bitmask, rows)
+    column.index_copy_(0, rows, torch.where(firsts.isnan(), firsts, column.index_select(0, rows)))
+
+
+def _apply_on_device(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
     shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
     refused = (bitmask.unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)[:, : logits.shape[1]].eq(0)
     missing = logits.shape[1] - refused.shape[1]

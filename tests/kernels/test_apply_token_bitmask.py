@@ -29,6 +29,15 @@ def test_other_rows_stay() -> None:
     assert int(torch.isfinite(logits[1]).sum()) == 1
 
 
+def test_a_row_of_nan_stays_one_whatever_is_allowed() -> None:
+    logits = torch.zeros(2, 70)
+    logits[0] = float("nan")
+    mask = torch.tensor([[0b10, 0, 0], [0b10, 0, 0]], dtype=torch.int32)
+    apply_token_bitmask(logits, mask, torch.tensor([0, 1]))
+    assert logits[0, 0].isnan()
+    assert logits[1].tolist() == [float("-inf"), 0.0] + [float("-inf")] * 68
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="must be"):
         apply_token_bitmask(torch.zeros(2, 32), torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 1]))
