@@ -40,7 +40,9 @@ def test_the_day_before_has_the_shape_of_the_first_day(folder: Path) -> None:
     assert season is not None
     assert season.is_known
     quarter, half = PERIOD_SECONDS / 4, PERIOD_SECONDS / 2
-    assert season.rate_at(quarter + half) == pytest.approx(10 * season.rate_at(quarter), rel=0.2)
+    lowest = season.rate_at(quarter)
+    assert lowest is not None
+    assert season.rate_at(quarter + half) == pytest.approx(10 * lowest, rel=0.2)
 
 
 def test_a_history_that_is_late_has_the_same_shape_three_hours_later(folder: Path) -> None:
