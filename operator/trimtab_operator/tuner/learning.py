@@ -229,8 +229,7 @@ def with_foresight(memory: Memory, objectives: Objectives, *, now: float, level:
     """Make predictions anew when what they rest on has changed; keep them as long as it has not."""
     if memory.model is None or not memory.model.is_fitted or not memory.lengths.is_known:
         return replace(memory, foresight=None)
-    began = memory.demand.points[0].at - memory.demand.points[0].seconds if memory.demand.points else now
-    cost, variation = memory.model.cost, math.sqrt(memory.lengths.dispersion(now, began=began))
+    cost, variation = memory.model.cost, math.sqrt(memory.lengths.dispersion(now))
     old = memory.foresight
     if old is not None and not _is_outdated(memory, old, cost, variation, objectives, now, level):
         old.begin_turn(partial(_found, memory.lengths, old, now), clients_wait=memory.clients.do_wait)

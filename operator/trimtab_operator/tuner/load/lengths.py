@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -166,20 +167,20 @@ class Lengths:
         came = sorted(at for at in times if at <= now)
         return came[-count] - 1e-6 if len(came) >= count else -math.inf
 
-    def dispersion(self, now: float, *, began: float = -math.inf) -> float:
+    def dispersion(self, now: float) -> float:
         """Variance of the counts of arrivals over their mean: 1 for independent arrivals, more for bursts.
 
         Counted over as long as a first token may take, about: that is what a queue has to swallow. Counts over longer
         times would take a load that comes and goes within minutes, which replicas follow, for bursts.
-        From differences of neighbours, whose mean square is twice the variance. `began`: since when arrivals are
-        watched, as of those before not all are known.
+        From differences of neighbours, whose mean square is twice the variance.
         """
-        first, last = _bin(max(now - UNEVEN_SECONDS, began)) + 1, _bin(now)  # whole bins
+        first, last = _bin(now - UNEVEN_SECONDS) + 1, _bin(now)  # whole bins
         counts = [self.ended_in.get(index, 0) for index in range(first, last)]
         for running in (*self.unfinished, *since(self.lost, now - UNEVEN_SECONDS)):
             index = _bin(running.arrived_at) - first
             if 0 <= index < len(counts):
                 counts[index] += 1
+        counts = list(itertools.dropwhile(operator.not_, counts))  # before it was watched nothing is known to have come
         total = sum(counts)
         if sum(1 for count in counts if count) < LEAST_BINS or total < LEAST_PAIRS:
             return 1.0

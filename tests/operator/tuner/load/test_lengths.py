@@ -185,8 +185,7 @@ def test_a_load_that_was_there_when_the_watch_began_is_no_burst() -> None:
     while at < 60.0:
         at += rng.expovariate(30.0)
         times.append(at)
-    assert came(times).dispersion(60.0, began=0.0) < 1.6
-    assert came(times).dispersion(60.0) > 1.8, "after ten minutes of nothing it is one"
+    assert came(times).dispersion(60.0) < 1.6
 
 
 def test_of_few_requests_nothing_is_said_of_evenness() -> None:
