@@ -27,10 +27,14 @@ FLAGS = {"swap_space_bytes": "swap-space", "kv_offload_bytes": "kv-offload-size"
 MIN_STATS_INTERVAL_SECONDS = 1.0  # below, the line would say little and cost much
 MAX_STATS_INTERVAL_SECONDS = 3600.0
 MAX_WATERMARK = 0.9  # above it next to nothing would be admitted beside what runs
+MIN_TTFT_TARGET = 0.001  # of the policy deadline: nobody can keep less
+MAX_TTFT_TARGET = 86_400.0  # seconds, and likewise what a token of the prompt adds: nobody waits as long
 MAX_QUEUE_LIMIT = 1_000_000_000  # of requests or tokens: no queue is as long
 RANGES: dict[str, tuple[float, float]] = {
     "long_prefill_token_threshold": (0, MAX_BATCHED_TOKENS),
     "watermark": (0, MAX_WATERMARK),
+    "ttft_target": (0, MAX_TTFT_TARGET),
+    "ttft_target_per_prompt_token": (0, MAX_TTFT_TARGET),
     "max_num_queued_reqs": (0, MAX_QUEUE_LIMIT),
     "max_num_queued_tokens": (0, MAX_QUEUE_LIMIT),
     "stats_interval_seconds": (MIN_STATS_INTERVAL_SECONDS, MAX_STATS_INTERVAL_SECONDS),
@@ -80,6 +84,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_token_threshold: int = 0
     watermark: float = 0.0
     scheduling_policy: QueueOrder = "fcfs"
+    ttft_target: float = 0.0
+    """Seconds within which requests shall have their first token, under the policy `deadline`."""
+    ttft_target_per_prompt_token: float = 0.0
+    """What each token of a prompt adds to them."""
     preemption_mode: PreemptionMode = "recompute"
     swap_space_bytes: int = 0
     swap_space_bytes_cap: int = 0
@@ -260,6 +268,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not low <= getattr(self, name) <= high:
                 flag, value = name.replace("_", "-"), getattr(self, name)
                 raise ConfigError(f"--{flag} is {value}; it must be between {low:g} and {high:.10g}")
+        if self.scheduling_policy == "deadline" and self.ttft_target < MIN_TTFT_TARGET:
+            raise ConfigError(
+                f"--scheduling-policy is deadline, but --ttft-target is {self.ttft_target:g}; set it to the seconds "
+                f"within which a first token shall come, {MIN_TTFT_TARGET:g} or more"
+            )
         if self.max_num_batched_tokens_cap > MAX_BATCHED_TOKENS:
             raise ConfigError(
                 f"--max-num-batched-tokens (or its cap) is {self.max_num_batched_tokens_cap}; start-up runs one step "

@@ -30,7 +30,23 @@ def add_scheduling_flags(group: Any) -> None:
         "--scheduling-policy",
         choices=get_args(QueueOrder),
         default="fcfs",
-        help="order of the queue: by arrival, or by the requests' priority; live (default: fcfs)",
+        help="order of the queue: by arrival, by the requests' priority, or deadline: under overload those first who "
+        "can still have their first token within --ttft-target; live (default: fcfs)",
+    )
+    group.add_argument(
+        "--ttft-target",
+        type=types.seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="within which a first token shall come, for --scheduling-policy deadline: set what users put up with; "
+        "live (default: 0, none)",
+    )
+    group.add_argument(
+        "--ttft-target-per-prompt-token",
+        type=types.seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="what each token of the prompt adds to it, where long prompts may take longer; live (default: 0)",
     )
     group.add_argument(
         "--preemption-mode",
@@ -108,6 +124,8 @@ def live_values(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
         "long_prefill_token_threshold": arguments.long_prefill_token_threshold,
         "watermark": arguments.watermark,
         "scheduling_policy": arguments.scheduling_policy,
+        "ttft_target": arguments.ttft_target,
+        "ttft_target_per_prompt_token": arguments.ttft_target_per_prompt_token,
         "preemption_mode": arguments.preemption_mode,
         "swap_space_bytes": swap_space,
         "swap_space_bytes_cap": cap,

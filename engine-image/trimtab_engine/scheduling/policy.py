@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-QueueOrder = Literal["fcfs", "priority"]
+QueueOrder = Literal["fcfs", "priority", "deadline"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
+LATEST_START = 0.75  # of a request's allowance: the rest is for computing its prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,12 @@ class SchedulingPolicy:
     watermark: float = 0.0
     """Part of the KV blocks that admission leaves free while something runs, so that what runs has room to grow."""
     scheduling_policy: QueueOrder = "fcfs"
-    """fcfs: by arrival. priority: by the request's priority, the lowest number first, then by arrival."""
+    """fcfs: by arrival. priority: by the request's priority, the lowest number first, then by arrival. deadline: by
+    arrival, and behind all others those who cannot have their first token in time any more."""
+    ttft_target: float = 0.0
+    """Under deadline: seconds within which a request shall have its first token; elsewhere without effect."""
+    ttft_target_per_prompt_token: float = 0.0
+    """Seconds that each token of its prompt adds."""
     preemption_mode: PreemptionMode = "recompute"
     """What becomes of a preempted request's KV cache: computed again, moved to host memory, or the cheaper of both."""
     enable_prefix_caching: bool = True
@@ -39,3 +45,12 @@ class SchedulingPolicy:
             raise ValueError(f"watermark is {self.watermark}; it must be 0 or more and below 1")
         if self.long_prefill_token_threshold < 0 or self.num_speculative_tokens < 0:
             raise ValueError("long_prefill_token_threshold and num_speculative_tokens must be 0 or more")
+        if self.ttft_target < 0 or self.ttft_target_per_prompt_token < 0:
+            raise ValueError("ttft_target and ttft_target_per_prompt_token must be 0 or more")
+        if self.scheduling_policy == "deadline" and not self.ttft_target:
+            raise ValueError("scheduling_policy is deadline, but ttft_target is 0; set ttft_target as well")
+
+    def is_too_late(self, waited: float, num_prompt_tokens: int) -> bool:
+        """Whether the first token of a request that has waited for so many seconds cannot come in time any more."""
+        allowance = self.ttft_target + self.ttft_target_per_prompt_token * num_prompt_tokens
+        return waited > LATEST_START * allowance

@@ -23,7 +23,7 @@ from trimtab_engine.scheduling.policy import SchedulingPolicy
 from trimtab_engine.scheduling.preemption import VICTIM_CANDIDATES, PreemptionCosts, cheaper_mode, choose_victim
 from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.stats import BlockedReason, PreemptionReason, SchedulerStats
-from trimtab_engine.scheduling.waiting_queue import WaitingQueue
+from trimtab_engine.scheduling.waiting_queue import RANKS, WaitingQueue
 
 Sampled = tuple[Request, int | list[int], RequestStatus | None]
 """(request, its new token, or tokens after drafts, how it finished: None while it goes on). A bare tuple, as one is
@@ -93,7 +93,7 @@ class Scheduler:
     # --- what may change between two steps ------------------------------------------------------------------------
 
     def has_room_for(self, num_tokens: int) -> bool:
-        """Whether a request with so many tokens would be admitted by the next schedule()."""
+        """Whether a request with so many tokens would be admitted by the next schedule(), behind all that wait."""
         waiting, policy = self._waiting, self._policy
         if len(self._running) + len(waiting) >= policy.max_num_seqs:
             return False
@@ -182,6 +182,8 @@ class Scheduler:
             )
         if policy.scheduling_policy != self._policy.scheduling_policy:
             self._waiting.reorder(policy.scheduling_policy)
+            for sequence in self._running:
+                sequence.request.is_late = False
             self._running.sort(key=self._key)
         if not policy.enable_prefix_caching and self._policy.enable_prefix_caching:
             self._blocks.reset_cache()
@@ -498,11 +500,13 @@ class Scheduler:
     def _admit(self, batch: Batch, budget: int, now: float) -> int:
         """Admit from the head of the queue, never past it, while seats, budget and blocks last. Returns the budget.
 
+        Before each admission the queue parts those who are too late by now.
         A request is admitted only if all of its tokens fit into the blocks that are free now, even when its first
         chunk is short: admitting more would end in preemption.
         """
         waiting, running, blocks, policy = self._waiting, self._running, self._blocks, self._policy
         while waiting:
+            self._stats.num_late += waiting.part_late(policy, now)
             request = waiting.head
             num_tokens = request.num_tokens
             if request.num_pending_tokens:  # preempted while a step in flight computes its newest token
@@ -604,13 +608,13 @@ class Scheduler:
     def _preempt_one_of(self, first: int, now: float, reason: PreemptionReason) -> Preempted:
         """Preempt a request that is served after the running request at index `first`, or that one if it is the last.
 
-        Of those, the cheapest of the last few, and under `priority` of the lowest priority among them. It stays in
-        `running` until _drop_preempted().
+        Of those, the cheapest of the last few: under `priority` of the lowest priority among them, under `deadline`
+        late ones first. It stays in `running` until _drop_preempted().
         """
         after = [s.request for s in self._running[first + 1 :] if s.request.status is RequestStatus.RUNNING]
         candidates = after[-VICTIM_CANDIDATES:] or [self._running[first].request]
-        if self._policy.scheduling_policy == "priority":
-            candidates = [request for request in candidates if request.priority == candidates[-1].priority]
+        rank = RANKS[self._policy.scheduling_policy]
+        candidates = [request for request in candidates if rank(request) == rank(candidates[-1])]
         victim = choose_victim(candidates, self._blocks, self.costs, self._policy.preemption_mode)
         mode = cheaper_mode(victim, self._blocks, self.costs, self._policy.preemption_mode)
         return self._preempt(victim, mode, reason, now)
@@ -700,6 +704,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_waiting_late(self) -> int:
+        """How many of them wait in the late line (policy `deadline`)."""
+        return self._waiting.num_late
+
+    @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of the requests that wait: what is still to be computed before they answer."""
         return self._waiting.num_tokens
@@ -783,6 +792,9 @@ class Scheduler:
         self._waiting.check_integrity()
         if self._running != sorted(self._running, key=self._key):
             raise IntegrityError("the running requests are not in the order of the queue")
+        late = [request.request_id for request in queued if request.is_late]
+        if late and self._policy.scheduling_policy != "deadline":
+            raise IntegrityError(f"requests {late} are late under {self._policy.scheduling_policy}")
         for request in queued:
             num_known = request.num_tokens + request.num_pending_tokens
             if request.num_pending_tokens:

@@ -42,6 +42,8 @@ class SchedulerStats:
     num_arrived: int = 0
     """Requests that were queued for the first time."""
     num_arrived_prompt_tokens: int = 0
+    num_late: int = 0
+    """Requests whose first token could not come in time any more when they were looked at (policy `deadline`)."""
     prefix_cache_queries: int = 0
     """Tokens of new requests that were looked up; preempted ones that come back do not count."""
     prefix_cache_hits: int = 0

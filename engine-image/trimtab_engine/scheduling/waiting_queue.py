@@ -2,6 +2,8 @@
 
 fcfs: by arrival at the scheduler, so that a preempted request comes back before everything that came after it.
 priority: the lowest priority number first, then by arrival time.
+deadline: two lines, each by arrival at the scheduler. Who cannot have its first token in time any more when it stands
+at the head goes over to the late line, and of LATE_SHARE admissions one is from there: nobody waits for ever.
 
 What every step reports of it (tokens, oldest arrival) is kept as requests come and go, because thousands may wait.
 """
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
 from trimtab_engine.errors import IntegrityError
-from trimtab_engine.scheduling.policy import QueueOrder
+from trimtab_engine.scheduling.policy import QueueOrder, SchedulingPolicy
 from trimtab_engine.scheduling.request import Request
 
 Key = tuple[float, ...]
@@ -25,17 +27,36 @@ def _by_priority(request: Request) -> Key:
     return (request.priority, request.arrival_time, request.order)
 
 
-KEYS: dict[QueueOrder, Callable[[Request], Key]] = {"fcfs": _by_arrival, "priority": _by_priority}
+def _by_line(request: Request) -> Key:
+    return (request.is_late, request.order)
 
 
+KEYS: dict[QueueOrder, Callable[[Request], Key]] = {
+    "fcfs": _by_arrival,
+    "priority": _by_priority,
+    "deadline": _by_line,
+}
+RANKS: dict[QueueOrder, Callable[[Request], float]] = {
+    "fcfs": lambda _: 0,
+    "priority": lambda request: request.priority,
+    "deadline": lambda request: request.is_late,
+}
+"""Among those of one rank the scheduler may choose who gives up its blocks."""
+LATE_SHARE = 10  # one of so many admissions is a late request's, while some wait
 MAX_STALE_ARRIVALS = 64  # entries of requests that wait no longer, beyond as many as wait
 
 
 class WaitingQueue:
-    """A sorted list: removing its head moves pointers only, which is quick for any number of requests that waits."""
+    """A sorted list: removing its head moves pointers only, which is quick for any number of requests that waits. The
+    late line is the end of the list."""
 
     def __init__(self, order: QueueOrder) -> None:
+        self.order = order
         self.key = KEYS[order]
+        self.num_late = 0
+        """How many of these requests are late."""
+        self._num_overtaking = 0
+        """Admissions in a row from the line in time while somebody late waited."""
         self._requests: list[Request] = []
         self.num_tokens = 0
         """Tokens of these requests that are still to be computed before they answer."""
@@ -52,7 +73,13 @@ class WaitingQueue:
 
     @property
     def head(self) -> Request:
-        return self._requests[0]
+        """The request that is admitted next."""
+        return self._requests[self._head_place]
+
+    @property
+    def _head_place(self) -> int:
+        is_turn_of_late = self.num_late and self._num_overtaking >= LATE_SHARE - 1
+        return len(self._requests) - self.num_late if is_turn_of_late else 0
 
     @property
     def oldest_arrival(self) -> float | None:
@@ -63,15 +90,33 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=self.key)
+        self.num_late += request.is_late
         self._count(request)
         heappush(self._arrivals, (request.arrival_time, request.order))
         if len(self._arrivals) > 2 * len(self._requests) + MAX_STALE_ARRIVALS:
             self._list_arrivals()
 
     def pop_head(self) -> Request:
-        request = self._requests.pop(0)
+        request = self._requests.pop(self._head_place)
         self.num_tokens -= self._counted.pop(request.order)
+        if request.is_late:
+            self.num_late -= 1
+            self._num_overtaking = 0
+        elif self.num_late:
+            self._num_overtaking += 1
         return request
+
+    def part_late(self, policy: SchedulingPolicy, now: float) -> int:
+        """Move who is too late from the head of the line in time to the late line. Returns how many were: those
+        behind are looked at when they stand there."""
+        before = self.num_late
+        if self.order == "deadline":
+            while self.num_late < len(self._requests) and _is_too_late(self._requests[0], policy, now):
+                request = self._requests.pop(0)
+                request.is_late = True
+                insort(self._requests, request, key=self.key)
+                self.num_late += 1
+        return self.num_late - before
 
     def recount(self, request: Request) -> None:
         """Its tokens have changed, while it waits or not: a step in flight computed one when it was preempted."""
@@ -82,14 +127,18 @@ class WaitingQueue:
 
     def drop_finished(self) -> None:
         self._requests = [request for request in self._requests if not request.status.is_finished]
+        self.num_late = sum(request.is_late for request in self._requests)
         self.num_tokens, self._counted = 0, {}
         for request in self._requests:
             self._count(request)
         self._list_arrivals()
 
     def reorder(self, order: QueueOrder) -> None:
-        """Sort by another order from now on."""
-        self.key = KEYS[order]
+        """Sort by another order from now on, in which nobody is late yet."""
+        self.order, self.key = order, KEYS[order]
+        for request in self._requests:
+            request.is_late = False
+        self.num_late = self._num_overtaking = 0
         self._requests.sort(key=self.key)
 
     def check_integrity(self) -> None:
@@ -101,6 +150,11 @@ class WaitingQueue:
                 f"the requests that wait have {num_tokens} tokens to go and came at {oldest} or later; the queue says "
                 f"{self.num_tokens} and {self.oldest_arrival}"
             )
+        if self._requests != sorted(self._requests, key=self.key):
+            raise IntegrityError("the requests that wait are not in the order of the queue")
+        num_late = sum(request.is_late for request in self._requests)
+        if num_late != self.num_late:
+            raise IntegrityError(f"of the requests that wait {num_late} are late; the queue says {self.num_late}")
 
     def _count(self, request: Request) -> None:
         left = request.num_tokens - request.num_computed_tokens
@@ -110,3 +164,10 @@ class WaitingQueue:
     def _list_arrivals(self) -> None:
         self._arrivals = [(request.arrival_time, request.order) for request in self._requests]
         heapify(self._arrivals)
+
+
+def _is_too_late(request: Request, policy: SchedulingPolicy, now: float) -> bool:
+    """Who has an output token, or one that a step in flight computes, was served already."""
+    if request.num_output_tokens or request.num_pending_tokens:
+        return False
+    return policy.is_too_late(now - request.arrival_time, request.num_prompt_tokens)

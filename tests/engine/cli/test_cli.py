@@ -79,6 +79,8 @@ def test_a_host_without_a_number_is_no_pod(monkeypatch: pytest.MonkeyPatch, caps
         (["--watermark", "2"], "write a number from 0 to 1"),
         (["--watermark", "0.95"], "--watermark is 0.95; it must be between 0 and 0.9"),
         (["--scheduling-policy", "lifo"], "--scheduling-policy"),
+        (["--scheduling-policy", "deadline"], "--scheduling-policy is deadline, but --ttft-target is 0; set it"),
+        (["--ttft-target", "soon"], "'soon' is not a number of seconds"),
         (["--swap-space", "many"], "--swap-space"),
         (["--swap-space", "4", "--swap-space-cap", "2"], "--swap-space-cap"),
         (["--stats-interval-seconds", "0"], "between 1 and 3600"),
@@ -187,6 +189,9 @@ def test_flags_that_ask_for_nothing_are_accepted(flags: list[str]) -> None:
         (["--block-size", "auto", "--max-model-len", "2M"], "block_size", 256),  # no larger ones
         (["--watermark", "0.01"], "watermark", 0.01),
         (["--scheduling-policy", "priority"], "scheduling_policy", "priority"),
+        (["--scheduling-policy", "deadline", "--ttft-target", "2"], "scheduling_policy", "deadline"),
+        (["--ttft-target", "1.5"], "ttft_target", 1.5),
+        (["--ttft-target-per-prompt-token", "0.001"], "ttft_target_per_prompt_token", 0.001),
         (["--long-prefill-token-threshold", "512"], "long_prefill_token_threshold", 512),
         (["--max-num-queued-reqs", "7"], "max_num_queued_reqs", 7),
         (["--max-num-queued-tokens", "70"], "max_num_queued_tokens", 70),

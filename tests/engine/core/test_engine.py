@@ -428,12 +428,16 @@ def test_the_host_cache_on_the_cpu_is_part_of_the_device(model: Path) -> None:
 def test_every_live_field_of_the_scheduler_takes_effect_while_requests_run(model: Path) -> None:
     expected = alone(model)
     swap = 64 * BYTES_PER_BLOCK
-    engine, _ = an_engine(model, num_gpu_blocks_override=BLOCKS_FOR_ONE + 12, swap_space_bytes_cap=swap)
+    engine, _ = an_engine(
+        model, num_gpu_blocks_override=BLOCKS_FOR_ONE + 12, swap_space_bytes_cap=swap, ttft_target=0.05
+    )
     dice = random.Random(3)
     choices: dict[str, list[Any]] = {
         "long_prefill_token_threshold": [0, 3, 16],
         "watermark": [0, 0.1, 0.5],
-        "scheduling_policy": ["fcfs", "priority"],
+        "scheduling_policy": ["fcfs", "priority", "deadline"],
+        "ttft_target": [0.001, 0.05, 5],
+        "ttft_target_per_prompt_token": [0, 0.001],
         "preemption_mode": ["recompute", "swap", "auto"],
         "swap_space_bytes": [0, swap // 2, swap],
         "enable_prefix_caching": [False, True],

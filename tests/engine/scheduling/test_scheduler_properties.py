@@ -10,6 +10,7 @@ import random
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from trimtab_engine.runner.seats import Seats
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager, Copies
 from trimtab_engine.scheduling.encoder_cache import EncoderCache, key_of, spans_between
-from trimtab_engine.scheduling.policy import PreemptionMode, SchedulingPolicy
+from trimtab_engine.scheduling.policy import PreemptionMode, QueueOrder, SchedulingPolicy
 from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
@@ -299,7 +300,9 @@ POLICIES = st.builds(
     max_num_batched_tokens=st.integers(6, 2 * MAX_MODEL_LEN),
     long_prefill_token_threshold=st.sampled_from([0, 0, 3, 7]),
     watermark=st.sampled_from([0.0, 0.0, 0.1]),
-    scheduling_policy=st.sampled_from(["fcfs", "priority"]),
+    scheduling_policy=st.sampled_from(get_args(QueueOrder)),
+    ttft_target=st.sampled_from([2.0, 6.0, 30.0]),  # a step takes a second
+    ttft_target_per_prompt_token=st.sampled_from([0.0, 0.2, 1.0]),
     preemption_mode=st.sampled_from(["recompute", "swap", "auto"]),
     enable_prefix_caching=st.sampled_from([True, True, False]),
     num_speculative_tokens=st.sampled_from([0, 2, 5]),

@@ -1,17 +1,26 @@
 """The queue of waiting requests: its order, and the counts that it keeps instead of summing them every step."""
 
-from typing import Literal
+from typing import get_args
 
 import engine_builders
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trimtab_engine.errors import IntegrityError
+from trimtab_engine.scheduling.policy import QueueOrder, SchedulingPolicy
 from trimtab_engine.scheduling.request import Request, RequestStatus
-from trimtab_engine.scheduling.waiting_queue import MAX_STALE_ARRIVALS, WaitingQueue
+from trimtab_engine.scheduling.waiting_queue import LATE_SHARE, MAX_STALE_ARRIVALS, WaitingQueue
 
 ARRIVALS = st.floats(0, 1000)
-ACTIONS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), ARRIVALS), max_size=80)
+ACTIONS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3), ARRIVALS), max_size=80)
+ORDERS = st.sampled_from(get_args(QueueOrder))
+POLICY = SchedulingPolicy(
+    max_num_seqs=1,
+    max_num_batched_tokens=1,
+    scheduling_policy="deadline",
+    ttft_target=100.0,
+    ttft_target_per_prompt_token=50.0,
+)
 
 
 def a_request(order: int, tokens: int = 3, arrival: float = 0.0, priority: int = 0) -> Request:
@@ -21,9 +30,9 @@ def a_request(order: int, tokens: int = 3, arrival: float = 0.0, priority: int =
 
 
 @settings(max_examples=200, deadline=None)
-@given(actions=ACTIONS, order=st.sampled_from(["fcfs", "priority"]))
+@given(actions=ACTIONS, order=ORDERS, other=ORDERS)
 def test_the_kept_counts_are_those_of_the_requests(
-    actions: list[tuple[int, int, float]], order: Literal["fcfs", "priority"]
+    actions: list[tuple[int, int, float]], order: QueueOrder, other: QueueOrder
 ) -> None:
     queue, taken, number = WaitingQueue(order), list[Request](), 0
     for action, amount, arrival in actions:
@@ -46,7 +55,85 @@ def test_the_kept_counts_are_those_of_the_requests(
                 for request in list(queue)[:amount]:
                     request.status = RequestStatus.FINISHED_ABORTED
                 queue.drop_finished()
+            case 6:
+                queue.part_late(POLICY, arrival)
+            case 7:
+                queue.reorder(other if amount else order)
         queue.check_integrity()
+
+
+@settings(max_examples=300, deadline=None)
+@given(actions=st.lists(st.tuples(st.sampled_from("aattttprx"), st.integers(0, 40)), max_size=150))
+def test_the_two_lines_are_as_written_down_without_a_sorted_list(actions: list[tuple[str, int]]) -> None:
+    """Arrivals, admissions, preemptions, and aborts of requests with allowances of 150 to 300 seconds."""
+    queue, in_time, late, taken = WaitingQueue("deadline"), list[Request](), list[Request](), list[Request]()
+    now, number, num_overtaking = 0.0, 0, 0
+    for action, amount in actions:
+        if action == "a":
+            request = a_request(number, 1 + amount % 4, arrival=now)
+            number += 1
+            queue.add(request)
+            in_time.append(request)
+        elif action == "t":
+            now += amount
+            while in_time and not in_time[0].num_output_tokens:
+                allowance = 100 + 50 * in_time[0].num_prompt_tokens
+                if now - in_time[0].arrival_time <= 0.75 * allowance:
+                    break
+                late.append(in_time.pop(0))
+            late.sort(key=lambda request: request.order)
+            queue.part_late(POLICY, now)
+        elif action == "p" and (in_time or late):
+            is_turn = bool(late) and num_overtaking == 9
+            request = late.pop(0) if is_turn or not in_time else in_time.pop(0)
+            num_overtaking = 0 if request.is_late else num_overtaking + bool(late)
+            assert queue.head is queue.pop_head() is request
+            taken.append(request)
+        elif action == "r" and taken:
+            request = taken.pop(amount % len(taken))
+            request.token_ids += [7] * (amount % 2)
+            queue.add(request)
+            line = late if request.is_late else in_time
+            line.append(request)
+            line.sort(key=lambda request: request.order)
+        elif action == "x":
+            for request in [*in_time, *late][amount::11]:
+                request.status = RequestStatus.FINISHED_ABORTED
+            queue.drop_finished()
+            in_time = [request for request in in_time if not request.status.is_finished]
+            late = [request for request in late if not request.status.is_finished]
+        assert list(queue) == [*in_time, *late]
+        assert [request.is_late for request in queue] == [False] * len(in_time) + [True] * len(late)
+        queue.check_integrity()
+
+
+def test_of_ten_admissions_one_is_a_late_request_s() -> None:
+    queue = WaitingQueue("deadline")
+    for number in range(3):
+        queue.add(a_request(number, arrival=0.0))
+    assert queue.part_late(POLICY, 1000.0) == 3
+    for number in range(3, 40):
+        queue.add(a_request(number, arrival=1000.0))
+    taken = [queue.pop_head().order for _ in range(40)]
+    assert [place for place, order in enumerate(taken) if order < 3] == [9, 19, 29]
+    assert taken[9::LATE_SHARE][:3] == [0, 1, 2]
+    assert [order for order in taken if order >= 3] == list(range(3, 40))
+
+
+def test_the_count_to_ten_begins_anew_with_each_late_one_and_counts_only_while_one_waits() -> None:
+    queue = WaitingQueue("deadline")
+    for number in range(20):
+        queue.add(a_request(number, arrival=1000.0))
+    assert [queue.pop_head().order for _ in range(12)] == list(range(12))  # nobody late waited
+    late = a_request(100, arrival=0.0)
+    late.is_late = True
+    queue.add(late)
+    assert [queue.pop_head().order for _ in range(8)] == list(range(12, 20))
+    assert queue.pop_head() is late  # with nobody in time it need not be the tenth
+    for number in range(20, 40):
+        queue.add(a_request(number, arrival=1000.0))
+    queue.add(late)
+    assert [queue.pop_head().order for _ in range(10)] == [*range(20, 29), 100]
 
 
 def test_a_request_that_does_not_wait_is_not_counted() -> None:
@@ -66,6 +153,19 @@ def test_arrivals_of_requests_that_left_are_forgotten_behind_one_that_stays() ->
         queue.pop_head()
     assert queue.oldest_arrival == 0.0
     assert len(queue._arrivals) <= 2 * 2 + MAX_STALE_ARRIVALS + 1
+
+
+def test_who_is_late_without_being_parted_or_counted_is_a_broken_invariant() -> None:
+    queue = WaitingQueue("deadline")
+    for number in range(2):
+        queue.add(a_request(number))
+    first, last = queue
+    first.is_late = True
+    with pytest.raises(IntegrityError, match="not in the order"):
+        queue.check_integrity()
+    last.is_late = True
+    with pytest.raises(IntegrityError, match="2 are late; the queue says 0"):
+        queue.check_integrity()
 
 
 def test_a_count_that_is_off_is_a_broken_invariant() -> None:

@@ -13,8 +13,10 @@ from trimtab_engine.config.engine import (
     MAX_BATCHED_TOKENS,
     MAX_QUEUE_LIMIT,
     MAX_STATS_INTERVAL_SECONDS,
+    MAX_TTFT_TARGET,
     MAX_WATERMARK,
     MIN_STATS_INTERVAL_SECONDS,
+    MIN_TTFT_TARGET,
     LogLevel,
 )
 from trimtab_engine.config.live.reading import Bound, Bounds, Kind, Number, Value
@@ -36,6 +38,8 @@ class Field:
     choices: Callable[[Envelope], tuple[str, ...]] = lambda _: ()
     missing: str = ""
     """What a start must set for choices that it left out."""
+    conflict: Callable[[LiveValues], str] = lambda _: ""
+    """Why a choice cannot be beside the other values, and what to do; empty: it can."""
     aliases: tuple[str, ...] = ()
     is_live: Callable[[Envelope], bool] = lambda _: True
     is_drained: bool = False
@@ -114,6 +118,22 @@ def _at_least_the_seats(values: LiveValues) -> Bound:
     return Bound(values.max_num_seqs, f"it must be at least max_num_seqs, {values.max_num_seqs}; lower that as well")
 
 
+def _target_of_deadline(values: LiveValues) -> Bound:
+    if values.scheduling_policy != "deadline":
+        return Bound(0, "it must be 0 or more")
+    reason = f"with scheduling_policy deadline it must be {MIN_TTFT_TARGET:g} or more; set that to fcfs as well"
+    return Bound(MIN_TTFT_TARGET, reason)
+
+
+def _deadline_without_a_target(values: LiveValues) -> str:
+    if values.scheduling_policy != "deadline" or values.ttft_target >= MIN_TTFT_TARGET:
+        return ""
+    return (
+        f"ttft_target is {values.ttft_target:g}; set that as well, to the seconds within which a first token shall "
+        f"come, {MIN_TTFT_TARGET:g} or more"
+    )
+
+
 def _utilization(envelope: Envelope) -> Bounds:
     least, cap = envelope.min_utilization, envelope.gpu_memory_utilization_cap
     assert least is not None  # else the engine could not have started
@@ -162,7 +182,14 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field(name="long_prefill_token_threshold", kind="integer", own=_between(0, MAX_BATCHED_TOKENS)),
     Field(name="watermark", kind="number", own=_between(0, MAX_WATERMARK)),
-    Field(name="scheduling_policy", kind="choice", choices=lambda _: get_args(QueueOrder)),
+    Field(
+        name="scheduling_policy",
+        kind="choice",
+        choices=lambda _: get_args(QueueOrder),
+        conflict=_deadline_without_a_target,
+    ),
+    Field(name="ttft_target", kind="number", own=_between(0, MAX_TTFT_TARGET), at_least=_target_of_deadline),
+    Field(name="ttft_target_per_prompt_token", kind="number", own=_between(0, MAX_TTFT_TARGET)),
     Field(name="preemption_mode", kind="choice", choices=_preemption_modes, missing="--swap-space-cap"),
     Field(name="swap_space_bytes", kind="bytes", own=_swap_space),
     Field(name="kv_offload_bytes", kind="bytes", own=_host_cache),

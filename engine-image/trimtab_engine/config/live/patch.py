@@ -138,6 +138,9 @@ def _merge(envelope: Envelope, values: LiveValues, patch: Mapping[object, object
     for wish in numbers:
         if _is_outside(wish, wish.field.bounds(envelope, merged)):
             return _outside(envelope, merged, wish)
+    for wish in wishes.values():
+        if reason := wish.field.conflict(merged):
+            return Refusal(wish.given, wish.value, f"{wish.given} is {wish.value}: {reason}")
     return merged
 
 

@@ -95,6 +95,8 @@ class LiveValues:
     long_prefill_token_threshold: int = 0
     watermark: float = 0.0
     scheduling_policy: QueueOrder = "fcfs"
+    ttft_target: float = 0.0
+    ttft_target_per_prompt_token: float = 0.0
     preemption_mode: PreemptionMode = "recompute"
     swap_space_bytes: int = 0
     kv_offload_bytes: int = 0
@@ -117,6 +119,8 @@ class LiveValues:
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             watermark=self.watermark,
             scheduling_policy=self.scheduling_policy,
+            ttft_target=self.ttft_target,
+            ttft_target_per_prompt_token=self.ttft_target_per_prompt_token,
             preemption_mode=self.preemption_mode,
             enable_prefix_caching=self.enable_prefix_caching,
             num_speculative_tokens=self.num_speculative_tokens,

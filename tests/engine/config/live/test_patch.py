@@ -133,6 +133,17 @@ def test_a_dry_run_refuses_what_the_real_one_would() -> None:
         ({"gpu_memory_utilization": 1}, "gpu_memory_utilization", 0.7288, 0.95, 0.95, "the cap is 0.95"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold", 0, 1 << 20, 0, "it must be 0 or more"),
         ({"watermark": 0.95}, "watermark", 0, 0.9, 0.9, "it must be 0.9 or less"),
+        ({"ttft_target": -1}, "ttft_target", 0, 86400, 0, "it must be 0 or more"),
+        ({"ttft_target": 1e6}, "ttft_target", 0, 86400, 86400, "it must be 86400 or less"),
+        ({"ttft_target_per_prompt_token": -0.1}, "ttft_target_per_prompt_token", 0, 86400, 0, "it must be 0 or more"),
+        (
+            {"ttft_target": 0, "scheduling_policy": "deadline"},
+            "ttft_target",
+            0.001,
+            86400,
+            0.001,
+            "with scheduling_policy deadline it must be 0.001 or more; set that to fcfs as well",
+        ),
         ({"swap_space_bytes": 9 << 30}, "swap_space_bytes", 0, 8 << 30, 8 << 30, "--swap-space-cap, fixed at start"),
         ({"kv_offload_bytes": "3Gi"}, "kv_offload_bytes", 0, 2 << 30, 2 << 30, "--kv-offload-size-cap, fixed at start"),
         ({"swap_space_bytes": "9Gi"}, "swap_space_bytes", 0, 8 << 30, 8 << 30, "--swap-space-cap, fixed at start"),
@@ -178,8 +189,8 @@ def test_a_utilisation_must_be_a_number(value: object) -> None:
 @pytest.mark.parametrize(
     ("patch", "nearest", "message"),
     [
-        ({"scheduling_policy": "prio"}, "priority", "scheduling_policy is prio; it must be fcfs or priority"),
-        ({"scheduling_policy": "lifo"}, None, "it must be fcfs or priority"),
+        ({"scheduling_policy": "prio"}, "priority", "scheduling_policy is prio; it must be fcfs or priority or"),
+        ({"scheduling_policy": "lifo"}, None, "it must be fcfs or priority or deadline"),
         ({"preemption_mode": "Swap"}, "swap", "it must be recompute or swap or auto"),
         ({"log_level": 3}, None, "log_level must be debug or info or warning or error, not a number"),
         ({"log_level": "x" * 10_000}, None, "xxx..."),
@@ -282,6 +293,25 @@ def test_one_wrong_value_refuses_the_whole_patch() -> None:
     assert refused(a_config(), {"max_num_seqs": 8, "gpu_memory_utilization": 2})["field"] == "gpu_memory_utilization"
 
 
+def test_the_order_deadline_needs_a_target_set_before_or_beside_it() -> None:
+    body = refused(a_config(), {"scheduling_policy": "deadline"})
+    assert (body["field"], body["value"], body["nearest"]) == ("scheduling_policy", "deadline", None)
+    assert body["message"] == (
+        "scheduling_policy is deadline: ttft_target is 0; set that as well, to the seconds within which a first token "
+        "shall come, 0.001 or more"
+    )
+    config, status, _ = a_config().patch({"ttft_target": 2})
+    assert status == 200  # without effect under fcfs
+    config, status, body = config.patch({"scheduling_policy": "deadline"})
+    assert status == 200
+    assert config.values.policy().ttft_target == 2
+    assert refused(config, {"ttft_target": 0})["nearest"] == 0.001
+    described: Any = config.describe()
+    assert described["fields"]["ttft_target"]["min"] == 0.001
+    assert config.patch({"ttft_target": 0, "scheduling_policy": "fcfs"})[1] == 200
+    assert a_config().patch({"scheduling_policy": "deadline", "ttft_target": 0.5})[1] == 200
+
+
 def test_an_alias_that_contradicts_its_field_is_refused() -> None:
     body = refused(a_config(), {"max_num_seqs": 8, "max_num_active_seqs": 9})
     assert "one field, given as 9 and 8" in body["message"]
@@ -341,6 +371,8 @@ def test_the_description_gives_values_classes_and_what_could_be_set_alone_now() 
         "long_prefill_token_threshold": 0,
         "watermark": 0.0,
         "scheduling_policy": "fcfs",
+        "ttft_target": 0.0,
+        "ttft_target_per_prompt_token": 0.0,
         "preemption_mode": "recompute",
         "swap_space_bytes": 0,
         "kv_offload_bytes": 0,
@@ -358,7 +390,8 @@ def test_the_description_gives_values_classes_and_what_could_be_set_alone_now() 
     assert body["fields"]["max_num_batched_tokens"] == {"class": "live", "min": 64, "max": 4096}
     assert body["fields"]["gpu_memory_utilization"] == {"class": "live", "min": 0.7288, "max": 0.95}
     assert body["fields"]["swap_space_bytes"] == {"class": "live", "min": 0, "max": 8 << 30}
-    assert body["fields"]["scheduling_policy"]["values"] == ["fcfs", "priority"]
+    assert body["fields"]["scheduling_policy"]["values"] == ["fcfs", "priority", "deadline"]
+    assert body["fields"]["ttft_target"] == {"class": "live", "min": 0, "max": 86400}
     assert body["fields"]["disable_log_stats"]["values"] == [False, True]
     assert body["fields"]["model"] == {"class": "restart", "min": None, "max": None}
     assert body["envelope"] == {

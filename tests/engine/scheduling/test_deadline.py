@@ -1,0 +1,365 @@
+"""The queue order `deadline`: who is late and when, the two lines, one in ten, victims, and live changes.
+
+test_waiting_queue.py compares the lines with a plain model of them; test_scheduler_properties.py drives whole lives.
+"""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import engine_builders
+import pytest
+from trimtab_engine.errors import IntegrityError
+from trimtab_engine.scheduling.block_manager import BlockManager
+from trimtab_engine.scheduling.policy import SchedulingPolicy
+from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.scheduler import Scheduler
+from trimtab_engine.scheduling.swap_space import SwapSpace
+
+BLOCK_SIZE = 4
+WORD = 5
+LATEST = 7.5  # seconds of waiting after which a request with an allowance of 10 is late
+
+
+def a_scheduler(blocks: int = 100, *, seqs: int = 1, tokens: int = 64, length: int = 32, **policy: Any) -> Scheduler:
+    """One seat, and an allowance of 10 seconds whatever the prompt, unless said otherwise."""
+    values = {"scheduling_policy": "deadline", "ttft_target": 10.0, "enable_prefix_caching": False, **policy}
+    return Scheduler(
+        BlockManager(blocks, blocks, BLOCK_SIZE, SwapSpace(0, 0)),
+        SchedulingPolicy(max_num_seqs=seqs, max_num_batched_tokens=tokens, **values),
+        max_model_len=length,
+    )
+
+
+def add(scheduler: Scheduler, request_id: str, arrival: float = 0.0, *, prompt: int = 4, output: int = 1) -> Request:
+    request = engine_builders.a_request(
+        [1] * prompt, request_id=request_id, arrival_time=arrival, max_tokens=output, temperature=0.0
+    )
+    scheduler.add(request)
+    return request
+
+
+def step(scheduler: Scheduler, now: float) -> list[str]:
+    """One step; who is in it, in its order."""
+    batch = scheduler.schedule(now)
+    scheduler.update(batch, [WORD] * len(batch.sampling), now)
+    scheduler.check_integrity()
+    return [sequence.request.request_id for sequence in batch.sequences]
+
+
+def served(scheduler: Scheduler, now: float) -> list[str]:
+    """Who is served until nothing is left, one step after the other at one and the same time."""
+    held: list[str] = []
+    while not scheduler.is_idle:
+        held += step(scheduler, now)
+    return held
+
+
+def steer(scheduler: Scheduler, **changes: Any) -> None:
+    scheduler.set_policy(replace(scheduler.policy, **changes))
+
+
+# --- who is late --------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_late_when_three_quarters_of_its_allowance_have_passed_and_not_before() -> None:
+    scheduler = a_scheduler()
+    add(scheduler, "running", output=9)
+    step(scheduler, 0.0)
+    waiting = add(scheduler, "waiting", 1.0)
+    step(scheduler, 1.0 + LATEST)
+    assert not waiting.is_late
+    step(scheduler, 1.0 + LATEST + 0.001)
+    assert waiting.is_late
+    assert scheduler.num_waiting_late == 1
+
+
+def test_each_token_of_the_prompt_adds_to_the_allowance() -> None:
+    scheduler = a_scheduler(ttft_target=2.0, ttft_target_per_prompt_token=0.5)
+    add(scheduler, "running", output=9)
+    step(scheduler, 0.0)
+    long, short = add(scheduler, "long", prompt=20), add(scheduler, "short", prompt=4)
+    step(scheduler, 0.75 * (2.0 + 0.5 * 20))
+    assert (long.is_late, short.is_late) == (False, False)  # the one behind is not looked at
+    step(scheduler, 0.75 * (2.0 + 0.5 * 20) + 0.001)
+    assert (long.is_late, short.is_late) == (True, True)
+
+
+def test_only_the_head_is_looked_at_and_again_while_the_new_head_is_late_too() -> None:
+    scheduler = a_scheduler()
+    running = add(scheduler, "running", output=2)
+    step(scheduler, 0.0)
+    requests = [add(scheduler, str(number), float(number)) for number in range(5)]
+    step(scheduler, 2.5 + LATEST)
+    assert [request.is_late for request in requests] == [True, True, True, False, False]
+    assert running.status.is_finished
+    assert scheduler.take_stats().num_late == 3
+    assert step(scheduler, 2.5 + LATEST) == ["3"]
+    assert scheduler.take_stats().num_late == 0  # each is counted once
+
+
+def test_a_request_that_is_late_stays_late_whatever_becomes_of_the_targets() -> None:
+    scheduler = a_scheduler()
+    add(scheduler, "running", output=9)
+    step(scheduler, 0.0)
+    late = add(scheduler, "late", output=4)
+    step(scheduler, 8.0)
+    assert late.is_late
+    steer(scheduler, ttft_target=1000.0)
+    add(scheduler, "in time", 8.0)
+    scheduler.abort(["running"])
+    assert step(scheduler, 8.0) == ["in time"]
+    assert step(scheduler, 8.0) == ["late"]
+    assert late.is_late
+
+
+def test_targets_that_change_live_count_from_the_next_step() -> None:
+    scheduler = a_scheduler()
+    add(scheduler, "running", output=9)
+    step(scheduler, 0.0)
+    waiting = add(scheduler, "waiting")
+    step(scheduler, 4.0)
+    assert not waiting.is_late
+    steer(scheduler, ttft_target=4.0)
+    assert not waiting.is_late
+    step(scheduler, 4.0)
+    assert waiting.is_late
+
+
+def test_who_has_an_output_token_or_one_in_flight_never_becomes_late() -> None:
+    scheduler = a_scheduler(seqs=3)
+    answered = add(scheduler, "answered", output=9)
+    step(scheduler, 0.0)
+    fresh = add(scheduler, "fresh", output=9)
+    batch = scheduler.schedule(0.0)
+    steer(scheduler, max_num_seqs=1)
+    scheduler.preempt_all(1.0)
+    blocker = add(scheduler, "blocker", 100.0, output=9)
+    assert not scheduler.schedule(100.0).sequences  # the tokens of both are in flight
+    assert (answered.is_late, fresh.is_late, blocker.is_late) == (False, False, False)
+    scheduler.update(batch, [WORD, WORD], 100.0)
+    assert step(scheduler, 100.0) == ["answered"]
+    step(scheduler, 200.0)
+    assert (answered.is_late, fresh.is_late) == (False, False)
+    assert not blocker.is_late  # it is not at the head
+    scheduler.check_integrity()
+
+
+def test_a_request_whose_prompt_was_computed_in_part_can_become_late_when_it_waits_again() -> None:
+    scheduler = a_scheduler(tokens=4, length=24)
+    request = add(scheduler, "long", prompt=20)
+    step(scheduler, 0.0)
+    scheduler.preempt_all(1.0)
+    steer(scheduler, max_num_seqs=1)
+    assert request.num_output_tokens == 0
+    assert step(scheduler, 20.0) == ["long"]
+    assert request.is_late
+
+
+def test_a_clock_that_says_less_than_the_arrival_makes_nobody_late() -> None:
+    scheduler = a_scheduler()
+    request = add(scheduler, "early", 50.0)
+    assert step(scheduler, 0.0) == ["early"]
+    assert not request.is_late
+
+
+# --- the two lines ------------------------------------------------------------------------------------------------
+
+
+def backlog(scheduler: Scheduler, num_late: int, num_in_time: int, now: float = 100.0) -> None:
+    """Behind a request that holds the one seat: so many that are late by now, and so many in time."""
+    add(scheduler, "blocker", now, output=9)
+    step(scheduler, now)
+    for number in range(num_late):
+        add(scheduler, f"late-{number}", now - 50)
+    for number in range(num_in_time):
+        add(scheduler, f"in-time-{number}", now)
+    step(scheduler, now)
+    scheduler.abort(["blocker"])
+
+
+def test_those_in_time_come_first_and_one_admission_in_ten_is_late() -> None:
+    scheduler = a_scheduler()
+    backlog(scheduler, 4, 25)
+    assert scheduler.num_waiting_late == 4
+    order = served(scheduler, 100.0)
+    assert order[:9] == [f"in-time-{number}" for number in range(9)]
+    assert [order.index(f"late-{number}") for number in range(4)] == [9, 19, 27, 28]
+
+
+def test_with_nobody_in_time_the_late_are_served_by_arrival_as_fcfs_does() -> None:
+    scheduler = a_scheduler()
+    backlog(scheduler, 12, 0)
+    assert served(scheduler, 100.0) == [f"late-{number}" for number in range(12)]
+
+
+def test_the_late_one_whose_turn_it_is_is_not_passed_while_its_blocks_are_missing() -> None:
+    scheduler = a_scheduler(16, length=64)
+    add(scheduler, "holder", 100.0, prompt=24, output=20)
+    step(scheduler, 100.0)
+    add(scheduler, "large and late", 50.0, prompt=47)
+    for number in range(12):
+        add(scheduler, f"in-time-{number}", 100.0)
+    step(scheduler, 100.0)
+    steer(scheduler, max_num_seqs=2)
+    for number in range(9):
+        assert step(scheduler, 100.0) == ["holder", f"in-time-{number}"]
+    assert step(scheduler, 100.0) == ["holder"]
+    scheduler.abort(["holder"])
+    assert step(scheduler, 100.0) == ["large and late", "in-time-9"]
+
+
+def test_what_runs_is_served_in_time_first_and_late_ones_give_up_their_blocks_first() -> None:
+    """The late one came first; in time are two that came later, and its blocks are what they grow into."""
+    scheduler = a_scheduler(8, seqs=3, length=32)
+    late = add(scheduler, "late", 0.0, prompt=7, output=20)
+    for request_id in ("b", "c"):
+        add(scheduler, request_id, 100.0, prompt=7, output=20)
+    assert step(scheduler, 100.0) == ["b", "c", "late"]
+    assert [request.request_id for request in scheduler.running_requests()] == ["b", "c", "late"]
+    assert late.is_late
+    while not late.num_preemptions:
+        step(scheduler, 100.0)
+    assert [request.request_id for request in scheduler.running_requests()] == ["b", "c"]
+    assert scheduler.num_waiting_late == 1  # it is in its own line again
+    add(scheduler, "d", 100.0)
+    assert served(scheduler, 100.0).index("d") < 60
+    assert late.num_output_tokens == 20
+
+
+def test_fcfs_preempts_the_youngest_where_deadline_preempts_the_late() -> None:
+    victims = {}
+    for order in ("fcfs", "deadline"):
+        scheduler = a_scheduler(8, seqs=3, length=32, scheduling_policy=order)
+        requests = [add(scheduler, "old", 0.0, prompt=7, output=20)]
+        requests += [add(scheduler, request_id, 100.0, prompt=7, output=20) for request_id in ("b", "c")]
+        while not any(request.num_preemptions for request in requests):
+            step(scheduler, 100.0)
+        victims[order] = [request.request_id for request in requests if request.num_preemptions]
+    assert victims == {"fcfs": ["c"], "deadline": ["old"]}
+
+
+def test_what_waits_is_told_over_both_lines() -> None:
+    scheduler = a_scheduler()
+    backlog(scheduler, 2, 3)
+    assert (scheduler.num_waiting, scheduler.num_waiting_late) == (5, 2)
+    assert scheduler.num_waiting_tokens == 5 * 4
+    assert scheduler.oldest_arrival() == 50.0
+    scheduler.abort(["late-0", "in-time-1"])
+    assert (scheduler.num_waiting, scheduler.num_waiting_late) == (3, 1)
+    scheduler.check_integrity()
+    scheduler.abort(["late-1"])
+    assert (scheduler.num_waiting_late, scheduler.oldest_arrival()) == (0, 100.0)
+    assert not scheduler.has_room_for(4)  # two wait for the one seat
+
+
+# --- live changes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["fcfs", "priority"])
+def test_going_back_forgets_who_was_late_waiting_or_running(order: str) -> None:
+    scheduler = a_scheduler(seqs=2)
+    running = add(scheduler, "late and running", 0.0, output=9)
+    add(scheduler, "blocker", 100.0, output=9)
+    step(scheduler, 100.0)
+    waiting = add(scheduler, "late and waiting", 50.0)
+    add(scheduler, "in time", 100.0)
+    step(scheduler, 100.0)
+    assert running.is_late
+    assert waiting.is_late
+    steer(scheduler, scheduling_policy=order)
+    assert not running.is_late
+    assert not waiting.is_late
+    assert scheduler.num_waiting_late == 0
+    scheduler.check_integrity()
+    assert step(scheduler, 100.0) == ["late and running", "blocker"]
+    scheduler.abort(["blocker"])
+    assert step(scheduler, 100.0) == ["late and running", "late and waiting"]
+    steer(scheduler, scheduling_policy="deadline")
+    scheduler.check_integrity()
+    assert not running.is_late  # it has output
+
+
+def test_another_order_becomes_deadline_from_the_next_step() -> None:
+    scheduler = a_scheduler(scheduling_policy="fcfs")
+    backlog(scheduler, 2, 2)
+    assert scheduler.num_waiting_late == 0
+    steer(scheduler, scheduling_policy="deadline")
+    assert scheduler.num_waiting_late == 0
+    assert served(scheduler, 100.0) == ["in-time-0", "in-time-1", "late-0", "late-1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ttft_target": 0.0}, "scheduling_policy is deadline, but ttft_target is 0; set ttft_target as well"),
+        ({"ttft_target": -1.0}, "must be 0 or more"),
+        ({"ttft_target_per_prompt_token": -1.0}, "must be 0 or more"),
+    ],
+)
+def test_targets_that_could_not_work_are_refused_and_change_nothing(changes: dict[str, float], message: str) -> None:
+    scheduler = a_scheduler()
+    before = scheduler.policy
+    with pytest.raises(ValueError, match=message):
+        steer(scheduler, **changes)
+    assert scheduler.policy is before
+
+
+def test_without_deadline_targets_may_stand_there_without_effect() -> None:
+    scheduler = a_scheduler(scheduling_policy="fcfs", ttft_target=0.001)
+    backlog(scheduler, 2, 2)
+    assert served(scheduler, 100.0) == ["late-0", "late-1", "in-time-0", "in-time-1"]
+    assert scheduler.take_stats().num_late == 0
+
+
+def test_a_late_request_under_another_order_is_a_broken_invariant() -> None:
+    scheduler = a_scheduler(scheduling_policy="fcfs")
+    add(scheduler, "a", output=9)
+    step(scheduler, 0.0)
+    scheduler.running_requests()[0].is_late = True
+    with pytest.raises(IntegrityError, match=r"\['a'\] are late under fcfs"):
+        scheduler.check_integrity()
+
+
+# --- overload -----------------------------------------------------------------------------------------------------
+
+
+def share_in_time(order: str, *, load: float, target: float, seed: int) -> tuple[float, float]:
+    """Of Poisson arrivals at `load` times what four seats serve in four seconds a request: the share whose first token
+    came in time, and the longest wait for one."""
+    scheduler = a_scheduler(seqs=4, scheduling_policy=order, ttft_target=target)
+    dice, arrivals, at = random.Random(seed), list[float](), 0.0
+    for _ in range(400):
+        at += dice.expovariate(load)
+        arrivals.append(at)
+    pending, now, waits = list(enumerate(arrivals)), 0.0, dict[str, float]()
+    came: dict[str, float] = {}
+    while pending or not scheduler.is_idle:
+        while pending and pending[0][1] <= now:
+            number, arrival = pending.pop(0)
+            came[str(number)] = arrival
+            add(scheduler, str(number), arrival, output=4)
+        batch = scheduler.schedule(now)
+        now += 1.0
+        scheduler.update(batch, [WORD] * len(batch.sampling), now)
+        for request in batch.sampling:
+            waits.setdefault(request.request_id, now - came[request.request_id])
+    return sum(wait <= target for wait in waits.values()) / len(waits), max(waits.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_an_overload_fcfs_makes_nearly_all_late_and_deadline_only_those_beyond_capacity(seed: int) -> None:
+    """One request a second is served. At 1.5 times that two thirds can be in time, of which one in ten goes to a late
+    one; fcfs is in time only until its line is as long as the target."""
+    fcfs, _ = share_in_time("fcfs", load=1.5, target=12.0, seed=seed)
+    deadline, longest = share_in_time("deadline", load=1.5, target=12.0, seed=seed)
+    assert fcfs < 0.25
+    assert deadline > 0.9 * 0.9 / 1.5
+    assert longest < 400  # nobody waits for ever
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_below_capacity_both_orders_are_one(seed: int) -> None:
+    assert share_in_time("fcfs", load=0.5, target=40.0, seed=seed) == (
+        share_in_time("deadline", load=0.5, target=40.0, seed=seed)
+    )
