@@ -164,7 +164,7 @@ def choose_victims(
     def worth(group: Group) -> tuple[bool, bool, bool, float, int]:
         is_current = group.revision == revision and not group.is_outdated
         load = loads.get(group.name, math.inf)
-        return group.is_ready, is_placed(group), is_current, load if group.is_ready else 0.0, -group.ordinal
+        return group.serves, is_placed(group), is_current, load if group.serves else 0.0, -group.ordinal
 
     by_worth = sorted(groups, key=worth, reverse=True)
     stay = sorted(by_worth[:wanted], key=lambda group: group.ordinal)
@@ -188,14 +188,15 @@ def choose_updates(
     One whose engine has not come up costs nothing. One that had come up and is not ready now may be back in a moment:
     it costs one, unless one that was brought up to date is still on its way. One that is ready costs one, too, and is
     taken last: never because another is down, and not at all where others come to serve in its place (`coming`: how
-    many are made now; None: groups are replaced in place).
+    many are made now; None: groups are replaced in place). One that was chosen before and whose pods still serve is
+    taken already, and keeps nobody that is down waiting: its pods go when enough others serve (`replacement`).
     """
     outdated = [group for group in groups if group.ordinal in behind]
     down = [group for group in groups if not group.is_ready]
     blinking = [group for group in outdated if not group.is_ready and has_started(group)]
     lost = [group for group in outdated if not group.is_ready and group not in blinking]
     ready = [group for group in outdated if group.is_ready]
-    under_way = len(down) - len(blinking) - len(lost) + (coming or 0)
+    under_way = sum(not group.serves for group in down if group not in (*blinking, *lost)) + (coming or 0)
     back_soon = blinking[: max(0, allowed - under_way - len(lost))]
     return (*lost, *back_soon, *(ready[: max(0, allowed - len(down))] if coming is None else ()))
 

@@ -4,32 +4,48 @@ The StatefulSets update on deletion only: which group may be down is the plan's 
 Kubernetes never replace a broken pod under `Parallel` (docs/decisions/pods-replaced-by-the-operator.md). All pods of a
 group go at once, as they run one engine. Each is stopped gracefully: no endpoint leads to it by the time that it hears
 of its end, and then it drains.
+
+Between a group's new template and the end of its pods others may go down. So who serves is asked again here: the plan
+chose by what was so before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from trimtab_operator.decisions.actions import Delete, delete_of
 from trimtab_operator.observed.groups import Group, is_terminating, meeting_address, revision_label
 from trimtab_operator.resource.manifest import Manifest
 
 
-def outdated_pods(groups: Iterable[Group]) -> Iterator[Delete]:
-    """The pods to delete, so that their StatefulSets make them anew.
+def outdated_pods(groups: Sequence[Group], allowed: int, *, asked: str | None = None) -> Iterator[Delete]:
+    """The pods to delete, so that their StatefulSets make them anew. A group that serves goes only as long as fewer
+    than `allowed` do not, and only for the revision that is `asked` for now (None: for any).
 
     Not before the controller has seen the new template, and not while the group's two have different ones: it would
     make them from the old one.
     """
+    room = allowed - sum(not group.serves for group in groups)
     for group in groups:
-        revisions = {_template_revision(stateful_set) for stateful_set in group.stateful_sets}
-        if len(revisions) != 1 or not all(map(_is_seen, group.stateful_sets)):
-            continue
-        (revision,) = revisions
-        for pod in group.pods if revision else ():
-            is_elsewhere = meeting_address(pod) not in (None, *group.meeting_addresses)
-            if (revision_label(pod) != revision or is_elsewhere) and not is_terminating(pod):
-                yield delete_of("Pod", pod, f"{group.name} gets revision {revision}")
+        pods = tuple(_outdated_in(group, asked))
+        if pods and group.serves:
+            room -= 1
+        if not group.serves or room >= 0:
+            yield from pods
+
+
+def _outdated_in(group: Group, asked: str | None) -> Iterator[Delete]:
+    """The pods of one group that their StatefulSets would make better."""
+    revisions = {_template_revision(stateful_set) for stateful_set in group.stateful_sets}
+    if len(revisions) != 1 or not all(map(_is_seen, group.stateful_sets)):
+        return
+    (revision,) = revisions
+    if not revision or asked not in (None, revision):
+        return
+    for pod in group.pods:
+        is_elsewhere = meeting_address(pod) not in (None, *group.meeting_addresses)
+        if (revision_label(pod) != revision or is_elsewhere) and not is_terminating(pod):
+            yield delete_of("Pod", pod, f"{group.name} gets revision {revision}")
 
 
 def _template_revision(stateful_set: Manifest) -> str:

@@ -48,7 +48,7 @@ from trimtab_operator.decisions.model_facts import (
     with_model_facts,
 )
 from trimtab_operator.decisions.optional_children import plan_optional
-from trimtab_operator.decisions.plan import differing, plan, plan_meeting_secret, plan_tuning_state
+from trimtab_operator.decisions.plan import allowed_down, differing, plan, plan_meeting_secret, plan_tuning_state
 from trimtab_operator.decisions.rollback import (
     Course,
     RolloutState,
@@ -218,7 +218,7 @@ def _refused(
     world: World, known: Recalled, refused: tuple[Refusal, ...], *, of_layout: tuple[Refusal, ...] = ()
 ) -> Turn:
     """Say what is wrong. What runs is cared for, and otherwise left as it is."""
-    care = _care(world, known, asked=None)
+    care = _care(world, known, None, replicas=standing_replicas(world.deployment, known.memory.tuner))
     findings = replace(findings_of_cluster(world, known), refusals=refused, layout_refusals=of_layout)
     return Turn(known.memory, findings, findings.desired_replicas, care=care.deletions, notes=care.notes)
 
@@ -260,7 +260,7 @@ def _steered(
         is_short = beside < room.groups
         room = replace(room, groups=min(room.groups, beside))
     rollout = replace(course.state, no_room=room.no_room if course.target is not None else course.state.no_room)
-    care = _care(world, known, asked=None if course.target is None else f"{deployment.generation}-{_revision(course)}")
+    care = _care(world, known, course.target, replicas=count)
     children: tuple[Action, ...] = differing([service_account(deployment)], known.observed)
     if course.target is not None:
         children = (
@@ -363,13 +363,18 @@ def findings_without_a_turn(world: World, memory: Memory, problem: tuple[str, st
     return replace(findings, revision=wanted.revision, problem=problem)
 
 
-def _care(world: World, known: Recalled, *, asked: str | None) -> Upkeep:
-    now = datetime.fromtimestamp(world.at, UTC)
-    return upkeep(known.observed, nodes=world.nodes, rivals=world.rivals, now=now, asked=asked)
-
-
-def _revision(course: Course) -> str:
-    return "" if course.target is None else course.target.revision
+def _care(world: World, known: Recalled, target: Rendered | None, *, replicas: int) -> Upkeep:
+    """What groups need beyond being as rendered; `target` is what replicas are to run, None: as they are."""
+    revision = None if target is None else target.revision
+    return upkeep(
+        known.observed,
+        nodes=world.nodes,
+        rivals=world.rivals,
+        now=datetime.fromtimestamp(world.at, UTC),
+        asked=None if revision is None else f"{world.deployment.generation}-{revision}",
+        revision=revision,
+        allowed=allowed_down(world.deployment, replicas),
+    )
 
 
 def _keeps_older_pods(world: World, known: Recalled, wanted: Rendered) -> bool:

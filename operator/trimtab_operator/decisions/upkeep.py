@@ -35,16 +35,21 @@ def upkeep(
     rivals: tuple[Age, ...] | None,
     now: datetime,
     asked: str | None,
+    revision: str | None = None,
+    allowed: int = 1,
 ) -> Upkeep:
     """Decide what is due at `now`.
 
     `nodes` None: they cannot be seen. `rivals` are the groups of all resources that are partly placed; None: only this
     resource's own can be seen. `asked` names what is asked for now; None: nothing, as long as the spec is refused.
+    `revision` is what replicas are to run (None: what their StatefulSets say), `allowed` how many may be down for it.
     """
     groups = groups_of(observed)
     lost = pods_to_give_up(observed.pods, (nodes or ()) if may_be_lost(observed.pods) else (), now)
     gone = {deletion.uid for deletion in lost}
-    replaced = tuple(deletion for deletion in outdated_pods(groups) if deletion.uid not in gone)
+    replaced = tuple(
+        deletion for deletion in outdated_pods(groups, allowed, asked=revision) if deletion.uid not in gone
+    )
     gone |= {deletion.uid for deletion in replaced}
     together = tuple(deletion for deletion in companions(groups) if deletion.uid not in gone)
     kept = holds(groups, _own(groups) if rivals is None else rivals, now, asked=asked)

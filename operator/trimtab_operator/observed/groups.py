@@ -125,6 +125,15 @@ class Group:
         is_whole = self.leader is not None and len(self.pods) == self.num_pods
         return is_whole and not self.is_outdated and not self.is_torn and all(is_pod_ready(pod) for pod in self.pods)
 
+    @cached_property
+    def serves(self) -> bool:
+        """Whether its engine takes requests: the group is Ready, or still has the pods of another revision than it is
+        to get, and they are."""
+        if self.leader is None or self.is_torn or not self.is_outdated:
+            return self.is_ready
+        revision = revision_label(self.leader)
+        return all(is_pod_ready(pod) for pod in self.pods if revision_label(pod) == revision)
+
 
 def groups_of(observed: Observed) -> tuple[Group, ...]:
     """The groups that are there to stay, by ordinal; StatefulSets being deleted are left out."""

@@ -142,7 +142,7 @@ def ready_claim(findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Clai
 
 def serving_claim(findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Claim:
     """Whether traffic is answered, by whichever revision."""
-    if any(g["ready"] for g in groups):
+    if any(g["ready"] for g in groups) or any(group.is_outdated and group.serves for group in findings.groups):
         return Claim("Serving", "True", Reason.ANSWERED, "clients are answered")
     if findings.share is not None and findings.share.is_limited and findings.desired_replicas == 0:
         return Claim("Serving", "False", Reason.OVER_BUDGET, findings.share.message)

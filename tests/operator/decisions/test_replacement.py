@@ -24,7 +24,7 @@ def a_set(role: str = LEADER, *, revision: str = "r2", generation: int = 2, seen
 
 def replaced(*sets: dict[str, Any], pods: list[dict[str, Any]]) -> list[str]:
     groups = groups_of(Observed(stateful_sets=sets, pods=tuple(pods)))
-    return [found.name for found in outdated_pods(groups)]
+    return [found.name for found in outdated_pods(groups, 1)]
 
 
 def test_a_pod_of_another_revision_is_replaced() -> None:
@@ -57,6 +57,56 @@ def test_a_label_that_somebody_wrote_on_a_stateful_set_replaces_nothing() -> Non
     meddled = a_set(revision="r1")
     meddled["metadata"]["labels"][REVISION_LABEL] = "another"
     assert replaced(meddled, pods=[a_pod(revision="r1")]) == []
+
+
+def in_place(**spec: Any) -> FakeCluster:
+    """A cluster whose replicas are replaced where they are, and whose first was just given another template."""
+    cluster = FakeCluster(rollout={"maxSurge": 0, "bakeTime": "0s"}, **spec)
+    cluster.settle()
+    cluster.edit(engine={"maxNumSeqs": 16})
+    cluster.turn()
+    cluster.controllers()
+    return cluster
+
+
+def test_a_replica_that_serves_is_not_taken_while_as_many_as_may_be_are_missing() -> None:
+    cluster = in_place(replicas=2)
+    cluster.set_ready("m-g1-0", ready=False)
+    cluster.turn()
+    assert "m-g0-0" in cluster.pods
+    assert cluster.condition("Serving")["status"] == "True", "its pod is of another revision, and answers"
+
+
+def test_one_that_is_down_is_replaced_before_one_that_serves_and_was_chosen_first() -> None:
+    """Else both would wait for each other: a replica that is not Ready for good keeps nobody waiting."""
+    cluster = in_place(replicas=2)
+    cluster.set_ready("m-g1-0", ready=False)
+    for _ in range(3):
+        cluster.turn()
+        cluster.controllers()
+    assert cluster.revisions[0] == cluster.revisions[1]
+    cluster.set_ready("m-g1-0")
+    cluster.settle()
+    assert not any(group.is_outdated for group in cluster.groups)
+
+
+def test_of_replicas_that_go_in_an_edit_none_serves_while_one_that_does_not_stays() -> None:
+    cluster = in_place(replicas=2)
+    cluster.set_ready("m-g1-0", ready=False)
+    cluster.edit(replicas=1)
+    cluster.turn()
+    assert [group.name for group in cluster.groups] == ["m-g0"]
+    assert "m-g0-0" in cluster.pods
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "gpusPerNode": 1}])
+def test_an_edit_that_is_taken_back_at_once_costs_no_engine(layout: dict[str, int]) -> None:
+    cluster = in_place(replicas=2, parallelism=layout)
+    pods = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    cluster.edit(engine=None)
+    cluster.settle()
+    assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == pods
+    assert cluster.condition("Ready")["status"] == "True"
 
 
 @pytest.mark.parametrize("spec", [{}, {"parallelism": {"pipeline": 2, "gpusPerNode": 1}}])

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from operator_cluster import TICK_SECONDS, FakeCluster
 from trimtab_operator.builders.labels import ROLE_LABEL
-from trimtab_operator.observed.groups import is_pod_ready, is_terminating
+from trimtab_operator.observed.groups import is_pod_ready, is_terminating, revision_label
+from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.time import timestamp
 
 BATCHES = 4
@@ -27,7 +28,7 @@ def settled(**spec: Any) -> FakeCluster:
     return cluster
 
 
-def is_healthy(pod: dict[str, Any]) -> bool:
+def is_healthy(pod: Manifest) -> bool:
     return is_pod_ready(pod) and not is_terminating(pod)
 
 
@@ -45,8 +46,12 @@ def evict(cluster: FakeCluster, name: str) -> bool:
 
 
 def serving(cluster: FakeCluster) -> int:
-    """How many replicas serve: those whose pods are all Ready and stay."""
-    return sum(group.is_ready and not group.is_terminating for group in cluster.groups)
+    """How many replicas serve: those whose pods, of whatever revision, are all Ready and stay."""
+    healthy = 0
+    for group in cluster.groups:
+        is_of_one = len({revision_label(pod) for pod in group.pods}) == 1
+        healthy += is_of_one and len(group.pods) == group.num_pods and all(map(is_healthy, group.pods))
+    return healthy
 
 
 def test_a_pod_that_is_evicted_is_waited_for_and_its_successor_serves() -> None:
@@ -90,14 +95,29 @@ def test_a_single_replica_may_be_evicted() -> None:
     assert serving(cluster) == 1
 
 
+def test_a_pod_that_is_evicted_as_another_is_to_be_replaced_is_waited_for_first() -> None:
+    cluster = settled(replicas=3, rollout={"maxSurge": 0, "bakeTime": "0s"})
+    cluster.edit(engine={"maxNumSeqs": 16})
+    cluster.turn()
+    cluster.controllers()
+    assert [pod.name for pod in cluster.decide().care] == ["m-g0-0"], "its template is another one by now"
+    assert evict(cluster, "m-g2-0")
+    cluster.turn()
+    assert serving(cluster) == 2
+    cluster.settle()
+    assert len(set(cluster.revisions)) == 1
+    assert serving(cluster) == 3
+
+
+@pytest.mark.parametrize("surge", [0, 1])
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_whoever_drains_nodes_while_a_change_rolls_no_more_is_taken_than_may_be_missing(
-    batch: int, worlds: int
+    batch: int, surge: int, worlds: int
 ) -> None:
     for seed in range(batch, int(SHARE * worlds), BATCHES):
         chance = random.Random(seed)
         replicas, layout = chance.randrange(2, 5), chance.choice(({}, {}, TWO_PODS))
-        cluster = settled(replicas=replicas, parallelism=layout, rollout={"maxSurge": 1, "bakeTime": "0s"})
+        cluster = settled(replicas=replicas, parallelism=layout, rollout={"maxSurge": surge, "bakeTime": "0s"})
         evicted = 0
         for tick in range(60):
             if tick == 3:
