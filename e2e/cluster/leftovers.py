@@ -6,6 +6,7 @@ Ours is what lies in this checkout, or where a cluster's parts lie in the cache:
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,9 +93,9 @@ def own_line(found: Sequence[Process], pid: int) -> frozenset[int]:
 
 def belonging(found: Sequence[Process], roots: Sequence[str], besides: frozenset[int]) -> list[Process]:
     """Processes that run a program of ours or name one of our folders, but for those in `besides`."""
+    ours = re.compile("(?:" + "|".join(map(re.escape, roots)) + r")(?![\w.-])")
     return [
         process
         for process in found
-        if process.pid not in besides
-        and any(root in text for root in roots for text in (process.executable, *process.words))
+        if process.pid not in besides and any(map(ours.search, (process.executable, *process.words)))
     ]

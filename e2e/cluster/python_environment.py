@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,18 +20,23 @@ STAMP = FOLDER / ".ready"
 EXTRAS = "operator,engine,tracing,dev"
 LOG = "pip"
 INSTALL_SECONDS = 100.0
+INTERPRETER = re.compile(r"""#!(?:/bin/sh\n'''exec' )?"?([^"\n]+?)"?(?: "\$0".*)?$""", re.MULTILINE)
+"""What pip has a program begin with; a long path, or one with spaces, is run by the shell."""
 UNREACHABLE = re.compile(r"NewConnectionError|ConnectTimeoutError|NameResolutionError|ProxyError|SSLError")
 """In pip's words."""
 
 
 def ensure() -> Path:
-    """The environment's interpreter; everything is installed when pyproject.toml or constraints.txt have changed."""
+    """The environment's interpreter; everything is installed when pyproject.toml or constraints.txt have changed,
+    or when the checkout was moved."""
     python = FOLDER / "bin" / "python"
     if is_ready():
         return python
     with locked(f"venv-{key_of(str(REPOSITORY))}"):
         if not is_ready():
             with stage("packages: Python's, into .venv", INSTALL_SECONDS):
+                if not is_of_here(FOLDER):
+                    FOLDER.unlink() if FOLDER.is_symlink() else shutil.rmtree(FOLDER)
                 _install(python)
                 STAMP.write_text(_key())
     return python
@@ -38,7 +44,14 @@ def ensure() -> Path:
 
 def is_ready() -> bool:
     """Whether the environment has what the present pyproject.toml and constraints.txt ask for."""
-    return STAMP.is_file() and STAMP.read_text() == _key()
+    return STAMP.is_file() and STAMP.read_text() == _key() and is_of_here(FOLDER)
+
+
+def is_of_here(folder: Path) -> bool:
+    """False where its programs run the interpreter of another place: its checkout was moved or copied."""
+    program = folder / "bin" / "trimtab"
+    named = INTERPRETER.match(program.read_text()) if program.is_file() else None
+    return named is None or Path(named[1]).parent.resolve() == (folder / "bin").resolve()
 
 
 def _key() -> str:

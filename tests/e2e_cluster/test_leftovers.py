@@ -29,6 +29,12 @@ def test_processes_that_run_or_name_our_files_are_ours() -> None:
     assert belonging([shim, engine, other], ROOTS, frozenset()) == [shim, engine]
 
 
+def test_a_folder_whose_name_only_begins_as_ours_is_somebody_elses() -> None:
+    beside = Process(7, 1, ("bash", "/src/trimtab-tools/watch.sh", "--root=/src/trimtab2"), "/bin/bash")
+    named = Process(8, 1, ("kind", "--config=/src/trimtab", "x:/src/trimtab:ro"), "/bin/kind")
+    assert belonging([beside, named], ROOTS, frozenset()) == [named]
+
+
 def test_whoever_asks_is_not_left_over() -> None:
     line = [Process(1, 0, ("init",), "/init"), Process(5, 1, ("bash", "/src/trimtab/.ci/run"), "/bin/bash")]
     line.append(Process(6, 5, ("python3", "/src/trimtab/e2e/cluster"), PYTHON))
