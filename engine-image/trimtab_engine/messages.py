@@ -443,6 +443,10 @@ class StepStats(msgspec.Struct, array_like=True):
     num_encoded_items: int = 0
     """Images and videos that the step computed; what is kept of one from before is not computed again."""
     num_encoded_tokens: int = 0
+    num_late: int = 0
+    """Requests whose first token could not come in time any more when they were looked at (policy `deadline`)."""
+    num_waiting_late: int = 0
+    """How many of those wait."""
 
 
 class PlainTokens(msgspec.Struct, array_like=True):

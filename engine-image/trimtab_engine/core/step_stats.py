@@ -64,6 +64,8 @@ def step_stats(
         accepted_per_position=result.speculation.accepted_per_position,
         num_encoded_items=counts.num_encoded_items,
         num_encoded_tokens=counts.num_encoded_tokens,
+        num_late=counts.num_late,
+        num_waiting_late=scheduler.num_waiting_late,
     )
 
 

@@ -243,6 +243,28 @@ def test_a_patch_takes_effect_in_the_very_next_step(model: Path) -> None:
     assert after.config_generation == 2
 
 
+def test_a_request_is_late_by_the_clock_that_it_arrived_by(model: Path) -> None:
+    """`now` of the scheduler is the clock that the engine was given, the API servers', also after a live change."""
+    now = 1e6
+    config = a_config(model, max_num_seqs=1, max_num_batched_tokens=64, ttft_target=10.0)
+    engine, _ = start_engine(config, lambda stage, percent: None, lambda: now)
+    status, _ = engine.patch_config(PatchConfig({"scheduling_policy": "deadline"}))
+    assert status == 200
+    engine.add(a_request(0, prompt=4, output=9))
+    engine.step()
+    for index, waited in ((1, 7.6), (2, 7.4), (3, 0.0)):
+        engine.add(msgspec.structs.replace(a_request(index, prompt=4, output=2), arrival_time=now - waited))
+    stats = engine.step().stats
+    assert (stats.num_waiting, stats.num_late, stats.num_waiting_late) == (3, 1, 1)
+    assert stats.oldest_waiting_arrival == now - 7.6
+    now += 0.2
+    assert (stats := engine.step().stats).num_late == 1
+    assert stats.num_waiting_late == 2
+    ended = [output.request_id for _ in range(20) for output in engine.step().outputs if output.finish_reason]
+    assert len(ended) == 4
+    assert ended[1:] == ["r3", "r1", "r2"]
+
+
 def test_a_step_says_what_it_read_and_what_it_attended_to(model: Path) -> None:
     engine, _ = an_engine(model, max_num_seqs=2, max_num_batched_tokens=64)
     engine.add(a_request(0, prompt=10, output=5))

@@ -21,6 +21,10 @@ class SaturationMetrics:
             "trimtab_waiting_tokens", "Tokens that waiting requests have still to compute before they answer"
         )
         self._oldest = families.gauge("trimtab_oldest_waiting_seconds", "How long the oldest waiting request waits")
+        self._late = families.counter(
+            "trimtab_requests_late", "Requests whose first token could not come in time any more when looked at"
+        )
+        self._waiting_late = families.gauge("trimtab_num_requests_waiting_late", "How many of those wait")
         self._budget = families.histogram(
             "trimtab_budget_used_ratio", "Scheduled tokens of a step to max_num_batched_tokens", RATIO_BUCKETS
         )
@@ -36,6 +40,7 @@ class SaturationMetrics:
                 budgets.append(stats.num_scheduled_tokens / stats.token_budget)
             if stats.num_scheduled_tokens and self._max_num_seqs:
                 fills.append(stats.num_batch_requests / self._max_num_seqs)
+        self._late.inc(sum(stats.num_late for stats in steps))
         self._budget.observe_all(budgets)
         self._fill.observe_all(fills)
         self._show_queue(steps[-1])
@@ -44,5 +49,6 @@ class SaturationMetrics:
         self._waiting_by_reason.of("capacity").set(stats.num_waiting)
         self._waiting_by_reason.of("deferred").set(stats.num_deferred)
         self._waiting_tokens.set(stats.num_waiting_tokens)
+        self._waiting_late.set(stats.num_waiting_late)
         oldest = stats.oldest_waiting_arrival
         self._oldest.set(0.0 if oldest is None else max(0.0, stats.time - oldest))

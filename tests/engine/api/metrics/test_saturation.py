@@ -52,3 +52,13 @@ def test_the_queue_is_counted_in_requests_tokens_and_age(
     assert registry.get_sample_value("trimtab_oldest_waiting_seconds", LABELS) == 11.5
     metrics.on_steps([a_step(num_waiting=0, oldest_waiting_arrival=None)])
     assert registry.get_sample_value("trimtab_oldest_waiting_seconds", LABELS) == 0
+
+
+def test_who_is_late_is_counted_once_and_shown_while_it_waits(
+    metrics: SaturationMetrics, registry: CollectorRegistry
+) -> None:
+    assert registry.get_sample_value("trimtab_requests_late_total", LABELS) == 0  # from the start
+    metrics.on_steps([a_step(num_late=2, num_waiting_late=2), a_step(num_late=1, num_waiting_late=3)])
+    metrics.on_steps([a_step(num_waiting_late=1)])
+    assert registry.get_sample_value("trimtab_requests_late_total", LABELS) == 3
+    assert registry.get_sample_value("trimtab_num_requests_waiting_late", LABELS) == 1
