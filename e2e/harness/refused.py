@@ -35,6 +35,7 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("scaling", {"scaling": {"minReplicas": 4, "maxReplicas": 3}}, ("spec.scaling.minReplicas", "above maxReplicas 3")),
     ("zero", {"scaling": {"minReplicas": 0, "maxReplicas": 3}}, ("spec.scaling.minReplicas", "nothing is measured")),
     ("objectives", {"objectives": {"ttft": {"target": "0s"}}}, ("spec.objectives.ttft", "above zero")),
+    ("deadline", {"engine": {"schedulingPolicy": "deadline"}}, ("schedulingPolicy", "set spec.objectives.ttft.target")),
     ("labels", {"metrics": {"labels": {"engine": "0"}}}, ("spec.metrics.labels", "a label that engines give")),
     ("container", {"template": {"spec": {"containers": [{"name": "other"}]}}}, ("spec.template", "main")),
 ]

@@ -38,8 +38,9 @@ FIELDS: dict[str, tuple[float, float]] = {
 }
 
 
-OTHERS = {"scheduling_policy": "fcfs", "enable_prefix_caching": True, "watermark": 0.0}
-"""Live fields that are no knobs of the tuner's."""
+OTHERS: dict[str, object] = {"enable_prefix_caching": True, "watermark": 0.0}
+"""Live fields that nothing changes here."""
+ORDERS = ["fcfs", "priority", "deadline"]
 
 
 @dataclass
@@ -49,6 +50,14 @@ class ContractEngine:
     values: dict[str, float] = field(
         default_factory=lambda: {"max_num_seqs": 32, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.74}
     )
+    queue: dict[str, object] = field(
+        default_factory=lambda: {
+            "scheduling_policy": "fcfs",
+            "ttft_target": 0.0,
+            "ttft_target_per_prompt_token": 0.0,
+        }
+    )
+    """The order of its queue."""
     generation: int = 1
     metrics: str = METRICS
     loading: bool = False
@@ -111,13 +120,15 @@ class ContractEngine:
         fields: dict[str, object] = {
             name: {"class": "live", "min": low, "max": high} for name, (low, high) in FIELDS.items()
         }
+        fields["scheduling_policy"] = {"class": "live", "min": None, "max": None, "values": ORDERS}
+        fields["enable_prefix_caching"] = {"class": "live", "min": None, "max": None, "values": [False, True]}
         fields["block_size"] = {"class": "restart", "min": None, "max": None}
         return answer(
             200,
             generation=self.generation,
             envelope={"max_num_seqs_cap": 64, "max_model_len": 1024, "kv_fixed_by": None},
-            desired=self.values | OTHERS,
-            applied=self.values | OTHERS,
+            desired=self.values | self.queue | OTHERS,
+            applied=self.values | self.queue | OTHERS,
             fields=fields,
         )
 
@@ -125,6 +136,7 @@ class ContractEngine:
         wanted = await request.json()
         if (expected := request.headers.get("If-Match")) is not None and int(expected) != self.generation:
             return answer(412, message="stale", generation=self.generation)
+        told = {name: wanted.pop(name) for name in self.queue if name in wanted}
         for name, value in wanted.items():
             low, high = FIELDS[name]
             if not low <= value <= high:
@@ -135,8 +147,10 @@ class ContractEngine:
             merged = {**self.values, **wanted}
             return answer(200, id=None, generation=self.generation, desired=merged, applied_at_step=None)
         self.values.update(wanted)
+        self.queue.update(told)
         self.generation += 1
-        return answer(200, id="c1", generation=self.generation, desired=self.values | OTHERS, applied_at_step=812)
+        desired = self.values | self.queue | OTHERS
+        return answer(200, id="c1", generation=self.generation, desired=desired, applied_at_step=812)
 
     async def get_memory(self, request: web.Request) -> web.Response:
         kv = {

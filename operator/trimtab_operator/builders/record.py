@@ -28,6 +28,7 @@ NOT_RENDERED = (
     "tuning",
     "rollout",
 )  # but for what `asked_of` adds
+TOLD_LIVE = ("schedulingPolicy",)  # of `engine`: serving engines are told, and no pod shows it
 ASKED_LENGTH = 16  # hex digits
 
 
@@ -52,7 +53,7 @@ def asked_of(deployment: InferenceDeployment) -> str:
     """
     spec = deployment.spec
     written = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    asked = {name: value for name, value in written.items() if name not in NOT_RENDERED}
+    asked = {name: value for name, value in without_told_live(written).items() if name not in NOT_RENDERED}
     limits = [getattr(spec.tuning.bounds, knob.field) for knob in knobs(spec)]
     caps = [None if limit is None or limit.max is None else str(limit.max) for limit in limits]
     asked["caps"] = caps
@@ -60,6 +61,16 @@ def asked_of(deployment: InferenceDeployment) -> str:
     asked["drainTimeout"] = spec.rollout.drain_timeout
     asked["restartedAt"] = deployment.restarted_at
     return hashlib.sha256(compact(asked).encode()).hexdigest()[:ASKED_LENGTH]
+
+
+def without_told_live(written: Mapping[str, Any]) -> dict[str, Any]:
+    """A spec as it was written, without what serving engines are told alone: as if that had never been written."""
+    engine = written.get("engine") or {}
+    if engine.keys().isdisjoint(TOLD_LIVE):
+        return dict(written)
+    rest = {name: value for name, value in engine.items() if name not in TOLD_LIVE}
+    without = {name: value for name, value in written.items() if name != "engine"}
+    return {**without, "engine": rest} if rest else without
 
 
 def records_of(stateful_sets: Iterable[Manifest]) -> dict[str, Record]:

@@ -19,6 +19,7 @@ from trimtab_operator.builders.config_map import STATE_KEY
 from trimtab_operator.builders.labels import tuning_name_of
 from trimtab_operator.cli.shared import refuse
 from trimtab_operator.decisions.budget import OVER_BUDGET
+from trimtab_operator.decisions.queue_order import meaning_of, told_order
 from trimtab_operator.decisions.sealed import unverified
 from trimtab_operator.edge.rights import missing_right, server_words
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, Tuning
@@ -80,6 +81,7 @@ def as_text(found: Found, memory: Memory) -> str:
     lines += [f"  promised: {_promises(tuning['objectives'])}"] if tuning.get("objectives") else []
     applied = ", ".join(f"{knob} {value}" for knob, value in sorted((tuning.get("applied") or {}).items()))
     lines += [f"  tuned to: {applied}"] if applied else []
+    lines += _queue(tuning.get("queueOrder") or {})
     lines += _replicas(found.resource)
     if mode == "Off" and not memory.history:
         return "\n".join([*lines, "", "Nothing is decided while spec.tuning.mode is Off; Recommend only tells."])
@@ -99,6 +101,13 @@ def as_json(found: Found, memory: Memory) -> str:
         },
         indent=2,
     )
+
+
+def _queue(order: Mapping[str, Any]) -> list[str]:
+    """In which order engines serve those that wait, and who does not follow."""
+    told = told_order({"tuning": {"queueOrder": order}})
+    lines = [] if told is None else [f"  queue order: {told.policy}: {meaning_of(told)}"]
+    return [*lines, f"  {order['message']}"] if order.get("message") else lines
 
 
 def _replicas(resource: Mapping[str, Any]) -> list[str]:

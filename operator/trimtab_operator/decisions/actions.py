@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trimtab_operator.observed.engines import Target
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.tuner.knobs import Values
+from trimtab_operator.tuner.knobs import Value
+
+LiveValues = Mapping[str, Value | str]
+"""Live fields of an engine, by their names in its admin API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Patch:
     """Set live fields of the engine of one group, if its configuration still is of generation `if_match`."""
 
     target: Target
-    fields: Values
+    fields: LiveValues
     if_match: int
 
 

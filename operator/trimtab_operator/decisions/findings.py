@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trimtab_operator.decisions.budget import Share
 from trimtab_operator.decisions.model_facts import FactsState
+from trimtab_operator.decisions.queue_order import QueueTurn
 from trimtab_operator.decisions.rollback import FailedChange
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.phases import EngineView
@@ -32,6 +33,7 @@ class Findings:
     revision: str = ""
     engines: Mapping[str, EngineView] | None = None
     tuning: Outcome | None = None
+    queue: QueueTurn = field(default_factory=QueueTurn)
     refusals: tuple[Refusal, ...] = ()
     layout_refusals: tuple[Refusal, ...] = ()
     model: FactsState | None = None

@@ -23,7 +23,7 @@ from typing import Any
 from trimtab_operator.builders.config_map import ROLLOUT_KEY, rollout_config_map
 from trimtab_operator.builders.labels import rollout_config_map_name
 from trimtab_operator.builders.pod import grace_seconds
-from trimtab_operator.builders.record import Record
+from trimtab_operator.builders.record import Record, without_told_live
 from trimtab_operator.builders.startup import start_seconds, start_words
 from trimtab_operator.builders.stateful_set import NO_RECORDS, Rendered, rendered
 from trimtab_operator.decisions.actions import Apply, Note
@@ -234,7 +234,8 @@ def change_of(deployment: InferenceDeployment, revision: str) -> str:
 
     The replica count is left out: autoscalers write it. So is tuning, whose caps are part of the revision.
     """
-    rest = {name: value for name, value in _written(deployment).items() if name not in NOT_RENDERED}
+    written = without_told_live(_written(deployment))
+    rest = {name: value for name, value in written.items() if name not in NOT_RENDERED}
     digest = hashlib.sha256(compact({"image": deployment.image, "spec": rest}).encode()).hexdigest()
     return f"{revision}-{digest[:10]}"
 

@@ -22,7 +22,7 @@ from trimtab_operator.builders.account import service_account
 from trimtab_operator.builders.admin_token import token_hash
 from trimtab_operator.builders.record import Record, asked_of, records_of
 from trimtab_operator.builders.stateful_set import Rendered, pod_template, rendered
-from trimtab_operator.decisions.actions import Action, Apply, Delete, Note, Patch
+from trimtab_operator.decisions.actions import Action, Apply, Delete, LiveValues, Note, Patch
 from trimtab_operator.decisions.budget import (
     NO_ROOM_IN_BUDGET,
     Stake,
@@ -49,6 +49,7 @@ from trimtab_operator.decisions.model_facts import (
 )
 from trimtab_operator.decisions.optional_children import plan_optional
 from trimtab_operator.decisions.plan import allowed_down, differing, plan, plan_meeting_secret, plan_tuning_state
+from trimtab_operator.decisions.queue_order import QueueTurn, queue_turn
 from trimtab_operator.decisions.rollback import (
     Course,
     RolloutState,
@@ -74,7 +75,7 @@ from trimtab_operator.decisions.upkeep import Upkeep, upkeep
 from trimtab_operator.decisions.validation import refusals
 from trimtab_operator.decisions.world import World, targets_of
 from trimtab_operator.layout.node_gpus import gpu_for, too_few_gpus
-from trimtab_operator.observed.engines import view_of
+from trimtab_operator.observed.engines import QueueSeen, view_of
 from trimtab_operator.observed.groups import ordinal_of
 from trimtab_operator.observed.looks import look_of
 from trimtab_operator.observed.phases import EngineView
@@ -238,6 +239,7 @@ def _steered(
     deployment = world.deployment
     target = deployment if course.target is None else course.target.deployment
     tuned = _tuned(world, known, target, gate.model)
+    queue = queue_turn(deployment, {group.name: _queue_seen(world, group.name) for group in known.groups})
     standing = standing_replicas(deployment, known.memory.tuner)
     count = standing if deployment.is_paused else desired_replicas(deployment, tuned)
     stake = share = None
@@ -293,6 +295,7 @@ def _steered(
             model_revision=wanted.model_revision,
             engines=_views(world, known),
             tuning=tuned if known.groups else None,
+            queue=queue,
             model=None if gate.is_open else gate.model,
             failed_change=course.failed,
             trying=course.trying,
@@ -307,7 +310,7 @@ def _steered(
         remember=_remembered(deployment, known, rollout, tuned, key=world.token),
         care=care.deletions,
         children=sifted.actions,
-        patches=_patches(world, known, tuned),
+        patches=_patches(world, known, tuned, queue),
         decisions=tuned.decisions,
         notes=(
             *_unheard(deployment, known.memory.unheard),
@@ -316,6 +319,7 @@ def _steered(
             *room.notes,
             *care.notes,
             *sifted.notes,
+            *queue.notes,
         ),
         futile=sifted.futile,
         stake=stake,
@@ -445,11 +449,19 @@ def _worse(found: Comparison | None, wanted: Rendered, proven: Rendered | None) 
     return worse(found, is_same_model=(new.model, new.parallelism) == (old.model, old.parallelism))
 
 
-def _patches(world: World, known: Recalled, tuned: Outcome) -> tuple[Patch, ...]:
-    """What brings every engine that answers to the applied values."""
+def _queue_seen(world: World, group: str) -> QueueSeen | None:
+    seen = world.engines.get(group)
+    return None if seen is None else seen.queue
+
+
+def _patches(world: World, known: Recalled, tuned: Outcome, queue: QueueTurn) -> tuple[Patch, ...]:
+    """What brings every engine that answers to the applied values, and then to the order of its queue: one change at a
+    time, so that an order which an engine refuses keeps no knob from it."""
     targets = {target.group: target for target in targets_of(known)}
+    knobs = {group: {knob.value: value for knob, value in fields.items()} for group, fields in tuned.patches.items()}
+    wanted: dict[str, LiveValues] = {**queue.patches, **knobs}
     found = []
-    for group, fields in tuned.patches.items():
+    for group, fields in wanted.items():
         target, config = targets[group], world.engines[group].config
         if target.address is not None and config is not None:
             found.append(Patch(target, fields, config.generation))

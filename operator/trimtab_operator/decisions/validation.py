@@ -16,6 +16,7 @@ from typing import Any
 from trimtab_operator.builders.download import ACCOUNTS_VOLUME, CACHE_VOLUME, TOKEN_VOLUME
 from trimtab_operator.builders.pod import PRE_STOP_SECONDS, stop_seconds
 from trimtab_operator.builders.startup import MAX_WRITTEN_SECONDS
+from trimtab_operator.decisions.queue_order import queue_flags
 from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
@@ -25,6 +26,7 @@ from trimtab_operator.resource.powers import HOST_PATH, LOCK_MEMORY, LOCKS_MEMOR
 from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
 from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import (
+    DEADLINE_WITHOUT_TARGET,
     DOWNLOADED,
     MAX_NAME_LENGTH,
     MODALITIES,
@@ -342,6 +344,10 @@ def args_repeat_no_field(deployment: InferenceDeployment) -> Iterator[Refusal]:
             yield Refusal(f"spec.runtime.args[{index}]", f"{flag} is set by the operator; remove it")
         elif flag == "--config":
             yield Refusal(where, "--config reads flags from a file that cannot be judged here; write its flags out")
+    if deployment.spec.engine.scheduling_policy is not None:
+        for index, flag in queue_flags(deployment.spec):
+            where = f"spec.runtime.args[{index}]"
+            yield Refusal(where, f"{flag} is told beside spec.engine.schedulingPolicy; keep one of them")
 
 
 # --- the layout -------------------------------------------------------------------------------------------------------
@@ -370,6 +376,12 @@ def engine_fields_are_built(deployment: InferenceDeployment) -> Iterator[Refusal
         value = getattr(deployment.spec.engine, entry.attribute)
         if value is not None and not entry.asks_for_nothing(value):
             yield Refusal(f"spec.engine.{entry.field}", entry.message)
+
+
+def a_deadline_has_a_target(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    asked = deployment.spec.objectives
+    if deployment.spec.engine.scheduling_policy == "deadline" and (asked is None or asked.ttft is None):
+        yield Refusal("spec.engine.schedulingPolicy", DEADLINE_WITHOUT_TARGET)
 
 
 def swapping_has_space(deployment: InferenceDeployment) -> Iterator[Refusal]:
@@ -748,6 +760,7 @@ RULES: tuple[Rule, ...] = (
     an_image_is_known,
     args_repeat_no_field,
     engine_fields_are_built,
+    a_deadline_has_a_target,
     swapping_has_space,
     modalities_are_built,
     speculation_is_built,

@@ -12,8 +12,11 @@ from typing import Annotated, Literal, TypeVar
 import aiohttp
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from trimtab_operator.decisions.actions import LiveValues
+from trimtab_operator.decisions.queue_order import PER_PROMPT_TOKEN, POLICY, TARGET
 from trimtab_operator.edge.bounded_http import Reply, Unreachable, fetch
 from trimtab_operator.layout.degrees import Degrees
+from trimtab_operator.observed.engines import QueueSeen
 from trimtab_operator.tuner.knobs import FieldRange, Knob, Value, typed
 from trimtab_operator.tuner.looks import Config, Ledger
 
@@ -47,7 +50,21 @@ def _numbers(values: object) -> object:
     return {name: value for name, value in values.items() if not isinstance(value, bool | str)}
 
 
+def _texts(values: object) -> object:
+    """Those that are names: of choices."""
+    if not isinstance(values, Mapping):
+        return values
+    return {name: value for name, value in values.items() if isinstance(value, str)}
+
+
+def _names(values: object) -> tuple[str, ...]:
+    """The values that a choice may have; switches have others."""
+    return tuple(value for value in values if isinstance(value, str)) if isinstance(values, list) else ()
+
+
 Values = Annotated[Mapping[str, Number], BeforeValidator(_numbers)]
+Texts = Annotated[Mapping[str, str], BeforeValidator(_texts)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
 class _Wire(BaseModel):
@@ -57,11 +74,12 @@ class _Wire(BaseModel):
 
 
 class FieldReport(_Wire):
-    """How one field may be changed. `minimum` and `maximum` are what could be set alone, now."""
+    """How one field may be changed. `minimum` and `maximum` are what could be set alone, now; a choice has `names`."""
 
     change: Literal["live", "drain", "restart"] = Field(alias="class")
     minimum: Number | None = Field(default=None, alias="min")
     maximum: Number | None = Field(default=None, alias="max")
+    names: Names = Field(default=(), alias="values")
 
 
 class ConfigReport(_Wire):
@@ -71,6 +89,8 @@ class ConfigReport(_Wire):
     envelope: Mapping[str, object]
     desired: Values
     applied: Values
+    chosen: Texts = Field(alias="applied")
+    """The same, of choices."""
     fields: Mapping[str, FieldReport]
 
     def for_tuner(self) -> Config:
@@ -87,6 +107,15 @@ class ConfigReport(_Wire):
                 and report.maximum is not None
             },
             max_model_len=max_model_len if isinstance(max_model_len, int) and max_model_len > 0 else None,
+        )
+
+    def queue(self) -> QueueSeen:
+        """What it says of the order of its queue."""
+        report = self.fields.get(POLICY)
+        return QueueSeen(
+            policy=self.chosen.get(POLICY),
+            policies=() if report is None else report.names,
+            times={name: float(self.applied[name]) for name in (TARGET, PER_PROMPT_TOKEN) if name in self.applied},
         )
 
 
@@ -238,12 +267,12 @@ class EngineClient:
         return _parse(reply, DrainProgress)
 
     async def patch(
-        self, fields: Mapping[Knob, Value], *, if_match: int | None = None, dry_run: bool = False
+        self, fields: LiveValues, *, if_match: int | None = None, dry_run: bool = False
     ) -> Patched | Stale | OutOfBounds | Failure:
         """Change live fields, all or none. With `if_match`, only if the generation is still that one."""
         path = "/admin/v1/config?dry_run=1" if dry_run else "/admin/v1/config"
         headers = {} if if_match is None else {"If-Match": str(if_match)}
-        body = {knob.value: value for knob, value in fields.items()}
+        body = {str(name): value for name, value in fields.items()}
         reply = await self._call("PATCH", path, json=body, headers=headers, deadline_seconds=PATCH_SECONDS)
         if isinstance(reply, Reply) and reply.status == 412:
             stale = _read(reply.body, _StaleBody)

@@ -18,14 +18,13 @@ from dataclasses import dataclass, field, replace
 import aiohttp
 
 from trimtab_operator.builders.admin_token import Tokens
-from trimtab_operator.decisions.actions import Patch
+from trimtab_operator.decisions.actions import LiveValues, Patch
 from trimtab_operator.edge import metrics
 from trimtab_operator.edge.bounded_http import pod_url
 from trimtab_operator.edge.engine_client import EngineClient, Failure, OutOfBounds, Patched, Rejected, Stale
 from trimtab_operator.edge.metrics import ScrapeFailure, Stored
 from trimtab_operator.edge.prometheus import Prometheus
 from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, Target
-from trimtab_operator.tuner.knobs import Values
 from trimtab_operator.tuner.looks import RequestNews, Sample, Source
 from trimtab_operator.tuner.moves import Reason
 
@@ -51,7 +50,7 @@ class _Conversation:
 
     asking: asyncio.Task[EngineSeen] | None = None
     patching: asyncio.Task[None] | None = None
-    refused: tuple[Values, int, float] | None = None
+    refused: tuple[LiveValues, int, float] | None = None
     """The last change that was refused: its values, the generation that it was for, and when (by `clock`)."""
     after_request: int | None = None
     """The last finished request that a look has told of."""

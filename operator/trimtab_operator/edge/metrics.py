@@ -94,10 +94,10 @@ async def ask(
     client = EngineClient(http, pod_url(target.address, target.admin_port), token)
     if not target.ready:
         progress, config = await asyncio.gather(load_progress(http, api), client.config())
-        seen = config.for_tuner() if isinstance(config, ConfigReport) else None
+        seen, queue = (config.for_tuner(), config.queue()) if isinstance(config, ConfigReport) else (None, None)
         load = None if progress is None else (progress.stage, round(progress.percent))
         said = None if progress is None else progress.message
-        return EngineSeen(False, "not ready", config=seen, load=load, load_message=said)
+        return EngineSeen(False, "not ready", config=seen, queue=queue, load=load, load_message=said)
     read, told, config, memory, layout = await asyncio.gather(
         _read(http, api, stored, clock=clock),
         _requests(client, after_request, clock=clock),
@@ -118,6 +118,7 @@ async def ask(
         config=None if report is None else report.for_tuner(),
         ledger=memory.for_tuner() if isinstance(memory, MemoryLedger) else None,
         applied=None if report is None else report.applied,
+        queue=None if report is None else report.queue(),
         layout=layout,
         next_request=next_request if isinstance(scraped, Sample) else None,  # else they are asked for again
         page=read.page if problem is None and read.detour is None else None,

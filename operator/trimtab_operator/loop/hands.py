@@ -172,7 +172,7 @@ class Hands:
 
     async def _tell_answer(self, deployment: InferenceDeployment, order: Patch, answer: PatchAnswer) -> None:
         """Log what an engine said to a change; one that refuses is told, and tried again by the next turn."""
-        values = {str(knob.value): value for knob, value in order.fields.items()}
+        values = {str(name): value for name, value in order.fields.items()}
         resource = f"{deployment.namespace}/{deployment.name}"
         extra = {"resource": resource, "group": order.target.group, "values": values}
         if isinstance(answer, Patched):

@@ -49,6 +49,16 @@ class MetricsAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueSeen:
+    """What an engine says of the order of its queue: which it has, None where it does not say, and which it could have.
+    `times`: the targets in seconds that it knows, by the name of the live field."""
+
+    policy: str | None = None
+    policies: tuple[str, ...] = ()
+    times: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSeen:
     """What one engine said in one look, asked as one that is `ready` or not. `problem` says why the sample, the
     configuration or the ledger is missing."""
@@ -70,6 +80,8 @@ class EngineSeen:
     """The same in its own words."""
     applied: Mapping[str, Value] | None = None
     """Every number in force, not only the tuner's."""
+    queue: QueueSeen | None = None
+    """There if its configuration is."""
     layout: Degrees | None = None
     """There if it was asked for."""
     next_request: int | None = None
@@ -120,5 +132,6 @@ def view_of(group: Group, seen: EngineSeen | None, layout: Degrees | None) -> En
         instance=instance,
         config_generation=seen.config.generation if seen.config is not None else None,
         applied=seen.applied if group.is_ready else None,
+        queue_policy=None if seen.queue is None else seen.queue.policy,
         layout=layout,
     )

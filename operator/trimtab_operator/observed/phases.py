@@ -29,6 +29,7 @@ class EngineView:
     instance: str = ""
     config_generation: int | None = None
     applied: Mapping[str, Value] | None = None
+    queue_policy: str | None = None
     layout: Degrees | None = None
 
 

@@ -120,7 +120,7 @@ def group_status(deployment: InferenceDeployment, group: Group, findings: Findin
     if message:
         entry["message"] = message[:MAX_MESSAGE]
     if view.applied:
-        entry["effective"] = shown(view.applied)
+        entry["effective"] = effective(view)
     return entry
 
 
@@ -171,7 +171,7 @@ def engine_status(deployment: InferenceDeployment, findings: Findings) -> dict[s
         for suffix, value in (("", knob.start), ("_cap", knob.cap)):
             if value is not None:
                 configured[camel(knob.field + suffix)] = plain(value)
-    reported = [shown(view.applied) for view in (findings.engines or {}).values() if view.applied]
+    reported = [effective(view) for view in (findings.engines or {}).values() if view.applied]
     status: dict[str, Any] = {"configured": configured}
     if reported:
         status["effective"] = max(reported, key=reported.count)
@@ -184,6 +184,12 @@ def _keep_exceptions(status: dict[str, Any]) -> None:
     for group in status.get("groups", []):
         if group.get("effective") == common:
             group.pop("effective", None)
+
+
+def effective(view: EngineView) -> dict[str, str]:
+    """What an engine runs now: every number, and the order of its queue."""
+    order = {} if view.queue_policy is None else {"schedulingPolicy": view.queue_policy}
+    return shown(view.applied or {}) | order
 
 
 def shown(values: Mapping[str, Value]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trimtab_operator.decisions.findings import Findings
+from trimtab_operator.decisions.queue_order import queue_status
 from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp
@@ -34,6 +35,8 @@ def tuning_status(deployment: InferenceDeployment, findings: Findings) -> dict[s
         tuning["objectives"] = objectives
     if tuned.memory.applied:
         tuning["applied"] = {str(knob.value): show(value) for knob, value in sorted(tuned.memory.applied.items())}
+    if queue := queue_status(findings.queue):
+        tuning["queueOrder"] = queue
     if tuned.recommendation is not None:
         tuning["recommendation"] = decision_status(tuned.recommendation)
     if tuned.memory.forecast is not None:

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from trimtab_operator.resource.spec import (
+    DEADLINE_WITHOUT_TARGET,
     GROUP,
     KIND,
     MAX_NAME_LENGTH,
@@ -52,6 +53,11 @@ SPEC_RULES = [
         "request needs one token per step; raise the former or lower the latter",
         "self.engine.maxNumBatchedTokens",
         "self.engine.maxNumSeqs",
+    ),
+    cel(
+        "!has(self.engine) || !has(self.engine.schedulingPolicy) || self.engine.schedulingPolicy != 'deadline' || "
+        "(has(self.objectives) && has(self.objectives.ttft))",
+        f"spec.engine.schedulingPolicy: {DEADLINE_WITHOUT_TARGET}",
     ),
 ]
 ROOT_RULES = [

@@ -299,6 +299,13 @@ class Engine(Model):
     quantization: str | None = Field(
         default=None, min_length=1, max_length=64, description="Quantization scheme of the weights."
     )
+    scheduling_policy: Literal["fcfs", "priority", "deadline"] | None = Field(
+        default=None,
+        description="Who of those that wait is served first: fcfs, who came first; priority, by the requests' own "
+        "priority; deadline, who can still have a first token within objectives.ttft. Engines are told while they "
+        "serve: none restarts. Default: deadline where objectives.ttft is given and tuning.mode is Auto, else the "
+        "engine's.",
+    )
     preemption_mode: Literal["recompute", "swap", "auto"] | None = Field(
         default=None, description="What happens to the KV blocks of a preempted request."
     )
@@ -320,6 +327,12 @@ class Engine(Model):
     cudagraph_capture_sizes: tuple[Annotated[int, Field(ge=1, le=65536)], ...] | None = Field(
         default=None, max_length=128, description="Batch sizes for which CUDA graphs are captured."
     )
+
+
+DEADLINE_WITHOUT_TARGET = (
+    "is deadline, but spec.objectives.ttft is not given, and by its target it is known who is still in time; set "
+    "spec.objectives.ttft.target, or use fcfs"
+)
 
 
 class ScalingPolicy(Model):

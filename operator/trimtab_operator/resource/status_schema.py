@@ -150,6 +150,28 @@ class ForecastStatus(Model):
     )
 
 
+class QueueOrderStatus(Model):
+    """The order of the queue that engines were told last."""
+
+    policy: str | None = Field(
+        default=None, max_length=16, description="fcfs, priority or deadline; absent where no engine knows it."
+    )
+    asked_by: str | None = Field(
+        default=None,
+        max_length=16,
+        description="Spec: spec.engine.schedulingPolicy. Objectives: spec.objectives.ttft, as that is left out.",
+    )
+    ttft_target: str | None = Field(
+        default=None, max_length=24, description="Within which the first token is to come, with deadline."
+    )
+    per_prompt_token: str | None = Field(
+        default=None, max_length=24, description="What each token of the prompt adds to it."
+    )
+    message: str | None = Field(
+        default=None, max_length=32768, description="Which replicas do not know the order, and what to do."
+    )
+
+
 class TuningStatus(Model):
     """What tuning found, set and did."""
 
@@ -162,6 +184,9 @@ class TuningStatus(Model):
     )
     recommendation: DecisionStatus | None = Field(default=None, description="What would help now.")
     applied: dict[str, str] = Field(default={}, description="Values that tuning has set, by engine field.")
+    queue_order: QueueOrderStatus | None = Field(
+        default=None, description="The order of the queue that engines were told last; absent where nobody asked."
+    )
     forecast: ForecastStatus | None = Field(
         default=None, description="What becomes of the forecast of arrivals; only with spec.scaling.forecast."
     )

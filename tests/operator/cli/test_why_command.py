@@ -132,6 +132,18 @@ def test_decisions_are_told_with_evidence_prediction_advice_and_what_came_of_the
         assert told in result.output
 
 
+def test_the_order_of_the_queue_is_told_with_who_does_not_follow(cluster: Cluster) -> None:
+    cluster.has("chat", "team-a", Memory())
+    assert "queue order" not in why("chat").output
+    told = {"policy": "deadline", "askedBy": "Objectives", "ttftTarget": "2s", "message": "chat-g0 does not know …"}
+    cluster.has("chat", "team-a", Memory(), queueOrder=told)
+    assert (
+        "  queue order: deadline: requests that can still have their first token within 2 s go first\n"
+        "  chat-g0 does not know …\n"
+    ) in why("chat").output
+    assert json.loads(why("chat", "-o", "json").stdout)["tuning"]["queueOrder"] == told
+
+
 def test_a_count_that_is_the_operators_is_told_with_its_bounds(cluster: Cluster) -> None:
     cluster.has("chat", "team-a", Memory())
     assert "replicas:" not in why("chat").output

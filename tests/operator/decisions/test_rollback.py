@@ -307,7 +307,7 @@ def test_nothing_is_written_while_there_is_nothing_to_remember_and_nothing_twice
 
 def test_counts_and_tuning_modes_are_no_changes_but_caps_and_images_are() -> None:
     base = a_deployment()
-    same = [a_deployment(replicas=9)]
+    same = [a_deployment(replicas=9), a_deployment(engine={"schedulingPolicy": "priority"})]
     other = [
         a_deployment(args=("--seed=1",)),
         a_deployment(runtime={"device": "cpu", "image": "engine:2"}),

@@ -217,6 +217,8 @@ NO_CHANGES: tuple[dict[str, Any], ...] = (
     {"tuning": {"mode": "Auto"}},
     {"tuning": {"bounds": {"maxNumSeqs": {"min": 2}}}},
     {"parallelism": {"tensor": 1}},
+    {"engine": {"schedulingPolicy": "priority"}},
+    {"objectives": {"ttft": {"target": "2s"}}, "engine": {"schedulingPolicy": "deadline"}},
     {"template": {}},
 )
 

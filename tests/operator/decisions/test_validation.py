@@ -52,6 +52,13 @@ REFUSED: list[tuple[str, Any, str, str]] = [
         "spec.scaling.behavior.scaleUp.policies",
         "at least 1 item",
     ),
+    (
+        "spec.engine.schedulingPolicy",
+        "deadline",
+        "spec.engine.schedulingPolicy",
+        "set spec.objectives.ttft.target, or use fcfs",
+    ),
+    ("spec.engine.schedulingPolicy", "lifo", "spec.engine.schedulingPolicy", "'fcfs', 'priority' or 'deadline'"),
     ("spec.objectives", {}, "spec.objectives", "promise nothing"),
     ("spec.objectives", {"ttft": {"target": "0s"}}, "spec.objectives.ttft.target", "above zero"),
     ("spec.objectives", {"itl": {"target": "00ms"}}, "spec.objectives.itl.target", "above zero"),
@@ -300,6 +307,8 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("spec.model.uri", "pvc://claim"),
     ("spec.runtime.args", ["--device-memory-bytes=1500Mi", "--cpu-threads", "2"]),
     ("spec.engine.kvCacheDtype", "auto"),
+    ("spec.engine.schedulingPolicy", "priority"),
+    ("spec.runtime.args", ["--scheduling-policy=priority"]),
     ("spec.engine.preemptionMode", "recompute"),
     ("spec.engine.swapSpace", "4Gi"),
     ("spec.engine", {"preemptionMode": "auto", "swapSpace": "512Mi"}),
@@ -442,6 +451,7 @@ CEL_REFUSED: list[tuple[str, Any]] = [
     ("spec.objectives", {"ttft": {"target": "0h0m0s"}}),
     ("spec.objectives", {"ttft": {"target": "1s", "percentile": 99}, "itl": {"target": "50ms", "percentile": 95}}),
     ("spec.engine.maxNumSeqs", 1024),
+    ("spec.engine.schedulingPolicy", "deadline"),
     ("spec.parallelism", {"expert": True}),
 ]
 

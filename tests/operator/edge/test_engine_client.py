@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+from trimtab_operator.decisions.actions import LiveValues
 from trimtab_operator.edge.bounded_http import TooLarge, TooSlow, Unreachable, fetch, pod_url
 from trimtab_operator.edge.engine_client import (
     ConfigReport,
@@ -19,6 +21,7 @@ from trimtab_operator.edge.engine_client import (
     Stale,
     Unauthorized,
 )
+from trimtab_operator.observed.engines import QueueSeen
 from trimtab_operator.tuner.knobs import FieldRange, Knob
 
 if TYPE_CHECKING:
@@ -43,6 +46,31 @@ async def test_the_configuration_is_read_with_what_may_be_changed(client: Engine
     }
     assert seen.fields[Knob.MAX_NUM_SEQS] == FieldRange(True, 1, 64)
     assert seen.max_model_len == 1024
+
+
+async def test_the_order_of_the_queue_is_read_and_told(client: EngineClient, engine: ContractEngine) -> None:
+    config = await client.config()
+    assert isinstance(config, ConfigReport)
+    times = {"ttft_target": 0.0, "ttft_target_per_prompt_token": 0.0}
+    assert config.queue() == QueueSeen("fcfs", ("fcfs", "priority", "deadline"), times)
+    assert "scheduling_policy" not in config.applied
+    told: LiveValues = {"scheduling_policy": "deadline", "ttft_target": 2.0, "ttft_target_per_prompt_token": 0.000125}
+    assert isinstance(await client.patch(told, if_match=1), Patched)
+    assert engine.queue == told
+
+
+@pytest.mark.parametrize(
+    ("applied", "field"),
+    [
+        ({}, None),
+        ({"scheduling_policy": 7}, {"class": "live", "values": "fcfs"}),
+        ({"scheduling_policy": True}, {"class": "restart", "values": [1, None, {}]}),
+    ],
+)
+def test_an_engine_that_says_nothing_of_its_queue_is_read_all_the_same(applied: Any, field: Any) -> None:
+    fields = {} if field is None else {"scheduling_policy": field}
+    body = {"generation": 1, "envelope": {}, "desired": {}, "applied": {"watermark": 0.1, **applied}, "fields": fields}
+    assert ConfigReport.model_validate_json(json.dumps(body)).queue() == QueueSeen()
 
 
 async def test_the_ledger_and_the_layout_are_read(client: EngineClient) -> None:

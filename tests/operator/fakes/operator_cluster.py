@@ -18,7 +18,7 @@ import aiohttp
 from operator_builders import MODEL_FACTS, NOW, a_resource
 from trimtab_operator.builders.admin_token import Tokens, admin_token
 from trimtab_operator.builders.config_map import facts_config_map
-from trimtab_operator.decisions.actions import Action, Apply, Patch, note_of
+from trimtab_operator.decisions.actions import Action, Apply, LiveValues, Patch, note_of
 from trimtab_operator.decisions.budget import Stake
 from trimtab_operator.decisions.memory import Memory
 from trimtab_operator.decisions.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
@@ -34,7 +34,7 @@ from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.loop.hands import Hands
 from trimtab_operator.loop.reconciler import Loop, Reconciler
 from trimtab_operator.loop.wake_ups import WakeUps
-from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, Target
+from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, QueueSeen, Target
 from trimtab_operator.observed.groups import Group, Observed, groups_of, is_terminating
 from trimtab_operator.report.status import status_of
 from trimtab_operator.resource.installation import Installation
@@ -55,6 +55,7 @@ STARTS: Mapping[Knob, Value] = {
     Knob.MAX_NUM_BATCHED_TOKENS: 512,
     Knob.WATERMARK: 0.0,
 }
+TIMES = {"ttft_target": 0.0, "ttft_target_per_prompt_token": 0.0}
 LIMITS = {
     Knob.GPU_MEMORY_UTILIZATION: (0.5, 0.95),
     Knob.MAX_NUM_SEQS: (1, 64),
@@ -72,11 +73,35 @@ class FakeEngine:
     """What runs in the leader's pod of one group."""
 
     values: dict[Knob, Value] = field(default_factory=lambda: dict(STARTS))
+    policy: str = "fcfs"
+    """The order of its queue."""
+    policies: tuple[str, ...] = ("fcfs", "priority", "deadline")
+    times: dict[str, float] = field(default_factory=lambda: dict(TIMES))
+    """What `deadline` goes by; an engine that does not know it has none."""
     generation: int = 1
     running: float = 0.0
     """Requests that it serves."""
     finished: list[Finished] = field(default_factory=list)
     """Requests that ended, to be told by the next look."""
+
+    @classmethod
+    def older(cls) -> FakeEngine:
+        """One of before there were deadlines."""
+        return cls(policies=("fcfs", "priority"), times={})
+
+    def patch(self, fields: LiveValues) -> None:
+        """Set live fields, all of which it knows."""
+        for name, value in fields.items():
+            if name == "scheduling_policy":
+                assert value in self.policies
+                self.policy = str(value)
+            elif name in self.times:
+                self.times[name] = float(value)
+            else:
+                assert not isinstance(value, str)
+                self.values[Knob(name)] = value
+        assert self.policy != "deadline" or self.times["ttft_target"] > 0, "a deadline without a target"
+        self.generation += 1
 
 
 class FakeCluster:
@@ -109,6 +134,10 @@ class FakeCluster:
         """What other resources ask for and hold of the GPU budget."""
         self.is_answering = True
         """Whether engines answer at all."""
+        self.silent: set[str] = set()
+        """Names of pods whose engines do not answer."""
+        self.older_images: set[str] = set()
+        """Images whose engines know no deadlines."""
         self.unready: set[str] = set()
         """Names of pods that take no requests, whatever their engines are."""
         self.restarts: dict[str, int] = {}
@@ -315,8 +344,7 @@ class FakeCluster:
         """Set live fields of an engine, if it is of the generation that was seen."""
         engine = self.engines[order.target.instance]
         assert order.if_match == engine.generation
-        engine.values.update(order.fields)
-        engine.generation += 1
+        engine.patch(order.fields)
         self._written()
 
     def write_status(self, status: Mapping[str, Any]) -> None:
@@ -384,7 +412,8 @@ class FakeCluster:
         }
         self.pods[name] = {"metadata": metadata, "spec": copy.deepcopy(template["spec"]), "status": {}}
         self._born[name] = self.now
-        self.engines[uid] = FakeEngine()
+        image = template["spec"]["containers"][0].get("image")
+        self.engines[uid] = FakeEngine.older() if image in self.older_images else FakeEngine()
 
     def _schedule(self) -> None:
         placed = sum("nodeName" in pod["spec"] for pod in self.pods.values())
@@ -454,12 +483,13 @@ class FakeCluster:
     def said(self, target: Target) -> EngineSeen:
         """What an engine says now; one that does not answer, or that nobody can reach, says nothing."""
         engine = self.engines.get(target.instance)
-        if target.address is None or engine is None or not self.is_answering:
+        if target.address is None or engine is None or not self.is_answering or target.pod in self.silent:
             return EngineSeen(target.ready, "no answer")
         fields = {knob: FieldRange(True, *LIMITS[knob]) for knob in Knob}
         config = Config(engine.generation, dict(engine.values), fields, 1024)
+        queue = QueueSeen(engine.policy, engine.policies, dict(engine.times))
         if not target.ready:
-            return EngineSeen(False, "not ready", config=config, load=("weights", 40))
+            return EngineSeen(False, "not ready", config=config, queue=queue, load=("weights", 40))
         news = RequestNews(tuple(engine.finished), ())
         engine.finished.clear()
         return EngineSeen(
@@ -472,7 +502,8 @@ class FakeCluster:
             ),
             config=config,
             ledger=Ledger(1_572_864_000, 151, 16, 737_280),
-            applied={str(knob.value): value for knob, value in engine.values.items()},
+            applied={**{knob.value: value for knob, value in engine.values.items()}, **engine.times},
+            queue=queue,
             layout=self._layout(target) if target.asks_layout else None,
         )
 

@@ -51,6 +51,24 @@ async def test_the_first_tick_creates_and_when_all_runs_a_tick_writes_nothing() 
     assert cluster.writes == written
 
 
+async def test_a_promise_is_told_to_engines_that_serve_and_one_that_is_dead_holds_nothing() -> None:
+    cluster = FakeCluster(replicas=2, tuning={"mode": "Auto"})
+    cluster.settle()
+    pods = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    reconciler, loop = a_reconciler(cluster), a_loop(cluster)
+    cluster.silent.add("m-g0-0")
+    cluster.edit(objectives={"ttft": {"target": "2s"}})
+    for _ in range(3):
+        await reconciler.tick(loop)
+    assert [cluster.engine(ordinal).policy for ordinal in (0, 1)] == ["fcfs", "deadline"]
+    cluster.silent.clear()
+    for _ in range(2):
+        await reconciler.tick(loop)
+    assert [cluster.engine(ordinal).policy for ordinal in (0, 1)] == ["deadline", "deadline"]
+    assert cluster.events.count("QueueOrderChanged") == 1
+    assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == pods
+
+
 @pytest.mark.parametrize("mode", ["Off", "Recommend", "Auto"])
 async def test_engines_at_rest_that_are_late_now_and_then_cause_no_write(
     mode: str, monkeypatch: pytest.MonkeyPatch
