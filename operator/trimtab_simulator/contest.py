@@ -49,6 +49,12 @@ class Contest:
             seed=self.loop.seed,
         )
 
+    @property
+    def with_queues_ordered(self) -> Contest:
+        """The same, its engines serving those first from the start who can still have their first token in time."""
+        allowance = self.objectives.allowance
+        return replace(self, settings=replace(self.settings, allowance=allowance))
+
     def with_knobs(self, knobs: Mapping[Knob, Value]) -> Contest:
         """The same with other knobs at the start."""
         changed = dict(self.settings.knobs) | dict(knobs)

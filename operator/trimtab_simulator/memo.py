@@ -36,7 +36,9 @@ def key_of(contest: Contest, search: str) -> str:
     digest.update(repr(told).encode())
     counts = (settings.start_replicas, settings.min_replicas, settings.max_replicas, settings.cold_start_seconds)
     shares = getattr(settings.make_blocks, "__name__", "")
-    digest.update(repr((counts, shares, contest.loop.seed, contest.loop.delay_seconds, contest.trace.seconds)).encode())
+    loop = contest.loop
+    digest.update(repr((counts, shares, settings.allowance, loop.seed, loop.delay_seconds)).encode())
+    digest.update(repr(contest.trace.seconds).encode())
     for arrival in contest.trace.arrivals:
         digest.update(repr(tuple(arrival)).encode())
     return digest.hexdigest()

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from trimtab_operator.tuner.twin import Sequence
+from trimtab_operator.tuner.twin import Allowance, Sequence
 
 from trimtab_simulator.errors import BadRequest
 
@@ -32,6 +32,11 @@ class Objectives:
     itl_mean: float | None = None
     itl_token: float | None = None
     attain: float = 0.99
+
+    @property
+    def allowance(self) -> Allowance | None:
+        """What engines may order their queues by; None: first tokens may take as long as they like."""
+        return Allowance(self.ttft, self.per_prompt_token) if math.isfinite(self.ttft) else None
 
     def ttft_of(self, prompt: int) -> float:
         """What a prompt of so many tokens is given."""

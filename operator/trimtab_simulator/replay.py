@@ -179,6 +179,8 @@ class _Replay:
         if seen_at > now - self._loop.delay_seconds:
             return
         moves = self._policy.decide(View(now, fleet.desired, dict(fleet.knobs), looks))
+        if moves.allowance is not None:
+            fleet.order_queues(moves.allowance, now)
         for knob, (before, after) in fleet.patch(moves.knobs, now).items():
             self._changes.append(Change(now, knob.value, before, after, moves.why))
         if moves.replicas is not None:

@@ -38,7 +38,8 @@ class Result:
 
 
 def compete(contest: Contest, entry: Entry) -> Result:
-    """Let one contestant replay the trace."""
+    """Let one contestant replay the trace. Whoever knows it beforehand has engines that order their queues by what is
+    promised, as ours do; engines of rivals serve by arrival, as those that are published do."""
     start = contest.settings.start_replicas
     target = entry.target
     match entry.name:
@@ -53,12 +54,12 @@ def compete(contest: Contest, entry: Entry) -> Result:
             )
             outcome = field.play_fixed(entry.name)
         case "static-best":
-            outcome = _recalled_fixed(contest, entry.name, static_best)[1]
+            outcome = _recalled_fixed(contest.with_queues_ordered, entry.name, static_best)[1]
         case "static-n":
-            field, outcome = _recalled_fixed(contest, entry.name, static_n)
+            field, outcome = _recalled_fixed(contest.with_queues_ordered, entry.name, static_n)
             start = field.settings.start_replicas
         case "oracle":
-            outcome, start = _oracle(contest)
+            outcome, start = _oracle(contest.with_queues_ordered)
         case "aimd":
             outcome = contest.play(Aimd(contest.settings.machine.max_num_seqs_cap))
         case "trimtab" | "replicas-only":

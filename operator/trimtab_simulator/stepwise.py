@@ -14,7 +14,7 @@ from trimtab_engine.scheduling.policy import SchedulingPolicy
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Scheduler
-from trimtab_operator.tuner.twin import Sequence, StepCost, StepSums, TwinPolicy
+from trimtab_operator.tuner.twin import Allowance, Sequence, StepCost, StepSums, TwinPolicy
 
 from trimtab_simulator.trace.arrivals import KEY_TOKENS
 
@@ -121,9 +121,13 @@ class StepwiseEngine:
 
 
 def _policy(policy: TwinPolicy, *, caches: bool) -> SchedulingPolicy:
+    allowance = policy.allowance or Allowance(0.0)
     return SchedulingPolicy(
         max_num_seqs=policy.max_num_seqs,
         max_num_batched_tokens=policy.max_num_batched_tokens,
         watermark=policy.watermark,
+        scheduling_policy="fcfs" if policy.allowance is None else "deadline",
+        ttft_target=allowance.seconds,
+        ttft_target_per_prompt_token=allowance.seconds_per_prompt_token,
         enable_prefix_caching=caches,
     )

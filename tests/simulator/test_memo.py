@@ -43,6 +43,7 @@ def test_a_key_names_everything_that_a_search_depends_on() -> None:
         replace(contest, objectives=Objectives(1.0, itl_mean=0.06)),
         contest.with_knobs({Knob.MAX_NUM_SEQS: 63}),
         contest.with_replicas(2),
+        contest.with_queues_ordered,
         replace(contest, loop=Loop(seed=1)),
     ]
     keys = {memo.key_of(each, "oracle") for each in (contest, *others)} | {memo.key_of(contest, "kubeai")}

@@ -8,7 +8,7 @@ from dataclasses import astuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trimtab_operator.tuner.twin import Gaps, KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
+from trimtab_operator.tuner.twin import Allowance, Gaps, KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
 from trimtab_operator.tuner.twin.gaps import fine_edges
 from trimtab_simulator.plant.shared_blocks import SharedBlocks
 from trimtab_simulator.stepwise import StepwiseEngine
@@ -99,6 +99,55 @@ def test_every_request_gets_its_tokens_when_the_engine_would_have_given_them(
 ) -> None:
     rows = arrivals(random.Random(seed), 60, rate, prompt, output)
     assert_alike(*both(rows, TwinPolicy(seats, budget, watermark), blocks, caches=caches))
+
+
+ALLOWANCES = st.sampled_from([Allowance(0.1), Allowance(0.05, 0.002), Allowance(1.0), Allowance(0.01, 0.0001)])
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    rate=st.sampled_from([2.0, 10.0, 40.0, 200.0]),
+    prompt=st.sampled_from([20, 200, 1500]),
+    output=st.sampled_from([1, 3, 40, 300]),
+    seats=st.sampled_from([1, 2, 5, 16]),
+    budget=st.sampled_from([16, 64, 512, 4096]),
+    blocks=st.sampled_from([115, 150, 300, 2000]),
+    watermark=st.sampled_from([0.0, 0.05, 0.3]),
+    caches=st.booleans(),
+    allowance=ALLOWANCES,
+    changes=st.booleans(),
+)
+def test_queues_that_are_ordered_by_what_is_promised_are_ordered_alike(
+    seed: int,
+    rate: float,
+    prompt: int,
+    output: int,
+    seats: int,
+    budget: int,
+    blocks: int,
+    watermark: float,
+    caches: bool,
+    allowance: Allowance,
+    changes: bool,
+) -> None:
+    """From the start, or from a change on. Back to the order of arrival the engine may cut two prompts at once, which
+    the twin does not model."""
+    rows = arrivals(random.Random(seed), 90, rate, prompt, output)
+    by_arrival, ordered = (TwinPolicy(seats, budget, watermark, each) for each in (None, allowance))
+    policy = by_arrival if changes else ordered
+    later: dict[int, TwinPolicy | int] = {50: ordered} if changes else {}
+    assert_alike(*both(rows, policy, blocks, caches=caches, changes=later))
+
+
+def test_the_comparison_has_late_requests_and_preempted_ones_in_it() -> None:
+    rows = arrivals(random.Random(5), 300, 20.0, 600, 120)
+    fast, slow = both(rows, TwinPolicy(16, 256, 0.0, Allowance(1.0, 0.001)), 150)
+    late = [sequence for sequence in fast.finished if sequence.order >= 1 << 40]
+    assert 50 < len(late) < 250
+    assert any(sequence.num_preemptions for sequence in late)
+    assert any(sequence.num_preemptions for sequence in fast.finished if sequence not in late)
+    assert_alike(fast, slow)
 
 
 @settings(max_examples=30, deadline=None)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from trimtab_operator.tuner.twin import StepCost
+from trimtab_operator.tuner.twin import Allowance, StepCost
 
 DEFAULT_FACTOR = 3.0  # without objectives: so many times what an idle engine takes
 DEFAULT_SHARE = 0.95
@@ -52,6 +52,15 @@ class Objectives:
     ttft: Ttft | None = None
     itl: Itl | None = None
     are_given: bool = True
+    order_queues: bool = False
+    """Whether engines serve those first who can still have their first token in time (queue order `deadline`)."""
+
+    @property
+    def allowance(self) -> Allowance | None:
+        """What the engines' queues are ordered by; None: by arrival."""
+        if self.ttft is None or not self.order_queues:
+            return None
+        return Allowance(self.ttft.seconds, self.ttft.seconds_per_prompt_token)
 
     @property
     def share(self) -> float:

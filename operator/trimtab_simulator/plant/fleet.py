@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trimtab_operator.tuner.knobs import Knob, Value, Values, is_same, typed
 from trimtab_operator.tuner.looks import Look, Phase
-from trimtab_operator.tuner.twin import Blocks, Gaps, KvBlocks, Sequence, TwinEngine, TwinPolicy
+from trimtab_operator.tuner.twin import Allowance, Blocks, Gaps, KvBlocks, Sequence, TwinEngine, TwinPolicy
 
 from trimtab_simulator.plant.looks import GAP_EDGES, Observer, ranges
 from trimtab_simulator.plant.machine import Machine
@@ -36,6 +36,8 @@ class FleetSettings:
     cold_start_seconds: float
     slow_gap: float = math.inf
     make_blocks: MakeBlocks = plain_blocks
+    allowance: Allowance | None = None
+    """What engines order their queues by from the start; None: by arrival."""
 
 
 class Fleet:
@@ -44,6 +46,7 @@ class Fleet:
     def __init__(self, settings: FleetSettings, router: Router) -> None:
         self.settings = settings
         self.knobs: dict[Knob, Value] = dict(settings.knobs)
+        self.allowance = settings.allowance
         self.generation = 1
         self.desired = settings.start_replicas
         self.all: list[Replica] = []
@@ -157,6 +160,17 @@ class Fleet:
         changed = {k: (before[k], v) for k, v in self.knobs.items() if not is_same(before[k], v)}
         if not changed:
             return {}
+        self._apply(now)
+        return changed
+
+    def order_queues(self, allowance: Allowance | None, now: float) -> None:
+        """Have all engines order their queues by that from their next step on."""
+        if allowance != self.allowance:
+            self.allowance = allowance
+            self._apply(now)
+
+    def _apply(self, now: float) -> None:
+        """Have all engines run what is asked of them."""
         self.generation += 1
         policy, num_blocks = self._policy(), self._num_blocks()
         for replica in self.living:
@@ -166,13 +180,13 @@ class Fleet:
             if num_blocks != replica.engine.blocks.total:
                 replica.engine.resize(num_blocks)
             replica.quiet_until = -math.inf
-        return changed
 
     def _policy(self) -> TwinPolicy:
         return TwinPolicy(
             int(self.knobs[Knob.MAX_NUM_SEQS]),
             int(self.knobs[Knob.MAX_NUM_BATCHED_TOKENS]),
             float(self.knobs[Knob.WATERMARK]),
+            self.allowance,
         )
 
     def _num_blocks(self) -> int:

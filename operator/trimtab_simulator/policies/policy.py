@@ -8,6 +8,7 @@ from typing import Protocol
 
 from trimtab_operator.tuner.knobs import Knob, Value, Values
 from trimtab_operator.tuner.looks import Look, Phase
+from trimtab_operator.tuner.twin import Allowance
 
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.machine import Machine
@@ -54,6 +55,8 @@ class Moves:
     replicas: int | None = None
     knobs: Mapping[Knob, Value] = field(default_factory=dict)
     why: str = ""
+    allowance: Allowance | None = None
+    """What engines are to order their queues by from now on (order `deadline`); None: what they do."""
 
 
 STAY = Moves()

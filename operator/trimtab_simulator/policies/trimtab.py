@@ -45,7 +45,8 @@ class Trimtab:
         knobs: dict[Knob, Value] = {}
         for patch in outcome.patches.values():
             knobs.update(patch)
-        return Moves(outcome.replicas, knobs, " ".join(decision.sentence for decision in outcome.decisions))
+        why = " ".join(decision.sentence for decision in outcome.decisions)
+        return Moves(outcome.replicas, knobs, why, self.settings.objectives.allowance)
 
 
 def _settings(setup: Setup, *, pinned: bool) -> Settings:
@@ -80,4 +81,4 @@ def _objectives(setup: Setup) -> Objectives:
         itl = Itl(asked.itl_mean, ItlKind.MEAN, asked.attain)
     elif asked.itl_token is not None:
         itl = Itl(asked.itl_token, ItlKind.TOKENS, asked.attain)
-    return Objectives(ttft, itl)
+    return Objectives(ttft, itl, order_queues=ttft is not None)

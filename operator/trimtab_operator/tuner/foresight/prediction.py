@@ -223,7 +223,8 @@ class _Fleet:
     """The candidate's replicas while they serve. Requests are sent in the order of time."""
 
     def __init__(self, candidate: Candidate, cost: StepCost, objectives: Objectives) -> None:
-        policy = TwinPolicy(candidate.max_num_seqs, candidate.max_num_batched_tokens, candidate.watermark)
+        seats, budget = candidate.max_num_seqs, candidate.max_num_batched_tokens
+        policy = TwinPolicy(seats, budget, candidate.watermark, objectives.allowance)
         size = candidate.block_size
         self._longest = candidate.kv_blocks * size
         self.engines = [

@@ -10,5 +10,6 @@ from trimtab_operator.tuner.twin.cost import StepCost, StepSums
 from trimtab_operator.tuner.twin.engine import TwinEngine, TwinPolicy
 from trimtab_operator.tuner.twin.gaps import Gaps
 from trimtab_operator.tuner.twin.sequence import Sequence
+from trimtab_operator.tuner.twin.waiting import Allowance
 
-__all__ = ["Blocks", "Gaps", "KvBlocks", "Sequence", "StepCost", "StepSums", "TwinEngine", "TwinPolicy"]
+__all__ = ["Allowance", "Blocks", "Gaps", "KvBlocks", "Sequence", "StepCost", "StepSums", "TwinEngine", "TwinPolicy"]

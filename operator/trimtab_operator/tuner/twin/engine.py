@@ -10,14 +10,13 @@ a run   = steps in which the same sequences decode and nobody can be admitted, u
 ```
 Everything else (preemption, a budget smaller than what runs) goes through the steps one by one, by the rules of
 `trimtab_engine.scheduling.scheduler`; a property test compares.
+The queue is by arrival, or by `deadline` where the policy has an allowance (`twin/waiting.py`).
 Not modelled: drafts, swapping, priorities, a threshold for long prefills.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import insort
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -28,6 +27,7 @@ from trimtab_operator.tuner.twin.blocks import Blocks
 from trimtab_operator.tuner.twin.cost import StepCost, StepSums
 from trimtab_operator.tuner.twin.gaps import Gaps
 from trimtab_operator.tuner.twin.sequence import Sequence
+from trimtab_operator.tuner.twin.waiting import LATE, Allowance, WaitingLines
 
 VICTIM_CANDIDATES = 8  # as the engine: of those served last, the cheapest to compute again goes
 RECOMPUTE_SECONDS_PER_TOKEN = 1e-3  # the engine's default; it only breaks ties between victims
@@ -45,6 +45,8 @@ class TwinPolicy:
     max_num_seqs: int
     max_num_batched_tokens: int
     watermark: float = 0.0
+    allowance: Allowance | None = None
+    """What the queue orders by, where its order is `deadline`; None: by arrival."""
 
 
 @dataclass(slots=True)
@@ -103,8 +105,7 @@ class TwinEngine:
         self._block_size = blocks.block_size
         self._slow_gap = slow_gap
         self._num_added = 0
-        self._fresh: deque[Sequence] = deque()  # never admitted; all younger than those preempted
-        self._preempted: list[Sequence] = []  # by order
+        self._waiting = WaitingLines(policy.allowance)
         self._decoding: list[tuple[int, int, Sequence]] = []  # a heap of (finish_step, order, sequence)
         self._prefilling: Sequence | None = None  # the one whose prompt did not fit into a step
         self._step = 0
@@ -113,7 +114,8 @@ class TwinEngine:
         self._late: dict[Sequence, float] = {}  # decoding, but left out of the newest step: when the last token came
         self._slow_steps = 0
         self._blocked: str | None = None
-        self._is_stuck = False  # the head of the queue stays where it is until a sequence ends
+        self._is_stuck = False  # the head of the queue stays where it is until a sequence ends, or until
+        self._stuck_until = math.inf  # another one becomes the head
         self._num_just_finished = 0  # at `now`
 
     # --- reading --------------------------------------------------------------------------------------------------
@@ -136,28 +138,27 @@ class TwinEngine:
     @property
     def num_waiting(self) -> int:
         """Sequences in the queue, preempted ones included."""
-        return len(self._fresh) + len(self._preempted)
+        return self._waiting.count
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing waits."""
-        return not (self._decoding or self._fresh or self._preempted or self._prefilling)
+        return not (self._decoding or self._waiting.count or self._prefilling)
 
     def in_flight(self, at: float) -> int:
         """Sequences that were added and not finished by `at`, which must not lie before the newest step's start."""
-        count = len(self._decoding) + (self._prefilling is not None) + len(self._fresh) + len(self._preempted)
+        count = len(self._decoding) + (self._prefilling is not None) + self._waiting.count
         return count + self._num_just_finished if self.now > at else count
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens that waiting sequences have still to compute before they answer."""
-        return sum(s.num_tokens for s in self._fresh) + sum(s.num_tokens for s in self._preempted)
+        return sum(sequence.num_tokens for sequence in self._waiting)
 
     @property
     def oldest_arrival(self) -> float | None:
         """When the oldest sequence in the queue arrived."""
-        heads = [queue[0].arrival for queue in (self._preempted, self._fresh) if queue]
-        return min(heads) if heads else None
+        return self._waiting.oldest_arrival
 
     def unfinished(self) -> Iterable[tuple[Sequence, int]]:
         """Each sequence that runs or waits, with how many tokens of its answer are out."""
@@ -165,14 +166,19 @@ class TwinEngine:
             yield sequence, sequence.num_output - (finish_step - self._step)
         if self._prefilling is not None:
             yield self._prefilling, self._prefilling.num_generated
-        for queue in (self._preempted, self._fresh):
-            for sequence in queue:
-                yield sequence, sequence.num_generated
+        for sequence in self._waiting:
+            yield sequence, sequence.num_generated
 
     # --- what may change between two steps ------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError when the KV cache cannot hold it."""
+        self._number(sequence)
+        if self._waiting.is_headed_by_late:
+            self._is_stuck = False  # it goes before them
+        self._waiting.add(sequence)
+
+    def _number(self, sequence: Sequence) -> None:
         longest = self._blocks.total * self._block_size
         if sequence.num_prompt < 1 or sequence.num_output < 1 or sequence.num_prompt + sequence.num_output > longest:
             raise ValueError(
@@ -181,21 +187,19 @@ class TwinEngine:
             )
         sequence.order = self._num_added
         self._num_added += 1
-        self._fresh.append(sequence)
         self.counters.arrived += 1
         self.counters.arrived_prompt_tokens += sequence.num_prompt
 
     def find(self, sequence: Sequence, num_generated: int) -> None:
         """Have a sequence run whose answer is out that far, as it is found in an engine that is looked at; where there
         is no seat or no room for it, it has been preempted. Call it before time passes. Raises ValueError as add()."""
-        self.add(sequence)
-        self._fresh.pop()
+        self._number(sequence)
         sequence.num_generated = min(num_generated, sequence.num_output - 1)
         sequence.first_token_at = sequence.last_token_at = self.now
         computed = sequence.num_tokens - 1
         num_blocks = -(-computed // self._block_size)
         if self.num_running >= self._policy.max_num_seqs or num_blocks > self._blocks.free:
-            insort(self._preempted, sequence, key=_order)
+            self._waiting.put_back(sequence)
             return
         self._blocks.take(num_blocks)
         sequence.num_computed = computed
@@ -203,8 +207,13 @@ class TwinEngine:
 
     def set_policy(self, policy: TwinPolicy) -> None:
         """Be steered by `policy` from the next step on. Lowering limits drains down."""
-        self._policy = policy
+        before, self._policy = self._policy.allowance, policy
         self._is_stuck = False
+        if policy.allowance != before:
+            self._waiting.set_allowance(policy.allowance)
+            if policy.allowance is None:
+                for sequence in self._running_in_order():
+                    sequence.order %= LATE  # all of it is by arrival again
 
     def resize(self, num_blocks: int) -> None:
         """Make the KV cache so many blocks large. What does not fit any more is preempted."""
@@ -221,14 +230,16 @@ class TwinEngine:
     def run_until(self, until: float) -> None:
         """Take every step that starts before `until`. Idle, the clock is set to `until`."""
         while self.now < until:
-            waits = self._fresh or self._preempted
+            waits = self._waiting.count
+            if self._is_stuck and self.now >= self._stuck_until:
+                self._is_stuck = False
             if not self._decoding and self._prefilling is None and not waits:
                 if until < math.inf:
                     self.now = until
                     self._num_just_finished = 0
                 return
             if self._prefilling is None and not self._late and (self._is_stuck or not waits) and self._decoding:
-                self._run(until)
+                self._run(min(until, self._stuck_until) if waits else until)
             else:
                 self._take_step()
 
@@ -236,12 +247,13 @@ class TwinEngine:
         """A time before which no sequence ends and nothing needs looking at, unless one is added."""
         if not self._decoding:
             return math.inf if self.is_idle else self.now
-        if self._prefilling is not None or self._late or ((self._fresh or self._preempted) and not self._is_stuck):
+        if self._prefilling is not None or self._late or (self._waiting.count and not self._is_stuck):
             return self.now
         steps = self._decoding[0][0] - self._step - 1  # the last of them ends it: look again before that
         count = len(self._decoding)
         first, increase = self._decode_seconds(count)
-        return self.now + steps * first + increase * steps * (steps - 1) / 2
+        ends = self.now + steps * first + increase * steps * (steps - 1) / 2
+        return min(ends, max(self.now, self._stuck_until)) if self._waiting.count else ends
 
     def drain(self) -> None:
         """Serve all that was added; `now` is then the end of the last step."""
@@ -456,7 +468,7 @@ class TwinEngine:
         else:
             num_prefills = 0
         self._blocked, self._is_stuck = None, False
-        if self._fresh or self._preempted:
+        if self._waiting.count:
             if plan.has_victims:
                 self._blocked = KV  # the head is a victim of this step: its blocks are just taken
             else:
@@ -495,13 +507,13 @@ class TwinEngine:
     def _admit(self, budget: int, done: list[Sequence]) -> list[tuple[Sequence, int, int]]:
         """Admit from the head of the queue, never past it: (sequence, first token, end) of each."""
         blocks, size, policy = self._blocks, self._block_size, self._policy
-        fresh, preempted = self._fresh, self._preempted
+        waiting = self._waiting
         admitted: list[tuple[Sequence, int, int]] = []
         num_running = len(self._decoding) + len(done) + (self._prefilling is not None)
-        while fresh or preempted:
-            sequence = preempted[0] if preempted else fresh[0]
+        while waiting.count:
+            sequence = waiting.head(self.now)
             if num_running >= policy.max_num_seqs:
-                self._blocked, self._is_stuck = SEQS, True
+                self._blocked, self._is_stuck, self._stuck_until = SEQS, True, math.inf
                 break
             if budget <= 0:
                 self._blocked = TOKENS
@@ -510,12 +522,9 @@ class TwinEngine:
             num_found, num_unused = blocks.found(sequence)
             spare = int(policy.watermark * blocks.total) if num_running else 0
             if -(-num_tokens // size) - num_found + num_unused + spare > blocks.free:
-                self._blocked, self._is_stuck = KV, True
+                self._blocked, self._is_stuck, self._stuck_until = KV, True, waiting.next_change()
                 break
-            if preempted:
-                del preempted[0]
-            else:
-                fresh.popleft()
+            waiting.pop_head()
             blocks.share(sequence, num_found)
             start = num_found * size
             end = min(num_tokens, start + budget)
@@ -611,10 +620,12 @@ class TwinEngine:
     # --- preemption -----------------------------------------------------------------------------------------------
 
     def _choose_victim(self, running: list[Sequence], index: int, victims: set[Sequence]) -> Sequence:
-        """The victim: among the last in line behind `index` the one that is cheapest to compute again for each block it
-        frees."""
+        """The victim: among the last in line behind `index`, late ones before others, the one that is cheapest to
+        compute again for each block it frees."""
         behind = (s for s in reversed(running[index + 1 :]) if s not in victims)
         candidates = list(islice(behind, VICTIM_CANDIDATES)) or [running[index]]
+        if candidates[0].order >= LATE:
+            candidates = [sequence for sequence in candidates if sequence.order >= LATE]
         size, blocks = self._block_size, self._blocks
         best, best_cost = candidates[0], math.inf
         for sequence in candidates:
@@ -643,7 +654,7 @@ class TwinEngine:
         sequence.num_computed = sequence.num_blocks = 0
         sequence.num_preemptions += 1
         self.counters.preempted[reason] += 1
-        insort(self._preempted, sequence, key=_order)
+        self._waiting.put_back(sequence)
 
     def _drop_preempted(self, victims: set[Sequence]) -> None:
         if self._prefilling in victims:
