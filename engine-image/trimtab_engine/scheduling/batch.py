@@ -52,6 +52,8 @@ class Batch:
     sequences: list[ScheduledSequence]
     num_tokens: int
     preempted: list[Preempted]
+    scheduled_at: float = 0.0
+    """The time that schedule() was told."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     num_offloaded: int = 0

@@ -5,7 +5,8 @@ from typing import Literal
 
 QueueOrder = Literal["fcfs", "priority", "deadline"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
-LATEST_START = 0.75  # of a request's allowance: the rest is for computing its prompt
+LATEST_START = 0.75  # of a request's allowance, before any step has shown how long computing its prompt takes
+EARLIEST_LATE = 0.5  # of an allowance: nobody is late before that, however long a step has taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,11 @@ class SchedulingPolicy:
         if self.scheduling_policy == "deadline" and not self.ttft_target:
             raise ValueError("scheduling_policy is deadline, but ttft_target is 0; set ttft_target as well")
 
-    def is_too_late(self, waited: float, num_prompt_tokens: int) -> bool:
-        """Whether the first token of a request that has waited for so many seconds cannot come in time any more."""
+    def is_too_late(self, waited: float, num_prompt_tokens: int, step_seconds: float) -> bool:
+        """Whether the first token of a request that has waited for so many seconds cannot come in time any more: steps
+        that compute prompts take `step_seconds`; 0: that is not known yet."""
         allowance = self.ttft_target + self.ttft_target_per_prompt_token * num_prompt_tokens
-        return waited > LATEST_START * allowance
+        if not step_seconds:
+            return waited > LATEST_START * allowance
+        num_steps = -(-num_prompt_tokens // self.max_num_batched_tokens)
+        return waited > max(EARLIEST_LATE * allowance, allowance - num_steps * step_seconds)

@@ -25,6 +25,9 @@ from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.stats import BlockedReason, PreemptionReason, SchedulerStats
 from trimtab_engine.scheduling.waiting_queue import RANKS, WaitingQueue
 
+REMEMBERED = 0.9
+"""What a step that computes a prompt leaves of the longest before it."""
+
 Sampled = tuple[Request, int | list[int], RequestStatus | None]
 """(request, its new token, or tokens after drafts, how it finished: None while it goes on). A bare tuple, as one is
 made per token served."""
@@ -83,6 +86,8 @@ class Scheduler:
         self._has_guesses = False
         """Of those that run, some have drafts: the step at hand may verify them."""
         self._last_step = 0
+        self._prompt_step_seconds = 0.0
+        """How long steps that compute prompts took lately, at most."""
         self._blocked: BlockedReason | None = None
         self._blocked_since = 0.0
         self._stats = SchedulerStats()
@@ -241,7 +246,7 @@ class Scheduler:
             self._blocks.swap_space.settle()
         if self._encoder is not None:
             self._encoder.begin_step()
-        batch = Batch(self.next_step, [], 0, [], only_decodes=True)
+        batch = Batch(self.next_step, [], 0, [], now, only_decodes=True)
         budget = self._schedule_running(batch, now)
         if self._waiting:
             if batch.preempted:
@@ -278,6 +283,8 @@ class Scheduler:
         """As update(), but tells only of requests that got another number of tokens than one, or do not go on, by their
         places in batch.sampling. Nearly all get one and go on, so that is kept short."""
         self._book_blocked_time(now)
+        if not batch.only_decodes:
+            self._prompt_step_seconds = max(now - batch.scheduled_at, REMEMBERED * self._prompt_step_seconds)
         notable: dict[int, Sampled] = {}
         running = RequestStatus.RUNNING
         any_finished = False
@@ -506,7 +513,7 @@ class Scheduler:
         """
         waiting, running, blocks, policy = self._waiting, self._running, self._blocks, self._policy
         while waiting:
-            self._stats.num_late += waiting.part_late(policy, now)
+            self._stats.num_late += waiting.part_late(policy, now, self._prompt_step_seconds)
             request = waiting.head
             num_tokens = request.num_tokens
             if request.num_pending_tokens:  # preempted while a step in flight computes its newest token

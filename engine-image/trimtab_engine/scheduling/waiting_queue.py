@@ -106,12 +106,12 @@ class WaitingQueue:
             self._num_overtaking += 1
         return request
 
-    def part_late(self, policy: SchedulingPolicy, now: float) -> int:
+    def part_late(self, policy: SchedulingPolicy, now: float, step_seconds: float) -> int:
         """Move who is too late from the head of the line in time to the late line. Returns how many were: those
         behind are looked at when they stand there."""
         before = self.num_late
         if self.order == "deadline":
-            while self.num_late < len(self._requests) and _is_too_late(self._requests[0], policy, now):
+            while self.num_late < len(self._requests) and _is_too_late(self._requests[0], policy, now, step_seconds):
                 request = self._requests.pop(0)
                 request.is_late = True
                 insort(self._requests, request, key=self.key)
@@ -166,8 +166,8 @@ class WaitingQueue:
         heapify(self._arrivals)
 
 
-def _is_too_late(request: Request, policy: SchedulingPolicy, now: float) -> bool:
+def _is_too_late(request: Request, policy: SchedulingPolicy, now: float, step_seconds: float) -> bool:
     """Who has an output token, or one that a step in flight computes, was served already."""
     if request.num_output_tokens or request.num_pending_tokens:
         return False
-    return policy.is_too_late(now - request.arrival_time, request.num_prompt_tokens)
+    return policy.is_too_late(now - request.arrival_time, request.num_prompt_tokens, step_seconds)

@@ -62,7 +62,42 @@ def steer(scheduler: Scheduler, **changes: Any) -> None:
 # --- who is late --------------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_late_when_three_quarters_of_its_allowance_have_passed_and_not_before() -> None:
+def timed_step(scheduler: Scheduler, begin: float, seconds: float) -> None:
+    batch = scheduler.schedule(begin)
+    scheduler.update(batch, [WORD] * len(batch.sampling), begin + seconds)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seconds", "latest"), [(4, 1.0, 9.0), (24, 1.0, 8.0), (24, 3.0, 5.0), (4, 0.01, 9.99)]
+)
+def test_once_a_step_has_shown_how_long_a_prompt_takes_that_much_is_left_of_the_allowance(
+    prompt: int, seconds: float, latest: float
+) -> None:
+    scheduler = a_scheduler(tokens=16)  # 24 tokens take two steps
+    add(scheduler, "running", output=9)
+    timed_step(scheduler, 0.0, seconds)
+    waiting = add(scheduler, "waiting", 1.0, prompt=prompt)
+    timed_step(scheduler, 1.0 + latest, 0.05)  # a decode tells nothing of prompts
+    assert not waiting.is_late
+    timed_step(scheduler, 1.0 + latest + 0.001, 0.05)
+    assert waiting.is_late
+
+
+def test_one_step_that_took_long_is_forgotten() -> None:
+    scheduler = a_scheduler()
+    for number, seconds in enumerate([60.0, *[0.1] * 80]):
+        add(scheduler, str(number), 100.0 * number)
+        timed_step(scheduler, 100.0 * number, seconds)
+    add(scheduler, "running", 9000.0, output=9)
+    timed_step(scheduler, 9000.0, 0.1)
+    waiting = add(scheduler, "waiting", 9000.0)
+    timed_step(scheduler, 9009.8, 0.1)
+    assert not waiting.is_late
+    timed_step(scheduler, 9009.95, 0.1)
+    assert waiting.is_late
+
+
+def test_before_any_prompt_was_computed_a_request_is_late_after_three_quarters_of_its_allowance() -> None:
     scheduler = a_scheduler()
     add(scheduler, "running", output=9)
     step(scheduler, 0.0)

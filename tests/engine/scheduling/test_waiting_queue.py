@@ -56,7 +56,7 @@ def test_the_kept_counts_are_those_of_the_requests(
                     request.status = RequestStatus.FINISHED_ABORTED
                 queue.drop_finished()
             case 6:
-                queue.part_late(POLICY, arrival)
+                queue.part_late(POLICY, arrival, 0.0)
             case 7:
                 queue.reorder(other if amount else order)
         queue.check_integrity()
@@ -82,7 +82,7 @@ def test_the_two_lines_are_as_written_down_without_a_sorted_list(actions: list[t
                     break
                 late.append(in_time.pop(0))
             late.sort(key=lambda request: request.order)
-            queue.part_late(POLICY, now)
+            queue.part_late(POLICY, now, 0.0)
         elif action == "p" and (in_time or late):
             is_turn = bool(late) and num_overtaking == 9
             request = late.pop(0) if is_turn or not in_time else in_time.pop(0)
@@ -111,7 +111,7 @@ def test_of_ten_admissions_one_is_a_late_request_s() -> None:
     queue = WaitingQueue("deadline")
     for number in range(3):
         queue.add(a_request(number, arrival=0.0))
-    assert queue.part_late(POLICY, 1000.0) == 3
+    assert queue.part_late(POLICY, 1000.0, 0.0) == 3
     for number in range(3, 40):
         queue.add(a_request(number, arrival=1000.0))
     taken = [queue.pop_head().order for _ in range(40)]

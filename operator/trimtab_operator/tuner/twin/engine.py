@@ -105,7 +105,7 @@ class TwinEngine:
         self._block_size = blocks.block_size
         self._slow_gap = slow_gap
         self._num_added = 0
-        self._waiting = WaitingLines(policy.allowance)
+        self._waiting = WaitingLines(policy.allowance, policy.max_num_batched_tokens)
         self._decoding: list[tuple[int, int, Sequence]] = []  # a heap of (finish_step, order, sequence)
         self._prefilling: Sequence | None = None  # the one whose prompt did not fit into a step
         self._step = 0
@@ -209,11 +209,10 @@ class TwinEngine:
         """Be steered by `policy` from the next step on. Lowering limits drains down."""
         before, self._policy = self._policy.allowance, policy
         self._is_stuck = False
-        if policy.allowance != before:
-            self._waiting.set_allowance(policy.allowance)
-            if policy.allowance is None:
-                for sequence in self._running_in_order():
-                    sequence.order %= LATE  # all of it is by arrival again
+        self._waiting.set_policy(policy.allowance, policy.max_num_batched_tokens)
+        if policy.allowance is None and before is not None:
+            for sequence in self._running_in_order():
+                sequence.order %= LATE  # all of it is by arrival again
 
     def resize(self, num_blocks: int) -> None:
         """Make the KV cache so many blocks large. What does not fit any more is preempted."""
@@ -462,11 +461,12 @@ class TwinEngine:
             attended += plan.chunk * (2 * start + plan.chunk + 1) // 2
             is_cut = plan.chunk > 1 or end < prefilling.num_tokens
             num_prefills = int(is_cut)
+            has_prompts = is_cut or start < prefilling.num_prompt
             if end == prefilling.num_tokens:
                 self._prefilling = None
                 done.append(prefilling)
         else:
-            num_prefills = 0
+            num_prefills, has_prompts = 0, False
         self._blocked, self._is_stuck = None, False
         if self._waiting.count:
             if plan.has_victims:
@@ -479,6 +479,7 @@ class TwinEngine:
                     context += end
                     attended += chunk * (2 * start + chunk + 1) // 2
                     num_prefills += chunk > 1 or end < sequence.num_tokens
+                    has_prompts = True
         if not sequences:  # all that ran was preempted; what waits is looked at again
             return
         kind = "decode" if not num_prefills else ("prefill" if num_prefills == sequences else "mixed")
@@ -489,6 +490,8 @@ class TwinEngine:
         counters.generated_tokens += plan.count + len(done)
         if self._blocked is not None:
             counters.blocked_seconds[self._blocked] += seconds
+        if has_prompts:
+            self._waiting.note_step(seconds)
         self._pass(seconds, plan)
         for sequence in done:
             self._begin_decoding(sequence)

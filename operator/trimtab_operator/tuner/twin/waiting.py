@@ -17,7 +17,11 @@ from operator import attrgetter
 from trimtab_operator.tuner.twin.sequence import Sequence
 
 LATEST_START = 0.75
-"""Part of its allowance that a sequence may wait; the rest is for computing its prompt."""
+"""Part of its allowance that a sequence may wait, before any step has shown how long computing its prompt takes."""
+EARLIEST_LATE = 0.5
+"""Part of an allowance before which nobody is late, however long a step has taken."""
+REMEMBERED = 0.9
+"""What a step that computes a prompt leaves of the longest before it."""
 LATE_SHARE = 10
 """While late ones wait, one of so many admissions is theirs."""
 LATE = 1 << 40
@@ -37,10 +41,12 @@ class Allowance:
 class WaitingLines:
     """`count` is how many wait in both lines."""
 
-    __slots__ = ("_allowance", "_fresh", "_late", "_preempted", "_streak", "count")
+    __slots__ = ("_allowance", "_budget", "_fresh", "_late", "_preempted", "_step_seconds", "_streak", "count")
 
-    def __init__(self, allowance: Allowance | None) -> None:
+    def __init__(self, allowance: Allowance | None, budget: int) -> None:
         self.count = 0
+        self._budget = budget
+        self._step_seconds = 0.0  # how long steps that compute prompts took lately, at most
         self._allowance = allowance
         self._fresh: deque[Sequence] = deque()  # in time, never admitted; all younger than those preempted
         self._preempted: list[Sequence] = []  # in time, by order
@@ -99,9 +105,13 @@ class WaitingLines:
             return math.inf
         return line[0].arrival + self._longest_wait(line[0])
 
-    def set_allowance(self, allowance: Allowance | None) -> None:
-        """Another one from now on. Without any, nobody who waits is late any more."""
-        self._allowance = allowance
+    def note_step(self, seconds: float) -> None:
+        """A step has computed prompts, and took so long."""
+        self._step_seconds = max(seconds, REMEMBERED * self._step_seconds)
+
+    def set_policy(self, allowance: Allowance | None, budget: int) -> None:
+        """Others from now on. Without an allowance, nobody who waits is late any more."""
+        self._allowance, self._budget = allowance, budget
         if allowance is None and self._late:
             self._streak = 0
             everybody, self._late = [*self], []
@@ -130,4 +140,8 @@ class WaitingLines:
     def _longest_wait(self, sequence: Sequence) -> float:
         allowance = self._allowance
         assert allowance is not None
-        return LATEST_START * (allowance.seconds + allowance.seconds_per_prompt_token * sequence.num_prompt)
+        seconds = allowance.seconds + allowance.seconds_per_prompt_token * sequence.num_prompt
+        if not self._step_seconds:
+            return LATEST_START * seconds
+        num_steps = -(-sequence.num_prompt // self._budget)
+        return max(EARLIEST_LATE * seconds, seconds - num_steps * self._step_seconds)
