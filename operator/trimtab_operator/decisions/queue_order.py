@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from trimtab_operator.decisions.actions import LiveValues, Note
-from trimtab_operator.decisions.tuning import objectives_of
+from trimtab_operator.decisions.promises import objectives_of
 from trimtab_operator.observed.engines import QueueSeen
 from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment, Spec

@@ -8,15 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab_operator.builders.config_map import STATE_KEY
+from trimtab_operator.decisions.promises import objectives_of
+from trimtab_operator.decisions.queue_order import QueuePolicy, asked_order
 from trimtab_operator.decisions.sealed import opened, sealed
 from trimtab_operator.resource import spec as owner
 from trimtab_operator.resource.knobs import knobs
-from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
+from trimtab_operator.resource.quantity import parse_quantity
 from trimtab_operator.resource.spec import InferenceDeployment, Spec
 from trimtab_operator.tuner.decide import Outcome
 from trimtab_operator.tuner.knobs import Knob, Value, typed
 from trimtab_operator.tuner.load.season import BUCKETS_PER_DAY, DAY_SECONDS
-from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Select, Unit
 from trimtab_operator.tuner.settings import Bounds, Mode, Scaling, Seasonal, Settings
 from trimtab_operator.tuner.state import Memory
@@ -41,20 +42,10 @@ def settings_of(spec: Spec) -> Settings:
             starts[name] = typed(name, float(knob.start))
     if spec.tuning.bounds.watermark is not None:
         bounds[Knob.WATERMARK] = Bounds(None, _number(Knob.WATERMARK, spec.tuning.bounds.watermark.max))
-    return Settings(Mode(spec.tuning.mode), objectives_of(spec.objectives), bounds, starts, scaling_of(spec.scaling))
-
-
-def objectives_of(asked: owner.Objectives | None) -> Objectives:
-    """The owner's promises; none where nothing is asked for, which the tuner completes with its defaults."""
-    if asked is None:
-        return Objectives()
-    ttft = itl = None
-    if asked.ttft is not None:
-        per_token = 0.0 if asked.ttft.per_prompt_token is None else parse_seconds(asked.ttft.per_prompt_token)
-        ttft = Ttft(parse_seconds(asked.ttft.target), per_token, asked.ttft.percentile / 100)
-    if asked.itl is not None:
-        itl = Itl(parse_seconds(asked.itl.target), ItlKind(asked.itl.kind.lower()), asked.itl.percentile / 100)
-    return Objectives(ttft, itl)
+    asked = asked_order(spec)
+    by_deadline = asked is not None and asked.policy is QueuePolicy.DEADLINE
+    objectives = replace(objectives_of(spec.objectives), order_queues=by_deadline)
+    return Settings(Mode(spec.tuning.mode), objectives, bounds, starts, scaling_of(spec.scaling))
 
 
 def scaling_of(asked: owner.Scaling | None) -> Scaling | None:

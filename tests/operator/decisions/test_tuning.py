@@ -8,12 +8,14 @@ import pytest
 from operator_builders import a_deployment
 from operator_cluster import TOKEN, FakeCluster
 from trimtab_operator.builders.config_map import tuning_config_map
-from trimtab_operator.decisions.tuning import objectives_of, remembered_text, settings_of, stored_memory
+from trimtab_operator.decisions.promises import objectives_of
+from trimtab_operator.decisions.tuning import remembered_text, settings_of, stored_memory
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Select, Unit
 from trimtab_operator.tuner.settings import Bounds, Mode, Scaling, Seasonal
 from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.twin import Allowance
 
 TUNED = Memory(applied={Knob.MAX_NUM_SEQS: 16})
 
@@ -36,6 +38,18 @@ TUNED = Memory(applied={Knob.MAX_NUM_SEQS: 16})
 )
 def test_promises_are_those_that_are_written(written: dict[str, Any] | None, promised: Objectives) -> None:
     assert objectives_of(a_deployment(objectives=written).spec.objectives) == promised
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy", "ordered"),
+    [("Auto", None, True), ("Auto", "fcfs", False), ("Recommend", None, False), ("Off", "deadline", True)],
+)
+def test_predictions_are_of_the_queue_that_engines_are_told(mode: str, policy: str | None, ordered: bool) -> None:
+    engine = {} if policy is None else {"schedulingPolicy": policy}
+    promised = {"ttft": {"target": "2s", "perPromptToken": "125us"}}
+    spec = a_deployment(objectives=promised, tuning={"mode": mode}, engine=engine).spec
+    allowance = settings_of(spec).objectives.allowance
+    assert allowance == (Allowance(2.0, 125e-6) if ordered else None)
 
 
 def test_bounds_and_starts_are_numbers_of_the_knobs_kind() -> None:
