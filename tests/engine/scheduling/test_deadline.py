@@ -180,6 +180,18 @@ def test_who_has_an_output_token_or_one_in_flight_never_becomes_late() -> None:
     scheduler.check_integrity()
 
 
+def test_a_first_token_in_flight_counts_as_one_that_is_there() -> None:
+    scheduler = a_scheduler()
+    request = add(scheduler, "a", output=9)
+    batch = scheduler.schedule(0.0)
+    scheduler.preempt_all(1.0)
+    assert not scheduler.schedule(100.0).sequences
+    assert not request.is_late
+    scheduler.update(batch, [WORD], 100.0)
+    assert step(scheduler, 100.0) == ["a"]
+    assert not request.is_late
+
+
 def test_a_request_whose_prompt_was_computed_in_part_can_become_late_when_it_waits_again() -> None:
     scheduler = a_scheduler(tokens=4, length=24)
     request = add(scheduler, "long", prompt=20)
@@ -272,6 +284,17 @@ def test_fcfs_preempts_the_youngest_where_deadline_preempts_the_late() -> None:
             step(scheduler, 100.0)
         victims[order] = [request.request_id for request in requests if request.num_preemptions]
     assert victims == {"fcfs": ["c"], "deadline": ["old"]}
+
+
+def test_a_late_one_gives_up_its_blocks_even_where_one_in_time_would_be_cheaper() -> None:
+    scheduler = a_scheduler(6, seqs=3, length=24)
+    late = add(scheduler, "late", 0.0, prompt=7, output=9)
+    add(scheduler, "grows first", 100.0, prompt=7, output=9)
+    cheaper = add(scheduler, "cheaper", 100.0, prompt=5, output=9)
+    for _ in range(2):
+        assert step(scheduler, 100.0) == ["grows first", "cheaper", "late"]
+    assert step(scheduler, 100.0) == ["grows first", "cheaper"]
+    assert (late.num_preemptions, cheaper.num_preemptions) == (1, 0)
 
 
 def test_what_waits_is_told_over_both_lines() -> None:

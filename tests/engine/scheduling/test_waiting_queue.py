@@ -155,6 +155,22 @@ def test_arrivals_of_requests_that_left_are_forgotten_behind_one_that_stays() ->
     assert len(queue._arrivals) <= 2 * 2 + MAX_STALE_ARRIVALS + 1
 
 
+def test_another_order_forgets_the_count_to_ten_and_who_was_late() -> None:
+    queue = WaitingQueue("deadline")
+    for number in range(2):
+        queue.add(a_request(number, arrival=0.0))
+    assert queue.part_late(POLICY, 1000.0, 0.0) == 2
+    for number in range(2, 30):
+        queue.add(a_request(number, arrival=1000.0))
+    assert [queue.pop_head().order for _ in range(8)] == list(range(2, 10))
+    queue.reorder("fcfs")
+    assert queue.num_late == 0
+    assert queue.head.order == 0
+    queue.reorder("deadline")
+    assert queue.part_late(POLICY, 1000.0, 0.0) == 2
+    assert [queue.pop_head().order for _ in range(10)] == [*range(10, 19), 0]
+
+
 def test_who_is_late_without_being_parted_or_counted_is_a_broken_invariant() -> None:
     queue = WaitingQueue("deadline")
     for number in range(2):
