@@ -87,10 +87,10 @@ class Reconciler:
         return Loop(key, engines)
 
     async def run(self, namespace: str, name: str, uid: str) -> None:
-        """Serve one resource until it is gone."""
+        """Serve one resource until it is gone. What is known under its name stays where a namesake has it by now."""
         loop = self.loop_of(Key(namespace, name, uid))
         alarm = self.wake_ups.of(namespace, name)
-        rang = True
+        rang, is_gone = True, False
         try:
             while True:
                 alarm.clear()
@@ -99,13 +99,19 @@ class Reconciler:
                     delay = await self.guarded_tick(loop)
                 rang = await _wait(alarm, delay)
         except Gone:
-            self.hands.metrics.forget(namespace, name)
-            self.eyes.forget(loop.key)
+            is_gone = True
             logger.info("resource is gone; its children follow by ownership", extra={"resource": str(loop.key)})
         finally:
             loop.engines.close()
-            self.heartbeats.forget(str(loop.key))
-            self.wake_ups.forget(namespace, name, alarm)
+            if self.wake_ups.forget(namespace, name, alarm):
+                self._forget(loop.key, is_gone=is_gone)
+
+    def _forget(self, key: Key, *, is_gone: bool) -> None:
+        """Drop what is known of a resource that no loop serves any more, all of it where it is gone."""
+        self.heartbeats.forget(str(key))
+        if is_gone:
+            self.hands.metrics.forget(key.namespace, key.name)
+            self.eyes.forget(key)
 
     async def rests(self, loop: Loop) -> bool:
         """Whether nothing has happened since the last tick that nobody rang for, and the next look can wait."""

@@ -37,7 +37,9 @@ class WakeUps:
             if self._listeners.get((namespace, name)) is listener:  # and not that of a namesake
                 del self._listeners[namespace, name]
 
-    def forget(self, namespace: str, name: str, alarm: asyncio.Event) -> None:
-        """Drop an alarm, unless a resource of the same name has put its own in its place."""
-        if self._alarms.get((namespace, name)) is alarm:
+    def forget(self, namespace: str, name: str, alarm: asyncio.Event) -> bool:
+        """Drop an alarm, unless a resource of the same name has put its own in its place; whether it was dropped."""
+        is_last = self._alarms.get((namespace, name)) is alarm
+        if is_last:
             del self._alarms[namespace, name]
+        return is_last

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, cast
 import aiohttp
 import pytest
 from kubernetes.aio.client.exceptions import ApiException
-from operator_builders import MODEL_FACTS
+from operator_builders import MODEL_FACTS, a_resource
 from operator_cluster import KEY, TICK_SECONDS, FakeCluster, FakeEngines, a_loop, a_reconciler
 from prometheus_client import generate_latest
 from trimtab_operator.decisions import memory as loop_memory
@@ -379,6 +379,47 @@ def test_a_namesake_keeps_its_alarm_when_the_old_loop_ends() -> None:
     wake_ups.forget("models", "m", old)
     wake_ups.ring("models", "m")
     assert new.is_set()
+
+
+class NotedWakeUps(WakeUps):
+    """Alarms, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[asyncio.Event] = []
+
+    def of(self, namespace: str, name: str) -> asyncio.Event:
+        self.made.append(super().of(namespace, name))
+        return self.made[-1]
+
+
+async def first_status(cluster: FakeCluster) -> None:
+    """Wait until a loop has looked at the resource and said so."""
+    while not cluster.status:  # noqa: ASYNC110 - a cluster in memory rings no bell
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_loop_that_ends_late_leaves_its_namesake_what_is_known_of_it(is_cancelled: bool) -> None:
+    """Deleted and created again at once: the loop of the new one has begun before that of the old one ends."""
+    cluster, wake_ups = FakeCluster(), NotedWakeUps()
+    reconciler = replace(a_reconciler(cluster), wake_ups=wake_ups)
+    old = asyncio.create_task(reconciler.run(KEY.namespace, KEY.name, KEY.uid))
+    await first_status(cluster)
+    cluster.body = a_resource()
+    cluster.body["metadata"]["uid"] = "u-new"
+    cluster.objects.clear()
+    new = asyncio.create_task(reconciler.run(KEY.namespace, KEY.name, "u-new"))
+    await first_status(cluster)
+    wake_ups.made[0].set()
+    if is_cancelled:
+        old.cancel()
+    await asyncio.wait({old})
+    assert not new.done()
+    assert str(KEY) in reconciler.heartbeats._ticks
+    assert b"trimtab_desired_replicas{" in generate_latest(reconciler.hands.metrics.registry)
+    new.cancel()
+    await asyncio.wait({new})
 
 
 async def test_a_decision_whose_memory_could_not_be_written_is_told_on_the_next_tick(
