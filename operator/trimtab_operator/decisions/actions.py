@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from trimtab_operator.observed.engines import Target
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.tuner.knobs import Value
+
+MAX_EVENT_MESSAGE = 1024  # characters: the API server refuses longer ones
 
 LiveValues = Mapping[str, Value | str]
 """Live fields of an engine, by their names in its admin API."""
@@ -71,6 +73,21 @@ def note_of(action: Action) -> Note | None:
     if action.is_new:
         return Note("Normal", "ReplicaCreated", f"{name} was created")
     return Note("Normal", "ReplicaUpdated", f"{name} was brought back in line: {action.reason}")
+
+
+def joined(notes: Iterable[Note]) -> tuple[Note, ...]:
+    """The same words in as few Events as hold them: what was told of several replicas for one reason is one Event."""
+    found: list[Note] = []
+    for note in notes:
+        fellow = next((n for n in reversed(found) if (n.type, n.reason) == (note.type, note.reason)), None)
+        if fellow is None or len(fellow.message) + len(note.message) + 2 > MAX_EVENT_MESSAGE:
+            found.append(note)
+        elif (note.message, note.key) != (fellow.message, fellow.key):
+            both = replace(
+                fellow, message=f"{fellow.message}; {note.message}", key=",".join(filter(None, (fellow.key, note.key)))
+            )
+            found[found.index(fellow)] = both
+    return tuple(found)
 
 
 def delete_of(kind: str, manifest: Manifest, reason: str, *, grace_seconds: int | None = None) -> Delete:

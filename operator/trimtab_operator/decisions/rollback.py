@@ -40,11 +40,13 @@ from trimtab_operator.resource.canonical_json import compact
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment
+from trimtab_operator.resource.time import parse_time
 
 NOT_ALLOWED_EXIT_CODE = 2  # docs/contract.md section 1: the command line, the model or the machine does not allow it
 SEAL = "rollout"  # what its sealed text is called
 WATCHED_SECONDS = 3600.0  # after a change was proven: what its engines do later is not put down to it any more
 CRASHES_TOO_MANY = 3  # of its engines in that time: the tuner takes back its own values after the first
+UNWRITTEN_SECONDS = 60.0  # an attempt that is younger is not written down: most have served by then, or are edited
 REFUSED_STARTS = 3  # ended so, this often: the node is not to blame, and waiting helps nobody
 HOW_MANY = ("replicas", "priority", "scaling")  # whatever replicas run, the owner's latest word holds
 NOT_RENDERED = ("replicas", "scaling", "metrics", "objectives", "tuning")  # caps of `tuning` are in the revision
@@ -300,7 +302,9 @@ def decide(
         return _watched(replace(kept, proven=form_of(deployment)) if serves else kept, change, on, now)
     if not on:
         return Step(kept)
-    attempt = state.attempt if state.attempt is not None and state.attempt.change == change else Attempt(change, now)
+    attempt = state.attempt
+    if attempt is None or attempt.change != change:
+        attempt = Attempt(change, now if attempt is not None else _begun(on, deployment, now))
     if serves and attempt.ready_since is None:
         attempt = replace(attempt, ready_since=now, ends=_ends(on))
     bake = bake_seconds(deployment) if proven_revision is not None else 0.0
@@ -317,6 +321,19 @@ def decide(
     if proven_revision is None:
         return Step(kept, failure=why)
     return Step(replace(kept, attempt=None, taken_back=TakenBack(change, why)), returns=True)
+
+
+def unwritten_seconds(deployment: InferenceDeployment) -> float:
+    """For how long an attempt is not written down: never until it has failed."""
+    return min(UNWRITTEN_SECONDS, budget_seconds(deployment) / 2)
+
+
+def _begun(on: Iterable[Group], deployment: InferenceDeployment, now: float) -> float:
+    """When a change began of which nothing is remembered: now, or with its first pod where the operator that began it
+    is gone. That one would have written down what is older."""
+    made = (parse_time(pod["metadata"].get("creationTimestamp")) for group in on for pod in _own_pods(group))
+    first = min((moment.timestamp() for moment in made if moment is not None), default=now)
+    return min(now, max(first, now - unwritten_seconds(deployment)))
 
 
 def _trying(on: list[Group], deployment: InferenceDeployment) -> str:
@@ -418,11 +435,18 @@ def stored_rollout(
 
 
 def plan_rollout_state(
-    deployment: InferenceDeployment, observed: Observed, state: RolloutState, *, key: str
+    deployment: InferenceDeployment, observed: Observed, state: RolloutState, *, key: str, now: float
 ) -> tuple[Apply, ...]:
-    """The ConfigMap, when it differs from what is stored; none as long as there is nothing to remember."""
-    if state == RolloutState() == stored_rollout(deployment, observed, key=key):
-        return ()
+    """The ConfigMap, when it differs from what is stored; none as long as there is nothing to remember, or nothing but
+    an attempt that could be begun anew from its pods."""
+    attempt = state.attempt
+    is_young = (
+        attempt is not None and attempt.ready_since is None and now - attempt.since < unwritten_seconds(deployment)
+    )
+    if state == RolloutState() or is_young:
+        stored = stored_rollout(deployment, observed, key=key)
+        if replace(state, attempt=None) == replace(stored, attempt=None) and (is_young or stored.attempt is None):
+            return ()
     return differing([rollout_config_map(deployment, to_text(state, key=key))], observed)
 
 

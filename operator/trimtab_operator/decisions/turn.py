@@ -121,6 +121,11 @@ class Turn:
         return self.findings.share is not None and not self.findings.share.waits_to_grow
 
     @property
+    def removes_replicas(self) -> bool:
+        """Whether a replica goes as a whole: what is seen of the others changes with it, a moment later."""
+        return any(isinstance(action, Delete) and action.kind == "StatefulSet" for action in self.children)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is to be done, and nothing told but the status."""
         return not (self.remember or self.care or self.children or self.patches or self.decisions or self.notes)
@@ -307,7 +312,7 @@ def _steered(
             metrics_detour=next((said.detour for _, said in sorted(world.engines.items()) if said.detour), None),
         ),
         desired_replicas=count,
-        remember=_remembered(deployment, known, rollout, tuned, key=world.token),
+        remember=_remembered(deployment, known, rollout, tuned, key=world.token, now=world.at),
         care=care.deletions,
         children=sifted.actions,
         patches=_patches(world, known, tuned, queue),
@@ -420,11 +425,11 @@ def _tuned(world: World, known: Recalled, target: InferenceDeployment, model: Fa
 
 
 def _remembered(
-    deployment: InferenceDeployment, known: Recalled, rollout: RolloutState, tuned: Outcome, *, key: str
+    deployment: InferenceDeployment, known: Recalled, rollout: RolloutState, tuned: Outcome, *, key: str, now: float
 ) -> tuple[Apply, ...]:
     """The ConfigMaps that must be written before anything is done by what they say."""
     return (
-        *plan_rollout_state(deployment, known.observed, rollout, key=key),
+        *plan_rollout_state(deployment, known.observed, rollout, key=key, now=now),
         *plan_tuning_state(deployment, known.observed, remembered_text(tuned.memory, key=key)),
     )
 

@@ -25,6 +25,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, NotFoundError
 
 from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, MANAGED_BY, children_selector, meeting_secret_name
+from trimtab_operator.decisions.actions import MAX_EVENT_MESSAGE
 from trimtab_operator.edge.api_http import JSON, ApiHttp, read
 from trimtab_operator.edge.cache import Cache
 from trimtab_operator.edge.rights import Right, missing_right
@@ -606,7 +607,7 @@ def _event(
         },
         "type": kind,
         "reason": reason,
-        "message": message[:1024],
+        "message": message[:MAX_EVENT_MESSAGE],
         "source": {"component": FIELD_MANAGER},
         "reportingComponent": FIELD_MANAGER,
         "firstTimestamp": timestamp(now),

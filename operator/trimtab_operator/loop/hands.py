@@ -16,7 +16,7 @@ from typing import Any
 
 from kubernetes.aio.dynamic.exceptions import NotFoundError
 
-from trimtab_operator.decisions.actions import Action, Apply, Note, Patch, note_of
+from trimtab_operator.decisions.actions import Action, Apply, Note, Patch, joined, note_of
 from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.decisions.turn import Turn
 from trimtab_operator.decisions.world import World
@@ -58,9 +58,10 @@ class Hands:
         await self.execute(world.deployment, turn.care)
         await self.execute(world.deployment, turn.remember)
 
-    async def act(self, world: World, turn: Turn, engines: Engines) -> Mapping[str, Any]:
-        """Do the rest, and tell of it; the status that is written. A child that is refused keeps nobody from hearing of
-        the others, nor an engine from its values; the status is the caller's then. Raises what refused it."""
+    async def act(self, world: World, turn: Turn, engines: Engines, *, is_status_due: bool = True) -> Mapping[str, Any]:
+        """Do the rest, and tell of it; the status, which is written if `is_status_due`. A child that is refused keeps
+        nobody from hearing of the others, nor an engine from its values; the status is the caller's then. Raises what
+        refused it."""
         deployment = world.deployment
         refused: Exception | None = None
         done: list[Action] = []
@@ -77,11 +78,12 @@ class Hands:
         await engines.patch(turn.patches, world.tokens, on_answer)
         for decision in turn.decisions:
             await self._announce(deployment, decision)
-        for note in (*turn.notes, *(note for action in done if (note := note_of(action)) is not None)):
+        for note in joined((*turn.notes, *(note for action in done if (note := note_of(action)) is not None))):
             await self.tell(deployment, note)
         if refused is not None:
             raise refused
-        return await self.write_status(deployment, turn.findings)
+        status = status_of(deployment, turn.findings, now=self._now())
+        return await self._write_status(deployment, status) if is_status_due else status
 
     async def execute(
         self, deployment: InferenceDeployment, actions: Iterable[Action], done: list[Action] | None = None

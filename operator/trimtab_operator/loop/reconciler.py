@@ -65,6 +65,8 @@ class Loop:
     """Of the spec by which it ticked last of those that no status spoke of, whatever came of it."""
     turn_seconds: float | None = None
     """Processor time of the last turn; None: none was taken yet."""
+    owes_status: bool = False
+    """Whether the last tick left its status to this one."""
     is_awaited: bool = False
     """Whether this tick brings about what somebody has just asked for."""
 
@@ -133,7 +135,9 @@ class Reconciler:
         loop.decided = world, decided
         await self.hands.remember(world, decided)
         loop.memory = decided.memory  # only now: what could not be written is decided again
-        status = await self.hands.act(world, decided, loop.engines)
+        leaves_it = not loop.owes_status and _is_soon_said_better(world, decided)
+        status = await self.hands.act(world, decided, loop.engines, is_status_due=not leaves_it)
+        loop.owes_status = leaves_it
         loop.memory = replace(decided.memory, futile=decided.futile)
         if not decided.is_idle or _is_moving(status):
             return min(BUSY_TICK_SECONDS, self.eyes.tick_seconds)
@@ -259,6 +263,13 @@ def _reason_of(error: Exception) -> Reason:
     if isinstance(error, NameTaken):
         return Reason.NAME_TAKEN
     return Reason.RECONCILE_ERROR if missing_right(error) is None else Reason.MISSING_RIGHT
+
+
+def _is_soon_said_better(world: World, decided: Turn) -> bool:
+    """Whether the status can be left to the next look, which watches ring for at once: replicas that are removed here
+    are not there any more then. A spec that no status speaks of yet is answered now."""
+    is_answered = world.deployment.status.get("observedGeneration") == world.deployment.generation
+    return decided.removes_replicas and is_answered and world.remembered is not None
 
 
 def _is_moving(status: Mapping[str, Any]) -> bool:

@@ -78,8 +78,11 @@ def _has_ended_since(memory: Memory, seen: Seen) -> bool:
 def engines_raised(memory: Memory, observation: Observation, patches: Mapping[str, Values]) -> dict[str, int]:
     """Engines that run values above the start ones, or are about to be told to, by instance: how often each has ended.
 
-    One that cannot be read now is what it was.
+    One that cannot be read now is what it was. As long as no value is above its start none was told any: an owner who
+    lowers a start replaces the engines that still run the old one.
     """
+    if not any(is_above_start(memory, knob, value) for knob, value in memory.applied.items()):
+        return {}
     found = {}
     for seen in observation.replicas:
         if seen.config is None:

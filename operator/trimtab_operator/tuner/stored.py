@@ -1,7 +1,7 @@
 """The lasting part of the memory as JSON: for the ConfigMap NAME-tuning, checked entry by entry when it is read.
 
 Equal memories give equal text, so an idle resource causes no write: what is learned anew within minutes is left out,
-and the model of step times is rounded.
+and the model of step times is rounded. How long replicas take to start is written down only where replicas are scaled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def to_json(memory: Memory) -> str:
             "pins": [{"knob": p.knob.value, "value": p.value, "limit": p.limit, "until": p.until} for p in memory.pins],
             "crashes": list(memory.crashes),
             "raised": dict(memory.raised),
-            "coldStarts": [round(seconds, 1) for seconds in memory.cold_starts],
+            "coldStarts": [round(seconds, 1) for seconds in memory.cold_starts if scaling.desired is not None],
             "scaling": {
                 "desired": scaling.desired,
                 "events": [[event.at, event.change] for event in scaling.events[-MAX_ENTRIES:]],

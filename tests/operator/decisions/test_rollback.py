@@ -16,6 +16,7 @@ from trimtab_operator.builders.stateful_set import rendered
 from trimtab_operator.decisions.actions import Apply
 from trimtab_operator.decisions.rollback import (
     REFUSED_STARTS,
+    UNWRITTEN_SECONDS,
     FailedChange,
     RolloutState,
     budget_seconds,
@@ -298,11 +299,11 @@ def test_who_may_write_config_maps_does_not_choose_what_runs() -> None:
 
 def test_nothing_is_written_while_there_is_nothing_to_remember_and_nothing_twice() -> None:
     world = settled()
-    assert plan_rollout_state(world.deployment, Observed(), RolloutState(), key=KEY) == ()
-    (first,) = plan_rollout_state(world.deployment, Observed(), world.state, key=KEY)
+    assert plan_rollout_state(world.deployment, Observed(), RolloutState(), key=KEY, now=world.now) == ()
+    (first,) = plan_rollout_state(world.deployment, Observed(), world.state, key=KEY, now=world.now)
     assert isinstance(first, Apply)
     stored = Observed(config_maps=(first.manifest,))
-    assert plan_rollout_state(world.deployment, stored, world.state, key=KEY) == ()
+    assert plan_rollout_state(world.deployment, stored, world.state, key=KEY, now=world.now) == ()
 
 
 def test_counts_and_tuning_modes_are_no_changes_but_caps_and_images_are() -> None:
@@ -348,3 +349,27 @@ def test_whatever_is_edited_replicas_come_to_rest_at_something_that_works(events
     assert len(set(world.revisions)) == 1
     assert (world.failed is not None) is ends_bad
     assert world.decide().is_idle
+
+
+def test_a_change_that_is_tried_for_less_than_a_minute_is_not_written_down() -> None:
+    world = World(replicas=1)
+    world.settle()
+    known = world.objects["ConfigMap", "m-rollout"]["data"]
+    world.edit(runtime=a_runtime(*BAD))
+    for _ in range(int(UNWRITTEN_SECONDS / TICK_SECONDS)):
+        world.tick()
+        assert world.objects["ConfigMap", "m-rollout"]["data"] == known
+    for _ in range(3):
+        world.tick()
+    assert world.objects["ConfigMap", "m-rollout"]["data"] != known
+
+
+def test_an_operator_that_never_lives_for_a_minute_takes_a_bad_change_back_in_time() -> None:
+    world = World(replicas=1)
+    world.settle()
+    world.edit(runtime=a_runtime(*BAD))
+    began = world.now
+    while world.failed is None:
+        world.restart_operator()
+        world.tick()
+        assert world.now - began < budget_seconds(world.deployment) + 6 * TICK_SECONDS

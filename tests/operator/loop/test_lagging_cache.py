@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 from coming_to_rest import come_to_rest, end_state
 from operator_builders import a_spec
-from operator_cluster import BROKEN, KEY, FakeCluster, FakeEngines, a_loop, a_reconciler
+from operator_cluster import BROKEN, KEY, FakeCluster, FakeEngines, Killed, a_loop, a_reconciler
 from trimtab_operator.builders.admin_token import Tokens
 from trimtab_operator.decisions.actions import Apply
 from trimtab_operator.edge.cache import Cache
@@ -29,7 +29,7 @@ from trimtab_operator.observed.groups import Observed
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 
-SHARE = 0.01
+SHARE = 0.02
 BATCHES = 2
 ROUNDS = 20
 QUICK = {"startTimeout": "20s", "drainTimeout": "1s", "bakeTime": "0s"}
@@ -227,8 +227,8 @@ def disturb(cluster: FakeCluster, chance: random.Random) -> None:
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 async def test_it_ends_where_an_operator_does_that_sees_everything(batch: int, worlds: int) -> None:
-    refused = 0
-    for seed in range(batch, int(SHARE * worlds), BATCHES):
+    refused, count = 0, int(SHARE * worlds) // BATCHES
+    for seed in range(batch * count, (batch + 1) * count):
         chance = random.Random(seed)
         seeing = a_world(chance)
         blinking = pickle.loads(pickle.dumps(seeing))
@@ -271,3 +271,69 @@ async def test_what_only_adds_is_not_confirmed_and_what_takes_rests_on_those_tha
         cluster.controllers()
     assert [group.ordinal for group in cluster.groups] == [1]
     assert door.confirmed == [{"m", "m-g1", "m-g1-0"}]
+
+
+class Scribe(LaggingDoor):
+    """A door that notes what is written through it: verbs and kinds, reasons of Events, `phase` of statuses."""
+
+    def __init__(self, cluster: FakeCluster, cache: LaggingCache) -> None:
+        super().__init__(cluster, cache)
+        self.written: list[str] = []
+
+    async def apply(self, manifest: Manifest, owner: InferenceDeployment, *, is_new: bool) -> None:
+        self.written.append(f"apply {manifest['kind']}")
+        await super().apply(manifest, owner, is_new=is_new)
+
+    async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None) -> None:
+        self.written.append(f"delete {kind}")
+        await super().delete(kind, namespace, name, uid=uid, grace_seconds=grace_seconds)
+
+    async def apply_status(self, deployment: InferenceDeployment, status: Any) -> None:
+        self.written.append(f"status {status['phase']}")
+        await super().apply_status(deployment, status)
+
+    async def event(
+        self, deployment: InferenceDeployment, *, kind: str, reason: str, message: str, now: datetime, key: str
+    ) -> None:
+        self.written.append(reason)
+        await super().event(deployment, kind=kind, reason=reason, message=message, now=now, key=key)
+
+
+async def rolled(*, lives: int | None) -> tuple[FakeCluster, list[str]]:
+    """A cluster after an edit, and what was written for it by an operator, and by the next if the first is killed after
+    so many writes."""
+    cluster = FakeCluster(replicas=1, rollout={**QUICK, "maxSurge": 1})
+    cluster.settle()
+    cluster.edit(runtime={"device": "cpu", "image": "engine:1", "args": ["--seed=1"]})
+    door = Scribe(cluster, LaggingCache(cluster, random.Random(0)))
+    live = a_reconciler(cluster)
+    eyes = replace(live.eyes, cluster=cast("Cluster", door), cache=cast("Cache", door.known))
+    reconciler = CatchingUp(replace(live, eyes=eyes, hands=replace(live.hands, cluster=cast("Cluster", door))), door)
+    loop, cluster.lives = a_loop(cluster), lives
+    for _ in range(8):
+        try:
+            await reconciler.tick(loop)
+        except Killed:
+            loop, cluster.lives = a_loop(cluster), None
+        cluster.now += 5.0
+        cluster.controllers()
+    return cluster, door.written
+
+
+async def test_an_edit_of_one_replica_is_eight_writes_and_all_that_was_told() -> None:
+    _, written = await rolled(lives=None)
+    assert written == [
+        *("apply StatefulSet", "ReplicaCreated", "status RollingOut"),
+        *("apply ConfigMap", "delete StatefulSet", "ReplicaRemoved"),
+        *("status Ready", "ReplicasReady"),
+    ]
+
+
+@pytest.mark.parametrize("lives", range(1, 9))
+async def test_a_status_that_was_left_to_the_next_look_is_written_whoever_looks(lives: int) -> None:
+    undisturbed, _ = await rolled(lives=None)
+    cluster, _ = await rolled(lives=lives)
+    assert end_state(cluster) == end_state(undisturbed)
+    assert cluster.condition("Ready")["status"] == "True"
+    assert cluster.condition("Progressing")["status"] == "False"
+    assert cluster.status["observedGeneration"] == cluster.deployment.generation

@@ -193,3 +193,10 @@ def test_an_engine_that_dies_some_time_after_each_raise_crashes_twice_at_most(pa
         value = float(outcome.patches.get("m-0", {}).get(UTILIZATION, value))
     assert 1 <= restarts <= 2
     assert value == 0.8
+
+
+def test_an_engine_that_still_runs_what_its_owner_wrote_before_was_told_nothing() -> None:
+    """Its owner wrote a lower start: it goes soon, and nothing of it is worth a write."""
+    memory = Memory(starts={**KNOBS, UTILIZATION: 0.8})
+    (after,) = turned(memory, AUTO, [serving(100.0)])
+    assert after.memory.raised == {}

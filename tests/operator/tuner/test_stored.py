@@ -52,6 +52,11 @@ def test_what_was_written_is_read_back() -> None:
     assert from_json(to_json(Memory())) == Memory()
 
 
+def test_how_long_replicas_take_to_start_is_written_where_replicas_are_scaled() -> None:
+    nobody_scales = replace(WHOLE, scaling=ScalingMemory())
+    assert to_json(nobody_scales) == to_json(replace(nobody_scales, cold_starts=()))
+
+
 def changed(path: list[Any], value: Any) -> str:
     data = json.loads(to_json(WHOLE))
     place = data
