@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from harness.answer import EXPECTED, ask
 from harness.deployment import Deployment
+from harness.engine import read_engine
 from harness.kube import CRD_KIND, Kube, Manifest
 from harness.wait import NotYet
 
 REPAIRED_SECONDS = 45.0
+TOLD_SECONDS = 60.0
 
 
 def _argument(deployment: Deployment, flag: str) -> str | None:
@@ -48,6 +50,28 @@ def test_an_edit_rolls_the_replica_and_status_follows(ready: Deployment, kube: K
     assert ready.pod()["metadata"]["uid"] != uid
     assert _argument(ready, "--max-model-len") == str(length)
     assert EXPECTED in ask(ready).text
+
+
+def test_a_promise_of_first_tokens_orders_the_queue_of_the_engine_that_serves(ready: Deployment, kube: Kube) -> None:
+    """The sample is tuned in mode Auto: its engine is told to serve by deadlines, and not to when the promise goes."""
+
+    def promise(objectives: Manifest | None, policy: str) -> None:
+        kube.patch(CRD_KIND, ready.name, ready.namespace, {"spec": {"objectives": objectives}})
+
+        def is_told() -> None:
+            runs = ready.status()["engine"].get("effective", {}).get("schedulingPolicy")
+            if runs != policy:
+                raise NotYet(f"its queue is served by {runs}")
+
+        ready.waiter.until(f"the engine serves its queue by {policy}", is_told, deadline_seconds=TOLD_SECONDS)
+
+    before = ready.restarts()
+    promise({"ttft": {"target": "2s", "perPromptToken": "125us"}}, "deadline")
+    in_force = read_engine(kube, ready.namespace, ready.pod_name()).values
+    assert (in_force["ttft_target"], in_force["ttft_target_per_prompt_token"]) == (2.0, 0.000125)
+    assert ready.status()["tuning"]["queueOrder"]["ttftTarget"] == "2s"
+    promise(None, "fcfs")
+    assert ready.restarts() == before
 
 
 def test_an_edit_of_what_is_live_only_needs_no_restart(ready: Deployment, kube: Kube) -> None:
