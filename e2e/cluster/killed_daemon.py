@@ -49,7 +49,7 @@ def clear() -> bool:
 def family(found: Sequence[Process], folder: Path, besides: frozenset[int]) -> list[Process]:
     """Processes that name the daemon's run-time folder, as containerd and its shims do, and all that they started:
     those of a container name nothing outside it."""
-    known = {process.pid for process in belonging(found, (f"{folder}/exec/",), besides)}
+    known = {process.pid for process in belonging(found, (f"{folder}/exec",), besides)}
     while more := {process.pid for process in found if process.parent in known} - known - besides:
         known |= more
     return [process for process in found if process.pid in known]
