@@ -92,9 +92,8 @@ def own_line(found: Sequence[Process], pid: int) -> frozenset[int]:
 
 
 def belonging(found: Sequence[Process], roots: Sequence[str], besides: frozenset[int]) -> list[Process]:
-    """Processes that run a program of ours or name one of our folders (`roots`, without a slash at the end) or what is in
-    them, but for those in `besides`."""
-    ours = re.compile("(?:" + "|".join(map(re.escape, roots)) + r")(?![\w.-])")
+    """Processes that run a program of ours or name one of our folders, or what is in it, but for those in `besides`."""
+    ours = re.compile("(?:" + "|".join(re.escape(root.rstrip("/")) for root in roots) + r")(?![\w.-])")
     return [
         process
         for process in found
