@@ -62,6 +62,8 @@ class Batch:
     """How many of `swap_in` come from there."""
     only_decodes: bool = False
     """Known without a look at them: each of its sequences computes the one newest token of an output, and samples."""
+    computes_prompts: bool = False
+    """Some of its sequences compute a prompt, or what was lost of one; verifying guesses is no prompt."""
     sampling: list[Request] = field(default_factory=list)
     """Requests that get a token, in the order of the sequences."""
     displaced: list[bytes] = field(default_factory=list)

@@ -86,6 +86,7 @@ class Scheduler:
         self._has_guesses = False
         """Of those that run, some have drafts: the step at hand may verify them."""
         self._last_step = 0
+        self._last_landed = 0.0
         self._prompt_step_seconds = 0.0
         """How long steps that compute prompts took lately, at most."""
         self._blocked: BlockedReason | None = None
@@ -283,8 +284,10 @@ class Scheduler:
         """As update(), but tells only of requests that got another number of tokens than one, or do not go on, by their
         places in batch.sampling. Nearly all get one and go on, so that is kept short."""
         self._book_blocked_time(now)
-        if not batch.only_decodes:
-            self._prompt_step_seconds = max(now - batch.scheduled_at, REMEMBERED * self._prompt_step_seconds)
+        if batch.computes_prompts:
+            began = max(batch.scheduled_at, self._last_landed)  # scheduled ahead, it waited for the step before it
+            self._prompt_step_seconds = max(now - began, REMEMBERED * self._prompt_step_seconds)
+        self._last_landed = now
         notable: dict[int, Sampled] = {}
         running = RequestStatus.RUNNING
         any_finished = False
@@ -427,6 +430,7 @@ class Scheduler:
                 sampling(request)
                 continue
             batch.only_decodes = False
+            batch.computes_prompts = True
             if samples:
                 request.num_pending_tokens += 1
                 sampling(request)
@@ -553,6 +557,7 @@ class Scheduler:
                 batch.sampling.append(request)
             budget -= end - start
             batch.only_decodes = False
+            batch.computes_prompts = True
             self._stats.note_prefill(sequence)
         return budget
 

@@ -111,11 +111,15 @@ class WaitingQueue:
         behind are looked at when they stand there."""
         before = self.num_late
         if self.order == "deadline":
-            while self.num_late < len(self._requests) and _is_too_late(self._requests[0], policy, now, step_seconds):
-                request = self._requests.pop(0)
-                request.is_late = True
-                insort(self._requests, request, key=self.key)
-                self.num_late += 1
+            in_time, count = len(self._requests) - self.num_late, 0
+            while count < in_time and _is_too_late(self._requests[count], policy, now, step_seconds):
+                self._requests[count].is_late = True
+                count += 1
+            if count == 1:
+                insort(self._requests, self._requests.pop(0), key=self.key)
+            elif count:
+                self._requests.sort(key=self.key)  # three sorted runs, so about linear for any number
+            self.num_late += count
         return self.num_late - before
 
     def recount(self, request: Request) -> None:

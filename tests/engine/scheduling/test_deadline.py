@@ -83,6 +83,35 @@ def test_once_a_step_has_shown_how_long_a_prompt_takes_that_much_is_left_of_the_
     assert waiting.is_late
 
 
+def test_a_step_that_was_scheduled_ahead_took_what_it_took_after_the_one_before_it() -> None:
+    scheduler = a_scheduler(seqs=2, tokens=16)
+    add(scheduler, "first", prompt=14, output=9)
+    add(scheduler, "second", prompt=14, output=9)
+    first = scheduler.schedule(0.0)
+    second = scheduler.schedule(0.1)  # while the first computes
+    assert (first.computes_prompts, second.computes_prompts) == (True, True)
+    for batch, end in ((first, 1.0), (second, 2.0)):
+        scheduler.update(batch, [WORD] * len(batch.sampling), end)
+    waiting = add(scheduler, "waiting", 2.0)
+    timed_step(scheduler, 2.0 + 9.0, 0.05)
+    assert not waiting.is_late
+    timed_step(scheduler, 2.0 + 9.001, 0.05)
+    assert waiting.is_late
+
+
+def test_a_backlog_that_is_late_at_once_keeps_its_order() -> None:
+    scheduler = a_scheduler()
+    running = add(scheduler, "running", output=9)
+    step(scheduler, 0.0)
+    requests = [add(scheduler, str(number), number / 100) for number in range(500)]
+    requests.append(add(scheduler, "in time", 90.0))
+    step(scheduler, 90.0)
+    assert [request.is_late for request in requests] == [True] * 500 + [False]
+    assert scheduler.num_waiting_late == 500
+    scheduler.abort([running.request_id])
+    assert served(scheduler, 90.0) == ["in time", *(str(number) for number in range(500))]
+
+
 def test_one_step_that_took_long_is_forgotten() -> None:
     scheduler = a_scheduler()
     for number, seconds in enumerate([60.0, *[0.1] * 80]):

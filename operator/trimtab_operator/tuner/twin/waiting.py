@@ -49,7 +49,7 @@ class WaitingLines:
         self._step_seconds = 0.0  # how long steps that compute prompts took lately, at most
         self._allowance = allowance
         self._fresh: deque[Sequence] = deque()  # in time, never admitted; all younger than those preempted
-        self._preempted: list[Sequence] = []  # in time, by order
+        self._preempted: list[Sequence] = []  # in time, older than those, by order
         self._late: list[Sequence] = []  # by order
         self._streak = 0  # admissions in a row that passed late ones over
 
@@ -117,10 +117,7 @@ class WaitingLines:
             everybody, self._late = [*self], []
             for sequence in everybody:
                 sequence.order %= LATE
-            ran = (s for s in everybody if s.num_preemptions or s.num_generated)
-            self._preempted = sorted(ran, key=_order)
-            fresh = (s for s in everybody if not (s.num_preemptions or s.num_generated))
-            self._fresh = deque(sorted(fresh, key=_order))
+            self._preempted, self._fresh = sorted(everybody, key=_order), deque()
 
     @property
     def _line(self) -> deque[Sequence] | list[Sequence]:
