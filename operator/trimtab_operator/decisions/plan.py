@@ -18,7 +18,7 @@ from trimtab_operator.builders.meeting_secret import MEETING_SECRET_KEY, meeting
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import Held, Rendered, leader_stateful_set, worker_stateful_set
 from trimtab_operator.decisions.actions import Action, Apply, Delete, delete_of
-from trimtab_operator.decisions.surge import extra_groups, retired
+from trimtab_operator.decisions.surge import allowed_beside, extra_groups, retired
 from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.groups import (
     Group,
@@ -44,13 +44,15 @@ def plan(
     loads: Mapping[str, float] | None = None,
     surge: int = 0,
     is_first_only: bool = False,
+    without_place: frozenset[str] = frozenset(),
 ) -> tuple[Action, ...]:
     """Everything to do now for so many `replicas`, in order: Services before the pods that they select, removals last.
 
     `held`: by ordinal, groups that hold no pods, or did (decisions/placement.py). `unproven` names groups whose pods
     are Ready and that still count as down for a rollout. `loads`: by name, how many requests a group has; one that did
     not say is left out. `surge`: how many groups there may be beyond `replicas` while outdated ones serve
-    (decisions/surge.py). `is_first_only`: one group may be brought up to date, and no other yet.
+    (decisions/surge.py). `is_first_only`: one group may be brought up to date, and no other yet. `without_place` names
+    groups that find none.
     """
     deployment = wanted.deployment
     groups, loads = groups_of(observed), loads or {}
@@ -66,8 +68,11 @@ def plan(
     leaving += [(group, "others serve what is asked for now") for group in relieved]
     new = free_ordinals(observed, replicas + extra - len(staying))
     allowed = 1 if is_first_only else allowed_down(deployment, replicas)
+    allowed = allowed_beside(allowed, staying, without_place)
     allowed -= sum(group.is_ready and group.name in unproven for group in staying)
-    to_update = {g.ordinal for g in choose_updates(staying, behind, allowed, coming=len(new) if surge else None)}
+    coming = len(new) if surge else None
+    updates = choose_updates(staying, behind, allowed, coming=coming, without_place=without_place)
+    to_update = {group.ordinal for group in updates}
     current = [g.ordinal for g in staying if g.ordinal not in behind or g.ordinal in to_update]
     manifests: list[Manifest] = [client_service(deployment), *_meeting_places(deployment, staying, new, observed)]
     for ordinal in (*current, *new):
@@ -181,7 +186,12 @@ def allowed_down(deployment: InferenceDeployment, replicas: int) -> int:
 
 
 def choose_updates(
-    groups: tuple[Group, ...], behind: Collection[int], allowed: int, *, coming: int | None = None
+    groups: tuple[Group, ...],
+    behind: Collection[int],
+    allowed: int,
+    *,
+    coming: int | None = None,
+    without_place: Collection[str] = frozenset(),
 ) -> tuple[Group, ...]:
     """Choose those of the groups `behind` (ordinals) that may be brought up to date now; `allowed` may be down.
 
@@ -189,10 +199,11 @@ def choose_updates(
     it costs one, unless one that was brought up to date is still on its way. One that is ready costs one, too, and is
     taken last: never because another is down, and not at all where others come to serve in its place (`coming`: how
     many are made now; None: groups are replaced in place). One that was chosen before and whose pods still serve is
-    taken already, and keeps nobody that is down waiting: its pods go when enough others serve (`replacement`).
+    taken already, and keeps nobody that is down waiting: its pods go when enough others serve (`replacement`). Those
+    `without_place` (names) cost nothing and are waited for by nobody: what they use up is not in `allowed` any more.
     """
     outdated = [group for group in groups if group.ordinal in behind]
-    down = [group for group in groups if not group.is_ready]
+    down = [group for group in groups if not group.is_ready and group.name not in without_place]
     blinking = [group for group in outdated if not group.is_ready and has_started(group)]
     lost = [group for group in outdated if not group.is_ready and group not in blinking]
     ready = [group for group in outdated if group.is_ready]

@@ -11,21 +11,26 @@ chose by what was so before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from trimtab_operator.decisions.actions import Delete, delete_of
+from trimtab_operator.decisions.surge import allowed_beside
 from trimtab_operator.observed.groups import Group, is_terminating, meeting_address, revision_label
 from trimtab_operator.resource.manifest import Manifest
 
 
-def outdated_pods(groups: Sequence[Group], allowed: int, *, asked: str | None = None) -> Iterator[Delete]:
+def outdated_pods(
+    groups: Sequence[Group], allowed: int, *, asked: str | None = None, without_place: Collection[str] = frozenset()
+) -> Iterator[Delete]:
     """The pods to delete, so that their StatefulSets make them anew. A group that serves goes only as long as fewer
-    than `allowed` do not, and only for the revision that is `asked` for now (None: for any).
+    than `allowed` do not, and only for the revision that is `asked` for now (None: for any). Groups `without_place`
+    (names; decisions/surge.py) are not waited for.
 
     Not before the controller has seen the new template, and not while the group's two have different ones: it would
     make them from the old one.
     """
-    room = allowed - sum(not group.serves for group in groups)
+    down = sum(not group.serves and group.name not in without_place for group in groups)
+    room = allowed_beside(allowed, groups, without_place) - down
     for group in groups:
         pods = tuple(_outdated_in(group, asked))
         if pods and group.serves:

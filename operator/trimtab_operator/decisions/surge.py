@@ -90,10 +90,8 @@ def no_room(observed: Observed, revision: str, *, replicas: int, start_seconds: 
     What still drains may make room. `start_seconds`: how long one may take to start in all.
     """
     groups = groups_of(observed)
-    places = {group.ordinal for group in groups}
-    is_draining = any(is_terminating(pod) or ordinal_of(pod) not in places for pod in observed.pods)
     others = [group for group in groups if group.revision != revision]
-    if len(groups) <= replicas or not others or is_draining:
+    if len(groups) <= replicas or not others or _is_draining(observed):
         return None
     for group in groups:
         why = _waits_in_vain(group, start_seconds, now) if group.revision == revision else None
@@ -102,8 +100,42 @@ def no_room(observed: Observed, revision: str, *, replicas: int, start_seconds: 
     return None
 
 
+def placeless(observed: Observed, *, now: datetime) -> frozenset[str]:
+    """The groups that find no place, by name: a roll does not wait for them, as they wait for what an old pod holds.
+    None as long as something drains, which may make room."""
+    if _is_draining(observed):
+        return frozenset()
+    return frozenset(group.name for group in groups_of(observed) if _finds_no_place(group, now) is not None)
+
+
+def allowed_beside(allowed: int, groups: Collection[Group], without_place: Collection[str]) -> int:
+    """How many of the `groups` that have a place may be down for a roll, where `allowed` of all may. Those
+    `without_place` use that up, but for one: else each would wait for the other's end. Not so the last that serves."""
+    num_without = sum(group.name in without_place for group in groups)
+    num_serving = sum(group.serves for group in groups)
+    return max(allowed - num_without, 0 if num_serving == 1 else min(allowed, 1))
+
+
+def _is_draining(observed: Observed) -> bool:
+    """Whether a pod is about to leave its place to others."""
+    places = {group.ordinal for group in groups_of(observed)}
+    return any(is_terminating(pod) or ordinal_of(pod) not in places for pod in observed.pods)
+
+
 def _waits_in_vain(group: Group, start_seconds: float, now: datetime) -> str | None:
-    """Why its pods have had no place for so long; None while they have, or may soon."""
+    """Why its pods have had no place for so long, or no containers there; None while they have, or may soon."""
+    why = _finds_no_place(group, now)
+    if why is not None:
+        return why
+    for pod in group.pods:
+        placed = placed_since(pod)
+        if placed is not None and not _was_begun(pod) and (now - placed).total_seconds() >= start_seconds / 2:
+            return "has a node that does not begin with its containers: a volume may be held by the old one"
+    return None
+
+
+def _finds_no_place(group: Group, now: datetime) -> str | None:
+    """Why its pods have had no node for so long, or are not even made; None while they have one, or may soon."""
     hold = hold_of(group)
     if hold is not None and group.num_pods == 0 and _would_be_freed(hold.why):
         return hold.sentence
@@ -111,9 +143,6 @@ def _waits_in_vain(group: Group, start_seconds: float, now: datetime) -> str | N
         since, said = unschedulable_since(pod), unschedulable(pod) or ""
         if since is not None and (now - since).total_seconds() >= PATIENCE_SECONDS and _would_be_freed(said):
             return f"finds no node: {said}"
-        placed = placed_since(pod)
-        if placed is not None and not _was_begun(pod) and (now - placed).total_seconds() >= start_seconds / 2:
-            return "has a node that does not begin with its containers: a volume may be held by the old one"
     missing = group.missing
     is_late = missing is not None and now.timestamp() - missing.since >= PATIENCE_SECONDS
     if missing is not None and is_late and _would_be_freed(missing.words or ""):

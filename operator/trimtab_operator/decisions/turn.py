@@ -63,6 +63,7 @@ from trimtab_operator.decisions.rollback import (
     surge_of,
 )
 from trimtab_operator.decisions.step_prior import step_prior
+from trimtab_operator.decisions.surge import placeless
 from trimtab_operator.decisions.tuning import (
     desired_replicas,
     remembered_text,
@@ -282,6 +283,7 @@ def _steered(
                 loads=_loads(world),
                 surge=room.groups,
                 is_first_only=course.is_first_only,
+                without_place=placeless(known.observed, now=moment),
             ),
             *plan_optional(target, known.observed, world.installation, replicas=count),
         )

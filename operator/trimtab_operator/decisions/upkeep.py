@@ -14,6 +14,7 @@ from trimtab_operator.decisions.node_loss import may_be_lost, pods_to_give_up
 from trimtab_operator.decisions.placement import Age, age_of, held_groups, holds, is_partly_placed
 from trimtab_operator.decisions.replacement import outdated_pods
 from trimtab_operator.decisions.restart import companions
+from trimtab_operator.decisions.surge import placeless
 from trimtab_operator.observed.groups import Group, Observed, groups_of
 from trimtab_operator.observed.hold import hold_of
 from trimtab_operator.resource.manifest import Manifest
@@ -44,12 +45,11 @@ def upkeep(
     resource's own can be seen. `asked` names what is asked for now; None: nothing, as long as the spec is refused.
     `revision` is what replicas are to run (None: what their StatefulSets say), `allowed` how many may be down for it.
     """
-    groups = groups_of(observed)
+    groups, without_place = groups_of(observed), placeless(observed, now=now)
     lost = pods_to_give_up(observed.pods, (nodes or ()) if may_be_lost(observed.pods) else (), now)
     gone = {deletion.uid for deletion in lost}
-    replaced = tuple(
-        deletion for deletion in outdated_pods(groups, allowed, asked=revision) if deletion.uid not in gone
-    )
+    outdated = outdated_pods(groups, allowed, asked=revision, without_place=without_place)
+    replaced = tuple(deletion for deletion in outdated if deletion.uid not in gone)
     gone |= {deletion.uid for deletion in replaced}
     together = tuple(deletion for deletion in companions(groups) if deletion.uid not in gone)
     kept = holds(groups, _own(groups) if rivals is None else rivals, now, asked=asked)

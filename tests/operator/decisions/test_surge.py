@@ -248,6 +248,35 @@ def test_a_change_with_more_replicas_brings_them_at_once() -> None:
     assert len(set(cluster.revisions)) == 1
 
 
+@pytest.mark.parametrize("bake", ["0s", "40s"])
+@pytest.mark.parametrize("surge", [0, 1])
+@pytest.mark.parametrize(("before", "wanted"), [(2, 3), (3, 5)])
+def test_a_roll_goes_on_while_replicas_that_came_with_it_find_no_place(
+    before: int, wanted: int, surge: int, bake: str
+) -> None:
+    """What no node takes cannot serve whoever waits for it: one at a time those that have a place are replaced."""
+    cluster = settled(before, nodes=before, rollout={"maxSurge": surge, "bakeTime": bake})
+    old = cluster.revisions[0]
+    cluster.edit(runtime=a_runtime("--seed=1"), replicas=wanted)
+    for _ in range(100):
+        cluster.tick()
+    ready = [group.revision for group in cluster.groups if group.is_ready]
+    assert len(ready) == before
+    assert old not in cluster.revisions
+    assert cluster.fewest_ready == before - 1
+    assert cluster.condition("Degraded")["reason"] != "RolledBack"
+
+
+def test_the_last_that_serves_is_not_taken_because_another_finds_no_place() -> None:
+    cluster = settled(1, nodes=1, rollout={"maxSurge": 0})
+    uid = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.edit(runtime=a_runtime("--seed=1"), replicas=2)
+    for _ in range(60):
+        cluster.tick()
+    assert cluster.pods["m-g0-0"]["metadata"]["uid"] == uid
+    assert cluster.condition("Degraded")["reason"] == "RolledBack"
+
+
 def test_replicas_of_several_pods_surge_as_a_whole() -> None:
     cluster = settled(1, parallelism={"pipeline": 2, "gpusPerNode": 1})
     cluster.edit(runtime=a_runtime("--seed=1"))
