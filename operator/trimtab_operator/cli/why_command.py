@@ -19,7 +19,7 @@ from trimtab_operator.builders.config_map import STATE_KEY
 from trimtab_operator.builders.labels import tuning_name_of
 from trimtab_operator.cli.shared import refuse
 from trimtab_operator.decisions.budget import OVER_BUDGET
-from trimtab_operator.decisions.queue_order import meaning_of, told_order
+from trimtab_operator.decisions.queue_order import meaning_of, taken_order
 from trimtab_operator.decisions.sealed import unverified
 from trimtab_operator.edge.rights import missing_right, server_words
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, Tuning
@@ -105,8 +105,8 @@ def as_json(found: Found, memory: Memory) -> str:
 
 def _queue(order: Mapping[str, Any]) -> list[str]:
     """In which order engines serve those that wait, and who does not follow."""
-    told = told_order({"tuning": {"queueOrder": order}})
-    lines = [] if told is None else [f"  queue order: {told.policy}: {meaning_of(told)}"]
+    taken = taken_order({"tuning": {"queueOrder": order}})
+    lines = [] if taken is None else [f"  queue order: {taken.policy}: {meaning_of(taken)}"]
     return [*lines, f"  {order['message']}"] if order.get("message") else lines
 
 

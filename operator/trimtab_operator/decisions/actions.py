@@ -43,11 +43,13 @@ Action = Apply | Delete
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Set live fields of the engine of one group, if its configuration still is of generation `if_match`."""
+    """Set live fields of the engine of one group, if its configuration still is of generation `if_match`. `otherwise`
+    is set in their place as long as the engine has refused them."""
 
     target: Target
     fields: LiveValues
     if_match: int
+    otherwise: LiveValues | None = None
 
 
 @dataclass(frozen=True, slots=True)

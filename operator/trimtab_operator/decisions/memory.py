@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from trimtab_operator.decisions.comparison import Comparison
 from trimtab_operator.decisions.in_vain import Futile
+from trimtab_operator.decisions.queue_order import QueueOrder
 from trimtab_operator.decisions.rollback import RolloutState
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.engines import EngineSeen
@@ -37,6 +38,8 @@ class Memory:
     """What stood in `spec.replicas` while `spec.scaling` was set; None: nothing that was not heard."""
     comparison: Comparison | None = None
     """What users got of the first replica of a change, and of the others."""
+    queue: QueueOrder | None = None
+    """What order of their queue engines were told last, whether they took it or not."""
     futile: Mapping[str, Futile] = field(default_factory=dict)
     """Children that differ again whenever they are applied, by kind and name."""
 

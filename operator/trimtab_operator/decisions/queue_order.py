@@ -1,8 +1,8 @@
 """The order of the engines' queue: what the owner asks for, and what brings each engine to it. Pure.
 
 It is told to engines while they serve and never rendered, so that no edit of it, nor of the promises, restarts one
-(docs/decisions/queue-order-is-told.md). What they were told last stands in `status.tuning.queueOrder`: by that it is
-known that there is something to take back once nobody asks for it any more.
+(docs/decisions/queue-order-is-told.md). What they say that they serve by stands in `status.tuning.queueOrder`: by that
+it is known that there is something to take back once nobody asks for it any more.
 """
 
 from __future__ import annotations
@@ -68,37 +68,69 @@ class QueueOrder:
 
 @dataclass(frozen=True, slots=True)
 class QueueTurn:
-    """What one turn makes of the queues. `told`: what engines have been told when it is done; None: nothing that would
-    have to be taken back. `patches` by replica. `strangers`: replicas whose engine does not know what is asked for."""
+    """What one turn makes of the queues. `patches` by replica.
+
+    `told`: what engines have been told when it is done; None: nothing that would have to be taken back, and what they
+    are told next is news. `taken`: what they say that they serve by, or said when they were heard last; it stands in
+    the status. `strangers`: replicas whose engine does not know what is asked for; `behind`: those that have not taken
+    it, though it was told.
+    """
 
     told: QueueOrder | None = None
+    taken: QueueOrder | None = None
     patches: Mapping[str, LiveValues] = field(default_factory=dict)
     strangers: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
     asked: QueueOrder | None = None
     notes: tuple[Note, ...] = ()
 
 
-def queue_turn(deployment: InferenceDeployment, seen: Mapping[str, QueueSeen | None]) -> QueueTurn:
+def queue_turn(
+    deployment: InferenceDeployment, seen: Mapping[str, QueueSeen | None], told: QueueOrder | None = None
+) -> QueueTurn:
     """Bring every engine that answers to the order that is asked for. `seen`: what the engine of each replica says of
-    its queue; None where it does not answer: it is told when it does."""
-    told = told_order(deployment.status)
+    its queue; None where it does not answer: it is told when it does. `told`: what this loop told them last."""
+    taken = taken_order(deployment.status)
+    told = told or taken
     asked = asked_order(deployment.spec)
     if asked is None:
-        if told is None or _is_forgotten(deployment.spec, told, seen):
-            return QueueTurn()
-        if _is_kept(deployment.spec, told):
-            return QueueTurn(told)
-        asked = QueueOrder(QueuePolicy.FCFS, told.asked_by)
+        return _back(deployment, seen, taken or told, told)
     heard = {name: said for name, said in sorted(seen.items()) if said is not None}
     knowing = {name: said for name, said in heard.items() if _knows(said, asked)}
     patches = {name: asked.values for name, said in knowing.items() if not _runs(said, asked)}
     is_every_engines = asked.policy is QueuePolicy.FCFS
-    strangers = () if is_every_engines else tuple(name for name in heard if name not in knowing)
-    if not knowing:
-        return QueueTurn(told, strangers=strangers, asked=asked)
-    is_news = bool(patches) and (told is None or not _is_same(told, asked))
+    is_told = told is not None and _is_same(told, asked)
+    return QueueTurn(
+        told=asked if knowing else _still(told, seen),
+        taken=asked if len(patches) < len(knowing) else _still(taken, seen),
+        patches=patches,
+        strangers=() if is_every_engines else tuple(name for name in heard if name not in knowing),
+        behind=tuple(patches) if is_told else (),
+        asked=asked,
+        notes=() if is_told or not patches else tuple(_news(deployment, heard[min(patches)], asked)),
+    )
+
+
+def _back(
+    deployment: InferenceDeployment,
+    seen: Mapping[str, QueueSeen | None],
+    order: QueueOrder | None,
+    told: QueueOrder | None,
+) -> QueueTurn:
+    """Take an order back that nobody asks for any more. An engine that has another one by now is left alone: somebody
+    set it by hand."""
+    order = _still(order, seen)
+    if order is None or order.policy is QueuePolicy.FCFS or any(queue_flags(deployment.spec)):
+        return QueueTurn()
+    if order.asked_by is AskedBy.OBJECTIVES and deployment.spec.tuning.mode != "Auto":
+        return QueueTurn(order, order)  # as nothing is tuned any more, it stays as it is
+    asked = QueueOrder(QueuePolicy.FCFS, order.asked_by)
+    heard = {name: said for name, said in sorted(seen.items()) if said is not None}
+    patches = {name: asked.values for name, said in heard.items() if _may_run(said, order)}
+    is_news = bool(patches) and (told is None or told.policy is not QueuePolicy.FCFS)
     notes = tuple(_news(deployment, heard[min(patches)], asked)) if is_news else ()
-    return QueueTurn(asked, patches, strangers, asked, notes)
+    behind = tuple(name for name in sorted(seen) if name in patches or name not in heard)
+    return QueueTurn(asked, order, patches, behind=behind, asked=asked, notes=notes)
 
 
 def asked_order(spec: Spec) -> QueueOrder | None:
@@ -127,18 +159,12 @@ def queue_flags(spec: Spec) -> Iterator[tuple[int, str]]:
             yield index, flag
 
 
-def _is_forgotten(spec: Spec, told: QueueOrder, seen: Mapping[str, QueueSeen | None]) -> bool:
-    """Whether nothing is left to take back: every engine has been heard to be back, or will start with another order
-    anyway."""
-    if any(queue_flags(spec)):
-        return True
-    is_back = all(said is not None and said.policy in (None, QueuePolicy.FCFS) for said in seen.values())
-    return is_back and told.policy is QueuePolicy.FCFS
-
-
-def _is_kept(spec: Spec, told: QueueOrder) -> bool:
-    """Whether an order that the promises brought stays as it is, because nothing is tuned any more."""
-    return told.asked_by is AskedBy.OBJECTIVES and spec.tuning.mode != "Auto"
+def serves_by_deadline(seen: Mapping[str, QueueSeen | None], asked: QueueOrder | None) -> bool:
+    """Whether most engines say that they serve by deadlines; as long as nobody is heard, whether they are to."""
+    heard = [said.policy for said in seen.values() if said is not None]
+    if not heard:
+        return asked is not None and asked.policy is QueuePolicy.DEADLINE
+    return 2 * heard.count(QueuePolicy.DEADLINE) > len(heard)
 
 
 # --- one engine -------------------------------------------------------------------------------------------------------
@@ -152,6 +178,16 @@ def _knows(said: QueueSeen, asked: QueueOrder) -> bool:
 def _runs(said: QueueSeen, asked: QueueOrder) -> bool:
     times = ((value, said.times[name]) for name, value in asked.values.items() if name != POLICY)
     return said.policy == asked.policy and all(_is_same_time(float(wanted), now) for wanted, now in times)
+
+
+def _still(order: QueueOrder | None, seen: Mapping[str, QueueSeen | None]) -> QueueOrder | None:
+    """The order, as long as an engine serves by it, or may, as it is not heard."""
+    return order if order is not None and any(s is None or _may_run(s, order) for s in seen.values()) else None
+
+
+def _may_run(said: QueueSeen, order: QueueOrder) -> bool:
+    """Whether an engine has an order, with whatever times: it may have been told of it before they were edited."""
+    return said.policy == order.policy
 
 
 def _is_same(one: QueueOrder, other: QueueOrder) -> bool:
@@ -188,15 +224,21 @@ def meaning_of(order: QueueOrder) -> str:
     return f"requests that can still have their first token within {_spaced(order.ttft_target)}{allowance} go first"
 
 
-def strangers_words(found: QueueTurn) -> str | None:
+def exceptions_words(found: QueueTurn) -> str | None:
     """Who does not follow what is asked for, and why; None: nobody."""
-    if not found.strangers or found.asked is None:
+    if found.asked is None:
         return None
-    verb = "does" if len(found.strangers) == 1 else "do"
-    return (
-        f"{', '.join(found.strangers)} {verb} not know the queue order {found.asked.policy}: an older engine serves on "
-        "as it began; set spec.runtime.image to a newer one"
-    )
+    policy, said = found.asked.policy, []
+    if found.strangers:
+        verb = "does" if len(found.strangers) == 1 else "do"
+        said.append(
+            f"{', '.join(found.strangers)} {verb} not know the queue order {policy}: an older engine serves on as it "
+            "began; set spec.runtime.image to a newer one"
+        )
+    if found.behind:
+        verb = "has" if len(found.behind) == 1 else "have"
+        said.append(f"{', '.join(found.behind)} {verb} not taken the queue order {policy} yet")
+    return "; ".join(said) or None
 
 
 def duration(seconds: float) -> str:
@@ -214,25 +256,25 @@ def _spaced(seconds: float) -> str:
     return f"{digits} {text.removeprefix(digits)}"
 
 
-# --- what was told, in status -----------------------------------------------------------------------------------------
+# --- what was taken, in status ----------------------------------------------------------------------------------------
 
 
 def queue_status(found: QueueTurn) -> dict[str, str]:
-    """`status.tuning.queueOrder`: what engines were told last, and who does not follow; empty where there is nothing to
-    say."""
+    """`status.tuning.queueOrder`: what engines serve by, and who does not follow; empty: there is nothing to say."""
     entry: dict[str, str] = {}
-    if found.told is not None:
-        entry |= {"policy": found.told.policy.value, "askedBy": found.told.asked_by.value}
-        if found.told.policy is QueuePolicy.DEADLINE:
-            entry["ttftTarget"] = duration(found.told.ttft_target)
-            if found.told.ttft_target_per_prompt_token:
-                entry["perPromptToken"] = duration(found.told.ttft_target_per_prompt_token)
-    words = strangers_words(found)
+    taken = found.taken
+    if taken is not None:
+        entry |= {"policy": taken.policy.value, "askedBy": taken.asked_by.value}
+        if taken.policy is QueuePolicy.DEADLINE:
+            entry["ttftTarget"] = duration(taken.ttft_target)
+            if taken.ttft_target_per_prompt_token:
+                entry["perPromptToken"] = duration(taken.ttft_target_per_prompt_token)
+    words = exceptions_words(found)
     return entry if words is None else {**entry, "message": words}
 
 
-def told_order(status: Mapping[str, Any]) -> QueueOrder | None:
-    """What `queue_status` wrote; None where nothing was told, or it cannot be read."""
+def taken_order(status: Mapping[str, Any]) -> QueueOrder | None:
+    """What `queue_status` wrote; None where nothing was taken, or it cannot be read."""
     entry = (status.get("tuning") or {}).get("queueOrder") or {}
     try:
         return QueueOrder(

@@ -438,14 +438,15 @@ def plan_rollout_state(
     deployment: InferenceDeployment, observed: Observed, state: RolloutState, *, key: str, now: float
 ) -> tuple[Apply, ...]:
     """The ConfigMap, when it differs from what is stored; none as long as there is nothing to remember, or nothing but
-    an attempt that could be begun anew from its pods."""
+    an attempt that could be begun anew from its pods: not so where that of another change is stored."""
     attempt = state.attempt
     is_young = (
         attempt is not None and attempt.ready_since is None and now - attempt.since < unwritten_seconds(deployment)
     )
     if state == RolloutState() or is_young:
         stored = stored_rollout(deployment, observed, key=key)
-        if replace(state, attempt=None) == replace(stored, attempt=None) and (is_young or stored.attempt is None):
+        is_another = stored.attempt is not None and (attempt is None or stored.attempt.change != attempt.change)
+        if replace(state, attempt=None) == replace(stored, attempt=None) and not is_another:
             return ()
     return differing([rollout_config_map(deployment, to_text(state, key=key))], observed)
 

@@ -49,7 +49,7 @@ from trimtab_operator.decisions.model_facts import (
 )
 from trimtab_operator.decisions.optional_children import plan_optional
 from trimtab_operator.decisions.plan import allowed_down, differing, plan, plan_meeting_secret, plan_tuning_state
-from trimtab_operator.decisions.queue_order import QueueTurn, queue_turn
+from trimtab_operator.decisions.queue_order import QueueTurn, asked_order, queue_turn, serves_by_deadline
 from trimtab_operator.decisions.rollback import (
     Course,
     RolloutState,
@@ -145,7 +145,7 @@ def turn(world: World, memory: Memory) -> Turn:
 def _standing_still(decided: Turn, memory: Memory) -> Turn:
     """What is found out, and nothing of what would be done: clocks and trials begin when it goes on."""
     findings = replace(decided.findings, is_paused=True, tuning=None, share=None)
-    kept = replace(decided.memory, tuner=memory.tuner, rollout=memory.rollout)
+    kept = replace(decided.memory, tuner=memory.tuner, rollout=memory.rollout, queue=memory.queue)
     return Turn(kept, findings, decided.desired_replicas, futile=memory.futile)
 
 
@@ -245,7 +245,7 @@ def _steered(
     deployment = world.deployment
     target = deployment if course.target is None else course.target.deployment
     tuned = _tuned(world, known, target, gate.model)
-    queue = queue_turn(deployment, {group.name: _queue_seen(world, group.name) for group in known.groups})
+    queue = queue_turn(deployment, _queues(world, known), known.memory.queue)
     standing = standing_replicas(deployment, known.memory.tuner)
     count = standing if deployment.is_paused else desired_replicas(deployment, tuned)
     stake = share = None
@@ -293,6 +293,7 @@ def _steered(
             known.memory,
             tuner=tuned.memory,
             rollout=rollout,
+            queue=queue.told,
             unheard=None if deployment.spec.scaling is None else deployment.spec.replicas,
         ),
         findings=replace(
@@ -408,10 +409,11 @@ def _tuned(world: World, known: Recalled, target: InferenceDeployment, model: Fa
     are the owner's latest word. It begins with what steps of this model on this GPU should take, where both are known;
     where they are not for a while, what was learned stands."""
     owners = settings_of(world.deployment.spec)
+    by_deadline = serves_by_deadline(_queues(world, known), asked_order(world.deployment.spec))
     settings = replace(
         settings_of(target.spec),
         mode=owners.mode,
-        objectives=owners.objectives,
+        objectives=replace(owners.objectives, order_queues=by_deadline),
         scaling=owners.scaling,
         pace=Pace(tick_seconds=world.tick_seconds, sample_seconds=world.sample_seconds),
     )
@@ -456,14 +458,15 @@ def _worse(found: Comparison | None, wanted: Rendered, proven: Rendered | None) 
     return worse(found, is_same_model=(new.model, new.parallelism) == (old.model, old.parallelism))
 
 
-def _queue_seen(world: World, group: str) -> QueueSeen | None:
-    seen = world.engines.get(group)
-    return None if seen is None else seen.queue
+def _queues(world: World, known: Recalled) -> dict[str, QueueSeen | None]:
+    """What the engine of each group says of its queue; None where it says nothing."""
+    engines = {group.name: world.engines.get(group.name) for group in known.groups}
+    return {name: None if seen is None else seen.queue for name, seen in engines.items()}
 
 
 def _patches(world: World, known: Recalled, tuned: Outcome, queue: QueueTurn) -> tuple[Patch, ...]:
     """What brings every engine that answers to the applied values, and then to the order of its queue: one change at a
-    time, so that an order which an engine refuses keeps no knob from it."""
+    time, so that neither keeps the other from an engine that refuses it."""
     targets = {target.group: target for target in targets_of(known)}
     knobs = {group: {knob.value: value for knob, value in fields.items()} for group, fields in tuned.patches.items()}
     wanted: dict[str, LiveValues] = {**queue.patches, **knobs}
@@ -471,7 +474,8 @@ def _patches(world: World, known: Recalled, tuned: Outcome, queue: QueueTurn) ->
     for group, fields in wanted.items():
         target, config = targets[group], world.engines[group].config
         if target.address is not None and config is not None:
-            found.append(Patch(target, fields, config.generation))
+            otherwise = queue.patches.get(group) if group in knobs else None
+            found.append(Patch(target, fields, config.generation, otherwise))
     return tuple(found)
 
 

@@ -233,15 +233,18 @@ class Cluster:
                 raise
             self._do_without(str(manifest["kind"]), missing_right(error))
 
-    async def apply_status(self, deployment: InferenceDeployment, status: Mapping[str, Any]) -> None:
-        """Replace what we said in `/status`. The uid keeps a namesake that was created meanwhile from getting it."""
+    async def apply_status(self, deployment: InferenceDeployment, status: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Replace what we said in `/status`, and return what became of it: an API server keeps what its schema knows.
+        The uid keeps a namesake that was created meanwhile from getting it."""
         body = {
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": KIND,
             "metadata": {"name": deployment.name, "namespace": deployment.namespace, "uid": deployment.uid},
             "status": status,
         }
-        self._wrote(body, deployment, await self._apply(body, STATUS_MANAGER, subresource="/status"))
+        answer = await self._apply(body, STATUS_MANAGER, subresource="/status")
+        self._wrote(body, deployment, answer)
+        return answer.get("status") or {}
 
     async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None) -> None:
         """Delete, if it still is the object with this uid; one that is gone already is fine.

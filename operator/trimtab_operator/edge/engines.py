@@ -50,14 +50,24 @@ class _Conversation:
 
     asking: asyncio.Task[EngineSeen] | None = None
     patching: asyncio.Task[None] | None = None
-    refused: tuple[LiveValues, int, float] | None = None
-    """The last change that was refused: its values, the generation that it was for, and when (by `clock`)."""
+    refused: list[tuple[LiveValues, int, float]] = field(default_factory=list)
+    """The changes that were refused since anything else was answered: their values, the generation that each was for,
+    and when (by `clock`)."""
     after_request: int | None = None
     """The last finished request that a look has told of."""
     told: Sample | None = None
     """The last sample that a look has told of."""
     word: tuple[EngineSeen, float] | None = None
     """What it said last, and when (by `clock`) a look heard it; None once it was asked to change."""
+
+    def unrefused(self, order: Patch, now: float) -> LiveValues | None:
+        """What of a change can be asked of it: the values, or what is `otherwise`, unless they were refused lately."""
+        refused = [
+            values
+            for values, generation, at in self.refused
+            if generation == order.if_match and now - at < REFUSED_SECONDS
+        ]
+        return next((f for f in (order.fields, order.otherwise) if f is not None and f not in refused), None)
 
     def end(self) -> None:
         for task in (self.asking, self.patching):
@@ -217,19 +227,18 @@ class Engines:
             await asyncio.wait(sent, timeout=self.patience_seconds)
 
     def _sent(self, order: Patch, tokens: Tokens, on_answer: OnAnswer) -> asyncio.Task[None] | None:
-        """Send a change; None while an earlier one is not answered."""
+        """Send a change; None while an earlier one is not answered, or where this one was refused."""
         conversation = self._with.setdefault(order.target.instance, _Conversation())
         if conversation.patching is not None and not conversation.patching.done():
             return None
-        if conversation.refused is not None:
-            fields, generation, at = conversation.refused
-            if (fields, generation) == (order.fields, order.if_match) and self.clock() - at < REFUSED_SECONDS:
-                return None
+        fields = conversation.unrefused(order, self.clock())
+        if fields is None:
+            return None
         if conversation.asking is not None:  # its answer would speak of the values before
             conversation.asking.cancel()
             conversation.asking = None
         conversation.word = None
-        conversation.patching = asyncio.create_task(self._patch(order, tokens, on_answer))
+        conversation.patching = asyncio.create_task(self._patch(replace(order, fields=fields), tokens, on_answer))
         return conversation.patching
 
     async def _patch(self, order: Patch, tokens: Tokens, on_answer: OnAnswer) -> None:
@@ -242,7 +251,10 @@ class Engines:
         answer = await client.patch(order.fields, if_match=order.if_match)
         is_refused = isinstance(answer, OutOfBounds | Rejected)
         conversation = self._with.setdefault(order.target.instance, _Conversation())
-        conversation.refused = (order.fields, order.if_match, self.clock()) if is_refused else None
+        if is_refused:
+            conversation.refused.append((order.fields, order.if_match, self.clock()))
+        else:
+            conversation.refused.clear()
         conversation.word = None  # it may have been said before the change
         await on_answer(order, answer)
 

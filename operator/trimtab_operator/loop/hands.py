@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -43,6 +43,9 @@ class Hands:
     metrics: OperatorMetrics
     clock: Callable[[], float]
     is_leading: Callable[[], bool] = lambda: True
+    _kept_of: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
+    """The last status that the API server did not keep as it was, and what it kept of it, by the uid of the resource:
+    a CRD of an older version does not know all of its fields."""
 
     def _must_lead(self) -> None:
         """Raise NotLeading before anything is begun that is another process's by now. What is under way then is kept
@@ -125,13 +128,16 @@ class Hands:
         return datetime.fromtimestamp(self.clock(), UTC)
 
     async def _write_status(self, deployment: InferenceDeployment, status: dict[str, Any]) -> Mapping[str, Any]:
-        if status == said_by_us(deployment.status):
+        if status == self.said(deployment):
             return status
         self._must_lead()
         try:
-            await self.cluster.apply_status(deployment, status)
+            kept = said_by_us(await self.cluster.apply_status(deployment, status))
         except NotFoundError as error:
             raise Gone from error
+        self._kept_of.pop(deployment.uid, None)
+        if kept != status:
+            self._kept_of[deployment.uid] = status, kept
         self.metrics.writes.labels(verb="apply_status", kind=KIND).inc()
         for condition in changed_conditions(deployment.status, status, ("Ready", "Degraded")):
             if condition["status"] == "True":
@@ -139,6 +145,16 @@ class Hands:
                 key = f"{condition['type']}{condition['lastTransitionTime']}"
                 await self.tell(deployment, Note(kind, condition["reason"], condition["message"], key))
         return status
+
+    def said(self, deployment: InferenceDeployment) -> Mapping[str, Any]:
+        """What we said last of a resource: its status, or what the API server kept that of."""
+        stands = said_by_us(deployment.status)
+        said, kept = self._kept_of.get(deployment.uid, (stands, stands))
+        return said if kept == stands else stands
+
+    def forget(self, uid: str) -> None:
+        """Drop what is known of a resource that no loop serves any more."""
+        self._kept_of.pop(uid, None)
 
     async def tell(self, deployment: InferenceDeployment, note: Note) -> None:
         """Record an Event. Events are told, not relied upon: one that cannot be written is logged."""

@@ -31,7 +31,7 @@ from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
 from trimtab_operator.loop.hands import Hands, one_line
 from trimtab_operator.loop.lanes import Lanes, Place
 from trimtab_operator.loop.wake_ups import WakeUps
-from trimtab_operator.report.conditions import Reason, said_by_us
+from trimtab_operator.report.conditions import Reason
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class Reconciler:
             logger.info("resource is gone; its children follow by ownership", extra={"resource": str(loop.key)})
         finally:
             loop.engines.close()
+            self.hands.forget(loop.key.uid)
             if self.wake_ups.forget(namespace, name, alarm):
                 self._forget(loop.key, is_gone=is_gone)
 
@@ -135,6 +136,7 @@ class Reconciler:
         loop.decided = world, decided
         await self.hands.remember(world, decided)
         loop.memory = decided.memory  # only now: what could not be written is decided again
+        before = self.hands.said(world.deployment)
         leaves_it = not loop.owes_status and _is_soon_said_better(world, decided)
         status = await self.hands.act(world, decided, loop.engines, is_status_due=not leaves_it)
         loop.owes_status = leaves_it
@@ -143,7 +145,7 @@ class Reconciler:
             return min(BUSY_TICK_SECONDS, self.eyes.tick_seconds)
         if _may_rest(world, status):
             return RESTING_SECONDS
-        loop.rest = rest_of(world, decided, status, before=said_by_us(world.deployment.status))
+        loop.rest = rest_of(world, decided, status, before=before)
         return self.eyes.tick_seconds
 
     async def _confirmed(self, loop: Loop, world: World, decided: Turn) -> tuple[World, Turn]:
@@ -269,7 +271,8 @@ def _is_soon_said_better(world: World, decided: Turn) -> bool:
     """Whether the status can be left to the next look, which watches ring for at once: replicas that are removed here
     are not there any more then. A spec that no status speaks of yet is answered now."""
     is_answered = world.deployment.status.get("observedGeneration") == world.deployment.generation
-    return decided.removes_replicas and is_answered and world.remembered is not None
+    is_quiet = is_answered and not decided.patches  # what engines are told shows at once
+    return decided.removes_replicas and is_quiet and world.remembered is not None
 
 
 def _is_moving(status: Mapping[str, Any]) -> bool:

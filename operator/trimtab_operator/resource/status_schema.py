@@ -151,10 +151,10 @@ class ForecastStatus(Model):
 
 
 class QueueOrderStatus(Model):
-    """The order of the queue that engines were told last."""
+    """The order of the queue that engines say that they serve by."""
 
     policy: str | None = Field(
-        default=None, max_length=16, description="fcfs, priority or deadline; absent where no engine knows it."
+        default=None, max_length=16, description="fcfs, priority or deadline; absent where no engine has it."
     )
     asked_by: str | None = Field(
         default=None,
@@ -168,7 +168,9 @@ class QueueOrderStatus(Model):
         default=None, max_length=24, description="What each token of the prompt adds to it."
     )
     message: str | None = Field(
-        default=None, max_length=32768, description="Which replicas do not know the order, and what to do."
+        default=None,
+        max_length=32768,
+        description="Which replicas do not know the order, and what to do; which have not taken it yet.",
     )
 
 
@@ -185,7 +187,8 @@ class TuningStatus(Model):
     recommendation: DecisionStatus | None = Field(default=None, description="What would help now.")
     applied: dict[str, str] = Field(default={}, description="Values that tuning has set, by engine field.")
     queue_order: QueueOrderStatus | None = Field(
-        default=None, description="The order of the queue that engines were told last; absent where nobody asked."
+        default=None,
+        description="The order of the queue that engines took; absent where nobody asked, or none has taken it.",
     )
     forecast: ForecastStatus | None = Field(
         default=None, description="What becomes of the forecast of arrivals; only with spec.scaling.forecast."

@@ -19,7 +19,8 @@ from trimtab_operator.decisions.queue_order import (
     meaning_of,
     queue_status,
     queue_turn,
-    told_order,
+    serves_by_deadline,
+    taken_order,
 )
 from trimtab_operator.decisions.tuning import remembered_text
 from trimtab_operator.decisions.validation import refusals
@@ -43,8 +44,8 @@ TOLD_IN_TIME = {
 }
 
 
-def asking(told: QueueTurn | None = None, **spec: Any) -> Any:
-    status = {} if told is None else {"tuning": {"queueOrder": queue_status(told)}}
+def asking(before: QueueTurn | None = None, **spec: Any) -> Any:
+    status = {} if before is None else {"tuning": {"queueOrder": queue_status(before)}}
     return a_deployment(status=status, **spec)
 
 
@@ -93,7 +94,7 @@ def test_an_owner_who_starts_engines_with_an_order_keeps_it(flag: str) -> None:
 def test_each_engine_that_differs_is_told_and_the_change_is_told_once() -> None:
     deployment = asking(objectives=PROMISE, tuning=AUTO)
     found = queue_turn(deployment, {"a": FIRST_COME, "b": IN_TIME, "c": None})
-    assert found.told == BY_PROMISE
+    assert (found.told, found.taken) == (BY_PROMISE, BY_PROMISE)
     assert found.patches == {"a": TOLD_IN_TIME}
     (note,) = found.notes
     assert (note.type, note.reason) == ("Normal", "QueueOrderChanged")
@@ -107,7 +108,7 @@ def test_each_engine_that_differs_is_told_and_the_change_is_told_once() -> None:
 
 
 def test_another_target_is_another_change() -> None:
-    before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME})
+    before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
     after = queue_turn(asking(before, objectives={"ttft": {"target": "500ms"}}, tuning=AUTO), {"a": IN_TIME})
     assert after.patches["a"] == TOLD_IN_TIME | {"ttft_target": 0.5, "ttft_target_per_prompt_token": 0.0}
     assert [note.message for note in after.notes] == [
@@ -136,31 +137,85 @@ def test_an_older_engine_is_left_alone_and_named() -> None:
 
 def test_where_all_engines_are_older_nothing_was_told() -> None:
     found = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": OLDER, "b": OLDER})
-    assert (found.told, found.patches, found.notes) == (None, {}, ())
+    assert (found.told, found.taken, found.patches, found.notes) == (None, None, {}, ())
     assert queue_status(found).keys() == {"message"}
-    assert told_order({"tuning": {"queueOrder": queue_status(found)}}) is None
+    assert taken_order({"tuning": {"queueOrder": queue_status(found)}}) is None
+
+
+def test_what_stands_in_the_status_is_what_engines_say_and_not_what_they_are_told() -> None:
+    told = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME})
+    assert (told.told, queue_status(told)) == (BY_PROMISE, {})
+    some = queue_turn(asking(told, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": FIRST_COME}, told.told)
+    assert some.notes == ()
+    assert queue_status(some) == {
+        "policy": "deadline",
+        "askedBy": "Objectives",
+        "ttftTarget": "2s",
+        "perPromptToken": "125us",
+        "message": "b has not taken the queue order deadline yet",
+    }
+    every = queue_turn(asking(some, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME}, some.told)
+    assert "message" not in queue_status(every)
+
+
+def test_the_status_says_no_order_that_an_older_image_does_not_know() -> None:
+    before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
+    coming = queue_turn(asking(before, objectives=PROMISE, tuning=AUTO), {"a": None}, before.told)
+    assert coming.taken == BY_PROMISE
+    older = queue_turn(asking(coming, objectives=PROMISE, tuning=AUTO), {"a": OLDER}, coming.told)
+    assert (older.told, older.taken) == (None, None)
+    assert queue_status(older).keys() == {"message"}
+    newer = queue_turn(asking(older, objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME}, older.told)
+    assert len(newer.notes) == 1
 
 
 def test_a_promise_that_is_taken_back_takes_the_order_back_on_every_engine_that_is_heard_again() -> None:
-    before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME})
-    back = queue_turn(asking(before, tuning=AUTO), {"a": IN_TIME, "b": None})
+    before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME})
+    back = queue_turn(asking(before, tuning=AUTO), {"a": IN_TIME, "b": None}, before.told)
     assert back.patches == {"a": {"scheduling_policy": "fcfs"}}
     assert [note.message for note in back.notes] == [
         "Queue order deadline -> fcfs: requests go in the order in which they came."
     ]
-    waiting = queue_turn(asking(back, tuning=AUTO), {"a": FIRST_COME, "b": None})
-    assert (waiting.told, waiting.patches) == (back.told, {})
-    heard = queue_turn(asking(waiting, tuning=AUTO), {"a": FIRST_COME, "b": IN_TIME})
+    waiting = queue_turn(asking(back, tuning=AUTO), {"a": FIRST_COME, "b": None}, back.told)
+    assert (waiting.taken, waiting.patches) == (BY_PROMISE, {})
+    assert queue_status(waiting)["message"] == "b has not taken the queue order fcfs yet"
+    heard = queue_turn(asking(waiting, tuning=AUTO), {"a": FIRST_COME, "b": IN_TIME}, waiting.told)
     assert heard.patches == {"b": {"scheduling_policy": "fcfs"}}
     assert heard.notes == ()
-    assert queue_turn(asking(heard, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME}) == QueueTurn()
+    assert queue_turn(asking(heard, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME}, heard.told) == QueueTurn()
+
+
+def test_an_order_that_was_told_and_not_confirmed_is_taken_back_too() -> None:
+    told = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME})
+    back = queue_turn(asking(told, tuning=AUTO), {"a": IN_TIME}, told.told)
+    assert back.patches == {"a": {"scheduling_policy": "fcfs"}}
+
+
+def test_what_somebody_sets_by_hand_while_another_engine_is_not_heard_stays() -> None:
+    before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME})
+    back = queue_turn(asking(before, tuning=AUTO), {"a": IN_TIME, "b": None}, before.told)
+    by_hand = QueueSeen("priority", ALL, TIMES)
+    for told in (back.told, None):  # by this operator, and by the next one
+        after = queue_turn(asking(back, tuning=AUTO), {"a": by_hand, "b": None}, told)
+        assert after.patches == {}
+        heard = queue_turn(asking(after, tuning=AUTO), {"a": by_hand, "b": IN_TIME}, after.told)
+        assert heard.patches.keys() == {"b"}
+        assert queue_turn(asking(heard, tuning=AUTO), {"a": by_hand, "b": FIRST_COME}, heard.told) == QueueTurn()
+
+
+def test_predictions_go_by_the_order_that_most_engines_have() -> None:
+    asked = asked_order(a_deployment(objectives=PROMISE, tuning=AUTO).spec)
+    assert serves_by_deadline({"a": None}, asked)
+    assert not serves_by_deadline({"a": None}, None)
+    assert not serves_by_deadline({"a": OLDER, "b": IN_TIME}, asked)
+    assert serves_by_deadline({"a": OLDER, "b": IN_TIME, "c": IN_TIME, "d": None}, None)
 
 
 @pytest.mark.parametrize("mode", ["Off", "Recommend"])
 def test_where_nothing_is_tuned_any_more_the_order_of_a_promise_stays(mode: str) -> None:
-    before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME})
+    before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
     after = queue_turn(asking(before, objectives=PROMISE, tuning={"mode": mode}), {"a": IN_TIME})
-    assert after == QueueTurn(BY_PROMISE)
+    assert after == QueueTurn(BY_PROMISE, BY_PROMISE)
     again = queue_turn(asking(after, tuning=AUTO), {"a": IN_TIME})
     assert again.patches == {"a": {"scheduling_policy": "fcfs"}}
 
@@ -170,7 +225,7 @@ def test_an_order_that_was_written_and_is_removed_is_taken_back_in_every_mode(mo
     tuning = {"mode": mode}
     before = queue_turn(asking(engine={"schedulingPolicy": "priority"}, tuning=tuning), {"a": FIRST_COME})
     assert before.patches == {"a": {"scheduling_policy": "priority"}}
-    after = queue_turn(asking(before, tuning=tuning), {"a": QueueSeen("priority", ALL, TIMES)})
+    after = queue_turn(asking(before, tuning=tuning), {"a": QueueSeen("priority", ALL, TIMES)}, before.told)
     assert after.patches == {"a": {"scheduling_policy": "fcfs"}}
 
 
@@ -185,15 +240,15 @@ def test_an_order_that_was_written_and_is_removed_is_taken_back_in_every_mode(mo
         {"policy": "fcfs", "askedBy": "Spec", "ttftTarget": 3},
     ],
 )
-def test_a_status_that_says_no_order_is_nothing_told(order: Any) -> None:
-    assert told_order({"tuning": {"queueOrder": order}}) is None
-    assert told_order({}) is None
+def test_a_status_that_says_no_order_is_nothing_taken(order: Any) -> None:
+    assert taken_order({"tuning": {"queueOrder": order}}) is None
+    assert taken_order({}) is None
 
 
 @pytest.mark.parametrize("seconds", [2.0, 0.5, 0.000125, 90.0, 0.001, 1.5])
-def test_what_was_told_is_read_back_from_the_status(seconds: float) -> None:
+def test_what_was_taken_is_read_back_from_the_status(seconds: float) -> None:
     told = QueueOrder(QueuePolicy.DEADLINE, AskedBy.SPEC, seconds, 0.000125)
-    assert told_order({"tuning": {"queueOrder": queue_status(QueueTurn(told))}}) == told
+    assert taken_order({"tuning": {"queueOrder": queue_status(QueueTurn(taken=told))}}) == told
 
 
 def test_times_stand_as_a_spec_has_them() -> None:
@@ -321,6 +376,38 @@ def test_a_tuned_value_comes_before_the_order_and_the_order_after_it() -> None:
     cluster.objects["ConfigMap", "m-tuning"]["metadata"] |= {"uid": "o-0", "creationTimestamp": "2026-01-01T12:00:00Z"}
     told = [dict(order.fields) for _ in range(6) for order in cluster.tick().patches]
     assert told == [{"max_num_seqs": 16}, TOLD_IN_TIME]
+
+
+def test_an_engine_that_refuses_a_tuned_value_gets_the_order_all_the_same() -> None:
+    cluster = FakeCluster(objectives=PROMISE, tuning=AUTO)
+    kept = remembered_text(TunerMemory(applied={Knob.MAX_NUM_SEQS: 16}), key=TOKEN)
+    cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(cluster.deployment, kept)
+    cluster.objects["ConfigMap", "m-tuning"]["metadata"] |= {"uid": "o-0", "creationTimestamp": "2026-01-01T12:00:00Z"}
+    for _ in range(6):
+        cluster.tick()
+        for engine in cluster.engines.values():
+            engine.refuses = frozenset({"max_num_seqs"})
+    assert orders(cluster) == ["deadline"]
+    assert cluster.status["tuning"]["queueOrder"]["policy"] == "deadline"
+
+
+def test_predictions_go_by_what_engines_say_that_they_serve_by() -> None:
+    def predicts_by_deadline(cluster: FakeCluster) -> bool:
+        tuned = cluster.decide().findings.tuning
+        assert tuned is not None
+        return tuned.objectives.order_queues
+
+    cluster = FakeCluster(objectives=PROMISE, tuning=AUTO)
+    cluster.older_images.add("engine:1")
+    cluster.settle()
+    assert not predicts_by_deadline(cluster)
+    cluster.edit(runtime={"device": "cpu", "image": "engine:2"})
+    cluster.settle()
+    assert predicts_by_deadline(cluster)
+    cluster.edit(runtime={"device": "cpu", "image": "engine:1"})
+    cluster.settle()
+    assert not predicts_by_deadline(cluster)
+    assert cluster.status["tuning"]["queueOrder"].keys() == {"message"}
 
 
 def test_while_it_is_paused_engines_keep_their_order() -> None:

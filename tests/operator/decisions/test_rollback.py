@@ -25,6 +25,7 @@ from trimtab_operator.decisions.rollback import (
     from_text,
     plan_rollout_state,
     proven_deployment,
+    stored_rollout,
     to_text,
 )
 from trimtab_operator.decisions.turn import Turn
@@ -368,6 +369,20 @@ def test_an_operator_that_never_lives_for_a_minute_takes_a_bad_change_back_in_ti
     world = World(replicas=1)
     world.settle()
     world.edit(runtime=a_runtime(*BAD))
+    began = world.now
+    while world.failed is None:
+        world.restart_operator()
+        world.tick()
+        assert world.now - began < budget_seconds(world.deployment) + 6 * TICK_SECONDS
+
+
+def test_nor_does_an_earlier_attempt_keep_it_from_that() -> None:
+    world = World(replicas=1)
+    world.settle()
+    world.edit(runtime=a_runtime(*BAD))
+    while stored_rollout(world.deployment, world.children(), key=TOKEN).attempt is None:
+        world.tick()
+    world.edit(rollout={**QUICK, "startTimeout": "3m"})  # another change, with the pods of the one before
     began = world.now
     while world.failed is None:
         world.restart_operator()

@@ -279,6 +279,31 @@ async def test_a_change_that_was_refused_is_not_sent_again_while_nothing_is_diff
     assert len(engine.calls) == len(heard) == 3
 
 
+async def test_where_a_change_was_refused_the_other_one_is_sent_and_it_again_when_that_was_taken(
+    engine: ContractEngine, http: aiohttp.ClientSession
+) -> None:
+    heard, engines = Heard(), engines_at(http)
+    both = Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 99}, 1, otherwise={Knob.MAX_NUM_BATCHED_TOKENS: 256})
+    for _ in range(2):
+        await engines.patch([both], TOKEN, heard.hear)
+    assert [type(answer) for answer in heard] == [OutOfBounds, Patched]
+    assert engine.values["max_num_batched_tokens"] == 256
+    later = replace(both, if_match=2, otherwise=None)
+    for _ in range(2):
+        await engines.patch([later], TOKEN, heard.hear)
+    assert [type(answer) for answer in heard] == [OutOfBounds, Patched, OutOfBounds]
+
+
+async def test_where_both_changes_were_refused_none_is_sent(
+    engine: ContractEngine, http: aiohttp.ClientSession
+) -> None:
+    heard, engines = Heard(), engines_at(http)
+    both = Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 99}, 1, otherwise={Knob.MAX_NUM_SEQS: 98})
+    for _ in range(5):
+        await engines.patch([both], TOKEN, heard.hear)
+    assert len(engine.calls) == len(heard) == 2
+
+
 async def test_a_hung_engine_holds_up_no_change_of_another_and_gets_no_second_one_meanwhile(
     engine: ContractEngine, other_engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:

@@ -49,9 +49,9 @@ def test_an_engine_takes_the_order_and_goes_back(target: str) -> None:
     assert engine.values.scheduling_policy == "deadline"
     assert engine.values.ttft_target == {"1ms": 0.001, "2s": 2.0, "99h": MAX_TARGET_SECONDS}[target]
     assert engine.values.ttft_target_per_prompt_token == 0.000125
-    status = {"tuning": {"queueOrder": queue_status(found)}}
-    again = queue_turn(a_deployment(objectives=objectives, tuning=auto, status=status), {"g": heard(engine)})
+    again = queue_turn(a_deployment(objectives=objectives, tuning=auto), {"g": heard(engine)})
     assert (again.patches, again.notes, again.strangers) == ({}, (), ())
+    status = {"tuning": {"queueOrder": queue_status(again)}}
     back = queue_turn(a_deployment(tuning=auto, status=status), {"g": heard(engine)})
     engine = told(engine, back)
     assert engine.values.scheduling_policy == "fcfs"

@@ -78,6 +78,8 @@ class FakeEngine:
     policies: tuple[str, ...] = ("fcfs", "priority", "deadline")
     times: dict[str, float] = field(default_factory=lambda: dict(TIMES))
     """What `deadline` goes by; an engine that does not know it has none."""
+    refuses: frozenset[str] = frozenset()
+    """Live fields that it lets nobody set."""
     generation: int = 1
     running: float = 0.0
     """Requests that it serves."""
@@ -344,7 +346,10 @@ class FakeCluster:
         """Set live fields of an engine, if it is of the generation that was seen."""
         engine = self.engines[order.target.instance]
         assert order.if_match == engine.generation
-        engine.patch(order.fields)
+        fields = order.otherwise if engine.refuses & order.fields.keys() else order.fields
+        if fields is None:
+            return
+        engine.patch(fields)
         self._written()
 
     def write_status(self, status: Mapping[str, Any]) -> None:
@@ -544,8 +549,9 @@ class FakeCluster:
     ) -> None:
         self.delete_now(kind, name, uid, grace_seconds)
 
-    async def apply_status(self, _deployment: InferenceDeployment, status: Mapping[str, Any]) -> None:
+    async def apply_status(self, _deployment: InferenceDeployment, status: Mapping[str, Any]) -> Mapping[str, Any]:
         self.write_status(status)
+        return self.status
 
     async def event(
         self, _deployment: InferenceDeployment, *, kind: str, reason: str, message: str, now: datetime, key: str

@@ -126,9 +126,9 @@ class Cut(FakeCluster):
         self._reach()
         await super().delete(*arguments, **options)
 
-    async def apply_status(self, *arguments: Any) -> None:
+    async def apply_status(self, *arguments: Any) -> Any:
         self._reach()
-        await super().apply_status(*arguments)
+        return await super().apply_status(*arguments)
 
     async def event(self, *arguments: Any, **options: Any) -> None:
         self._reach()

@@ -130,9 +130,10 @@ class LaggingDoor:
             self.cluster.delete_now(kind, name, uid, grace_seconds)
             self.known.hear(kind)
 
-    async def apply_status(self, _deployment: InferenceDeployment, status: Any) -> None:
+    async def apply_status(self, _deployment: InferenceDeployment, status: Any) -> Any:
         self.cluster.write_status(status)
         self.known.hear(KIND)
+        return self.cluster.status
 
     async def event(
         self, deployment: InferenceDeployment, *, kind: str, reason: str, message: str, now: datetime, key: str
@@ -288,9 +289,9 @@ class Scribe(LaggingDoor):
         self.written.append(f"delete {kind}")
         await super().delete(kind, namespace, name, uid=uid, grace_seconds=grace_seconds)
 
-    async def apply_status(self, deployment: InferenceDeployment, status: Any) -> None:
+    async def apply_status(self, deployment: InferenceDeployment, status: Any) -> Any:
         self.written.append(f"status {status['phase']}")
-        await super().apply_status(deployment, status)
+        return await super().apply_status(deployment, status)
 
     async def event(
         self, deployment: InferenceDeployment, *, kind: str, reason: str, message: str, now: datetime, key: str

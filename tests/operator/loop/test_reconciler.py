@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast
 
@@ -67,6 +68,55 @@ async def test_a_promise_is_told_to_engines_that_serve_and_one_that_is_dead_hold
     assert [cluster.engine(ordinal).policy for ordinal in (0, 1)] == ["deadline", "deadline"]
     assert cluster.events.count("QueueOrderChanged") == 1
     assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == pods
+
+
+class OlderSchema(FakeCluster):
+    """A cluster whose CRD is of before queues had an order: its API server drops what that does not know."""
+
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        tuning = {name: value for name, value in (status.get("tuning") or {}).items() if name != "queueOrder"}
+        super().write_status({**status, "tuning": tuning} if "tuning" in status else status)
+
+
+async def test_an_operator_whose_crd_is_older_writes_nothing_at_rest_and_orders_queues() -> None:
+    cluster = OlderSchema(replicas=2, tuning={"mode": "Auto"}, objectives={"ttft": {"target": "2s"}})
+    asked: list[str] = []
+    for _ in range(2):  # two operators, one after the other
+        reconciler, loop = a_reconciler(cluster), a_loop(cluster)
+        written = 0.0
+        for number in range(30):
+            if number == 20:
+                written = written_by(reconciler)
+            await reconciler.tick(loop)
+            cluster.now += TICK_SECONDS
+            cluster.controllers()
+        assert written_by(reconciler) == written
+        assert "queueOrder" not in cluster.status["tuning"]
+        asked.append(cluster.engine(0).policy)
+    assert asked == ["deadline", "deadline"]
+    assert cluster.events.count("QueueOrderChanged") == 1
+    cluster.edit(objectives=None, engine={"schedulingPolicy": "fcfs"})
+    for _ in range(5):
+        await reconciler.tick(loop)
+    assert [cluster.engine(ordinal).policy for ordinal in (0, 1)] == ["fcfs", "fcfs"]
+
+
+def written_by(reconciler: Reconciler) -> float:
+    """How often it has written at the API server."""
+    found = reconciler.hands.metrics.writes.collect()
+    return sum(sample.value for metric in found for sample in metric.samples if sample.name.endswith("_total"))
+
+
+async def test_what_the_api_server_does_not_keep_is_said_again_when_the_status_changes() -> None:
+    cluster = OlderSchema(tuning={"mode": "Auto"}, objectives={"ttft": {"target": "2s"}})
+    reconciler, loop = a_reconciler(cluster), a_loop(cluster)
+    for _ in range(20):
+        await reconciler.tick(loop)
+        cluster.now += TICK_SECONDS
+        cluster.controllers()
+    cluster.status["phase"] = "Somebody wrote this"
+    await reconciler.tick(loop)
+    assert cluster.status["phase"] == "Ready"
 
 
 @pytest.mark.parametrize("mode", ["Off", "Recommend", "Auto"])
