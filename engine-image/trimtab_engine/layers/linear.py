@@ -1,7 +1,7 @@
 """y = x @ Wᵀ + b, with the weights in the layout that the device multiplies fastest.
 
 CPU, float32, where the compiled operators are (trimtab_kernels.native): their panels, for any number of rows; of
-weights that are stored with 4 or 8 bits the panels have these bits.
+weights that are stored with 4 to 8 bits the panels have these bits.
 
 CPU otherwise: oneDNN's blocked layout, packed once. It is 2 to 4 times as fast as a plain matrix product for the few
 rows of a decode step (docs/results/), and the packed copy replaces the plain one. Two consequences are handled here and
@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from trimtab_kernels.native.library import NativeLibrary, native_library
 from trimtab_kernels.native.matrix import PackedMatrix, pack_blocks, pack_matrix
-from trimtab_kernels.native.quantised import QuantisedBlocks
+from trimtab_kernels.native.quantised import MixedBlocks, QuantisedBlocks
 from trimtab_kernels.silu_and_mul import silu_and_mul
 
 from trimtab_engine.parallel.groups import RankGroup
 
+Weight = torch.Tensor | QuantisedBlocks | MixedBlocks
 MAX_ROWS = 256  # of one product: 128 make a prompt 3% slower, 512 make the MLP's intermediate leave the cache
 PACK_ROWS = 32  # the layout hint: the layout chosen for 32 rows is the fastest for 1 and for 256 rows as well
 ROW_STEPS = (
@@ -70,14 +71,12 @@ class Linear:
     """weight [out_features, in_features], bias [out_features] or None, of the computing dtype, on the device; or
     blocks, where library_for float32 on the CPU is there."""
 
-    def __init__(
-        self, weight: torch.Tensor | QuantisedBlocks, bias: torch.Tensor | None = None, *, is_gated: bool = False
-    ) -> None:
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, is_gated: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
         self.native: PackedMatrix | None = None
         """The weight packed for the compiled operators; then there is no other copy."""
-        if isinstance(weight, QuantisedBlocks):
-            library = library_for(torch.float32, weight.data.device)
+        if not isinstance(weight, torch.Tensor):
+            library = library_for(torch.float32, weight.parts[0].data.device)
             assert library is not None
             self.native = pack_blocks(library, weight, bias, is_gated=is_gated)
             return
@@ -115,7 +114,7 @@ class Linear:
 class GatedLinear(Linear):
     """Two projections as one, and silu of the first times the second: half of out_features come out."""
 
-    def __init__(self, weight: torch.Tensor | QuantisedBlocks, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias, is_gated=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,7 +128,7 @@ class RowParallelLinear(Linear):
     The bias is that of one rank only, or it would be added once per rank.
     """
 
-    def __init__(self, weight: torch.Tensor | QuantisedBlocks, bias: torch.Tensor | None, group: RankGroup) -> None:
+    def __init__(self, weight: Weight, bias: torch.Tensor | None, group: RankGroup) -> None:
         super().__init__(weight, bias if group.index == 0 else None)
         self._group = group
 

@@ -1,9 +1,11 @@
 """Reads one rank's part of a checkpoint, to the computing dtype and device, and reports what was read."""
 
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
-from trimtab_kernels.native.quantised import QuantisedBlocks
+from trimtab_kernels.native.quantised import MixedBlocks, QuantisedBlocks
 from trimtab_kernels.native.quantised import joined as joined_rows
 from trimtab_kernels.reshape_and_cache import FLOAT8
 from trimtab_kernels.rotary_embedding import interleave_pairs
@@ -28,12 +30,15 @@ Progress = Callable[[int], None]
 """Called with numbers of elements."""
 Weight = torch.Tensor | BlockFp8 | QuantisedBlocks
 """As it is stored, or in the computing dtype."""
+Joined = torch.Tensor | list[BlockFp8] | QuantisedBlocks | MixedBlocks
+"""Rows that are multiplied together."""
+LAYER = re.compile(r"(?<=\blayers\.)\d+")
 
 
 def packed_source(
     source: WeightSource, dtype: torch.dtype, device: torch.device, quantization: Quantization | None
 ) -> GgufSource | FourBitsSource | None:
-    """Whose weights of 4 and 8 bits are multiplied in blocks, where that is so: a GGUF file's, AWQ's and GPTQ's, by the
+    """Whose weights of 4 to 8 bits are multiplied in blocks, where that is so: a GGUF file's, AWQ's and GPTQ's, by the
     CPU's compiled products, unless something else was asked for."""
     if (
         isinstance(source, GgufSource | FourBitsSource)
@@ -59,6 +64,7 @@ class Loader:
         self._quantization = quantization
         self._multiplies_float8 = quantization is not None and multiplies_float8(device)
         self._packed = packed_source(source, dtype, device, quantization)
+        self._restored_types: dict[str, str] = {}
 
     def __call__(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor:
         """One tensor or a part of it; it may be a view of the file."""
@@ -66,7 +72,15 @@ class Loader:
         if tensor.dtype == FLOAT8:
             raise ModelError(f"{self._source.where}: tensor {name} is float8 without {name}{SCALE_SUFFIX}")
         self._progress(tensor.numel())
+        self._remember_restored([name])
         return tensor.to(device=self.device, dtype=self.dtype)
+
+    @property
+    def restored(self) -> list[str]:
+        """What a GGUF file has quantised and was read as numbers of the computing dtype, with its type and how many
+        layers' it is."""
+        named = Counter(f"{LAYER.sub('*', name)} ({kind})" for name, kind in self._restored_types.items())
+        return [name if count == 1 else f"{count} x {name}" for name, count in sorted(named.items())]
 
     @property
     def where(self) -> str:
@@ -122,19 +136,20 @@ class Loader:
         self, prefix: str, parts: dict[str, Span], *, has_bias: bool = False, pairs: int | None = None
     ) -> Projection:
         """Rows of several projections as one. `pairs`: head size, to interleave the first two (q and k)."""
-        weights = [self._weight(f"{prefix}{name}.weight", rows=rows) for name, rows in parts.items()]
+        names = [f"{prefix}{name}.weight" for name in parts]
+        weights = [self._weight(name, rows=rows) for name, rows in zip(names, parts.values(), strict=True)]
         biases = [self(f"{prefix}{name}.bias", rows=rows) for name, rows in parts.items()] if has_bias else []
         if pairs is not None:
             weights[:2] = [_interleaved(weight, pairs) for weight in weights[:2]]
             biases[:2] = [interleave_pairs(bias, pairs) for bias in biases[:2]]
-        weight, bias = self._as_computed(weights), torch.cat(biases) if biases else None
+        weight, bias = self._as_computed(names, weights), torch.cat(biases) if biases else None
         return BlockFp8Linear(weight, bias, self.dtype) if isinstance(weight, list) else Linear(weight, bias)
 
     def gated(self, prefix: str, gate: str, up: str, rows: Span, *, has_bias: bool = False) -> Projection:
         """Rows of the two projections of a gated MLP."""
-        names = (gate, up)
-        weight = self._as_computed([self._weight(f"{prefix}{name}.weight", rows=rows) for name in names])
-        bias = torch.cat([self(f"{prefix}{name}.bias", rows=rows) for name in names]) if has_bias else None
+        names = [f"{prefix}{name}.weight" for name in (gate, up)]
+        weight = self._as_computed(names, [self._weight(name, rows=rows) for name in names])
+        bias = torch.cat([self(f"{prefix}{name}.bias", rows=rows) for name in (gate, up)]) if has_bias else None
         if isinstance(weight, list):
             return GatedBlockFp8Linear(weight, bias, self.dtype)
         return GatedLinear(weight, bias)
@@ -146,7 +161,7 @@ class Loader:
     def summed(self, name: str, columns: Span, group: RankGroup | None, *, has_bias: bool = False) -> Projection:
         """Columns of a projection whose products the group sums."""
         bias = self(f"{name}.bias") if has_bias else None
-        weight = self._as_computed([self._weight(f"{name}.weight", columns=None if group is None else columns)])
+        weight = self._projection(f"{name}.weight", None if group is None else columns)
         if isinstance(weight, list):
             return BlockFp8Linear(weight, bias, self.dtype, group)
         return Linear(weight, bias) if group is None else RowParallelLinear(weight, bias, group)
@@ -154,17 +169,18 @@ class Loader:
     def part_of_sum(self, name: str, columns: Span) -> Projection:
         """Columns of a projection without a bias, whose product is this rank's part of a sum that somebody else
         makes."""
-        weight = self._as_computed([self._weight(f"{name}.weight", columns=columns)])
+        weight = self._projection(f"{name}.weight", columns)
         return BlockFp8Linear(weight, None, self.dtype) if isinstance(weight, list) else Linear(weight)
 
     def expert(
         self, prefix: str, names: tuple[str, ...], *, rows: Span | None = None, columns: Span | None = None
     ) -> torch.Tensor | BlockFp8:
         """One expert's part of these projections, rows one behind the other."""
-        weights = [self._weight(f"{prefix}{name}.weight", rows=rows, columns=columns) for name in names]
+        whole = [f"{prefix}{name}.weight" for name in names]
+        weights = [self._weight(name, rows=rows, columns=columns) for name in whole]
         weights = [self._restored(weight) if isinstance(weight, QuantisedBlocks) else weight for weight in weights]
-        weight = self._as_computed(weights, as_one=True)
-        assert not isinstance(weight, QuantisedBlocks)
+        weight = self._as_computed(whole, weights, as_one=True)
+        assert not isinstance(weight, QuantisedBlocks | MixedBlocks)
         if isinstance(weight, list) and len(weight) > 1:
             raise NotBuiltError(
                 f"{prefix}: experts of {weight[0].values.shape[0]} rows per rank are no multiple of the fp8 block of "
@@ -199,11 +215,17 @@ class Loader:
         """In the computing dtype."""
         return weight if isinstance(weight, torch.Tensor) else weight.restored(self.dtype)
 
-    def _as_computed(
-        self, weights: list[Weight], *, as_one: bool = False
-    ) -> torch.Tensor | list[BlockFp8] | QuantisedBlocks:
-        """Rows one behind the other: float8 where this device multiplies it, blocks of one form where the CPU does,
-        else the computing dtype, with the same values. `as_one`: what is quantised here has blocks over all of them."""
+    def _remember_restored(self, names: Sequence[str]) -> None:
+        if isinstance(self._source, GgufSource):
+            types = {name: self._source.quantised_type(name) for name in names}
+            self._restored_types |= {name: kind for name, kind in types.items() if kind is not None}
+
+    def _projection(self, name: str, columns: Span | None) -> Joined:
+        return self._as_computed([name], [self._weight(name, columns=columns)])
+
+    def _as_computed(self, names: Sequence[str], weights: list[Weight], *, as_one: bool = False) -> Joined:
+        """Rows one behind the other: float8 where this device multiplies it, blocks where the CPU does, else the
+        computing dtype, with the same values. `as_one`: what is quantised here has blocks over all of them."""
         packed = [weight for weight in weights if isinstance(weight, QuantisedBlocks)]
         if packed and len(packed) == len(weights) and (whole := joined_rows(packed)) is not None:
             return whole
@@ -213,6 +235,9 @@ class Loader:
         blocks = [weight for weight in weights if isinstance(weight, BlockFp8)]
         if self._multiplies_float8 and len(blocks) == len(weights):
             return joined_blocks(blocks)
+        self._remember_restored(
+            [name for name, weight in zip(names, weights, strict=True) if isinstance(weight, QuantisedBlocks)]
+        )
         restored = [self._restored(weight) for weight in weights]
         return restored[0] if len(restored) == 1 else torch.cat(restored)
 

@@ -199,6 +199,7 @@ class ModelRunner:
                 model = family_of(model_config.architecture).build(model_config, load, shard, groups)
                 tower = _load_tower(config, model_config, vision, load, groups) if shard.is_first_stage else None
             device.after_weights()
+            say_what_was_restored(load)
             return model, tower
 
         _say_how_it_is_held(source, quantization, dtype, device.torch)
@@ -722,6 +723,13 @@ def _say_how_it_is_held(
     else:
         how = "multiplied in blocks of 32; experts, and parts that cut a block, restored as they load"
     logger.info("weights: %s, 4 bits, %s", source.form.name, how)
+
+
+def say_what_was_restored(load: Loader) -> None:
+    """What of a GGUF file is held larger than it is stored, in the log."""
+    if load.restored:
+        dtype = str(load.dtype).removeprefix("torch.")
+        logger.info("weights: restored to %s as they loaded: %s", dtype, ", ".join(load.restored))
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -1,4 +1,4 @@
-"""One GGUF file: blocks of 4 or 8 bits as they are stored, or dequantised to float32 as it is read. Configuration comes
+"""One GGUF file: blocks of 4 to 8 bits as they are stored, or dequantised to float32 as it is read. Configuration comes
 from its metadata.
 
 llama.cpp stores the q and k projections of some architectures with adjacent rotary pairs; `tensor` undoes that, so that
@@ -35,8 +35,8 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-PACKED_TYPES = ("Q4_0", "Q4_1", "Q8_0")
-"""What the CPU's compiled products multiply as it is stored: the forms of trimtab_kernels.native.quantised."""
+PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
+"""Those of numbers as they are; all others are quantised."""
 ROPE_FREQUENCIES = "rope_freqs.weight"
 """llama3 scaling, stored as one divisor per frequency."""
 
@@ -135,25 +135,33 @@ class GgufSource:
     def map_files(self) -> None:
         """The reader has mapped the file."""
 
+    def quantised_type(self, name: str) -> str | None:
+        """llama.cpp's name of the type of a tensor that is quantised."""
+        kind = str(self._stored(name).tensor_type.name)
+        return None if kind in PLAIN_TYPES else kind
+
     def packed_bytes(self, name: str) -> int | None:
-        """What a tensor takes as it is stored; None where it is not multiplied so."""
+        """What a tensor takes as it is multiplied in blocks; None where it is not."""
+        from trimtab_kernels.native.quantised import FORMS
+
         tensor = self._tensors[name]
-        return int(tensor.n_bytes) if tensor.tensor_type.name in PACKED_TYPES else None
+        form = FORMS.get(tensor.tensor_type.name)
+        return None if form is None else int(tensor.n_bytes) // form.block_bytes * form.packed_bytes
 
     def blocks(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "QuantisedBlocks | None":
         """A matrix as it is stored, or a part of it, a view of the file where rows keep their order. None where it is
         not multiplied so, or columns cut a block."""
         import torch
-        from trimtab_kernels.native.quantised import FORMS, GROUP, QuantisedBlocks
+        from trimtab_kernels.native.quantised import FORMS, QuantisedBlocks
 
         tensor = self._stored(name)
         form = FORMS.get(tensor.tensor_type.name)
-        if form is None or (columns is not None and (columns[0] % GROUP or columns[1] % GROUP)):
+        if form is None or (columns is not None and any(column % form.numbers for column in columns)):
             return None
         data = torch.from_numpy(tensor.data if rows is None else tensor.data[rows[0] : rows[1]])
         data = self._in_halves(name, data)
         if columns is not None:
-            first, last = (column // GROUP * form.block_bytes for column in columns)
+            first, last = (column // form.numbers * form.block_bytes for column in columns)
             data = data[:, first:last]
         return QuantisedBlocks(form, data)
 

@@ -285,7 +285,7 @@ static void run_multiplication(void *data) {
 
 /* Floats of the scratch memory of a product; 0 for float32 weights. */
 long trimtab_product_scratch(const Matrix *matrix, long threads) {
-    return matrix->kind == FLOAT32 ? 0 : threads * integers_size(matrix->in);
+    return matrix->is_quantised ? threads * integers_size(matrix->in) : 0;
 }
 
 /* y = x . matrix, or the gated product of it (y has half of its columns). */
@@ -310,15 +310,11 @@ void trimtab_pack(const float *weight, long ldw, long out, long in, float *packe
 /* Bytes of a panel, whatever the kind. */
 long trimtab_panel_bytes(long kind, long in) { return panel_bytes(kind, in); }
 
-/* The same of GGUF's blocks [out, in / GROUP, block_bytes]. Outputs behind the last are zeros. */
+/* The same of GGUF's blocks [out, in / inputs of a block, block_bytes]; `step` bytes lie between two panels. */
 void trimtab_pack_blocks(long kind, const uint8_t *blocks, long block_bytes, long out, long in, char *packed,
                          long step) {
-    long groups = in / GROUP;
-    for (long p = 0; p < panels_of(out); p++) {
-        char *panel = packed + p * step * panel_bytes(kind, in);
-        memset(panel, 0, panel_bytes(kind, in));
-        for (long c = 0; c < at_most(PANEL, out - p * PANEL); c++)
-            for (long g = 0; g < groups; g++)
-                pack_group(kind, blocks + ((p * PANEL + c) * groups + g) * block_bytes, c, panel + g * group_bytes(kind));
-    }
+    long row_bytes = in / (has_head(kind) ? SUPER : GROUP) * block_bytes;
+    for (long p = 0; p < panels_of(out); p++)
+        pack_panel(kind, blocks + p * PANEL * row_bytes, block_bytes, at_most(PANEL, out - p * PANEL), in,
+                   packed + p * step);
 }

@@ -29,11 +29,11 @@ class MatrixView(ctypes.Structure):
     """`Matrix` of product.h."""
 
     _fields_ = (
-        ("weight", ctypes.c_void_p),
+        ("panels", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("out", ctypes.c_long),
         ("in_", ctypes.c_long),
-        ("kind", ctypes.c_long),
+        ("is_quantised", ctypes.c_long),
     )
 
 

@@ -1,6 +1,6 @@
 """Weights packed for the compiled products, and those products.
 
-weight  [out_features, in_features]  fp32, rows contiguous, or blocks of 4 or 8 bits (quantised.py); packed once, zeros
+weight  [out_features, in_features]  fp32, rows contiguous, or blocks of 4 to 8 bits (quantised.py); packed once, zeros
                                      behind the last output
 bias    [out_features] or None       fp32
 x       [rows, in_features]          fp32, rows contiguous, any distance apart
@@ -9,13 +9,15 @@ Bound by memory for few rows (the weights are read once), by compute from about 
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from trimtab_kernels.native.library import MatrixView, NativeLibrary
-from trimtab_kernels.native.quantised import QuantisedBlocks
+from trimtab_kernels.native.quantised import Form, MixedBlocks, QuantisedBlocks
 
 FLOAT_BYTES = 4
 ALIGNMENT = 64  # of a cache line
@@ -28,6 +30,8 @@ class PackedMatrix:
 
     library: NativeLibrary
     weight: torch.Tensor
+    panels: torch.Tensor
+    """[panels, 2] int64: the address of each, and its kind."""
     bias: torch.Tensor | None
     view: MatrixView
     is_gated: bool
@@ -68,31 +72,88 @@ def pack_matrix(
             rows.data_ptr(), weight.stride(0), out // parts, size,
             packed.data_ptr() + FLOAT_BYTES * part * library.panel * size, parts,
         )  # fmt: skip
-    bias = None if bias is None else bias.float().contiguous()
-    view = MatrixView(packed.data_ptr(), None if bias is None else bias.data_ptr(), out, size, FLOAT32)
-    return PackedMatrix(library, packed, bias, view, is_gated)
+    panel_bytes = FLOAT_BYTES * library.panel * size
+    table = [(packed.data_ptr() + place * panel_bytes, FLOAT32) for place in range(parts * panels)]
+    return _matrix(library, packed, table, bias, (out, size), is_gated=is_gated)
 
 
 def pack_blocks(
-    library: NativeLibrary, weight: QuantisedBlocks, bias: torch.Tensor | None = None, *, is_gated: bool = False
+    library: NativeLibrary,
+    weight: QuantisedBlocks | MixedBlocks,
+    bias: torch.Tensor | None = None,
+    *,
+    is_gated: bool = False,
 ) -> PackedMatrix:
-    """The same of a weight in blocks, which stay as they are but for their order. Raises ValueError likewise."""
+    """The same of a weight in blocks, whose numbers stay as they are but for their order. Raises ValueError likewise,
+    and where a part's rows are not whole panels."""
     out, size = weight.shape
-    parts, kind = 2 if is_gated else 1, weight.form.kind
-    if out % parts or (bias is not None and bias.shape != (out,)):
-        raise ValueError(f"pack_blocks: weight is {[out, size]} in {parts} parts, bias {bias}; they do not fit")
-    panel_bytes = library.functions.trimtab_panel_bytes(kind, size)
-    panels = -(-out // parts // library.panel)
-    packed = _aligned(parts * panels * panel_bytes // FLOAT_BYTES)
-    data = weight.data.contiguous()
-    for part in range(parts):
+    if out % (2 if is_gated else 1) or (bias is not None and bias.shape != (out,)):
+        raise ValueError(f"pack_blocks: weight is {[out, size]}, gated: {is_gated}, bias {bias}; they do not fit")
+    turns = [_halves(weight)] if is_gated else [(part,) for part in weight.parts]
+    if any(turn[0].shape[0] % library.panel for turn in turns[:-1]):
+        raise ValueError(f"pack_blocks: rows of several forms are no whole panels of {library.panel}")
+    packed = _aligned(sum(_packed_bytes(library, turn) for turn in turns) // FLOAT_BYTES)
+    table: list[tuple[int, int]] = []
+    at = packed.data_ptr()
+    for turn in turns:
+        table += _pack_in_turns(library, turn, at)
+        at += _packed_bytes(library, turn)
+    return _matrix(library, packed, table, bias, (out, size), is_gated=is_gated)
+
+
+def _packed_bytes(library: NativeLibrary, parts: Sequence[QuantisedBlocks]) -> int:
+    """Of parts with the same number of rows."""
+    rows, size = parts[0].shape
+    return -(-rows // library.panel) * sum(_panel_bytes(library, part.form, size) for part in parts)
+
+
+def _panel_bytes(library: NativeLibrary, form: Form, size: int) -> int:
+    return int(library.functions.trimtab_panel_bytes(form.kind, size))
+
+
+def _pack_in_turns(library: NativeLibrary, parts: Sequence[QuantisedBlocks], at: int) -> list[tuple[int, int]]:
+    """Panels of parts with the same number of rows, the first of each, the second of each, ...: addresses and kinds."""
+    rows, size = parts[0].shape
+    sizes = [_panel_bytes(library, part.form, size) for part in parts]
+    step, firsts = sum(sizes), [at + before for before in accumulate(sizes[:-1], initial=0)]
+    for part, first in zip(parts, firsts, strict=True):
+        data = part.data.contiguous()
         library.functions.trimtab_pack_blocks(
-            kind, data.data_ptr() + part * (out // parts) * data.stride(0), weight.form.block_bytes, out // parts,
-            size, packed.data_ptr() + part * panel_bytes, parts,
-        )  # fmt: skip
+            part.form.kind, data.data_ptr(), part.form.block_bytes, rows, size, first, step
+        )
+    return [
+        (first + panel * step, part.form.kind)
+        for panel in range(-(-rows // library.panel))
+        for part, first in zip(parts, firsts, strict=True)
+    ]
+
+
+def _halves(weight: QuantisedBlocks | MixedBlocks) -> tuple[QuantisedBlocks, QuantisedBlocks]:
+    """Gate's rows and up's. Raises ValueError where a form changes elsewhere than between them."""
+    half = weight.shape[0] // 2
+    if isinstance(weight, QuantisedBlocks):
+        first, second = (QuantisedBlocks(weight.form, data) for data in (weight.data[:half], weight.data[half:]))
+        return first, second
+    if [part.shape[0] for part in weight.parts] != [half, half]:
+        raise ValueError(f"pack_blocks: parts of {[part.shape[0] for part in weight.parts]} rows are no gate and up")
+    return weight.parts[0], weight.parts[1]
+
+
+def _matrix(
+    library: NativeLibrary,
+    packed: torch.Tensor,
+    table: list[tuple[int, int]],
+    bias: torch.Tensor | None,
+    shape: tuple[int, int],
+    *,
+    is_gated: bool,
+) -> PackedMatrix:
+    """`table`: the panels' addresses and kinds."""
+    panels = torch.tensor(table, dtype=torch.int64)
     bias = None if bias is None else bias.float().contiguous()
-    view = MatrixView(packed.data_ptr(), None if bias is None else bias.data_ptr(), out, size, kind)
-    return PackedMatrix(library, packed, bias, view, is_gated)
+    is_quantised = any(kind != FLOAT32 for _, kind in table)
+    view = MatrixView(panels.data_ptr(), None if bias is None else bias.data_ptr(), *shape, is_quantised)
+    return PackedMatrix(library, packed, panels, bias, view, is_gated)
 
 
 def _aligned(num_floats: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 /* Products with packed weights.  y[r][o] = sum_i x[r][i] * w[o][i]
  *
- * What is stored with 4 or 8 bits stays so (quantised.h). A float32 weight [out, in] is stored as panels of PANEL outputs, so that a tile reads it as one stream:
+ * What is stored with 4 to 8 bits stays so (quantised.h). A float32 weight [out, in] is stored as panels of PANEL
+ * outputs, so that a tile reads it as one stream:
  *
  *     packed  | in 0: o0 o1 .. o31 | in 1: o0 o1 .. o31 | ... || panel 1: in 0: o32 ..      (zeros behind the last o)
  *
@@ -13,9 +14,14 @@
 
 typedef struct {
     const char *weight; /* packed */
-    const float *bias;  /* [out] or NULL */
+    int64_t kind;       /* enum kind */
+} Panel;
+
+typedef struct {
+    const Panel *panels;
+    const float *bias; /* [out] or NULL */
     long out, in;
-    long kind; /* enum kind */
+    long is_quantised; /* all panels are; they may be of several kinds */
 } Matrix;
 
 #define NEAR_FLOATS 1024 /* with one tile per panel: how far ahead of its reading it fetches, 4 KiB */
@@ -115,8 +121,6 @@ INLINE void finish_panel(const float *sums, const float *bias, long count, long 
 INLINE long panels_of(long out) { return (out + PANEL - 1) / PANEL; }
 INLINE long at_most(long a, long b) { return a < b ? a : b; }
 
-INLINE const char *panel_of(const Matrix *m, long panel) { return m->weight + panel * panel_bytes(m->kind, m->in); }
-
 /* The rows of x in the form in which the matrix is multiplied: integers, made in this thread's scratch, or as they
  * are. */
 typedef struct {
@@ -127,7 +131,7 @@ typedef struct {
 
 INLINE Rows rows_for(const Matrix *m, const float *x, long ldx, long rows, float *scratch) {
     Rows made = {x, ldx, rows, {0}};
-    if (m->kind != FLOAT32) {
+    if (m->is_quantised) {
         made.integers = integers_at(scratch, m->in);
         integers_of(x, ldx, rows, made.integers);
     }
@@ -135,14 +139,15 @@ INLINE Rows rows_for(const Matrix *m, const float *x, long ldx, long rows, float
 }
 
 INLINE void sums_of_panel(const Matrix *m, const Rows *rows, long panel, float *sums) {
-    if (m->kind == FLOAT32)
-        multiply_panel(rows->x, rows->ldx, rows->rows, (const float *)panel_of(m, panel), m->in, sums);
+    const Panel *p = m->panels + panel;
+    if (m->is_quantised)
+        multiply_quantised_panel(p->kind, &rows->integers, rows->rows, p->weight, sums);
     else
-        multiply_quantised_panel(m->kind, &rows->integers, rows->rows, panel_of(m, panel), sums);
+        multiply_panel(rows->x, rows->ldx, rows->rows, (const float *)p->weight, m->in, sums);
 }
 
 /* How many rows are multiplied at once. */
-INLINE long rows_at_once(const Matrix *m, long rows) { return m->kind == FLOAT32 ? rows : at_most(ROWS_AT_ONCE, rows); }
+INLINE long rows_at_once(const Matrix *m, long rows) { return m->is_quantised ? at_most(ROWS_AT_ONCE, rows) : rows; }
 
 /* y[rows][out] = x . m, or y += x . m. This thread's panels; at most SLICE_ROWS rows. No barrier. */
 static void multiply(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy, int adds,

@@ -1,11 +1,20 @@
-/* Products with weights of 4 or 8 bits, multiplied as they are stored.  y[r][o] = sum_i x[r][i] * w[o][i]
+/* Products with weights of 4, 5, 6 or 8 bits, multiplied as they are stored.  y[r][o] = sum_i x[r][i] * w[o][i]
  *
- * A weight has groups of 32 inputs (GGUF's blocks): w = q * scale, q * scale + least, or (q - zero) * scale. A panel of PANEL outputs holds
- * its groups one behind the other, each as words of 32 bits, an output's in one lane, then its scales as float16:
+ * A weight has groups of 32 inputs (GGUF's blocks): w = q * scale, q * scale + least, or (q - zero) * scale. A panel of
+ * PANEL outputs holds its groups one behind the other, each as words of 32 bits, an output's in one lane, then its
+ * factors as float16:
  *
  *     group | word 0: o0 o1 .. o31 | word 1: .. | .. | scales: o0 .. o31 | least or zero: o0 .. o31 |
- *     a word of 4 bits  | q1' q1 | its lower half: inputs 0 2 4 6, its upper half: inputs 1 3 5 7, the first lowest
+ *     a word of 4 bits  | its lower half: inputs 0 2 4 6, its upper half: inputs 1 3 5 7, the first lowest
  *     a word of 8 bits  | bytes: inputs 0 2 1 3
+ *     5 and 6 bits      | 4 words of 4 bits, then one of fifth bits, or two of fifth and sixth ones in the same order:
+ *                       | a half has pairs 0 .. 15 (0 .. 7, 8 .. 15), the first lowest
+ *
+ * The forms of 256 inputs (Q4_K, Q5_K, Q6_K) have factors of factors: eight groups follow a head of float16, and the
+ * factors of a group are integers of 8 bits. Q6_K has a scale per 16 inputs.
+ *
+ *     head  | scales: o0 .. o31 | leasts: o0 .. o31, but not Q6_K |
+ *     group | words .. | scales: o0 .. o31 | leasts, Q6_K: scales of the last 16 inputs |
  *
  * so that shifts and masks leave pairs of neighbouring inputs in the halves of a lane. x becomes integers of 16 bits
  * with one scale per group: the largest is 32767, so that what is lost of x is 2^-16 of it, less than what sums in
@@ -18,10 +27,11 @@
 #endif
 
 #define GROUP 32
+#define SUPER 256 /* inputs below one head */
 #define ROWS_AT_ONCE 24 /* turned into integers together, by each thread for itself: x of 8192 inputs takes 400 KiB */
 #define LEAST_X 1e-30f  /* a group whose largest is below adds nothing */
 
-enum kind { FLOAT32, Q4_0, Q4_1, Q8_0, Q4_ZEROS };
+enum kind { FLOAT32, Q4_0, Q4_1, Q8_0, Q4_ZEROS, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
 
 #if defined(__AVX512F__)
 #define QUANTISED_ROWS 6 /* rows of a tile: 12 sums of 32 registers */
@@ -34,6 +44,8 @@ typedef uint16_t halfwords __attribute__((vector_size(4 * WIDTH)));
 typedef int16_t pairs __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t narrow __attribute__((vector_size(2 * WIDTH)));
 typedef int16_t signed_narrow __attribute__((vector_size(2 * WIDTH)));
+typedef uint8_t octets __attribute__((vector_size(WIDTH)));
+typedef int8_t signed_octets __attribute__((vector_size(WIDTH)));
 
 typedef struct {
     int16_t *values; /* [ROWS_AT_ONCE, in] */
@@ -44,16 +56,36 @@ typedef struct {
 
 INLINE long words_of(enum kind kind) { return kind == Q8_0 ? 8 : 4; }
 
-INLINE int has_two_factors(enum kind kind) { return kind == Q4_1 || kind == Q4_ZEROS; }
+/* Words of what a number has beyond 4 bits. */
+INLINE long high_words_of(enum kind kind) {
+    return kind == Q6_K ? 2 : kind == Q5_0 || kind == Q5_1 || kind == Q5_K ? 1 : 0;
+}
+
+INLINE int has_leasts_head(enum kind kind) { return kind == Q4_K || kind == Q5_K; }
+
+INLINE int has_head(enum kind kind) { return has_leasts_head(kind) || kind == Q6_K; }
+
+INLINE int has_least(enum kind kind) { return kind == Q4_1 || kind == Q5_1; }
+
+INLINE int has_two_factors(enum kind kind) { return has_least(kind) || kind == Q4_ZEROS; }
+
+/* What is taken from every stored number. */
+INLINE int offset_of(enum kind kind) { return kind == Q4_0 ? 8 : kind == Q5_0 ? 16 : 0; }
+
+/* Scales of a group. */
+INLINE long parts_of(enum kind kind) { return kind == Q6_K ? 2 : 1; }
 
 /* Bytes of a group of a panel. */
 INLINE long group_bytes(enum kind kind) {
-    return PANEL * (4 * words_of(kind) + (has_two_factors(kind) ? 4 : 2));
+    return PANEL * (4 * (words_of(kind) + high_words_of(kind)) + (has_two_factors(kind) ? 4 : 2));
 }
+
+/* Bytes before eight groups of a panel. */
+INLINE long head_bytes(enum kind kind) { return has_head(kind) ? PANEL * (has_leasts_head(kind) ? 4 : 2) : 0; }
 
 /* Bytes of a panel of `in` inputs. */
 INLINE long panel_bytes(enum kind kind, long in) {
-    return kind == FLOAT32 ? 4 * PANEL * in : in / GROUP * group_bytes(kind);
+    return kind == FLOAT32 ? 4 * PANEL * in : in / GROUP * group_bytes(kind) + in / SUPER * head_bytes(kind);
 }
 
 /* Floats of one thread's Integers; the scratch memory of a thread begins on a cache line. */
@@ -143,58 +175,114 @@ static void integers_of(const float *x, long ldx, long rows, Integers to) {
                 to_integers(x + r * ldx + g * GROUP, to.values + r * to.in + g * GROUP, to.totals + r * groups + g);
 }
 
-/* The pair of inputs `k` of a word: two of its eight numbers of 4 bits, or of its four of 8. */
-INLINE pairs pair_of(enum kind kind, words word, int k) {
+/* The pair of inputs `k` of word `w`: two of its eight numbers of 4 bits with their higher ones, or of its four of 8.
+ * Numbers of Q6_K come less 32: the two highest bits are those of a signed number. */
+INLINE pairs pair_of(enum kind kind, words word, words high, int w, int k) {
     if (kind == Q8_0) return k ? (pairs)word >> 8 : (pairs)((halfwords)word << 8) >> 8;
     halfwords shifted = (halfwords)word >> (4 * k);
+    int pair = 4 * w + k;
+    if (kind == Q6_K)
+        return (pairs)(shifted & 15) | ((pairs)((halfwords)high << (14 - pair % 8 * 2)) >> 10 & ~15);
+    if (high_words_of(kind)) {
+        halfwords fifth = pair < 4 ? (halfwords)high << (4 - pair) : (halfwords)high >> (pair - 4);
+        return (pairs)((shifted & 15) | (fifth & 16));
+    }
     return (pairs)(k == 3 ? shifted : shifted & 15);
+}
+
+INLINE vec load_octets(const void *p) {
+    octets stored;
+    memcpy(&stored, p, sizeof stored);
+    return __builtin_convertvector(__builtin_convertvector(stored, mask), vec);
+}
+
+INLINE vec load_signed_octets(const void *p) {
+    signed_octets stored;
+    memcpy(&stored, p, sizeof stored);
+    return __builtin_convertvector(__builtin_convertvector(stored, mask), vec);
+}
+
+/* Of WIDTH outputs from `output` on. `second`: least or zero. */
+typedef struct {
+    vec scale, second;
+} Factors;
+
+/* `part`: of a group's scales. */
+INLINE Factors load_factors(enum kind kind, const char *head, const char *factors, long part, long output) {
+    Factors f = {splat(0.0f), splat(0.0f)};
+    if (has_head(kind)) {
+        const uint16_t *of_all = (const uint16_t *)head + output;
+        const char *own = factors + output;
+        if (kind == Q6_K) {
+            f.scale = load_halves(of_all) * load_signed_octets(own + part * PANEL);
+        } else {
+            f.scale = load_halves(of_all) * load_octets(own);
+            f.second = load_halves(of_all + PANEL) * -load_octets(own + PANEL);
+        }
+    } else {
+        const uint16_t *own = (const uint16_t *)factors + output;
+        f.scale = load_halves(own);
+        if (has_two_factors(kind)) f.second = load_halves(own + PANEL);
+    }
+    return f;
 }
 
 /* sums[R][PANEL] += x . panel, for R rows of integers from row `first` on. */
 #define QUANTISED_TILE(KIND, R)                                                                                        \
     static void quantised_##KIND##_##R(const Integers *x, long first, const char *panel, float *sums) {                \
         long groups = x->in / GROUP;                                                                                   \
+        const char *head = panel;                                                                                      \
         vec total[R][PANEL_VECTORS];                                                                                   \
         _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                                           \
             _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) total[r][v] = splat(0.0f);                 \
         for (long g = 0; g < groups; g++, panel += group_bytes(KIND)) {                                                \
-            mask sum[R][PANEL_VECTORS];                                                                                \
+            if (has_head(KIND) && g % (SUPER / GROUP) == 0) {                                                          \
+                head = panel;                                                                                          \
+                panel += head_bytes(KIND);                                                                             \
+            }                                                                                                          \
             const int16_t *values = x->values + first * x->in + g * GROUP;                                             \
+            const char *highs = panel + 4 * PANEL * words_of(KIND);                                                    \
+            const char *factors = highs + 4 * PANEL * high_words_of(KIND);                                             \
             for (long line = 0; line < group_bytes(KIND); line += 64)                                                  \
                 __builtin_prefetch(panel + line + 4096, 0, 3);                                                         \
-            _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                                       \
-                _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++)                                        \
-                    sum[r][v] = (mask){0} - (KIND == Q4_0 ? 8 * x->totals[(first + r) * groups + g] : 0);              \
-            _Pragma("GCC unroll 8") for (int w = 0; w < words_of(KIND); w++) {                                         \
-                words word[PANEL_VECTORS];                                                                             \
-                _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++)                                        \
-                    word[v] = load_words(panel + 4 * (w * PANEL + v * WIDTH));                                         \
-                _Pragma("GCC unroll 4") for (int k = 0; k < 16 / words_of(KIND); k++) {                                \
-                    pairs part[PANEL_VECTORS];                                                                         \
+            _Pragma("GCC unroll 2") for (int p = 0; p < parts_of(KIND); p++) {                                         \
+                mask sum[R][PANEL_VECTORS];                                                                            \
+                _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                                   \
                     _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++)                                    \
-                        part[v] = pair_of(KIND, word[v], k);                                                           \
-                    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                             \
-                        int32_t pair;                                                                                  \
-                        memcpy(&pair, values + r * x->in + w * (GROUP / words_of(KIND)) + 2 * k, sizeof pair);         \
-                        pairs both = (pairs)((mask){0} + pair);                                                        \
-                        _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) {                              \
-                            sum[r][v] += multiply_pairs(part[v], both);                                                \
-                            if (R > 2) MADE_HERE(sum[r][v]);                                                           \
+                        sum[r][v] = (mask){0} -                                                                        \
+                                    (offset_of(KIND) ? offset_of(KIND) * x->totals[(first + r) * groups + g] : 0);     \
+                _Pragma("GCC unroll 8") for (int i = 0; i < words_of(KIND) / parts_of(KIND); i++) {                    \
+                    int w = p * words_of(KIND) / parts_of(KIND) + i;                                                   \
+                    words word[PANEL_VECTORS], high[PANEL_VECTORS];                                                    \
+                    _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) {                                  \
+                        word[v] = high[v] = load_words(panel + 4 * (w * PANEL + v * WIDTH));                           \
+                        if (high_words_of(KIND)) high[v] = load_words(highs + 4 * (p * PANEL + v * WIDTH));            \
+                    }                                                                                                  \
+                    _Pragma("GCC unroll 4") for (int k = 0; k < 16 / words_of(KIND); k++) {                            \
+                        pairs part[PANEL_VECTORS];                                                                     \
+                        _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++)                                \
+                            part[v] = pair_of(KIND, word[v], high[v], w, k);                                           \
+                        _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                         \
+                            int32_t pair;                                                                              \
+                            memcpy(&pair, values + r * x->in + w * (GROUP / words_of(KIND)) + 2 * k, sizeof pair);     \
+                            pairs both = (pairs)((mask){0} + pair);                                                    \
+                            _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) {                          \
+                                sum[r][v] += multiply_pairs(part[v], both);                                            \
+                                if (R > 2) MADE_HERE(sum[r][v]);                                                       \
+                            }                                                                                          \
                         }                                                                                              \
                     }                                                                                                  \
                 }                                                                                                      \
-            }                                                                                                          \
-            const uint16_t *scales = (const uint16_t *)(panel + 4 * PANEL * words_of(KIND));                           \
-            _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) {                                          \
-                vec scale = load_halves(scales + v * WIDTH);                                                           \
-                vec second = has_two_factors(KIND) ? load_halves(scales + PANEL + v * WIDTH) : scale;                  \
-                _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                                 \
-                    long at = (first + r) * groups + g;                                                                \
-                    vec part = __builtin_convertvector(sum[r][v], vec);                                                \
-                    if (KIND == Q4_ZEROS) part -= second * (float)x->totals[at]; /* below 2^24: exact */               \
-                    part *= scale;                                                                                     \
-                    if (KIND == Q4_1) part += second * (float)x->totals[at];                                           \
-                    total[r][v] += part * x->scales[at];                                                               \
+                _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) {                                      \
+                    Factors f = load_factors(KIND, head, factors, p, v * WIDTH);                                       \
+                    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                             \
+                        long at = (first + r) * groups + g;                                                            \
+                        vec part = __builtin_convertvector(sum[r][v], vec);                                            \
+                        if (KIND == Q4_ZEROS) part -= f.second * (float)x->totals[at]; /* below 2^24: exact */         \
+                        part *= f.scale;                                                                               \
+                        if (has_least(KIND) || has_leasts_head(KIND)) part += f.second * (float)x->totals[at];         \
+                        total[r][v] += part * x->scales[at];                                                           \
+                    }                                                                                                  \
                 }                                                                                                      \
             }                                                                                                          \
         }                                                                                                              \
@@ -214,12 +302,14 @@ INLINE pairs pair_of(enum kind kind, words word, int k) {
 #define QUANTISED_TILES(KIND) QUANTISED_TILE(KIND, 1) QUANTISED_TILE(KIND, 2) QUANTISED_TILE(KIND, 3)
 #define QUANTISED_NAMES(KIND) {quantised_##KIND##_1, quantised_##KIND##_2, quantised_##KIND##_3}
 #endif
-QUANTISED_TILES(Q4_0) QUANTISED_TILES(Q4_1) QUANTISED_TILES(Q8_0) QUANTISED_TILES(Q4_ZEROS)
+QUANTISED_TILES(Q4_0) QUANTISED_TILES(Q4_1) QUANTISED_TILES(Q8_0) QUANTISED_TILES(Q4_ZEROS) QUANTISED_TILES(Q5_0)
+QUANTISED_TILES(Q5_1) QUANTISED_TILES(Q4_K) QUANTISED_TILES(Q5_K) QUANTISED_TILES(Q6_K)
 
 typedef void (*quantised_function)(const Integers *, long, const char *, float *);
 static const quantised_function quantised_tiles[][QUANTISED_ROWS] = {
     [Q4_0] = QUANTISED_NAMES(Q4_0), [Q4_1] = QUANTISED_NAMES(Q4_1), [Q8_0] = QUANTISED_NAMES(Q8_0),
-    [Q4_ZEROS] = QUANTISED_NAMES(Q4_ZEROS)};
+    [Q4_ZEROS] = QUANTISED_NAMES(Q4_ZEROS), [Q5_0] = QUANTISED_NAMES(Q5_0), [Q5_1] = QUANTISED_NAMES(Q5_1),
+    [Q4_K] = QUANTISED_NAMES(Q4_K), [Q5_K] = QUANTISED_NAMES(Q5_K), [Q6_K] = QUANTISED_NAMES(Q6_K)};
 
 /* sums[rows][PANEL] = x . panel */
 static void multiply_quantised_panel(enum kind kind, const Integers *x, long rows, const char *panel, float *sums) {
@@ -230,23 +320,97 @@ static void multiply_quantised_panel(enum kind kind, const Integers *x, long row
     }
 }
 
-/* One group of one output, from GGUF's block of it. There the lower halves of 16 bytes are inputs 0 .. 15, the upper
- * ones 16 .. 31, scale and least come first, and 8 bits are in order. */
-INLINE void pack_group(enum kind kind, const uint8_t *block, long output, char *group) {
-    const uint8_t *q = block + (has_two_factors(kind) ? 4 : 2);
-    for (int w = 0; w < words_of(kind); w++) {
-        uint32_t word = 0;
-        if (kind == Q8_0)
-            word = q[4 * w] | (uint32_t)q[4 * w + 2] << 8 | (uint32_t)q[4 * w + 1] << 16 | (uint32_t)q[4 * w + 3] << 24;
-        else
-            for (int i = 0; i < 8; i++) {
-                int input = 8 * w + i;
-                uint32_t value = input < 16 ? q[input] & 15 : q[input - 16] >> 4;
-                word |= value << (i % 2 * 16 + i / 2 * 4);
-            }
-        memcpy(group + 4 * (w * PANEL + output), &word, 4);
+/* Number `i` of 32 in 16 bytes: the lower halves are 0 .. 15, the upper ones 16 .. 31. */
+INLINE uint32_t nibble_of(const uint8_t *q, int i) { return i < GROUP / 2 ? q[i] & 15 : q[i - GROUP / 2] >> 4; }
+
+INLINE uint32_t bit_of(const uint8_t *bits, int i) { return bits[i / 8] >> i % 8 & 1; }
+
+/* Number `i` of a block's group, as GGUF stores it. */
+INLINE uint32_t number_of(enum kind kind, const uint8_t *block, long group, int i) {
+    long half = group / 4, quarter = group % 4;
+    switch (kind) {
+    case Q8_0: return block[2 + i];
+    case Q5_0: return nibble_of(block + 6, i) | bit_of(block + 2, i) << 4;
+    case Q5_1: return nibble_of(block + 8, i) | bit_of(block + 4, i) << 4;
+    case Q4_K: return block[16 + group / 2 * GROUP + i] >> group % 2 * 4 & 15;
+    case Q5_K: return (block[48 + group / 2 * GROUP + i] >> group % 2 * 4 & 15) | (block[16 + i] >> group & 1) << 4;
+    case Q6_K:
+        return (block[half * 64 + quarter % 2 * GROUP + i] >> quarter / 2 * 4 & 15) |
+               (block[128 + half * GROUP + i] >> quarter * 2 & 3) << 4;
+    default: return nibble_of(block + (has_two_factors(kind) ? 4 : 2), i);
     }
-    char *scales = group + 4 * PANEL * words_of(kind);
-    memcpy(scales + 2 * output, block, 2);
-    if (has_two_factors(kind)) memcpy(scales + 2 * (PANEL + output), block + 2, 2);
+}
+
+/* Word `w` of a group, its numbers' lower 4 bits or all 8. */
+INLINE uint32_t word_of(enum kind kind, const uint8_t *block, long group, int w) {
+    uint32_t word = 0;
+    int count = GROUP / words_of(kind), bits = 32 / count;
+    for (int i = 0; i < count; i++) {
+        uint32_t number = number_of(kind, block, group, count * w + i) & (kind == Q8_0 ? 255 : 15);
+        word |= number << (i % 2 * 16 + i / 2 * bits);
+    }
+    return word;
+}
+
+/* Word `w` of the higher bits of a group's numbers. */
+INLINE uint32_t high_word_of(enum kind kind, const uint8_t *block, long group, int w) {
+    uint32_t word = 0;
+    int count = GROUP / high_words_of(kind), bits = 32 / count;
+    for (int i = 0; i < count; i++) {
+        uint32_t high = number_of(kind, block, group, count * w + i) >> 4;
+        word |= (kind == Q6_K ? high ^ 2 : high) << (i % 2 * 16 + i / 2 * bits);
+    }
+    return word;
+}
+
+/* A group's scale and least of Q4_K and Q5_K, 6 bits each: eight of either in 12 bytes. */
+INLINE void unpack_factors(const uint8_t *stored, long group, char *scale, char *least) {
+    if (group < 4) {
+        *scale = stored[group] & 63;
+        *least = stored[group + 4] & 63;
+    } else {
+        *scale = (stored[group + 4] & 15) | stored[group - 4] >> 6 << 4;
+        *least = stored[group + 4] >> 4 | stored[group] >> 6 << 4;
+    }
+}
+
+/* The head of one output's eight groups. */
+INLINE void pack_head(enum kind kind, const uint8_t *block, long output, char *head) {
+    memcpy(head + 2 * output, block + (kind == Q6_K ? 208 : 0), 2);
+    if (has_leasts_head(kind)) memcpy(head + 2 * (PANEL + output), block + 2, 2);
+}
+
+/* One group of one output, from GGUF's block of it. */
+INLINE void pack_group(enum kind kind, const uint8_t *block, long group, long output, char *to) {
+    for (int w = 0; w < words_of(kind); w++, to += 4 * PANEL) {
+        uint32_t word = word_of(kind, block, group, w);
+        memcpy(to + 4 * output, &word, 4);
+    }
+    for (int w = 0; w < high_words_of(kind); w++, to += 4 * PANEL) {
+        uint32_t word = high_word_of(kind, block, group, w);
+        memcpy(to + 4 * output, &word, 4);
+    }
+    if (has_leasts_head(kind)) {
+        unpack_factors(block + 4, group, to + output, to + PANEL + output);
+    } else if (kind == Q6_K) {
+        to[output] = block[192 + 2 * group];
+        to[PANEL + output] = block[192 + 2 * group + 1];
+    } else {
+        memcpy(to + 2 * output, block, 2);
+        if (has_two_factors(kind)) memcpy(to + 2 * (PANEL + output), block + 2, 2);
+    }
+}
+
+/* A panel of the outputs whose blocks lie row_bytes apart. Outputs behind the last are zeros. */
+INLINE void pack_panel(enum kind kind, const uint8_t *blocks, long block_bytes, long outputs, long in, char *panel) {
+    long together = has_head(kind) ? SUPER / GROUP : 1, row_bytes = in / GROUP / together * block_bytes;
+    memset(panel, 0, panel_bytes(kind, in));
+    for (long g = 0; g < in / GROUP; g++, blocks += g % together ? 0 : block_bytes) {
+        if (has_head(kind) && g % together == 0) {
+            for (long c = 0; c < outputs; c++) pack_head(kind, blocks + c * row_bytes, c, panel);
+            panel += head_bytes(kind);
+        }
+        for (long c = 0; c < outputs; c++) pack_group(kind, blocks + c * row_bytes, g % together, c, panel);
+        panel += group_bytes(kind);
+    }
 }

@@ -1,6 +1,7 @@
-"""GGUF files whose blocks of 4 and 8 bits are multiplied as they are: what their restored weights compute, smaller."""
+"""GGUF files whose blocks of 4 to 8 bits are multiplied as they are: what their restored weights compute, smaller."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,20 @@ import gguf
 import numpy
 import pytest
 import torch
+from gguf_blocks import stored_matrix
 from safetensors.torch import save_file
 from trimtab_engine.config.quantization import Quantization
-from trimtab_engine.layers.linear import library_for
+from trimtab_engine.layers.linear import Linear, library_for
 from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
 from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
 from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.registry import open_model, parse_model_config
-from trimtab_engine.runner.model_runner import bytes_to_hold
-from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, LAYER_NAMES, PACKED_TYPES, GgufSource
+from trimtab_engine.runner.model_runner import bytes_to_hold, say_what_was_restored
+from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, LAYER_NAMES, GgufSource
 from trimtab_kernels.native.quantised import FORMS, QuantisedBlocks
 
 CPU = torch.device("cpu")
-HIDDEN, WIDE, VOCABULARY, HEAD = 64, 96, 97, 16
+HIDDEN, WIDE, VOCABULARY, HEAD = 256, 512, 97, 64
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": VOCABULARY,
@@ -36,7 +38,7 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
 }
-QKV = {"q_proj": (0, 64), "k_proj": (0, 32), "v_proj": (0, 32)}
+QKV = {"q_proj": (0, 256), "k_proj": (0, 128), "v_proj": (0, 128)}
 ATTENTION = "model.layers.0.self_attn."
 pytestmark = pytest.mark.skipif(library_for(torch.float32, CPU) is None, reason="the operators are not compiled here")
 
@@ -63,8 +65,7 @@ def a_gguf(file: Path, kind_of: Callable[[str], str]) -> GgufSource:
             writer.add_tensor(short, numpy.ones(shape, dtype=numpy.float32))
             continue
         kind = gguf.GGMLQuantizationType[kind_of(name)]
-        numbers = torch.randn(shape, generator=generator).numpy() * 0.2
-        writer.add_tensor(short, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+        writer.add_tensor(short, stored_matrix(kind.name, shape, generator), raw_dtype=kind)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
@@ -90,48 +91,90 @@ def logprobs(model: Path) -> torch.Tensor:
     return torch.tensor(engine_builders.logprobs_of(model, VOCABULARY))
 
 
-def test_what_is_packed_is_what_the_kernels_multiply() -> None:
-    assert set(PACKED_TYPES) == set(FORMS)
-
-
-@pytest.mark.parametrize("name", PACKED_TYPES)
+@pytest.mark.parametrize("name", FORMS)
 def test_a_packed_model_computes_what_its_restored_weights_compute(tmp_path: Path, name: str) -> None:
     source = a_gguf(tmp_path / "model.gguf", lambda tensor: name)
     packed = logprobs(tmp_path / "model.gguf")
     torch.testing.assert_close(packed, logprobs(restored(source, tmp_path / "restored")), atol=2e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", PACKED_TYPES)
+@pytest.mark.parametrize("name", FORMS)
 def test_ranks_parts_are_parts_of_the_whole(tmp_path: Path, name: str) -> None:
     load = a_loader(a_gguf(tmp_path / "model.gguf", lambda tensor: name))
     x = torch.randn(3, HIDDEN)
-    whole = load.joined(ATTENTION, {"q_proj": (0, 64)})(x)
-    parts = [load.joined(ATTENTION, {"q_proj": rows})(x) for rows in ((0, 32), (32, 64))]
+    whole = load.joined(ATTENTION, {"q_proj": (0, 256)})(x)
+    parts = [load.joined(ATTENTION, {"q_proj": rows})(x) for rows in ((0, 64), (64, 256))]
     assert torch.equal(torch.cat(parts, dim=1), whole)
     x = torch.randn(3, WIDE)
     down = "model.layers.1.mlp.down_proj"
-    summed = load.part_of_sum(down, (0, 32))(x[:, :32]) + load.part_of_sum(down, (32, WIDE))(x[:, 32:])
+    summed = load.part_of_sum(down, (0, 256))(x[:, :256]) + load.part_of_sum(down, (256, WIDE))(x[:, 256:])
     torch.testing.assert_close(summed, load.part_of_sum(down, (0, WIDE))(x), atol=1e-4, rtol=1e-4)
+    assert load.restored == []
 
 
-def test_columns_that_cut_a_block_are_multiplied_restored(tmp_path: Path) -> None:
-    source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q4_0")
-    down = "model.layers.0.mlp.down_proj"
-    assert source.blocks(f"{down}.weight", columns=(0, 48)) is None
-    x = torch.randn(2, 48)
-    expected = x @ source.tensor(f"{down}.weight", columns=(48, WIDE)).t()
-    torch.testing.assert_close(a_loader(source).part_of_sum(down, (48, WIDE))(x), expected, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize(("name", "cut"), [("Q4_0", 48), ("Q4_K", 128)])
+def test_columns_that_cut_a_block_are_multiplied_restored_and_named(tmp_path: Path, name: str, cut: int) -> None:
+    source = a_gguf(tmp_path / "model.gguf", lambda tensor: name)
+    load, down = a_loader(source), "model.layers.0.mlp.down_proj"
+    assert source.blocks(f"{down}.weight", columns=(0, cut)) is None
+    x = torch.randn(2, WIDE - cut)
+    expected = x @ source.tensor(f"{down}.weight", columns=(cut, WIDE)).t()
+    torch.testing.assert_close(load.part_of_sum(down, (cut, WIDE))(x), expected, atol=1e-4, rtol=1e-4)
+    assert load.restored == [f"model.layers.*.mlp.down_proj.weight ({name})"]
 
 
-def test_rows_of_two_types_are_multiplied_together_restored(tmp_path: Path) -> None:
-    source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q8_0" if "v_proj" in tensor else "Q4_0")
-    x = torch.randn(2, HIDDEN)
+def kinds_of_q4_k_m(tensor: str) -> str:
+    """What llama.cpp's Q4_K_M makes of the first layer: values and down projections in more bits."""
+    if tensor == "model.embed_tokens.weight" or "lm_head" in tensor:
+        return "Q6_K"
+    return "Q6_K" if "layers.0" in tensor and ("v_proj" in tensor or "down_proj" in tensor) else "Q4_K"
+
+
+def test_rows_of_two_types_are_multiplied_together_as_they_are_stored(tmp_path: Path) -> None:
+    source = a_gguf(tmp_path / "model.gguf", kinds_of_q4_k_m)
+    load, x = a_loader(source), torch.randn(2, HIDDEN)
     expected = x @ torch.cat([source.tensor(f"{ATTENTION}{name}.weight") for name in QKV]).t()
-    torch.testing.assert_close(a_loader(source).joined(ATTENTION, QKV)(x), expected, atol=1e-5, rtol=1e-5)
+    actual = load.joined(ATTENTION, QKV)
+    assert isinstance(actual, Linear)
+    assert actual.native is not None
+    assert actual.native.weight.numel() * 4 == 384 * 148 + 128 * 210
+    torch.testing.assert_close(actual(x), expected, atol=1e-3, rtol=1e-4)
+    assert load.restored == []
 
 
-def test_the_vocabulary_is_looked_up_and_multiplied_as_it_is_stored(tmp_path: Path) -> None:
-    source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q8_0")
+def test_a_model_of_llama_cpps_usual_mixture_computes_what_its_restored_weights_compute(tmp_path: Path) -> None:
+    source = a_gguf(tmp_path / "model.gguf", kinds_of_q4_k_m)
+    packed = logprobs(tmp_path / "model.gguf")
+    torch.testing.assert_close(packed, logprobs(restored(source, tmp_path / "restored")), atol=2e-3, rtol=1e-4)
+
+
+def test_a_type_that_changes_within_a_panel_is_multiplied_restored_and_named(tmp_path: Path) -> None:
+    source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q8_0" if "up_proj" in tensor else "Q4_0")
+    load, x, mlp = a_loader(source), torch.randn(2, HIDDEN), "model.layers.0.mlp."
+    rows = {"gate_proj": (0, 16), "up_proj": (0, 16)}
+    weights = [source.tensor(f"{mlp}{name}.weight", rows=span) for name, span in rows.items()]
+    torch.testing.assert_close(load.joined(mlp, rows)(x), x @ torch.cat(weights).t(), atol=1e-4, rtol=1e-4)
+    types = {"gate": "Q4_0", "up": "Q8_0"}
+    assert load.restored == [f"model.layers.*.mlp.{name}_proj.weight ({kind})" for name, kind in types.items()]
+
+
+def test_the_log_names_what_is_held_larger_than_it_is_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q4_K" if "proj" in tensor else "BF16")
+    caplog.set_level(logging.INFO)
+    logprobs(tmp_path / "model.gguf")
+    assert "weights: restored" not in caplog.text
+    load = Loader(source, torch.bfloat16, CPU, lambda count: None)
+    for layer in range(2):
+        load.part_of_sum(f"model.layers.{layer}.mlp.down_proj", (0, WIDE))
+    load.vocabulary("model.embed_tokens.weight", rows=None)
+    say_what_was_restored(load)
+    assert "weights: restored to bfloat16 as they loaded: 2 x model.layers.*.mlp.down_proj.weight (Q4_K)" in caplog.text
+    assert "embed_tokens" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K"])
+def test_the_vocabulary_is_looked_up_and_multiplied_as_it_is_stored(tmp_path: Path, kind: str) -> None:
+    source = a_gguf(tmp_path / "model.gguf", lambda tensor: kind)
     load, name = a_loader(source), "model.embed_tokens.weight"
     table, ids = load.vocabulary(name, rows=None), torch.tensor([3, 96, 3, 0])
     assert isinstance(table, QuantisedBlocks)
@@ -150,13 +193,14 @@ def test_a_table_is_looked_up_where_the_file_is_mapped_so_that_the_packed_one_is
     assert first.data.data_ptr() == second.data.data_ptr()
 
 
-def test_the_bytes_before_loading_are_those_that_are_stored(tmp_path: Path) -> None:
-    source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q4_0" if "proj" in tensor else "F32")
+@pytest.mark.parametrize(("kind", "size", "numbers"), [("Q4_0", 18, 32), ("Q4_K", 148, 256), ("Q6_K", 210, 256)])
+def test_the_bytes_before_loading_are_those_that_are_held(tmp_path: Path, kind: str, size: int, numbers: int) -> None:
+    source = a_gguf(tmp_path / "model.gguf", lambda tensor: kind if "proj" in tensor else "F32")
     tensors = expected_tensors(parse_model_config(source.config, {}, "model.gguf"))
     projections = sum(tensor.num_elements for name, tensor in tensors.items() if "proj" in name)
     others = sum(tensor.num_elements for name, tensor in tensors.items() if "proj" not in name)
     held = bytes_to_hold(source, tensors, None, torch.float32, CPU)
-    assert held == projections * 18 // 32 + 4 * others
+    assert held == projections * size // numbers + 4 * others
     assert bytes_to_hold(source, tensors, None, torch.bfloat16, CPU) == 2 * (projections + others)
 
 

@@ -1,25 +1,51 @@
-"""Products with weights of 4 and 8 bits: those of the weights that ggml makes of the same blocks."""
+"""Products with weights of 4 to 8 bits: those of the weights that ggml makes of the same blocks."""
 
 import gguf
 import pytest
 import torch
 from trimtab_kernels.native.library import NativeLibrary
 from trimtab_kernels.native.matrix import multiply_reference, pack_blocks
-from trimtab_kernels.native.quantised import FORMS, GROUP, WITH_ZEROS, QuantisedBlocks, joined
+from trimtab_kernels.native.quantised import FORMS, GROUP, WITH_ZEROS, MixedBlocks, QuantisedBlocks, joined
 
 NAMES = (*FORMS, WITH_ZEROS.name)
+FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where a block has its numbers of float16; elsewhere it begins with one."""
+BITS = {
+    "Q4_0": 4.5,
+    "Q4_1": 5.0,
+    "zeros": 5.0,
+    "Q5_0": 5.5,
+    "Q5_1": 6.0,
+    "Q8_0": 8.5,
+    "Q4_K": 4.625,
+    "Q5_K": 5.625,
+    "Q6_K": 6.5625,
+}
+"""Of a weight that is packed."""
 STEP = 1 / 32767
 """Of x: what its integers are apart, as a part of a group's largest."""
 
 
 def a_weight(name: str, out: int, size: int, seed: int = 0) -> tuple[QuantisedBlocks, torch.Tensor]:
-    """Blocks of random numbers, and what ggml's own code makes of them; where it has no such form, this page."""
+    """Blocks of random bits, but for factors that are finite numbers, and what ggml's own code makes of them; where it
+    has no such form, this page."""
     if name == WITH_ZEROS.name:
         return a_weight_with_zeros(out, size, seed)
-    kind = gguf.GGMLQuantizationType[name]
-    numbers = torch.randn(out, size, generator=torch.Generator().manual_seed(seed))
-    stored = gguf.quants.quantize(numbers.numpy(), kind)
-    return QuantisedBlocks(FORMS[name], torch.tensor(stored)), torch.tensor(gguf.quants.dequantize(stored, kind))
+    form, generator = FORMS[name], torch.Generator().manual_seed(seed)
+    count = out * (size // form.numbers)
+    data = torch.randint(256, (count, form.block_bytes), dtype=torch.uint8, generator=generator)
+    for place in FACTORS.get(name, (0,)):
+        factors = torch.randn(count, 1, generator=generator).half()
+        data[:, place : place + 2] = factors.view(torch.uint8)
+    data = data.view(out, -1)
+    weight = gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[name])
+    return QuantisedBlocks(form, data), torch.tensor(weight)
+
+
+def whole_blocks(name: str, size: int) -> int:
+    """A size near this one that such blocks fill."""
+    numbers = GROUP if name == WITH_ZEROS.name else FORMS[name].numbers
+    return -(-size // numbers) * numbers
 
 
 def a_weight_with_zeros(out: int, size: int, seed: int) -> tuple[QuantisedBlocks, torch.Tensor]:
@@ -37,23 +63,27 @@ def rows_of(count: int, size: int) -> torch.Tensor:
 
 
 def check(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Each number of x is off by half a step of its group at most, and float32 sums are off by their own rounding."""
+    """Each number of x is off by half a step of its group at most, and float32 sums are off by their own rounding: of
+    what is summed, which in blocks with a least is more than the weight."""
     steps = x.view(x.shape[0], -1, GROUP).abs().amax(dim=2, keepdim=True).expand(-1, -1, GROUP).reshape(x.shape) * STEP
-    epsilon = 8 * torch.finfo(torch.float32).eps
-    allowed = (0.5 * steps + epsilon * x.abs()).double() @ weight.double().abs().t() + 1e-30
+    summed = weight.abs() + 2 * weight.view(len(weight), -1, GROUP).abs().amax(dim=2).repeat_interleave(GROUP, dim=1)
+    allowed = 0.5 * steps.double() @ weight.double().abs().t() + 1e-30
+    allowed += 8 * torch.finfo(torch.float32).eps * x.double().abs() @ summed.double().t()
     assert ((actual.double() - x.double() @ weight.double().t()).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_restored_weights_are_ggmls_bit_for_bit(name: str) -> None:
-    blocks, weight = a_weight(name, 7, 96)
-    assert blocks.shape == (7, 96)
+    size = whole_blocks(name, 600)
+    blocks, weight = a_weight(name, 50, size)
+    assert blocks.shape == (50, size)
     assert torch.equal(blocks.restored(), weight)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("out", "size"), [(1, 32), (7, 96), (71, 576), (160, 64)])
 def test_products_are_those_of_the_restored_weights(library: NativeLibrary, name: str, out: int, size: int) -> None:
+    size = whole_blocks(name, size)
     blocks, weight = a_weight(name, out, size)
     packed = pack_blocks(library, blocks)
     for count in (1, 2, 3, 6, 7, 24, 25, 241):
@@ -63,8 +93,9 @@ def test_products_are_those_of_the_restored_weights(library: NativeLibrary, name
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_is_computed_alike_however_many_there_are(library: NativeLibrary, name: str) -> None:
-    packed = pack_blocks(library, a_weight(name, 71, 96)[0])
-    x = rows_of(241, 96)
+    size = whole_blocks(name, 96)
+    packed = pack_blocks(library, a_weight(name, 71, size)[0])
+    x = rows_of(241, size)
     together = packed(x)
     for first, last in ((0, 1), (3, 5), (7, 13), (100, 130)):
         assert torch.equal(packed(x[first:last]), together[first:last])
@@ -72,16 +103,18 @@ def test_a_row_is_computed_alike_however_many_there_are(library: NativeLibrary, 
 
 def test_the_gated_product_and_biases(library: NativeLibrary) -> None:
     blocks, weight = a_weight("Q4_1", 66, 64)
-    bias, x = torch.randn(66), rows_of(26, 64)
+    bias, x = torch.randn(66), rows_of(26, 64) * 1e-2
     gated = pack_blocks(library, blocks, bias, is_gated=True)(x)
     expected = multiply_reference(x, weight, bias, is_gated=True)
     torch.testing.assert_close(gated, expected, rtol=1e-3, atol=1e-2)
 
 
-def test_weights_stay_as_small_as_they_are_stored(library: NativeLibrary) -> None:
-    for name, bits in (("Q4_0", 4.5), ("Q4_1", 5.0), ("Q8_0", 8.5), ("zeros", 5.0)):
-        packed = pack_blocks(library, a_weight(name, 64, 128)[0])
-        assert packed.weight.numel() * 4 == 64 * 128 * bits / 8, name
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_stay_as_small_as_they_are_stored(library: NativeLibrary, name: str) -> None:
+    blocks = a_weight(name, 64, 512)[0]
+    packed = pack_blocks(library, blocks).weight.numel() * 4
+    assert packed == 64 * 512 * BITS[name] / 8
+    assert packed == 64 * 512 // blocks.form.numbers * blocks.form.packed_bytes
 
 
 def test_what_is_no_number_stays_none_and_nothing_stays_nothing(library: NativeLibrary) -> None:
@@ -95,12 +128,35 @@ def test_what_is_no_number_stays_none_and_nothing_stays_nothing(library: NativeL
     assert y[[0, 4]].isfinite().all()
 
 
-def test_rows_of_one_form_are_joined_and_of_two_are_not() -> None:
+def test_rows_of_one_form_become_one_weight() -> None:
     first, second = a_weight("Q4_0", 4, 64)[0], a_weight("Q4_0", 6, 64, seed=1)[0]
     whole = joined([first, second])
-    assert whole is not None
+    assert isinstance(whole, QuantisedBlocks)
     assert torch.equal(whole.restored(), torch.cat([first.restored(), second.restored()]))
-    assert joined([first, a_weight("Q8_0", 4, 64)[0]]) is None
+
+
+def test_rows_of_several_forms_are_multiplied_together(library: NativeLibrary) -> None:
+    parts = [a_weight(name, rows, 256, seed=rows) for name, rows in (("Q4_K", 64), ("Q4_K", 32), ("Q6_K", 40))]
+    mixed, bias, x = joined([blocks for blocks, _ in parts]), torch.randn(136), rows_of(26, 256)
+    assert isinstance(mixed, MixedBlocks)
+    assert [part.shape[0] for part in mixed.parts] == [96, 40]
+    apart = torch.cat([pack_blocks(library, blocks)(x) for blocks, _ in parts], dim=1)
+    assert torch.equal(pack_blocks(library, mixed, bias)(x), apart + bias)
+
+
+def test_gate_and_up_may_be_of_two_forms(library: NativeLibrary) -> None:
+    (gate, gates), (up, ups) = (a_weight(name, 64, 256, seed=7) for name in ("Q4_K", "Q5_K"))
+    mixed, x = joined([gate, up]), rows_of(26, 256) * 1e-3
+    assert isinstance(mixed, MixedBlocks)
+    expected = multiply_reference(x, torch.cat([gates, ups]), is_gated=True)
+    torch.testing.assert_close(pack_blocks(library, mixed, is_gated=True)(x), expected, rtol=1e-3, atol=1e-2)
+
+
+def test_a_form_that_changes_within_a_panel_is_not_joined(library: NativeLibrary) -> None:
+    first, second = a_weight("Q4_0", 4, 64)[0], a_weight("Q8_0", 4, 64)[0]
+    assert joined([first, second]) is None
+    with pytest.raises(ValueError, match="no whole panels"):
+        pack_blocks(library, MixedBlocks((first, second)))
 
 
 def test_halves_and_biases_that_do_not_fit_are_refused(library: NativeLibrary) -> None:
@@ -109,3 +165,6 @@ def test_halves_and_biases_that_do_not_fit_are_refused(library: NativeLibrary) -
         pack_blocks(library, blocks, is_gated=True)
     with pytest.raises(ValueError, match="pack_blocks"):
         pack_blocks(library, blocks, torch.zeros(4))
+    mixed = MixedBlocks((a_weight("Q4_0", 96, 32)[0], a_weight("Q8_0", 32, 32)[0]))
+    with pytest.raises(ValueError, match="no gate and up"):
+        pack_blocks(library, mixed, is_gated=True)
