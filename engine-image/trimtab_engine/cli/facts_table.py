@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trimtab_engine.weights.gguf_parts import parts_of
+
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 COUNTS = (("billion", 10**9), ("million", 10**6), ("thousand", 10**3))
 
@@ -39,7 +41,8 @@ def size(num_bytes: int) -> str:
 
 def bytes_on_disk(model: Path) -> int:
     """What the weights' files take."""
-    files = [model] if model.is_file() else [*model.glob("*.safetensors"), *model.glob("*.gguf")]
+    parts = [model.with_name(name) for name in parts_of(model.name)]
+    files = parts if model.is_file() else [*model.glob("*.safetensors"), *model.glob("*.gguf")]
     return sum(file.stat().st_size for file in files)
 
 

@@ -19,6 +19,8 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     """Whether yarn's range of frequencies is rounded to whole ones."""
+    divisors: tuple[float, ...] = ()
+    """What each frequency is divided by, as GGUF files have it; none: nothing."""
     attention_factor: float = 1.0
     """Factor that rotated queries and keys are both multiplied by."""
     sections: tuple[int, ...] = ()

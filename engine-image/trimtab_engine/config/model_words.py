@@ -110,6 +110,7 @@ class ConfigWords:
             beta_fast=words.number("beta_fast", default=32.0),
             beta_slow=words.number("beta_slow", default=1.0),
             truncate=bool(parameters.get("truncate", True)),
+            divisors=tuple(float(divisor) for divisor in parameters.get("frequency_divisors") or ()),
             attention_factor=words.attention_factor(factor) if rope_type == "yarn" else 1.0,
         )
 

@@ -54,6 +54,8 @@ def scaled_frequencies(rope: RopeConfig, head_size: int) -> torch.Tensor:
     """[head_size // 2] float32, radians per position."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
     frequencies = 1.0 / (rope.theta**exponents)
+    if rope.divisors:
+        frequencies = frequencies / torch.tensor(rope.divisors)
     if rope.rope_type == "linear":
         return frequencies / rope.factor
     if rope.rope_type == "llama3":

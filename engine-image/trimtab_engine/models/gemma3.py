@@ -3,7 +3,7 @@ and behind each half of a layer, whose weights are kept as what they add to 1, a
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
@@ -11,6 +11,8 @@ from trimtab_engine.errors import ModelError
 from trimtab_engine.models.decoder_kv import decoder_kv
 from trimtab_engine.models.family import Family, Model
 from trimtab_engine.models.tensors import StoredTensor, decoder_tensors
+from trimtab_engine.weights.gguf_file import LAYER_NAMES, GgufNames
+from trimtab_engine.weights.gguf_words import Metadata
 
 if TYPE_CHECKING:
     from trimtab_engine.models.loading import Loader
@@ -24,6 +26,12 @@ UNSAID = {
 """What config.json leaves out where it is this, as transformers reads it."""
 LOCAL_THETA = 10_000.0  # of layers under a window, likewise
 PATTERN = 6  # every sixth layer sees all
+LARGEST_LAYERS = 62  # of the model of 27B, whose scores are scaled by another size than the heads'
+GGUF_LAYERS = LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 
 def parse(words: ConfigWords) -> ModelConfig:
@@ -68,6 +76,19 @@ def build(config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "Ran
     return Decoder(config, load, shard, groups, layer_type=SandwichLayer)
 
 
+def gguf_words(metadata: Metadata) -> dict[str, Any]:
+    """llama.cpp knows by the number of layers what scores are scaled by, and by itself which layers see all."""
+    heads, hidden = metadata.positive("attention.head_count"), metadata.positive("embedding_length")
+    is_largest = metadata.positive("block_count") == LARGEST_LAYERS
+    scaled_by = hidden // heads if is_largest else metadata.positive("attention.key_length")
+    return {
+        "sliding_window": metadata.positive("attention.sliding_window"),
+        "query_pre_attn_scalar": scaled_by,
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa", LOCAL_THETA),
+        "final_logit_softcapping": metadata.find("final_logit_softcapping"),
+    }
+
+
 FAMILY = Family(
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     multimodal=("Gemma3ForConditionalGeneration",),
@@ -75,4 +96,7 @@ FAMILY = Family(
     tensors=tensors,
     build=build,
     kv=decoder_kv,
+    gguf_names={
+        "gemma3": GgufNames("Gemma3ForCausalLM", layers=GGUF_LAYERS, norm_offset=1.0, words=gguf_words),
+    },
 )

@@ -21,6 +21,7 @@ from trimtab_engine.sources.files import RemoteFile
 from trimtab_engine.sources.locks import FolderLock
 from trimtab_engine.sources.name import RemoteModel, Scheme
 from trimtab_engine.sources.progress import Progress, said_bytes
+from trimtab_engine.weights.gguf_parts import first_parts, parts_of
 from trimtab_engine.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 OWN = ".trimtab"
@@ -102,11 +103,12 @@ class Shelf:
         """The same of what something else has put here, without a record: as far as the files themselves can tell."""
         folder = self.snapshot(commit)
         if gguf is not None:
-            return (folder / gguf).exists()
+            return all((folder / part).exists() for part in parts_of(gguf))
         try:
             names = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values()
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return (folder / SINGLE_FILE).exists() or len([*folder.glob("*.gguf")]) == 1
+            ggufs = first_parts(file.name for file in folder.glob("*.gguf"))
+            return (folder / SINGLE_FILE).exists() or (len(ggufs) == 1 and self.looks_complete(commit, ggufs[0]))
         return all((folder / str(name)).exists() for name in set(names))
 
     def commit_of(self, model: RemoteModel) -> str | None:

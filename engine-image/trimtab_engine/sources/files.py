@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.sources.name import RemoteModel, Scheme
+from trimtab_engine.weights.gguf_parts import first_parts, parts_of
 from trimtab_engine.weights.open import PICKLE_SUFFIXES
 from trimtab_engine.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 
@@ -67,7 +68,7 @@ def weights(listing: Listing, index: str | None) -> tuple[RemoteFile, ...]:
     where there are none that can be loaded, or several to choose from."""
     model = listing.model
     if model.file is not None:
-        return (_present(listing, model.file),)
+        return _in_parts(listing, model.file)
     if index is not None:
         return tuple(_present(listing, name) for name in _indexed(model, index))
     single = listing.named(SINGLE_FILE)
@@ -77,12 +78,12 @@ def weights(listing: Listing, index: str | None) -> tuple[RemoteFile, ...]:
     safetensors = [file for file in at_top if file.name.endswith(".safetensors")]
     if safetensors:
         return tuple(safetensors)
-    ggufs = [file for file in at_top if file.name.endswith(".gguf")]
+    ggufs = first_parts(file.name for file in at_top if file.name.endswith(".gguf"))
     if len(ggufs) == 1:
-        return tuple(ggufs)
+        return _in_parts(listing, ggufs[0])
     if ggufs:
-        names = ", ".join(file.name for file in ggufs)
-        one = f"name one: {model.scheme}://{model.place}/{ggufs[0].name}"
+        names = ", ".join(ggufs)
+        one = f"name one: {model.scheme}://{model.place}/{ggufs[0]}"
         remedy = "pack the one that is wanted by itself" if model.scheme is Scheme.OCI else one
         raise ModelError(f"{model}: holds {len(ggufs)} GGUF files ({names}); {remedy}")
     raise _nothing_to_load(model, at_top)
@@ -96,6 +97,14 @@ def _indexed(model: RemoteModel, index: str) -> Sequence[str]:
     if not names or not all(name.endswith(".safetensors") and "/" not in name for name in names):
         raise ModelError(f"{model}: {INDEX_FILE} names files that are no safetensors; use another revision")
     return names
+
+
+def _in_parts(listing: Listing, name: str) -> tuple[RemoteFile, ...]:
+    """A GGUF file, and the others where it is the first part of a model."""
+    parts = parts_of(name)
+    if parts[0] != name:
+        raise ModelError(f"{listing.model}: {name} is one of {len(parts)} parts of a model; name the first, {parts[0]}")
+    return tuple(_present(listing, part) for part in parts)
 
 
 def _present(listing: Listing, name: str) -> RemoteFile:

@@ -7,13 +7,20 @@ from typing import Any
 
 from trimtab_engine.errors import ModelError, one_line
 
+TEMPLATE = "chat_template"
 CONFIGURED = {
-    "chat_template": "chat_template",
+    TEMPLATE: TEMPLATE,
     "ggml.add_bos_token": "add_bos_token",
     "ggml.add_eos_token": "add_eos_token",
 }
 OLDER_NAMES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 """transformers 5.17 knows architectures by its own names for them; those that are not here are called alike."""
+
+SPLIT_AS_GPT2 = (
+    "default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "smollm", "starcoder", "refact", "command-r",
+    "codeshell", "exaone",
+)  # fmt: skip
+"""Names of pre-tokenizers that are byte-level BPE's first one; some of them take digits apart, which no merge joins."""
 
 SPECIAL_TOKENS = {
     "bos_token": "ggml.bos_token_id",
@@ -49,9 +56,30 @@ def read_gguf_tokenizer(file: Path) -> Any:
     for name, key in SPECIAL_TOKENS.items():
         if key in metadata:
             config[name] = tokenizer["tokens"][metadata[key]]
+    named = {key.removeprefix(f"{TEMPLATE}."): text for key, text in metadata.items() if key.startswith(f"{TEMPLATE}.")}
+    if named:
+        config[TEMPLATE] = {"default": config.get(TEMPLATE), **named}
+    _check_split(file, tokenizer)
     architecture = fields["general.architecture"].contents()
     backend, more = convert(architecture, tokenizer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, **{**more, **config})  # type: ignore[no-untyped-call]
+
+
+def _check_split(file: Path, tokenizer: Mapping[str, Any]) -> None:
+    """Raise ModelError for a byte-level vocabulary whose way to split text transformers does not know: it would take
+    GPT-2's, and give other tokens than the model has learned."""
+    name = tokenizer.get("pre_tokenizer_type")
+    if name is None or tokenizer.get("tokenizer_type") != "gpt2" or name in SPLIT_AS_GPT2:
+        return
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as known
+    except ImportError:  # transformers 5.17 goes by the architecture
+        return
+    if name not in known:
+        raise ModelError(
+            f"{file}: its tokenizer splits text as {name!r} does, which is not built; give --tokenizer a folder with "
+            f"the model's tokenizer.json"
+        )
 
 
 def _converter() -> tuple[Mapping[str, str], Callable[[str, dict[str, Any]], tuple[Any, dict[str, Any]]]]:

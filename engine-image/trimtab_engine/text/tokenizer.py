@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,8 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 OTHER_FORMS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 """What other libraries read, in folders that have no tokenizer.json."""
+LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
+"""Of a GGUF model in parts: the tokenizer is in the first."""
 CONTEXT_TOKENS = 16  # of a prompt that its answer's text is told with: some may be special ones, which are no text
 BROKEN = "\ufffd"  # what bytes that are no character become
 LONG_TEXT_CHARACTERS = 4096  # from here on tokenising leaves the event loop: it takes about a millisecond
@@ -232,7 +235,7 @@ def _only_gguf(folder: Path) -> Path | None:
     """The GGUF file to take the tokenizer from, in a folder that has no tokenizer.json."""
     if (folder / TOKENIZER_FILE).exists():
         return None
-    files = sorted(folder.glob("*.gguf"))
+    files = [file for file in folder.glob("*.gguf") if LATER_PART.search(file.name) is None]
     return files[0] if len(files) == 1 else None
 
 

@@ -1,16 +1,18 @@
-"""One GGUF file: blocks of 4 to 8 bits as they are stored, or dequantised to float32 as it is read. Configuration comes
-from its metadata.
+"""A GGUF file, or several that are parts of one model: blocks of 4 to 8 bits as they are stored, or dequantised to
+float32 as they are read. Configuration comes from the metadata (gguf_words.py).
 
 llama.cpp stores the q and k projections of some architectures with adjacent rotary pairs; `tensor` undoes that, so that
 both formats give the same tensors (transformers: halves).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.errors import ModelError, one_line
+from trimtab_engine.weights.gguf_parts import parts_of
+from trimtab_engine.weights.gguf_words import Metadata, decoder_words, end_tokens
 from trimtab_engine.weights.source import Span
 
 if TYPE_CHECKING:
@@ -38,7 +40,13 @@ LAYER_NAMES = {
 PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 """Those of numbers as they are; all others are quantised."""
 ROPE_FREQUENCIES = "rope_freqs.weight"
-"""llama3 scaling, stored as one divisor per frequency."""
+"""A divisor for each frequency of the rope: what Llama 3.1's scaling makes of it."""
+SPLIT_COUNT, SPLIT_TENSORS = "split.count", "split.tensors.count"
+TOWER_KIND = "clip"  # the architecture of files with the tower of a model that sees images, mmproj-….gguf
+
+
+def _nothing_more(metadata: Metadata) -> dict[str, Any]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,10 @@ class GgufNames:
     architecture: str
     layers: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     has_adjacent_pairs: bool = False
+    norm_offset: float = 0.0
+    """What llama.cpp has added to the weights of norms."""
+    words: Callable[[Metadata], Mapping[str, Any]] = _nothing_more
+    """What the metadata says in config.json's words beyond what decoders share."""
 
 
 class GgufSource:
@@ -57,28 +69,23 @@ class GgufSource:
     format = "gguf"
 
     def __init__(self, file: Path, names: Mapping[str, GgufNames]) -> None:
-        """`names`: of the architectures that are built, by what `general.architecture` calls them."""
-        from gguf import GGUFReader
-
-        self.where = str(file)
-        try:
-            reader = GGUFReader(file, "c")  # nothing is written; torch warns of what could not be
-            self._fields = {name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name}
-            self._eos = _field(reader, "tokenizer.ggml.eos_token_id")
-            tensors = {str(tensor.name): tensor for tensor in reader.tensors}
-        except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
-            raise ModelError(f"{file}: is truncated or no GGUF file: {one_line(error)[:200]}") from None
+        """`file`: of a model in parts the first. `names`: of the architectures that are built, by what
+        `general.architecture` calls them."""
+        self._files = _all_parts(file)
+        self.where = str(self._files[0])
+        parts = [_read_part(part) for part in self._files]
+        self._fields = parts[0].fields
+        tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+        self._check_parts(len(tensors))
         kind = str(self._fields.get("general.architecture"))
         if kind not in names:
-            raise ModelError(f"{file}: GGUF architecture {kind} is not built; supported: {', '.join(names)}")
+            raise ModelError(f"{self.where}: {_not_built(kind, names)}")
         self._kind, self._names = kind, names[kind]
-        if ROPE_FREQUENCIES in tensors:
-            raise ModelError(f"{file}: rope scaling by {ROPE_FREQUENCIES} is not built; use the safetensors checkpoint")
+        self._metadata = Metadata(self._fields, kind, self.where)
+        if self._metadata.number("expert_count", 0):
+            raise ModelError(f"{self.where}: mixtures of experts in GGUF files are not built; use safetensors")
+        self._divisors = self._numbers(tensors.pop(ROPE_FREQUENCIES)) if ROPE_FREQUENCIES in tensors else []
         self._tensors = {self._transformers_name(name): tensor for name, tensor in tensors.items()}
-        size = file.stat().st_size
-        end = max((int(t.data_offset) + int(t.n_bytes) for t in tensors.values()), default=0)
-        if not tensors or end > size:
-            raise ModelError(f"{file}: is truncated: {size} bytes of {end}; download the file again")
 
     @property
     def stored_types(self) -> tuple[str, ...]:
@@ -91,41 +98,20 @@ class GgufSource:
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """The tokenizer's end-of-sequence id."""
-        return {} if self._eos is None else {"eos_token_id": int(self._eos)}
+        """The tokenizer's tokens that end an answer."""
+        ends = end_tokens(self._fields)
+        return {"eos_token_id": ends} if ends else {}
 
     @property
     def config(self) -> Mapping[str, Any]:
         """Metadata in config.json's words. Raises ModelError when a needed key is absent."""
-        kind = self._kind
-
-        def read(key: str, default: Any = None) -> Any:
-            value = self._fields.get(f"{kind}.{key}", default)
-            if value is None:
-                raise ModelError(f"{self.where}: has no metadata {kind}.{key}")
-            return value
-
-        heads, hidden = int(read("attention.head_count")), int(read("embedding_length"))
-        scaling = self._fields.get(f"{kind}.rope.scaling.type", "none")
-        rope: dict[str, Any] = {"rope_theta": float(read("rope.freq_base", 10_000.0)), "rope_type": "default"}
-        if scaling not in ("none", ""):
-            rope |= {"rope_type": scaling, "factor": float(read("rope.scaling.factor", 1.0))}
         return {
             "architectures": [self._names.architecture],
-            "hidden_size": hidden,
-            "intermediate_size": int(read("feed_forward_length")),
-            "num_hidden_layers": int(read("block_count")),
-            "num_attention_heads": heads,
-            "num_key_value_heads": int(read("attention.head_count_kv", heads)),
-            "head_dim": int(read("attention.key_length", read("rope.dimension_count", hidden // heads))),
+            **decoder_words(self._metadata, self._divisors),
             "vocab_size": self.shapes()["model.embed_tokens.weight"][0],
-            "max_position_embeddings": int(read("context_length")),
-            "rms_norm_eps": float(read("attention.layer_norm_rms_epsilon")),
-            "rope_parameters": rope,
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "attention_bias": "model.layers.0.self_attn.o_proj.bias" in self._tensors,
-            "hidden_act": "silu",
-            "dtype": "float32",
+            **self._names.words(self._metadata),
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -181,7 +167,28 @@ class GgufSource:
             kind = tensor.tensor_type.name
             raise ModelError(f"{self.where}: tensor {name} is {kind}, which cannot be dequantised: {error}") from None
         values = self._in_halves(name, values.view(shape).float())
+        if name.endswith("norm.weight"):
+            values -= self._names.norm_offset
         return values if columns is None else values[:, columns[0] : columns[1]]
+
+    def _numbers(self, tensor: Any) -> list[float]:
+        """Those of a small tensor in float32."""
+        if tensor.tensor_type.name != "F32":
+            raise ModelError(f"{self.where}: tensor {tensor.name} is {tensor.tensor_type.name}; F32 is needed")
+        numbers: list[float] = tensor.data.ravel().tolist()
+        return numbers
+
+    def _check_parts(self, num_tensors: int) -> None:
+        """Raise ModelError where a part that says so is called otherwise, or tensors are missing."""
+        count = int(self._fields.get(SPLIT_COUNT) or 1)
+        if count != len(self._files):
+            raise ModelError(
+                f"{self.where}: says that it is one of {count} parts of a model; name them …-00001-of-{count:05}.gguf "
+                f"and so on, in one folder"
+            )
+        expected = int(self._fields.get(SPLIT_TENSORS) or num_tensors)
+        if num_tensors != expected:
+            raise ModelError(f"{self.where}: its parts have {num_tensors} tensors of {expected}; download them again")
 
     def _stored(self, name: str) -> Any:
         """The reader's tensor. Raises ModelError."""
@@ -210,6 +217,52 @@ def halves_from_pairs(rows: "torch.Tensor", num_heads: int) -> "torch.Tensor":
     return rows.view(num_heads, half, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _field(reader: Any, name: str) -> Any:
-    field = reader.fields.get(name)
-    return None if field is None else field.contents()
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One file, opened: what it says, and its tensors by llama.cpp's names."""
+
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+
+
+def _all_parts(file: Path) -> Sequence[Path]:
+    """The file, and the others where it is the first of several. Raises ModelError where it is another of them, or one
+    is missing."""
+    files = [file.with_name(name) for name in parts_of(file.name)]
+    if files[0] != file:
+        raise ModelError(f"{file}: is one of {len(files)} parts of a model; give the first, {files[0].name}")
+    missing = [part.name for part in files if not part.exists()]
+    if missing:
+        raise ModelError(
+            f"{file}: is one of {len(files)} parts of a model, and {missing[0]} is not beside it; all of them are "
+            f"needed"
+        )
+    return files
+
+
+def _read_part(file: Path) -> _Part:
+    """Raises ModelError for a file that is cut or is none."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file, "c")  # nothing is written; torch warns of what could not be
+        fields = {name: field.contents() for name, field in reader.fields.items() if _is_read(name)}
+        tensors = {str(tensor.name): tensor for tensor in reader.tensors}
+    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+        raise ModelError(f"{file}: is truncated or no GGUF file: {one_line(error)[:200]}") from None
+    size = file.stat().st_size
+    end = max((int(t.data_offset) + int(t.n_bytes) for t in tensors.values()), default=0)
+    if end > size or not (tensors or SPLIT_COUNT in fields):
+        raise ModelError(f"{file}: is truncated: {size} bytes of {end}; download the file again")
+    return _Part(fields, tensors)
+
+
+def _is_read(name: str) -> bool:
+    """Whether the weights' reader wants a field: of the tokenizer, which is large, the ids of special tokens alone."""
+    return "tokenizer" not in name or name.endswith("_token_id")
+
+
+def _not_built(kind: str, names: Mapping[str, GgufNames]) -> str:
+    if kind == TOWER_KIND:
+        return "is the tower of a model that sees images, not built for GGUF; give the file of the model itself"
+    return f"GGUF architecture {kind} is not built; supported: {', '.join(names)}; others are read from safetensors"

@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 from trimtab_engine.errors import ModelError
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.gguf_file import GgufNames, GgufSource
+from trimtab_engine.weights.gguf_parts import first_parts
 from trimtab_engine.weights.safetensors_files import SafetensorsSource
 from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
 
@@ -86,14 +87,13 @@ def open_source(
             raise ModelError(f"model {path}: give a folder with safetensors files, or a .gguf file")
         return GgufSource(path, gguf_names)
     has_safetensors = any(path.glob("*.safetensors"))
-    ggufs = sorted(path.glob("*.gguf"))
+    ggufs = first_parts(file.name for file in path.glob("*.gguf"))
     if has_safetensors and load_format in ("auto", "safetensors"):
         return SafetensorsSource(path)
     if ggufs and load_format in ("auto", "gguf"):
         if len(ggufs) > 1:
-            names = ", ".join(p.name for p in ggufs)
-            raise ModelError(f"model {path}: holds {len(ggufs)} GGUF files ({names}); name one of them")
-        return GgufSource(ggufs[0], gguf_names)
+            raise ModelError(f"model {path}: holds {len(ggufs)} GGUF files ({', '.join(ggufs)}); name one of them")
+        return GgufSource(path / ggufs[0], gguf_names)
     pickles = sorted(p for suffix in PICKLE_SUFFIXES for p in path.glob("*" + suffix))
     if pickles:
         raise _pickle_refused(pickles[0])

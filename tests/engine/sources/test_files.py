@@ -53,6 +53,19 @@ def test_of_several_gguf_files_one_has_to_be_named() -> None:
     assert named(weights(a_listing("q4.gguf", "q8.gguf", model=one), None)) == ["q8.gguf"]
 
 
+def test_of_a_gguf_model_in_parts_all_come() -> None:
+    parts = [f"q4-0000{part}-of-00002.gguf" for part in (1, 2)]
+    assert named(weights(a_listing(*reversed(parts)), None)) == parts
+    with pytest.raises(ModelError, match=r"holds 2 GGUF files \(q4-00001-of-00002\.gguf, q8\.gguf\)"):
+        weights(a_listing(*parts, "q8.gguf"), None)
+    first, second = (RemoteModel(Scheme.HUB, "org/name", None, part) for part in parts)
+    assert named(weights(a_listing(*parts, "q8.gguf", model=first), None)) == parts
+    with pytest.raises(ModelError, match=r"one of 2 parts of a model; name the first, q4-00001-of-00002\.gguf"):
+        weights(a_listing(*parts, model=second), None)
+    with pytest.raises(ModelError, match=r"has no file q4-00002-of-00002\.gguf"):
+        weights(a_listing(parts[0], model=first), None)
+
+
 def test_a_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ModelError, match=r"has no file q2\.gguf"):
         weights(a_listing("q4.gguf", model=RemoteModel(Scheme.HUB, "org/name", None, "q2.gguf")), None)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,19 +18,26 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Byte-level tokens, one merge, one control token, a chat template; one small tensor."""
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    """A file that nothing changes."""
+    return a_file(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def a_file(path: Path, split: str = "smollm", template: str | dict[str, str] = TEMPLATE, **options: Any) -> Path:
+    """Byte-level tokens, one merge, one control token, a chat template or several by name; two small tensors."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|end|>", *alphabet, "ab"]
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, "llama", **options)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_types([CONTROL, *[NORMAL] * (len(tokens) - 1)])
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(0)
-    writer.add_chat_template(TEMPLATE)
-    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 4), dtype=np.float32))
+    writer.add_chat_template(
+        template if isinstance(template, str) else [{"name": name, "template": text} for name, text in template.items()]
+    )
+    for name in ("token_embd.weight", "output.weight"):
+        writer.add_tensor(name, np.zeros((len(tokens), 4), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -69,3 +77,27 @@ def test_no_torch_is_imported_for_it(file: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_of_a_model_in_parts_the_first_has_it(file: Path, tmp_path: Path) -> None:
+    a_file(tmp_path / "model.gguf", split_max_tensors=1)
+    first, second = sorted(tmp_path.glob("*.gguf"))
+    assert second.name == "model-00002-of-00002.gguf"
+    for place in (first, tmp_path):
+        assert Tokenizer(str(place)).fast.to_str() == Tokenizer(str(file)).fast.to_str()
+
+
+def test_templates_have_their_names(tmp_path: Path) -> None:
+    templates = Tokenizer(str(a_file(tmp_path / "m.gguf", template={"default": "a", "tool_use": "b"}))).chat_templates
+    assert templates.text(with_tools=False) == "a"
+    assert templates.text(with_tools=True) == "b"
+
+
+@pytest.mark.parametrize("split", ["llama-bpe", "qwen2", "tekken", "default"])
+def test_ways_to_split_that_the_families_have_are_known(tmp_path: Path, split: str) -> None:
+    assert Tokenizer(str(a_file(tmp_path / "m.gguf", split))).encode("ab")[-1] == 257
+
+
+def test_text_that_would_be_split_otherwise_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"m\.gguf: .* splits text as 'deepseek-coder' does.*--tokenizer a folder"):
+        Tokenizer(str(a_file(tmp_path / "m.gguf", "deepseek-coder")))

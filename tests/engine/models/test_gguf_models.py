@@ -1,0 +1,289 @@
+"""GGUF files written as llama.cpp's converter writes them: they compute what the checkpoint that they are of does."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import engine_builders
+import gguf
+import numpy
+import pytest
+import torch
+from safetensors.torch import save_file
+from trimtab_engine.cli.facts_table import bytes_on_disk
+from trimtab_engine.errors import ModelError
+from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
+from trimtab_engine.models.registry import GGUF_NAMES, open_model, parse_model_config
+from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, ROPE_FREQUENCIES
+
+VOCABULARY, HEAD = 97, 16
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD, "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6, "rope_theta": 5000.0, "eos_token_id": 7,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"architectures": ["LlamaForCausalLM"], "attention_bias": True}),
+    "llama 3.1": ("llama", {"architectures": ["LlamaForCausalLM"], "rope_scaling": LLAMA3}),
+    "llama yarn": ("llama", {"architectures": ["LlamaForCausalLM"], "rope_scaling": YARN}),
+    "qwen2": ("qwen2", {"architectures": ["Qwen2ForCausalLM"]}),
+    "qwen3": ("qwen3", {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}),
+    "gemma3": (
+        "gemma3",
+        {
+            "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7, "sliding_window": 13,
+            "query_pre_attn_scalar": HEAD, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+}  # fmt: skip
+
+
+def a_checkpoint(folder: Path, words: Mapping[str, Any]) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Random weights; norms are near what changes nothing, 1, or 0 where they are added to it."""
+    config, generator = SIZES | dict(words), torch.Generator().manual_seed(0)
+    parsed = parse_model_config(config, {}, "config.json")
+    tensors = {}
+    for name, shape in expected_shapes(parsed).items():
+        spread, middle = (0.1, 1 - parsed.norm_offset) if name.endswith("norm.weight") else (0.2, 0.0)
+        tensors[name] = torch.randn(shape, generator=generator) * spread + middle
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder, tensors
+
+
+def a_writer(file: Path, kind: str, config: Mapping[str, Any], **options: Any) -> gguf.GGUFWriter:
+    """With the metadata that the converter writes."""
+    writer = gguf.GGUFWriter(file, kind, **options)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(HEAD)
+    writer.add_value_length(HEAD)
+    writer.add_rope_dimension_count(HEAD)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    if "sliding_window" in config:
+        writer.add_sliding_window(config["sliding_window"])
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if "original_max_position_embeddings" in scaling and scaling["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    return writer
+
+
+def divisors(theta: float, scaling: Mapping[str, Any]) -> numpy.ndarray:
+    """Llama 3.1's model card, for each frequency by itself, as the converter writes them."""
+    original, found = scaling["original_max_position_embeddings"], []
+    for place in range(0, HEAD, 2):
+        length = 2 * math.pi * theta ** (place / HEAD)
+        smooth = (original / length - scaling["low_freq_factor"]) / (
+            scaling["high_freq_factor"] - scaling["low_freq_factor"]
+        )
+        if length < original / scaling["high_freq_factor"]:
+            found.append(1.0)
+        elif length > original / scaling["low_freq_factor"]:
+            found.append(scaling["factor"])
+        else:
+            found.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return numpy.array(found, dtype=numpy.float32)
+
+
+def stored(kind: str, name: str, tensor: torch.Tensor) -> numpy.ndarray:
+    """Pairs of the rope side by side, and norms with what the architecture adds to them."""
+    part = name.split(".")[-2]
+    if GGUF_NAMES[kind].has_adjacent_pairs and part in ("q_proj", "k_proj"):
+        tensor = tensor.view(-1, 2, HEAD // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    if kind == "gemma3" and name.endswith("norm.weight"):
+        tensor = tensor + 1
+    array: numpy.ndarray = tensor.contiguous().numpy()
+    return array
+
+
+def write(writer: gguf.GGUFWriter) -> None:
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        step()
+    writer.close()
+
+
+def a_gguf(file: Path, case: str, **options: Any) -> Path:
+    """Writes the checkpoint beside the file, and the file; returns the checkpoint."""
+    kind, words = CHECKPOINTS[case]
+    folder, tensors = a_checkpoint(file.parent / "plain", words)
+    config = SIZES | words
+    writer = a_writer(file, kind, config, **options)
+    names = GGUF_NAMES[kind]
+    ours = {theirs: name for name, theirs in names.layers.items()}
+    for name, tensor in tensors.items():
+        layer, _, rest = name.removeprefix("model.layers.").partition(".")
+        module, _, what = rest.rpartition(".")
+        outer = next((short for short, theirs in GLOBAL_NAMES.items() if theirs == name), None)
+        writer.add_tensor(outer or f"blk.{layer}.{ours[module]}.{what}", stored(kind, name, tensor))
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "llama3":
+        writer.add_tensor(ROPE_FREQUENCIES, divisors(config["rope_theta"], scaling))
+    write(writer)
+    return folder
+
+
+def logprobs(model: Path) -> torch.Tensor:
+    return torch.tensor(engine_builders.logprobs_of(model, VOCABULARY, num_gpu_blocks_override=64))
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_file_computes_what_its_checkpoint_computes(tmp_path: Path, case: str) -> None:
+    folder = a_gguf(tmp_path / "model.gguf", case)
+    source = open_model(str(tmp_path / "model.gguf"))
+    check_tensors(parse_model_config(source.config, source.generation_config, source.where), source)
+    torch.testing.assert_close(logprobs(tmp_path / "model.gguf"), logprobs(folder), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_its_configuration_is_that_of_its_checkpoint(tmp_path: Path, case: str) -> None:
+    folder = a_gguf(tmp_path / "model.gguf", case)
+    found, expected = (
+        parse_model_config(source.config, source.generation_config, source.where)
+        for source in (open_model(str(tmp_path / "model.gguf")), open_model(str(folder)))
+    )
+    ignored = ("rope", "rms_norm_eps", "output_bias", "qkv_bias", "original_max_position_embeddings")
+    for name in expected.__slots__:
+        if name not in ignored:
+            assert getattr(found, name) == getattr(expected, name), name
+    assert found.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
+
+
+def test_divisors_of_frequencies_are_llama_3_1s_scaling(tmp_path: Path) -> None:
+    from trimtab_engine.layers.rotary import scaled_frequencies
+
+    folder = a_gguf(tmp_path / "model.gguf", "llama 3.1")
+    ropes = [
+        parse_model_config(open_model(str(model)).config, {}, "config.json").rope
+        for model in (tmp_path / "model.gguf", folder)
+    ]
+    assert len(ropes[0].divisors) == HEAD // 2
+    assert {1.0, 8.0} < {*ropes[0].divisors}  # kept, slowed, and some between
+    torch.testing.assert_close(*(scaled_frequencies(rope, HEAD) for rope in ropes), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "scaling", "why"),
+    [
+        (numpy.ones(HEAD, dtype=numpy.float32), None, "has 16 numbers, first 1.0; 8 above 0 are needed"),
+        (numpy.zeros(HEAD // 2, dtype=numpy.float32), None, "has 8 numbers, first 0.0; 8 above 0 are needed"),
+        (numpy.full(HEAD // 2, numpy.nan, dtype=numpy.float32), None, "has 8 numbers, first nan"),
+        (numpy.ones(HEAD // 2, dtype=numpy.float32), YARN, "beside rope scaling yarn is not built"),
+    ],
+)
+def test_divisors_that_say_nothing_are_refused(
+    tmp_path: Path, numbers: numpy.ndarray, scaling: dict[str, Any] | None, why: str
+) -> None:
+    writer = a_writer(tmp_path / "model.gguf", "llama", SIZES | {"rope_scaling": scaling})
+    writer.add_tensor(ROPE_FREQUENCIES, numbers)
+    writer.add_tensor("token_embd.weight", numpy.zeros((VOCABULARY, 48), dtype=numpy.float32))
+    write(writer)
+    with pytest.raises(ModelError, match=f"rope_freqs.weight .*{why}"):
+        open_model(str(tmp_path / "model.gguf"))
+
+
+def test_a_model_in_parts_is_that_of_one_file(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    folder = a_gguf(tmp_path / "parts/model.gguf", "qwen2", split_max_tensors=9)
+    parts = sorted((tmp_path / "parts").glob("*.gguf"))
+    assert len(parts) > 2
+    assert parts[0].name == f"model-00001-of-{len(parts):05}.gguf"
+    assert bytes_on_disk(parts[0]) == sum(part.stat().st_size for part in parts)
+    for model in (parts[0], parts[0].parent):
+        source = open_model(str(model))
+        assert source.shapes() == open_model(str(folder)).shapes()
+        for name, tensor in {name: open_model(str(folder)).tensor(name) for name in source.shapes()}.items():
+            assert torch.equal(source.tensor(name), tensor), name
+
+
+def test_a_part_alone_is_refused_by_name(tmp_path: Path) -> None:
+    a_gguf(tmp_path / "model.gguf", "qwen2", split_max_tensors=9)
+    first, second, *others = sorted(tmp_path.glob("*.gguf"))
+    with pytest.raises(
+        ModelError, match=rf"is one of {2 + len(others)} parts of a model; give the first, {first.name}"
+    ):
+        open_model(str(second))
+    second.rename(tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match=f"and {second.name} is not beside it; all of them are needed"):
+        open_model(str(first))
+    whole = first.rename(tmp_path / "whole.gguf")
+    with pytest.raises(ModelError, match=rf"whole.gguf: says that it is one of {2 + len(others)} parts of a model"):
+        open_model(str(whole))
+
+
+def test_parts_of_two_models_are_told_by_their_tensors(tmp_path: Path) -> None:
+    a_gguf(tmp_path / "model.gguf", "qwen2", split_max_tensors=9)
+    first, second, *_ = sorted(tmp_path.glob("*.gguf"))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(ModelError, match=r"its parts have \d+ tensors of 27; download them again"):
+        open_model(str(first))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("llama.expert_count", 8, "mixtures of experts in GGUF files are not built; use safetensors"),
+        ("llama.rope.dimension_count", 8, "partial_rotary_factor is not built"),
+        ("llama.attention.head_count_kv", [2, 1], "differs from layer to layer"),
+        ("llama.attention.head_count", 0, "attention.head_count is 0; a number of 1 or more is needed"),
+        ("llama.feed_forward_length", "wide", "feed_forward_length is 'wide'; a number is needed"),
+        ("llama.rope.scaling.type", "longrope", "rope type 'longrope' is not built"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(tmp_path: Path, key: str, value: Any, why: str) -> None:
+    writer = a_writer(tmp_path / "model.gguf", "llama", SIZES)
+    writer.kv_data[0].pop(key, None)
+    writer.add_key_value(key, value, *_types_of(value))
+    writer.add_tensor("token_embd.weight", numpy.zeros((VOCABULARY, 48), dtype=numpy.float32))
+    write(writer)
+    with pytest.raises(ModelError, match=why):
+        parse_model_config(open_model(str(tmp_path / "model.gguf")).config, {}, "model.gguf")
+
+
+def _types_of(value: Any) -> tuple[gguf.GGUFValueType, ...]:
+    if isinstance(value, list):
+        return gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT32
+    return (gguf.GGUFValueType.STRING if isinstance(value, str) else gguf.GGUFValueType.UINT32,)
+
+
+def test_a_number_per_layer_that_is_always_the_same_is_that_number(tmp_path: Path) -> None:
+    writer = a_writer(tmp_path / "model.gguf", "llama", SIZES)
+    writer.kv_data[0].pop("llama.attention.head_count_kv")
+    writer.add_head_count_kv([2, 2])
+    writer.add_tensor("token_embd.weight", numpy.zeros((VOCABULARY, 48), dtype=numpy.float32))
+    write(writer)
+    assert open_model(str(tmp_path / "model.gguf")).config["num_key_value_heads"] == 2
+
+
+def test_a_turn_and_a_message_end_as_a_text_does(tmp_path: Path) -> None:
+    writer = a_writer(tmp_path / "model.gguf", "llama", SIZES)
+    writer.add_eot_token_id(9)
+    writer.add_eom_token_id(7)
+    writer.add_tensor("token_embd.weight", numpy.zeros((VOCABULARY, 48), dtype=numpy.float32))
+    write(writer)
+    source = open_model(str(tmp_path / "model.gguf"))
+    assert parse_model_config(source.config, source.generation_config, source.where).eos_token_ids == (7, 9)
+
+
+def test_the_tower_of_a_model_that_sees_images_is_no_model(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "mmproj.gguf", "clip")
+    writer.add_tensor("v.patch_embd.weight", numpy.zeros((4, 4), dtype=numpy.float32))
+    write(writer)
+    with pytest.raises(ModelError, match=r"tower of a model that sees images.*give the file of the model itself"):
+        open_model(str(tmp_path / "mmproj.gguf"))
