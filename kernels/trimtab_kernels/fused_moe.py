@@ -20,6 +20,8 @@ The weights may be float8 with block scales (w8a8_block_fp8). On CUDA four kerne
 Bound by memory for few tokens: the weights of the experts that are hit. Source: own.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -33,6 +35,9 @@ from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting, route_by_sigmoid
 from trimtab_kernels.reshape_and_cache import FLOAT8
 from trimtab_kernels.silu_and_mul import silu_and_mul, silu_and_mul_triton
 from trimtab_kernels.w8a8_block_fp8 import dequantize_blocks, quantize_groups_triton
+
+Expert = Callable[[int, torch.Tensor], torch.Tensor]
+"""(its local index, rows [num_rows, hidden_size]) -> the same shape."""
 
 
 def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,6 +72,26 @@ def fused_moe_reference(
     sigmoid: SigmoidRouting | None = None,
 ) -> torch.Tensor:
     """One expert after the other, each over the tokens that chose it."""
+
+    def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        gate_up = F.linear(rows, w13[expert], None if w13_bias is None else w13_bias[expert])
+        wide = silu_and_mul(gate_up) if clamps is None else clamped_gate(gate_up, *clamps)
+        return F.linear(wide, w2[expert], None if w2_bias is None else w2_bias[expert])
+
+    return sum_of_experts(x, router_logits, compute, top_k, renormalize, expert_map, sigmoid=sigmoid)
+
+
+def sum_of_experts(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    compute: Expert,
+    top_k: int,
+    renormalize: bool,
+    expert_map: torch.Tensor | None = None,
+    *,
+    sigmoid: SigmoidRouting | None = None,
+) -> torch.Tensor:
+    """The same of experts of any kind."""
     if sigmoid is None:
         weights, experts = route(router_logits, top_k, renormalize)
     else:
@@ -80,10 +105,7 @@ def fused_moe_reference(
             continue
         tokens, places = torch.where(experts == expert)
         weight = weights[tokens, places, None]
-        rows = x[tokens] * weight if weighs_inputs else x[tokens]
-        gate_up = F.linear(rows, w13[expert], None if w13_bias is None else w13_bias[expert])
-        wide = silu_and_mul(gate_up) if clamps is None else clamped_gate(gate_up, *clamps)
-        product = F.linear(wide, w2[expert], None if w2_bias is None else w2_bias[expert])
+        product = compute(expert, x[tokens] * weight if weighs_inputs else x[tokens])
         y.index_add_(0, tokens, product if weighs_inputs else product * weight)
     return y
 

@@ -9,8 +9,11 @@ tokens of DP 1 |                         (on every rank)                      (p
 All data-parallel ranks therefore have the same number of rows, which the step sees to.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
-from trimtab_kernels.fused_moe import fused_moe
+from trimtab_kernels.fused_moe import fused_moe, sum_of_experts
 from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting, route_by_sigmoid
 
 from trimtab_engine.config.model import ClampedGate
@@ -23,35 +26,50 @@ MAX_TOKENS = 1024  # of one call on the CPU: the wide intermediate of more would
 MAX_CUDA_TOKENS = 16384  # on CUDA every call reads all experts' weights, so a step is one call
 
 
-class MixtureOfExperts:
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
     """w13 [experts held, 2 * intermediate, hidden], w2 [experts held, hidden, intermediate] of this rank; float8 with
     scales per block, or of the computing dtype without. w13_bias [experts held, 2 * intermediate], w2_bias [experts
-    held, hidden], where there are some. `shared`: this rank's part of what every token passes, which the sum over
-    tensor-parallel ranks takes in."""
+    held, hidden], where there are some."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_scales: torch.Tensor | None = None
+    w2_scales: torch.Tensor | None = None
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+    clamped_gate: ClampedGate | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What makes them up, one entry per expert."""
+        more = (self.w13_scales, self.w2_scales, self.w13_bias, self.w2_bias)
+        return self.w13, self.w2, *(tensor for tensor in more if tensor is not None)
+
+
+Experts = StackedExperts | Sequence[GatedMlp]
+"""Those of this rank, together or each by itself, multiplied as it is stored."""
+
+
+class MixtureOfExperts:
+    """`shared`: this rank's part of what every token passes, which the sum over tensor-parallel ranks takes in."""
 
     def __init__(
         self,
         router: Projection,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
+        experts: Experts,
         *,
         top_k: int,
         renormalize: bool,
         expert_map: torch.Tensor | None,
         groups: RankGroups,
-        w13_scales: torch.Tensor | None = None,
-        w2_scales: torch.Tensor | None = None,
-        w13_bias: torch.Tensor | None = None,
-        w2_bias: torch.Tensor | None = None,
-        clamped_gate: ClampedGate | None = None,
         sigmoid: SigmoidRouting | None = None,
         shared: GatedMlp | None = None,
         slots: ExpertSlots | None = None,
     ) -> None:
-        self._router, self._w13, self._w2 = router, w13, w2
+        self.experts = experts
+        self._router = router
         self._top_k, self._renormalize = top_k, renormalize
-        self._more = {"w13_scales": w13_scales, "w2_scales": w2_scales, "w13_bias": w13_bias, "w2_bias": w2_bias}
-        self._clamps = None if clamped_gate is None else (clamped_gate.alpha, clamped_gate.limit)
         self._sigmoid, self._shared = sigmoid, shared
         self._expert_map = expert_map if slots is None else slots.expert_map
         self._slots = slots
@@ -65,8 +83,9 @@ class MixtureOfExperts:
 
     @property
     def expert_tensors(self) -> tuple[torch.Tensor, ...]:
-        """What makes up the experts of this rank, one entry per slot."""
-        return self._w13, self._w2, *(more for more in self._more.values() if more is not None)
+        """What makes up the experts of this rank, one entry per slot; only with expert parallel load balancing."""
+        assert isinstance(self.experts, StackedExperts)
+        return self.experts.tensors
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, hidden_size] -> the same shape."""
@@ -89,17 +108,31 @@ class MixtureOfExperts:
         """The part of the experts that are held here."""
         if self._slots is not None:
             self._slots.count(self._chosen(logits))
+        held = self.experts
+        if not isinstance(held, StackedExperts):
+            return sum_of_experts(
+                x,
+                logits,
+                lambda expert, rows: held[expert](rows),
+                self._top_k,
+                self._renormalize,
+                self._expert_map,
+                sigmoid=self._sigmoid,
+            )
         return fused_moe(
             x,
             logits,
-            self._w13,
-            self._w2,
+            held.w13,
+            held.w2,
             self._top_k,
             self._renormalize,
             self._expert_map,
-            clamps=self._clamps,
+            w13_scales=held.w13_scales,
+            w2_scales=held.w2_scales,
+            w13_bias=held.w13_bias,
+            w2_bias=held.w2_bias,
+            clamps=None if held.clamped_gate is None else (held.clamped_gate.alpha, held.clamped_gate.limit),
             sigmoid=self._sigmoid,
-            **self._more,
         )
 
     def _chosen(self, logits: torch.Tensor) -> torch.Tensor:

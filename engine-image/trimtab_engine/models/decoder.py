@@ -26,7 +26,7 @@ from trimtab_engine.layers.attention import Attention, KVScales
 from trimtab_engine.layers.gated_mlp import GatedMlp, GeluMlp
 from trimtab_engine.layers.latent_attention import LatentAttention
 from trimtab_engine.layers.linear import MAX_ROWS, pads_rows
-from trimtab_engine.layers.moe import MixtureOfExperts
+from trimtab_engine.layers.moe import Experts, MixtureOfExperts, StackedExperts
 from trimtab_engine.layers.quantized import stacked
 from trimtab_engine.layers.rotary import RotaryAngles, Turn, no_turn
 from trimtab_engine.layers.vocabulary import LmHead, Placed, VocabularyEmbedding
@@ -86,28 +86,32 @@ def load_mixture(
     assert moe is not None
     if moe.is_stacked:
         return _load_stacked_mixture(config, prefix, shard, groups, load)
-    wide = shard.expert_mlp
-    w13, w2 = [], []
-    for expert in shard.experts:
-        of_expert = f"{prefix}experts.{expert}."
-        w13.append(load.expert(of_expert, ("gate_proj", "up_proj"), rows=wide))
-        w2.append(load.expert(of_expert, ("down_proj",), columns=wide))
-    (gate_up, gate_up_scales), (down, down_scales) = stacked(w13), stacked(w2)
-    slots, held = expert_places(moe, shard, down.device)
+    slots, held = expert_places(moe, shard, load.device)
     return MixtureOfExperts(
         load.router(prefix + "gate.weight", moe.num_experts),
-        gate_up,
-        down,
-        w13_scales=gate_up_scales,
-        w2_scales=down_scales,
+        _load_experts(f"{prefix}experts.", shard, load, can_move=slots is not None),
         top_k=moe.num_experts_per_token,
         renormalize=moe.renormalize,
         sigmoid=load_sigmoid(moe, prefix, load),
-        shared=load_shared(prefix + "shared_experts.", shard, load) if moe.shared_size else None,
+        shared=load_part_of_sum(prefix + "shared_experts.", shard.shared_mlp, load) if moe.shared_size else None,
         expert_map=held,
         groups=groups,
         slots=slots,
     )
+
+
+def _load_experts(prefix: str, shard: ModelShard, load: Loader, *, can_move: bool) -> Experts:
+    """Each by itself where weights are multiplied in blocks; those that move among ranks are restored."""
+    wide = shard.expert_mlp
+    if load.is_packed and not can_move:
+        return [load_part_of_sum(f"{prefix}{expert}.", wide, load) for expert in shard.experts]
+    w13, w2 = [], []
+    for expert in shard.experts:
+        of_expert = f"{prefix}{expert}."
+        w13.append(load.expert(of_expert, ("gate_proj", "up_proj"), rows=wide))
+        w2.append(load.expert(of_expert, ("down_proj",), columns=wide))
+    (gate_up, gate_up_scales), (down, down_scales) = stacked(w13), stacked(w2)
+    return StackedExperts(gate_up, down, gate_up_scales, down_scales)
 
 
 def load_sigmoid(moe: MoeConfig, prefix: str, load: Loader) -> SigmoidRouting | None:
@@ -124,9 +128,8 @@ def load_sigmoid(moe: MoeConfig, prefix: str, load: Loader) -> SigmoidRouting | 
     )
 
 
-def load_shared(prefix: str, shard: ModelShard, load: Loader) -> GatedMlp:
-    """This rank's columns of what every token passes beside its experts, whose sum the mixture makes."""
-    wide = shard.shared_mlp
+def load_part_of_sum(prefix: str, wide: Span, load: Loader) -> GatedMlp:
+    """These columns of one expert's MLP, or of what every token passes beside them, whose sum the mixture makes."""
     return GatedMlp(load.gated(prefix, "gate_proj", "up_proj", wide), load.part_of_sum(prefix + "down_proj", wide))
 
 
@@ -148,15 +151,16 @@ def _load_stacked_mixture(
         w2.append(load(prefix + "experts.down_proj", rows=rows)[0, first:last].t().contiguous())
         behind = load(prefix + "experts.down_proj_bias", rows=rows)[0]
         b2.append(torch.zeros_like(behind) if first else behind)
-    down = torch.stack(w2)
-    slots, held = expert_places(moe, shard, down.device)
+    slots, held = expert_places(moe, shard, load.device)
     return MixtureOfExperts(
         load.router(prefix + "router.weight", moe.num_experts, bias=prefix + "router.bias"),
-        torch.stack(w13),
-        down,
-        w13_bias=torch.stack(b13),
-        w2_bias=torch.stack(b2),
-        clamped_gate=moe.clamped_gate,
+        StackedExperts(
+            torch.stack(w13),
+            torch.stack(w2),
+            w13_bias=torch.stack(b13),
+            w2_bias=torch.stack(b2),
+            clamped_gate=moe.clamped_gate,
+        ),
         top_k=moe.num_experts_per_token,
         renormalize=moe.renormalize,
         expert_map=held,

@@ -9,14 +9,14 @@ from trimtab_kernels.rope_and_cache import Norms
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.layers.attention import Attention, KVScales
 from trimtab_engine.layers.gated_mlp import GatedMlp
-from trimtab_engine.layers.moe import MixtureOfExperts
+from trimtab_engine.layers.moe import MixtureOfExperts, StackedExperts
 from trimtab_engine.models.decoder import (
     DecoderLayer,
     attention_scale,
     expert_places,
     head_rows,
     load_mlp,
-    load_shared,
+    load_part_of_sum,
     load_sigmoid,
 )
 from trimtab_engine.models.loading import Loader
@@ -71,16 +71,14 @@ def _load_mixture(
         gate, up = gate_up.chunk(2, dim=1)
         w13.append(torch.cat([gate[:, first:last].t(), up[:, first:last].t()]))
         w2.append(load(prefix + "experts.down_proj", rows=rows)[0, first:last].t().contiguous())
-    down = torch.stack(w2)
-    slots, held = expert_places(moe, shard, down.device)
+    slots, held = expert_places(moe, shard, load.device)
     return MixtureOfExperts(
         load.router(prefix + "router.weight", moe.num_experts),
-        torch.stack(w13),
-        down,
+        StackedExperts(torch.stack(w13), torch.stack(w2)),
         top_k=moe.num_experts_per_token,
         renormalize=moe.renormalize,
         sigmoid=load_sigmoid(moe, prefix, load),
-        shared=load_shared(prefix + "shared_expert.", shard, load),
+        shared=load_part_of_sum(prefix + "shared_expert.", shard.shared_mlp, load),
         expert_map=held,
         groups=groups,
         slots=slots,

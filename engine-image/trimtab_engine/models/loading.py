@@ -92,6 +92,11 @@ class Loader:
         """Whether projections are stored smaller than in the computing dtype, or made so as they load."""
         return self._quantization is not None
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether weights are multiplied in blocks, where the checkpoint has them so."""
+        return self._packed is not None
+
     def names(self) -> list[str]:
         """All tensors that the checkpoint has."""
         return list(self._source.shapes())

@@ -1,11 +1,17 @@
 """Qwen3-MoE (arXiv:2505.09388): Qwen3 with mixtures of experts in place of most or all MLPs."""
 
+from typing import Any
+
 from trimtab_engine.config.model import ModelConfig, MoeConfig
 from trimtab_engine.config.model_words import MAX_LAYERS, ConfigWords
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.decoder_kv import decoder_kv
 from trimtab_engine.models.family import Family, build_decoder
 from trimtab_engine.models.tensors import decoder_tensors
+from trimtab_engine.weights.gguf_file import LAYER_NAMES, GgufNames
+from trimtab_engine.weights.gguf_words import Metadata
+
+GGUF_EXPERTS = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")}
 
 
 def parse(words: ConfigWords) -> ModelConfig:
@@ -34,10 +40,28 @@ def _mixture(words: ConfigWords) -> MoeConfig:
     )
 
 
+def gguf_words(metadata: Metadata) -> dict[str, Any]:
+    """llama.cpp runs mixtures in all layers, and has the chosen experts' weights sum to 1."""
+    return {
+        "num_experts": metadata.positive("expert_count"),
+        "num_experts_per_tok": metadata.positive("expert_used_count"),
+        "moe_intermediate_size": metadata.positive("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
 FAMILY = Family(
     architectures=("Qwen3MoeForCausalLM",),
     parse=parse,
     tensors=decoder_tensors,
     build=build_decoder,
     kv=decoder_kv,
+    gguf_names={
+        "qwen3moe": GgufNames(
+            "Qwen3MoeForCausalLM",
+            layers=LAYER_NAMES | {"ffn_gate_inp": "mlp.gate"},
+            experts=GGUF_EXPERTS,
+            words=gguf_words,
+        )
+    },
 )

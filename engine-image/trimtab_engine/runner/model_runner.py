@@ -184,7 +184,10 @@ class ModelRunner:
                 reserved_for_processes(config, model_config.vocab_size) if device.kind == "cpu" else device.used_bytes()
             ),
             limit_bytes=device.limit_bytes,
-            weights_bytes=bytes_to_hold(source, tensors, quantization, dtype, device.torch) // layout.ranks_per_engine,
+            weights_bytes=bytes_to_hold(
+                source, tensors, quantization, dtype, device.torch, experts_move=shard.expert_placement is not None
+            )
+            // layout.ranks_per_engine,
             tower_bytes=tower_bytes,
             kv_groups=kv_groups,
             kv_dtype_bytes=kv_dtype.itemsize,
@@ -688,14 +691,20 @@ def _in_words(group: KVGroup) -> str:
 
 
 def bytes_to_hold(
-    source: WeightSource, tensors: Tensors, quantization: Quantization | None, dtype: torch.dtype, device: torch.device
+    source: WeightSource,
+    tensors: Tensors,
+    quantization: Quantization | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    experts_move: bool = False,
 ) -> int:
     """About what all ranks hold together. What this device does not multiply as it is stored is turned back as it
-    loads."""
+    loads, and so are experts that move among ranks."""
     packed = packed_source(source, dtype, device, quantization)
     if packed is not None:
         sizes = (
-            (None if tensor.part == "experts" else packed.packed_bytes(name), tensor)  # experts are restored
+            (None if tensor.part == "experts" and experts_move else packed.packed_bytes(name), tensor)
             for name, tensor in tensors.items()
         )
         return sum(tensor.num_elements * dtype.itemsize if held is None else held for held, tensor in sizes)
@@ -721,7 +730,7 @@ def _say_how_it_is_held(
     if packed_source(source, dtype, device, quantization) is None or not source.is_in_blocks:
         how = f"restored to {str(dtype).removeprefix('torch.')} as they load"
     else:
-        how = "multiplied in blocks of 32; experts, and parts that cut a block, restored as they load"
+        how = "multiplied in blocks of 32; parts that cut a block, and experts that move, restored as they load"
     logger.info("weights: %s, 4 bits, %s", source.form.name, how)
 
 

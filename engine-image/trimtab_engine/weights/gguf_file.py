@@ -57,6 +57,8 @@ class GgufNames:
     architecture: str
     layers: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     has_adjacent_pairs: bool = False
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """The tensors with a projection of all experts of a layer, and what that of one is called."""
     norm_offset: float = 0.0
     """What llama.cpp has added to the weights of norms."""
     words: Callable[[Metadata], Mapping[str, Any]] = _nothing_more
@@ -82,10 +84,13 @@ class GgufSource:
             raise ModelError(f"{self.where}: {_not_built(kind, names)}")
         self._kind, self._names = kind, names[kind]
         self._metadata = Metadata(self._fields, kind, self.where)
-        if self._metadata.number("expert_count", 0):
-            raise ModelError(f"{self.where}: mixtures of experts in GGUF files are not built; use safetensors")
+        if self._metadata.number("expert_count", 0) and not self._names.experts:
+            raise ModelError(f"{self.where}: mixtures of experts in GGUF architecture {kind} are not built")
         self._divisors = self._numbers(tensors.pop(ROPE_FREQUENCIES)) if ROPE_FREQUENCIES in tensors else []
-        self._tensors = {self._transformers_name(name): tensor for name, tensor in tensors.items()}
+        self._tensors = {
+            ours: held for name, tensor in tensors.items() for ours, held in self._in_our_words(name, tensor).items()
+        }
+        self._shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
 
     @property
     def stored_types(self) -> tuple[str, ...]:
@@ -108,7 +113,7 @@ class GgufSource:
         return {
             "architectures": [self._names.architecture],
             **decoder_words(self._metadata, self._divisors),
-            "vocab_size": self.shapes()["model.embed_tokens.weight"][0],
+            "vocab_size": int(self._stored("model.embed_tokens.weight").shape[-1]),
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "attention_bias": "model.layers.0.self_attn.o_proj.bias" in self._tensors,
             **self._names.words(self._metadata),
@@ -116,7 +121,7 @@ class GgufSource:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """GGUF writes the fastest dimension first; here it is last, as in torch."""
-        return {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+        return self._shapes
 
     def map_files(self) -> None:
         """The reader has mapped the file."""
@@ -202,13 +207,30 @@ class GgufSource:
             return halves_from_pairs(rows, rows.shape[0] // int(self.config["head_dim"]))
         return rows
 
-    def _transformers_name(self, name: str) -> str:
+    def _in_our_words(self, name: str, tensor: Any) -> dict[str, Any]:
+        """The tensor under transformers' name, or those of its experts. Raises ModelError."""
         if name in GLOBAL_NAMES:
-            return GLOBAL_NAMES[name]
+            return {GLOBAL_NAMES[name]: tensor}
         parts = name.split(".")
-        if len(parts) == 4 and parts[0] == "blk" and parts[2] in self._names.layers:
-            return f"model.layers.{parts[1]}.{self._names.layers[parts[2]]}.{parts[3]}"
+        if len(parts) == 4 and parts[0] == "blk":
+            prefix, suffix = f"model.layers.{parts[1]}.", f".{parts[3]}"
+            if parts[2] in self._names.layers:
+                return {prefix + self._names.layers[parts[2]] + suffix: tensor}
+            if parts[2] in self._names.experts and len(tensor.shape) == 3:
+                ours = prefix + self._names.experts[parts[2]] + suffix
+                return {ours.format(expert): held for expert, held in enumerate(_one_by_one(tensor))}
         raise ModelError(f"{self.where}: tensor {name} is none that GGUF architecture {self._kind} is built with")
+
+
+def _one_by_one(tensor: Any) -> Sequence[Any]:
+    """The experts of a tensor [experts, rows, columns]: llama.cpp names the last dimension first."""
+    count = len(tensor.data)
+    return [
+        tensor._replace(
+            data=data, shape=tensor.shape[:-1], n_elements=tensor.n_elements // count, n_bytes=tensor.n_bytes // count
+        )
+        for data in tensor.data
+    ]
 
 
 def halves_from_pairs(rows: "torch.Tensor", num_heads: int) -> "torch.Tensor":

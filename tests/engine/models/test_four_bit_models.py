@@ -12,11 +12,16 @@ from safetensors.torch import load_file, save_file
 from trimtab_engine.config.quantization import Quantization
 from trimtab_engine.errors import ModelError
 from trimtab_engine.layers.linear import library_for
+from trimtab_engine.layers.moe import StackedExperts
 from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
+from trimtab_engine.models.decoder import load_mixture
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.models.tensors import num_quantizable
+from trimtab_engine.parallel.groups import ALONE
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.runner.model_runner import bytes_to_hold
 from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.four_bits_form import FourBits
@@ -216,9 +221,29 @@ def test_experts_are_counted_as_they_are_held(tmp_path: Path) -> None:
     source = opened(a_model(tmp_path, Recipe("awq"), MIXTURE))
     tensors = expected_tensors(parse_model_config(MIXTURE, {}, "config.json"))
     experts = sum(tensor.num_elements for tensor in tensors.values() if tensor.part == "experts")
-    small = num_quantizable(tensors) - experts
+    small = num_quantizable(tensors)
     others = sum(tensor.num_elements for tensor in tensors.values()) - small
     assert bytes_to_hold(source, tensors, None, torch.float32, CPU) == 4 * others + small * 20 // 32
+    moving = bytes_to_hold(source, tensors, None, torch.float32, CPU, experts_move=True)
+    assert moving == 4 * (others + experts) + (small - experts) * 20 // 32
+
+
+@needs_compiled
+@pytest.mark.parametrize("words", [MIXTURE, LATENT], ids=["softmax", "sigmoids"])
+def test_experts_are_multiplied_in_blocks(tmp_path: Path, words: dict[str, Any]) -> None:
+    load = a_loader(opened(a_model(tmp_path, Recipe("awq"), words)))
+    config = parse_model_config(words, {}, "config.json")
+    layer = next(layer for layer in range(config.num_layers) if config.is_moe_layer(layer))
+    shard = shard_model(config, Layout(), 0)
+    mixture = load_mixture(config, f"model.layers.{layer}.mlp.", shard, ALONE, load)
+    assert not isinstance(mixture.experts, StackedExperts)
+    assert len(mixture.experts) == len(shard.experts)
+    for expert in mixture.experts:
+        wide, down = expert.gate_up.native, expert.down.native
+        assert wide is not None
+        assert down is not None
+        assert wide.weight.numel() * 4 == 2 * 32 * 64 * 20 // 32
+        assert down.weight.numel() * 4 == 64 * 32 * 20 // 32
 
 
 def test_fp8_that_was_asked_for_is_made_of_what_the_integers_stand_for(tmp_path: Path) -> None:

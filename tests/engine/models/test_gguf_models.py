@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from trimtab_engine.cli.facts_table import bytes_on_disk
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
 from trimtab_engine.models.registry import GGUF_NAMES, open_model, parse_model_config
-from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, ROPE_FREQUENCIES
+from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, ROPE_FREQUENCIES, GgufSource
 
 VOCABULARY, HEAD = 97, 16
 SIZES: dict[str, Any] = {
@@ -35,6 +36,13 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("llama", {"architectures": ["LlamaForCausalLM"], "rope_scaling": YARN}),
     "qwen2": ("qwen2", {"architectures": ["Qwen2ForCausalLM"]}),
     "qwen3": ("qwen3", {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}),
+    "qwen3moe": (
+        "qwen3moe",
+        {
+            "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "norm_topk_prob": True,
+        },
+    ),
     "gemma3": (
         "gemma3",
         {
@@ -74,6 +82,10 @@ def a_writer(file: Path, kind: str, config: Mapping[str, Any], **options: Any) -
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_eos_token_id(config["eos_token_id"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if "sliding_window" in config:
         writer.add_sliding_window(config["sliding_window"])
     scaling = config.get("rope_scaling") or {}
@@ -113,6 +125,14 @@ def stored(kind: str, name: str, tensor: torch.Tensor) -> numpy.ndarray:
     return array
 
 
+def with_experts_together(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A projection of all experts of a layer in one tensor, under the name of one with {} for the number."""
+    together: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        together.setdefault(re.sub(r"(?<=experts\.)\d+", "{}", name), []).append(tensor)
+    return {name: torch.stack(held) if "{}" in name else held[0] for name, held in together.items()}
+
+
 def write(writer: gguf.GGUFWriter) -> None:
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         step()
@@ -126,8 +146,8 @@ def a_gguf(file: Path, case: str, **options: Any) -> Path:
     config = SIZES | words
     writer = a_writer(file, kind, config, **options)
     names = GGUF_NAMES[kind]
-    ours = {theirs: name for name, theirs in names.layers.items()}
-    for name, tensor in tensors.items():
+    ours = {theirs: name for name, theirs in {**names.layers, **names.experts}.items()}
+    for name, tensor in with_experts_together(tensors).items():
         layer, _, rest = name.removeprefix("model.layers.").partition(".")
         module, _, what = rest.rpartition(".")
         outer = next((short for short, theirs in GLOBAL_NAMES.items() if theirs == name), None)
@@ -163,6 +183,28 @@ def test_its_configuration_is_that_of_its_checkpoint(tmp_path: Path, case: str) 
         if name not in ignored:
             assert getattr(found, name) == getattr(expected, name), name
     assert found.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
+
+
+def test_each_expert_is_packed_by_itself(tmp_path: Path) -> None:
+    config = SIZES | CHECKPOINTS["qwen3moe"][1] | {"num_experts": 3}
+    writer, generator = a_writer(tmp_path / "model.gguf", "qwen3moe", config), torch.Generator().manual_seed(0)
+    stack = torch.randn(3, 64, 256, generator=generator)
+    data = gguf.quants.quantize(stack.numpy(), gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("blk.1.ffn_up_exps.weight", data, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("token_embd.weight", numpy.zeros((VOCABULARY, 48), dtype=numpy.float32))
+    write(writer)
+    source = open_model(str(tmp_path / "model.gguf"))
+    assert isinstance(source, GgufSource)
+    names = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in range(3)]
+    assert source.shapes() == dict.fromkeys(names, (64, 256)) | {"model.embed_tokens.weight": (VOCABULARY, 48)}
+    for expert, name in enumerate(names):
+        whole = torch.tensor(gguf.quants.dequantize(data[expert], gguf.GGMLQuantizationType.Q8_0))
+        blocks = source.blocks(name, rows=(16, 48))
+        assert blocks is not None
+        assert torch.equal(blocks.restored(), whole[16:48])
+        assert torch.equal(source.tensor(name, columns=(32, 96)), whole[:, 32:96])
+        assert source.packed_bytes(name) == 64 * 256 // 32 * 34
+    assert source.stored_types == ("Q8_0", "F32")
 
 
 def test_divisors_of_frequencies_are_llama_3_1s_scaling(tmp_path: Path) -> None:
@@ -238,7 +280,7 @@ def test_parts_of_two_models_are_told_by_their_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
-        ("llama.expert_count", 8, "mixtures of experts in GGUF files are not built; use safetensors"),
+        ("llama.expert_count", 8, "mixtures of experts in GGUF architecture llama are not built"),
         ("llama.rope.dimension_count", 8, "partial_rotary_factor is not built"),
         ("llama.attention.head_count_kv", [2, 1], "differs from layer to layer"),
         ("llama.attention.head_count", 0, "attention.head_count is 0; a number of 1 or more is needed"),
@@ -269,6 +311,14 @@ def test_a_number_per_layer_that_is_always_the_same_is_that_number(tmp_path: Pat
     writer.add_tensor("token_embd.weight", numpy.zeros((VOCABULARY, 48), dtype=numpy.float32))
     write(writer)
     assert open_model(str(tmp_path / "model.gguf")).config["num_key_value_heads"] == 2
+
+
+def test_a_file_without_embeddings_is_one_clear_line(tmp_path: Path) -> None:
+    writer = a_writer(tmp_path / "model.gguf", "llama", SIZES)
+    writer.add_tensor("output_norm.weight", numpy.zeros(48, dtype=numpy.float32))
+    write(writer)
+    with pytest.raises(ModelError, match=r"model\.gguf: tensor model\.embed_tokens\.weight is missing"):
+        open_model(str(tmp_path / "model.gguf"))
 
 
 def test_a_turn_and_a_message_end_as_a_text_does(tmp_path: Path) -> None:
