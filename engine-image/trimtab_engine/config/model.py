@@ -149,6 +149,8 @@ class ModelConfig:
     """The MLP's gate goes through gelu, approximated by tanh, not through silu."""
     transformers_config: str | None = None
     """config.json as text, of a model that transformers' own code computes; None: it has a family of its own."""
+    has_transformers_tower: bool = False
+    """Whether images are computed by transformers' own code, for this text half."""
 
     @property
     def rotary_size(self) -> int:

@@ -27,6 +27,18 @@ class Tiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Squares:
+    """How a tower that transformers' code computes looks at a picture: as squares of one size, each for itself."""
+
+    size: int
+    """Pixels along a side of a square."""
+    num_tokens: int
+    """What becomes of each."""
+    transformers_config: str
+    """config.json as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
     """What computes images and videos."""
 
@@ -43,13 +55,25 @@ class VisionConfig:
     output_size: int
     """The text half's hidden size."""
     windows: Windows | None = None
-    """None: it has none, but tiles. Its text half then counts positions over time, height and width."""
+    """None: it has none, but tiles or squares. Its text half then counts positions over time, height and width."""
     tiles: Tiles | None = None
+    squares: Squares | None = None
+    """What comes to such a tower is a square as one row of pixels."""
 
     @property
     def row_size(self) -> int:
-        """Numbers per patch."""
-        return self.num_channels * self.frames_per_patch * self.patch_size**2
+        """Numbers per row of what comes: a patch, or a square."""
+        side = self.patch_size if self.squares is None else self.squares.size
+        return self.num_channels * self.frames_per_patch * side**2
+
+    def num_tokens(self, grid: tuple[int, int, int]) -> int | None:
+        """What becomes of an item with this grid; None: it is none of this tower's."""
+        if self.squares is not None:
+            return self.squares.num_tokens if grid == (1, 1, 1) else None
+        time, height, width = grid
+        if height % self.merge_size or width % self.merge_size:
+            return None
+        return time * height * width // self.patches_per_token
 
     @property
     def patches_per_token(self) -> int:
@@ -62,6 +86,8 @@ class VisionConfig:
     @property
     def largest_item_tokens(self) -> int | None:
         """Of what is computed at once; None: as large as the picture."""
+        if self.squares is not None:
+            return self.squares.num_tokens
         return None if self.tiles is None else (self.tiles.size // self.patch_size // self.merge_size) ** 2
 
 
@@ -74,6 +100,12 @@ def windows_of(vision: VisionConfig) -> Windows:
 def tokens_per_window(vision: VisionConfig) -> int:
     """Along a side of a window."""
     return windows_of(vision).size // vision.patch_size // vision.merge_size
+
+
+def squares_of(vision: VisionConfig) -> Squares:
+    """Those of a tower that transformers' code computes."""
+    assert vision.squares is not None
+    return vision.squares
 
 
 def tiles_of(vision: VisionConfig) -> Tiles:

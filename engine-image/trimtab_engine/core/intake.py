@@ -44,13 +44,17 @@ def check_items(message: AddRequest, vision: VisionConfig | None) -> None:
         if item.patches is None or item.patches.row_size != vision.row_size:
             brought = "none" if item.patches is None else f"patches of {item.patches.row_size} values"
             raise InvalidRequest(f"{which} brings {brought}; the tower reads patches of {vision.row_size}")
-        _, height, width = item.grid
-        is_even = height % vision.merge_size == width % vision.merge_size == 0
-        if not is_even or item.num_tokens * vision.patches_per_token != item.num_patches:
+        if item.num_tokens != vision.num_tokens(item.grid):
             raise InvalidRequest(
-                f"{which} has {item.num_tokens} tokens over a grid of {item.grid}; the tower makes a token of "
-                f"{vision.merge_size} x {vision.merge_size} patches"
+                f"{which} has {item.num_tokens} tokens over a grid of {item.grid}; the tower makes {_made(vision)}"
             )
+
+
+def _made(vision: VisionConfig) -> str:
+    """In people's words."""
+    if vision.squares is not None:
+        return f"{vision.squares.num_tokens} tokens of each square"
+    return f"a token of {vision.merge_size} x {vision.merge_size} patches"
 
 
 def rope_of(message: AddRequest, vision: VisionConfig | None) -> RopePositions | None:

@@ -26,7 +26,7 @@ from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.plan import PlanBase
 from trimtab_engine.memory.sizing import KVSize, longest_that_fits, out_of_memory, size_kv_cache, what_is_too_much
 from trimtab_engine.messages import CoreReady
-from trimtab_engine.models.registry import family_of, kv_groups_of
+from trimtab_engine.models.registry import kv_groups_of, tower_of
 from trimtab_engine.multimodal.items import Modality
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.start import GRAPHS_STAGE
@@ -320,7 +320,7 @@ def _ready(
 
 def _modalities(config: EngineConfig, runner: ModelRunner) -> list[Modality]:
     """What prompts may have besides text: what the tower computes, and what is allowed of it."""
-    kind = family_of(runner.facts.whole.architecture).tower
+    kind = tower_of(runner.facts.whole)
     if kind is None or runner.facts.vision is None:
         return []
     return [modality for modality in config.modalities if modality in kind.modalities]

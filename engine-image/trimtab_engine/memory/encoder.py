@@ -37,7 +37,13 @@ def kept_bytes(vision: VisionConfig, num_tokens: int, dtype_bytes: int) -> int:
 
 def tower_peak_bytes(vision: VisionConfig, num_tokens: int, dtype_bytes: int) -> int:
     """What the tower takes while it computes one item of so many tokens, estimated from above: hidden states of all its
-    patches, and the rows that they come from. Attention and MLP take a slice at a time."""
+    patches, and the rows that they come from. Attention and MLP take a slice at a time; not so in transformers' code,
+    which may also keep what each layer made."""
+    if vision.squares is not None:
+        num_patches = (vision.squares.size // vision.patch_size) ** 2 + 1
+        rows = ROWS_AT_ONCE + vision.num_layers + -(-2 * vision.intermediate_size // vision.hidden_size)
+        hidden_bytes = num_patches * rows * vision.hidden_size * max(dtype_bytes, FLOAT32_BYTES)
+        return hidden_bytes + 2 * vision.row_size * FLOAT32_BYTES
     per_patch = (
         ROWS_AT_ONCE * vision.hidden_size * max(dtype_bytes, FLOAT32_BYTES) + 2 * vision.row_size * FLOAT32_BYTES
     )

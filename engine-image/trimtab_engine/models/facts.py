@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.config.quantization import stored_form
 from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import KVGroup
@@ -13,14 +12,14 @@ from trimtab_engine.models.checkpoint import check_counts, expected_tensors
 from trimtab_engine.models.registry import (
     BY_ARCHITECTURE,
     architecture_of,
-    family_of,
     kv_groups_of,
     open_model,
     parse_model_config,
+    parse_vision_config,
+    tower_of,
 )
 from trimtab_engine.models.tensors import LINEAR_PARTS, PARTS, PROJECTION, elements_by_part, num_elements
 from trimtab_engine.weights.source import WeightSource
-from trimtab_engine.weights.text_half import text_words
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_REFUSAL = 500  # characters: the facts go through a container's termination message
@@ -59,7 +58,7 @@ def _supported(source: WeightSource, config: ModelConfig) -> dict[str, Any]:
         for part in PARTS
     }
     return {
-        "architecture": config.architecture,
+        "architecture": architecture_of(source.config, source.where),
         "supported": True,
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -85,14 +84,12 @@ def _supported(source: WeightSource, config: ModelConfig) -> dict[str, Any]:
 
 def _tower(source: WeightSource, config: ModelConfig, dtype_bytes: int) -> dict[str, Any]:
     """What images and videos are computed with, where they are."""
-    kind = family_of(config.architecture).tower
-    if kind is None or "vision_config" not in source.config:
-        return {}
-    words = ConfigWords(text_words(source.config), source.generation_config, source.where)
     try:
-        vision = kind.parse(words, config)
+        kind, vision = tower_of(config), parse_vision_config(source, config)
     except ModelError:
         return {}  # the engine says why when it is to load it; its text half is served without
+    if kind is None or vision is None:
+        return {}
     return {"tower_bytes": num_elements(kind.tensors(vision).values()) * dtype_bytes}
 
 

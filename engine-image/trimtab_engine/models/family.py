@@ -126,6 +126,8 @@ class TowerKind:
     """Its weights whole, or the share of one of the group's ranks, which then compute each item together."""
     modalities: tuple[Modality, ...] = MODALITIES
     """What it computes."""
+    renames_tensors: bool = False
+    """Whether checkpoints may call tensors otherwise: what they lack shows as they load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,22 +2,31 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.config.quantization import stored_form
+from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import KVGroup, groups_of
 from trimtab_engine.models import deepseek, gemma3, gpt_oss, llama, llama4, mistral, qwen2, qwen3, qwen3_moe
 from trimtab_engine.models.by_transformers import family as by_transformers
-from trimtab_engine.models.family import Family
+from trimtab_engine.models.by_transformers import seeing
+from trimtab_engine.models.family import Family, TowerKind
 from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.four_bits_form import FourBits
 from trimtab_engine.weights.open import open_source
 from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
-from trimtab_engine.weights.text_half import text_half, text_words, tower_half
+from trimtab_engine.weights.text_half import (
+    text_half,
+    text_half_of_transformers,
+    text_words,
+    tower_half,
+    tower_half_of_transformers,
+)
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -56,15 +65,36 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     Raises ModelError for what is missing, malformed or not built.
     """
     architecture = architecture_of(config, where)
+    if architecture in seeing.ARCHITECTURES:
+        words = seeing.text_words(config, where)
+        parsed = parse_model_config(words, generation, where)
+        return replace(parsed, has_transformers_tower=True)
     family = family_of(architecture)
     words = text_words(config) if architecture in family.multimodal else config
     return family.parse(ConfigWords(words, generation, where))
 
 
+def tower_of(config: ModelConfig) -> TowerKind | None:
+    """What computes the images and videos of this text half; None: nothing."""
+    return seeing.TOWER if config.has_transformers_tower else family_of(config.architecture).tower
+
+
+def parse_vision_config(source: WeightSource, config: ModelConfig) -> VisionConfig | None:
+    """The tower of a checkpoint with this text half; None: it has none that is built. Raises ModelError."""
+    kind = tower_of(config)
+    if kind is None or "vision_config" not in source.config:
+        return None
+    words = source.config if config.has_transformers_tower else text_words(source.config)
+    return kind.parse(ConfigWords(words, source.generation_config, source.where), config)
+
+
 def longest_request(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> int:
     """About how long requests may be, without torch: of what transformers' code computes config.json's own words count.
     Raises ModelError."""
-    if architecture_of(config, where) in BY_ARCHITECTURE:
+    architecture = architecture_of(config, where)
+    if architecture in seeing.ARCHITECTURES:
+        return longest_request(seeing.text_words(config, where), generation, where)
+    if architecture in BY_ARCHITECTURE:
         return parse_model_config(config, generation, where).max_model_len
     words = ConfigWords(config, generation, where)
     return words.positive("max_position_embeddings", default=words.positive("n_positions", default=UNSAID_POSITIONS))
@@ -79,7 +109,10 @@ def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> Weigh
     """Open a checkpoint; a GGUF file has its tensors under the names that its family knows, and one that sees images
     those of its text half alone; integers of 4 bits are weights. Raises ModelError."""
     source = open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)
-    family = BY_ARCHITECTURE.get(ConfigWords(source.config, {}, source.where).architecture or "")
+    architecture = ConfigWords(source.config, {}, source.where).architecture or ""
+    if architecture in seeing.ARCHITECTURES and source.format == "safetensors":
+        return text_half_of_transformers(source)
+    family = BY_ARCHITECTURE.get(architecture)
     if family is None or source.format != "safetensors":
         return source
     whole = text_half(source) if family.multimodal else source
@@ -92,7 +125,10 @@ def open_tower(model: str, load_format: str = "auto", *, seed: int = 0) -> Weigh
     source = open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)
     if source.format == "gguf":
         raise ModelError(f"{source.where}: a GGUF file holds no tower for images; give a folder with safetensors")
-    return tower_half(source) if source.format == "safetensors" else source
+    if source.format != "safetensors":
+        return source
+    is_whole = architecture_of(source.config, source.where) in seeing.ARCHITECTURES
+    return tower_half_of_transformers(source) if is_whole else tower_half(source)
 
 
 def sees_images(model: str) -> bool | None:
@@ -106,4 +142,6 @@ def sees_images(model: str) -> bool | None:
     except (OSError, ValueError, AttributeError, ModelError):
         return None
     family = BY_ARCHITECTURE.get(architecture)
+    if architecture in seeing.ARCHITECTURES:
+        return True
     return family is not None and family.tower is not None and architecture in family.multimodal

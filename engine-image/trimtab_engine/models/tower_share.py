@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trimtab_engine.config.vision import VisionConfig
+from trimtab_engine.errors import ConfigError
 from trimtab_engine.parallel.groups import RankGroup
 from trimtab_engine.parallel.partition import Span, equal_span
 
@@ -24,6 +25,11 @@ class TowerShare:
     def of(cls, vision: VisionConfig, group: RankGroup | None) -> "TowerShare":
         """Raises ConfigError for a tower that so many ranks cannot share."""
         size, index = (1, 0) if group is None else (group.size, group.index)
+        if size > 1 and vision.squares is not None:
+            raise ConfigError(
+                "--mm-encoder-tp-mode weights: the tower of this model is transformers', which ranks cannot share; "
+                "give each the whole of it, with --mm-encoder-tp-mode data"
+            )
         first, last = equal_span(vision.num_heads, size, index, f"{FLAG} the tower's num_heads")
         mlp = equal_span(vision.intermediate_size, size, index, f"{FLAG} the tower's intermediate_size")
         width = vision.head_size

@@ -1,17 +1,20 @@
 """How a checkpoint says its images and videos are to be processed: files beside its weights."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from trimtab_engine.errors import ModelError
-from trimtab_engine.multimodal import llama4
+from trimtab_engine.multimodal import llama4, squares
 from trimtab_engine.multimodal.items import Modality
 from trimtab_engine.multimodal.processor_words import whole
 from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
 from trimtab_engine.multimodal.reader import Processors
-from trimtab_engine.multimodal.tiles import TileTokens
+from trimtab_engine.multimodal.tiles import Idefics3Tokens, Llama4Tokens, TileTokens
 
 WHOLE = "processor_config.json"
 """What transformers 5 writes: all processors of a model, each under a name."""
@@ -26,6 +29,8 @@ TILE_WORDS = {
     "across": "<|tile_x_separator|>",
     "down": "<|tile_y_separator|>",
 }
+SQUARE_WORDS = {"fence": "<fake_token_around_image>", "whole": "<global-img>", "picture": "<image>"}
+PLACE = re.compile(r"<row_(\d+)_col_(\d+)>")
 
 
 def read_processors(folder: str) -> Processors:
@@ -38,6 +43,11 @@ def read_processors(folder: str) -> Processors:
     if image[0].get("image_processor_type") in llama4.KNOWN_TYPES:
         tiled = llama4.TileProcessor.parse(*image, patch_size=_patch_size(Path(folder)))
         return Processors(tiled, tiled)
+    if image[0].get("image_processor_type") in squares.KNOWN_TYPES:
+        path = Path(folder) / "config.json"
+        size, num_tokens = squares.square_of(_object(path), str(path))
+        square = squares.SquareProcessor.parse(*image, square_size=size, tokens_per_square=num_tokens)
+        return Processors(square, square)
     video = _words(Path(folder), VIDEO, "video_processor") or image
     return Processors(_parsed(image), _parsed(video))
 
@@ -58,14 +68,27 @@ def read_placeholders(folder: str, modalities: Sequence[Modality]) -> dict[Modal
 def read_tile_tokens(folder: str, processors: Processors, tokenizer: str | None = None) -> TileTokens | None:
     """The tokens around the tiles of a picture, by the words that the tokenizer has for them; None where pictures are
     not cut into tiles. Raises ModelError for a tokenizer without them."""
-    if not isinstance(processors.image, llama4.TileProcessor):
+    is_in_squares = isinstance(processors.image, squares.SquareProcessor)
+    if is_in_squares and squares.is_alone(_object(Path(folder) / "config.json")):
+        return None
+    if not is_in_squares and not isinstance(processors.image, llama4.TileProcessor):
         return None
     path = Path(tokenizer or folder) / "tokenizer.json"
     ids = {token.get("content"): token.get("id") for token in _object(path).get("added_tokens", ())}
-    missing = [word for word in TILE_WORDS.values() if not isinstance(ids.get(word), int)]
+    words = SQUARE_WORDS if is_in_squares else TILE_WORDS
+    missing = [word for word in words.values() if not isinstance(ids.get(word), int)]
     if missing:
         raise ModelError(f"{path} has no token {missing[0]}, which stands in the prompts of this model's images")
-    return TileTokens(**{name: ids[word] for name, word in TILE_WORDS.items()})
+    named = {name: ids[word] for name, word in words.items()}
+    return _square_tokens(path, named, ids) if is_in_squares else Llama4Tokens(**named)
+
+
+def _square_tokens(path: Path, named: Mapping[str, int], ids: Mapping[str, int]) -> Idefics3Tokens:
+    tokenizer = Tokenizer.from_file(str(path))
+    line, last_lines = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "\n\n"))
+    found = ((PLACE.fullmatch(word), token_id) for word, token_id in ids.items())
+    places = {(int(match[1]), int(match[2])): token_id for match, token_id in found if match is not None}
+    return Idefics3Tokens(**named, places=places, line=line, last_lines=last_lines)
 
 
 def _patch_size(folder: Path) -> int:

@@ -1,5 +1,7 @@
 """A picture's pixels as rows of patches, and the numbers that a tower reads of them."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +21,13 @@ def cut_into_rows(
     cut = pixels.reshape(pictures // frames, frames, tall, merge, patch, wide, merge, patch, channels)
     ordered = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
     return np.ascontiguousarray(ordered).reshape(-1, channels * frames * patch**2)
+
+
+def meanings_of(mean: Sequence[float], std: Sequence[float], rescale_factor: float) -> NDArray[np.float32]:
+    """[channels, 256] float32: what a value of 8 bits is to the tower, rounded as transformers rounds it."""
+    levels = (np.arange(NUM_LEVELS, dtype=np.float64) * rescale_factor).astype(np.float32)
+    means, deviations = (np.array(each, dtype=np.float32)[:, None] for each in (mean, std))
+    return np.asarray((levels[None, :] - means) / deviations, dtype=np.float32)
 
 
 def as_float32(patches: Patches) -> NDArray[np.float32]:

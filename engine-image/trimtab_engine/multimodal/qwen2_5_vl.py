@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from trimtab_engine.errors import InvalidRequest, ModelError
-from trimtab_engine.multimodal.patches import cut_into_rows
-from trimtab_engine.multimodal.processor_words import NUM_LEVELS, channels, number, size_of, whole
+from trimtab_engine.multimodal.patches import cut_into_rows, meanings_of
+from trimtab_engine.multimodal.processor_words import channels, number, size_of, whole
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -135,6 +135,4 @@ class PatchProcessor:
 
     def meanings(self) -> NDArray[np.float32]:
         """[channels, 256] float32: what a value of a channel is to the tower, bit for bit as transformers says."""
-        levels = (np.arange(NUM_LEVELS, dtype=np.float64) * self.rescale_factor).astype(np.float32)
-        mean, std = np.array(self.mean, dtype=np.float32), np.array(self.std, dtype=np.float32)
-        return np.asarray((levels[None, :] - mean[:, None]) / std[:, None], dtype=np.float32)
+        return meanings_of(self.mean, self.std, self.rescale_factor)

@@ -3,15 +3,20 @@ Pure.
 
 ```
 written      5 [image] 7                                           what the chat template wrote
+Llama 4
 two tiles    5 [start] [patch]… [across] [patch]… [down] [image] [patch]… [end] 7
                          tile 0           tile 1                   the whole picture
 one tile     5 [start] [image] [patch]… [end] 7
+Idefics3, SmolVLM
+two tiles    5 [around] [1, 1] [image]… [around] [1, 2] [image]… [lines] [around] [whole] [image]… [around] 7
+one tile     5 [around] [whole] [image]… [around] 7
 ```
-Here each tile has one [patch], which is expanded as any item's placeholder is (placeholders.py).
+Here each tile has one [patch], or [image], which is expanded as any item's placeholder is (placeholders.py).
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,18 +28,11 @@ NAME_BYTES = 16  # of a tile: a picture has up to 17, whose names travel with ea
 
 
 @dataclass(frozen=True, slots=True)
-class TileTokens:
+class TileTokens(ABC):
     """The tokens that are written for a picture and around its tiles."""
 
     picture: int
-    """What the chat template writes, and what stands before the picture as a whole."""
-    start: int
-    end: int
-    patch: int
-    across: int
-    """Between two tiles of a row."""
-    down: int
-    """Behind a row."""
+    """What the chat template writes."""
 
     def written(
         self, token_ids: Sequence[int], pictures: Sequence[MultiModalItem]
@@ -55,12 +53,29 @@ class TileTokens:
                 rewritten.append(token_id)
                 continue
             picture = next(left)
-            rewritten += self._around(picture.tiles or (1, 1))
+            rewritten += self.around(*(picture.tiles or (1, 1)))
             tiles += tiles_of(picture)
         return rewritten, tiles
 
-    def _around(self, tiles: tuple[int, int]) -> Iterator[int]:
-        rows, columns = tiles
+    @abstractmethod
+    def around(self, rows: int, columns: int) -> Iterator[int]:
+        """What stands for a picture of so many tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Llama4Tokens(TileTokens):
+    """Llama 4's: `picture` also stands before the picture as a whole."""
+
+    start: int
+    end: int
+    patch: int
+    across: int
+    """Between two tiles of a row."""
+    down: int
+    """Behind a row."""
+
+    def around(self, rows: int, columns: int) -> Iterator[int]:
+        """See TileTokens."""
         yield self.start
         if rows * columns > 1:
             for _ in range(rows):
@@ -72,6 +87,45 @@ class TileTokens:
         yield self.picture
         yield self.patch
         yield self.end
+
+
+@dataclass(frozen=True, slots=True)
+class Idefics3Tokens(TileTokens):
+    """Those of Idefics3 and SmolVLM, which name each tile's place: `picture` also stands for a tile."""
+
+    fence: int
+    """Before each tile, and behind the last."""
+    whole: int
+    """Names the picture as a whole."""
+    places: Mapping[tuple[int, int], int]
+    """Name a tile's row and column, both counted from 1."""
+    line: Sequence[int]
+    """The end of a row of tiles, as text."""
+    last_lines: Sequence[int]
+    """That of the last row, and an empty line."""
+
+    def around(self, rows: int, columns: int) -> Iterator[int]:
+        """See TileTokens. Raises InvalidRequest for a place that the tokenizer has no name for."""
+        if rows * columns > 1:
+            for row in range(1, rows + 1):
+                for column in range(1, columns + 1):
+                    yield self.fence
+                    yield self._place(row, column)
+                    yield self.picture
+                yield from self.line if row < rows else self.last_lines
+        yield self.fence
+        yield self.whole
+        yield self.picture
+        yield self.fence
+
+    def _place(self, row: int, column: int) -> int:
+        token_id = self.places.get((row, column))
+        if token_id is None:
+            raise InvalidRequest(
+                f"an image is cut into squares, of which this model's tokenizer has no name for row {row}, column "
+                f"{column}; send a picture whose sides differ less"
+            )
+        return token_id
 
 
 def tiles_of(picture: MultiModalItem) -> list[MultiModalItem]:

@@ -19,12 +19,15 @@ from trimtab_engine.multimodal.decoding import (
 )
 from trimtab_engine.multimodal.llama4 import TileProcessor
 from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
+from trimtab_engine.multimodal.squares import SquareProcessor
 from trimtab_engine.processes.frames import serve_frames
 
 MAX_ADDRESS_BYTES = 2 << 30
 MAX_VALUES_BYTES = 200 << 20  # of one item: four times the largest picture of the published models
 Json = dict[str, Any]
-Processor = PatchProcessor | TileProcessor
+Processor = PatchProcessor | TileProcessor | SquareProcessor
+KINDS: dict[str, type[Processor]] = {"tile_size": TileProcessor, "square_size": SquareProcessor}
+"""By a field that no other has."""
 
 
 class Processing:
@@ -79,7 +82,7 @@ def start(given: Json) -> Callable[[Json], Json]:
 
 
 def _processor(fields: Json) -> Processor:
-    kind = TileProcessor if "tile_size" in fields else PatchProcessor
+    kind = next((kind for field, kind in KINDS.items() if field in fields), PatchProcessor)
     return kind(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
 
 

@@ -15,7 +15,6 @@ from trimtab_kernels.paged_batch import warm_up_attention
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.config.quantization import Quantization, stored_quantization, wanted_quantization
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.device.address_range import AddressSpace
@@ -35,7 +34,15 @@ from trimtab_engine.models.checkpoint import check_tensors, check_tower, expecte
 from trimtab_engine.models.decoder import Decoder
 from trimtab_engine.models.family import Model, Tower
 from trimtab_engine.models.loading import Loader, packed_source
-from trimtab_engine.models.registry import family_of, kv_groups_of, open_model, open_tower, parse_model_config
+from trimtab_engine.models.registry import (
+    family_of,
+    kv_groups_of,
+    open_model,
+    open_tower,
+    parse_model_config,
+    parse_vision_config,
+    tower_of,
+)
 from trimtab_engine.models.tensors import Tensors, num_elements, num_quantizable
 from trimtab_engine.models.tower_share import TowerShare
 from trimtab_engine.parallel.expert_balancer import ExpertBalancer
@@ -59,7 +66,6 @@ from trimtab_engine.scheduling.step_inputs import StepInputs, Unknown, flatten
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.source import WeightSource
-from trimtab_engine.weights.text_half import text_words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 logger = logging.getLogger("trimtab_engine.core")
@@ -622,20 +628,19 @@ def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
 def _vision(config: EngineConfig, source: WeightSource, model: ModelConfig) -> VisionConfig | None:
     """The tower that is to compute images and videos; None: there is none, or none is wanted. Raises ModelError, and
     NotBuiltError where it is not built."""
-    kind = family_of(model.architecture).tower
-    if kind is None or not config.modalities or "vision_config" not in source.config:
+    if tower_of(model) is None or not config.modalities or "vision_config" not in source.config:
         return None
     if config.device == "cuda":
         raise NotBuiltError(
             f"images and videos are not built on CUDA for {model.architecture}; serve its text alone, with "
             f"""--limit-mm-per-prompt '{{"image": 0, "video": 0}}', or use --device cpu"""
         )
-    return kind.parse(ConfigWords(text_words(source.config), source.generation_config, source.where), model)
+    return parse_vision_config(source, model)
 
 
 def _tower_bytes(vision: VisionConfig | None, model: ModelConfig, dtype: torch.dtype) -> int:
     """What a whole tower takes."""
-    kind = family_of(model.architecture).tower
+    kind = tower_of(model)
     return 0 if kind is None or vision is None else num_elements(kind.tensors(vision).values()) * dtype.itemsize
 
 
@@ -643,14 +648,15 @@ def _load_tower(
     config: EngineConfig, model: ModelConfig, vision: VisionConfig | None, text: Loader, groups: RankGroups
 ) -> Tower | None:
     """The tower, or this rank's share of it, in the dtype of the text half and never quantised."""
-    kind = family_of(model.architecture).tower
+    kind = tower_of(model)
     if kind is None or vision is None:
         return None
     source = open_tower(config.model, config.load_format, seed=config.seed)
     shapes = {name: tensor.shape for name, tensor in kind.tensors(vision).items()}
     if isinstance(source, DummySource):
         source.expect(shapes)
-    check_tower(shapes, source)
+    if not kind.renames_tensors:
+        check_tower(shapes, source)
     group = groups.tensor if config.mm_encoder_tp_mode == "weights" else None
     return kind.build(vision, Loader(source, text.dtype, text.device, lambda count: None), group)
 

@@ -5,6 +5,7 @@ names that a checkpoint of text alone has; and the towers' tensors.
                                    text half               towers
 language_model.model.layers.0.…    model.layers.0.…                    as they were released first
 model.language_model.layers.0.…    model.layers.0.…                    as transformers 5 stores them
+model.text_model.layers.0.…        model.layers.0.…                    of Idefics3 and SmolVLM
 model.visual.blocks.0.…                                    blocks.0.…
 ```
 """
@@ -18,8 +19,9 @@ from trimtab_engine.weights.source import Span, WeightSource
 if TYPE_CHECKING:
     import torch
 
-PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+PREFIXES = (("model.language_model.", "model."), ("model.text_model.", "model."), ("language_model.", ""))
 """How names begin, and what stands for it."""
+OUTPUT = "lm_head."
 TOWERS = re.compile(r"(model\.)?(vision_model|vision_tower|visual|multi_modal_projector)\.")
 """How the names of what only images pass begin."""
 
@@ -79,6 +81,20 @@ def tower_half(whole: WeightSource) -> Half:
     """Its towers alone, by names without what all of them begin with."""
     found = ((TOWERS.match(name), name) for name in whole.shapes())
     return Half(whole, {name[match.end() :]: name for match, name in found if match is not None})
+
+
+def text_half_of_transformers(whole: WeightSource) -> Half:
+    """The text half of a checkpoint whose tower transformers' code computes."""
+    return Half(whole, {_plain(name): name for name in whole.shapes() if _is_text(name)})
+
+
+def tower_half_of_transformers(whole: WeightSource) -> Half:
+    """All but its text half, by the names that the checkpoint has."""
+    return Half(whole, {name: name for name in whole.shapes() if not _is_text(name)})
+
+
+def _is_text(name: str) -> bool:
+    return name.startswith((*(stored for stored, _ in PREFIXES), OUTPUT))
 
 
 def _plain(name: str) -> str:

@@ -14,6 +14,7 @@ import trimtab_engine
 from engine_benchmarks.parity import greedy_generator, load_runner
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models import registry
+from trimtab_engine.models.by_transformers.seeing import TOWER
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.registry import BY_ARCHITECTURE, FAMILIES, GGUF_NAMES, parse_model_config
 from trimtab_engine.speculative.loading import HEADS
@@ -41,8 +42,9 @@ def family_files() -> set[Path]:
 
 
 def plug_in_files() -> set[Path]:
-    """Of families and of heads."""
-    return family_files() | {Path(inspect.getfile(kind.parse)) for kind in HEADS.values()}
+    """Of families, of heads, and of towers that transformers' code computes."""
+    others = [*(kind.parse for kind in HEADS.values()), TOWER.parse]
+    return family_files() | {Path(inspect.getfile(parse)) for parse in others}
 
 
 def imported(file: Path) -> Iterator[str]:

@@ -23,12 +23,12 @@ from trimtab_engine.multimodal.placeholders import expand
 from trimtab_engine.multimodal.processor_cache import ProcessorCache
 from trimtab_engine.multimodal.reader import MediaReader
 from trimtab_engine.multimodal.sources import NOTHING_ELSE
-from trimtab_engine.multimodal.tiles import TileTokens, tiles_of
+from trimtab_engine.multimodal.tiles import Llama4Tokens, tiles_of
 from trimtab_engine.offline.media import OfflineMedia
 from trimtab_engine.scheduling.sampling import Sampling
 
 IDS = {word: 200 + number for number, word in enumerate(TILE_WORDS.values())}
-TOKENS = TileTokens(**{name: IDS[word] for name, word in TILE_WORDS.items()})
+TOKENS = Llama4Tokens(**{name: IDS[word] for name, word in TILE_WORDS.items()})
 PATCH = IDS["<|patch|>"]
 
 

@@ -11,6 +11,7 @@ from trimtab_engine.config.model import ModelConfig, RopeConfig
 from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import LayerKV
+from trimtab_engine.models.by_transformers import seeing
 from trimtab_engine.models.family import Family, Model
 from trimtab_engine.models.tensors import Tensors
 
@@ -34,7 +35,8 @@ def parse(words: ConfigWords) -> ModelConfig:
     text = json.dumps(words.config, sort_keys=True)
     found = try_out(text)
     if isinstance(found, Refused):
-        raise ModelError(f"{words.where}: architecture {name} is not built: {found.reason}")
+        reason = seeing.why_not(name, words.config) or found.reason
+        raise ModelError(f"{words.where}: architecture {name} is not built: {reason}")
     each = found.layers[0]
     return ModelConfig(
         architecture=name,

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from trimtab_engine.layers.vocabulary import Placed
+
 
 @dataclass
 class HiddenStates(MoeModelOutputWithPast):
@@ -42,10 +44,18 @@ class Halves:
         whole.config.pad_token_id = None  # nothing is padded; where there is one, each step looks for it in vain
         self._whole = whole
 
-    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, **more: Any) -> torch.Tensor:
-        """token_ids, positions [num_tokens] int64 -> [num_tokens, hidden_size], behind the last norm."""
-        given = {"use_cache": False, **more}
-        output = self.decoder(input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **given)
+    def hidden(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, *, placed: Placed | None = None, **more: Any
+    ) -> torch.Tensor:
+        """token_ids, positions [num_tokens] int64 -> [num_tokens, hidden_size], behind the last norm. `placed`: what
+        stands for the embeddings of tokens that are no text."""
+        given: dict[str, Any] = {"use_cache": False, **more}
+        if placed is None:
+            given["input_ids"] = token_ids.unsqueeze(0)
+        else:
+            embeddings = self.decoder.get_input_embeddings()(token_ids)
+            given["inputs_embeds"] = embeddings.index_copy(0, *placed).unsqueeze(0)
+        output = self.decoder(position_ids=positions.unsqueeze(0), **given)
         hidden: torch.Tensor = output[0][0]
         return hidden
 

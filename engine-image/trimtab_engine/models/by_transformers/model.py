@@ -20,6 +20,7 @@ from trimtab_engine.layers.vocabulary import Placed
 from trimtab_engine.memory.kv_groups import groups_of, places_of
 from trimtab_engine.models.by_transformers.attention import IMPLEMENTATION, STEP, Step
 from trimtab_engine.models.by_transformers.halves import Halves
+from trimtab_engine.models.by_transformers.reading import read_whole
 from trimtab_engine.models.by_transformers.rehearsal import is_too_far, largest_difference
 from trimtab_engine.models.by_transformers.trial import Found, class_of, configuration
 from trimtab_engine.models.loading import Loader
@@ -62,8 +63,7 @@ class TransformersModel:
         placed: Placed | None = None,
     ) -> torch.Tensor:
         """See Model. The hidden states are those behind the last norm."""
-        assert placed is None
-        return self.compute(token_ids, positions, kv_cache, metadata, before=None, num_layers=num_layers)
+        return self.compute(token_ids, positions, kv_cache, metadata, before=None, num_layers=num_layers, placed=placed)
 
     def receive(self, hidden: torch.Tensor) -> None:
         """See Model: there is no stage before."""
@@ -85,25 +85,14 @@ class TransformersModel:
         """See Model. All layers run even where `num_layers` says that the KV cache has but a few: for profiling, in
         which they may all keep their tokens in one place."""
         assert before is None
-        assert placed is None
         places = self._places
         if num_layers is not None:
             places = {module: replace(place, index=0) for module, place in places.items()}
-        return self._halves.hidden(token_ids, positions, **{STEP: Step(places, kv_cache, metadata)})
+        return self._halves.hidden(token_ids, positions, placed=placed, **{STEP: Step(places, kv_cache, metadata)})
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
         """See Model."""
         return self._halves.logits(hidden[rows])
-
-
-class _Unread:
-    """A tensor of the checkpoint that is read when transformers takes it."""
-
-    def __init__(self, load: Loader, name: str) -> None:
-        self._load, self._name = load, name
-
-    def __getitem__(self, whole: object) -> torch.Tensor:
-        return self._load.stored(self._name)
 
 
 def load_model(config: ModelConfig, found: Found, load: Loader) -> TransformersModel:
@@ -125,36 +114,17 @@ def load_model(config: ModelConfig, found: Found, load: Loader) -> TransformersM
 
 
 def _read(config: ModelConfig, load: Loader) -> Any:
-    logging_of_transformers: Any = transformers.utils.logging
-    logging_of_transformers.disable_progress_bar()
-    logging_of_transformers.set_verbosity_error()
     model_class = class_of(config.architecture)
     assert config.transformers_config is not None
     words = configuration(model_class, json.loads(config.transformers_config), IMPLEMENTATION)
-    unread = {name: _Unread(load, name) for name in load.names()}
-    try:
-        whole, info = model_class.from_pretrained(
-            None,
-            config=words,
-            state_dict=unread,
-            dtype=load.dtype,
-            attn_implementation=IMPLEMENTATION,
-            output_loading_info=True,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
-    except (RuntimeError, ValueError) as error:
-        said = str(error).strip().split("\n")[0]
-        raise ModelError(f"{load.where}: the weights cannot be read as {config.architecture}: {said:.300}") from error
-    missing = sorted(info["missing_keys"])
+    whole, missing, extra = read_whole(model_class, words, load)
     if missing:
         raise ModelError(f"{load.where}: the weights lack {len(missing)} tensors, first {missing[0]}")
-    if info["unexpected_keys"]:
-        extra = sorted(info["unexpected_keys"])
+    if extra:
         logger.warning(
             "the weights hold %d tensors that transformers' %s does not use, first %s",
             len(extra),
             config.architecture,
             extra[0],
         )
-    return whole.to(load.device).eval()
+    return whole

@@ -70,6 +70,7 @@ def _together(
         hidden = halves.hidden(
             torch.cat([ids[first:last] for ids, (first, last) in zip(requests, spans, strict=True)]),
             torch.cat([torch.arange(first, last, device=device) for first, last in spans]),
+            placed=None,
             **{STEP: Step(places, cache, metadata)},
         )
         for part, rows in zip(parts, torch.split(hidden, [last - first for first, last in spans]), strict=True):

@@ -187,8 +187,8 @@ def _try_out(model_class: Any, words: Mapping[str, Any]) -> Found:
     ids = torch.zeros(NUM_TOKENS, dtype=torch.int64, device="meta")
     cache = DynamicCache(config=config)
     with torch.no_grad():
-        hidden = halves.hidden(ids, torch.arange(NUM_TOKENS, device="meta"), past_key_values=cache, use_cache=True,
-                               **{NOTEBOOK: notebook})  # fmt: skip
+        hidden = halves.hidden(ids, torch.arange(NUM_TOKENS, device="meta"), placed=None, past_key_values=cache,
+                               use_cache=True, **{NOTEBOOK: notebook})  # fmt: skip
         logits = halves.logits(hidden)
     _check_kept(cache, config.num_hidden_layers)
     max_len = _max_len(config)

@@ -1,0 +1,262 @@
+"""What towers that know squares of one size are given of a picture, by the words of the checkpoint: LLaVA's one square,
+and Idefics3's and SmolVLM's several.
+
+```
+ the middle, or the whole squeezed     cut: as large as squares allow, and the whole picture as one more
+ ┌───┬─────┬───┐                       ┌─────┬─────┐
+ │   │  0  │   │                       │  0  │  1  │   and 2: the whole picture, squeezed
+ └───┴─────┴───┘                       └─────┴─────┘
+```
+A square is one row of 8-bit values, channels slowest; what they mean is a table (multimodal/qwen2_5_vl.py).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from trimtab_engine.errors import ModelError
+from trimtab_engine.multimodal.patches import meanings_of
+from trimtab_engine.multimodal.processor_words import channels, number, size_of, whole
+from trimtab_engine.multimodal.qwen2_5_vl import CLIP_MEAN, CLIP_STD
+
+HALVES = (0.5, 0.5, 0.5)
+CUTTING = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
+SQUEEZING = ("SiglipImageProcessor",)
+CROPPING = ("CLIPImageProcessor", "LlavaImageProcessor")
+ENDINGS = ("", "Fast", "Pil")
+KNOWN_TYPES = tuple(kind + ending for kind in (*CUTTING, *SQUEEZING, *CROPPING) for ending in ENDINGS)
+ALONE = "llava"  # model_type
+WITH_CLASS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+"""Towers of LLaVA's kind, and their rows beside those of patches."""
+BICUBIC, LANCZOS = 3, 1  # Pillow's numbers for them, which checkpoints have
+MAX_EDGE = 4096  # pixels: no picture that is cut becomes longer
+MAX_SQUARES = 256  # of a picture
+Grid = tuple[int, int, int]
+Size = tuple[int, int]
+"""Height and width."""
+
+
+@dataclass(frozen=True, slots=True)
+class SquareProcessor:
+    """How pictures become squares."""
+
+    square_size: int
+    """Pixels along a side."""
+    tokens_per_square: int
+    shorter_edge: int | None = None
+    """Of the picture of which the middle is taken; None: the whole is squeezed."""
+    longer_edge: int | None = None
+    """Of the picture that is cut into squares; None: it is one square."""
+    pads: bool = False
+    """Whether pictures are first made square by a border of the mean colour."""
+    resample: int = BICUBIC
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
+    rescale_factor: float = 1 / 255
+    frames_per_patch: int = 1
+
+    @classmethod
+    def parse(
+        cls, words: Mapping[str, Any], where: str, *, square_size: int, tokens_per_square: int
+    ) -> "SquareProcessor":
+        """Read preprocessor_config.json; what a square is to the tower, config.json says. Raises ModelError for what is
+        not done here."""
+        kind = _kind(words, where)
+        for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+            if words.get(step, True) not in (True, None):
+                raise ModelError(f"{where}: {step} is {words[step]!r}; only true is built")
+        if kind in CUTTING and words.get("do_image_splitting", True) is not True:
+            raise ModelError(f"{where}: do_image_splitting is {words['do_image_splitting']!r}; only true is built")
+        by_default = LANCZOS if kind in CUTTING else BICUBIC
+        resample = words.get("resample", by_default)
+        if resample not in (BICUBIC, LANCZOS):
+            raise ModelError(
+                f"{where}: resample is {resample!r}; {BICUBIC} (bicubic) and {LANCZOS} (Lanczos) are built"
+            )
+        mean, std = (CLIP_MEAN, CLIP_STD) if kind in CROPPING else (HALVES, HALVES)
+        found = cls(
+            square_size,
+            tokens_per_square,
+            shorter_edge=_shorter_edge(kind, words, where),
+            longer_edge=_longer_edge(kind, words, square_size, where),
+            pads=kind == "LlavaImageProcessor" and words.get("do_pad") is True,
+            resample=resample,
+            mean=channels(words, "image_mean", mean, where),
+            std=channels(words, "image_std", std, where),
+            rescale_factor=number(words.get("rescale_factor", 1 / 255), "rescale_factor", where),
+        )
+        found._check_side(kind, words, where)
+        return found
+
+    def _check_side(self, kind: str, words: Mapping[str, Any], where: str) -> None:
+        """Raise unless the processor's squares are the tower's."""
+        key = {**dict.fromkeys(CUTTING, "max_image_size"), **dict.fromkeys(CROPPING, "crop_size")}.get(kind, "size")
+        said = words.get(key)
+        if kind in CROPPING and words.get("do_center_crop", True) is False:
+            key, said = "size", words.get("size")
+        sides = {said} if isinstance(said, int) else set(said.values()) if isinstance(said, Mapping) else set()
+        if sides != {self.square_size}:
+            raise ModelError(
+                f"{where}: {key} is {said!r:.100}; the tower's image_size is {self.square_size}, and squares of that "
+                f"size alone are built"
+            )
+        if self.shorter_edge is not None and self.shorter_edge < self.square_size:
+            raise ModelError(
+                f"{where}: size is {self.shorter_edge}; a square of {self.square_size} pixels does not lie within"
+            )
+        if self.longer_edge is not None and (self._most_squares() > MAX_SQUARES or self.longer_edge > MAX_EDGE):
+            raise ModelError(
+                f"{where}: size is {dict(size_of(words))}, which makes up to {self._most_squares()} squares of "
+                f"{self.square_size} pixels; at most {MAX_SQUARES} and edges of {MAX_EDGE} pixels are built"
+            )
+
+    def _most_squares(self) -> int:
+        return math.ceil((self.longer_edge or self.square_size) / self.square_size) ** 2 + 1
+
+    @property
+    def row_size(self) -> int:
+        """Values per square."""
+        return len(self.mean) * self.square_size**2
+
+    def tiles(self, height: int, width: int) -> Size | None:
+        """Rows and columns of squares for a picture of this size; None: it is never cut."""
+        if self.longer_edge is None:
+            return None
+        tall, wide = self._cut_size(*self._first_size(height, width))
+        return tall // self.square_size, wide // self.square_size
+
+    def _first_size(self, height: int, width: int) -> Size:
+        """The longer edge as it shall be, the other even and in proportion."""
+        assert self.longer_edge is not None
+        ratio = width / height
+        if width >= height:
+            short = int(self.longer_edge / ratio)
+            return max(short + short % 2, 1), self.longer_edge
+        short = int(self.longer_edge * ratio)
+        return self.longer_edge, max(short + short % 2, 1)
+
+    def _cut_size(self, height: int, width: int) -> Size:
+        """Both edges as multiples of a square's."""
+        ratio, side = width / height, self.square_size
+        if width >= height:
+            wide = math.ceil(width / side) * side
+            return math.ceil(int(wide / ratio) / side) * side, wide
+        tall = math.ceil(height / side) * side
+        return tall, math.ceil(int(tall * ratio) / side) * side
+
+    def grid(self, num_frames: int, height: int, width: int) -> Grid:
+        """Squares of a picture of this size, the whole picture among them."""
+        rows, columns = self.tiles(height, width) or (1, 1)
+        return num_frames * (rows * columns + (rows * columns > 1)), 1, 1
+
+    def num_tokens(self, grid: Grid) -> int:
+        """Rows of embeddings of all squares."""
+        return grid[0] * self.tokens_per_square
+
+    def rows(self, pictures: Sequence[Image.Image]) -> NDArray[np.uint8]:
+        """One RGB picture -> [num_squares, channels * square * square] uint8."""
+        (picture,) = pictures
+        squares = self._cut(picture) if self.longer_edge is not None else [self._one_square(picture)]
+        pixels = np.stack([np.asarray(square) for square in squares])
+        return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)).reshape(len(squares), -1)
+
+    def _cut(self, picture: Image.Image) -> list[Image.Image]:
+        side = self.square_size
+        picture = self._resized(picture, self._first_size(picture.height, picture.width))
+        picture = self._resized(picture, self._cut_size(picture.height, picture.width))
+        whole_picture = self._resized(picture, (side, side))
+        if picture.size == (side, side):
+            return [picture]
+        corners = [(x, y) for y in range(0, picture.height, side) for x in range(0, picture.width, side)]
+        return [*(picture.crop((x, y, x + side, y + side)) for x, y in corners), whole_picture]
+
+    def _one_square(self, picture: Image.Image) -> Image.Image:
+        side = self.square_size
+        if self.pads:
+            picture = self._padded(picture)
+        if self.shorter_edge is None:
+            return self._resized(picture, (side, side))
+        picture = self._resized(picture, self._by_shorter_edge(picture.height, picture.width))
+        left, top = (picture.width - side) // 2, (picture.height - side) // 2
+        return picture.crop((left, top, left + side, top + side))  # black beyond its edges
+
+    def _by_shorter_edge(self, height: int, width: int) -> Size:
+        assert self.shorter_edge is not None
+        short, long = min(height, width), max(height, width)
+        longer = int(self.shorter_edge * long / short)
+        return (longer, self.shorter_edge) if height > width else (self.shorter_edge, longer)
+
+    def _padded(self, picture: Image.Image) -> Image.Image:
+        side = max(picture.size)
+        colour = tuple(int(mean * 255) for mean in self.mean)
+        square = Image.new("RGB", (side, side), (colour[0], colour[1], colour[2]))
+        square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
+        return square
+
+    def _resized(self, picture: Image.Image, size: Size) -> Image.Image:
+        return picture.resize((size[1], size[0]), resample=Image.Resampling(self.resample))
+
+    def meanings(self) -> NDArray[np.float32]:
+        """[channels, 256] float32: what a value of a channel is to the tower, bit for bit as transformers says."""
+        return meanings_of(self.mean, self.std, self.rescale_factor)
+
+
+def square_of(config: Mapping[str, Any], where: str) -> tuple[int, int]:
+    """Pixels along a side of the tower's squares, and the tokens that become of one. Raises ModelError."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        raise ModelError(f"{where}: vision_config is {vision!r:.100}; an object is needed")
+    inside = f"{where}: vision_config"
+    side, patch = (_said(vision, name, inside) for name in ("image_size", "patch_size"))
+    along = side // patch
+    if not is_alone(config):
+        factor = whole(config, "scale_factor", 2, where)
+        if along < 1 or along % factor:
+            raise ModelError(f"{where}: {along} patches along a square's side are no multiple of scale_factor {factor}")
+        return side, (along // factor) ** 2
+    kind, strategy = vision.get("model_type"), config.get("vision_feature_select_strategy", "default")
+    if kind not in WITH_CLASS:
+        raise ModelError(f"{inside}: model_type {kind!r} is not built; built are {', '.join(WITH_CLASS)}")
+    if strategy not in ("default", "full"):
+        raise ModelError(f"{where}: vision_feature_select_strategy is {strategy!r}; built are default and full")
+    return side, along**2 + WITH_CLASS[kind] - (strategy == "default")
+
+
+def is_alone(config: Mapping[str, Any]) -> bool:
+    """Whether a picture is one square, with nothing written around it."""
+    return config.get("model_type") == ALONE
+
+
+def _said(words: Mapping[str, Any], name: str, where: str) -> int:
+    if words.get(name) is None:
+        raise ModelError(f"{where}: {name} is not said; pixels along a side are needed")
+    return whole(words, name, 1, where)
+
+
+def _kind(words: Mapping[str, Any], where: str) -> str:
+    """The processor's name without what says how transformers computes it."""
+    said = words.get("image_processor_type")
+    if said not in KNOWN_TYPES:
+        raise ModelError(
+            f"{where}: image_processor_type {said!r} is not built; built are "
+            f"{', '.join((*CROPPING, *SQUEEZING, *CUTTING))}"
+        )
+    return next(kind for kind in (*CUTTING, *SQUEEZING, *CROPPING) if str(said).startswith(kind))
+
+
+def _shorter_edge(kind: str, words: Mapping[str, Any], where: str) -> int | None:
+    if kind not in CROPPING:
+        return None
+    size = words.get("size")
+    if words.get("do_center_crop", True) is False:
+        return None  # then its size has both edges, or is refused
+    return size if isinstance(size, int) else whole(size_of(words), "shortest_edge", 224, f"{where}: size")
+
+
+def _longer_edge(kind: str, words: Mapping[str, Any], square_size: int, where: str) -> int | None:
+    return whole(size_of(words), "longest_edge", 4 * square_size, f"{where}: size") if kind in CUTTING else None

@@ -1,0 +1,93 @@
+"""Checkpoints whose images transformers' code computes: what is read of them, and what is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import engine_builders
+import pytest
+from safetensors.torch import load_file
+from square_models import TEXT, TOKENS, VISION, the_reference
+from trimtab_engine.errors import ModelError
+from trimtab_engine.models.by_transformers.seeing import ARCHITECTURES, NATIVE, WHY_NOT, text_words
+from trimtab_engine.models.facts import model_facts
+from trimtab_engine.models.registry import (
+    BY_ARCHITECTURE,
+    longest_request,
+    open_model,
+    open_tower,
+    parse_model_config,
+    sees_images,
+)
+
+LLAVA: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "image_token_index": 32_000,
+    "text_config": {
+        "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, "model_type": "llama",
+        "rms_norm_eps": 1e-5, "torch_dtype": "float16", "vocab_size": 32_064,
+    },
+    "torch_dtype": "float16",
+    "vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14, "hidden_size": 1024},
+}  # fmt: skip
+"""As LLaVA 1.5's says it, which leaves much out."""
+
+
+@pytest.mark.parametrize("kind", list(TOKENS))
+def test_facts_tell_both_halves(kind: str, tmp_path: Path) -> None:
+    model = the_reference(kind)
+    model.save_pretrained(tmp_path)
+    facts = model_facts(str(tmp_path))
+    stored = load_file(tmp_path / "model.safetensors")
+    tower = sum(tensor.nbytes for name, tensor in stored.items() if "vision" in name or "projector" in name)
+    tower += sum(tensor.nbytes for name, tensor in stored.items() if "connector" in name)
+    assert facts["architecture"] == type(model).__name__
+    assert (facts["supported"], facts["num_layers"], facts["max_model_len"]) == (True, 2, 256)
+    assert facts["tower_bytes"] == tower
+    assert facts["weights_bytes"] + tower == sum(tensor.nbytes for tensor in stored.values())
+    assert sees_images(str(tmp_path))
+    halves = [set(open_model(str(tmp_path)).shapes()), set(open_tower(str(tmp_path)).shapes())]
+    assert len(halves[0]) + len(halves[1]) == len(stored)
+    assert {"model.norm.weight", "lm_head.weight"} < halves[0]
+
+
+def test_what_the_text_half_leaves_unsaid_is_what_transformers_takes() -> None:
+    config = parse_model_config(LLAVA, {}, "here")
+    assert (config.hidden_size, config.intermediate_size, config.num_layers) == (4096, 11_008, 32)
+    assert (config.architecture, config.dtype, config.has_transformers_tower) == ("LlamaForCausalLM", "float16", True)
+    assert longest_request(LLAVA, {}, "here") == 4096
+    assert {*NATIVE.values()} <= BY_ARCHITECTURE.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not built for Llava"),
+        ({"text_config": None}, "text_config is None"),
+        ({"text_config": {"model_type": "t5"}}, "with a text half of model_type 't5' is not built"),
+    ],
+)
+def test_halves_that_cannot_be_read_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        text_words(LLAVA | change, "here")
+
+
+@pytest.mark.parametrize("architecture", [*WHY_NOT, "AriaForConditionalGeneration"])
+def test_others_that_see_are_refused_by_name_with_why(architecture: str) -> None:
+    config = {"architectures": [architecture], "text_config": TEXT, "vision_config": VISION}
+    why = WHY_NOT.get(architecture, "nobody has tried it")
+    with pytest.raises(
+        ModelError, match=rf"architecture {architecture} is not built: it sees images \({why}\)"
+    ) as said:
+        parse_model_config(config, {}, "here")
+    assert all(name in str(said.value) for name in ARCHITECTURES)
+
+
+def test_a_tower_whose_weights_have_other_shapes_is_refused_as_it_loads(tmp_path: Path) -> None:
+    the_reference("llava").save_pretrained(tmp_path)
+    words = json.loads((tmp_path / "config.json").read_text())
+    words["vision_config"]["patch_size"] = 5
+    (tmp_path / "config.json").write_text(json.dumps(words))
+    with pytest.raises(ModelError, match="cannot be read as LlavaForConditionalGeneration"):
+        engine_builders.an_engine(tmp_path, load_format="auto", limit_mm_per_prompt={"image": 1})

@@ -1,0 +1,172 @@
+"""Pictures become the squares that transformers' own image processors make of them, and prompts have the tokens that
+its processors write around them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from media_files import a_picture
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+from trimtab_engine.errors import InvalidRequest, ModelError
+from trimtab_engine.multimodal.checkpoint import SQUARE_WORDS, read_processors, read_tile_tokens
+from trimtab_engine.multimodal.items import MultiModalItem, Patches
+from trimtab_engine.multimodal.patches import as_float32
+from trimtab_engine.multimodal.placeholders import expand
+from trimtab_engine.multimodal.squares import SquareProcessor, square_of
+from trimtab_engine.multimodal.tiles import Idefics3Tokens
+
+SIDE, TOKENS = 16, 4
+SIZES = [(1, 1), (16, 16), (17, 16), (40, 30), (30, 100), (100, 30), (64, 64), (200, 7), (90, 61), (61, 90), (33, 31)]
+"""Width and height."""
+CROPPED = {"size": {"shortest_edge": 20}, "crop_size": {"height": SIDE, "width": SIDE}}
+CUT = {"size": {"longest_edge": 50}, "max_image_size": {"longest_edge": SIDE}}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "CLIPImageProcessor": (CLIPImageProcessorPil, CROPPED),
+    "CLIPImageProcessorFast": (
+        CLIPImageProcessorPil, {"do_center_crop": False, "size": {"height": SIDE, "width": SIDE}, "resample": 1},
+    ),
+    "LlavaImageProcessor": (LlavaImageProcessorPil, CROPPED | {"do_pad": True, "size": {"shortest_edge": SIDE}}),
+    "SiglipImageProcessor": (SiglipImageProcessorPil, {"size": {"height": SIDE, "width": SIDE}}),
+    "Idefics3ImageProcessor": (Idefics3ImageProcessorPil, CUT | {"image_mean": [0.1, 0.2, 0.3]}),
+    "SmolVLMImageProcessorPil": (SmolVLMImageProcessorPil, CUT),
+}  # fmt: skip
+
+
+def parsed(words: dict[str, Any]) -> SquareProcessor:
+    return SquareProcessor.parse(words, "here", square_size=SIDE, tokens_per_square=TOKENS)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_squares_are_those_of_transformers_bit_for_bit(kind: str, size: tuple[int, int]) -> None:
+    theirs, words = KINDS[kind]
+    processor = parsed(words | {"image_processor_type": kind})
+    picture = a_picture(*size, seed=3)
+    made = theirs(**words)(images=[picture], return_tensors="np")["pixel_values"].reshape(-1, 3, SIDE, SIDE)
+    rows = processor.rows([picture])
+    patches = Patches(processor.row_size, rows.tobytes(), processor.meanings().tobytes())
+    grid = processor.grid(1, picture.height, picture.width)
+    assert (grid, processor.num_tokens(grid)) == ((len(made), 1, 1), len(made) * TOKENS)
+    assert np.array_equal(as_float32(patches).reshape(-1, 3, SIDE, SIDE), made)
+
+
+SQUARE_IDS = {word: 300 + number for number, word in enumerate(SQUARE_WORDS.values())}
+PLACES = {f"<row_{row}_col_{column}>": 320 + row * 4 + column for row in (1, 2, 3) for column in (1, 2)}
+SMOL = {
+    "model_type": "smolvlm", "scale_factor": 2,
+    "vision_config": {"image_size": SIDE, "patch_size": 4},
+}  # fmt: skip
+
+
+def a_checkpoint(folder: Path, tokenizer_folder: Path, config: dict[str, Any] = SMOL) -> str:
+    """What a server reads of one beside its weights, with a tokenizer of bytes."""
+    (folder / "config.json").write_text(json.dumps(config))
+    kind = {"image_processor_type": "SmolVLMImageProcessor", **CUT}
+    (folder / "preprocessor_config.json").write_text(json.dumps(kind))
+    words = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+    token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    words["added_tokens"] += [{"id": number, "content": word, **token} for word, number in _added().items()]
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    return str(folder)
+
+
+def _added() -> dict[str, int]:
+    return SQUARE_IDS | PLACES
+
+
+def a_picture_of(rows: int, columns: int) -> MultiModalItem:
+    count = rows * columns + (rows * columns > 1)
+    patches = Patches(3, bytes(3 * count), bytes(3 * 1024))
+    return MultiModalItem("image", b"name", count * TOKENS, (count, 1, 1), patches, tiles=(rows, columns))
+
+
+@pytest.mark.parametrize("tiles", [(1, 1), (1, 2), (2, 1), (3, 2)])
+def test_tokens_around_squares_are_those_of_transformers(
+    tiles: tuple[int, int], tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    folder = a_checkpoint(tmp_path, tokenizer_folder)
+    tokens = read_tile_tokens(folder, read_processors(folder))
+    assert isinstance(tokens, Idefics3Tokens)
+    fence, whole, picture = SQUARE_WORDS.values()
+    rows, columns = (0, 0) if tiles == (1, 1) else tiles
+    written: Any = get_image_prompt_string
+    said = written(rows, columns, TOKENS, fence, picture, whole).replace("\n", "10 ")
+    for word, number in _added().items():
+        said = said.replace(word, f"{number} ")
+    expanded, spans = expand(*tokens.written([5, tokens.picture, 7], [a_picture_of(*tiles)]), {"image": tokens.picture})
+    assert expanded == [5, *map(int, said.split()), 7]
+    assert len(spans) == (1 if tiles == (1, 1) else tiles[0] * tiles[1] + 1)
+
+
+def test_a_place_without_a_name_and_a_tokenizer_without_the_words_are_told(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    folder = a_checkpoint(tmp_path, tokenizer_folder)
+    tokens = read_tile_tokens(folder, read_processors(folder))
+    assert tokens is not None
+    with pytest.raises(InvalidRequest, match="no name for row 1, column 3"):
+        tokens.written([tokens.picture], [a_picture_of(1, 3)])
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
+    with pytest.raises(ModelError, match="has no token <fake_token_around_image>"):
+        read_tile_tokens(folder, read_processors(folder))
+
+
+LLAVA: dict[str, Any] = {
+    "model_type": "llava",
+    "vision_config": {"model_type": "clip_vision_model", "image_size": 30, "patch_size": 7},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "num_tokens"),
+    [
+        (LLAVA, 16),
+        (LLAVA | {"vision_feature_select_strategy": "full"}, 17),
+        ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"model_type": "siglip_vision_model"}}, 15),
+        (SMOL, 4),
+    ],
+)
+def test_what_becomes_of_a_square_is_counted(config: dict[str, Any], num_tokens: int) -> None:
+    assert square_of(config, "here")[1] == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({**LLAVA, "vision_config": {"model_type": "pixtral", "image_size": 30, "patch_size": 7}}, "'pixtral' is not"),
+        ({**LLAVA, "vision_config": {"patch_size": 7}}, "image_size is not said"),
+        (LLAVA | {"vision_feature_select_strategy": "best"}, "vision_feature_select_strategy is 'best'"),
+        (SMOL | {"scale_factor": 3}, "no multiple of scale_factor 3"),
+        ({"model_type": "llava"}, "vision_config is None"),
+    ],
+)
+def test_towers_of_another_kind_are_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        square_of(config, "here")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"image_processor_type": "PixtralImageProcessor"}, "'PixtralImageProcessor' is not built"),
+        ({"do_rescale": False}, "do_rescale is False"),
+        ({"resample": 2}, "resample is 2"),
+        ({"crop_size": {"height": 16, "width": 20}}, "squares of that size alone"),
+        ({"size": {"shortest_edge": 8}}, "does not lie within"),
+        (CUT | {"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": False}, "do_image_splitting"),
+        (
+            CUT | {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 5000}},
+            "edges of 4096 pixels",
+        ),
+    ],
+)
+def test_processors_of_another_kind_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        parsed({"image_processor_type": "CLIPImageProcessor", **CROPPED, **change})
