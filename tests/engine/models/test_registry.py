@@ -43,8 +43,8 @@ def family_files() -> set[Path]:
 
 def plug_in_files() -> set[Path]:
     """Of families, of heads, and of towers that transformers' code computes."""
-    others = [*(kind.parse for kind in HEADS.values()), TOWER.parse]
-    return family_files() | {Path(inspect.getfile(parse)) for parse in others}
+    heads = {Path(inspect.getfile(kind.parse)) for kind in HEADS.values()}
+    return family_files() | heads | {Path(inspect.getfile(TOWER.parse))}
 
 
 def imported(file: Path) -> Iterator[str]:
