@@ -37,6 +37,14 @@ class ProcessorCache:
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # where nobody waits any more
         return await asyncio.shield(task)  # who leaves does not end it for the others
 
+    async def known(self, content_hash: bytes) -> MultiModalItem | None:
+        """The item of this name, also one that is being made, whose failure is raised; None: there is none."""
+        made = self._made.get(content_hash)
+        if made is not None or content_hash in self._items:
+            return await self.get(content_hash, _nothing)
+        self._on_lookup(False)
+        return None
+
     async def _make(
         self, content_hash: bytes, make: Callable[[], Awaitable[MultiModalItem]], epoch: int
     ) -> MultiModalItem:
@@ -66,6 +74,10 @@ class ProcessorCache:
 
     def __len__(self) -> int:
         return len(self._items)
+
+
+async def _nothing() -> MultiModalItem:
+    raise AssertionError("it is there, or is being made")
 
 
 def num_bytes(patches: Patches | None) -> int:

@@ -20,6 +20,7 @@ from trimtab_engine.processes.bounded_worker import TookTooLong, WorkerEnded, Wo
 MODULE = "trimtab_engine.multimodal.worker"
 WORKERS = WorkerLimits(seconds=10.0, max_workers=4, max_waiting=1024)
 LIMITS = DecodeLimits()
+BY_UUID = b"uuid"
 LARGE_BYTES = 1 << 20  # from here on the event loop does not compute the hash
 Json = dict[str, Any]
 
@@ -55,17 +56,35 @@ class MediaReader:
         self._meanings = {kind: processors[kind].meanings().tobytes() for kind in ("image", "video")}
         self._how = f"{processors} {limits.num_frames}".encode()
 
-    async def item(self, modality: Modality, url: str, salt: str) -> MultiModalItem:
-        """What the URL holds, as an item: shared with requests of the same salt. InvalidRequest says what is wrong."""
+    async def item(self, modality: Modality, url: str | None, salt: str, *, uuid: str | None = None) -> MultiModalItem:
+        """What the URL holds, as an item: shared with requests of the same salt. What is
+        known by its uuid is not read again; without a URL it must be. InvalidRequest says what is wrong."""
+        if uuid is None:
+            assert url is not None  # else it was refused
+            request, content_hash = await self._opened(modality, url, salt)
+            return await self.cache.get(content_hash, lambda: self._process(modality, request, content_hash))
+        name = self._hash(modality, salt, BY_UUID, uuid.encode("utf-8", "surrogatepass"))
+        if url is not None:
+            return await self.cache.get(name, lambda: self._read(modality, url, salt))
+        known = await self.cache.known(name)
+        if known is None:
+            raise InvalidRequest(f"nothing is known by uuid {uuid[:80]!r} here, or not any more; send it with its url")
+        return known
+
+    async def _read(self, modality: Modality, url: str, salt: str) -> MultiModalItem:
+        """Named by its content also where it has a uuid: whatever clients call by one name, engines never take one
+        picture for another."""
+        return await self._process(modality, *await self._opened(modality, url, salt))
+
+    async def _opened(self, modality: Modality, url: str, salt: str) -> tuple[Json, bytes]:
+        """What a worker is asked of the URL's content, and its name."""
         source = self._allowed.source(url)
         content = source if isinstance(source, Inline) else await self._fetcher.fetch(source)
         request, named = self._request(modality, content)
         size = len(content.base64) if isinstance(content, Inline) else len(content.data)
         if size < LARGE_BYTES:
-            content_hash = self._hash(modality, salt, named)
-        else:
-            content_hash = await asyncio.to_thread(self._hash, modality, salt, named)
-        return await self.cache.get(content_hash, lambda: self._process(modality, request, content_hash))
+            return request, self._hash(modality, salt, named)
+        return request, await asyncio.to_thread(self._hash, modality, salt, named)
 
     def _request(self, modality: Modality, content: Inline | Content) -> tuple[Json, bytes]:
         """What a worker is asked, and what the item is named by."""
@@ -79,10 +98,10 @@ class MediaReader:
             return {"kind": modality, "frames": frames}, named
         return {"kind": modality, "mime": content.mime, "base64": content.base64}, f"{content.mime},".encode() + named
 
-    def _hash(self, modality: Modality, salt: str, named: bytes) -> bytes:
+    def _hash(self, modality: Modality, salt: str, *named: bytes) -> bytes:
         """A digest over who may share it, how it is processed and what it is, each with its length before it."""
         digest = hashlib.sha256()
-        for part in (self._how, modality.encode(), salt.encode("utf-8", "surrogatepass"), named):
+        for part in (self._how, modality.encode(), salt.encode("utf-8", "surrogatepass"), *named):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
         return digest.digest()

@@ -97,6 +97,24 @@ def test_an_image_that_was_sent_before_is_not_processed_again_until_that_is_forg
     assert looked_up(engine) == (queries + 3, hits + 1)
 
 
+def test_an_image_with_a_name_of_the_clients_own_is_sent_once(engine: "RealEngine", seeing: Seeing) -> None:
+    picture, other = a_picture(20, 20, seed=98), a_picture(24, 20, seed=97)
+    part: dict[str, Any] = {**written(picture), "uuid": "the cat"}
+    part["image_url"]["detail"] = "high"  # changes nothing
+    expected = seeing.says(picture, "what?")
+    assert tokens(ask(engine, part, "what?")) == expected
+    _, hits = looked_up(engine)
+    for short in ({"image_url": None}, {"image_url": {"url": ""}}, {}, {"image_url": written(other)["image_url"]}):
+        assert tokens(ask(engine, {"type": "image_url", "uuid": "the cat", **short}, "what?")) == expected
+    assert looked_up(engine)[1] == hits + 4
+    with pytest.raises(openai.BadRequestError, match=r"content\[0\]\.image_url: nothing is known by uuid 'the cat'"):
+        ask(engine, {"type": "image_url", "uuid": "the cat"}, "what?", cache_salt="another")
+    engine.admin.post("/admin/v1/reset_mm_cache")
+    with pytest.raises(openai.BadRequestError, match="send it with its url"):
+        ask(engine, {"type": "image_url", "uuid": "the cat"}, "what?")
+    assert tokens(ask(engine, {**written(other), "uuid": "the cat"}, "what?")) == seeing.says(other, "what?")
+
+
 def test_more_images_than_the_limit_are_400_with_count_and_limit(engine: "RealEngine") -> None:
     for number, kind, parts in ((4, "images", [CAT] * 4), (2, "videos", [FRAMES] * 2)):
         with pytest.raises(openai.BadRequestError, match=f"the messages have {number} {kind}; at most [13] may be"):
@@ -119,7 +137,10 @@ def as_image(url: str) -> dict[str, Any]:
         (as_image(data_url(a_png_of_zeros(10_000, 10_000))), "10000 x 10000 pixels; at most 33554432 are decoded"),
         ({"type": "video_url", "video_url": {"url": data_url(a_gif_of(50_000), "image/gif")}}, "more than 768 frames"),
         ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "content of type input_audio"),
-        ({"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}, "detail"),
+        ({"type": "image_url", "image_url": {"url": "data:,", "detail": "fine"}}, "detail"),
+        ({"type": "image_url", "uuid": "never sent"}, "nothing is known by uuid 'never sent'"),
+        ({"type": "image_url", "image_url": {"detail": "low"}}, "url is missing"),
+        ({"type": "image_url", "image_url": {"url": ""}, "uuid": ""}, "uuid"),
         ("<|vision_start|><|image_pad|><|vision_end|>", "has places for 2 images, but brings 1 image"),
     ],
 )

@@ -22,11 +22,14 @@ RETRY_SECONDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image or a video of a message. `where`: its place, for messages of errors."""
+    """An image or a video of a message. `where`: its place, for messages of errors. `uuid`: the client's own name for
+    what it is."""
 
     modality: Modality
-    url: str
+    url: str | None
+    """None: it is known by its uuid."""
     where: str
+    uuid: str | None = None
 
 
 class PromptMedia:
@@ -74,7 +77,7 @@ class PromptMedia:
 
     async def _item(self, media: Media, salt: str) -> MultiModalItem:
         try:
-            return await self.reader.item(media.modality, media.url, salt)
+            return await self.reader.item(media.modality, media.url, salt, uuid=media.uuid)
         except InvalidRequest as error:
             raise invalid(f"{media.where}: {error}", "messages") from None
         except AllBusy:

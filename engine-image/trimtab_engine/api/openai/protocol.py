@@ -17,6 +17,7 @@ from trimtab_engine.api.openai.media import Media
 from trimtab_engine.api.openai.prompt_fields import PromptFields, TemplateFields
 from trimtab_engine.api.openai.restrictions import NO_RESTRICTIONS, RestrictionFields, Restrictions
 from trimtab_engine.api.openai.tools import OfferedTools, ToolCalls, ToolFields
+from trimtab_engine.multimodal.items import Modality
 from trimtab_engine.scheduling.sampling import Sampling
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; nothing larger is read
@@ -270,28 +271,47 @@ class TextPart(BaseModel):
 
 class ImageUrl(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    url: str
-    detail: Literal["auto"] | None = None
-    """OpenAI's low and high ask for other sizes, which a model has none of here."""
+    url: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+    """Changes nothing, as in vLLM: a model has no other sizes."""
 
 
 class VideoUrl(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    url: str
+    url: str | None = None
 
 
-class ImagePart(BaseModel):
+class MediaPart(BaseModel):
+    """An image or a video. `uuid`, vLLM's: the client's own name for what it is, by which it may be sent without its
+    content while that is still known."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["image_url", "video_url"]
+    uuid: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)] | None = None
+
+    @property
+    def url(self) -> str | None:
+        """None: it is known by its uuid."""
+        told: ImageUrl | VideoUrl | None = getattr(self, self.type)
+        return None if told is None else told.url or None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "MediaPart":
+        if self.url is None and self.uuid is None:
+            raise ValueError("url is missing; only what was sent before with a uuid may do without, beside that uuid")
+        return self
+
+
+class ImagePart(MediaPart):
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: ImageUrl | None = None
 
 
-class VideoPart(BaseModel):
+class VideoPart(MediaPart):
     """vLLM's form; OpenAI has none."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["video_url"]
-    video_url: VideoUrl
+    video_url: VideoUrl | None = None
 
 
 def _part_tag(part: Any) -> str:
@@ -305,7 +325,8 @@ ContentPart = Annotated[
     | Annotated[VideoPart, Tag("[video_url]")],
     Discriminator(_part_tag),
 ]
-PART_TYPES = ("text", "image_url", "video_url")
+KINDS: dict[str, Modality] = {"image_url": "image", "video_url": "video"}
+PART_TYPES = ("text", *KINDS)
 MAX_PARTS = 4096  # of one message
 A_PART = '{"type": "text", "text": "Hi"}'
 
@@ -383,20 +404,17 @@ class ChatMessage(BaseModel):
         """Its images and videos, in order; it is message `number`."""
         found: list[Media] = []
         for place, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            match part:
-                case ImagePart():
-                    found.append(Media("image", part.image_url.url, f"messages[{number}].content[{place}].image_url"))
-                case VideoPart():
-                    found.append(Media("video", part.video_url.url, f"messages[{number}].content[{place}].video_url"))
+            if isinstance(part, MediaPart):
+                where = f"messages[{number}].content[{place}].{part.type}"
+                found.append(Media(KINDS[part.type], part.url, where, part.uuid))
         return found
 
     @property
     def _parts(self) -> list[dict[str, str]]:
         """What templates write of them: a text, or that there is something else."""
         assert isinstance(self.content, list)
-        kinds = {"image_url": "image", "video_url": "video"}
         return [
-            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": kinds[part.type]}
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": KINDS[part.type]}
             for part in self.content
         ]
 
