@@ -157,3 +157,15 @@ def test_weights_that_lack_a_part_of_the_tower_are_refused(seeing: Seeing, tmp_p
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"lack 1 tensors of the tower, first model\.connector"):
         engine_builders.an_engine(tmp_path, **BASE)
+
+
+@pytest.mark.parametrize("seeing", ["llava"], indirect=True)
+def test_names_of_earlier_checkpoints_are_understood(seeing: Seeing, tmp_path: Path) -> None:
+    """As LLaVA 1.5's were published: the tower's with one more level."""
+    (tmp_path / "config.json").write_text((seeing.folder / "config.json").read_text())
+    tensors = load_file(seeing.folder / "model.safetensors")
+    earlier = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in tensors.items()}
+    save_file(earlier, tmp_path / "model.safetensors")
+    run = Run(engine_builders.an_engine(tmp_path, **BASE))
+    run.add({"one image": seeing.prompts["one image"]})
+    assert defects(run.to_the_end().tokens, seeing.expected) == []
