@@ -43,7 +43,7 @@ class ByShare(SchedulingPolicy):
 
     share: float
 
-    def is_too_late(self, waited: float, num_prompt_tokens: int, step_seconds: float) -> bool:
+    def is_too_late(self, waited: float, num_prompt_tokens: int, prompt_seconds: float) -> bool:
         return waited > self.share * (self.ttft_target + self.ttft_target_per_prompt_token * num_prompt_tokens)
 
 

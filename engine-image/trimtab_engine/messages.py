@@ -495,6 +495,8 @@ class EngineState(msgspec.Struct, tag="engine_state", frozen=True, kw_only=True)
     """When the core last read its inbox: requests sent later are in no count."""
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_late: int = 0
+    """How many of those wait in the late line (`deadline`): they hold up nobody who comes."""
     max_num_seqs: int = 0
     max_num_queued_reqs: int = 0
     max_num_queued_tokens: int = 0

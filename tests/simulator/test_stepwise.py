@@ -131,19 +131,19 @@ def test_queues_that_are_ordered_by_what_is_promised_are_ordered_alike(
     allowance: Allowance,
     changes: bool,
 ) -> None:
-    """From the start, or from a change on. Back to the order of arrival the engine may cut two prompts at once, which
-    the twin does not model."""
+    """From the start; or by arrival first, then ordered, under another allowance, and by arrival again."""
     rows = arrivals(random.Random(seed), 90, rate, prompt, output)
     by_arrival, ordered = (TwinPolicy(seats, budget, watermark, each) for each in (None, allowance))
+    other = TwinPolicy(seats, budget, watermark, Allowance(2 * allowance.seconds, allowance.seconds_per_prompt_token))
     policy = by_arrival if changes else ordered
-    later: dict[int, TwinPolicy | int] = {50: ordered} if changes else {}
+    later: dict[int, TwinPolicy | int] = {20: ordered, 50: other, 60: ordered, 75: by_arrival} if changes else {}
     assert_alike(*both(rows, policy, blocks, caches=caches, changes=later))
 
 
 def test_the_comparison_has_late_requests_and_preempted_ones_in_it() -> None:
     rows = arrivals(random.Random(5), 300, 20.0, 600, 120)
     fast, slow = both(rows, TwinPolicy(16, 256, 0.0, Allowance(1.0, 0.001)), 150)
-    late = [sequence for sequence in fast.finished if sequence.order >= 1 << 40]
+    late = [sequence for sequence in fast.finished if sequence.was_late]
     assert 50 < len(late) < 250
     assert any(sequence.num_preemptions for sequence in late)
     assert any(sequence.num_preemptions for sequence in fast.finished if sequence not in late)
@@ -226,10 +226,13 @@ def conversations(rng: random.Random, count: int) -> list[tuple[float, int, int,
     seats=st.sampled_from([2, 6, 16]),
     budget=st.sampled_from([32, 128, 1024]),
     blocks=st.sampled_from([34, 60, 120, 1000]),
+    allowance=st.one_of(st.none(), ALLOWANCES, st.just(Allowance(0.4))),
 )
-def test_prompts_that_begin_alike_find_the_same_blocks(seed: int, seats: int, budget: int, blocks: int) -> None:
+def test_prompts_that_begin_alike_find_the_same_blocks(
+    seed: int, seats: int, budget: int, blocks: int, allowance: Allowance | None
+) -> None:
     rows = conversations(random.Random(seed), 60)
-    policy = TwinPolicy(seats, budget)
+    policy = TwinPolicy(seats, budget, allowance=allowance)
     gaps = Gaps(fine_edges())
     fast = TwinEngine(COST, policy, SharedBlocks(blocks, key_tokens=KEY_TOKENS), gaps=gaps)
     slow = StepwiseEngine(COST, policy, blocks, key_tokens=KEY_TOKENS)

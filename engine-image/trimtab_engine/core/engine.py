@@ -627,6 +627,7 @@ class Engine:
         return EngineState(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
+            num_waiting_late=self._scheduler.num_waiting_late,
             max_num_seqs=values.max_num_seqs,
             max_num_queued_reqs=values.max_num_queued_reqs,
             max_num_queued_tokens=values.max_num_queued_tokens,

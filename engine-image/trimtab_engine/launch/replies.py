@@ -83,5 +83,6 @@ def merge_states(states: Sequence[EngineState]) -> EngineState:
         time=min(state.time for state in states),
         num_running=sum(state.num_running for state in states),
         num_waiting=sum(state.num_waiting for state in states),
+        num_waiting_late=sum(state.num_waiting_late for state in states),
         max_num_seqs=sum(state.max_num_seqs for state in states),
     )

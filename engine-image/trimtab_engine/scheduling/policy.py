@@ -51,11 +51,10 @@ class SchedulingPolicy:
         if self.scheduling_policy == "deadline" and not self.ttft_target:
             raise ValueError("scheduling_policy is deadline, but ttft_target is 0; set ttft_target as well")
 
-    def is_too_late(self, waited: float, num_prompt_tokens: int, step_seconds: float) -> bool:
-        """Whether the first token of a request that has waited for so many seconds cannot come in time any more: steps
-        that compute prompts take `step_seconds`; 0: that is not known yet."""
+    def is_too_late(self, waited: float, num_prompt_tokens: int, prompt_seconds: float) -> bool:
+        """Whether the first token of a request that has waited for so many seconds cannot come in time any more:
+        computing its prompt takes `prompt_seconds`; 0: that is not known yet."""
         allowance = self.ttft_target + self.ttft_target_per_prompt_token * num_prompt_tokens
-        if not step_seconds:
+        if not prompt_seconds:
             return waited > LATEST_START * allowance
-        num_steps = -(-num_prompt_tokens // self.max_num_batched_tokens)
-        return waited > max(EARLIEST_LATE * allowance, allowance - num_steps * step_seconds)
+        return waited > max(EARLIEST_LATE * allowance, allowance - prompt_seconds)

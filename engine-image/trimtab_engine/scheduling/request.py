@@ -93,7 +93,10 @@ class Request:
     """When it was last preempted; None while it runs or before it ever ran."""
     first_scheduled_time: float | None = None
     is_late: bool = False
-    """Under the policy `deadline`: its first token could not come in time any more when it was looked at."""
+    """It waits in the late line: under the policy `deadline`, its first token could not come in time any more when it
+    was looked at, and it has had no turn yet."""
+    was_late: bool = False
+    """It was so once, and has been counted."""
     block_tables: list[list[int]] = field(default_factory=lambda: [[]])
     """The block table of each KV group. Block i of all, in a table at i - num_gone, holds tokens
     [i*block_size, (i+1)*block_size). Set, as num_gone is, when the scheduler takes the request. A list is only ever

@@ -13,6 +13,7 @@ it on; and the KV cache always holds one request of max_model_len, so alone it n
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.multimodal.items import check_spans
@@ -188,9 +189,9 @@ class Scheduler:
             )
         if policy.scheduling_policy != self._policy.scheduling_policy:
             self._waiting.reorder(policy.scheduling_policy)
-            for sequence in self._running:
-                sequence.request.is_late = False
             self._running.sort(key=self._key)
+        elif policy != self._policy:
+            self._waiting.pardon()
         if not policy.enable_prefix_caching and self._policy.enable_prefix_caching:
             self._blocks.reset_cache()
         if policy.num_speculative_tokens != self._policy.num_speculative_tokens:
@@ -516,8 +517,10 @@ class Scheduler:
         chunk is short: admitting more would end in preemption.
         """
         waiting, running, blocks, policy = self._waiting, self._running, self._blocks, self._policy
+        is_too_late = partial(self._is_too_late, now) if policy.scheduling_policy == "deadline" else None
         while waiting:
-            self._stats.num_late += waiting.part_late(policy, now, self._prompt_step_seconds)
+            if is_too_late is not None:
+                self._stats.num_late += waiting.part_late(is_too_late)
             request = waiting.head
             num_tokens = request.num_tokens
             if request.num_pending_tokens:  # preempted while a step in flight computes its newest token
@@ -560,6 +563,27 @@ class Scheduler:
             batch.computes_prompts = True
             self._stats.note_prefill(sequence)
         return budget
+
+    def _is_too_late(self, now: float, request: Request) -> bool:
+        """Whether a waiting request that has had no turn cannot have its first token in time any more. What its prompt
+        would find in the prefix cache is looked up only where that decides."""
+        if request.first_scheduled_time is not None:
+            return False
+        policy, num_tokens, seconds = self._policy, request.num_prompt_tokens, self._prompt_step_seconds
+        waited = now - request.arrival_time
+        num_steps = self._num_steps(num_tokens)
+        if num_steps == 1 or not seconds or not self._looks_up(request):
+            return policy.is_too_late(waited, num_tokens, num_steps * seconds)
+        if not policy.is_too_late(waited, num_tokens, num_steps * seconds):
+            return False
+        if policy.is_too_late(waited, num_tokens, seconds):
+            return True
+        num_cached = self._blocks.find_cached(request).num_blocks * self._blocks.block_size
+        return policy.is_too_late(waited, num_tokens, self._num_steps(num_tokens - num_cached) * seconds)
+
+    def _num_steps(self, num_tokens: int) -> int:
+        """Into how many steps so much of a prompt is cut, at least."""
+        return -(-num_tokens // self._chunk_of(num_tokens, self._policy.max_num_batched_tokens))
 
     def _find_cached(self, request: Request) -> CachedPrefix | None:
         """The beginning of the waiting request that it need not compute; None: it looks up none."""
@@ -620,8 +644,8 @@ class Scheduler:
     def _preempt_one_of(self, first: int, now: float, reason: PreemptionReason) -> Preempted:
         """Preempt a request that is served after the running request at index `first`, or that one if it is the last.
 
-        Of those, the cheapest of the last few: under `priority` of the lowest priority among them, under `deadline`
-        late ones first. It stays in `running` until _drop_preempted().
+        Of those, the cheapest of the last few: under `priority` of the lowest priority among them. It stays in
+        `running` until _drop_preempted().
         """
         after = [s.request for s in self._running[first + 1 :] if s.request.status is RequestStatus.RUNNING]
         candidates = after[-VICTIM_CANDIDATES:] or [self._running[first].request]
@@ -671,7 +695,9 @@ class Scheduler:
         return RequestStatus.FINISHED_LENGTH if request.num_tokens >= request.max_num_tokens else None
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        """Free what the request holds. It stays in its queue until _drop_finished()."""
+        """Free what the request holds. One that waits leaves the queue; one that runs stays until _drop_finished()."""
+        if request.status is not RequestStatus.RUNNING:
+            self._waiting.remove(request)
         if self._policy.enable_prefix_caching and status is not RequestStatus.FINISHED_ERROR:
             self._blocks.offer(request, min(request.num_computed_tokens, request.num_tokens - 1))
         request.status = status
@@ -683,9 +709,8 @@ class Scheduler:
         del self._requests[request.request_id]
 
     def _drop_finished(self) -> None:
-        self._running = [sequence for sequence in self._running if not sequence.request.status.is_finished]
         if len(self._running) + len(self._waiting) != len(self._requests):
-            self._waiting.drop_finished()
+            self._running = [sequence for sequence in self._running if not sequence.request.status.is_finished]
         if not self._waiting:
             self._blocked = None
 
@@ -804,9 +829,11 @@ class Scheduler:
         self._waiting.check_integrity()
         if self._running != sorted(self._running, key=self._key):
             raise IntegrityError("the running requests are not in the order of the queue")
-        late = [request.request_id for request in queued if request.is_late]
-        if late and self._policy.scheduling_policy != "deadline":
-            raise IntegrityError(f"requests {late} are late under {self._policy.scheduling_policy}")
+        late = [request.request_id for request in running if request.is_late]
+        if late:
+            raise IntegrityError(f"requests {late} run and are late")
+        if self._waiting.num_late and self._policy.scheduling_policy != "deadline":
+            raise IntegrityError(f"{self._waiting.num_late} are late under {self._policy.scheduling_policy}")
         for request in queued:
             num_known = request.num_tokens + request.num_pending_tokens
             if request.num_pending_tokens:

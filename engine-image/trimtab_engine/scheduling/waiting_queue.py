@@ -3,17 +3,18 @@
 fcfs: by arrival at the scheduler, so that a preempted request comes back before everything that came after it.
 priority: the lowest priority number first, then by arrival time.
 deadline: two lines, each by arrival at the scheduler. Who cannot have its first token in time any more when it stands
-at the head goes over to the late line, and of LATE_SHARE admissions one is from there: nobody waits for ever.
+at the head goes over to the late line, and of LATE_SHARE admissions one is from there: nobody waits for ever. Who has
+had its turn is late no more: preempted, it comes back before everything that came after it.
 
 What every step reports of it (tokens, oldest arrival) is kept as requests come and go, because thousands may wait.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
 from trimtab_engine.errors import IntegrityError
-from trimtab_engine.scheduling.policy import QueueOrder, SchedulingPolicy
+from trimtab_engine.scheduling.policy import QueueOrder
 from trimtab_engine.scheduling.request import Request
 
 Key = tuple[float, ...]
@@ -39,7 +40,7 @@ KEYS: dict[QueueOrder, Callable[[Request], Key]] = {
 RANKS: dict[QueueOrder, Callable[[Request], float]] = {
     "fcfs": lambda _: 0,
     "priority": lambda request: request.priority,
-    "deadline": lambda request: request.is_late,
+    "deadline": lambda _: 0,  # nobody that runs is late
 }
 """Among those of one rank the scheduler may choose who gives up its blocks."""
 LATE_SHARE = 10  # one of so many admissions is a late request's, while some wait
@@ -97,30 +98,31 @@ class WaitingQueue:
             self._list_arrivals()
 
     def pop_head(self) -> Request:
+        """Take the head out: it has its turn, and is late no more."""
         request = self._requests.pop(self._head_place)
         self.num_tokens -= self._counted.pop(request.order)
         if request.is_late:
+            request.is_late = False
             self.num_late -= 1
             self._num_overtaking = 0
         elif self.num_late:
             self._num_overtaking += 1
         return request
 
-    def part_late(self, policy: SchedulingPolicy, now: float, step_seconds: float) -> int:
-        """Move who is too late from the head of the line in time to the late line. Returns how many were: those
-        behind are looked at when they stand there."""
-        before = self.num_late
-        if self.order == "deadline":
-            in_time, count = len(self._requests) - self.num_late, 0
-            while count < in_time and _is_too_late(self._requests[count], policy, now, step_seconds):
-                self._requests[count].is_late = True
-                count += 1
-            if count == 1:
-                insort(self._requests, self._requests.pop(0), key=self.key)
-            elif count:
-                self._requests.sort(key=self.key)  # three sorted runs, so about linear for any number
-            self.num_late += count
-        return self.num_late - before
+    def part_late(self, is_too_late: Callable[[Request], bool]) -> int:
+        """Move who is too late from the head of the line in time to the late line: those behind are looked at when they
+        stand there. Returns how many were it for the first time."""
+        in_time, count, num_new = len(self._requests) - self.num_late, 0, 0
+        while count < in_time and is_too_late(request := self._requests[count]):
+            num_new += not request.was_late
+            request.is_late = request.was_late = True
+            count += 1
+        if count == 1:
+            insort(self._requests, self._requests.pop(0), key=self.key)
+        elif count:
+            self._requests.sort(key=self.key)  # three sorted runs, so about linear for any number
+        self.num_late += count
+        return num_new
 
     def recount(self, request: Request) -> None:
         """Its tokens have changed, while it waits or not: a step in flight computed one when it was preempted."""
@@ -129,20 +131,26 @@ class WaitingQueue:
             self.num_tokens -= before
             self._count(request)
 
-    def drop_finished(self) -> None:
-        self._requests = [request for request in self._requests if not request.status.is_finished]
-        self.num_late = sum(request.is_late for request in self._requests)
-        self.num_tokens, self._counted = 0, {}
-        for request in self._requests:
-            self._count(request)
-        self._list_arrivals()
+    def remove(self, request: Request) -> None:
+        """Take one out that waits, wherever it stands: others are not looked at."""
+        place = bisect_left(self._requests, self.key(request), key=self.key)
+        assert self._requests[place] is request  # no two have one key
+        del self._requests[place]
+        self.num_late -= request.is_late
+        self.num_tokens -= self._counted.pop(request.order)
 
     def reorder(self, order: QueueOrder) -> None:
-        """Sort by another order from now on, in which nobody is late yet."""
+        """Sort by another order from now on."""
         self.order, self.key = order, KEYS[order]
-        for request in self._requests:
+        self._num_overtaking = 0
+        self.pardon()
+
+    def pardon(self) -> None:
+        """Have nobody late: all stand in the one line again, and are judged anew when they are looked at. The count of
+        admissions goes on, so that changes, however often they come, do not keep late ones waiting for ever."""
+        for request in self._requests[len(self._requests) - self.num_late :]:
             request.is_late = False
-        self.num_late = self._num_overtaking = 0
+        self.num_late = 0
         self._requests.sort(key=self.key)
 
     def check_integrity(self) -> None:
@@ -168,10 +176,3 @@ class WaitingQueue:
     def _list_arrivals(self) -> None:
         self._arrivals = [(request.arrival_time, request.order) for request in self._requests]
         heapify(self._arrivals)
-
-
-def _is_too_late(request: Request, policy: SchedulingPolicy, now: float, step_seconds: float) -> bool:
-    """Who has an output token, or one that a step in flight computes, was served already."""
-    if request.num_output_tokens or request.num_pending_tokens:
-        return False
-    return policy.is_too_late(now - request.arrival_time, request.num_prompt_tokens, step_seconds)

@@ -80,9 +80,11 @@ def test_a_core_that_refuses_speaks_for_all() -> None:
 
 def test_the_states_of_several_cores_add_up() -> None:
     first = EngineState(time=3.0, num_running=2, num_waiting=1, max_num_seqs=4, max_num_queued_reqs=9)
-    second = EngineState(time=2.0, num_running=4, num_waiting=0, max_num_seqs=4, max_num_queued_reqs=9)
+    second = EngineState(
+        time=2.0, num_running=4, num_waiting=3, num_waiting_late=2, max_num_seqs=4, max_num_queued_reqs=9
+    )
     merged = merge_states([first, second])
-    assert (merged.num_running, merged.num_waiting, merged.max_num_seqs) == (6, 1, 8)
+    assert (merged.num_running, merged.num_waiting, merged.num_waiting_late, merged.max_num_seqs) == (6, 4, 2, 8)
     assert (merged.time, merged.max_num_queued_reqs) == (2.0, 9)
 
 

@@ -1,4 +1,4 @@
-"""The queue order `deadline`: who is late and when, the two lines, one in ten, victims, and live changes.
+"""The queue order `deadline`: who is late and when, the two lines, one in ten, and live changes.
 
 test_waiting_queue.py compares the lines with a plain model of them; test_scheduler_properties.py drives whole lives.
 """
@@ -162,7 +162,7 @@ def test_only_the_head_is_looked_at_and_again_while_the_new_head_is_late_too() -
     assert scheduler.take_stats().num_late == 0  # each is counted once
 
 
-def test_a_request_that_is_late_stays_late_whatever_becomes_of_the_targets() -> None:
+def test_higher_targets_take_back_who_waits_late() -> None:
     scheduler = a_scheduler()
     add(scheduler, "running", output=9)
     step(scheduler, 0.0)
@@ -170,11 +170,60 @@ def test_a_request_that_is_late_stays_late_whatever_becomes_of_the_targets() -> 
     step(scheduler, 8.0)
     assert late.is_late
     steer(scheduler, ttft_target=1000.0)
+    assert not late.is_late
     add(scheduler, "in time", 8.0)
     scheduler.abort(["running"])
-    assert step(scheduler, 8.0) == ["in time"]
-    assert step(scheduler, 8.0) == ["late"]
+    assert served(scheduler, 8.0) == [*["late"] * 4, "in time"]
+
+
+def test_a_larger_budget_takes_back_who_was_late_for_the_steps_of_its_prompt() -> None:
+    scheduler = a_scheduler(tokens=4, length=64)
+    add(scheduler, "running", output=20)
+    timed_step(scheduler, 0.0, 1.0)
+    late = add(scheduler, "late", 1.0, prompt=20)
+    timed_step(scheduler, 1.0 + 5.5, 0.05)  # five steps of a second
     assert late.is_late
+    steer(scheduler, max_num_batched_tokens=20)
+    timed_step(scheduler, 1.0 + 5.6, 0.05)
+    assert not late.is_late
+
+
+def test_a_change_that_changes_nothing_judges_nobody_anew() -> None:
+    scheduler = a_scheduler()
+    backlog(scheduler, 3, 1)
+    steer(scheduler)
+    assert scheduler.num_waiting_late == 3
+
+
+def test_whoever_is_late_again_after_a_change_is_counted_once() -> None:
+    scheduler = a_scheduler()
+    add(scheduler, "running", output=30)
+    step(scheduler, 0.0)
+    requests = [add(scheduler, str(number)) for number in range(3)]
+    counts = []
+    changes: list[dict[str, Any]] = [
+        {},
+        {"ttft_target": 5.0},
+        {"ttft_target": 1000.0},
+        {"scheduling_policy": "fcfs"},
+        {"scheduling_policy": "deadline", "ttft_target": 1.0},
+    ]
+    for change in changes:
+        steer(scheduler, **change)
+        step(scheduler, 8.0)
+        counts.append((scheduler.num_waiting_late, scheduler.take_stats().num_late))
+    assert counts == [(3, 3), (3, 0), (0, 0), (0, 0), (3, 0)]
+    assert all(request.is_late for request in requests)
+
+
+def test_changes_however_often_they_come_do_not_keep_the_late_from_their_turn() -> None:
+    scheduler = a_scheduler()
+    backlog(scheduler, 2, 30)
+    order = []
+    for number in range(20):
+        steer(scheduler, ttft_target=10.0 + number % 2 / 100)
+        order += step(scheduler, 100.0)
+    assert [order.index("late-0"), order.index("late-1")] == [9, 19]
 
 
 def test_targets_that_change_live_count_from_the_next_step() -> None:
@@ -221,15 +270,72 @@ def test_a_first_token_in_flight_counts_as_one_that_is_there() -> None:
     assert not request.is_late
 
 
-def test_a_request_whose_prompt_was_computed_in_part_can_become_late_when_it_waits_again() -> None:
+def test_a_request_whose_prompt_was_computed_in_part_does_not_become_late_when_it_waits_again() -> None:
     scheduler = a_scheduler(tokens=4, length=24)
     request = add(scheduler, "long", prompt=20)
     step(scheduler, 0.0)
     scheduler.preempt_all(1.0)
-    steer(scheduler, max_num_seqs=1)
     assert request.num_output_tokens == 0
+    add(scheduler, "in time", 20.0)
     assert step(scheduler, 20.0) == ["long"]
-    assert request.is_late
+    assert not request.is_late
+
+
+# --- how many steps a prompt takes --------------------------------------------------------------------------------
+
+
+def late_after(scheduler: Scheduler, token_ids: list[int]) -> float:
+    """The first tenth of a second after which a request with this prompt is late, behind one that holds the one seat,
+    if a step of a prompt takes a second."""
+    add(scheduler, "running", 100.0, output=200)
+    timed_step(scheduler, 100.0, 1.0)
+    request = engine_builders.a_request(token_ids, request_id="waiting", arrival_time=200.0, max_tokens=1)
+    scheduler.add(request)
+    for tenth in range(101):
+        timed_step(scheduler, 200.0 + tenth / 10, 0.0)
+        if request.is_late:
+            return tenth / 10
+    raise AssertionError("it is not late at all")
+
+
+def test_what_the_prefix_cache_has_of_a_prompt_takes_no_steps() -> None:
+    prompt = list(range(2, 42))
+    for known, latest in ((0, 5.0), (20, 7.0), (36, 9.0), (40, 9.0)):  # five steps, three, one
+        scheduler = a_scheduler(200, tokens=8, length=256, enable_prefix_caching=True)
+        if known:
+            request = engine_builders.a_request([*prompt[:known], 99], request_id="before", max_tokens=1)
+            scheduler.add(request)
+            for _ in range(8):
+                timed_step(scheduler, 0.0, 1.0)
+            assert request.status.is_finished
+        assert late_after(scheduler, prompt) == pytest.approx(latest + 0.1), known
+
+
+def test_the_prefix_cache_is_asked_only_where_it_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = a_scheduler(200, tokens=8, length=256, enable_prefix_caching=True)
+    asked: list[Request] = []
+    find_cached = BlockManager.find_cached
+
+    def noted(blocks: BlockManager, request: Request) -> Any:
+        asked.append(request)
+        return find_cached(blocks, request)
+
+    add(scheduler, "running", 100.0, output=200)
+    timed_step(scheduler, 100.0, 1.0)
+    monkeypatch.setattr(BlockManager, "find_cached", noted)
+    requests = [add(scheduler, name, 200.0, prompt=40) for name in ("a", "b")]
+    add(scheduler, "short", 200.0, prompt=8)
+    timed_step(scheduler, 205.0, 0.0)
+    assert not asked  # it can be in time with all of its steps
+    timed_step(scheduler, 209.5, 0.0)
+    assert not asked  # it cannot with one
+    assert [request.is_late for request in requests] == [True, True]
+    assert scheduler.num_waiting_late == 3
+
+
+def test_a_prompt_that_is_cut_by_a_threshold_takes_more_steps() -> None:
+    scheduler = a_scheduler(200, tokens=64, length=256, long_prefill_token_threshold=8)
+    assert late_after(scheduler, [2] * 40) == pytest.approx(5.1)
 
 
 def test_a_clock_that_says_less_than_the_arrival_makes_nobody_late() -> None:
@@ -285,45 +391,31 @@ def test_the_late_one_whose_turn_it_is_is_not_passed_while_its_blocks_are_missin
     assert step(scheduler, 100.0) == ["large and late", "in-time-9"]
 
 
-def test_what_runs_is_served_in_time_first_and_late_ones_give_up_their_blocks_first() -> None:
-    """The late one came first; in time are two that came later, and its blocks are what they grow into."""
+def test_a_late_one_that_had_its_turn_is_late_no_more() -> None:
+    """It came first: it is served before the two that came later, and they give up their blocks to it."""
     scheduler = a_scheduler(8, seqs=3, length=32)
     late = add(scheduler, "late", 0.0, prompt=7, output=20)
     for request_id in ("b", "c"):
         add(scheduler, request_id, 100.0, prompt=7, output=20)
     assert step(scheduler, 100.0) == ["b", "c", "late"]
-    assert [request.request_id for request in scheduler.running_requests()] == ["b", "c", "late"]
-    assert late.is_late
-    while not late.num_preemptions:
-        step(scheduler, 100.0)
-    assert [request.request_id for request in scheduler.running_requests()] == ["b", "c"]
-    assert scheduler.num_waiting_late == 1  # it is in its own line again
-    add(scheduler, "d", 100.0)
-    assert served(scheduler, 100.0).index("d") < 60
-    assert late.num_output_tokens == 20
+    assert [request.request_id for request in scheduler.running_requests()] == ["late", "b", "c"]
+    assert (late.is_late, late.was_late) == (False, True)
+    served(scheduler, 100.0)
+    assert late.num_preemptions == 0
 
 
-def test_fcfs_preempts_the_youngest_where_deadline_preempts_the_late() -> None:
-    victims = {}
-    for order in ("fcfs", "deadline"):
-        scheduler = a_scheduler(8, seqs=3, length=32, scheduling_policy=order)
-        requests = [add(scheduler, "old", 0.0, prompt=7, output=20)]
-        requests += [add(scheduler, request_id, 100.0, prompt=7, output=20) for request_id in ("b", "c")]
-        while not any(request.num_preemptions for request in requests):
-            step(scheduler, 100.0)
-        victims[order] = [request.request_id for request in requests if request.num_preemptions]
-    assert victims == {"fcfs": ["c"], "deadline": ["old"]}
-
-
-def test_a_late_one_gives_up_its_blocks_even_where_one_in_time_would_be_cheaper() -> None:
-    scheduler = a_scheduler(6, seqs=3, length=24)
-    late = add(scheduler, "late", 0.0, prompt=7, output=9)
-    add(scheduler, "grows first", 100.0, prompt=7, output=9)
-    cheaper = add(scheduler, "cheaper", 100.0, prompt=5, output=9)
-    for _ in range(2):
-        assert step(scheduler, 100.0) == ["grows first", "cheaper", "late"]
-    assert step(scheduler, 100.0) == ["grows first", "cheaper"]
-    assert (late.num_preemptions, cheaper.num_preemptions) == (1, 0)
+def test_a_late_one_that_is_preempted_after_its_turn_comes_back_before_all_that_came_later() -> None:
+    scheduler = a_scheduler(8, length=32)
+    backlog(scheduler, 2, 20)
+    order = [step(scheduler, 100.0)[0] for _ in range(9)]
+    assert scheduler.num_waiting_late == 2
+    late = next(request for request in scheduler.unfinished() if request.request_id == "late-0")
+    late.max_num_tokens += 5
+    assert step(scheduler, 100.0) == ["late-0"]
+    for now in (200.0, 300.0, 400.0):
+        scheduler.preempt_all(now)
+        assert step(scheduler, now) == ["late-0"]  # it need not wait for its line's next turn
+    assert order == [f"in-time-{number}" for number in range(9)]
 
 
 def test_what_waits_is_told_over_both_lines() -> None:
@@ -344,18 +436,16 @@ def test_what_waits_is_told_over_both_lines() -> None:
 
 
 @pytest.mark.parametrize("order", ["fcfs", "priority"])
-def test_going_back_forgets_who_was_late_waiting_or_running(order: str) -> None:
+def test_going_back_forgets_who_was_late(order: str) -> None:
     scheduler = a_scheduler(seqs=2)
-    running = add(scheduler, "late and running", 0.0, output=9)
+    add(scheduler, "late and running", 0.0, output=9)
     add(scheduler, "blocker", 100.0, output=9)
     step(scheduler, 100.0)
     waiting = add(scheduler, "late and waiting", 50.0)
     add(scheduler, "in time", 100.0)
     step(scheduler, 100.0)
-    assert running.is_late
     assert waiting.is_late
     steer(scheduler, scheduling_policy=order)
-    assert not running.is_late
     assert not waiting.is_late
     assert scheduler.num_waiting_late == 0
     scheduler.check_integrity()
@@ -364,7 +454,6 @@ def test_going_back_forgets_who_was_late_waiting_or_running(order: str) -> None:
     assert step(scheduler, 100.0) == ["late and running", "late and waiting"]
     steer(scheduler, scheduling_policy="deadline")
     scheduler.check_integrity()
-    assert not running.is_late  # it has output
 
 
 def test_another_order_becomes_deadline_from_the_next_step() -> None:
@@ -399,12 +488,12 @@ def test_without_deadline_targets_may_stand_there_without_effect() -> None:
     assert scheduler.take_stats().num_late == 0
 
 
-def test_a_late_request_under_another_order_is_a_broken_invariant() -> None:
-    scheduler = a_scheduler(scheduling_policy="fcfs")
+def test_a_late_request_that_runs_is_a_broken_invariant() -> None:
+    scheduler = a_scheduler()
     add(scheduler, "a", output=9)
     step(scheduler, 0.0)
     scheduler.running_requests()[0].is_late = True
-    with pytest.raises(IntegrityError, match=r"\['a'\] are late under fcfs"):
+    with pytest.raises(IntegrityError, match=r"\['a'\] run and are late"):
         scheduler.check_integrity()
 
 

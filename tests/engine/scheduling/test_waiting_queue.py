@@ -1,5 +1,6 @@
 """The queue of waiting requests: its order, and the counts that it keeps instead of summing them every step."""
 
+from collections.abc import Callable
 from typing import get_args
 
 import engine_builders
@@ -8,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trimtab_engine.errors import IntegrityError
 from trimtab_engine.scheduling.policy import QueueOrder, SchedulingPolicy
-from trimtab_engine.scheduling.request import Request, RequestStatus
+from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.waiting_queue import LATE_SHARE, MAX_STALE_ARRIVALS, WaitingQueue
 
 ARRIVALS = st.floats(0, 1000)
-ACTIONS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3), ARRIVALS), max_size=80)
+ACTIONS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3), ARRIVALS), max_size=80)
 ORDERS = st.sampled_from(get_args(QueueOrder))
 POLICY = SchedulingPolicy(
     max_num_seqs=1,
@@ -27,6 +28,16 @@ def a_request(order: int, tokens: int = 3, arrival: float = 0.0, priority: int =
     request = engine_builders.a_request([1] * tokens, request_id=f"r{order}", arrival_time=arrival, priority=priority)
     request.order = order
     return request
+
+
+def late_by(now: float) -> Callable[[Request], bool]:
+    """Who has waited for too long at this time, and has no token."""
+
+    def is_too_late(request: Request) -> bool:
+        waited = now - request.arrival_time
+        return not request.num_output_tokens and POLICY.is_too_late(waited, request.num_prompt_tokens, 0.0)
+
+    return is_too_late
 
 
 @settings(max_examples=200, deadline=None)
@@ -52,21 +63,23 @@ def test_the_kept_counts_are_those_of_the_requests(
                 changed.num_computed_tokens = 0
                 queue.recount(changed)
             case 5 if queue:
-                for request in list(queue)[:amount]:
-                    request.status = RequestStatus.FINISHED_ABORTED
-                queue.drop_finished()
-            case 6:
-                queue.part_late(POLICY, arrival, 0.0)
+                for request in list(queue)[::2][:amount]:
+                    queue.remove(request)
+            case 6 if queue.order == "deadline":
+                queue.part_late(late_by(arrival))
             case 7:
                 queue.reorder(other if amount else order)
+            case 8:
+                queue.pardon()
         queue.check_integrity()
 
 
 @settings(max_examples=300, deadline=None)
-@given(actions=st.lists(st.tuples(st.sampled_from("aattttprx"), st.integers(0, 40)), max_size=150))
+@given(actions=st.lists(st.tuples(st.sampled_from("aattttprxc"), st.integers(0, 40)), max_size=150))
 def test_the_two_lines_are_as_written_down_without_a_sorted_list(actions: list[tuple[str, int]]) -> None:
-    """Arrivals, admissions, preemptions, and aborts of requests with allowances of 150 to 300 seconds."""
+    """Arrivals, admissions, preemptions, changes, and aborts of requests with allowances of 150 to 300 seconds."""
     queue, in_time, late, taken = WaitingQueue("deadline"), list[Request](), list[Request](), list[Request]()
+    admitted, were_late = set[Request](), set[Request]()
     now, number, num_overtaking = 0.0, 0, 0
     for action, amount in actions:
         if action == "a":
@@ -76,32 +89,38 @@ def test_the_two_lines_are_as_written_down_without_a_sorted_list(actions: list[t
             in_time.append(request)
         elif action == "t":
             now += amount
-            while in_time and not in_time[0].num_output_tokens:
+            while in_time and in_time[0] not in admitted:
                 allowance = 100 + 50 * in_time[0].num_prompt_tokens
                 if now - in_time[0].arrival_time <= 0.75 * allowance:
                     break
                 late.append(in_time.pop(0))
             late.sort(key=lambda request: request.order)
-            queue.part_late(POLICY, now, 0.0)
+            is_too_late = late_by(now)
+            num_new = queue.part_late(lambda request: request not in admitted and is_too_late(request))  # noqa: B023
+            assert num_new == len(set(late) - were_late)
+            were_late |= set(late)
         elif action == "p" and (in_time or late):
             is_turn = bool(late) and num_overtaking == 9
             request = late.pop(0) if is_turn or not in_time else in_time.pop(0)
             num_overtaking = 0 if request.is_late else num_overtaking + bool(late)
             assert queue.head is queue.pop_head() is request
+            assert not request.is_late
             taken.append(request)
+            admitted.add(request)
         elif action == "r" and taken:
             request = taken.pop(amount % len(taken))
             request.token_ids += [7] * (amount % 2)
             queue.add(request)
-            line = late if request.is_late else in_time
-            line.append(request)
-            line.sort(key=lambda request: request.order)
+            in_time.append(request)
+            in_time.sort(key=lambda request: request.order)
         elif action == "x":
             for request in [*in_time, *late][amount::11]:
-                request.status = RequestStatus.FINISHED_ABORTED
-            queue.drop_finished()
-            in_time = [request for request in in_time if not request.status.is_finished]
-            late = [request for request in late if not request.status.is_finished]
+                queue.remove(request)
+                (late if request.is_late else in_time).remove(request)
+        elif action == "c":
+            queue.pardon()
+            in_time = sorted(in_time + late, key=lambda request: request.order)
+            late = []
         assert list(queue) == [*in_time, *late]
         assert [request.is_late for request in queue] == [False] * len(in_time) + [True] * len(late)
         queue.check_integrity()
@@ -111,7 +130,7 @@ def test_of_ten_admissions_one_is_a_late_request_s() -> None:
     queue = WaitingQueue("deadline")
     for number in range(3):
         queue.add(a_request(number, arrival=0.0))
-    assert queue.part_late(POLICY, 1000.0, 0.0) == 3
+    assert queue.part_late(late_by(1000.0)) == 3
     for number in range(3, 40):
         queue.add(a_request(number, arrival=1000.0))
     taken = [queue.pop_head().order for _ in range(40)]
@@ -132,8 +151,30 @@ def test_the_count_to_ten_begins_anew_with_each_late_one_and_counts_only_while_o
     assert queue.pop_head() is late  # with nobody in time it need not be the tenth
     for number in range(20, 40):
         queue.add(a_request(number, arrival=1000.0))
+    late.is_late = True
     queue.add(late)
     assert [queue.pop_head().order for _ in range(10)] == [*range(20, 29), 100]
+
+
+def test_taking_out_one_of_many_looks_at_few_others() -> None:
+    queue = WaitingQueue("fcfs")
+    requests = [a_request(number, arrival=float(number)) for number in range(10_000)]
+    for request in requests:
+        queue.add(request)
+    looked_at: list[Request] = []
+    by_arrival = queue.key
+
+    def noting(request: Request) -> tuple[float, ...]:
+        looked_at.append(request)
+        return by_arrival(request)
+
+    queue.key = noting
+    for request in requests[100:9_000:100]:
+        queue.remove(request)
+    assert len(looked_at) < 89 * 20
+    queue.key = by_arrival
+    queue.check_integrity()
+    assert len(queue) == 10_000 - 89
 
 
 def test_a_request_that_does_not_wait_is_not_counted() -> None:
@@ -159,7 +200,7 @@ def test_another_order_forgets_the_count_to_ten_and_who_was_late() -> None:
     queue = WaitingQueue("deadline")
     for number in range(2):
         queue.add(a_request(number, arrival=0.0))
-    assert queue.part_late(POLICY, 1000.0, 0.0) == 2
+    assert queue.part_late(late_by(1000.0)) == 2
     for number in range(2, 30):
         queue.add(a_request(number, arrival=1000.0))
     assert [queue.pop_head().order for _ in range(8)] == list(range(2, 10))
@@ -167,7 +208,8 @@ def test_another_order_forgets_the_count_to_ten_and_who_was_late() -> None:
     assert queue.num_late == 0
     assert queue.head.order == 0
     queue.reorder("deadline")
-    assert queue.part_late(POLICY, 1000.0, 0.0) == 2
+    assert queue.part_late(late_by(1000.0)) == 0  # they have been counted
+    assert queue.num_late == 2
     assert [queue.pop_head().order for _ in range(10)] == [*range(10, 19), 0]
 
 

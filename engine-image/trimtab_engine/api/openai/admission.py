@@ -1,8 +1,9 @@
 """Whether the queue takes one more request: --max-num-queued-reqs and --max-num-queued-tokens, both live.
 
 A request that would only wait for longer than its client does is better refused at once: 503 with Retry-After, so that
-another replica may take it. Requests count while they wait in the core's queue, tokens while their request has no
-first token yet. Each API server judges by what it knows: the core's counts as last reported, and its own requests.
+another replica may take it. Requests count while they wait in the core's queue, but for late ones (`deadline`), behind
+which nobody stands; tokens while their request has no first token yet. Each API server judges by what it knows: the
+core's counts as last reported, and its own requests.
 """
 
 import time
@@ -80,10 +81,11 @@ class Admission:
             self._tickets.discard(ticket)
 
     def num_queued(self, state: EngineState) -> int:
-        """Sequences in the core's queue, and of those that it has not seen yet the ones that will find no seat."""
+        """Sequences in the core's queue that go before one that comes now, and of those that it has not seen yet the
+        ones that will find no seat."""
         unseen = sum(ticket.num_waiting for ticket in self._tickets if ticket.sent > state.time)
         seats = max(0, state.max_num_seqs - state.num_running) if state.num_waiting == 0 else 0
-        return state.num_waiting + max(0, unseen - seats)
+        return state.num_waiting - state.num_waiting_late + max(0, unseen - seats)
 
     def _check_requests(self, state: EngineState, num_sequences: int) -> None:
         queued, limit = self.num_queued(state), state.max_num_queued_reqs

@@ -27,7 +27,7 @@ from trimtab_operator.tuner.twin.blocks import Blocks
 from trimtab_operator.tuner.twin.cost import StepCost, StepSums
 from trimtab_operator.tuner.twin.gaps import Gaps
 from trimtab_operator.tuner.twin.sequence import Sequence
-from trimtab_operator.tuner.twin.waiting import LATE, Allowance, WaitingLines
+from trimtab_operator.tuner.twin.waiting import Allowance, WaitingLines
 
 VICTIM_CANDIDATES = 8  # as the engine: of those served last, the cheapest to compute again goes
 RECOMPUTE_SECONDS_PER_TOKEN = 1e-3  # the engine's default; it only breaks ties between victims
@@ -105,7 +105,7 @@ class TwinEngine:
         self._block_size = blocks.block_size
         self._slow_gap = slow_gap
         self._num_added = 0
-        self._waiting = WaitingLines(policy.allowance, policy.max_num_batched_tokens)
+        self._waiting = WaitingLines(policy.allowance, policy.max_num_batched_tokens, self._num_cached)
         self._decoding: list[tuple[int, int, Sequence]] = []  # a heap of (finish_step, order, sequence)
         self._prefilling: Sequence | None = None  # the one whose prompt did not fit into a step
         self._step = 0
@@ -169,6 +169,10 @@ class TwinEngine:
         for sequence in self._waiting:
             yield sequence, sequence.num_generated
 
+    def _num_cached(self, sequence: Sequence) -> int:
+        """How many tokens of a waiting sequence are in the prefix cache."""
+        return self._blocks.found(sequence)[0] * self._block_size
+
     # --- what may change between two steps ------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
@@ -207,12 +211,10 @@ class TwinEngine:
 
     def set_policy(self, policy: TwinPolicy) -> None:
         """Be steered by `policy` from the next step on. Lowering limits drains down."""
-        before, self._policy = self._policy.allowance, policy
         self._is_stuck = False
-        self._waiting.set_policy(policy.allowance, policy.max_num_batched_tokens)
-        if policy.allowance is None and before is not None:
-            for sequence in self._running_in_order():
-                sequence.order %= LATE  # all of it is by arrival again
+        if policy != self._policy:
+            self._waiting.set_policy(policy.allowance, policy.max_num_batched_tokens)
+        self._policy = policy
 
     def resize(self, num_blocks: int) -> None:
         """Make the KV cache so many blocks large. What does not fit any more is preempted."""
@@ -623,12 +625,10 @@ class TwinEngine:
     # --- preemption -----------------------------------------------------------------------------------------------
 
     def _choose_victim(self, running: list[Sequence], index: int, victims: set[Sequence]) -> Sequence:
-        """The victim: among the last in line behind `index`, late ones before others, the one that is cheapest to
-        compute again for each block it frees."""
+        """The victim: among the last in line behind `index` the one that is cheapest to compute again for each block it
+        frees."""
         behind = (s for s in reversed(running[index + 1 :]) if s not in victims)
         candidates = list(islice(behind, VICTIM_CANDIDATES)) or [running[index]]
-        if candidates[0].order >= LATE:
-            candidates = [sequence for sequence in candidates if sequence.order >= LATE]
         size, blocks = self._block_size, self._blocks
         best, best_cost = candidates[0], math.inf
         for sequence in candidates:

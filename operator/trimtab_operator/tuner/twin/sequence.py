@@ -31,6 +31,7 @@ class Sequence:
         "order",
         "phase",
         "slow_base",
+        "was_late",
     )
 
     def __init__(self, arrival: float, num_prompt: int, num_output: int, keys: tuple[int, ...] = ()) -> None:
@@ -40,6 +41,7 @@ class Sequence:
         self.keys = keys
         """Names of the prompt's leading full KV blocks: equal names are equal prefixes. Empty: nobody shares them."""
         self.order = -1  # of arrival at the engine; set there
+        self.was_late = False  # it has waited in the late line
         self.num_generated = 0  # tokens of the answer; while it decodes, as it was when that began
         self.num_computed = 0  # likewise
         self.num_ever_computed = 0  # the most that was computed before a preemption

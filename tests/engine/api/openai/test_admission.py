@@ -14,9 +14,9 @@ class Queue:
         self.state = EngineState(max_num_queued_reqs=reqs, max_num_queued_tokens=tokens, max_num_seqs=seats)
         self.admission = Admission(lambda: self.state, servers, now=lambda: self.now)
 
-    def report(self, *, running: int, waiting: int) -> None:
+    def report(self, *, running: int, waiting: int, late: int = 0) -> None:
         """The core says what it has, having read everything until now."""
-        self.state = replace(self.state, num_running=running, num_waiting=waiting, time=self.now)
+        self.state = replace(self.state, num_running=running, num_waiting=waiting, num_waiting_late=late, time=self.now)
         self.now += 1.0
 
     def is_full(self, num_sequences: int = 1, num_tokens: int = 10) -> bool:
@@ -39,6 +39,21 @@ def test_as_many_requests_wait_as_the_limit_says(waiting: int, full: bool) -> No
     queue = Queue(reqs=2)
     queue.report(running=4, waiting=waiting)
     assert queue.is_full() is full
+
+
+@pytest.mark.parametrize(("in_time", "full"), [(0, False), (1, False), (2, True)])
+def test_late_requests_refuse_nobody_who_would_be_served_before_them(in_time: int, full: bool) -> None:
+    queue = Queue(reqs=2)
+    queue.report(running=4, waiting=50 + in_time, late=50)
+    assert queue.is_full() is full
+
+
+def test_the_tokens_of_late_requests_count() -> None:
+    queue = Queue(tokens=100)
+    ticket = queue.admission.admit([60])
+    queue.report(running=4, waiting=1, late=1)
+    assert queue.is_full(num_tokens=50)
+    ticket.close()
 
 
 def test_each_choice_of_a_request_counts() -> None:

@@ -52,14 +52,14 @@ def test_without_overload_the_order_is_that_of_arrival() -> None:
 def test_one_in_ten_admissions_is_a_late_one_s_the_oldest_first() -> None:
     sequences = serve(overload(60.0), TWO_SECONDS)
     by_start = sorted(sequences, key=lambda sequence: sequence.first_token_at or 0.0)
-    late = [sequence.order >= 1 << 40 for sequence in by_start]
+    late = [sequence.was_late for sequence in by_start]
     first = late.index(True)
     places = [
         place for place in range(first, len(late)) if late[place] and (by_start[place].first_token_at or 0) < 55.0
     ]
     assert len(places) > 10
     assert {after - before for before, after in itertools.pairwise(places)} == {10}
-    served_late = [s.arrival for s in by_start if s.order >= 1 << 40]
+    served_late = [s.arrival for s in by_start if s.was_late]
     assert served_late == sorted(served_late)
 
 
@@ -68,7 +68,7 @@ def test_a_longer_prompt_may_wait_for_longer() -> None:
     # Behind a prompt of a second both have waited for 0.9 s: 0.75 of 0.5 s is over, of 2.4 s not.
     rows = [(0.0, 1000, 1), (0.1, 10, 1), (0.1, 200, 1)]
     _, short, long = serve(rows, allowance)
-    assert (short.order >= 1 << 40, long.order >= 1 << 40) == (True, False)
+    assert (short.was_late, long.was_late) == (True, False)
     assert (long.first_token_at or 0.0) < (short.first_token_at or 0.0)
 
 
@@ -81,20 +81,35 @@ def test_who_has_a_token_is_never_late_and_comes_back_first() -> None:
     assert second.num_preemptions == 1
     engine.add(Sequence(0.5, 20, 1))
     engine.drain()
-    assert second.order < 1 << 40
+    assert not second.was_late
 
 
-def test_late_ones_that_run_are_preempted_first() -> None:
+def test_a_late_one_that_has_had_its_turn_keeps_its_blocks_before_those_that_came_later() -> None:
     engine = TwinEngine(COST, TwinPolicy(2, 200, allowance=Allowance(0.1)), KvBlocks(8))
-    blocker, late, young = Sequence(0.0, 16, 60), Sequence(0.0, 20, 60), Sequence(0.9, 16, 60)
+    late, young = Sequence(0.0, 20, 100), Sequence(0.8, 16, 60)
     engine.add(Sequence(0.0, 100, 1))
-    engine.add(blocker)
+    engine.add(Sequence(0.0, 16, 40))
     engine.add(late)
-    engine.run_until(0.9)
+    engine.run_until(0.8)
     engine.add(young)
     engine.drain()
-    assert late.order >= 1 << 40
-    assert (late.num_preemptions > 0, young.num_preemptions) == (True, 0)
+    assert late.was_late
+    assert (late.num_preemptions, young.num_preemptions > 0) == (0, True)
+
+
+def test_a_longer_allowance_takes_back_who_waits_late() -> None:
+    engine = TwinEngine(COST, TwinPolicy(1, 200, allowance=Allowance(0.2)), KvBlocks(1000))
+    sequences = [Sequence(0.0, 100, 5) for _ in range(8)]
+    for sequence in sequences:
+        engine.add(sequence)
+    engine.run_until(0.5)
+    assert sequences[-1].was_late
+    engine.set_policy(TwinPolicy(1, 200, allowance=Allowance(100.0)))
+    engine.add(Sequence(0.5, 10, 1))
+    engine.drain()
+    starts = [sequence.first_token_at for sequence in engine.finished]
+    assert starts == sorted(starts, key=lambda start: start or 0.0)
+    assert engine.finished[-1].arrival == 0.5
 
 
 def test_back_to_the_order_of_arrival_nobody_is_late() -> None:
@@ -104,9 +119,8 @@ def test_back_to_the_order_of_arrival_nobody_is_late() -> None:
         engine.run_until(sequence.arrival)
         engine.add(sequence)
     engine.run_until(1.0)
-    assert any(sequence.order >= 1 << 40 for sequence in sequences)
+    assert any(sequence.was_late for sequence in sequences)
     engine.set_policy(TwinPolicy(1, 200))
-    assert not any(sequence.order >= 1 << 40 for sequence, _ in engine.unfinished())
     engine.drain()
     rest = [s for s in sequences if (s.first_token_at or 0.0) > 1.1]
     assert [s.arrival for s in sorted(rest, key=lambda s: s.first_token_at or 0.0)] == [s.arrival for s in rest]
@@ -129,6 +143,6 @@ def test_nothing_ends_before_the_engine_said_so_in_any_overload(seed: int) -> No
     engine.drain()
     assert len(engine.finished) == 150
     assert sum(engine.counters.preempted.values()) == 0
-    assert any(sequence.order >= 1 << 40 for sequence in engine.finished)
+    assert any(sequence.was_late for sequence in engine.finished)
     assert engine.is_idle
     assert engine.blocks.free == engine.blocks.total
