@@ -92,6 +92,7 @@ class Engine:
         self._kv_cache = parts.kv_cache
         self._scheduler = parts.scheduler
         self._formula = parts.formula
+        self._block_bytes = parts.formula.block_bytes_of_all_ranks  # whatever the utilisation
         self._live = parts.live
         self._plan = parts.plan
         self._layout = parts.layout
@@ -356,7 +357,7 @@ class Engine:
         told, self._ready = self._ready, []
         plain, self._plain, self._num_landed = self._plain, None, 0
         now = self._clock()
-        stats = step_stats(step, result, self._scheduler, self._kv_cache, self._formula.block_bytes_of_all_ranks)
+        stats = step_stats(step, result, self._scheduler, self._kv_cache, self._block_bytes)
         stats.time, stats.step_seconds = now, seconds
         self._longest_step = max(self._longest_step, math.ceil(stats.step_seconds))
         stats.num_deferred = self._grammars.num_waiting

@@ -303,15 +303,16 @@ class Execution:
         batch, steps = step.batch, self._runner.steps
         assert steps is not None
         self._copy_swapped(batch, step.inputs)
-        logits = self._runner.run(step.inputs, feed)
-        assert logits is not None  # the engine holds a rank of the last stage
-        scores = self._runner.take_scores()
         late: LateChoice | None = None
         tokens: TokensInFlight | None = None
-        if self._asked_by(batch).has_grammar:
-            late = LateChoice(lambda masks: steps.sample(logits, self._rows(step), masks))
-        elif batch.sampling:
-            tokens = steps.sample(logits, self._rows(step, in_flight))
+        with torch.inference_mode():
+            logits = self._runner.run(step.inputs, feed)
+            assert logits is not None  # the engine holds a rank of the last stage
+            scores = self._runner.take_scores()
+            if self._asked_by(batch).has_grammar:
+                late = LateChoice(lambda masks: steps.sample(logits, self._rows(step), masks))
+            elif batch.sampling:
+                tokens = steps.sample(logits, self._rows(step, in_flight))
 
         def land() -> StepResult:
             chosen = tokens if late is None else late.choose()

@@ -26,8 +26,10 @@ class PreemptionWatch:
         """A token's cost from steps of prefill alone, a block's from copies that have ended."""
         costs, batch = self._scheduler.costs, flight.step.batch
         swapped = result.swapped
-        per_token, per_block = costs.recompute_seconds_per_token, costs.swap_seconds_per_block
         is_undisturbed = flight.step.kind == "prefill" and not swapped.num_blocks
+        if not (is_undisturbed or swapped.num_blocks):
+            return  # nearly every step
+        per_token, per_block = costs.recompute_seconds_per_token, costs.swap_seconds_per_block
         if is_undisturbed and batch.num_tokens >= MIN_MEASURED_TOKENS:
             seconds = (now - flight.started) / batch.num_tokens
             per_token += NEWEST_WEIGHT * (seconds - per_token)

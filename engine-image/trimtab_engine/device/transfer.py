@@ -27,6 +27,23 @@ def copy_to_host(destination: torch.Tensor, source: torch.Tensor) -> None:
     destination.copy_(source, non_blocking=True)
 
 
+class Leading:
+    """The first rows of a tensor that stays where it is, as steps want them: the view is made anew when another number
+    is wanted, which is seldom."""
+
+    __slots__ = ("_count", "_view", "_whole")
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self._whole = self._view = whole
+        self._count = len(whole)
+
+    def rows(self, count: int) -> torch.Tensor:
+        """The first `count` of them."""
+        if count != self._count:
+            self._view, self._count = self._whole[:count], count
+        return self._view
+
+
 def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A few values of a step on the device. Begun, not waited for: torch keeps the pinned memory until it is read."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

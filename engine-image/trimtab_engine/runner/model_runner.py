@@ -19,6 +19,7 @@ from trimtab_engine.config.quantization import Quantization, stored_quantization
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.device.address_range import AddressSpace
 from trimtab_engine.device.device import Device
+from trimtab_engine.device.inference import inferring
 from trimtab_engine.device.kv_cache import KVCache, KVLayers, KVTensors, copy_across
 from trimtab_engine.device.swap_cache import SwapCache
 from trimtab_engine.device.transfer import Mark, send
@@ -486,7 +487,7 @@ class ModelRunner:
         if self.balancer is not None:
             self.balancer.on_step()
 
-    @torch.inference_mode()
+    @inferring
     def _run_beside_host(self, inputs: StepInputs | DecodeStep, feed: Feed) -> torch.Tensor | None:
         assert self.steps is not None
         hidden, wanted = self.steps.run(inputs, feed)

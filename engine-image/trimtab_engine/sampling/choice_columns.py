@@ -8,7 +8,7 @@ what the part before the position adds depends on how many digits follow, and no
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from struct import Struct
 from typing import Any, Protocol
@@ -100,6 +100,15 @@ def digit_hashes(num_digits: int) -> Array:
     return hashes
 
 
+@dataclass(slots=True)
+class _OfDigits:
+    """What follows from how many digits the rows' positions have: kept, as few steps bring any of them another one."""
+
+    digits: bytes = b""
+    hashes: Array = field(default_factory=lambda: digit_hashes(1))
+    before: Array = field(default_factory=lambda: np.zeros(0, np.uint32))
+
+
 @dataclass(frozen=True, slots=True)
 class ChoiceColumns:
     """[rows] each; those that kernels take are on the device."""
@@ -116,6 +125,7 @@ class ChoiceColumns:
     top_p: torch.Tensor
     min_p: torch.Tensor
     top_k: torch.Tensor
+    _kept: _OfDigits = field(default_factory=_OfDigits, init=False)
 
     @classmethod
     def of(cls, packed: Sequence[bytes], num_prompt_tokens: Sequence[int], device: torch.device) -> "ChoiceColumns":
@@ -131,9 +141,12 @@ class ChoiceColumns:
         num_rows = len(self.rows)
         if not self.num_seeded:
             return torch.randint(1 << 62, (num_rows,))
-        digits = np.searchsorted(POWERS, num_output_tokens, side="right")
-        of_positions = digit_hashes(int(digits.max()) + 1)[num_output_tokens]
-        own = torch.from_numpy(np.bitwise_xor(of_positions, self.before[self.rows, digits], dtype=np.int64))
+        digits = POWERS.searchsorted(num_output_tokens, side="right")
+        kept = self._kept
+        if (packed := digits.tobytes()) != kept.digits:
+            kept.digits, kept.hashes = packed, digit_hashes(int(digits.max()) + 1)
+            kept.before = self.before[self.rows, digits]
+        own = torch.from_numpy((kept.hashes[num_output_tokens] ^ kept.before).astype(np.int64))
         if self.num_seeded == num_rows:
             return own
         return torch.where(self.is_seeded, own, torch.randint(1 << 62, (num_rows,)))

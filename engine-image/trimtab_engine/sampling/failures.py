@@ -19,7 +19,7 @@ class Failure(StrEnum):
 
 def failures_of(best: torch.Tensor) -> dict[int, Failure]:
     """best [rows] float32, on the host: each row's largest logit, or that of the token chosen there. By row."""
-    if bool((best > float("-inf")).all()):  # false for NaN
+    if not best.numel() or float(best.min()) > float("-inf"):  # the least of them is NaN where any is
         return {}
     return {
         row: Failure.NOTHING_LEFT if value == float("-inf") else Failure.NAN

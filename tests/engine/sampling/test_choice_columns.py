@@ -54,3 +54,13 @@ def test_the_limits_of_each_request_are_in_its_row() -> None:
     assert columns.top_k.tolist() == [3, VOCABULARY]
     assert columns.top_p.tolist() == [1.0, 0.75]
     assert columns.min_p.tolist() == [0.25, 0.0]
+
+
+def test_positions_that_grow_by_a_digit_draw_as_all_others() -> None:
+    seeds = [5, None, 8]
+    packed = [packed_parameters(a_request(seed=seed).sampling, VOCABULARY) for seed in seeds]
+    columns = ChoiceColumns.of(packed, [1] * 3, CPU)
+    for step in range(120):
+        drawn = columns.seeds(np.array([step, step, 95 + step])).tolist()
+        assert drawn[0] == zlib.crc32(b"5 %d" % step)
+        assert drawn[2] == zlib.crc32(b"8 %d" % (95 + step))

@@ -16,8 +16,9 @@ from trimtab_kernels.launch.jit import num_compilations
 from trimtab_kernels.paged_attention import Attend, AttentionMetadata
 from trimtab_kernels.paged_batch import PagedBatch
 
+from trimtab_engine.device.inference import inferring
 from trimtab_engine.device.kv_cache import KVTensors
-from trimtab_engine.device.transfer import Mark, copy_to_host, pinned_bytes
+from trimtab_engine.device.transfer import Leading, Mark, copy_to_host, pinned_bytes
 from trimtab_engine.models.family import Model
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.runner.decode_step import DecodeStep
@@ -88,15 +89,15 @@ class AttentionShape:
 class Arrival:
     """Where a step's tokens come to the host: pinned [max_num_rows], int64 and float32 (ChosenTokens)."""
 
-    token_ids: torch.Tensor
-    best: torch.Tensor
+    token_ids: Leading
+    best: Leading
     arrived: Mark
 
     @classmethod
     def of(cls, max_num_rows: int, device: torch.device) -> "Arrival":
         pinned = pinned_bytes((TOKEN_BYTES + LOGIT_BYTES) * max_num_rows, device)
         token_ids, best = pinned[: TOKEN_BYTES * max_num_rows], pinned[TOKEN_BYTES * max_num_rows :]
-        return cls(token_ids.view(torch.int64), best.view(torch.float32), Mark(device))
+        return cls(Leading(token_ids.view(torch.int64)), Leading(best.view(torch.float32)), Mark(device))
 
 
 class TokensInFlight:
@@ -108,11 +109,11 @@ class TokensInFlight:
     def result(self) -> SampledTokens:
         """Wait for them."""
         self._arrival.arrived.wait()
-        tokens: list[int] = self._arrival.token_ids[: self._count].tolist()
+        tokens: list[int] = self._arrival.token_ids.rows(self._count).tolist()
         logprobs: list[TokenLogprobs | None] = [None] * self._count
         for reports in self._reports:
             reports.put_into(logprobs, tokens)
-        return SampledTokens(tokens, logprobs, failures_of(self._arrival.best[: self._count]))
+        return SampledTokens(tokens, logprobs, failures_of(self._arrival.best.rows(self._count)))
 
 
 class DeviceSteps:
@@ -155,6 +156,7 @@ class DeviceSteps:
         """Hidden states of the stage before, for graphs."""
         self.last_tokens = torch.zeros(limits.max_num_rows, dtype=torch.int64, device=device)
         """Tokens of the step that was sampled last."""
+        self._newest, self._computed = Leading(self.last_tokens), Leading(self._hidden)
         self._arrivals = [Arrival.of(limits.max_num_rows, device) for _ in range(NUM_TOKEN_BUFFERS)]
         self._turn = 0
         self._num_compilations = num_compilations()
@@ -242,7 +244,7 @@ class DeviceSteps:
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @inferring
     def run(self, inputs: StepInputs | DecodeStep, feed: Feed = ()) -> tuple[torch.Tensor, torch.Tensor]:
         """Begin a step. Returns hidden states [rows, hidden_size] and which of their rows are sampled."""
         self._share(feed)
@@ -262,13 +264,13 @@ class DeviceSteps:
             if self._before is not None:
                 self._model.receive(self._before[: choice.num_tokens])
             self._graphs[choice]()
-            hidden = self._hidden[: choice.num_tokens]
+            hidden = self._computed.rows(choice.num_tokens)
             self._model.send(hidden)
             self._counts.steps[choice.kind] = self._counts.steps.get(choice.kind, 0) + 1
             self._counts.padding_tokens += choice.num_tokens - num_tokens
-        return hidden, buffers.longs["sampled"][: inputs.num_sampled]
+        return hidden, buffers.sampled.rows(inputs.num_sampled)
 
-    @torch.inference_mode()
+    @inferring
     def sample(
         self, logits: torch.Tensor, rows: Sequence[DeviceRow] | PlainRows | None, masks: TokenMasks | None = None
     ) -> TokensInFlight:
@@ -279,11 +281,12 @@ class DeviceSteps:
             apply_masks(logits, masks)
         chosen = likeliest(logits) if rows is None else self.sampler.sample(logits, rows, self.last_tokens)
         count = chosen.token_ids.shape[0]
-        self.last_tokens[:count].copy_(chosen.token_ids)
+        newest = self._newest.rows(count)
+        newest.copy_(chosen.token_ids)
         self._turn = (self._turn + 1) % NUM_TOKEN_BUFFERS
         arrival = self._arrivals[self._turn]
-        copy_to_host(arrival.token_ids[:count], self.last_tokens[:count])
-        copy_to_host(arrival.best[:count], chosen.best)
+        copy_to_host(arrival.token_ids.rows(count), newest)
+        copy_to_host(arrival.best.rows(count), chosen.best)
         arrival.arrived.set()
         return TokensInFlight(arrival, count, chosen.reports)
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from trimtab_kernels.paged_batch import PagedBatch
 
-from trimtab_engine.device.transfer import Mark, copy_to_device, pinned_bytes, send_together
+from trimtab_engine.device.transfer import Leading, Mark, copy_to_device, pinned_bytes, send_together
 from trimtab_engine.runner.decode_step import KNOWN, DecodeStep
 from trimtab_engine.runner.graphs.plan import GraphKey
 from trimtab_engine.runner.graphs.seated_tables import NewBlocks, SeatedTables
@@ -80,6 +80,7 @@ class StepBuffers:
         self._hosts = [_Host(size, capacity, device) for _ in range(2)]
         self._turn = 0
         self.longs = _views(self._bytes[: 8 * num_longs].view(torch.int64), capacity.longs)
+        self.sampled = Leading(self.longs["sampled"])
         self.ints = _views(self._bytes[8 * num_longs : self._fixed_bytes].view(torch.int32), capacity.ints)
         self._tables = torch.zeros(capacity.max_seqs, capacity.max_blocks, dtype=torch.int32, device=device)
         self._uniform: dict[tuple[int, int], PagedBatch] = {}
