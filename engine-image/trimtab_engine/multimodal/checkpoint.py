@@ -14,7 +14,7 @@ from trimtab_engine.multimodal.items import Modality
 from trimtab_engine.multimodal.processor_words import whole
 from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
 from trimtab_engine.multimodal.reader import Processors
-from trimtab_engine.multimodal.tiles import Idefics3Tokens, Llama4Tokens, TileTokens
+from trimtab_engine.multimodal.tiles import Idefics3Tokens, InternVLTokens, Llama4Tokens, TileTokens
 
 WHOLE = "processor_config.json"
 """What transformers 5 writes: all processors of a model, each under a name."""
@@ -30,6 +30,7 @@ TILE_WORDS = {
     "down": "<|tile_y_separator|>",
 }
 SQUARE_WORDS = {"fence": "<fake_token_around_image>", "whole": "<global-img>", "picture": "<image>"}
+FRAME_WORDS = {"start": "<img>", "end": "</img>", "picture": "<IMG_CONTEXT>"}
 PLACE = re.compile(r"<row_(\d+)_col_(\d+)>")
 
 
@@ -68,19 +69,27 @@ def read_placeholders(folder: str, modalities: Sequence[Modality]) -> dict[Modal
 def read_tile_tokens(folder: str, processors: Processors, tokenizer: str | None = None) -> TileTokens | None:
     """The tokens around the tiles of a picture, by the words that the tokenizer has for them; None where pictures are
     not cut into tiles. Raises ModelError for a tokenizer without them."""
-    is_in_squares = isinstance(processors.image, squares.SquareProcessor)
-    if is_in_squares and squares.is_alone(_object(Path(folder) / "config.json")):
-        return None
-    if not is_in_squares and not isinstance(processors.image, llama4.TileProcessor):
+    words = _words_around(processors.image, _object(Path(folder) / "config.json"))
+    if words is None:
         return None
     path = Path(tokenizer or folder) / "tokenizer.json"
     ids = {token.get("content"): token.get("id") for token in _object(path).get("added_tokens", ())}
-    words = SQUARE_WORDS if is_in_squares else TILE_WORDS
     missing = [word for word in words.values() if not isinstance(ids.get(word), int)]
     if missing:
         raise ModelError(f"{path} has no token {missing[0]}, which stands in the prompts of this model's images")
     named = {name: ids[word] for name, word in words.items()}
-    return _square_tokens(path, named, ids) if is_in_squares else Llama4Tokens(**named)
+    if words is FRAME_WORDS:
+        return InternVLTokens(**named)
+    return _square_tokens(path, named, ids) if words is SQUARE_WORDS else Llama4Tokens(**named)
+
+
+def _words_around(processor: object, config: Mapping[str, Any]) -> Mapping[str, str] | None:
+    """What is written around a picture's tiles; None: it has none."""
+    if isinstance(processor, llama4.TileProcessor):
+        return TILE_WORDS
+    if not isinstance(processor, squares.SquareProcessor) or squares.is_alone(config):
+        return None
+    return FRAME_WORDS if processor.num_squares is not None else SQUARE_WORDS
 
 
 def _square_tokens(path: Path, named: Mapping[str, int], ids: Mapping[str, int]) -> Idefics3Tokens:

@@ -1,5 +1,5 @@
 """What towers that know squares of one size are given of a picture, by the words of the checkpoint: LLaVA's one square,
-and Idefics3's and SmolVLM's several.
+and the several of Idefics3, SmolVLM and InternVL.
 
 ```
  the middle, or the whole squeezed     cut: as large as squares allow, and the whole picture as one more
@@ -26,11 +26,12 @@ from trimtab_engine.multimodal.qwen2_5_vl import CLIP_MEAN, CLIP_STD
 
 HALVES = (0.5, 0.5, 0.5)
 CUTTING = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
+FITTING = ("GotOcr2ImageProcessor",)
 SQUEEZING = ("SiglipImageProcessor",)
 CROPPING = ("CLIPImageProcessor", "LlavaImageProcessor")
 ENDINGS = ("", "Fast", "Pil")
-KNOWN_TYPES = tuple(kind + ending for kind in (*CUTTING, *SQUEEZING, *CROPPING) for ending in ENDINGS)
-ALONE = "llava"  # model_type
+KNOWN_TYPES = tuple(kind + ending for kind in (*CUTTING, *FITTING, *SQUEEZING, *CROPPING) for ending in ENDINGS)
+ALONE, SHUFFLED = "llava", "internvl"  # model_type
 WITH_CLASS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Towers of LLaVA's kind, and their rows beside those of patches."""
 BICUBIC, LANCZOS = 3, 1  # Pillow's numbers for them, which checkpoints have
@@ -51,7 +52,9 @@ class SquareProcessor:
     shorter_edge: int | None = None
     """Of the picture of which the middle is taken; None: the whole is squeezed."""
     longer_edge: int | None = None
-    """Of the picture that is cut into squares; None: it is one square."""
+    """Of the picture that is cut into as many squares as that takes; None: it is cut otherwise, or not."""
+    num_squares: tuple[int, int] | None = None
+    """How few and how many squares a picture is cut into, those whose shape is nearest to its own; None: likewise."""
     pads: bool = False
     """Whether pictures are first made square by a border of the mean colour."""
     resample: int = BICUBIC
@@ -78,12 +81,13 @@ class SquareProcessor:
             raise ModelError(
                 f"{where}: resample is {resample!r}; {BICUBIC} (bicubic) and {LANCZOS} (Lanczos) are built"
             )
-        mean, std = (CLIP_MEAN, CLIP_STD) if kind in CROPPING else (HALVES, HALVES)
+        mean, std = (CLIP_MEAN, CLIP_STD) if kind in (*CROPPING, *FITTING) else (HALVES, HALVES)
         found = cls(
             square_size,
             tokens_per_square,
             shorter_edge=_shorter_edge(kind, words, where),
             longer_edge=_longer_edge(kind, words, square_size, where),
+            num_squares=_num_squares(kind, words, where),
             pads=kind == "LlavaImageProcessor" and words.get("do_pad") is True,
             resample=resample,
             mean=channels(words, "image_mean", mean, where),
@@ -109,6 +113,11 @@ class SquareProcessor:
             raise ModelError(
                 f"{where}: size is {self.shorter_edge}; a square of {self.square_size} pixels does not lie within"
             )
+        if self.num_squares is not None and not self.num_squares[0] <= self.num_squares[1] < MAX_SQUARES:
+            raise ModelError(
+                f"{where}: min_patches {self.num_squares[0]} and max_patches {self.num_squares[1]} leave no number of "
+                f"squares below {MAX_SQUARES}"
+            )
         if self.longer_edge is not None and (self._most_squares() > MAX_SQUARES or self.longer_edge > MAX_EDGE):
             raise ModelError(
                 f"{where}: size is {dict(size_of(words))}, which makes up to {self._most_squares()} squares of "
@@ -125,10 +134,28 @@ class SquareProcessor:
 
     def tiles(self, height: int, width: int) -> Size | None:
         """Rows and columns of squares for a picture of this size; None: it is never cut."""
+        if self.num_squares is not None:
+            return self._nearest_shape(height, width)
         if self.longer_edge is None:
             return None
         tall, wide = self._cut_size(*self._first_size(height, width))
         return tall // self.square_size, wide // self.square_size
+
+    def _nearest_shape(self, height: int, width: int) -> Size:
+        """Rows and columns whose shape is nearest to the picture's; of equal ones the most, while the picture has more
+        than half of their pixels. Their order is that of transformers, of which the first of equals counts."""
+        assert self.num_squares is not None
+        few, many = self.num_squares
+        shapes = [
+            (wide, tall) for wide in range(1, many + 1) for tall in range(1, many + 1) if few <= wide * tall <= many
+        ]
+        best, nearest = (1, 1), math.inf
+        for wide, tall in sorted(shapes, key=lambda shape: shape[0] * shape[1]):
+            distance = abs(width / height - wide / tall)
+            has_enough = height * width > 0.5 * self.square_size**2 * wide * tall
+            if distance < nearest or (distance == nearest and has_enough):
+                best, nearest = (tall, wide), distance
+        return best
 
     def _first_size(self, height: int, width: int) -> Size:
         """The longer edge as it shall be, the other even and in proportion."""
@@ -161,19 +188,31 @@ class SquareProcessor:
     def rows(self, pictures: Sequence[Image.Image]) -> NDArray[np.uint8]:
         """One RGB picture -> [num_squares, channels * square * square] uint8."""
         (picture,) = pictures
-        squares = self._cut(picture) if self.longer_edge is not None else [self._one_square(picture)]
+        if self.num_squares is not None:
+            squares = self._fitted(picture)
+        else:
+            squares = self._cut(picture) if self.longer_edge is not None else [self._one_square(picture)]
         pixels = np.stack([np.asarray(square) for square in squares])
         return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)).reshape(len(squares), -1)
+
+    def _fitted(self, picture: Image.Image) -> list[Image.Image]:
+        side = self.square_size
+        rows, columns = self._nearest_shape(picture.height, picture.width)
+        squares = self._squares_of(self._resized(picture, (rows * side, columns * side)))
+        return squares if len(squares) == 1 else [*squares, self._resized(picture, (side, side))]
+
+    def _squares_of(self, picture: Image.Image) -> list[Image.Image]:
+        """Row by row."""
+        side = self.square_size
+        corners = [(x, y) for y in range(0, picture.height, side) for x in range(0, picture.width, side)]
+        return [picture.crop((x, y, x + side, y + side)) for x, y in corners]
 
     def _cut(self, picture: Image.Image) -> list[Image.Image]:
         side = self.square_size
         picture = self._resized(picture, self._first_size(picture.height, picture.width))
         picture = self._resized(picture, self._cut_size(picture.height, picture.width))
-        whole_picture = self._resized(picture, (side, side))
-        if picture.size == (side, side):
-            return [picture]
-        corners = [(x, y) for y in range(0, picture.height, side) for x in range(0, picture.width, side)]
-        return [*(picture.crop((x, y, x + side, y + side)) for x, y in corners), whole_picture]
+        squares = self._squares_of(picture)
+        return squares if len(squares) == 1 else [*squares, self._resized(picture, (side, side))]
 
     def _one_square(self, picture: Image.Image) -> Image.Image:
         side = self.square_size
@@ -212,8 +251,10 @@ def square_of(config: Mapping[str, Any], where: str) -> tuple[int, int]:
     if not isinstance(vision, Mapping):
         raise ModelError(f"{where}: vision_config is {vision!r:.100}; an object is needed")
     inside = f"{where}: vision_config"
-    side, patch = (_said(vision, name, inside) for name in ("image_size", "patch_size"))
+    side, patch = (side_of(vision, name, inside) for name in ("image_size", "patch_size"))
     along = side // patch
+    if config.get("model_type") == SHUFFLED:
+        return side, _shuffled(config, along, where) ** 2
     if not is_alone(config):
         factor = whole(config, "scale_factor", 2, where)
         if along < 1 or along % factor:
@@ -227,15 +268,32 @@ def square_of(config: Mapping[str, Any], where: str) -> tuple[int, int]:
     return side, along**2 + WITH_CLASS[kind] - (strategy == "default")
 
 
+def _shuffled(config: Mapping[str, Any], along: int, where: str) -> int:
+    """Tokens along a side of InternVL's square."""
+    strategy = config.get("vision_feature_select_strategy", "default")
+    factor = 1 / number(config.get("downsample_ratio", 0.5), "downsample_ratio", where)
+    if strategy != "default" or not factor.is_integer() or along < 1 or along % int(factor):
+        raise ModelError(
+            f"{where}: {along} patches along a square's side, downsample_ratio {1 / factor:g} and "
+            f"vision_feature_select_strategy {strategy!r} are not built; the first must be a multiple of 1 / the "
+            f"second, the third default"
+        )
+    return along // int(factor)
+
+
 def is_alone(config: Mapping[str, Any]) -> bool:
     """Whether a picture is one square, with nothing written around it."""
     return config.get("model_type") == ALONE
 
 
-def _said(words: Mapping[str, Any], name: str, where: str) -> int:
-    if words.get(name) is None:
+def side_of(words: Mapping[str, Any], name: str, where: str) -> int:
+    """Pixels along a side, which may be said for both. Raises ModelError."""
+    said = words.get(name)
+    if said is None:
         raise ModelError(f"{where}: {name} is not said; pixels along a side are needed")
-    return whole(words, name, 1, where)
+    if isinstance(said, list | tuple) and len(set(said)) == 1:
+        said = said[0]
+    return whole({name: said}, name, 1, where)
 
 
 def _kind(words: Mapping[str, Any], where: str) -> str:
@@ -244,9 +302,9 @@ def _kind(words: Mapping[str, Any], where: str) -> str:
     if said not in KNOWN_TYPES:
         raise ModelError(
             f"{where}: image_processor_type {said!r} is not built; built are "
-            f"{', '.join((*CROPPING, *SQUEEZING, *CUTTING))}"
+            f"{', '.join((*CROPPING, *SQUEEZING, *CUTTING, *FITTING))}"
         )
-    return next(kind for kind in (*CUTTING, *SQUEEZING, *CROPPING) if str(said).startswith(kind))
+    return next(kind for kind in (*CUTTING, *FITTING, *SQUEEZING, *CROPPING) if str(said).startswith(kind))
 
 
 def _shorter_edge(kind: str, words: Mapping[str, Any], where: str) -> int | None:
@@ -260,3 +318,9 @@ def _shorter_edge(kind: str, words: Mapping[str, Any], where: str) -> int | None
 
 def _longer_edge(kind: str, words: Mapping[str, Any], square_size: int, where: str) -> int | None:
     return whole(size_of(words), "longest_edge", 4 * square_size, f"{where}: size") if kind in CUTTING else None
+
+
+def _num_squares(kind: str, words: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    if kind not in FITTING:
+        return None
+    return whole(words, "min_patches", 1, where), whole(words, "max_patches", 12, where)

@@ -10,6 +10,8 @@ one tile     5 [start] [image] [patch]… [end] 7
 Idefics3, SmolVLM
 two tiles    5 [around] [1, 1] [image]… [around] [1, 2] [image]… [lines] [around] [whole] [image]… [around] 7
 one tile     5 [around] [whole] [image]… [around] 7
+InternVL
+two tiles    5 [start] [image]… [image]… [image]… [end] 7
 ```
 Here each tile has one [patch], or [image], which is expanded as any item's placeholder is (placeholders.py).
 """
@@ -87,6 +89,19 @@ class Llama4Tokens(TileTokens):
         yield self.picture
         yield self.patch
         yield self.end
+
+
+@dataclass(frozen=True, slots=True)
+class InternVLTokens(TileTokens):
+    """InternVL's, which say nothing between tiles: `picture` also stands for a tile."""
+
+    start: int
+    end: int
+
+    def around(self, rows: int, columns: int) -> Iterator[int]:
+        """See TileTokens."""
+        count = rows * columns
+        yield from (self.start, *[self.picture] * (count + (count > 1)), self.end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Seeing:
 
     @property
     def little_room(self) -> dict[str, Any]:
-        return TIGHTER if self.kind in ("idefics3", "smolvlm") else TIGHT
+        return TIGHTER if TOKENS[self.kind] == 4 else TIGHT
 
 
 @pytest.fixture(scope="module", params=list(TOKENS))

@@ -13,6 +13,8 @@ from seeing_model import IMAGE, MEANINGS, SeeingPrompt
 from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
     SmolVLMConfig,
@@ -32,13 +34,14 @@ VISION: dict[str, Any] = {
     "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": SQUARE,
     "patch_size": PATCH,
 }  # fmt: skip
-TOKENS = {"llava": 16, "llava of others": 16, "idefics3": 4, "smolvlm": 4}
+TOKENS = {"llava": 16, "llava of others": 16, "idefics3": 4, "smolvlm": 4, "internvl": 4}
 """Of a square."""
 
 
 def the_reference(kind: str, *, text: Mapping[str, Any] = MappingProxyType({}), image_token_id: int = IMAGE) -> Any:
     """Random weights that leave no branch without effect: LLaVA with CLIP and a text half that is built here, LLaVA
-    with SigLIP and one that transformers' code computes, Idefics3 and SmolVLM. `text`: words of text_config besides."""
+    with SigLIP and one that transformers' code computes, Idefics3, SmolVLM and InternVL.
+    `text`: words of text_config besides."""
     words = TEXT | dict(text)
     torch.manual_seed(0)
     model: Any
@@ -61,6 +64,15 @@ def the_reference(kind: str, *, text: Mapping[str, Any] = MappingProxyType({}), 
     elif kind == "idefics3":
         model = Idefics3ForConditionalGeneration(
             Idefics3Config(text_config=words, vision_config=VISION, image_token_id=image_token_id, scale_factor=2)
+        )
+    elif kind == "internvl":
+        model = InternVLForConditionalGeneration(
+            InternVLConfig(
+                text_config=words | {"model_type": "qwen2"},
+                vision_config=VISION | {"use_qk_norm": True, "attention_bias": True},
+                image_token_id=image_token_id,
+                tie_word_embeddings=False,
+            )
         )
     else:
         model = SmolVLMForConditionalGeneration(
@@ -98,4 +110,4 @@ def what_idefics3_gets(prompt: SeeingPrompt) -> dict[str, torch.Tensor]:
     return {name: values.unsqueeze(0) for name, values in what_llava_gets(prompt).items()}
 
 
-GIVEN = {kind: what_llava_gets if kind.startswith("llava") else what_idefics3_gets for kind in TOKENS}
+GIVEN = {kind: what_idefics3_gets if kind in ("idefics3", "smolvlm") else what_llava_gets for kind in TOKENS}

@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 from media_files import a_picture
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 from trimtab_engine.errors import InvalidRequest, ModelError
-from trimtab_engine.multimodal.checkpoint import SQUARE_WORDS, read_processors, read_tile_tokens
+from trimtab_engine.multimodal.checkpoint import FRAME_WORDS, SQUARE_WORDS, read_processors, read_tile_tokens
 from trimtab_engine.multimodal.items import MultiModalItem, Patches
 from trimtab_engine.multimodal.patches import as_float32
 from trimtab_engine.multimodal.placeholders import expand
 from trimtab_engine.multimodal.squares import SquareProcessor, square_of
-from trimtab_engine.multimodal.tiles import Idefics3Tokens
+from trimtab_engine.multimodal.tiles import Idefics3Tokens, InternVLTokens
 
 SIDE, TOKENS = 16, 4
 SIZES = [(1, 1), (16, 16), (17, 16), (40, 30), (30, 100), (100, 30), (64, 64), (200, 7), (90, 61), (61, 90), (33, 31)]
@@ -35,6 +36,10 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "LlavaImageProcessor": (LlavaImageProcessorPil, CROPPED | {"do_pad": True, "size": {"shortest_edge": SIDE}}),
     "SiglipImageProcessor": (SiglipImageProcessorPil, {"size": {"height": SIDE, "width": SIDE}}),
     "Idefics3ImageProcessor": (Idefics3ImageProcessorPil, CUT | {"image_mean": [0.1, 0.2, 0.3]}),
+    "GotOcr2ImageProcessorFast": (
+        GotOcr2ImageProcessorPil,
+        {"crop_to_patches": True, "max_patches": 7, "size": {"height": SIDE, "width": SIDE}},
+    ),
     "SmolVLMImageProcessorPil": (SmolVLMImageProcessorPil, CUT),
 }  # fmt: skip
 
@@ -124,6 +129,25 @@ LLAVA: dict[str, Any] = {
 }
 
 
+INTERN: dict[str, Any] = {
+    "model_type": "internvl",
+    "vision_config": {"image_size": [24, 24], "patch_size": [4, 4]},
+}
+
+
+def test_intern_vl_writes_its_squares_between_two_tokens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(INTERN))
+    kind = {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 24, "width": 24}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(kind))
+    ids = {"start": 7, "end": 8, "picture": 9}
+    added = [{"id": ids[name], "content": word} for name, word in FRAME_WORDS.items()]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    tokens = read_tile_tokens(str(tmp_path), read_processors(str(tmp_path)))
+    assert tokens == InternVLTokens(**ids)
+    assert tokens.written([1, 9, 2], [a_picture_of(2, 1)])[0] == [1, 7, 9, 9, 9, 8, 2]
+    assert tokens.written([9], [a_picture_of(1, 1)])[0] == [7, 9, 8]
+
+
 @pytest.mark.parametrize(
     ("config", "num_tokens"),
     [
@@ -131,6 +155,7 @@ LLAVA: dict[str, Any] = {
         (LLAVA | {"vision_feature_select_strategy": "full"}, 17),
         ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"model_type": "siglip_vision_model"}}, 15),
         (SMOL, 4),
+        (INTERN, 9),
     ],
 )
 def test_what_becomes_of_a_square_is_counted(config: dict[str, Any], num_tokens: int) -> None:
@@ -143,6 +168,8 @@ def test_what_becomes_of_a_square_is_counted(config: dict[str, Any], num_tokens:
         ({**LLAVA, "vision_config": {"model_type": "pixtral", "image_size": 30, "patch_size": 7}}, "'pixtral' is not"),
         ({**LLAVA, "vision_config": {"patch_size": 7}}, "image_size is not said"),
         (LLAVA | {"vision_feature_select_strategy": "best"}, "vision_feature_select_strategy is 'best'"),
+        (INTERN | {"downsample_ratio": 0.3}, "downsample_ratio 0.3"),
+        (INTERN | {"vision_feature_select_strategy": "full"}, "'full' are not built"),
         (SMOL | {"scale_factor": 3}, "no multiple of scale_factor 3"),
         ({"model_type": "llava"}, "vision_config is None"),
     ],
@@ -158,6 +185,14 @@ def test_towers_of_another_kind_are_refused(config: dict[str, Any], words: str) 
         ({"image_processor_type": "PixtralImageProcessor"}, "'PixtralImageProcessor' is not built"),
         ({"do_rescale": False}, "do_rescale is False"),
         ({"resample": 2}, "resample is 2"),
+        (
+            {
+                "image_processor_type": "GotOcr2ImageProcessor",
+                "size": {"height": SIDE, "width": SIDE},
+                "min_patches": 13,
+            },
+            "min_patches 13 and max_patches 12 leave no number",
+        ),
         ({"crop_size": {"height": 16, "width": 20}}, "squares of that size alone"),
         ({"size": {"shortest_edge": 8}}, "does not lie within"),
         (CUT | {"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": False}, "do_image_splitting"),

@@ -13,7 +13,7 @@ from trimtab_engine.config.vision import Squares, VisionConfig, squares_of
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.family import TowerKind
 from trimtab_engine.models.tensors import Tensors
-from trimtab_engine.multimodal.squares import square_of
+from trimtab_engine.multimodal.squares import side_of, square_of
 
 if TYPE_CHECKING:
     from trimtab_engine.models.by_transformers.tower import SquareTower
@@ -24,6 +24,7 @@ ARCHITECTURES = (
     "LlavaForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
+    "InternVLForConditionalGeneration",
 )
 NATIVE = {
     "llama": "LlamaForCausalLM",
@@ -39,6 +40,7 @@ UNSAID: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """What text_config leaves out where it is this, as transformers reads it."""
+TIED = "tie_word_embeddings"
 SEES_BOTH_WAYS = "tokens of an image see those after them, which its text half would have to let them"
 MANY_SIZES = "its pictures have many sizes, and squares of one size are built"
 OWN_POSITIONS = "its tokens have positions over height and width, which are built of Qwen2.5-VL alone"
@@ -71,13 +73,10 @@ def text_words(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if config.get("quantization_config"):
         raise ModelError(f"{where}: quantization_config is not built for {name}; use a checkpoint in 16 or 32 bits")
     kind = str(text.get("model_type", "llama"))
-    outer = {
-        key: config[key]
-        for key in ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
-        if config.get(key) is not None
-    }
+    outer = {key: config[key] for key in (TIED, "dtype", "torch_dtype", "eos_token_id") if config.get(key) is not None}
     inner = {key: value for key, value in text.items() if value is not None}
-    ties = {key: outer[key] for key in ("tie_word_embeddings",) if key in outer}
+    said = [each[TIED] for each in (outer, inner) if TIED in each]
+    ties = {TIED: all(said)} if said else {}  # where they differ and the output layer is stored, it counts
     architecture = NATIVE.get(kind) or _by_transformers(kind, name, where)
     return {**UNSAID.get(kind, {}), **outer, **inner, **ties, "architectures": [architecture]}
 
@@ -101,7 +100,7 @@ def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
         num_layers=said.positive("num_hidden_layers"),
         num_heads=said.positive("num_attention_heads"),
         num_channels=said.positive("num_channels", default=3),
-        patch_size=said.positive("patch_size"),
+        patch_size=side_of(said.config, "patch_size", said.where),
         frames_per_patch=1,
         merge_size=1,
         output_size=text.hidden_size,

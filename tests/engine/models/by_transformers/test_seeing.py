@@ -61,6 +61,19 @@ def test_what_the_text_half_leaves_unsaid_is_what_transformers_takes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("outer", "inner", "is_tied"),
+    [(True, True, True), (True, None, True), (None, True, True), (True, False, False), (False, True, False)],
+)
+def test_an_output_layer_is_tied_where_all_that_is_said_says_so(
+    outer: bool | None, inner: bool | None, is_tied: bool
+) -> None:
+    """Where they differ a checkpoint with an output layer is computed with it, and one without is refused."""
+    text = LLAVA["text_config"] | {"tie_word_embeddings": inner}
+    config = parse_model_config(LLAVA | {"text_config": text, "tie_word_embeddings": outer}, {}, "here")
+    assert config.tie_word_embeddings is is_tied
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not built for Llava"),
