@@ -198,10 +198,11 @@ class Engine:
 
     # --- one step -------------------------------------------------------------------------------------------------
 
-    def step(self) -> StepOutputs:
+    def step(self, take_in: Callable[[], None] = lambda: None) -> StepOutputs:
         """Run one step and report it. An engine without work reports only its state.
 
-        When steps overlap, it returns with the next one in flight.
+        When steps overlap, it returns with the next one in flight. Where that is scheduled when this one has landed,
+        `take_in` is called before: it may add and abort, so that who came meanwhile need not wait for one step more.
         """
         started = self._clock()
         for request in self._grammars.take_ready():
@@ -219,6 +220,7 @@ class Engine:
         step, seconds = flight.step, self._clock() - flight.started
         del flight  # and the logits that it was computed from: the next step needs their room
         if self._schedules_at_landing:
+            take_in()
             ahead = self._prepare(self._clock())
         if follower is None:
             self._take_off(ahead)

@@ -57,6 +57,7 @@ from trimtab_engine.messages import (
     StartProfile,
     StartWave,
     StopProfile,
+    ToCore,
     WakeUp,
 )
 from trimtab_engine.processes.end import leave
@@ -76,23 +77,16 @@ def serve(
     engine: Engine, clients: Clients, profiler: Profiler, clock: Callable[[], float], membership: "Membership"
 ) -> None:
     """Serve until Shutdown, or until a core that retires has finished. `clock` is the API servers'."""
-    reporter = StateReporter(engine, clients, clock)
+    inbox = Inbox(engine, clients, membership, clock)
+    reporter = StateReporter(engine, clients, clock, inbox)
     engine.follow_waves(lambda number: clients.send(StartWave(number)))
     while True:
         reporter.report()
         idle = BUILDING_MILLISECONDS if engine.is_building else IDLE_REPORT_MILLISECONDS
-        messages = clients.receive(0 if engine.has_work else idle)
-        reporter.inbox_read = clock()
-        for message in messages:
+        for message in inbox.take(0 if engine.has_work else idle):
             match message:
-                case AddRequest() if membership.is_retiring:
-                    clients.refuse(message)
-                case AddRequest(may_queue=False) if not engine.has_room_for(message):
-                    clients.refuse(message)
-                case AddRequest():
-                    engine.add(message)
-                case AbortRequests():
-                    engine.abort(message.request_ids)
+                case AddRequest() | AbortRequests():
+                    inbox.hand_over(message)
                 case AdminCall(call_id, AdoptConfig() | Retire() as call, index):
                     clients.send(membership.call(engine, call, call_id), index)
                     reporter.forget()
@@ -109,10 +103,50 @@ def serve(
                 case Shutdown():
                     engine.finish_wave()
                     return
-        clients.send_step(engine.step())
+        clients.send_step(engine.step(inbox.hand_over_requests))
         profiler.on_step()
         if membership.may_leave(engine):
             return
+
+
+class Inbox:
+    """What clients ask, in the order in which it came."""
+
+    def __init__(self, engine: Engine, clients: Clients, membership: "Membership", clock: Callable[[], float]) -> None:
+        self._engine, self._clients, self._membership, self._clock = engine, clients, membership, clock
+        self._held: list[ToCore] = []
+        self.read_at = 0.0
+        """What was sent before that has been handed over, or is about to be before anybody is told."""
+
+    def take(self, timeout_milliseconds: int) -> list[ToCore]:
+        """All that is there; waits for the first message up to the timeout."""
+        held, self._held = self._held, []
+        messages = held + self._clients.receive(0 if held else timeout_milliseconds)
+        self.read_at = self._clock()
+        return messages
+
+    def hand_over(self, message: AddRequest | AbortRequests) -> None:
+        """A request that comes, or requests that end."""
+        match message:
+            case AbortRequests():
+                self._engine.abort(message.request_ids)
+            case AddRequest() if self._membership.is_retiring or not self._may_come(message):
+                self._clients.refuse(message)
+            case AddRequest():
+                self._engine.add(message)
+
+    def hand_over_requests(self) -> None:
+        """In the middle of a step: what came of requests up to the first message of another kind, which has to wait for
+        the step's end, and all behind it with it."""
+        before, messages = self.read_at, self.take(0)
+        for place, message in enumerate(messages):
+            if not isinstance(message, AddRequest | AbortRequests):
+                self._held, self.read_at = messages[place:], before
+                return
+            self.hand_over(message)
+
+    def _may_come(self, message: AddRequest) -> bool:
+        return message.may_queue or self._engine.has_room_for(message)
 
 
 class Membership:
@@ -153,11 +187,10 @@ class StateReporter:
     """Tells all API servers the engine's state when it is another than they know, or when they have heard nothing for
     SIGN_OF_LIFE_SECONDS."""
 
-    def __init__(self, engine: Engine, clients: Clients, clock: Callable[[], float]) -> None:
-        self._engine, self._clients, self._clock = engine, clients, clock
+    def __init__(self, engine: Engine, clients: Clients, clock: Callable[[], float], inbox: Inbox) -> None:
+        self._engine, self._clients, self._clock, self._inbox = engine, clients, clock, inbox
         self._told: EngineState | None = None
         self._told_at = 0.0
-        self.inbox_read = 0.0
 
     def forget(self) -> None:
         """Whoever begins to listen now knows nothing."""
@@ -167,7 +200,7 @@ class StateReporter:
         state, now = self._engine.state(), self._clock()
         if state != self._told or now - self._told_at >= SIGN_OF_LIFE_SECONDS:
             self._told, self._told_at = state, now
-            self._clients.broadcast(msgspec.structs.replace(state, time=self.inbox_read))
+            self._clients.broadcast(msgspec.structs.replace(state, time=self._inbox.read_at))
 
 
 def busy_seconds(call: Call) -> float | None:

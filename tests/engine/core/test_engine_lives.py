@@ -141,11 +141,13 @@ class Life:
         self.num_asked = self.num_ended = self.num_aborted = self.num_doubtful = self.num_patched = 0
         self.preempted: Counter[str] = Counter()
         self.hits = self.host_hits = self.num_accepted = 0
+        self.num_in_between, self.is_disturbed = 0, True
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.disturb()
             self.step()
+        self.is_disturbed = False
         while self.engine.has_work:
             self.step()
         assert not self.alive
@@ -203,8 +205,18 @@ class Life:
         status, _ = self.engine.patch_config(PatchConfig({name: possible[name] for name in names}))
         self.num_patched += status == 200
 
+    def come_and_go(self) -> None:
+        """While the step was computed, where the next one is scheduled before it is reported."""
+        self.num_in_between += 1
+        while len(self.alive) < ALIVE + 2:
+            self.ask()
+        if self.dice.random() < 0.02:
+            name = self.dice.choice(list(self.alive))
+            self.engine.abort([name])
+            del self.alive[name]
+
     def step(self) -> None:
-        step = self.engine.step()
+        step = self.engine.step(self.come_and_go if self.is_disturbed else lambda: None)
         self.engine.check_integrity()
         self.count(step.stats)
         for output in step.outputs:
@@ -291,6 +303,7 @@ def test_so_it_is_with_grammars_where_a_device_works_beside_the_host(
     assert len(followed) > STEPS / (2 if speculative is None else 20), "the knob of drafts goes to 0 now and then"
     assert all(followed)
     assert life.num_accepted > (-1 if speculative is None else STEPS / 20)
+    assert (life.num_in_between > STEPS / 4) == (speculative is NGRAM)
     assert {question.end for question in held_questions if question.sampling.grammar is not None} == {"length", "stop"}
     assert life.num_ended > STEPS / 10
     assert life.num_patched > STEPS / 50

@@ -1,5 +1,6 @@
 """The queue of waiting requests: its order, and the counts that it keeps instead of summing them every step."""
 
+import random
 from collections.abc import Callable
 from typing import get_args
 
@@ -232,3 +233,33 @@ def test_a_count_that_is_off_is_a_broken_invariant() -> None:
     queue.head.token_ids.append(1)
     with pytest.raises(IntegrityError, match="4 tokens to go"):
         queue.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_in_ten_holds_over_gaps_in_the_late_line_however_they_come_about(seed: int) -> None:
+    """Late ones come, are admitted, and are aborted when their turn is near: while somebody in time waits, the line in
+    time has at least nine admissions between two of theirs, and the first of theirs waits for nine at most."""
+    dice, queue, number = random.Random(seed), WaitingQueue("deadline"), 0
+    since_late = waited = LATE_SHARE - 1
+    for _ in range(2000):
+        while len(queue) - queue.num_late < 3:
+            queue.add(a_request(number, arrival=1000.0))
+            number += 1
+        if dice.random() < 0.1 and queue.num_late < 3:
+            late = a_request(number, arrival=0.0)
+            late.is_late = True
+            number += 1
+            waited = waited if queue.num_late else 0
+            queue.add(late)
+        if dice.random() < 0.1 and queue.num_late:
+            queue.remove(next(request for request in queue if request.is_late))
+            waited = 0
+        was_late, had_late = queue.head.is_late, bool(queue.num_late)
+        queue.pop_head()
+        if was_late:
+            assert since_late >= LATE_SHARE - 1
+            since_late = waited = 0
+        else:
+            since_late += 1
+            waited += had_late
+            assert not queue.num_late or waited <= LATE_SHARE - 1
