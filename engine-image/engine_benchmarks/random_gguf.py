@@ -63,6 +63,8 @@ def main(
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_eos_token_id(2)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("none")  # llama.cpp asks for one
     ours = {theirs: name for name, theirs in (GLOBAL_NAMES | LAYER_NAMES).items()}
     generator = torch.Generator().manual_seed(0)
     for name, shape in expected_shapes(parse_model_config(config, {}, "config.json")).items():

@@ -190,16 +190,29 @@ INLINE pairs pair_of(enum kind kind, words word, words high, int w, int k) {
     return (pairs)(k == 3 ? shifted : shifted & 15);
 }
 
+/* WIDTH bytes as numbers, without signs or with them. By intrinsics: GCC takes such short vectors apart. */
 INLINE vec load_octets(const void *p) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(p)));
+#elif defined(__AVX2__)
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p)));
+#else
     octets stored;
     memcpy(&stored, p, sizeof stored);
     return __builtin_convertvector(__builtin_convertvector(stored, mask), vec);
+#endif
 }
 
 INLINE vec load_signed_octets(const void *p) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
+#elif defined(__AVX2__)
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)));
+#else
     signed_octets stored;
     memcpy(&stored, p, sizeof stored);
     return __builtin_convertvector(__builtin_convertvector(stored, mask), vec);
+#endif
 }
 
 /* Of WIDTH outputs from `output` on. `second`: least or zero. */
