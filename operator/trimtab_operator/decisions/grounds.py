@@ -1,8 +1,8 @@
 """What of a world must still be so when a turn is carried out that was decided in it. Pure.
 
-A cache lags. What a turn takes away or writes over rests on who else serves: that is confirmed. What a turn only adds
-rests on nothing but the resource itself, and a creation looks first whether there is such an object
-(docs/decisions/cache-fed-by-watches.md).
+A cache lags, and what was read is seconds old once engines were asked and a turn was taken. What a turn takes away or
+writes over rests on who else serves: that is confirmed. What a turn only adds rests on nothing but the resource itself,
+and a creation looks first whether there is such an object (docs/decisions/cache-fed-by-watches.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def grounds_of(world: World, decided: Turn) -> tuple[Manifest, ...]:
     A replica that goes as a whole is known by its uid, and those that stay are what counts. One that was Ready can only
     have become worth less; one that was not goes for that, and may serve by now.
     """
-    if world.remembered is None or not _takes(world, decided):
+    resource = world.remembered or world.read
+    if resource is None or not _takes(world, decided):
         return ()
     going = {action.uid for action in (*decided.care, *decided.children) if isinstance(action, Delete)}
     of_groups: list[Manifest] = []
@@ -31,7 +32,7 @@ def grounds_of(world: World, decided: Turn) -> tuple[Manifest, ...]:
         elif not group.is_ready:
             of_groups += group.pods
     lone = [pod for pod in world.children.pods if pod["metadata"].get("uid") in going and pod not in of_groups]
-    return (world.remembered, *of_groups, *lone)
+    return (resource, *of_groups, *lone)
 
 
 def _takes(world: World, decided: Turn) -> bool:

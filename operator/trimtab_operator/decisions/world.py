@@ -57,6 +57,8 @@ class World:
     """What all other resources ask for and hold of the GPU budget, where there is one; None: it is not known."""
     remembered: Manifest | None = field(default=None, repr=False)
     """The resource as a cache knew it, if it and its children come from there; None: the API server was asked."""
+    read: Manifest | None = field(default=None, repr=False)
+    """The resource as the API server gave it, where it was asked, with its children, before the engines were."""
 
     @property
     def tokens(self) -> Tokens:

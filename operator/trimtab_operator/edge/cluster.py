@@ -145,7 +145,7 @@ class Cluster:
         """Every object of a kind, in one namespace or in all, by its labels (`selector`) or fields."""
         path = self._path(kind, namespace, None)
         found = await self._call("get", path, query={"labelSelector": selector, "fieldSelector": fields})
-        return list(found.get("items") or [])
+        return [{"kind": kind, **item} for item in found.get("items") or ()]  # lists say it once
 
     async def list_at(
         self, kind: str, namespace: str | None, *, selector: str | None = None

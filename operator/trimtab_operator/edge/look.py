@@ -127,8 +127,9 @@ class Eyes:
     async def _asked(self, key: Key) -> World:
         """The same from the API server."""
         async with self._live:
-            world = self._world(key, await self._body(key))
-            return replace(world, children=await self.cluster.observe(world.deployment))
+            body = await self._body(key)
+            world = self._world(key, body)
+            return replace(world, children=await self.cluster.observe(world.deployment), read=body)
 
     async def _remembered(self, key: Key) -> World | None:
         """The same from the cache; None where it does not say enough, or has not heard of our own writes."""
@@ -151,7 +152,7 @@ class Eyes:
         """
         if await self.cluster.are_current(grounds):
             return world
-        for _ in range(CONFIRMATIONS - 1):
+        for _ in range(CONFIRMATIONS - 1 if world.remembered is not None else 0):
             await asyncio.sleep(CATCH_UP_SECONDS)
             known = await self._remembered(key)
             if known is None or known.remembered is None:

@@ -66,6 +66,17 @@ def a_status(name: str) -> str:
     return json.dumps({"kind": "Status", "reason": "NotFound", "details": {"name": name, "kind": "x"}, "code": 404})
 
 
+async def test_each_object_of_a_list_says_its_kind_and_is_confirmed_by_it() -> None:
+    pod = {"metadata": {"namespace": "n", "name": "m-g0-0", "resourceVersion": "7"}}  # as in an answer to a list
+    door = Answers({"kind": "PodList", "items": [pod]})
+    known = await door.list("Pod", "n")
+    assert known == [{"kind": "Pod", **pod}]
+    assert await door.are_current(known)
+    pod["metadata"]["resourceVersion"] = "8"
+    door.answer = {"kind": "PodList", "items": [{"metadata": {**pod["metadata"], "resourceVersion": "9"}}]}
+    assert not await door.are_current(known)
+
+
 async def test_what_the_api_server_says_is_not_there_is_none() -> None:
     assert await Answers(not_found(a_status("m"))).get("Pod", "n", "m") is None
 

@@ -6,6 +6,7 @@ What is called is what `edge.cluster.Cluster` would send; what is granted is wha
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from kubernetes.aio.dynamic.exceptions import api_exception
 from operator_cluster import FakeCluster
 from trimtab_operator.decisions.actions import Apply
 from trimtab_operator.edge.cluster import RESOURCES, Cluster
+from trimtab_operator.resource.spec import KIND
 
 KINDS = {(group, plural): kind for kind, (group, _, plural, _) in RESOURCES.items()}
 EXCEPTION: Callable[[ApiException], Exception] = api_exception  # the client library is untyped
@@ -70,6 +72,12 @@ def asked_by(method: str, path: str) -> Asked:
     return Asked(group, f"{resource}/{subresource}" if subresource else resource, verb, namespace, name)
 
 
+def versioned(found: dict[str, Any]) -> dict[str, Any]:
+    """An object with a version, which is another one when anything of it is."""
+    version = zlib.crc32(json.dumps(found, sort_keys=True).encode())
+    return {**found, "metadata": {**found["metadata"], "resourceVersion": str(version)}}
+
+
 class GuardedDoor(Cluster):
     """The door of one operator that has these rights."""
 
@@ -99,7 +107,13 @@ class GuardedDoor(Cluster):
         if kind == "Node":
             return {"items": list(self.world._nodes())}
         is_child = asked.namespace in (None, "n") and kind not in NO_CHILDREN
-        return self._child(asked, kind, body) if is_child else self._other(asked, path, body)
+        if not is_child:
+            return self._other(asked, path, body)
+        found = self._child(asked, kind, body)
+        name = ((options.get("query") or {}).get("fieldSelector") or "").removeprefix("metadata.name=")
+        if asked.verb == "list":
+            return {"items": [versioned(item) for item in found["items"] if name in ("", item["metadata"]["name"])]}
+        return versioned(found) if found else found
 
     def _discovery(self, group: str) -> dict[str, Any]:
         """Everybody may ask what is served."""
@@ -117,7 +131,7 @@ class GuardedDoor(Cluster):
             assert asked.resource.endswith("/status"), "the owner's spec is written"
             self.world.write_status(body["status"])
         assert self.world.body is not None
-        return {"items": [self.world.body]} if asked.verb == "list" else dict(self.world.body)
+        return {"items": [self.world.body]} if asked.verb == "list" else versioned({"kind": KIND, **self.world.body})
 
     def _child(self, asked: Asked, kind: str, body: dict[str, Any]) -> dict[str, Any]:
         world, name = self.world, asked.name or ""

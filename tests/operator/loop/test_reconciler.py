@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast
 
@@ -30,7 +31,9 @@ from trimtab_operator.loop.lanes import Lanes, Place
 from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS, MAX_TICKS_AT_ONCE, Loop, Reconciler, _wait
 from trimtab_operator.loop.wake_ups import WakeUps
 from trimtab_operator.observed.engines import EngineSeen, Target
-from trimtab_operator.resource.spec import KIND
+from trimtab_operator.observed.groups import Observed
+from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.spec import KIND, InferenceDeployment
 from trimtab_operator.tuner.decide import Condition, Outcome
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.state import Memory
@@ -68,6 +71,39 @@ async def test_a_promise_is_told_to_engines_that_serve_and_one_that_is_dead_hold
     assert [cluster.engine(ordinal).policy for ordinal in (0, 1)] == ["deadline", "deadline"]
     assert cluster.events.count("QueueOrderChanged") == 1
     assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == pods
+
+
+class Copied(FakeCluster):
+    """A cluster whose API server gives copies: what was read may be another by now."""
+
+    async def observe(self, _deployment: InferenceDeployment) -> Observed:
+        return copy.deepcopy(self.children())
+
+    async def are_current(self, manifests: Iterable[Manifest]) -> bool:
+        return all(known in (*self.pods.values(), *self.objects.values(), self.body) for known in manifests)
+
+
+async def test_who_was_read_without_a_cache_is_looked_at_once_more_before_another_goes() -> None:
+    """Engines are asked, and a turn is taken, between what is read and what is done by it."""
+    cluster = Copied(replicas=2, rollout={"maxSurge": 0, "bakeTime": "0s"})
+    cluster.settle()
+    old = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.edit(engine={"maxNumSeqs": 16})
+    cluster.turn()
+    cluster.controllers()
+    assert any(action.name == "m-g0-0" for action in cluster.decide().care)
+
+    class Blinks(FakeEngines):
+        async def look(self, *arguments: Any) -> dict[str, EngineSeen]:
+            said = await super().look(*arguments)
+            cluster.set_ready("m-g1-0", ready=False)
+            return said
+
+    reconciler, loop = a_reconciler(cluster), Loop(KEY, cast("Engines", Blinks(cluster)))
+    loop.memory = cluster.memory
+    await reconciler.tick(loop)
+    cluster.controllers()
+    assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
 
 
 class OlderSchema(FakeCluster):
