@@ -29,7 +29,7 @@ from trimtab_operator.observed.groups import (
     meeting_address,
     ordinal_of,
 )
-from trimtab_operator.observed.phases import has_started, is_placed
+from trimtab_operator.observed.phases import failure_of, has_started, is_placed
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 
@@ -43,7 +43,7 @@ def plan(
     unproven: frozenset[str] = frozenset(),
     loads: Mapping[str, float] | None = None,
     surge: int = 0,
-    is_first_only: bool = False,
+    proven: Rendered | None = None,
     without_place: frozenset[str] = frozenset(),
 ) -> tuple[Action, ...]:
     """Everything to do now for so many `replicas`, in order: Services before the pods that they select, removals last.
@@ -51,12 +51,12 @@ def plan(
     `held`: by ordinal, groups that hold no pods, or did (decisions/placement.py). `unproven` names groups whose pods
     are Ready and that still count as down for a rollout. `loads`: by name, how many requests a group has; one that did
     not say is left out. `surge`: how many groups there may be beyond `replicas` while outdated ones serve
-    (decisions/surge.py). `is_first_only`: one group may be brought up to date, and no other yet. `without_place` names
-    groups that find none.
+    (decisions/surge.py). `proven`: while the change has to show that it is good, the form of all replicas but the one
+    that runs it. `without_place` names groups that find none.
     """
     deployment = wanted.deployment
     groups, loads = groups_of(observed), loads or {}
-    surge = min(surge, 1) if is_first_only else surge
+    surge = surge if proven is None else min(surge, 1)
     behind = frozenset(
         g.ordinal for g in groups if g.revision != wanted.revision or _has_moved(g, deployment, observed)
     )
@@ -67,18 +67,42 @@ def plan(
     leaving = [(group, "scaled in") for group in superfluous]
     leaving += [(group, "others serve what is asked for now") for group in relieved]
     new = free_ordinals(observed, replicas + extra - len(staying))
-    allowed = 1 if is_first_only else allowed_down(deployment, replicas)
+    allowed = allowed_down(deployment, replicas) if proven is None else 1
     allowed = allowed_beside(allowed, staying, without_place)
     allowed -= sum(group.is_ready and group.name in unproven for group in staying)
-    coming = len(new) if surge else None
+    is_tried = any(g.revision == wanted.revision and g.name not in without_place for g in staying)
+    is_tried_by_new = proven is not None and not is_tried and bool(new)
+    coming = len(new) if surge or is_tried_by_new else None
     updates = choose_updates(staying, behind, allowed, coming=coming, without_place=without_place)
+    if proven is not None:
+        updates = _first_alone(updates, is_tried=is_tried)
     to_update = {group.ordinal for group in updates}
     current = [g.ordinal for g in staying if g.ordinal not in behind or g.ordinal in to_update]
-    manifests: list[Manifest] = [client_service(deployment), *_meeting_places(deployment, staying, new, observed)]
-    for ordinal in (*current, *new):
-        manifests += group_manifests(wanted, ordinal, observed, (held or {}).get(ordinal))
+    num_first = len(new) if proven is None else min(len(new), not is_tried and not updates)
+    others, first = new[: len(new) - num_first], new[len(new) - num_first :]
+    manifests: list[Manifest] = [client_service(deployment), *_meeting_places(deployment, staying, first, observed)]
+    manifests += _groups_manifests(wanted, (*current, *first), observed, held or {})
+    if proven is not None:
+        kept = _of_form(proven, staying, to_update, observed)
+        manifests += _meeting_places(proven.deployment, (), others, observed)
+        manifests += _groups_manifests(proven, (*kept, *others), observed, held or {})
     applied = map(_at_any_address, differing(manifests, observed))
     return (*applied, *_removals(deployment, staying, leaving, current, manifests, observed))
+
+
+def _first_alone(updates: tuple[Group, ...], *, is_tried: bool) -> tuple[Group, ...]:
+    """Those of the groups that may get a change which only one of all is to run: who fails anyway loses nothing."""
+    failing = tuple(group for group in updates if any(failure_of(pod) for pod in group.pods))
+    others = tuple(group for group in updates if group not in failing)
+    return failing or others[: 0 if is_tried else 1]
+
+
+def _of_form(form: Rendered, groups: Iterable[Group], updated: Collection[int], observed: Observed) -> Iterable[int]:
+    """The groups that stay of a form: those of several pods are not whole yet, or give theirs back."""
+    for group in groups:
+        is_kept = group.revision == form.revision and group.ordinal not in updated
+        if is_kept and not _has_moved(group, form.deployment, observed):
+            yield group.ordinal
 
 
 def _meeting_places(
@@ -91,6 +115,13 @@ def _meeting_places(
         yield rendezvous_service(deployment, group.ordinal, address=_known_address(group, deployment, observed))
     for ordinal in new:
         yield rendezvous_service(deployment, ordinal)
+
+
+def _groups_manifests(
+    form: Rendered, ordinals: Iterable[int], observed: Observed, held: Mapping[int, Held]
+) -> Iterable[Manifest]:
+    for ordinal in ordinals:
+        yield from group_manifests(form, ordinal, observed, held.get(ordinal))
 
 
 def group_manifests(wanted: Rendered, ordinal: int, observed: Observed, held: Held | None) -> tuple[Manifest, ...]:

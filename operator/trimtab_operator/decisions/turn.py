@@ -225,7 +225,8 @@ def _refused(
     world: World, known: Recalled, refused: tuple[Refusal, ...], *, of_layout: tuple[Refusal, ...] = ()
 ) -> Turn:
     """Say what is wrong. What runs is cared for, and otherwise left as it is."""
-    care = _care(world, known, None, replicas=standing_replicas(world.deployment, known.memory.tuner))
+    replicas = standing_replicas(world.deployment, known.memory.tuner)
+    care = _care(world, known, None, allowed=allowed_down(world.deployment, replicas))
     findings = replace(findings_of_cluster(world, known), refusals=refused, layout_refusals=of_layout)
     return Turn(known.memory, findings, findings.desired_replicas, care=care.deletions, notes=care.notes)
 
@@ -268,7 +269,8 @@ def _steered(
         is_short = beside < room.groups
         room = replace(room, groups=min(room.groups, beside))
     rollout = replace(course.state, no_room=room.no_room if course.target is not None else course.state.no_room)
-    care = _care(world, known, course.target, replicas=count)
+    allowed = 1 if course.is_first_only else allowed_down(deployment, count)
+    care = _care(world, known, course.target, allowed=allowed)
     children: tuple[Action, ...] = differing([service_account(deployment)], known.observed)
     if course.target is not None:
         children = (
@@ -282,7 +284,7 @@ def _steered(
                 unproven=course.unproven,
                 loads=_loads(world),
                 surge=room.groups,
-                is_first_only=course.is_first_only,
+                proven=proven if course.is_first_only else None,
                 without_place=placeless(known.observed, now=moment),
             ),
             *plan_optional(target, known.observed, world.installation, replicas=count),
@@ -375,8 +377,9 @@ def findings_without_a_turn(world: World, memory: Memory, problem: tuple[str, st
     return replace(findings, revision=wanted.revision, problem=problem)
 
 
-def _care(world: World, known: Recalled, target: Rendered | None, *, replicas: int) -> Upkeep:
-    """What groups need beyond being as rendered; `target` is what replicas are to run, None: as they are."""
+def _care(world: World, known: Recalled, target: Rendered | None, *, allowed: int) -> Upkeep:
+    """What groups need beyond being as rendered; `target` is what replicas are to run, None: as they are. `allowed` may
+    be down for it."""
     revision = None if target is None else target.revision
     return upkeep(
         known.observed,
@@ -385,7 +388,7 @@ def _care(world: World, known: Recalled, target: Rendered | None, *, replicas: i
         now=datetime.fromtimestamp(world.at, UTC),
         asked=None if revision is None else f"{world.deployment.generation}-{revision}",
         revision=revision,
-        allowed=allowed_down(world.deployment, replicas),
+        allowed=allowed,
     )
 
 

@@ -31,8 +31,10 @@ def a_runtime(*args: str) -> dict[str, Any]:
     return {"device": "cpu", "image": "engine:1", "args": list(args)}
 
 
-def settled(replicas: int = 3, **rollout: Any) -> FakeCluster:
-    cluster = FakeCluster(replicas=replicas, runtime=a_runtime(), rollout={**ROLLOUT, **rollout}, start_seconds=10.0)
+def settled(replicas: int = 3, *, parallelism: dict[str, int] | None = None, **rollout: Any) -> FakeCluster:
+    layout: dict[str, Any] = {} if parallelism is None else {"parallelism": parallelism}
+    rollout = {**ROLLOUT, **rollout}
+    cluster = FakeCluster(replicas=replicas, runtime=a_runtime(), rollout=rollout, start_seconds=10.0, **layout)
     cluster.settle()
     return cluster
 
@@ -74,6 +76,48 @@ def test_one_replica_runs_a_change_first_and_the_others_follow_when_it_has_serve
     cluster.settle()
     assert old not in cluster.revisions
     assert state_of(cluster).proven == form_of(cluster.deployment)
+
+
+LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"parallelism": {"pipeline": 2, "gpusPerNode": 1}})
+
+
+@pytest.mark.parametrize("spec", LAYOUTS)
+@pytest.mark.parametrize("surge", [0, 1, 3])
+@pytest.mark.parametrize("counts", [(4,), (6, 3), (1, 5), (2, 4, 3)])
+def test_while_the_count_changes_one_replica_alone_runs_a_change_that_is_tried(
+    spec: dict[str, Any], surge: int, counts: tuple[int, ...]
+) -> None:
+    cluster = settled(2, maxSurge=surge, maxUnavailable=3, bakeTime="200s", **spec)
+    old = cluster.revisions[0]
+    first = until_first_is_ready(cluster)
+    for count in counts:
+        cluster.edit(replicas=count)
+        for _ in range(6):
+            cluster.tick()
+            assert [group.name for group in cluster.groups if group.revision != old] == [first]
+            assert first in cluster.condition("Progressing")["message"]
+    assert sum(group.is_ready for group in cluster.groups) == counts[-1] + (surge > 0)
+    cluster.settle()
+    assert old not in cluster.revisions
+    assert len(cluster.groups) == counts[-1]
+
+
+@pytest.mark.parametrize("surge", [0, 1])
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_change_with_more_replicas_is_tried_by_one_of_them_and_the_others_serve(before: int, surge: int) -> None:
+    cluster = settled(2, maxSurge=surge)
+    cluster.edit(replicas=before)
+    cluster.settle()
+    old = state_of(cluster).proven
+    cluster.edit(runtime=a_runtime("--broken"), replicas=4)
+    for _ in range(12):
+        cluster.tick()
+    revisions = [group.revision for group in cluster.groups if group.is_ready]
+    assert len(revisions) == 4 - (surge == 0)
+    assert len(set(cluster.revisions)) == 2
+    cluster.settle()
+    assert state_of(cluster).proven == old
+    assert [group.is_ready for group in cluster.groups] == [True] * 4
 
 
 def test_the_first_form_of_all_counts_at_once() -> None:
