@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from trimtab_operator.tuner.looks import Finished
 
 BAKE_SECONDS = 40.0
 ROLLOUT = {"startTimeout": "2m", "drainTimeout": "10s", "bakeTime": "40s"}
-IN_PLACE = {**ROLLOUT, "maxSurge": 0}
+SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 40))]
 
 
 def a_runtime(*args: str) -> dict[str, Any]:
@@ -118,6 +119,33 @@ def test_a_change_with_more_replicas_is_tried_by_one_of_them_and_the_others_serv
     cluster.settle()
     assert state_of(cluster).proven == old
     assert [group.is_ready for group in cluster.groups] == [True] * 4
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_happens_meanwhile_one_replica_alone_serves_a_change_that_is_tried(seed: int) -> None:
+    """Edits, scaling, nodes without room, operators that end, at any moment; in the end all run what is asked for."""
+    chance = random.Random(seed)
+    replicas, parallelism = chance.randrange(1, 4), chance.choice([None, None, {"pipeline": 2, "gpusPerNode": 1}])
+    rollout = {"maxSurge": chance.choice([0, 1, 2]), "maxUnavailable": chance.choice([1, 2, "50%"]), "bakeTime": "60s"}
+    cluster = settled(replicas, parallelism=parallelism, **rollout)
+    cluster.nodes = (1 if parallelism is None else 2) * (replicas + chance.choice([0, 1, 6]))
+    for _ in range(60):
+        what = chance.random()
+        if what < 0.06:
+            cluster.edit(runtime=a_runtime(f"--seed={chance.randrange(3)}"))
+        elif what < 0.2:
+            cluster.edit(replicas=chance.randrange(6))
+        elif what < 0.25:
+            cluster.restart_operator()
+        cluster.tick()
+        state, wanted = state_of(cluster), cluster.decide().findings.revision
+        if state.attempt is not None and state.proven != form_of(cluster.deployment):
+            assert sum(group.is_ready and group.revision == wanted for group in cluster.groups) <= 1
+    cluster.nodes = 99
+    cluster.edit(replicas=replicas)
+    cluster.settle()
+    assert [group.is_ready for group in cluster.groups] == [True] * replicas
+    assert len(set(cluster.revisions)) == 1
 
 
 def test_the_first_form_of_all_counts_at_once() -> None:
