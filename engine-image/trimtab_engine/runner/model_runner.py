@@ -36,6 +36,7 @@ from trimtab_engine.models.decoder import Decoder
 from trimtab_engine.models.family import Model, Tower
 from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.registry import (
+    architecture_of,
     family_of,
     kv_groups_of,
     open_model,
@@ -632,9 +633,10 @@ def _vision(config: EngineConfig, source: WeightSource, model: ModelConfig) -> V
     if tower_of(model) is None or not config.modalities or "vision_config" not in source.config:
         return None
     if config.device == "cuda":
+        name = architecture_of(source.config, source.where)
         raise NotBuiltError(
-            f"images and videos are not built on CUDA for {model.architecture}; serve its text alone, with "
-            f"""--limit-mm-per-prompt '{{"image": 0, "video": 0}}', or use --device cpu"""
+            f"images and videos are not built on CUDA for {name}; serve its text "
+            f"""alone, with --limit-mm-per-prompt '{{"image": 0, "video": 0}}', or use --device cpu"""
         )
     return parse_vision_config(source, model)
 

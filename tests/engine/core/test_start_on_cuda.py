@@ -28,6 +28,7 @@ from trimtab_engine.device.address_range import AddressRange, Span
 from trimtab_engine.device.cuda_driver import CudaDriver
 from trimtab_engine.device.mapped_range import CudaMemory, MappedRange, Owner
 from trimtab_engine.device.side_lane import HostLane
+from trimtab_engine.errors import NotBuiltError
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.messages import AddRequest, Sleep, WakeUp
@@ -64,6 +65,14 @@ MIXTURE = DENSE | {
     "moe_intermediate_size": 128,
     "norm_topk_prob": True,
 }
+SEEING: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "text_config": DENSE | {"model_type": "llama"},
+    "vision_config": {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 4},
+    "tie_word_embeddings": True,
+}
+"""Of which its text is served, unless a limit asks for images."""
 DRAFTS = {
     "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2),
     "num_speculative_tokens": 2,
@@ -172,6 +181,7 @@ def a_config(model: dict[str, Any], folder: Path, changes: dict[str, Any]) -> En
         pytest.param(DENSE, {"quantization": "fp8"}, id="float8 weights"),
         pytest.param(DENSE, DRAFTS, id="drafts"),
         pytest.param(MIXTURE, {}, id="mixture"),
+        pytest.param(SEEING, {}, id="text half"),
         pytest.param(DENSE, SWAP, id="swap"),
     ],
 )
@@ -189,6 +199,15 @@ def test_an_engine_starts_serves_and_compiles_nothing_then(
         engine.close()
     assert served
     assert variants(served) <= variants(at_start)
+
+
+def test_images_are_refused_by_the_checkpoints_name_with_what_would_do(tmp_path: Path) -> None:
+    config = a_config(SEEING, tmp_path, {"limit_mm_per_prompt": {"image": 1}})
+    with (
+        a_fake_gpu(),
+        pytest.raises(NotBuiltError, match=r"not built on CUDA for Llava.*; serve its text alone, with --l"),
+    ):
+        start_engine(config, lambda stage, percent: None, lambda: 0.0)
 
 
 EXTREMES: list[dict[str, Any]] = [
