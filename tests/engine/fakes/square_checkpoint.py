@@ -10,17 +10,19 @@ import torch
 from PIL import Image
 from square_models import SQUARE, the_reference
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 NUM_TOKENS = 12
 FENCE, WHOLE, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
+START, END, CONTEXT = "<img>", "</img>", "<IMG_CONTEXT>"
 PLACES = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
-IDS = {word: 258 + number for number, word in enumerate([IMAGE, FENCE, WHOLE, *PLACES])}
+IDS = {word: 258 + number for number, word in enumerate([IMAGE, FENCE, WHOLE, START, END, CONTEXT, *PLACES])}
 VOCAB_SIZE = 258 + len(IDS)
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'text' %}{{ part.text }}{% else %}<image>{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}PICTURE{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 WORDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llava": (
@@ -31,8 +33,12 @@ WORDS: dict[str, tuple[Any, dict[str, Any]]] = {
         SmolVLMImageProcessorPil,
         {"size": {"longest_edge": 2 * SQUARE}, "max_image_size": {"longest_edge": SQUARE}},
     ),
+    "internvl": (
+        GotOcr2ImageProcessorPil,
+        {"crop_to_patches": True, "max_patches": 4, "size": {"height": SQUARE, "width": SQUARE}},
+    ),
 }
-TYPES = {"llava": "CLIPImageProcessor", "smolvlm": "SmolVLMImageProcessor"}
+TYPES = {"llava": "CLIPImageProcessor", "smolvlm": "SmolVLMImageProcessor", "internvl": "GotOcr2ImageProcessor"}
 Part = str | Image.Image
 
 
@@ -43,6 +49,11 @@ class SeeingSquares:
     kind: str
     folder: Path
     model: Any
+
+    @property
+    def picture(self) -> str:
+        """What the template writes for one."""
+        return picture_of(self.kind)
 
     def says(self, *parts: Part) -> list[int]:
         """The greedy tokens of transformers."""
@@ -73,6 +84,9 @@ class SeeingSquares:
     def _stands_for(self, processor: Any, picture: Image.Image) -> list[int]:
         if self.kind == "llava":
             return [IDS[IMAGE]] * 16
+        if self.kind == "internvl":
+            count = len(processor(images=[picture], return_tensors="np")["pixel_values"])
+            return [IDS[START], *[IDS[CONTEXT]] * 4 * count, IDS[END]]
         made = processor(images=[picture], return_tensors="np", return_row_col_info=True)
         written: Any = get_image_prompt_string
         said = written(made["rows"][0][0], made["cols"][0][0], 4, FENCE, IMAGE, WHOLE)
@@ -82,16 +96,22 @@ class SeeingSquares:
         return list(map(int, said.split()))
 
 
+def picture_of(kind: str) -> str:
+    return CONTEXT if kind == "internvl" else IMAGE
+
+
 def a_checkpoint_of_squares(kind: str, folder: Path, tokenizer_folder: Path) -> SeeingSquares:
     """Written into the folder, with that tokenizer and tokens for pictures besides."""
     text = {"vocab_size": VOCAB_SIZE, "eos_token_id": 256, "max_position_embeddings": 512}
-    model = the_reference(kind, text=text, image_token_id=IDS[IMAGE])
+    model = the_reference(kind, text=text, image_token_id=IDS[picture_of(kind)])
     model.save_pretrained(folder)
     words = json.loads((tokenizer_folder / "tokenizer.json").read_text())
     token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     words["added_tokens"] += [{"id": number, "content": word, **token} for word, number in IDS.items()]
     (folder / "tokenizer.json").write_text(json.dumps(words))
-    config = json.loads((tokenizer_folder / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    config = json.loads((tokenizer_folder / "tokenizer_config.json").read_text()) | {
+        "chat_template": TEMPLATE.replace("PICTURE", picture_of(kind))
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     processor = WORDS[kind][1] | {"image_processor_type": TYPES[kind]}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))

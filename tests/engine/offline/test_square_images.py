@@ -35,15 +35,15 @@ def test_what_is_generated_is_what_transformers_generates(llm: LLM, seeing: Seei
         (TINY, "and", CAT),
     ]
     for parts in conversations:
-        prompt = "".join(part if isinstance(part, str) else "<image>" for part in parts)
+        prompt = "".join(part if isinstance(part, str) else seeing.picture for part in parts)
         pictures = [part for part in parts if not isinstance(part, str)]
         given = {"prompt": prompt, **({"multi_modal_data": {"image": pictures}} if pictures else {})}
         (output,) = llm.generate(given, GREEDY, use_tqdm=False)
         assert list(output.outputs[0].token_ids) == seeing.says(*parts)
 
 
-def test_it_takes_no_videos_and_a_picture_for_each_place(llm: LLM) -> None:
+def test_it_takes_no_videos_and_a_picture_for_each_place(llm: LLM, seeing: SeeingSquares) -> None:
     with pytest.raises(InvalidRequest, match="takes no videos"):
         llm.generate({"prompt": "x", "multi_modal_data": {"video": [CAT, CAT]}}, GREEDY, use_tqdm=False)
     with pytest.raises(InvalidRequest, match="has places for 2 images, but brings 1"):
-        llm.generate({"prompt": "<image><image>", "multi_modal_data": {"image": CAT}}, GREEDY, use_tqdm=False)
+        llm.generate({"prompt": seeing.picture * 2, "multi_modal_data": {"image": CAT}}, GREEDY, use_tqdm=False)
