@@ -234,15 +234,15 @@ class Loader:
         packed = [weight for weight in weights if isinstance(weight, QuantisedBlocks)]
         if packed and len(packed) == len(weights) and (whole := joined_rows(packed)) is not None:
             return whole
+        self._remember_restored(
+            [name for name, weight in zip(names, weights, strict=True) if isinstance(weight, QuantisedBlocks)]
+        )
         if self._quantization is not None and not self._quantization.is_stored:
             dense = [weight for weight in weights if isinstance(weight, torch.Tensor)]
             weights = [BlockFp8.of(weight) for weight in ([torch.cat(dense)] if as_one else dense)]
         blocks = [weight for weight in weights if isinstance(weight, BlockFp8)]
         if self._multiplies_float8 and len(blocks) == len(weights):
             return joined_blocks(blocks)
-        self._remember_restored(
-            [name for name, weight in zip(names, weights, strict=True) if isinstance(weight, QuantisedBlocks)]
-        )
         restored = [self._restored(weight) for weight in weights]
         return restored[0] if len(restored) == 1 else torch.cat(restored)
 
