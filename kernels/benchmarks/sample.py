@@ -1,35 +1,60 @@
-"""sample over a vocabulary of 128256: plain temperature, and top-k with top-p; beside it torch's sort."""
+"""Choices over a vocabulary of 128256, out of logits as the lm_head leaves them: greedy, plain temperature, top-k with
+top-p, and top-p of a row so flat that its set is searched in all of it; beside it torch's argmax and sort."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from trimtab_kernels.likeliest import likeliest_reference, likeliest_triton
 from trimtab_kernels.sample import sample_reference, sample_triton
 
 from benchmarks.row import Row
 
+SPREAD, FLAT = 3.0, 0.5
+"""Of normal logits: at 3, and 0.8 for temperature, the best of 128256 has one or two percent."""
+
 
 def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
     vocab = 50 if tiny else 128256
-    for num_rows, top_k, top_p in ((2, 5, 0.9),) if tiny else ((256, vocab, 1.0), (256, 50, 0.9), (1, 50, 0.9)):
-        logits = torch.randn(num_rows, vocab, device=device) * 3
-        temperature = torch.full((num_rows,), 0.8, device=device)
-        most = torch.full((num_rows,), top_k, dtype=torch.int32, device=device)
-        mass = torch.full((num_rows,), top_p, device=device)
-        least = torch.zeros(num_rows, device=device)
-        seeds = torch.arange(num_rows, device=device)
-        draw = partial(sample_triton, logits, temperature, most, mass, least, seeds)
-        kept = partial(sample_reference, logits, temperature, most, mass, least)
-        yield Row(
-            f"sample {num_rows}x{vocab}, top_k {top_k}, top_p {top_p}",
-            "copy",
-            logits.numel() * 4,
-            0.90 if top_p == 1.0 else 0.0,  # searches read the row again, from the cache: no bar is set
-            partial(_tokens, draw),
-            partial(_tokens_that_are_kept, draw, kept),
-            0.0,
-            {"torch.sort": partial(torch.sort, logits, dim=-1)},
-        )
+    for num_rows in (2,) if tiny else (256, 1):
+        yield _greedy(num_rows, vocab, device)
+        for top_k, top_p, spread in ((vocab, 1.0, SPREAD), (50, 0.9, SPREAD), (vocab, 0.9, FLAT)):
+            yield _random(num_rows, vocab, top_k, top_p, spread, device)
+
+
+def _greedy(num_rows: int, vocab: int, device: torch.device) -> Row:
+    logits = torch.randn(num_rows, vocab, device=device).to(torch.bfloat16)
+    return Row(
+        f"likeliest {num_rows}x{vocab}",
+        "read",
+        logits.numel() * logits.itemsize,
+        0.90 if num_rows > 1 else 0.0,  # of one row a launch is what it costs
+        lambda: likeliest_triton(logits)[1],
+        lambda: likeliest_reference(logits)[1],
+        0.0,
+        {"torch.argmax of a float32 copy": lambda: logits.float().argmax(dim=-1)},
+    )
+
+
+def _random(num_rows: int, vocab: int, top_k: int, top_p: float, spread: float, device: torch.device) -> Row:
+    logits = (torch.randn(num_rows, vocab, device=device) * spread).to(torch.bfloat16)
+    temperature = torch.full((num_rows,), 0.8, device=device)
+    most = torch.full((num_rows,), top_k, dtype=torch.int32, device=device)
+    mass = torch.full((num_rows,), top_p, device=device)
+    least = torch.zeros(num_rows, device=device)
+    draw = partial(sample_triton, logits, temperature, most, mass, least, torch.arange(num_rows, device=device))
+    flat = ", flat" if spread == FLAT else ""
+    return Row(
+        f"sample {num_rows}x{vocab}, top_k {top_k}, top_p {top_p}{flat}",
+        "read",
+        logits.numel() * logits.itemsize,
+        # Of a plain row every token may draw a number, and a flat set is searched in all of the row: no bar is set.
+        0.60 if num_rows > 1 and top_k < vocab else 0.0,
+        partial(_tokens, draw),
+        partial(_tokens_that_are_kept, draw, partial(sample_reference, logits, temperature, most, mass, least)),
+        0.0,
+        {"torch.sort": partial(torch.sort, logits, dim=-1)},
+    )
 
 
 def _tokens(draw: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

@@ -13,14 +13,14 @@ programs    |  program 0  |  program 1  |  program 2  |  program 3  |  program 4
 A sequence within one share is written as it is. One that several programs share leaves a part with each, and the
 program whose part comes last merges them by the log-sum-exp: one launch. Programs read the lengths on the device, so a
 captured graph is balanced for whatever its sequences have grown to, and how long they might become plays no part.
-Parts are merged in the order of their keys, whoever comes last: equal inputs give equal outputs.
+Parts are merged in the order of their keys, whoever comes last:
+equal inputs give equal outputs.
 Bound by memory: 2 * sum(seq_lens) * num_kv_heads * head_size * cache itemsize bytes. Source: own.
 """
 
-from functools import cache
-
 import torch
 
+from trimtab_kernels.launch.arrivals import arrival_counters
 from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
 from trimtab_kernels.launch.jit import cdiv, jit, kernel, next_power_of_2, tl
 from trimtab_kernels.paged_prefill import (
@@ -331,13 +331,6 @@ def _paged_decode(
         tile = stop
         before += tiles
         sequence += 1
-
-
-@cache
-def arrival_counters(device: torch.device, num_counters: int) -> torch.Tensor:
-    """How many programs have left their part of a sequence: 0 between launches, which come one after another. Kept as
-    long as the process: captured graphs know where they are. So the first launch must not be captured."""
-    return torch.zeros(num_counters, dtype=torch.int32, device=device)
 
 
 def paged_decode_triton(

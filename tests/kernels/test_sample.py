@@ -1,10 +1,18 @@
 """sample, in the interpreter: the kept set is the sorted one, and draws follow the probabilities."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from trimtab_kernels.sample import sample_reference, sample_triton
+from trimtab_kernels.launch.arrivals import arrival_counters
+from trimtab_kernels.launch.device_facts import H200
+from trimtab_kernels.likeliest import TILE_TOKENS
+from trimtab_kernels.sample import MOST_CANDIDATES, sample_reference, sample_triton
 
 ROWS = 3
+LARGE = TILE_TOKENS + 1000
+"""Two programs share a row of so many tokens, and a sample says which ones are candidates."""
+ONE_PROGRAM = replace(H200, num_sms=1)
 
 
 def limits(
@@ -37,16 +45,118 @@ def test_the_kept_set_is_the_one_that_sorting_finds(
 ) -> None:
     logits = torch.randn(ROWS, vocab + 3, generator=torch.Generator().manual_seed(vocab))[:, :vocab] * 3
     chosen = limits(temperature=temperature, top_k=min(top_k, vocab), top_p=top_p, min_p=min_p, vocab=vocab)
+    check_kept(logits, *chosen)
+
+
+def check_kept(logits: torch.Tensor, *chosen: torch.Tensor) -> torch.Tensor:
+    """Returns the tokens that were drawn."""
     token_ids, thresholds = sample_triton(logits, *chosen, torch.arange(ROWS))
     kept = sample_reference(logits, *chosen)
-    scaled = logits * (1 / temperature if temperature else 1.0)
-    ours = scaled >= thresholds.unsqueeze(1)
+    temperature = float(chosen[0][0])
+    scaled = logits.float() * (1 / temperature if temperature else 1.0)
+    ours = (scaled >= thresholds.unsqueeze(1)) & (scaled > float("-inf"))
     # At the edge the two sum probabilities in another order: one token may differ, by less than 1e-5 of the mass.
     differs = (ours != kept).any(dim=1)
     edge = scaled.softmax(dim=-1)[ours != kept]
     assert int(differs.sum()) <= 1, "only the edge of a set may differ"
     assert edge.numel() == 0 or float(edge.max()) < 0.05
     assert bool(ours.gather(1, token_ids.unsqueeze(1)).all()), "a token was drawn from outside the set"
+    assert not arrival_counters(logits.device, 8).any(), "the next launch counts from 0"
+    return token_ids
+
+
+def large_logits(spread: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(ROWS, LARGE, generator=torch.Generator().manual_seed(3)) * spread).to(dtype)
+
+
+CASES = [
+    pytest.param({"top_k": 50}, 3.0, id="among candidates: top-k"),
+    pytest.param({"top_k": 50, "top_p": 0.8, "min_p": 0.01}, 3.0, id="among candidates: all limits"),
+    pytest.param({"top_p": 0.9}, 5.0, id="among candidates: top-p, whose rest is only summed"),
+    pytest.param({"min_p": 0.1}, 3.0, id="among candidates: min-p"),
+    pytest.param({"top_k": MOST_CANDIDATES + 1}, 3.0, id="in the whole row: top-k of more than there are"),
+    pytest.param({"top_p": 0.95}, 0.5, id="in the whole row: top-p of a flat row"),
+    pytest.param({"min_p": 0.01}, 0.5, id="in the whole row: min-p of a flat row"),
+    pytest.param({"top_p": 0.5, "min_p": 0.001}, 0.5, id="in the whole row: top-p above a low min-p"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "spread"), CASES)
+def test_a_large_vocabulary_keeps_what_sorting_finds(wanted: dict[str, float], spread: float) -> None:
+    check_kept(large_logits(spread), *limits(vocab=LARGE, **wanted))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("wanted", "spread"), [*CASES, pytest.param({}, 3.0, id="no limits")])
+def test_how_a_row_is_split_plays_no_part(wanted: dict[str, float], spread: float) -> None:
+    logits, chosen = large_logits(spread), limits(vocab=LARGE, **wanted)  # type: ignore[arg-type]
+    several = sample_triton(logits, *chosen, torch.arange(ROWS))
+    alone = sample_triton(logits, *chosen, torch.arange(ROWS), facts=ONE_PROGRAM)
+    for one, other in zip(several, alone, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("wanted", [{"top_k": 50}, {"min_p": 0.1}, {"top_p": 0.9}])
+def test_candidates_draw_as_the_row_of_them_alone_does(wanted: dict[str, float]) -> None:
+    """The numbers of a token are the same whether it is drawn among candidates or among all."""
+    logits, chosen = large_logits(5.0), limits(vocab=LARGE, **wanted)  # type: ignore[arg-type]
+    token_ids, thresholds = sample_triton(logits, *chosen, torch.arange(ROWS))
+    left = logits.masked_fill(logits < thresholds.unsqueeze(1), float("-inf"))
+    plain, _ = sample_triton(left, *limits(vocab=LARGE), torch.arange(ROWS))
+    assert token_ids.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("wanted", [{"top_k": 3}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9, "min_p": 0.1}, {}])
+def test_of_a_large_row_that_is_masked_an_allowed_token_is_drawn(wanted: dict[str, float]) -> None:
+    logits = torch.full((ROWS, LARGE), float("-inf"))
+    logits[:, [17, TILE_TOKENS, LARGE - 1]] = torch.tensor([1.0, 2.0, 1.5])
+    check_kept(logits, *limits(vocab=LARGE, **wanted))  # type: ignore[arg-type]
+    one = torch.full((ROWS, LARGE), float("-inf"))
+    one[:, TILE_TOKENS + 1] = -3.0
+    assert check_kept(one, *limits(vocab=LARGE, **wanted)).tolist() == [TILE_TOKENS + 1] * ROWS  # type: ignore[arg-type]
+
+
+def test_more_equals_than_there_is_room_for_are_all_kept() -> None:
+    logits = torch.zeros(ROWS, LARGE)
+    logits[:, 5] = -1.0
+    check_kept(logits, *limits(vocab=LARGE, top_k=2))
+    _, thresholds = sample_triton(logits, *limits(vocab=LARGE, top_k=2), torch.arange(ROWS))
+    assert thresholds.tolist() == [0.0] * ROWS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", [{}, {"temperature": 0.0}, {"top_k": 50, "top_p": 0.9}])
+def test_logits_are_read_as_the_model_computed_them(wanted: dict[str, float], dtype: torch.dtype) -> None:
+    logits, chosen = large_logits(3.0, dtype), limits(vocab=LARGE, **wanted)  # type: ignore[arg-type]
+    ours = sample_triton(logits, *chosen, torch.arange(ROWS))
+    widened = sample_triton(logits.float(), *chosen, torch.arange(ROWS))
+    for one, other in zip(ours, widened, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("wanted", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}])
+@pytest.mark.parametrize("vocab", [100, LARGE])
+def test_the_logit_of_a_row_without_a_choice_tells(value: float, wanted: dict[str, float], vocab: int) -> None:
+    logits = torch.full((ROWS, vocab), value)
+    token_ids, _ = sample_triton(logits, *limits(vocab=vocab, **wanted), torch.arange(ROWS))  # type: ignore[arg-type]
+    assert bool(((token_ids >= 0) & (token_ids < vocab)).all())
+    assert not arrival_counters(logits.device, 8).any()
+
+
+def test_rows_of_all_kinds_share_a_launch() -> None:
+    logits = large_logits(3.0)
+    chosen = (
+        torch.tensor([0.0, 1.0, 0.7]),
+        torch.tensor([LARGE, LARGE, 40], dtype=torch.int32),
+        torch.tensor([1.0, 1.0, 0.9]),
+        torch.zeros(3),
+    )
+    together, thresholds = sample_triton(logits, *chosen, torch.arange(ROWS))
+    for row in range(ROWS):
+        own = [limit[row : row + 1] for limit in (*chosen, torch.arange(ROWS))]
+        alone, threshold = sample_triton(logits[row : row + 1], *own)
+        assert (int(together[row]), float(thresholds[row])) == (int(alone), float(threshold))
+    assert int(together[0]) == int(logits[0].argmax())
 
 
 def test_a_vocabulary_of_several_blocks() -> None:

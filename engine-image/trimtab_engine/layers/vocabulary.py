@@ -45,9 +45,10 @@ class LmHead:
         self._linear, self._vocab_size, self._group = Linear(table), vocab_size, group
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """[rows, hidden_size] -> [rows, vocab_size] float32."""
-        logits = self._linear(hidden).float()
+        """[rows, hidden_size] -> [rows, vocab_size] float32; on CUDA, on one rank, in the dtype of the hidden states:
+        what chooses tokens there reads them so, and a float32 copy would cost three times what the choice does."""
+        logits = self._linear(hidden)
         if self._group is None:
-            return logits
-        whole = self._group.gather_columns(logits)
+            return logits if logits.is_cuda else logits.float()
+        whole = self._group.gather_columns(logits.float())
         return None if whole is None else whole[:, : self._vocab_size]

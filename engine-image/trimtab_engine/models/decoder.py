@@ -421,8 +421,8 @@ class Decoder:
         return hidden if placed is None else hidden.index_copy_(0, *placed)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
-        """These rows [num_rows] int64 of `forward`'s result -> [num_rows, vocab_size] float32 on the last stage's first
-        rank, None elsewhere.
+        """These rows [num_rows] int64 of `forward`'s result -> [num_rows, vocab_size] on the last stage's first rank,
+        in the dtype that its lm_head gives, None elsewhere.
 
         Every tensor-parallel rank of the last stage must call it, no rank of another stage.
         """
@@ -436,7 +436,7 @@ class Decoder:
         """[rows, hidden_size] of what is normalised -> [rows, vocab_size] float32, where one rank has all of it."""
         logits = self._lm_head(normalised)
         assert logits is not None
-        return logits
+        return logits.float()
 
 
 def turn_of(config: ModelConfig, layer: int) -> int:

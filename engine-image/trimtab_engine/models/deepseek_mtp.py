@@ -98,7 +98,7 @@ def build(config: ModelConfig, load: Loader, target: Decoder) -> DraftHead:
     def to_logits(hidden: torch.Tensor) -> torch.Tensor:
         logits = head(rms_norm(hidden, norm, eps))
         assert logits is not None  # one rank has all of it
-        return logits
+        return logits.float()
 
     return DraftHead(config, target, [layer], join, to_logits, load.device)
 

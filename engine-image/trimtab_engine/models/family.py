@@ -93,8 +93,8 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: "torch.Tensor", rows: "torch.Tensor") -> "torch.Tensor | None":
-        """These rows [num_rows] int64 of `forward`'s result -> [num_rows, vocab_size] float32 on the last stage's first
-        rank, None elsewhere.
+        """These rows [num_rows] int64 of `forward`'s result -> [num_rows, vocab_size] on the last stage's first rank,
+        of any dtype, None elsewhere.
 
         Every tensor-parallel rank of the last stage must call it, no rank of another stage.
         """

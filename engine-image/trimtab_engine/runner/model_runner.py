@@ -377,7 +377,7 @@ class ModelRunner:
         self.facts = replace(self.facts, max_model_len=max_model_len)
 
     def execute(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
-        """Compute a batch. Returns logits [rows, vocab_size] float32 of the sequences that sample, in their order,
+        """Compute a batch. Returns logits [rows, vocab_size] of the sequences that sample, in their order,
         a row for each one's newest token, and one for each of its drafts."""
         inputs, _ = self.flatten(sequences)
         self.send(inputs)
@@ -561,7 +561,7 @@ class ModelRunner:
             logits = self._model.logits(hidden, send(index, hidden.device))
             if logits is not None:
                 tokens = send(torch.tensor(token_ids, dtype=torch.int64), hidden.device)
-                scores.add(logits[: len(part)].log_softmax(dim=-1), tokens, token_ids, wanted)
+                scores.add(logits[: len(part)].float().log_softmax(dim=-1), tokens, token_ids, wanted)
         return scores
 
     def _new_kv_cache(

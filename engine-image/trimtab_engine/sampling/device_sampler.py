@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from trimtab_kernels.edit_logits import NONE, ban_tokens, edit_logits
+from trimtab_kernels.likeliest import likeliest as likeliest_of
 
 from trimtab_engine.device.inference import inferring
 from trimtab_engine.device.transfer import receive, send, send_together
-from trimtab_engine.sampling.choice_columns import ChoiceColumns, Chooser, PlainRows, packed_parameters
+from trimtab_engine.sampling.choice_columns import Choice, ChoiceColumns, Chooser, PlainRows, packed_parameters
 from trimtab_engine.sampling.forbidden_tokens import Ban, bans_of
 from trimtab_engine.sampling.logprobs import judge_rows, reports_of
 from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, best_logits, choose_limited, draw_by_kernel
 from trimtab_engine.sampling.token_table import DeviceRow, Places, TokenTable
 from trimtab_engine.scheduling.request import Request
-from trimtab_engine.scheduling.sampling import TokenLogprobs
+from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 MOST_PARAMETERS = 4  # times max_num_seqs: how many requests' are kept
 
@@ -51,8 +52,7 @@ class ChosenTokens:
 
 def likeliest(logits: torch.Tensor) -> ChosenTokens:
     """What plain greedy requests get."""
-    token_ids = logits.argmax(dim=-1)
-    return ChosenTokens(token_ids, best_logits(logits, token_ids), [])
+    return ChosenTokens(*likeliest_of(logits), [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,13 @@ class DeviceSampler:
         """Whether these can be the rows of one step here."""
         return self._table.has_room_for([request for request in requests if not request.is_plain])
 
-    def warm_up(self, last_tokens: torch.Tensor) -> None:
-        """Compile what edits logits; the choice itself was compiled by the profile's steps."""
+    def warm_up(self, last_tokens: torch.Tensor, dtype: torch.dtype) -> None:
+        """Compile what edits logits, and what chooses among those of a model of this dtype, edited or not."""
         logits = torch.zeros(1, self._vocab_size, device=self._device)
+        for own in (logits, logits.to(dtype)):
+            likeliest_of(own)
+            if self.draws_by_kernel:
+                choose_limited(own, [Choice(Sampling(temperature=1.0), 0)])
         zero = torch.zeros(1, dtype=torch.int32, device=self._device)
         none, half = zero + NONE, torch.full((1,), 0.5, device=self._device)
         ban_tokens(logits, zero, zero, none, zero, last_tokens)
@@ -102,11 +106,12 @@ class DeviceSampler:
     def sample(
         self, logits: torch.Tensor, rows: Sequence[DeviceRow] | PlainRows, last_tokens: torch.Tensor
     ) -> ChosenTokens:
-        """logits [rows, vocab_size] float32, changed in place; last_tokens: those chosen last, where the rows' sources
-        point."""
+        """logits [rows, vocab_size], which may be changed in place; last_tokens: those chosen last, where the rows'
+        sources point."""
         if isinstance(rows, PlainRows):
             chosen = self._choose_plain(logits, rows)
             return ChosenTokens(chosen, best_logits(logits, chosen), [])
+        logits = logits.float()
         edits = self._edits(rows)
         if not edits or all(row.sampling.logprobs is None for row in rows):
             return self._sample(logits, rows, 0, edits, last_tokens)
@@ -161,7 +166,7 @@ class DeviceSampler:
     def _choose(self, logits: torch.Tensor, rows: Sequence[DeviceRow]) -> torch.Tensor:
         """Greedy or random, when nothing is done to the logits any more."""
         if all(row.request.sampling.temperature == 0 for row in rows):
-            return logits.argmax(dim=-1)
+            return likeliest_of(logits)[0]
         if self.draws_by_kernel:
             num_output_tokens = np.array([row.num_output_tokens for row in rows], np.int64)
             return draw_by_kernel(logits, self._columns_of([row.request for row in rows]), num_output_tokens)

@@ -19,6 +19,7 @@ import torch
 from trimtab_kernels.apply_penalties import apply_penalties
 from trimtab_kernels.apply_token_bitmask import apply_token_bitmask
 from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
+from trimtab_kernels.likeliest import likeliest
 from trimtab_kernels.sample import sample_triton
 
 from trimtab_engine.device.transfer import send
@@ -66,13 +67,13 @@ def sample(
     eos_token_ids: tuple[int, ...] = (),
     masks: TokenMasks | None = None,
 ) -> SampledTokens:
-    """logits [len(requests), vocab_size] float32, changed in place. `eos_token_ids` are masked below min_tokens."""
+    """logits [len(requests), vocab_size], which may be changed. `eos_token_ids` are masked below min_tokens."""
     if masks is not None:
         apply_masks(logits, masks)
     if all(_is_plain_greedy(request) for request in requests):
-        chosen = logits.argmax(dim=-1)
-        failed = failures_of(_logits_of(logits, chosen).cpu())  # argmax takes NaN for the largest
-        return SampledTokens(chosen.tolist(), [None] * len(requests), failed)
+        chosen, best = likeliest(logits)  # NaN is the largest
+        return SampledTokens(chosen.tolist(), [None] * len(requests), failures_of(best.cpu()))
+    logits = logits.float()
     whole = SampledTokens([], [])
     for first in range(0, len(requests), ROWS_AT_ONCE):
         part = _sample_rows(logits[first : first + ROWS_AT_ONCE], requests[first : first + ROWS_AT_ONCE], eos_token_ids)
@@ -169,7 +170,7 @@ def best_logits(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 def _logits_of(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """[rows] float32: the logit of each row's token. One look per row, where `amax` reads all of them once more."""
-    return logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    return logits.gather(1, chosen.unsqueeze(1)).squeeze(1).float()
 
 
 def _adjust(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> None:

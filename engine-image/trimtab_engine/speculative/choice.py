@@ -17,6 +17,7 @@ def choose_drafts(
 ) -> list[int]:
     """One draft per row, behind those that each sequence has. What is random and unseeded keeps its distribution, in
     `proposals`."""
+    logits = logits.float()
     rows: list[SampledRow] = [DraftedRequest(s.request, list(s.draft_token_ids)) for s in active]
     token_ids: list[int | None] = [None] * len(rows)
     drawn = [i for i, row in enumerate(rows) if row.sampling.temperature > 0 and row.sampling.seed is None]

@@ -48,8 +48,9 @@ def verify(
     eos_token_ids: tuple[int, ...] = (),
     masks: TokenMasks | None = None,
 ) -> list[Verified]:
-    """Judge a step's drafts. `sequences` are those that sample; logits [rows, vocab_size] float32 has 1 + number of
-    drafts rows for each, in order, and is changed in place. `masks` are for rows of it."""
+    """Judge a step's drafts. `sequences` are those that sample; logits [rows, vocab_size] has 1 + number of
+    drafts rows for each, in order, and may be changed in place. `masks` are for rows of it."""
+    logits = logits.float()
     if masks is not None:
         apply_masks(logits, masks)
     rows = [drafted_rows(sequence) for sequence in sequences]

@@ -15,6 +15,7 @@ from trimtab_kernels.fused_moe import fused_moe_triton
 from trimtab_kernels.launch.device_facts import DeviceFacts
 from trimtab_kernels.launch.gemm_config import default_config
 from trimtab_kernels.launch.jit import Launch, record_launches
+from trimtab_kernels.likeliest import likeliest_triton
 from trimtab_kernels.moe.grouped_gemm import default_moe_config
 from trimtab_kernels.paged_decode import paged_decode_triton
 from trimtab_kernels.paged_prefill import paged_prefill_triton
@@ -235,10 +236,13 @@ def _prefill(heads: Heads, max_query_len: int, *, in_sample: bool) -> Case:
 
 
 def _sampling() -> Iterator[Case]:
-    def launch(_: DeviceFacts) -> object:
-        floats, ints = empty(8, dtype=torch.float32), empty(8, dtype=torch.int32)
-        logits = empty(8, 128256, dtype=torch.float32)
-        return sample_triton(logits, floats, ints, floats, floats, empty(8, dtype=torch.int64))
+    def draw(facts: DeviceFacts, dtype: torch.dtype) -> object:
+        ints, floats = _eight()
+        seeds = empty(8, dtype=torch.int64)
+        return sample_triton(empty(8, 128256, dtype=dtype), floats, ints, floats, floats, seeds, facts=facts)
+
+    def choose(facts: DeviceFacts, dtype: torch.dtype) -> object:
+        return likeliest_triton(empty(8, 128256, dtype=dtype), facts=facts)
 
     def edit(_: DeviceFacts) -> None:
         table, ints, floats = (empty(256, 128256, dtype=torch.int32), *_eight())
@@ -248,7 +252,10 @@ def _sampling() -> Iterator[Case]:
         ints, last_tokens = _eight()[0], empty(8, dtype=torch.int64)
         ban_tokens_triton(empty(8, 128256, dtype=torch.float32), ints, ints, ints, ints, last_tokens)
 
-    yield Case("sample", launch, in_sample=True)
+    for dtype in (BF16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        yield Case(f"likeliest {name}", lambda facts, d=dtype: choose(facts, d), in_sample=True)  # type: ignore[misc]
+        yield Case(f"sample {name}", lambda facts, d=dtype: draw(facts, d), in_sample=True)  # type: ignore[misc]
     yield Case("edit_logits", edit, in_sample=True)
     yield Case("ban_tokens", ban, in_sample=True)
 

@@ -185,7 +185,7 @@ class DeviceSteps:
             self._batch = self._large.fill(NO_INPUTS, (), GraphKey(rows), self._limits.block_size)
             self._forward(self._large, rows, self._metadata(self._large, rows, self._batch, is_padded=True))
         if self.sampler is not None:
-            self.sampler.warm_up(self.last_tokens)
+            self.sampler.warm_up(self.last_tokens, self._hidden.dtype)
 
     def capture_all(self, progress: Callable[[int, int], None], most: int | None = None) -> None:
         """Record the plan's graphs, the largest first, or the first `most` of them. progress gets (done, of)."""

@@ -1,0 +1,90 @@
+"""few_rows, in the interpreter: products of few rows, with a norm before or a gate or residual behind, however k is
+split."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from trimtab_kernels.few_rows import MAX_ROWS, MIN_SLICE, few_rows_reference, few_rows_triton, split_of
+from trimtab_kernels.launch.arrivals import arrival_counters
+from trimtab_kernels.launch.device_facts import H200, DeviceFacts
+
+ONE_MULTIPROCESSOR = replace(H200, num_sms=1)
+SHAPES = [(96, 64), (40, 1200), (200, 2 * MIN_SLICE)]
+"""(n, k): of one tile and one slice; of tiles and columns that are not full; of several of both."""
+
+
+def inputs(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32, *, is_gated: bool = False) -> Any:
+    generator = torch.Generator().manual_seed(n + k)
+    x = torch.randn(rows, k + 8, generator=generator)[:, :k]
+    weight = torch.randn(2 * n if is_gated else n, k, generator=generator) / k**0.5
+    norm, bias = torch.rand(k, generator=generator) + 0.5, torch.randn(weight.shape[0], generator=generator)
+    residual = torch.randn(rows, n, generator=generator)
+    return [tensor.to(dtype) for tensor in (x, weight, norm, bias, residual)]
+
+
+@pytest.mark.parametrize("facts", [H200, ONE_MULTIPROCESSOR])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("rows", [1, 5, MAX_ROWS])
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_it_is_norm_product_bias_and_gate(
+    facts: DeviceFacts, n: int, k: int, rows: int, is_gated: bool, has_norm: bool
+) -> None:
+    x, weight, norm, bias, _ = inputs(rows, n, k, is_gated=is_gated)
+    asked: dict[str, Any] = {"norm": norm * 3 if has_norm else None, "bias": bias, "is_gated": is_gated, "eps": 1e-5}
+    y = few_rows_triton(x, weight, **asked, facts=facts)
+    torch.testing.assert_close(y, few_rows_reference(x, weight, **asked), atol=2e-5, rtol=2e-5)
+    tiles = split_of(n, k, is_gated=is_gated, facts=facts).tiles
+    assert not arrival_counters(x.device, tiles).any(), "the next launch counts from 0"
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_it_is_added_to_the_residual_in_place(n: int, k: int) -> None:
+    x, weight, _, _, residual = inputs(3, n, k)
+    before = residual.clone()
+    assert few_rows_triton(x, weight, residual=residual) is residual
+    torch.testing.assert_close(residual, before + few_rows_reference(x, weight), atol=2e-5, rtol=2e-5)
+
+
+def test_large_hidden_states_of_16_bits_are_normalised_behind_the_product() -> None:
+    x, weight, norm, _, _ = inputs(4, 96, 1200, torch.float16)
+    x *= 300
+    y = few_rows_triton(x, weight, norm=norm)
+    torch.testing.assert_close(y.float(), few_rows_reference(x, weight, norm=norm), atol=5e-3, rtol=5e-3)
+
+
+def test_equal_inputs_give_equal_outputs_and_rows_do_not_meet() -> None:
+    x, weight, norm, _, _ = inputs(7, 200, 2 * MIN_SLICE)
+    whole = few_rows_triton(x, weight, norm=norm)
+    assert torch.equal(few_rows_triton(x, weight, norm=norm), whole)
+    assert torch.equal(few_rows_triton(x[2:5], weight, norm=norm), whole[2:5])
+
+
+@pytest.mark.parametrize("facts", [H200, ONE_MULTIPROCESSOR])
+@pytest.mark.parametrize(
+    ("n", "k", "is_gated"),
+    [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (1, 8, False)],
+)
+def test_slices_cover_k_and_fill_the_device(n: int, k: int, is_gated: bool, facts: DeviceFacts) -> None:
+    split = split_of(n, k, is_gated=is_gated, facts=facts)
+    assert (split.slices - 1) * split.slice_columns < k <= split.slices * split.slice_columns
+    assert split.tiles * split.outputs >= n
+    assert split.slices == 1 or split.slice_columns >= MIN_SLICE
+    if n > 1:
+        programs, at_once = split.tiles * split.slices, 2 * facts.num_sms
+        assert programs / (-(-programs // at_once) * at_once) > 0.7, "of the last round most programs have work"
+
+
+def test_wrong_shapes_are_refused() -> None:
+    x, weight, _, _, residual = inputs(3, 96, 64)
+    for wrong in (
+        {"x": torch.zeros(MAX_ROWS + 1, 64)},
+        {"weight": weight.half()},
+        {"weight": weight[:, :-8]},
+        {"residual": residual[:2]},
+    ):
+        with pytest.raises(ValueError, match="few_rows"):
+            few_rows_triton(**({"x": x, "weight": weight} | wrong))
+    assert few_rows_triton(x[:0], weight).shape == (0, 96)

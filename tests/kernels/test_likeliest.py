@@ -1,0 +1,73 @@
+"""likeliest, in the interpreter: the token and its logit are those that torch finds, however a row is split."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from trimtab_kernels.launch.arrivals import arrival_counters
+from trimtab_kernels.launch.device_facts import H200
+from trimtab_kernels.likeliest import (
+    MAX_PARTS,
+    TILE_TOKENS,
+    likeliest,
+    likeliest_reference,
+    likeliest_triton,
+    parts_of_row,
+)
+
+ONE_PROGRAM = replace(H200, num_sms=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 1000, 3 * TILE_TOKENS + 7])
+@pytest.mark.parametrize("facts", [H200, ONE_PROGRAM])
+def test_it_is_torch_s_own(vocab: int, dtype: torch.dtype, facts: object) -> None:
+    logits = torch.randn(3, vocab + 8, generator=torch.Generator().manual_seed(vocab)).to(dtype)[:, :vocab]
+    token_ids, best = likeliest_triton(logits, facts=facts)  # type: ignore[arg-type]
+    assert torch.equal(best, logits.float().amax(dim=1))
+    firsts = [(row == row.amax()).nonzero()[0, 0] for row in logits]
+    assert torch.equal(token_ids, torch.stack(firsts))
+    assert not arrival_counters(logits.device, 4).any(), "the next launch counts from 0"
+
+
+@pytest.mark.parametrize("place", [0, 5, TILE_TOKENS + 3, 2 * TILE_TOKENS])
+def test_nan_is_the_largest_wherever_it_stands(place: int) -> None:
+    logits = torch.zeros(2, 2 * TILE_TOKENS + 1)
+    logits[0, 7] = float("inf")
+    logits[0, place] = float("nan")
+    token_ids, best = likeliest_triton(logits)
+    assert token_ids.tolist() == [place, 0]
+    assert best.isnan().tolist() == [True, False]
+
+
+def test_of_a_row_without_tokens_the_logit_tells() -> None:
+    token_ids, best = likeliest_triton(torch.full((1, TILE_TOKENS + 1), float("-inf")))
+    assert (token_ids.tolist(), best.tolist()) == ([0], [float("-inf")])
+
+
+def test_the_first_of_equals_wins_over_parts_and_lanes() -> None:
+    logits = torch.zeros(1, 3 * TILE_TOKENS)
+    for token in (2 * TILE_TOKENS, TILE_TOKENS + 5, TILE_TOKENS - 1):
+        logits[0, token] = 4.0
+        assert int(likeliest_triton(logits)[0]) == token
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 300, 4096])
+@pytest.mark.parametrize("vocab", [1, 32000, 128256, 262144, 10**6])
+def test_parts_cover_the_row_and_fill_the_device(rows: int, vocab: int) -> None:
+    parts, size = parts_of_row(rows, vocab, H200)
+    assert (parts - 1) * size < vocab <= parts * size
+    assert size % TILE_TOKENS == 0
+    assert parts <= MAX_PARTS
+    assert rows * parts <= max(rows, 2 * H200.num_sms)
+
+
+def test_the_cpu_asks_torch_and_wrong_shapes_are_refused() -> None:
+    logits = torch.randn(2, 9)
+    for ours, theirs in zip(likeliest(logits), likeliest_reference(logits), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match="rows, vocab_size"):
+        likeliest(torch.zeros(9))
+    with pytest.raises(ValueError, match="float64"):
+        likeliest(torch.zeros(2, 9, dtype=torch.float64))
+    assert likeliest_triton(torch.empty(0, 9))[0].shape == (0,)
