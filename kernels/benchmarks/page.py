@@ -19,7 +19,9 @@ LIMITS = {
     "seconds": "",
 }
 TERA = 1e12
-MEMORY_BOUND = ("rms_norm", "rope", "rotary", "silu", "reshape", "copy_blocks", "sample", "edit_logits")
+MEMORY_BOUND = (
+    "rms_norm", "rope", "rotary", "silu", "reshape", "copy_blocks", "likeliest", "sample", "edit_logits",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,9 @@ ASKED = (
     Asked(
         "memory-bound kernels",
         "0.90 of copy",
-        lambda n: n.startswith(
-            ("rms_norm", "rotary", "rope", "silu", "reshape", "copy_blocks", "sample", "edit_logits")
-        ),
+        lambda n: n.startswith(MEMORY_BOUND),
     ),
+    Asked("products of 16 rows and fewer, bf16", "0.80 of read", lambda n: n.startswith("few_rows")),
     Asked(
         "fp8 block product", "0.70 of fp8 from 1024 tokens, 0.80 of read up to 32", lambda n: n.startswith("w8a8_block")
     ),

@@ -48,8 +48,7 @@ def _random(num_rows: int, vocab: int, top_k: int, top_p: float, spread: float, 
         f"sample {num_rows}x{vocab}, top_k {top_k}, top_p {top_p}{flat}",
         "read",
         logits.numel() * logits.itemsize,
-        # Of a plain row every token may draw a number, and a flat set is searched in all of the row: no bar is set.
-        0.60 if num_rows > 1 and top_k < vocab else 0.0,
+        0.0,  # instructions bind, and how many there are hangs on the logits (docs/results/kernel-notes.md)
         partial(_tokens, draw),
         partial(_tokens_that_are_kept, draw, partial(sample_reference, logits, temperature, most, mass, least)),
         0.0,

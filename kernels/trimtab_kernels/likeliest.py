@@ -58,6 +58,14 @@ def better(best: tl.tensor, best_tokens: tl.tensor, values: tl.tensor, tokens: t
 
 
 @jit
+def part_of_row(part: tl.tensor, part_tiles: tl.tensor, vocab_size: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """(first token of a part, the one behind its last). Both are known to be multiples of 16 where the size of the
+    vocabulary is one: then loads are of 16 bytes."""
+    first = part * part_tiles * (4 * BLOCK)
+    return first, tl.minimum(first + part_tiles * (4 * BLOCK), vocab_size)
+
+
+@jit
 def likeliest_of_part(row: tl.tensor, first: tl.tensor, last: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """(largest logit, its token) of tokens [first, last) of a row."""
     best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
@@ -79,7 +87,7 @@ def best_of_parts(values: tl.tensor, tokens: tl.tensor, num_parts: tl.tensor, PA
     return first_best(found, tl.load(tokens + parts, mask=parts < num_parts, other=2147483647))
 
 
-@kernel("vocab_size", "part_size", "num_parts")
+@kernel("part_tiles", "num_parts")
 def _likeliest(
     logits: tl.tensor,
     token_ids: tl.tensor,
@@ -88,7 +96,7 @@ def _likeliest(
     part_tokens: tl.tensor,
     arrivals: tl.tensor,
     vocab_size: tl.tensor,
-    part_size: tl.tensor,
+    part_tiles: tl.tensor,
     num_parts: tl.tensor,
     stride: tl.tensor,
     BLOCK: tl.constexpr,
@@ -96,8 +104,8 @@ def _likeliest(
 ) -> None:
     """Program (row, part)."""
     index = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * part_size
-    value, token = likeliest_of_part(logits + index * stride, first, tl.minimum(first + part_size, vocab_size), BLOCK)
+    first, last = part_of_row(tl.program_id(1), part_tiles, vocab_size, BLOCK)
+    value, token = likeliest_of_part(logits + index * stride, first, last, BLOCK)
     left = index * PARTS + tl.program_id(1)
     tl.store(part_best + left, value)
     tl.store(part_tokens + left, token)
@@ -126,7 +134,7 @@ def likeliest_triton(logits: torch.Tensor, *, facts: DeviceFacts | None = None) 
             torch.empty(num_rows, MAX_PARTS, dtype=torch.int32, device=device),
             arrival_counters(device, next_power_of_2(num_rows)),
             vocab_size,
-            part_size,
+            part_size // TILE_TOKENS,
             num_parts,
             logits.stride(0),
             BLOCK=BLOCK_TOKENS,

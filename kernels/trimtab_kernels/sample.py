@@ -35,15 +35,19 @@ from trimtab_kernels.likeliest import (
     LOGIT_DTYPES,
     MAX_PARTS,
     NUM_WARPS,
+    TILE_TOKENS,
     best_of_parts,
     better,
     first_best,
     likeliest_of_part,
+    part_of_row,
     parts_of_row,
 )
 
 MOST_CANDIDATES = 4096
 """Of a row: 32 KiB that the last program reads at each step of its search, from the L2 cache."""
+MAX_REGISTERS = 128
+"""Of a thread: two programs of eight warps share a multiprocessor."""
 SAMPLED_TOKENS, SAMPLED_TOGETHER = 4096, 64
 """Looked at first, in runs of so many neighbours."""
 
@@ -364,7 +368,7 @@ def _collect(
     return mass
 
 
-@kernel("vocab_size", "part_size", "num_parts")
+@kernel("part_tiles", "num_parts")
 def _sample(
     logits: tl.tensor,
     temperature: tl.tensor,
@@ -381,7 +385,7 @@ def _sample(
     candidate_tokens: tl.tensor,
     counters: tl.tensor,
     vocab_size: tl.tensor,
-    part_size: tl.tensor,
+    part_tiles: tl.tensor,
     num_parts: tl.tensor,
     stride: tl.tensor,
     BLOCK: tl.constexpr,
@@ -402,8 +406,7 @@ def _sample(
     seed = tl.load(seeds + index)
     is_random = heat != 0.0
     is_limited = is_random & ((count < vocab_size) | (share < 1.0) | (least > 0.0))
-    first = part * part_size
-    last = tl.minimum(first + part_size, vocab_size)
+    first, last = part_of_row(part, part_tiles, vocab_size, BLOCK)
     values = candidate_values + index * MOST
     tokens = candidate_tokens + index * MOST
     arrivals = counters + 2 * index
@@ -432,11 +435,11 @@ def _sample(
             if size <= MOST:
                 parts = tl.arange(0, PARTS)
                 masses = tl.load(part_masses + index * PARTS + parts, mask=parts < num_parts, other=0)
-                top = _highest(values, size, 1.0, BLOCK)
+                top = _highest(values, size, 1.0, BLOCK // 2)
                 nearer = tl.exp(tl.minimum(reference - top, 0.0))
                 mass_below = (tl.sum(masses, 0).to(tl.float32) * nearer).to(tl.int64)
                 threshold, is_found = _threshold_of(
-                    values, size, 1.0, low, mass_below, vocab_size, count, share, least, BLOCK
+                    values, size, 1.0, low, mass_below, vocab_size, count, share, least, BLOCK // 2
                 )
                 if is_found:
                     _, token = _drawn_candidate(values, tokens, size, threshold, seed, BLOCK)
@@ -444,7 +447,7 @@ def _sample(
                 nothing = tl.full([], 0, tl.int64)
                 everything = tl.full([], float("-inf"), tl.float32)
                 threshold, _ = _threshold_of(
-                    row, vocab_size, inverse, everything, nothing, vocab_size, count, share, least, BLOCK
+                    row, vocab_size, inverse, everything, nothing, vocab_size, count, share, least, BLOCK // 2
                 )
                 _, token = _drawn_part(row, 0, vocab_size, inverse, threshold, seed, BLOCK)
             tl.store(token_ids + index, tl.minimum(token, vocab_size - 1).to(tl.int64))
@@ -496,7 +499,7 @@ def sample_triton(
             torch.empty(rows, MOST_CANDIDATES, dtype=torch.int32, device=device),
             arrival_counters(device, 2 * next_power_of_2(rows)),
             vocab_size,
-            part_size,
+            part_size // TILE_TOKENS,
             num_parts,
             logits.stride(0),
             BLOCK=BLOCK_TOKENS,
@@ -505,5 +508,6 @@ def sample_triton(
             SAMPLED=SAMPLED_TOKENS,
             TOGETHER=SAMPLED_TOGETHER,
             num_warps=NUM_WARPS,
+            maxnreg=MAX_REGISTERS,
         )
     return token_ids, thresholds

@@ -48,11 +48,18 @@ def test_the_kept_set_is_the_one_that_sorting_finds(
     check_kept(logits, *chosen)
 
 
-def check_kept(logits: torch.Tensor, *chosen: torch.Tensor) -> torch.Tensor:
+def check_kept(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
     """Returns the tokens that were drawn."""
+    chosen = temperatures, top_k, top_p, min_p
     token_ids, thresholds = sample_triton(logits, *chosen, torch.arange(ROWS))
     kept = sample_reference(logits, *chosen)
-    temperature = float(chosen[0][0])
+    temperature = float(temperatures[0])
     scaled = logits.float() * (1 / temperature if temperature else 1.0)
     ours = (scaled >= thresholds.unsqueeze(1)) & (scaled > float("-inf"))
     # At the edge the two sum probabilities in another order: one token may differ, by less than 1e-5 of the mass.

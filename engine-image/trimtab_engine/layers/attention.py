@@ -49,11 +49,22 @@ class Attention:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the same shape. keys, values: this layer's part of the KV cache."""
+        return self.output(self.between_products(self.qkv(x), turn, keys, values, metadata))
+
+    def between_products(
+        self,
+        qkv: torch.Tensor,
+        turn: Turn,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """The first product's result -> the second one's input [num_tokens, num_heads * head_size]."""
         slots, scales = metadata.slot_mapping, self._kv_scales
         query, key, value = rope_and_cache(
-            self.qkv(x), turn.rotation, keys, values, slots, norms=self.norms, is_padded=metadata.is_padded, **scales
+            qkv, turn.rotation, keys, values, slots, norms=self.norms, is_padded=metadata.is_padded, **scales
         )
         if turn.query_factors is not None:
             query = (query * turn.query_factors.view(-1, 1, 1)).to(query.dtype)
         output = paged_attention(query, key, value, keys, values, metadata, self._scale, sinks=self.sinks, **scales)
-        return self.output(output.view(x.shape[0], -1))
+        return output.view(qkv.shape[0], -1)

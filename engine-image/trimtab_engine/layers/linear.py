@@ -12,6 +12,7 @@ the cache between slices.
 
 import torch
 import torch.nn.functional as F
+from trimtab_kernels.few_rows import few_rows_triton
 from trimtab_kernels.native.library import NativeLibrary, native_library
 from trimtab_kernels.native.matrix import PackedMatrix, pack_blocks, pack_matrix
 from trimtab_kernels.native.quantised import MixedBlocks, QuantisedBlocks
@@ -73,6 +74,7 @@ class Linear:
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, is_gated: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
+        self._is_gated = is_gated
         self.native: PackedMatrix | None = None
         """The weight packed for the compiled operators; then there is no other copy."""
         if not isinstance(weight, torch.Tensor):
@@ -97,6 +99,25 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features]."""
         return self._multiply(x) if self.native is None else self.native(x)
+
+    @property
+    def joins_few_rows(self) -> bool:
+        """Whether `of_few_rows` is there: products of 16 bits on CUDA, whose result is whole on this rank."""
+        return self.native is None and self._weight.is_cuda and self._weight.dtype == torch.bfloat16
+
+    def of_few_rows(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: torch.Tensor | None = None,
+        eps: float = 1e-6,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The same of MAX_FEW_ROWS rows at most, in one launch with what stands before and behind it: x is normalised
+        first, or the product is added to the residual in place."""
+        return few_rows_triton(
+            x, self._weight, norm=norm, eps=eps, bias=self._bias, is_gated=self._is_gated, residual=residual
+        )
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         if self._product is not None:
@@ -131,6 +152,11 @@ class RowParallelLinear(Linear):
     def __init__(self, weight: Weight, bias: torch.Tensor | None, group: RankGroup) -> None:
         super().__init__(weight, bias if group.index == 0 else None)
         self._group = group
+
+    @property
+    def joins_few_rows(self) -> bool:
+        """False: the ranks' products are summed before anything is added to them."""
+        return False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features / ranks] -> [rows, out_features], the same on every rank."""

@@ -11,8 +11,10 @@ split, twice per layer, and pass hidden states from stage to stage.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from trimtab_kernels.few_rows import MAX_ROWS as MAX_FEW_ROWS
 from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting
 from trimtab_kernels.native.decoder import DecoderShape, LayerWeights
 from trimtab_kernels.paged_attention import AttentionMetadata
@@ -25,7 +27,7 @@ from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.layers.attention import Attention, KVScales
 from trimtab_engine.layers.gated_mlp import GatedMlp, GeluMlp
 from trimtab_engine.layers.latent_attention import LatentAttention
-from trimtab_engine.layers.linear import MAX_ROWS, pads_rows
+from trimtab_engine.layers.linear import MAX_ROWS, Linear, pads_rows
 from trimtab_engine.layers.moe import Experts, MixtureOfExperts, StackedExperts
 from trimtab_engine.layers.quantized import stacked
 from trimtab_engine.layers.rotary import RotaryAngles, Turn, no_turn
@@ -186,6 +188,17 @@ def expert_places(
     return slots, torch.tensor(expert_map(moe.num_experts, shard.experts), device=device) if is_split else None
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedProducts:
+    """The products of a layer, each of which takes what stands beside it along."""
+
+    attention: Attention
+    qkv: Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
+
+
 class DecoderLayer:
     """One decoder layer: attention, then an MLP or a mixture, each behind a norm and beside a residual."""
 
@@ -201,6 +214,17 @@ class DecoderLayer:
         self._mlp_norm = load_norm(config, prefix + "post_attention_layernorm.weight", load)
         self.is_moe = config.is_moe_layer(layer)
         self.feed_forward = self.load_feed_forward(config, layer, shard, groups, load)
+        self._few_rows = self._joined_products()
+
+    def _joined_products(self) -> JoinedProducts | None:
+        """What steps of few rows take; None where a product is quantised, or its ranks' results are summed, or more
+        stands between products than they know."""
+        attention, mlp = self.attention, self.feed_forward
+        if type(self) is not DecoderLayer or type(attention) is not Attention or type(mlp) is not GatedMlp:
+            return None
+        products = [attention.qkv, attention.output, mlp.gate_up, mlp.down]
+        linear = [product for product in products if isinstance(product, Linear) and product.joins_few_rows]
+        return JoinedProducts(attention, *linear) if len(linear) == len(products) else None
 
     @staticmethod
     def load_input_norm(config: ModelConfig, layer: int, load: Loader) -> torch.Tensor | None:
@@ -232,6 +256,9 @@ class DecoderLayer:
     ) -> torch.Tensor | None:
         """hidden [num_tokens, hidden_size], changed in place. `delta`: what the layer before has still to add to it, so
         that the sum and the norm are one pass over memory; returned is what this one has. None: it has been added."""
+        if self._few_rows is not None and self._input_norm is not None and hidden.shape[0] <= MAX_FEW_ROWS:
+            self._compute_few_rows(self._few_rows, hidden, delta, turns, kv_cache, metadata)
+            return None
         attended = self._attend(hidden, delta, turns, kv_cache, metadata)
         if hidden.shape[0] <= MAX_ROWS or self.is_moe or hidden.is_cuda:
             return self._feed_forward(add_rms_norm(attended, hidden, self._mlp_norm, self._eps))
@@ -239,6 +266,26 @@ class DecoderLayer:
         for part in torch.split(hidden, MAX_ROWS):
             part.add_(self.mlp(part))
         return None
+
+    def _compute_few_rows(
+        self,
+        joined: JoinedProducts,
+        hidden: torch.Tensor,
+        delta: torch.Tensor | None,
+        turns: Sequence[Turn],
+        kv_cache: KVTensors,
+        metadata: Sequence[AttentionMetadata],
+    ) -> None:
+        """All of the layer in six launches: norms, gates and sums are part of the products beside them."""
+        if delta is not None:
+            hidden.add_(delta)
+        place, eps = self._place, self._eps
+        keys, values = kv_cache.keys[place.index], kv_cache.values[place.index]
+        qkv = joined.qkv.of_few_rows(hidden, norm=self._input_norm, eps=eps)
+        attended = joined.attention.between_products(qkv, turns[self._turn], keys, values, metadata[place.group])
+        joined.output.of_few_rows(attended, residual=hidden)
+        gated = joined.gate_up.of_few_rows(hidden, norm=self._mlp_norm, eps=eps)
+        joined.down.of_few_rows(gated, residual=hidden)
 
     def _attend(
         self,

@@ -11,6 +11,7 @@ import torch
 
 from trimtab_kernels.copy_blocks import copy_blocks_triton
 from trimtab_kernels.edit_logits import ban_tokens_triton, edit_logits_triton
+from trimtab_kernels.few_rows import few_rows_triton
 from trimtab_kernels.fused_moe import fused_moe_triton
 from trimtab_kernels.launch.device_facts import DeviceFacts
 from trimtab_kernels.launch.gemm_config import default_config
@@ -265,6 +266,31 @@ def _eight() -> tuple[torch.Tensor, torch.Tensor]:
     return empty(8, dtype=torch.int32), empty(8, dtype=torch.float32)
 
 
+def _few_rows() -> Iterator[Case]:
+    for n, k, beside in (
+        (6144, 4096, "norm"), (4096, 4096, "residual"), (14336, 4096, "gate"), (4096, 14336, "residual"),
+        (960, 576, "norm"), (576, 576, "residual"), (1536, 576, "gate"), (576, 1536, "residual"),
+    ):  # fmt: skip
+        yield _product_of_few_rows(n, k, beside)
+
+
+def _product_of_few_rows(n: int, k: int, beside: str) -> Case:
+    """Of Llama-3.1-8B and SmolLM2-135M, with what stands beside the product in a layer."""
+    is_gated = beside == "gate"
+
+    def launch(facts: DeviceFacts) -> object:
+        return few_rows_triton(
+            empty(16, k),
+            empty(2 * n if is_gated else n, k),
+            norm=None if beside == "residual" else empty(k),
+            is_gated=is_gated,
+            residual=empty(16, n) if beside == "residual" else None,
+            facts=facts,
+        )
+
+    return Case(f"few_rows {n}x{k} {beside}", launch, in_sample=k == 4096)
+
+
 def _block_fp8() -> Iterator[Case]:
     for size in (4096, 7168, 14336):
         yield Case(
@@ -347,4 +373,4 @@ def _mixtures() -> Iterator[Case]:
 
 def all_cases() -> list[Case]:
     """Every case, in the order of the report."""
-    return [*_attention(), *_cache(), *_elementwise(), *_sampling(), *_block_fp8(), *_mixtures()]
+    return [*_attention(), *_cache(), *_elementwise(), *_sampling(), *_few_rows(), *_block_fp8(), *_mixtures()]

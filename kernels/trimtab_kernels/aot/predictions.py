@@ -41,6 +41,20 @@ PREDICTIONS: tuple[Prediction, ...] = (
         "one program a row",
     ),
     Prediction(
+        "sampling, 256 rows of 128k in bf16",
+        "0.90 of read bandwidth, greedy",
+        "greedy 0.80 to 0.90; with limits 0.20 to 0.25 (counted: 0.27, of instructions); without limits 0.15 where "
+        "every tile may win, as with random logits, and 0.5 or more where most cannot",
+        "0.06 to 0.15 of a plain row, as it was then",
+    ),
+    Prediction(
+        "products of 16 rows and fewer in bf16, with what stands beside them",
+        "0.80 of weight-read bandwidth",
+        "0.75 to 0.85 for matrices of 100 MiB; 0.6 for those of 32 to 48 MiB, which take 8 to 12 µs, 2 of them to "
+        "begin and to add slices up",
+        "about 5 launches a layer",
+    ),
+    Prediction(
         "fp8 block product, 1024 tokens and more",
         "0.70 of the measured fp8 peak",
         "0.55 to 0.75 untuned: counted, products and the fp32 additions after every 128 columns follow one another and "

@@ -10,6 +10,10 @@ from engine_benchmarks.parity import compare, greedy_generator, load_runner, ref
 from transformers import LlamaConfig
 from transformers import LlamaForCausalLM as Reference
 from trimtab_engine.errors import ModelError
+from trimtab_engine.layers import linear
+from trimtab_engine.layers.linear import Linear
+from trimtab_kernels.few_rows import few_rows_triton
+from trimtab_kernels.launch import jit
 
 VOCABULARY = 257
 PROMPT_LENGTHS = (1, 2, 7, 16, 31, 40)
@@ -124,3 +128,40 @@ def test_a_configuration_of_absurdly_many_layers_is_refused_before_their_names_a
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))
     with pytest.raises(ModelError, match="implies 1000000000000 layers, but there are"):
         load_runner(str(tmp_path))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Every projection joins few rows; the shapes of what was multiplied so."""
+    made: list[tuple[int, ...]] = []
+    as_ever = Linear.__init__
+
+    def keep(self: Any, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_gated: bool = False) -> None:
+        as_ever(self, weight, bias, is_gated=is_gated)
+        self.plain = weight.clone().contiguous()
+
+    def of_few_rows(self: Any, x: torch.Tensor, **beside: Any) -> torch.Tensor:
+        made.append(tuple(x.shape))
+        return few_rows_triton(x, self.plain, bias=self._bias, is_gated=self._is_gated, **beside)
+
+    monkeypatch.setattr(linear, "library_for", lambda dtype, device: None)
+    monkeypatch.setattr(Linear, "__init__", keep)
+    monkeypatch.setattr(Linear, "joins_few_rows", property(lambda self: True))
+    monkeypatch.setattr(Linear, "of_few_rows", of_few_rows)
+    return made
+
+
+@pytest.mark.parametrize("variant", ["grouped queries", "biases", "odd sizes"])
+@pytest.mark.skipif(not jit.HAS_TRITON, reason="runs a Triton kernel in its interpreter")
+def test_layers_whose_products_take_norms_and_sums_along_give_these_tokens_too(
+    variant: str, launches: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    """Steps of few rows on CUDA take this way; here by the same kernel, in the interpreter."""
+    reference = a_checkpoint(tmp_path, **VARIANTS[variant])
+    references = reference_tokens(reference, prompts(), 3)
+    runner = load_runner(str(tmp_path), block_size=8, num_blocks=64)
+    parity = compare(references, greedy_generator(runner, block_size=8, chunk=None, batch=6))
+    assert parity.defects == []
+    assert parity.near_ties <= 1
+    assert launches, "prompts are computed as ever, decodes by joined products"
+    assert max(rows for rows, _ in launches) <= 16

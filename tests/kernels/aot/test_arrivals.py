@@ -25,7 +25,9 @@ print(triton.compile(source, target=target, options=dict(job.launch.options)).as
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?(bar\.sync|barrier|atom|st\.global|ld\.global)(\S*)", re.MULTILINE)
 
 
-@pytest.mark.parametrize("case", ["paged_decode 32/4x128", "likeliest bfloat16", "sample bfloat16"])
+@pytest.mark.parametrize(
+    "case", ["paged_decode 32/4x128", "likeliest bfloat16", "sample bfloat16", "few_rows 6144x4096"]
+)
 def test_a_part_is_stored_before_it_is_counted_and_read_after(case: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(trimtab_kernels.__file__).parents[1])

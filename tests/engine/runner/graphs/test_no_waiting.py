@@ -195,6 +195,17 @@ def test_a_step_waits_for_nothing(config: dict[str, Any], spans: tuple[tuple[int
     assert ("_paged_decode" in launched) == any(now == 1 for _, now in spans)
 
 
+def test_a_layer_takes_six_launches_for_few_rows(tmp_path: Path) -> None:
+    with a_fake_device():
+        steps, model = some_steps(DENSE, tmp_path)
+        few, many = (run_step(steps, model, sequences(*spans)) for spans in (DECODES, LARGE))
+    layer = ["_few_rows", "_rope_and_cache", "_paged_decode", "_few_rows", "_few_rows", "_few_rows"]
+    num_layers = DENSE["num_hidden_layers"]
+    assert few[: num_layers * len(layer)] == layer * num_layers
+    assert not {"_few_rows", "_silu_and_mul"} & set(few[num_layers * len(layer) :])
+    assert "_few_rows" not in many, "many rows are the matrix library's"
+
+
 @pytest.mark.parametrize("config", [DENSE | FP8, WIDE_MIXTURE | FP8], ids=["dense", "mixture"])
 @pytest.mark.parametrize("spans", [DECODES, MIXED, LARGE], ids=["decode", "mixed", "eager"])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
