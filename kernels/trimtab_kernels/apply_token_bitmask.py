@@ -1,6 +1,6 @@
 """Leave a row only the tokens whose bit is set: what a grammar allows next.
 
-logits   [num_rows, vocab_size] fp32, changed in place
+logits   [num_rows, vocab_size] fp32, bf16 or fp16, changed in place
 bitmask  [num_masked, num_words] int32 on the logits' device: bit t % 32 of word t // 32 is token t
 rows     [num_masked] int64 on the same device: which row of the logits each mask is for; the others stay as they are
 

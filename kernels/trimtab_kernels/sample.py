@@ -431,7 +431,7 @@ def _sample(
         if is_limited:
             size = tl.load(taken)
             threshold, is_found = tl.full([], float("-inf"), tl.float32), False
-            token = 0
+            score, token = tl.full([], float("-inf"), tl.float32), 0
             if size <= MOST:
                 parts = tl.arange(0, PARTS)
                 masses = tl.load(part_masses + index * PARTS + parts, mask=parts < num_parts, other=0)
@@ -442,21 +442,23 @@ def _sample(
                     values, size, 1.0, low, mass_below, vocab_size, count, share, least, BLOCK // 2
                 )
                 if is_found:
-                    _, token = _drawn_candidate(values, tokens, size, threshold, seed, BLOCK)
+                    score, token = _drawn_candidate(values, tokens, size, threshold, seed, BLOCK)
             if not is_found:
                 nothing = tl.full([], 0, tl.int64)
                 everything = tl.full([], float("-inf"), tl.float32)
                 threshold, _ = _threshold_of(
                     row, vocab_size, inverse, everything, nothing, vocab_size, count, share, least, BLOCK // 2
                 )
-                _, token = _drawn_part(row, 0, vocab_size, inverse, threshold, seed, BLOCK)
-            tl.store(token_ids + index, tl.minimum(token, vocab_size - 1).to(tl.int64))
-            tl.store(thresholds + index, threshold)
+                score, token = _drawn_part(row, 0, vocab_size, inverse, threshold, seed, BLOCK)
             tl.store(taken, 0)  # for the next launch
         else:
             score, token = best_of_parts(part_scores + index * PARTS, part_tokens + index * PARTS, num_parts, PARTS)
-            tl.store(token_ids + index, token.to(tl.int64))
-            tl.store(thresholds + index, tl.where(is_random, float("-inf"), score))
+            threshold = tl.where(is_random, float("-inf"), score)
+        if is_random & (score == float("-inf")):
+            # Nothing can be drawn: a token that is no number tells why, where there is one, whatever is banned.
+            _, token = likeliest_of_part(row, 0, vocab_size, BLOCK)
+        tl.store(token_ids + index, token.to(tl.int64))
+        tl.store(thresholds + index, threshold)
         tl.store(arrivals, 0)
 
 
@@ -470,13 +472,15 @@ def sample_triton(
     *,
     facts: DeviceFacts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token_ids, thresholds). Raises ValueError where shapes or dtypes do not fit. A row that is all NaN, or of which
-    nothing may be chosen, gets a token that means nothing: its logit tells."""
+    """(token_ids, thresholds). Raises ValueError where shapes or dtypes do not fit. A row of which nothing can be
+    chosen gets a token whose logit tells why: NaN where the row has any, else -inf."""
     rows, vocab_size = logits.shape
     limits = (temperature, top_k, top_p, min_p, seeds)
     wanted = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
-    if logits.dtype not in LOGIT_DTYPES or any(
-        limit.shape != (rows,) or limit.dtype != dtype for limit, dtype in zip(limits, wanted, strict=True)
+    if (
+        logits.dtype not in LOGIT_DTYPES
+        or logits.stride(1) != 1
+        or any(limit.shape != (rows,) or limit.dtype != dtype for limit, dtype in zip(limits, wanted, strict=True))
     ):
         raise ValueError(
             f"sample: logits is {list(logits.shape)} {logits.dtype}; temperature, top_p and min_p must be [{rows}] "

@@ -5,11 +5,12 @@ import torch
 from trimtab_kernels.apply_token_bitmask import apply_token_bitmask, apply_token_bitmask_reference
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 97, 4097])
-def test_it_matches_the_reference(vocabulary: int) -> None:
+def test_it_matches_the_reference(vocabulary: int, dtype: torch.dtype) -> None:
     words = (vocabulary + 31) // 32
     bitmask = torch.randint(-(2**31), 2**31, (2, words), dtype=torch.int64).to(torch.int32)
-    logits = torch.randn(4, vocabulary)
+    logits = torch.randn(4, vocabulary).to(dtype)
     expected = logits.clone()
     apply_token_bitmask(logits, bitmask, torch.tensor([3, 1]))
     apply_token_bitmask_reference(expected, bitmask, torch.tensor([3, 1]))

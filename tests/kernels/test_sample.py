@@ -150,6 +150,18 @@ def test_the_logit_of_a_row_without_a_choice_tells(value: float, wanted: dict[st
     assert not arrival_counters(logits.device, 8).any()
 
 
+@pytest.mark.parametrize("wanted", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}])
+@pytest.mark.parametrize("vocab", [100, LARGE])
+def test_a_row_of_no_numbers_tells_so_whatever_is_banned_of_it(wanted: dict[str, float], vocab: int) -> None:
+    """A ban of the first token or the last (as an end before its time) must not look as if the client forbade all."""
+    logits = torch.full((ROWS, vocab), float("nan"))
+    logits[:, [0, vocab - 1]] = float("-inf")
+    logits[1, 1:] = float("-inf")
+    logits[1, vocab // 2] = float("nan")
+    token_ids, _ = sample_triton(logits, *limits(vocab=vocab, **wanted), torch.arange(ROWS))  # type: ignore[arg-type]
+    assert logits.gather(1, token_ids.unsqueeze(1)).isnan().all()
+
+
 def test_rows_of_all_kinds_share_a_launch() -> None:
     logits = large_logits(3.0)
     chosen = (
