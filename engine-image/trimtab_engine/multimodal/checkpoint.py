@@ -60,7 +60,7 @@ def read_placeholders(folder: str, modalities: Sequence[Modality]) -> dict[Modal
     ids: dict[Modality, int] = {}
     for modality in modalities:
         token_id = words.get(f"{modality}_token_id", words.get(f"{modality}_token_index"))
-        if not isinstance(token_id, int) or token_id < 0:
+        if type(token_id) is not int or token_id < 0:
             raise ModelError(f"{path}: {modality}_token_id is {token_id!r}; expected a token's id")
         ids[modality] = token_id
     return ids
@@ -73,8 +73,8 @@ def read_tile_tokens(folder: str, processors: Processors, tokenizer: str | None 
     if words is None:
         return None
     path = Path(tokenizer or folder) / "tokenizer.json"
-    ids = {token.get("content"): token.get("id") for token in _object(path).get("added_tokens", ())}
-    missing = [word for word in words.values() if not isinstance(ids.get(word), int)]
+    ids = _added_tokens(path)
+    missing = [word for word in words.values() if word not in ids]
     if missing:
         raise ModelError(f"{path} has no token {missing[0]}, which stands in the prompts of this model's images")
     named = {name: ids[word] for name, word in words.items()}
@@ -92,8 +92,25 @@ def _words_around(processor: object, config: Mapping[str, Any]) -> Mapping[str, 
     return FRAME_WORDS if processor.num_squares is not None else SQUARE_WORDS
 
 
+def _added_tokens(path: Path) -> dict[str, int]:
+    """Ids by what stands for them in a text."""
+    tokens = _object(path).get("added_tokens")
+    if tokens is not None and not isinstance(tokens, list):
+        raise ModelError(f"{path}: added_tokens is {tokens!r:.100}; a list is needed")
+    ids: dict[str, int] = {}
+    for token in tokens or ():
+        word, token_id = (token.get("content"), token.get("id")) if isinstance(token, dict) else (None, None)
+        if not isinstance(word, str) or type(token_id) is not int or token_id < 0:
+            raise ModelError(f"{path}: added_tokens has {token!r:.100}; objects with content and id are needed")
+        ids[word] = token_id
+    return ids
+
+
 def _square_tokens(path: Path, named: Mapping[str, int], ids: Mapping[str, int]) -> Idefics3Tokens:
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more exact
+        raise ModelError(f"{path} cannot be read as a tokenizer: {error!s:.200}; fetch it again") from None
     line, last_lines = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", "\n\n"))
     found = ((PLACE.fullmatch(word), token_id) for word, token_id in ids.items())
     places = {(int(match[1]), int(match[2])): token_id for match, token_id in found if match is not None}
@@ -125,7 +142,7 @@ def _words(folder: Path, own: str, part: str) -> tuple[Mapping[str, Any], str] |
 def _object(path: Path) -> dict[str, Any]:
     try:
         words = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}; fetch it again") from None
     if not isinstance(words, dict):
         raise ModelError(f"{path} is no JSON object; fetch it again")

@@ -57,7 +57,7 @@ class TileProcessor:
         if words.get("resample", BILINEAR) != BILINEAR:
             raise ModelError(f"{where}: resample is {words['resample']!r}; only {BILINEAR} (bilinear) is built")
         plain = cls(patch_size)
-        size = size_of(words)
+        size = size_of(words, where)
         height = whole(size, "height", plain.tile_size, where)
         found = cls(
             patch_size,

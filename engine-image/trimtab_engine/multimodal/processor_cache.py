@@ -18,12 +18,15 @@ class ProcessorCache:
     def __init__(self, max_bytes: int, on_lookup: Callable[[bool], None] = lambda found: None) -> None:
         self._max_bytes, self._on_lookup = max_bytes, on_lookup
         self._items: OrderedDict[bytes, MultiModalItem] = OrderedDict()
-        self._made: dict[bytes, asyncio.Task[MultiModalItem]] = {}
+        self._made: dict[tuple[bytes, str], asyncio.Task[MultiModalItem]] = {}  # by name and source
         self._epoch = 0  # how often all was forgotten
         self.num_bytes = 0
 
-    async def get(self, content_hash: bytes, make: Callable[[], Awaitable[MultiModalItem]]) -> MultiModalItem:
-        """The item of this name, which `make` makes if there is none; what that raises is for all who wait for it."""
+    async def get(
+        self, content_hash: bytes, make: Callable[[], Awaitable[MultiModalItem]], *, source: str = ""
+    ) -> MultiModalItem:
+        """The item of this name, which `make` makes if there is none, of `source` where the name alone does not say of
+        what. What that raises is for all who wait for it, who named the same source."""
         found = self._items.get(content_hash)
         self._on_lookup(found is not None)
         if found is not None:
@@ -31,34 +34,49 @@ class ProcessorCache:
             return found
         if self._max_bytes == 0:
             return await make()
-        task = self._made.get(content_hash)
+        key = content_hash, source
+        task = self._made.get(key)
         if task is None:
-            task = self._made[content_hash] = asyncio.create_task(self._make(content_hash, make, self._epoch))
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # where nobody waits any more
+            task = self._made[key] = asyncio.create_task(self._make(content_hash, make, self._epoch))
+            task.add_done_callback(lambda ended: self._ended(key, ended))
         return await asyncio.shield(task)  # who leaves does not end it for the others
 
     async def known(self, content_hash: bytes) -> MultiModalItem | None:
-        """The item of this name, also one that is being made, whose failure is raised; None: there is none."""
-        made = self._made.get(content_hash)
-        if made is not None or content_hash in self._items:
+        """The item of this name, or the first that is made of those that are being made; None: there is none. Where
+        all of these fail, what one of them raises."""
+        if content_hash in self._items:
             return await self.get(content_hash, _nothing)
         self._on_lookup(False)
+        pending = {task for (name, _), task in self._made.items() if name == content_hash}
+        failed: BaseException | None = None
+        while pending:
+            ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                failed = task.exception()
+                if failed is None:
+                    return task.result()
+        if failed is not None:
+            raise failed
         return None
 
     async def _make(
         self, content_hash: bytes, make: Callable[[], Awaitable[MultiModalItem]], epoch: int
     ) -> MultiModalItem:
-        try:
-            item = await make()
-        finally:
-            del self._made[content_hash]
+        item = await make()
         if epoch == self._epoch:
             self._keep(content_hash, item)
         return item
 
+    def _ended(self, key: tuple[bytes, str], task: asyncio.Task[MultiModalItem]) -> None:
+        """It may have been forgotten meanwhile, and another be made."""
+        if self._made.get(key) is task:
+            del self._made[key]
+        if not task.cancelled():
+            task.exception()  # where nobody waits any more
+
     def _keep(self, content_hash: bytes, item: MultiModalItem) -> None:
         size = num_bytes(item.patches)
-        if size > self._max_bytes:
+        if size > self._max_bytes or content_hash in self._items:
             return
         self._items[content_hash] = item
         self.num_bytes += size
@@ -67,9 +85,10 @@ class ProcessorCache:
             self.num_bytes -= num_bytes(dropped.patches)
 
     def clear(self) -> None:
-        """Forget all items, and those that are being made."""
+        """Forget all items, and those that are being made: who waits for these has them, who comes later has others."""
         self._epoch += 1
         self._items.clear()
+        self._made.clear()
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -77,7 +96,7 @@ class ProcessorCache:
 
 
 async def _nothing() -> MultiModalItem:
-    raise AssertionError("it is there, or is being made")
+    raise AssertionError("it is there")
 
 
 def num_bytes(patches: Patches | None) -> int:

@@ -66,7 +66,7 @@ class PatchProcessor:
                 raise ModelError(f"{where}: {step} is {words[step]!r}; only true is built")
         if words.get("resample", BICUBIC) != BICUBIC:
             raise ModelError(f"{where}: resample is {words['resample']!r}; only {BICUBIC} (bicubic) is built")
-        plain, size = cls(), size_of(words)
+        plain, size = cls(), size_of(words, where)
         found = cls(
             patch_size=whole(words, "patch_size", plain.patch_size, where),
             frames_per_patch=whole(words, "temporal_patch_size", plain.frames_per_patch, where),

@@ -65,7 +65,7 @@ class MediaReader:
             return await self.cache.get(content_hash, lambda: self._process(modality, request, content_hash))
         name = self._hash(modality, salt, BY_UUID, uuid.encode("utf-8", "surrogatepass"))
         if url is not None:
-            return await self.cache.get(name, lambda: self._read(modality, url, salt))
+            return await self.cache.get(name, lambda: self._read(modality, url, salt), source=url)
         known = await self.cache.known(name)
         if known is None:
             raise InvalidRequest(f"nothing is known by uuid {uuid[:80]!r} here, or not any more; send it with its url")

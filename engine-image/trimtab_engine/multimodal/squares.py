@@ -21,7 +21,7 @@ from PIL import Image
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.multimodal.patches import meanings_of
-from trimtab_engine.multimodal.processor_words import channels, number, size_of, whole
+from trimtab_engine.multimodal.processor_words import MAX_EDGE, channels, edges, flag, number, whole
 from trimtab_engine.multimodal.qwen2_5_vl import CLIP_MEAN, CLIP_STD
 
 HALVES = (0.5, 0.5, 0.5)
@@ -35,7 +35,7 @@ ALONE, SHUFFLED = "llava", "internvl"  # model_type
 WITH_CLASS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Towers of LLaVA's kind, and their rows beside those of patches."""
 BICUBIC, LANCZOS = 3, 1  # Pillow's numbers for them, which checkpoints have
-MAX_EDGE = 4096  # pixels: no picture that is cut becomes longer
+UNSAID_EDGE = 224  # pixels: what CLIP's shorter edge becomes where its file says nothing
 MAX_SQUARES = 256  # of a picture
 Grid = tuple[int, int, int]
 Size = tuple[int, int]
@@ -50,7 +50,10 @@ class SquareProcessor:
     """Pixels along a side."""
     tokens_per_square: int
     shorter_edge: int | None = None
-    """Of the picture of which the middle is taken; None: the whole is squeezed."""
+    """Of the picture of which the middle is taken, in its proportions."""
+    squeezed: tuple[int, int] | None = None
+    """Height and width of the picture of which the middle is taken, whatever its own are; None, without a shorter edge
+    either: those of a square, and the middle is the whole."""
     longer_edge: int | None = None
     """Of the picture that is cut into as many squares as that takes; None: it is cut otherwise, or not."""
     num_squares: tuple[int, int] | None = None
@@ -70,11 +73,11 @@ class SquareProcessor:
         """Read preprocessor_config.json; what a square is to the tower, config.json says. Raises ModelError for what is
         not done here."""
         kind = _kind(words, where)
-        for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-            if words.get(step, True) not in (True, None):
+        splitting = ("do_image_splitting",) if kind in CUTTING else ()  # do_convert_rgb: what is decoded is RGB
+        for step in ("do_resize", "do_rescale", "do_normalize", *splitting):
+            if not flag(words, step, True, where):
                 raise ModelError(f"{where}: {step} is {words[step]!r}; only true is built")
-        if kind in CUTTING and words.get("do_image_splitting", True) is not True:
-            raise ModelError(f"{where}: do_image_splitting is {words['do_image_splitting']!r}; only true is built")
+        crops = kind in CROPPING and flag(words, "do_center_crop", True, where)
         by_default = LANCZOS if kind in CUTTING else BICUBIC
         resample = words.get("resample", by_default)
         if resample not in (BICUBIC, LANCZOS):
@@ -85,43 +88,46 @@ class SquareProcessor:
         found = cls(
             square_size,
             tokens_per_square,
-            shorter_edge=_shorter_edge(kind, words, where),
+            shorter_edge=_shorter_edge(words, where) if crops else None,
+            squeezed=_squeezed(words, where) if crops else None,
             longer_edge=_longer_edge(kind, words, square_size, where),
             num_squares=_num_squares(kind, words, where),
-            pads=kind == "LlavaImageProcessor" and words.get("do_pad") is True,
+            pads=kind == "LlavaImageProcessor" and flag(words, "do_pad", False, where),
             resample=resample,
             mean=channels(words, "image_mean", mean, where),
             std=channels(words, "image_std", std, where),
             rescale_factor=number(words.get("rescale_factor", 1 / 255), "rescale_factor", where),
         )
-        found._check_side(kind, words, where)
+        found._check_side(kind, words, where, crops=crops)
         return found
 
-    def _check_side(self, kind: str, words: Mapping[str, Any], where: str) -> None:
+    def _check_side(self, kind: str, words: Mapping[str, Any], where: str, *, crops: bool) -> None:
         """Raise unless the processor's squares are the tower's."""
-        key = {**dict.fromkeys(CUTTING, "max_image_size"), **dict.fromkeys(CROPPING, "crop_size")}.get(kind, "size")
-        said = words.get(key)
-        if kind in CROPPING and words.get("do_center_crop", True) is False:
-            key, said = "size", words.get("size")
-        sides = {said} if isinstance(said, int) else set(said.values()) if isinstance(said, Mapping) else set()
-        if sides != {self.square_size}:
+        side = self.square_size
+        key = "max_image_size" if kind in CUTTING else "crop_size" if crops else "size"
+        built: list[Mapping[str, int]] = [{"height": side, "width": side}]
+        if kind in CUTTING:
+            built = [{"longest_edge": side}]
+        elif crops or kind not in CROPPING:  # to which a size of one number is the shorter edge's
+            built.append({"": side})
+        if edges(words, key, where) not in built:
             raise ModelError(
-                f"{where}: {key} is {said!r:.100}; the tower's image_size is {self.square_size}, and squares of that "
-                f"size alone are built"
+                f"{where}: {key} is {words.get(key)!r:.100}; {_written(built)} is needed, since the tower's "
+                f"image_size is {side}, and squares of that size alone are built"
             )
-        if self.shorter_edge is not None and self.shorter_edge < self.square_size:
+        if min(self.squeezed or (self.shorter_edge or side,)) < side:
             raise ModelError(
-                f"{where}: size is {self.shorter_edge}; a square of {self.square_size} pixels does not lie within"
+                f"{where}: size is {words.get('size')!r:.100}; a square of {side} pixels does not lie within"
             )
         if self.num_squares is not None and not self.num_squares[0] <= self.num_squares[1] < MAX_SQUARES:
             raise ModelError(
                 f"{where}: min_patches {self.num_squares[0]} and max_patches {self.num_squares[1]} leave no number of "
                 f"squares below {MAX_SQUARES}"
             )
-        if self.longer_edge is not None and (self._most_squares() > MAX_SQUARES or self.longer_edge > MAX_EDGE):
+        if self.longer_edge is not None and self._most_squares() > MAX_SQUARES:
             raise ModelError(
-                f"{where}: size is {dict(size_of(words))}, which makes up to {self._most_squares()} squares of "
-                f"{self.square_size} pixels; at most {MAX_SQUARES} and edges of {MAX_EDGE} pixels are built"
+                f"{where}: size is {words.get('size')!r:.100}, which makes up to {self._most_squares()} squares of "
+                f"{self.square_size} pixels; at most {MAX_SQUARES} are built"
             )
 
     def _most_squares(self) -> int:
@@ -219,10 +225,12 @@ class SquareProcessor:
         if self.pads:
             picture = self._padded(picture)
         if self.shorter_edge is None:
-            return self._resized(picture, (side, side))
-        picture = self._resized(picture, self._by_shorter_edge(picture.height, picture.width))
+            size = self.squeezed or (side, side)
+        else:
+            size = self._by_shorter_edge(picture.height, picture.width)
+        picture = self._resized(picture, size)
         left, top = (picture.width - side) // 2, (picture.height - side) // 2
-        return picture.crop((left, top, left + side, top + side))  # black beyond its edges
+        return picture.crop((left, top, left + side, top + side))
 
     def _by_shorter_edge(self, height: int, width: int) -> Size:
         assert self.shorter_edge is not None
@@ -252,6 +260,8 @@ def square_of(config: Mapping[str, Any], where: str) -> tuple[int, int]:
         raise ModelError(f"{where}: vision_config is {vision!r:.100}; an object is needed")
     inside = f"{where}: vision_config"
     side, patch = (side_of(vision, name, inside) for name in ("image_size", "patch_size"))
+    if side > MAX_EDGE:
+        raise ModelError(f"{inside}: image_size is {side}; squares of {MAX_EDGE} pixels at most are built")
     along = side // patch
     if config.get("model_type") == SHUFFLED:
         return side, _shuffled(config, along, where) ** 2
@@ -260,7 +270,7 @@ def square_of(config: Mapping[str, Any], where: str) -> tuple[int, int]:
         if along < 1 or along % factor:
             raise ModelError(f"{where}: {along} patches along a square's side are no multiple of scale_factor {factor}")
         return side, (along // factor) ** 2
-    kind, strategy = vision.get("model_type"), config.get("vision_feature_select_strategy", "default")
+    kind, strategy = str(vision.get("model_type")), config.get("vision_feature_select_strategy", "default")
     if kind not in WITH_CLASS:
         raise ModelError(f"{inside}: model_type {kind!r} is not built; built are {', '.join(WITH_CLASS)}")
     if strategy not in ("default", "full"):
@@ -272,7 +282,7 @@ def _shuffled(config: Mapping[str, Any], along: int, where: str) -> int:
     """Tokens along a side of InternVL's square."""
     strategy = config.get("vision_feature_select_strategy", "default")
     factor = 1 / number(config.get("downsample_ratio", 0.5), "downsample_ratio", where)
-    if strategy != "default" or not factor.is_integer() or along < 1 or along % int(factor):
+    if strategy != "default" or factor < 1 or not factor.is_integer() or along < 1 or along % int(factor):
         raise ModelError(
             f"{where}: {along} patches along a square's side, downsample_ratio {1 / factor:g} and "
             f"vision_feature_select_strategy {strategy!r} are not built; the first must be a multiple of 1 / the "
@@ -291,7 +301,7 @@ def side_of(words: Mapping[str, Any], name: str, where: str) -> int:
     said = words.get(name)
     if said is None:
         raise ModelError(f"{where}: {name} is not said; pixels along a side are needed")
-    if isinstance(said, list | tuple) and len(set(said)) == 1:
+    if isinstance(said, list | tuple) and said and all(each == said[0] for each in said):
         said = said[0]
     return whole({name: said}, name, 1, where)
 
@@ -307,17 +317,36 @@ def _kind(words: Mapping[str, Any], where: str) -> str:
     return next(kind for kind in (*CUTTING, *FITTING, *SQUEEZING, *CROPPING) if str(said).startswith(kind))
 
 
-def _shorter_edge(kind: str, words: Mapping[str, Any], where: str) -> int | None:
-    if kind not in CROPPING:
+def _written(built: Sequence[Mapping[str, int]]) -> str:
+    """As a file says such edges."""
+    return " or ".join(str(each.get("", dict(each))) for each in built)
+
+
+def _shorter_edge(words: Mapping[str, Any], where: str) -> int | None:
+    """What the shorter edge becomes before the middle is taken; None: `size` has both edges."""
+    size = edges(words, "size", where) or {"": UNSAID_EDGE}
+    if size.keys() == {"height", "width"}:
         return None
-    size = words.get("size")
-    if words.get("do_center_crop", True) is False:
-        return None  # then its size has both edges, or is refused
-    return size if isinstance(size, int) else whole(size_of(words), "shortest_edge", 224, f"{where}: size")
+    if size.keys() not in ({""}, {"shortest_edge"}):
+        raise ModelError(
+            f"{where}: size is {words['size']!r:.100}; built are shortest_edge alone, and height and width"
+        )
+    return next(iter(size.values()))
+
+
+def _squeezed(words: Mapping[str, Any], where: str) -> Size | None:
+    """Height and width before the middle is taken; None: `size` has a shorter edge."""
+    size = edges(words, "size", where)
+    return (size["height"], size["width"]) if size.keys() == {"height", "width"} else None
 
 
 def _longer_edge(kind: str, words: Mapping[str, Any], square_size: int, where: str) -> int | None:
-    return whole(size_of(words), "longest_edge", 4 * square_size, f"{where}: size") if kind in CUTTING else None
+    if kind not in CUTTING:
+        return None
+    size = edges(words, "size", where) or {"longest_edge": 4 * square_size}
+    if size.keys() != {"longest_edge"}:
+        raise ModelError(f"{where}: size is {words['size']!r:.100}; longest_edge alone is needed")
+    return size["longest_edge"]
 
 
 def _num_squares(kind: str, words: Mapping[str, Any], where: str) -> tuple[int, int] | None:

@@ -91,3 +91,68 @@ async def test_what_is_forgotten_is_made_again_even_if_it_was_being_made() -> No
     make.go.set()
     await waiting
     assert (len(cache), cache.num_bytes) == (0, 0)
+
+
+async def test_what_is_asked_for_after_it_was_forgotten_is_made_anew_while_the_old_is_still_made() -> None:
+    cache, old, new = ProcessorCache(10_000), Maker(2048), Maker(3072)
+    old.go.clear()
+    first = asyncio.create_task(cache.get(b"a", old))
+    await asyncio.sleep(0)
+    cache.clear()
+    assert await cache.known(b"a") is None
+    new.go.clear()
+    later = [asyncio.create_task(cache.get(b"a", new)) for _ in range(2)]
+    await asyncio.sleep(0)
+    old.go.set()
+    await first
+    later.append(asyncio.create_task(cache.get(b"a", new)))  # the old one's end ends no other's making
+    await asyncio.sleep(0)
+    new.go.set()
+    items = await asyncio.gather(*later)
+    assert len({id(item) for item in items}) == 1
+    assert (await cache.known(b"a") is items[0], new.count, cache.num_bytes) == (True, 1, 3072)
+
+
+async def test_one_name_of_two_sources_fails_for_none_but_those_who_named_the_failing_one() -> None:
+    cache, dead, good = ProcessorCache(10_000), Maker(raises=InvalidRequest("dead link")), Maker()
+    dead.go.clear()
+    good.go.clear()
+    asked = [
+        cache.get(b"a", dead, source="dead"),
+        cache.get(b"a", good, source="good"),
+        cache.get(b"a", good, source="good"),
+    ]
+    waiting = [asyncio.create_task(each) for each in asked]
+    await asyncio.sleep(0)
+    by_name = asyncio.create_task(cache.known(b"a"))
+    await asyncio.sleep(0)
+    dead.go.set()
+    with pytest.raises(InvalidRequest, match="dead link"):
+        await waiting[0]
+    good.go.set()
+    assert await waiting[1] is await waiting[2] is await by_name
+    assert (dead.count, good.count, cache.num_bytes) == (1, 1, 2048)
+
+
+async def test_of_two_sources_of_one_name_the_first_that_is_made_is_kept_and_counted_once() -> None:
+    cache, first, second = ProcessorCache(10_000), Maker(2048), Maker(3072)
+    second.go.clear()
+    waiting = asyncio.create_task(cache.get(b"a", second, source="second"))
+    await asyncio.sleep(0)
+    kept = await cache.get(b"a", first, source="first")
+    second.go.set()
+    assert await waiting is not kept
+    assert (await cache.known(b"a") is kept, len(cache), cache.num_bytes) == (True, 1, 2048)
+
+
+async def test_who_names_what_all_fail_to_make_is_told_why() -> None:
+    cache, dead = ProcessorCache(10_000), Maker(raises=InvalidRequest("dead link"))
+    dead.go.clear()
+    waiting = asyncio.create_task(cache.get(b"a", dead, source="dead"))
+    await asyncio.sleep(0)
+    by_name = asyncio.create_task(cache.known(b"a"))
+    await asyncio.sleep(0)
+    dead.go.set()
+    answers = await asyncio.gather(waiting, by_name, return_exceptions=True)
+    assert [str(answer) for answer in answers] == ["dead link", "dead link"]
+    assert await cache.known(b"a") is None

@@ -73,6 +73,16 @@ async def test_a_file_of_the_server_is_read_where_that_is_allowed(reader: MediaR
     assert item.patches == inline.patches
 
 
+async def test_a_dead_link_of_one_request_fails_none_that_names_its_picture_likewise(reader: MediaReader) -> None:
+    asked = [("data:image/png;base64,?", "cat"), (PNG, "cat"), (None, "cat"), (PNG, "cat")]
+    dead, *good = await asyncio.gather(
+        *(reader.item("image", url, "", uuid=uuid) for url, uuid in asked), return_exceptions=True
+    )
+    assert isinstance(dead, InvalidRequest)
+    assert len({id(item) for item in good}) == 1
+    assert good[0] is await reader.item("image", None, "", uuid="cat")
+
+
 async def test_frames_are_a_video_in_their_time(reader: MediaReader) -> None:
     frames = [a_picture(28, 28, seed=seed) for seed in range(4)]
     item = await reader.item("video", data_url(animated(frames, "GIF", milliseconds=250), "image/gif"), "")

@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "CLIPImageProcessorFast": (
         CLIPImageProcessorPil, {"do_center_crop": False, "size": {"height": SIDE, "width": SIDE}, "resample": 1},
     ),
+    "CLIPImageProcessorPil": (CLIPImageProcessorPil, CROPPED | {"size": {"height": 20, "width": 27}}),
     "LlavaImageProcessor": (LlavaImageProcessorPil, CROPPED | {"do_pad": True, "size": {"shortest_edge": SIDE}}),
     "SiglipImageProcessor": (SiglipImageProcessorPil, {"size": {"height": SIDE, "width": SIDE}}),
     "Idefics3ImageProcessor": (Idefics3ImageProcessorPil, CUT | {"image_mean": [0.1, 0.2, 0.3]}),
@@ -123,6 +124,29 @@ def test_a_place_without_a_name_and_a_tokenizer_without_the_words_are_told(
         read_tile_tokens(folder, read_processors(folder))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (None, "has no token <fake_token_around_image>"),
+        ({"<image>": 3}, "added_tokens is {'<image>': 3}; a list is needed"),
+        (["<image>"], "added_tokens has '<image>'; objects with content and id are needed"),
+        ([{"id": 9}], "added_tokens has {'id': 9}; objects"),
+        ([{"id": "9", "content": "<image>"}], "objects with content and id"),
+        (
+            [{"id": number, "content": word} for word, number in SQUARE_IDS.items()],
+            r"tokenizer\.json cannot be read as a tokenizer: .*; fetch it again",
+        ),
+    ],
+)
+def test_tokens_that_cannot_be_read_are_told_by_the_file_and_the_key(
+    tokens: object, words: str, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    folder = a_checkpoint(tmp_path, tokenizer_folder)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    with pytest.raises(ModelError, match=words):
+        read_tile_tokens(folder, read_processors(folder))
+
+
 LLAVA: dict[str, Any] = {
     "model_type": "llava",
     "vision_config": {"model_type": "clip_vision_model", "image_size": 30, "patch_size": 7},
@@ -169,6 +193,12 @@ def test_what_becomes_of_a_square_is_counted(config: dict[str, Any], num_tokens:
         ({**LLAVA, "vision_config": {"patch_size": 7}}, "image_size is not said"),
         (LLAVA | {"vision_feature_select_strategy": "best"}, "vision_feature_select_strategy is 'best'"),
         (INTERN | {"downsample_ratio": 0.3}, "downsample_ratio 0.3"),
+        (INTERN | {"downsample_ratio": -0.5}, "downsample_ratio -0.5"),
+        (INTERN | {"downsample_ratio": 10**400}, "downsample_ratio is 1000"),
+        ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"image_size": [[1], [2]]}}, "image_size is"),
+        ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"image_size": []}}, r"image_size is \[\]"),
+        ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"image_size": 10**9}}, "squares of 4096 pixels"),
+        ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"model_type": ["x"]}}, r"\['x'\]\" is not built"),
         (INTERN | {"vision_feature_select_strategy": "full"}, "'full' are not built"),
         (SMOL | {"scale_factor": 3}, "no multiple of scale_factor 3"),
         ({"model_type": "llava"}, "vision_config is None"),
@@ -193,8 +223,40 @@ def test_towers_of_another_kind_are_refused(config: dict[str, Any], words: str) 
             },
             "min_patches 13 and max_patches 12 leave no number",
         ),
+        ({"do_rescale": None}, "do_rescale is None"),
+        ({"do_normalize": "yes"}, "do_normalize is 'yes'; expected true or false"),
         ({"crop_size": {"height": 16, "width": 20}}, "squares of that size alone"),
+        ({"crop_size": [16, 16]}, r"crop_size is \[16, 16\]; expected a whole number"),
+        ({"crop_size": {"height": [16], "width": 16}}, r"crop_size: height is \[16\]; expected a whole number"),
+        ({"crop_size": {"shortest_edge": 16}}, "{'height': 16, 'width': 16} or 16 is needed"),
         ({"size": {"shortest_edge": 8}}, "does not lie within"),
+        ({"size": {"height": 20, "width": 8}}, "'width': 8}; a square of 16 pixels does not lie within"),
+        ({"size": {"height": 20}}, "size is {'height': 20}; built are shortest_edge alone, and height and width"),
+        ({"size": {"shortest_edge": 20, "longest_edge": 30}}, "built are shortest_edge alone, and height and width"),
+        ({"size": [20]}, r"size is \[20\]; expected a whole number"),
+        ({"size": True}, "size is True; expected a whole number"),
+        ({"size": {"shortest_edge": 10**9}}, "'shortest_edge': 1000000000}; edges of 4096 pixels"),
+        ({"do_center_crop": None}, "size is {'shortest_edge': 20}; {'height': 16, 'width': 16} is needed"),
+        ({"do_center_crop": False, "size": {"shortest_edge": 16}}, "{'height': 16, 'width': 16} is needed"),
+        ({"do_center_crop": False, "size": 16}, "size is 16; {'height': 16, 'width': 16} is needed"),
+        ({"image_processor_type": "SiglipImageProcessor", "size": {"shortest_edge": 16}}, "'width': 16} or 16 is"),
+        ({"rescale_factor": 10**400}, "rescale_factor is 1000000000.*from 1e-06 to 1e\\+06"),
+        ({"rescale_factor": 1e300}, "rescale_factor is 1e\\+300; expected a number other than 0"),
+        ({"rescale_factor": float("nan")}, "rescale_factor is nan"),
+        ({"image_std": [0.5, 0, 0.5]}, "image_std is 0; expected a number other than 0"),
+        ({"image_mean": 0.5}, "image_mean is 0.5; expected 3 numbers"),
+        (
+            CUT | {"image_processor_type": "SmolVLMImageProcessor", "max_image_size": {"longest_edge": [SIDE]}},
+            r"max_image_size: longest_edge is \[16\]",
+        ),
+        (
+            CUT | {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": [50]}},
+            r"size: longest_edge is \[50\]",
+        ),
+        (
+            CUT | {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 50, "height": 3}},
+            "longest_edge alone is needed",
+        ),
         (CUT | {"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": False}, "do_image_splitting"),
         (
             CUT | {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 5000}},
