@@ -226,7 +226,7 @@ def few_rows_triton(
     """Launch the kernel. Returns y, or the residual. Raises ValueError where shapes or dtypes do not fit."""
     num_rows, k = x.shape
     n = weight.shape[0] // 2 if is_gated else weight.shape[0]
-    _check(x, weight, residual, n)
+    _check(x, weight, norm, bias, residual, n)
     y = torch.empty(num_rows, n, dtype=x.dtype, device=x.device) if residual is None else residual
     if not num_rows:
         return y
@@ -263,13 +263,22 @@ def few_rows_triton(
     return y
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, n: int) -> None:
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    n: int,
+) -> None:
     num_rows, k = x.shape
     fits = num_rows <= MAX_ROWS and weight.shape[1] == k and weight.dtype == x.dtype and x.stride(1) == 1
+    fits = fits and (norm is None or norm.shape == (k,)) and (bias is None or bias.shape == weight.shape[:1])
     if residual is not None:
         fits = fits and residual.shape == (num_rows, n) and residual.dtype == x.dtype and residual.is_contiguous()
     if not fits or not weight.is_contiguous():
         raise ValueError(
             f"few_rows: x is {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype}; x must be "
-            f"[{MAX_ROWS} rows at most, k], weight [n, k] of its dtype and contiguous, a residual [rows, n] likewise"
+            f"[{MAX_ROWS} rows at most, k], weight [n, k] of its dtype and contiguous, a norm [k], a bias [n], a "
+            f"residual [rows, n] likewise"
         )

@@ -11,16 +11,18 @@ Quantisation: scale = max|x| of the group / 448, a = x / scale, clamped; NaN sta
 summed by the matrix unit, scaled in fp32 and added in fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3), so the unit's
 narrow accumulator never sees more than 128 terms.
 
-Few tokens need many programs to read the weights at full speed: then SPLIT_K programs share the sum over K and a second
-kernel adds their parts. Launch configurations are measured per shape and GPU by `python -m trimtab_kernels.tune`.
+Few tokens need many programs to read the weights at full speed: then SPLIT_K programs share the sum over K of a tile.
+Each leaves its part, and the one that comes last adds them up, in the order of the parts: equal inputs give equal
+outputs, and it is one launch. Launch configurations are measured per shape and GPU by `python -m trimtab_kernels.tune`.
 Bound by memory for few tokens (N * K bytes), by compute for many (2 * num_tokens * N * K FLOPs). Source: own.
 """
 
 import torch
 
+from trimtab_kernels.launch.arrivals import arrival_counters
 from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
 from trimtab_kernels.launch.gemm_config import GemmConfig, block_fp8_config
-from trimtab_kernels.launch.jit import cdiv, jit, kernel, tl
+from trimtab_kernels.launch.jit import cdiv, jit, kernel, next_power_of_2, tl
 from trimtab_kernels.reshape_and_cache import FLOAT8, FLOAT8_MAX, clamped
 
 GROUP = 128
@@ -168,6 +170,8 @@ def _w8a8_block_fp8(
     b: tl.tensor,
     b_scales: tl.tensor,
     y: tl.tensor,
+    parts: tl.tensor,
+    arrivals: tl.tensor,
     num_tokens: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -177,7 +181,7 @@ def _w8a8_block_fp8(
     GROUP_M: tl.constexpr,
     SPLIT_K: tl.constexpr,
 ) -> None:
-    """Program (tile, part of K). y is [SPLIT_K, num_tokens, N]."""
+    """Program (tile, part of K). parts [SPLIT_K, num_tokens, N] fp32, None where nothing is shared."""
     row_tile, column_tile = tile_of(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     part = tl.program_id(1)
     rows = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -203,19 +207,22 @@ def _w8a8_block_fp8(
         BLOCK_K,
         True,
     )
-    places = y + (part.to(tl.int64) * num_tokens + rows)[:, None] * N + columns[None, :]
-    tl.store(places, total.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
-
-
-@kernel("size")
-def _sum_parts(parts: tl.tensor, y: tl.tensor, size: tl.tensor, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """y = the sum of SPLIT_K parts of `size` elements, in their order: equal for equal inputs."""
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < size
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for part in tl.static_range(SPLIT_K):
-        total += tl.load(parts + part * size.to(tl.int64) + places, mask=inside, other=0.0)
-    tl.store(y + places, total.to(y.dtype.element_ty), mask=inside)
+    places = rows[:, None] * N + columns[None, :]
+    inside = is_row[:, None] & is_column[None, :]
+    is_last = True
+    if SPLIT_K > 1:
+        size = num_tokens.to(tl.int64) * N
+        tl.store(parts + part * size + places, total, mask=inside)
+        # All threads have stored before one tells of it, and whoever hears it reads what was stored before.
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
+    if is_last:
+        if SPLIT_K > 1:
+            total = tl.load(parts + places, mask=inside, other=0.0)
+            for other in tl.range(1, SPLIT_K):
+                total += tl.load(parts + other * size + places, mask=inside, other=0.0)
+            tl.store(arrivals + tl.program_id(0), 0)  # for the next launch
+        tl.store(y + places, total.to(y.dtype.element_ty), mask=inside)
 
 
 def w8a8_block_fp8_triton(
@@ -228,7 +235,7 @@ def w8a8_block_fp8_triton(
     config: GemmConfig | None = None,
     facts: DeviceFacts | None = None,
 ) -> torch.Tensor:
-    """Launch one kernel, or two. Shapes have been checked; everything is contiguous."""
+    """Launch the kernel. Shapes have been checked; everything is contiguous."""
     num_tokens, k = a.shape
     n = b.shape[0]
     y = torch.empty(num_tokens, n, dtype=dtype, device=a.device)
@@ -237,15 +244,19 @@ def w8a8_block_fp8_triton(
     facts = facts or device_facts(a.device)
     config = config or block_fp8_config(num_tokens, n, k, facts)
     split = min(config.split_k, cdiv(k, config.block_k))
-    target = y
+    tiles = cdiv(num_tokens, config.block_m) * cdiv(n, config.block_n)
+    parts = arrivals = None
     if split > 1:
-        target = torch.empty(split, num_tokens, n, dtype=torch.float32, device=a.device)
-    _w8a8_block_fp8[(cdiv(num_tokens, config.block_m) * cdiv(n, config.block_n), split)](
+        parts = torch.empty(split, num_tokens, n, dtype=torch.float32, device=a.device)
+        arrivals = arrival_counters(a.device, next_power_of_2(tiles))
+    _w8a8_block_fp8[(tiles, split)](
         a,
         a_scales,
         b,
         b_scales,
-        target,
+        y,
+        parts,
+        arrivals,
         num_tokens,
         N=n,
         K=k,
@@ -257,8 +268,6 @@ def w8a8_block_fp8_triton(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if split > 1:
-        _sum_parts[(cdiv(num_tokens * n, 1024),)](target, y, num_tokens * n, SPLIT_K=split, BLOCK=1024, num_warps=4)
     return y
 
 

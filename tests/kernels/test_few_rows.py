@@ -11,8 +11,8 @@ from trimtab_kernels.launch.arrivals import arrival_counters
 from trimtab_kernels.launch.device_facts import H200, DeviceFacts
 
 ONE_MULTIPROCESSOR = replace(H200, num_sms=1)
-SHAPES = [(96, 64), (40, 1200), (200, 2 * MIN_SLICE)]
-"""(n, k): of one tile and one slice; of tiles and columns that are not full; of several of both."""
+SHAPES = [(96, 64), (40, 1200), (200, 2 * MIN_SLICE), (33, 2 * MIN_SLICE + 1)]
+"""(n, k): of one tile and one slice; of tiles and columns that are not full; of several of both; of odd numbers."""
 
 
 def inputs(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32, *, is_gated: bool = False) -> Any:
@@ -26,7 +26,7 @@ def inputs(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32, *, is_
 
 @pytest.mark.parametrize("facts", [H200, ONE_MULTIPROCESSOR])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("rows", [1, 5, MAX_ROWS])
+@pytest.mark.parametrize("rows", [1, 2, MAX_ROWS - 1, MAX_ROWS])
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_it_is_norm_product_bias_and_gate(
@@ -41,11 +41,13 @@ def test_it_is_norm_product_bias_and_gate(
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_it_is_added_to_the_residual_in_place(n: int, k: int) -> None:
-    x, weight, _, _, residual = inputs(3, n, k)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_it_is_added_to_the_residual_in_place(n: int, k: int, has_bias: bool) -> None:
+    x, weight, _, bias, residual = inputs(3, n, k)
     before = residual.clone()
-    assert few_rows_triton(x, weight, residual=residual) is residual
-    torch.testing.assert_close(residual, before + few_rows_reference(x, weight), atol=2e-5, rtol=2e-5)
+    asked: dict[str, Any] = {"bias": bias if has_bias else None}
+    assert few_rows_triton(x, weight, **asked, residual=residual) is residual
+    torch.testing.assert_close(residual, before + few_rows_reference(x, weight, **asked), atol=2e-5, rtol=2e-5)
 
 
 def test_large_hidden_states_of_16_bits_are_normalised_behind_the_product() -> None:
@@ -78,8 +80,10 @@ def test_slices_cover_k_and_fill_the_device(n: int, k: int, is_gated: bool, fact
 
 
 def test_wrong_shapes_are_refused() -> None:
-    x, weight, _, _, residual = inputs(3, 96, 64)
+    x, weight, norm, bias, residual = inputs(3, 96, 64)
     for wrong in (
+        {"norm": norm[1:]},
+        {"bias": bias[1:]},
         {"x": torch.zeros(MAX_ROWS + 1, 64)},
         {"weight": weight.half()},
         {"weight": weight[:, :-8]},

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from trimtab_kernels.launch.arrivals import arrival_counters
 from trimtab_kernels.launch.gemm_config import GemmConfig
 from trimtab_kernels.w8a8_block_fp8 import (
     quantize_groups,
@@ -54,13 +55,25 @@ def test_quantised_activations_are_near_what_they_stand_for() -> None:
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (7, 200, 256), (33, 48, 384), (16, 64, 320)])
-@pytest.mark.parametrize("split_k", [1, 2])
+@pytest.mark.parametrize("split_k", [1, 2, 3])
 def test_the_kernel_matches_the_reference(m: int, n: int, k: int, split_k: int) -> None:
     tensors = operands(m, n, k)
     config = GemmConfig(16, 32, 128, 2, 4, 2, split_k)
     expected = w8a8_block_fp8_reference(*tensors, torch.float32)
     ours = w8a8_block_fp8_triton(*tensors, torch.float32, config=config)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_who_comes_last_adds_the_parts_up_in_their_order(dtype: torch.dtype) -> None:
+    """Seven steps of K among four programs: one of them has a single step, and what it leaves counts."""
+    tensors = operands(17, 96, 7 * 128)
+    config = GemmConfig(16, 32, 128, 2, 4, 2, 4)
+    ours = w8a8_block_fp8_triton(*tensors, dtype, config=config)
+    expected = w8a8_block_fp8_reference(*tensors, torch.float32)
+    torch.testing.assert_close(ours.float(), expected, rtol=2e-3, atol=1e-3)
+    assert torch.equal(w8a8_block_fp8_triton(*tensors, dtype, config=config), ours)
+    assert not arrival_counters(ours.device, 8).any(), "the next launch counts from 0"
 
 
 @pytest.mark.parametrize("block_k", [64, 128])

@@ -26,7 +26,14 @@ INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?(bar\.sync|barrier|atom|st\.global|
 
 
 @pytest.mark.parametrize(
-    "case", ["paged_decode 32/4x128", "likeliest bfloat16", "sample bfloat16", "few_rows 6144x4096"]
+    "case",
+    [
+        "paged_decode 32/4x128",
+        "likeliest bfloat16",
+        "sample bfloat16",
+        "few_rows 6144x4096",
+        "w8a8_block_fp8 4096x4096, 1 tokens",
+    ],
 )
 def test_a_part_is_stored_before_it_is_counted_and_read_after(case: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
