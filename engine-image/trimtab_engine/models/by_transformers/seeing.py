@@ -41,6 +41,8 @@ UNSAID: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """What text_config leaves out where it is this, as transformers reads it."""
 TIED = "tie_word_embeddings"
+HALVES = ("text_config", "vision_config")
+QUANTIZED = "quantization_config"
 SEES_BOTH_WAYS = "tokens of an image see those after them, which its text half would have to let them"
 MANY_SIZES = "its pictures have many sizes, and squares of one size are built"
 OWN_POSITIONS = "its tokens have positions over height and width, which are built of Qwen2.5-VL alone"
@@ -70,8 +72,7 @@ def text_words(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     name = (config.get("architectures") or [None])[0]
     if not isinstance(text, Mapping):
         raise ModelError(f"{where}: text_config is {text!r:.100}; an object is needed")
-    if config.get("quantization_config"):
-        raise ModelError(f"{where}: quantization_config is not built for {name}; use a checkpoint in 16 or 32 bits")
+    _check_plain(config, name, where)
     kind = str(text.get("model_type", "llama"))
     outer = {key: config[key] for key in (TIED, "dtype", "torch_dtype", "eos_token_id") if config.get(key) is not None}
     inner = {key: value for key, value in text.items() if value is not None}
@@ -79,6 +80,16 @@ def text_words(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     ties = {TIED: all(said)} if said else {}  # where they differ and the output layer is stored, it counts
     architecture = NATIVE.get(kind) or _by_transformers(kind, name, where)
     return {**UNSAID.get(kind, {}), **outer, **inner, **ties, "architectures": [architecture]}
+
+
+def _check_plain(config: Mapping[str, Any], name: object, where: str) -> None:
+    """Raise where the whole, or one of its halves, is quantised."""
+    for part, words in (("", config), *((f"{half}: ", config.get(half)) for half in HALVES)):
+        if isinstance(words, Mapping) and words.get(QUANTIZED):
+            raise ModelError(
+                f"{where}: {part}{QUANTIZED} is {words[QUANTIZED]!r:.100}; it is not built for {name}; use a "
+                f"checkpoint in 16 or 32 bits"
+            )
 
 
 def _by_transformers(kind: str, name: object, where: str) -> str:
@@ -94,7 +105,7 @@ def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
     """The tower's numbers, as transformers reads config.json. Raises ModelError."""
     size, num_tokens = square_of(words.config, words.where)
     said = _vision_words(words)
-    return VisionConfig(
+    vision = VisionConfig(
         hidden_size=said.positive("hidden_size"),
         intermediate_size=said.positive("intermediate_size"),
         num_layers=said.positive("num_hidden_layers"),
@@ -106,6 +117,8 @@ def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
         output_size=text.hidden_size,
         squares=Squares(size=size, num_tokens=num_tokens, transformers_config=json.dumps(words.config, sort_keys=True)),
     )
+    _check_computes(vision, words.where)
+    return vision
 
 
 def _vision_words(words: ConfigWords) -> ConfigWords:
@@ -113,6 +126,15 @@ def _vision_words(words: ConfigWords) -> ConfigWords:
     from trimtab_engine.models.by_transformers.tower import vision_words
 
     return ConfigWords(vision_words(words.config, words.where), {}, f"{words.where}: vision_config")
+
+
+def _check_computes(vision: VisionConfig, where: str) -> None:
+    """Raise where transformers' code cannot compute what this config.json says."""
+    from trimtab_engine.models.by_transformers.tower_trial import why_not_computed
+
+    reason = why_not_computed(vision)
+    if reason is not None:
+        raise ModelError(f"{where}: {reason}")
 
 
 def tower_tensors(vision: VisionConfig) -> Tensors:

@@ -61,7 +61,7 @@ class SquareTower:
 def vision_words(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """`vision_config`, with what transformers takes for words that are not said. Raises ModelError."""
     try:
-        words: Mapping[str, Any] = configuration(_class_of(config), config, ATTENTION).vision_config.to_dict()
+        words: Mapping[str, Any] = configuration(class_of(config), config, ATTENTION).vision_config.to_dict()
     except Exception as error:  # other people's code fails as it likes
         said = str(error).strip().split("\n")[0]
         raise ModelError(f"{where}: transformers cannot read it: {type(error).__name__}: {said:.200}") from error
@@ -71,9 +71,9 @@ def vision_words(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 @lru_cache(maxsize=4)
 def tensors_of(text: str) -> Tensors:
     """What the tower of this config.json holds, by the names that transformers has."""
-    config = _without_text(text)
+    words = json.loads(text)
     with torch.device("meta"):
-        whole = _class_of(json.loads(text))(config)
+        whole = class_of(words)(without_text(words))
     own = _names_of_text(whole)
     return {
         name: StoredTensor(tuple(tensor.shape), "replicated")
@@ -83,8 +83,8 @@ def tensors_of(text: str) -> Tensors:
 
 
 def _read(text: str, load: Loader) -> Any:
-    model_class = _class_of(json.loads(text))
-    whole, missing, extra = read_whole(model_class, _without_text(text), load)
+    words = json.loads(text)
+    whole, missing, extra = read_whole(class_of(words), without_text(words), load)
     own = _names_of_text(whole)
     missing = [name for name in missing if not name.startswith(own)]
     if missing:
@@ -95,16 +95,17 @@ def _read(text: str, load: Loader) -> Any:
     return whole
 
 
-def _class_of(config: Mapping[str, Any]) -> Any:
+def class_of(config: Mapping[str, Any]) -> Any:
+    """transformers' class of the whole model."""
     return getattr(transformers, config["architectures"][0])
 
 
-def _without_text(text: str) -> Any:
-    """The configuration of the same model, whose text half has no layers and next to no vocabulary."""
-    words = copy.deepcopy(json.loads(text))
+def without_text(config: Mapping[str, Any]) -> Any:
+    """transformers' configuration of the same model, whose text half has no layers and next to no vocabulary."""
+    words = copy.deepcopy(dict(config))
     words["text_config"] = {key: words["text_config"][key] for key in words["text_config"] if key not in LAYERWISE}
     words["text_config"] |= NO_TEXT
-    return configuration(_class_of(words), words, ATTENTION)
+    return configuration(class_of(words), words, ATTENTION)
 
 
 def _names_of_text(whole: Any) -> tuple[str, ...]:

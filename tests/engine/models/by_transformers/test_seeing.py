@@ -17,6 +17,7 @@ from trimtab_engine.models.registry import (
     open_model,
     open_tower,
     parse_model_config,
+    parse_vision_config,
     sees_images,
 )
 
@@ -76,7 +77,18 @@ def test_an_output_layer_is_tied_where_all_that_is_said_says_so(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not built for Llava"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "here: quantization_config is {'quant_method': 'awq'}; it is not",
+        ),
+        (
+            {"text_config": LLAVA["text_config"] | {"quantization_config": {"quant_method": "awq"}}},
+            "here: text_config: quantization_config is {'quant_method': 'awq'}; it is not built for Llava",
+        ),
+        (
+            {"vision_config": LLAVA["vision_config"] | {"quantization_config": {"quant_method": "awq"}}},
+            "here: vision_config: quantization_config is {'quant_method': 'awq'}; it is not built for Llava",
+        ),
         ({"text_config": None}, "text_config is None"),
         ({"text_config": {"model_type": "t5"}}, "with a text half of model_type 't5' is not built"),
     ],
@@ -95,6 +107,39 @@ def test_others_that_see_are_refused_by_name_with_why(architecture: str) -> None
     ) as said:
         parse_model_config(config, {}, "here")
     assert all(name in str(said.value) for name in ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outer", "vision", "words"),
+    [
+        ("llava", {"vision_feature_layer": 99}, {}, r"vision_feature_layer is 99, .*IndexError.*; it can with -2$"),
+        ("llava", {"vision_feature_layer": [-2, 99]}, {}, r"vision_feature_layer is \[-2, 99\].*; it can with -2$"),
+        ("llava", {}, {"hidden_act": "evil"}, "vision_config: hidden_act is 'evil', .*; it can with 'quick_gelu'$"),
+        (
+            "llava",
+            {"projector_hidden_act": "evil"},
+            {},
+            "json: projector_hidden_act is 'evil', .*; it can with 'gelu'$",
+        ),
+        ("smolvlm", {}, {"hidden_act": "evil"}, "vision_config: hidden_act is 'evil', .*; it can with 'gelu_py"),
+        ("smolvlm", {}, {"patch_size": [4, 4]}, r"vision_config: patch_size is \[4, 4\], .*; it can with 4$"),
+        ("internvl", {}, {"hidden_act": "evil"}, "vision_config: hidden_act is 'evil', .*; it can with 'gelu'$"),
+        ("llava", {"projector_hidden_act": "evil"}, {"hidden_act": "evil"}, "'evil'.*, whichever one of its words"),
+    ],
+)
+def test_words_that_transformers_cannot_compute_are_named_before_weights_are_read(
+    kind: str, outer: dict[str, Any], vision: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    the_reference(kind).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps(said | outer | {"vision_config": said["vision_config"] | vision}))
+    source = open_model(str(tmp_path))
+    config = parse_model_config(source.config, source.generation_config, source.where)
+    with pytest.raises(ModelError, match=words) as told:
+        parse_vision_config(source, config)
+    assert str(path) in str(told.value)
+    assert "tower_bytes" not in model_facts(str(tmp_path))
 
 
 def test_a_tower_whose_weights_have_other_shapes_is_refused_as_it_loads(tmp_path: Path) -> None:
