@@ -8,7 +8,7 @@ it is known that there is something to take back once nobody asks for it any mor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -94,7 +94,7 @@ def queue_turn(
     told = told or taken
     asked = asked_order(deployment.spec)
     if asked is None:
-        return _back(deployment, seen, taken or told, told)
+        return _back(deployment, seen, taken, told)
     heard = {name: said for name, said in sorted(seen.items()) if said is not None}
     knowing = {name: said for name, said in heard.items() if _knows(said, asked)}
     patches = {name: asked.values for name, said in knowing.items() if not _runs(said, asked)}
@@ -114,23 +114,36 @@ def queue_turn(
 def _back(
     deployment: InferenceDeployment,
     seen: Mapping[str, QueueSeen | None],
-    order: QueueOrder | None,
+    taken: QueueOrder | None,
     told: QueueOrder | None,
 ) -> QueueTurn:
-    """Take an order back that nobody asks for any more. An engine that has another one by now is left alone: somebody
-    set it by hand."""
-    order = _still(order, seen)
-    if order is None or order.policy is QueuePolicy.FCFS or any(queue_flags(deployment.spec)):
+    """Take an order back that nobody asks for any more: what engines took, and what they were told since and may have
+    taken by now. An engine that has another one is left alone: somebody set it by hand."""
+    orders = tuple(_still_there((told, taken), seen))
+    if not orders or any(queue_flags(deployment.spec)):
         return QueueTurn()
-    if order.asked_by is AskedBy.OBJECTIVES and deployment.spec.tuning.mode != "Auto":
-        return QueueTurn(order, order)  # as nothing is tuned any more, it stays as it is
-    asked = QueueOrder(QueuePolicy.FCFS, order.asked_by)
     heard = {name: said for name, said in sorted(seen.items()) if said is not None}
-    patches = {name: asked.values for name, said in heard.items() if _may_run(said, order)}
+    runs = next((order for order in orders if any(_may_run(said, order) for said in heard.values())), orders[-1])
+    is_tuned = deployment.spec.tuning.mode == "Auto"
+    ending = tuple(order for order in orders if is_tuned or order.asked_by is not AskedBy.OBJECTIVES)
+    if not ending:
+        return QueueTurn(orders[0], runs)  # as nothing is tuned any more, it stays as it is
+    asked = QueueOrder(QueuePolicy.FCFS, ending[0].asked_by)
+    patches = {name: asked.values for name, said in heard.items() if any(_may_run(said, order) for order in ending)}
     is_news = bool(patches) and (told is None or told.policy is not QueuePolicy.FCFS)
     notes = tuple(_news(deployment, heard[min(patches)], asked)) if is_news else ()
     behind = tuple(name for name in sorted(seen) if name in patches or name not in heard)
-    return QueueTurn(asked, order, patches, behind=behind, asked=asked, notes=notes)
+    other = next((order for order in orders if order is not runs), asked)  # the status has room for one
+    return QueueTurn(other, runs, patches, behind=behind, asked=asked, notes=notes)
+
+
+def _still_there(orders: Iterable[QueueOrder | None], seen: Mapping[str, QueueSeen | None]) -> Iterator[QueueOrder]:
+    """Those of the orders, one for each policy, by which an engine serves, or may, and that are not its own."""
+    policies = {QueuePolicy.FCFS}
+    for order in orders:
+        if order is not None and order.policy not in policies and _still(order, seen) is not None:
+            policies.add(order.policy)
+            yield order
 
 
 def asked_order(spec: Spec) -> QueueOrder | None:

@@ -191,6 +191,20 @@ def test_an_order_that_was_told_and_not_confirmed_is_taken_back_too() -> None:
     assert back.patches == {"a": {"scheduling_policy": "fcfs"}}
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_an_order_that_was_told_after_another_was_taken_is_taken_back_with_it(silent: bool) -> None:
+    """The last look before the edit still saw the order before: an engine may have either."""
+    by_priority = QueueSeen("priority", ALL, TIMES)
+    first = queue_turn(asking(engine={"schedulingPolicy": "priority"}), {"a": by_priority, "b": by_priority})
+    told = queue_turn(asking(first, objectives=PROMISE, tuning=AUTO), {"a": by_priority, "b": by_priority}, first.told)
+    assert told.patches.keys() == {"a", "b"}
+    back = queue_turn(asking(told, tuning=AUTO), {"a": IN_TIME, "b": None if silent else by_priority}, told.told)
+    assert back.patches.keys() == ({"a"} if silent else {"a", "b"})
+    heard = queue_turn(asking(back, tuning=AUTO), {"a": IN_TIME, "b": by_priority}, back.told)  # none came through
+    assert heard.patches == {name: {"scheduling_policy": "fcfs"} for name in ("a", "b")}
+    assert queue_turn(asking(heard, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME}, heard.told) == QueueTurn()
+
+
 def test_what_somebody_sets_by_hand_while_another_engine_is_not_heard_stays() -> None:
     before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME})
     back = queue_turn(asking(before, tuning=AUTO), {"a": IN_TIME, "b": None}, before.told)
