@@ -216,6 +216,7 @@ def test_float8_weights_and_caches_wait_for_nothing_either(
         steps, model = some_steps(config, tmp_path, kv_dtype)
         launched = run_step(steps, model, sequences(*spans))
     assert {"_rope_and_cache", "_rms_norm", "_quantize_groups", "_w8a8_block_fp8"} <= set(launched)
+    assert "_few_rows" not in launched, "those are of 16 bits"
     assert ("_grouped_gemm" in launched) == ("num_experts" in config)
 
 
@@ -258,12 +259,15 @@ def test_the_judgement_of_a_prompt_waits_for_nothing() -> None:
     assert scores.parts[0][0].shape == (3, 2 * (1 + 2))
 
 
-def test_what_edits_logits_is_compiled_before_the_first_request(tmp_path: Path) -> None:
+def test_what_any_step_needs_is_compiled_before_the_first_request(tmp_path: Path) -> None:
     with a_fake_device():
         steps, _ = some_steps(DENSE, tmp_path)
         with record_launches() as launches, NoWaiting():
             steps.warm_up()
-    assert {"_edit_logits", "_ban_tokens"} <= {launch.kernel.name for launch in launches}
+    wanted = {"_edit_logits", "_ban_tokens", "_likeliest", "_sample", "_few_rows"}
+    assert wanted <= {launch.kernel.name for launch in launches}
+    dtypes = {launch.arguments["logits"].dtype for launch in launches if launch.kernel.name == "_sample"}
+    assert dtypes == {torch.bfloat16, torch.float32}, "logits of the model, and edited ones"
 
 
 TP2, PP2, DP2_EP = Layout(tensor=2), Layout(pipeline=2), Layout(data=2, expert=True)
