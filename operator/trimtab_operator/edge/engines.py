@@ -51,8 +51,8 @@ class _Conversation:
     asking: asyncio.Task[EngineSeen] | None = None
     patching: asyncio.Task[None] | None = None
     refused: list[tuple[LiveValues, int, float]] = field(default_factory=list)
-    """The changes that were refused since anything else was answered: their values, the generation that each was for,
-    and when (by `clock`)."""
+    """The changes that were refused lately, and since anything else was answered: their values, the generation that
+    each was for, and when (by `clock`)."""
     after_request: int | None = None
     """The last finished request that a look has told of."""
     told: Sample | None = None
@@ -62,11 +62,8 @@ class _Conversation:
 
     def unrefused(self, order: Patch, now: float) -> LiveValues | None:
         """What of a change can be asked of it: the values, or what is `otherwise`, unless they were refused lately."""
-        refused = [
-            values
-            for values, generation, at in self.refused
-            if generation == order.if_match and now - at < REFUSED_SECONDS
-        ]
+        self.refused = [refusal for refusal in self.refused if now - refusal[2] < REFUSED_SECONDS]
+        refused = [values for values, generation, _ in self.refused if generation == order.if_match]
         return next((f for f in (order.fields, order.otherwise) if f is not None and f not in refused), None)
 
     def end(self) -> None:

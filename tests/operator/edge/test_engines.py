@@ -294,6 +294,19 @@ async def test_where_a_change_was_refused_the_other_one_is_sent_and_it_again_whe
     assert [type(answer) for answer in heard] == [OutOfBounds, Patched, OutOfBounds]
 
 
+async def test_of_an_engine_that_refuses_all_it_is_asked_no_more_is_kept_than_counts(
+    engine: ContractEngine, http: aiohttp.ClientSession
+) -> None:
+    now = [1000.0]
+    heard, engines = Heard(), Engines(http, clock=lambda: now[0], patience_seconds=IN_TIME_SECONDS)
+    for more in range(6):
+        await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 99 + more}, 1)], TOKEN, heard.hear)
+        now[0] += 200.0
+    assert [type(answer) for answer in heard] == [OutOfBounds] * 6
+    (conversation,) = engines._with.values()
+    assert len(conversation.refused) == 2  # of the last 300 s
+
+
 async def test_where_both_changes_were_refused_none_is_sent(
     engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
