@@ -14,6 +14,7 @@ from trimtab_engine.config.quantization import stored_quantization
 from trimtab_engine.errors import ModelError
 
 MAX_LAYERS = 10_000  # of which a set is made; ten times the deepest model there is
+MAX_TOWER_LAYERS = 1000
 DTYPES = ("float32", "bfloat16", "float16")
 FULL, SLIDING = "full_attention", "sliding_attention"  # entries of layer_types
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -160,6 +161,13 @@ class ConfigWords:
         """`num_hidden_layers`, where something is listed for each. More than MAX_LAYERS are cut: configurations of
         absurdly many layers are refused later, by the number of tensors."""
         return min(self.positive("num_hidden_layers"), MAX_LAYERS)
+
+    def tower_layers(self, key: str, *, default: int | None = None) -> int:
+        """Those of a tower, whose tensors are listed before any is looked for."""
+        value = self.positive(key, default=default)
+        if value > MAX_TOWER_LAYERS:
+            raise ModelError(f"{self.where}: {key} is {value}; towers of {MAX_TOWER_LAYERS} layers at most are built")
+        return value
 
     def listed(self, key: str, length: int | None = None) -> list[int]:
         """Whole numbers, `length` of them where that is said, or none; [] where the key is absent."""

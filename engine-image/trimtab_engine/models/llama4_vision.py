@@ -52,7 +52,7 @@ def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
     vision = VisionConfig(
         hidden_size=own.positive("hidden_size"),
         intermediate_size=own.positive("intermediate_size"),
-        num_layers=own.positive("num_hidden_layers"),
+        num_layers=own.tower_layers("num_hidden_layers"),
         num_heads=own.positive("num_attention_heads"),
         num_channels=own.positive("num_channels"),
         patch_size=own.positive("patch_size"),

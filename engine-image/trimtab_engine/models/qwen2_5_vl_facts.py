@@ -41,7 +41,7 @@ def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
     vision = VisionConfig(
         hidden_size=own.positive("hidden_size", default=3584),
         intermediate_size=own.positive("intermediate_size", default=3420),
-        num_layers=own.positive("depth", default=32),
+        num_layers=own.tower_layers("depth", default=32),
         num_heads=own.positive("num_heads", default=16),
         num_channels=own.positive("in_channels", default=own.positive("in_chans", default=3)),
         patch_size=own.positive("patch_size", default=14),

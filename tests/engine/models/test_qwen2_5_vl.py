@@ -98,6 +98,7 @@ def test_facts_tell_what_the_tower_takes(checkpoint: str, tmp_path: Path) -> Non
         ({"num_heads": 5}, "heads of 24 / 5"),
         ({"window_size": 7}, "windows of 7 pixels"),
         ({"depth": "three"}, "depth is 'three'"),
+        ({"depth": 10**9}, "depth is 1000000000; towers of 1000 layers at most"),
     ],
 )
 def test_a_tower_of_another_kind_is_refused_and_named(words: dict[str, Any], message: str) -> None:

@@ -108,7 +108,7 @@ def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
     vision = VisionConfig(
         hidden_size=said.positive("hidden_size"),
         intermediate_size=said.positive("intermediate_size"),
-        num_layers=said.positive("num_hidden_layers"),
+        num_layers=said.tower_layers("num_hidden_layers"),
         num_heads=said.positive("num_attention_heads"),
         num_channels=said.positive("num_channels", default=3),
         patch_size=side_of(said.config, "patch_size", said.where),

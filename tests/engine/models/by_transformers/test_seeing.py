@@ -123,6 +123,7 @@ def test_others_that_see_are_refused_by_name_with_why(architecture: str) -> None
         ),
         ("smolvlm", {}, {"hidden_act": "evil"}, "vision_config: hidden_act is 'evil', .*; it can with 'gelu_py"),
         ("smolvlm", {}, {"patch_size": [4, 4]}, r"vision_config: patch_size is \[4, 4\], .*; it can with 4$"),
+        ("llava", {}, {"num_hidden_layers": 10**9}, "vision_config: num_hidden_layers is 1000000000; towers of 1000"),
         ("internvl", {}, {"hidden_act": "evil"}, "vision_config: hidden_act is 'evil', .*; it can with 'gelu'$"),
         ("llava", {"projector_hidden_act": "evil"}, {"hidden_act": "evil"}, "'evil'.*, whichever one of its words"),
     ],
