@@ -186,13 +186,12 @@ def _need(
         cold_start=start,
     )
     error = min(MOST_UNSURE, foresight.sampling_error)
-    margin = beside_growth(error, min(factor, up / s.rate) if s.rate > 0 else factor)
 
     def capacity(count: int) -> float:
-        return (1.0 - margin) * foresight.believed(replace(one, replicas=count))
+        return (1.0 - error) * foresight.believed(replace(one, replicas=count))
 
     need = needed(up, s.rate, factor, capacity, least=least, most=most, queue_replicas=extra)
-    if need.replicas > current and extra == 0 and up <= _at_most(capacity(current) / (1.0 - margin), error):
+    if need.replicas > current and extra == 0 and up <= _at_most(capacity(current), error):
         need = replace(need, replicas=current)  # what is foreseen lies within the error of what they hold
     if need.replicas == most > current and capacity(most) <= 0:
         # No number of them keeps the promises: more of them help only with what waits.
@@ -200,14 +199,6 @@ def _need(
     if need.replicas <= current < most and is_overfull(s):
         return replace(need, replicas=current + 1, is_overfull=True), capacity
     return need, capacity
-
-
-def beside_growth(error: float, factor: float) -> float:
-    """What to take off a capacity for its standard error, as a share, where growth by `factor` is provided for: that
-    the load grows as far and that less is held than was measured are independent of each other, so their squares add,
-    and it is seldom that both come."""
-    growth = math.log(max(1.0, factor))
-    return math.hypot(growth, error) - growth
 
 
 def _with_awaited(need: Need, meant: int, capacity: Capacity, *, least: int, most: int) -> Need:
@@ -218,8 +209,8 @@ def _with_awaited(need: Need, meant: int, capacity: Capacity, *, least: int, mos
 
 
 def _at_most(capacity: float, error: float) -> float:
-    """What may be held as well: by the error of a capacity, and as far as a search looks."""
-    return capacity * (1.0 + TOLERANCE + min(UNSURE, error))
+    """What may be held as well: by the error that was taken off it, and as far as a search looks."""
+    return capacity * (1.0 + TOLERANCE + min(UNSURE, error)) / (1.0 - error)
 
 
 def is_overfull(s: Situation) -> bool:

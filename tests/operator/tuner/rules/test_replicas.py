@@ -155,18 +155,6 @@ def test_what_is_foreseen_within_the_error_of_a_capacity_moves_nothing() -> None
     assert [chosen(TWO, asked=2, rate=rate).replicas for rate in (10.2, 11.2)] == [2, 3]
 
 
-def test_where_growth_is_provided_for_the_error_of_a_capacity_is_added_by_squares() -> None:
-    """Two hold ten requests a second and one five, within a tenth. A quarter more may come: one is enough for four a
-    second and 2 % less, not only for a tenth less; and what is foreseen must still be more than two may hold."""
-    assert [rule.beside_growth(0.1, growth) for growth in (0.8, 1.0)] == pytest.approx([0.1, 0.1])  # none is foreseen
-    assert rule.beside_growth(0.1, 1.25) == pytest.approx(0.0222, abs=1e-3)
-    assert rule.beside_growth(0.0, 1.25) == 0.0
-    assert [chosen(TWO, asked=2, rate=rate, error=0.1, growth=1.25).replicas for rate in (3.8, 4.0)] == [1, 2]
-    assert [chosen(TWO, asked=2, rate=rate, error=0.1, growth=1.25).replicas for rate in (8.9, 9.2)] == [2, 3]
-    # No more is foreseen than a quarter above the highest rate, however far a load has grown before.
-    assert [chosen(TWO, asked=2, rate=rate, error=0.1, growth=2.0).replicas for rate in (3.8, 3.95)] == [1, 2]
-
-
 def test_caches_that_what_runs_will_overflow_ask_for_one_more_whatever_the_rate_says() -> None:
     full = seen(serving("m-0", kv_usage=0.9), serving("m-1", kv_usage=0.9))
     found = chosen(full, asked=2, rate=6.0, from_here=0.8)
