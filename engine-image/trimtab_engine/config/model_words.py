@@ -99,10 +99,10 @@ class ConfigWords:
             raise ModelError(f"{self.where}: rope type {rope_type!r} is not built; supported: {', '.join(ROPE_TYPES)}")
         if words.number("partial_rotary_factor", default=self.number("partial_rotary_factor", default=1.0)) != 1:
             raise ModelError(f"{self.where}: partial_rotary_factor is not built; every head is rotated whole")
-        original = int(parameters.get("original_max_position_embeddings") or max_len)
-        factor = words.number("factor", default=max_len / original)
+        original = words.count("original_max_position_embeddings") or max_len
+        factor = words.above_zero("factor", default=max_len / original)
         return RopeConfig(
-            theta=words.number("rope_theta", default=self.number("rope_theta", default=10_000.0)),
+            theta=words.above_zero("rope_theta", default=self.above_zero("rope_theta", default=10_000.0)),
             rope_type=rope_type,
             factor=factor,
             low_freq_factor=words.number("low_freq_factor", default=1.0),
@@ -136,7 +136,9 @@ class ConfigWords:
         for source in (self.generation, self.config):
             value = source.get("eos_token_id")
             ids += value if isinstance(value, list) else [] if value is None else [value]
-        return tuple(dict.fromkeys(int(i) for i in ids))
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+            raise ModelError(f"{self.where}: eos_token_id is {ids!r:.100}; whole numbers of 0 or more are needed")
+        return tuple(dict.fromkeys(ids))
 
     def window(self, *, default: int | None = None) -> int | None:
         """`sliding_window`: how many tokens a token sees, itself included. None, which may be said: all."""
@@ -201,6 +203,13 @@ class ConfigWords:
         value = self.config.get(key)
         if value is None:
             return default
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
             raise ModelError(f"{self.where}: {key} is {value!r}; a number is needed")
         return float(value)
+
+    def above_zero(self, key: str, *, default: float) -> float:
+        """A number above 0."""
+        value = self.number(key, default=default)
+        if value <= 0:
+            raise ModelError(f"{self.where}: {key} is {value!r}; a number above 0 is needed")
+        return value

@@ -12,7 +12,7 @@ from trimtab_engine.models.decoder_kv import decoder_kv
 from trimtab_engine.models.family import Family, Model
 from trimtab_engine.models.tensors import StoredTensor, decoder_tensors
 from trimtab_engine.weights.gguf_file import LAYER_NAMES, GgufNames
-from trimtab_engine.weights.gguf_words import Metadata
+from trimtab_engine.weights.gguf_words import ABOVE_ZERO, NUMBER, Metadata
 
 if TYPE_CHECKING:
     from trimtab_engine.models.loading import Loader
@@ -84,8 +84,8 @@ def gguf_words(metadata: Metadata) -> dict[str, Any]:
     return {
         "sliding_window": metadata.positive("attention.sliding_window"),
         "query_pre_attn_scalar": scaled_by,
-        "rope_local_base_freq": metadata.number("rope.freq_base_swa", LOCAL_THETA),
-        "final_logit_softcapping": metadata.find("final_logit_softcapping"),
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa", LOCAL_THETA, ABOVE_ZERO),
+        "final_logit_softcapping": metadata.find("final_logit_softcapping", NUMBER),
     }
 
 

@@ -5,6 +5,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
 from trimtab_engine.errors import ModelError, one_line
 
 TEMPLATE = "chat_template"
@@ -16,11 +18,11 @@ CONFIGURED = {
 OLDER_NAMES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 """transformers 5.17 knows architectures by its own names for them; those that are not here are called alike."""
 
-SPLIT_AS_GPT2 = (
-    "default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "smollm", "starcoder", "refact", "command-r",
-    "codeshell", "exaone",
-)  # fmt: skip
-"""Names of pre-tokenizers that are byte-level BPE's first one; some of them take digits apart, which no merge joins."""
+SPLIT_AS_GPT2 = ("default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais")
+"""Names of pre-tokenizers that are byte-level BPE's first one."""
+DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+"""Those that take each digit by itself first: of "  12" both spaces stay together, where the first one gives the
+second to the digits."""
 
 SPECIAL_TOKENS = {
     "bos_token": "ggml.bos_token_id",
@@ -55,21 +57,34 @@ def read_gguf_tokenizer(file: Path) -> Any:
         config.setdefault("add_bos_token", True)  # older files do not say; llama.cpp adds it
     for name, key in SPECIAL_TOKENS.items():
         if key in metadata:
-            config[name] = tokenizer["tokens"][metadata[key]]
+            config[name] = _token(file, f"tokenizer.{key}", metadata[key], tokenizer["tokens"])
     named = {key.removeprefix(f"{TEMPLATE}."): text for key, text in metadata.items() if key.startswith(f"{TEMPLATE}.")}
     if named:
         config[TEMPLATE] = {"default": config.get(TEMPLATE), **named}
     _check_split(file, tokenizer)
     architecture = fields["general.architecture"].contents()
     backend, more = convert(architecture, tokenizer)
+    if _is_byte_level(tokenizer) and tokenizer.get("pre_tokenizer_type") in DIGITS_APART:
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, **{**more, **config})  # type: ignore[no-untyped-call]
+
+
+def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
+    return tokenizer.get("tokenizer_type") == "gpt2"
+
+
+def _token(file: Path, key: str, value: Any, tokens: list[str]) -> str:
+    """The token with this id. Raises ModelError where there is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(tokens):
+        raise ModelError(f"{file}: {key} is {value!r:.60}; the id of one of {len(tokens)} tokens is needed")
+    return tokens[value]
 
 
 def _check_split(file: Path, tokenizer: Mapping[str, Any]) -> None:
     """Raise ModelError for a byte-level vocabulary whose way to split text transformers does not know: it would take
     GPT-2's, and give other tokens than the model has learned."""
     name = tokenizer.get("pre_tokenizer_type")
-    if name is None or tokenizer.get("tokenizer_type") != "gpt2" or name in SPLIT_AS_GPT2:
+    if name is None or not _is_byte_level(tokenizer) or name in (*SPLIT_AS_GPT2, *DIGITS_APART):
         return
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as known

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.errors import ModelError, one_line
 from trimtab_engine.weights.gguf_parts import parts_of
-from trimtab_engine.weights.gguf_words import Metadata, decoder_words, end_tokens
+from trimtab_engine.weights.gguf_words import COUNT, TEXT, Metadata, Need, checked, decoder_words, end_tokens
 from trimtab_engine.weights.source import Span
 
 if TYPE_CHECKING:
@@ -79,12 +79,12 @@ class GgufSource:
         self._fields = parts[0].fields
         tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
         self._check_parts(len(tensors))
-        kind = str(self._fields.get("general.architecture"))
+        kind = str(self._value("general.architecture", TEXT))
         if kind not in names:
             raise ModelError(f"{self.where}: {_not_built(kind, names)}")
         self._kind, self._names = kind, names[kind]
         self._metadata = Metadata(self._fields, kind, self.where)
-        if self._metadata.number("expert_count", 0) and not self._names.experts:
+        if self._metadata.number("expert_count", 0, COUNT) and not self._names.experts:
             raise ModelError(f"{self.where}: mixtures of experts in GGUF architecture {kind} are not built")
         self._divisors = self._numbers(tensors.pop(ROPE_FREQUENCIES)) if ROPE_FREQUENCIES in tensors else []
         self._tensors = {
@@ -104,7 +104,7 @@ class GgufSource:
     @property
     def generation_config(self) -> Mapping[str, Any]:
         """The tokenizer's tokens that end an answer."""
-        ends = end_tokens(self._fields)
+        ends = end_tokens(self._fields, self.where)
         return {"eos_token_id": ends} if ends else {}
 
     @property
@@ -183,15 +183,19 @@ class GgufSource:
         numbers: list[float] = tensor.data.ravel().tolist()
         return numbers
 
+    def _value(self, name: str, need: Need) -> Any:
+        """What the file says of itself; None where it says nothing. Raises ModelError."""
+        return checked(self._fields.get(name), name, need, self.where)
+
     def _check_parts(self, num_tensors: int) -> None:
         """Raise ModelError where a part that says so is called otherwise, or tensors are missing."""
-        count = int(self._fields.get(SPLIT_COUNT) or 1)
+        count = int(self._value(SPLIT_COUNT, COUNT) or 1)
         if count != len(self._files):
             raise ModelError(
                 f"{self.where}: says that it is one of {count} parts of a model; name them …-00001-of-{count:05}.gguf "
                 f"and so on, in one folder"
             )
-        expected = int(self._fields.get(SPLIT_TENSORS) or num_tensors)
+        expected = int(self._value(SPLIT_TENSORS, COUNT) or num_tensors)
         if num_tensors != expected:
             raise ModelError(f"{self.where}: its parts have {num_tensors} tensors of {expected}; download them again")
 
@@ -263,8 +267,8 @@ def _all_parts(file: Path) -> Sequence[Path]:
 
 
 def _read_part(file: Path) -> _Part:
-    """Raises ModelError for a file that is cut or is none."""
-    from gguf import GGUFReader
+    """Raises ModelError for a file that is cut, is none, or was written for another kind of machine."""
+    from gguf import GGUFEndian, GGUFReader
 
     try:
         reader = GGUFReader(file, "c")  # nothing is written; torch warns of what could not be
@@ -272,6 +276,11 @@ def _read_part(file: Path) -> _Part:
         tensors = {str(tensor.name): tensor for tensor in reader.tensors}
     except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         raise ModelError(f"{file}: is truncated or no GGUF file: {one_line(error)[:200]}") from None
+    if reader.endianess is GGUFEndian.BIG:
+        raise ModelError(
+            f"{file}: is in big-endian byte order, which is not built; give the little-endian file, as most are, or "
+            f"convert it in place: gguf-convert-endian {file} little"
+        )
     size = file.stat().st_size
     end = max((int(t.data_offset) + int(t.n_bytes) for t in tensors.values()), default=0)
     if end > size or not (tensors or SPLIT_COUNT in fields):

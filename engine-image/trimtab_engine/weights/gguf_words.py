@@ -4,7 +4,8 @@ Keys are llama.cpp's (gguf-py's constants), behind the architecture's name. What
 llama.cpp does is refused by name.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,37 @@ ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 @dataclass(frozen=True, slots=True)
+class Need:
+    """What a value must be: in words, and whether one is."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return _is_number(value) and value == int(value)
+
+
+TEXT = Need("text", lambda value: isinstance(value, str))
+NUMBER = Need("a number", _is_number)
+NOT_NEGATIVE = Need("a number of 0 or more", lambda value: _is_number(value) and value >= 0)
+ABOVE_ZERO = Need("a number above 0", lambda value: _is_number(value) and value > 0)
+COUNT = Need("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
+POSITIVE = Need("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1)
+
+
+def checked(value: Any, name: str, need: Need, where: str) -> Any:
+    """A value of the file; None, which is absent, is let through. Raises ModelError for what is not as needed."""
+    if value is None or need.holds(value):
+        return value
+    raise ModelError(f"{where}: {name} is {value!r:.60}; {need.words} is needed")
+
+
+@dataclass(frozen=True, slots=True)
 class Metadata:
     """What a file says of its model. Every method raises ModelError for what is missing or malformed."""
 
@@ -26,38 +58,35 @@ class Metadata:
     architecture: str
     where: str
 
-    def find(self, key: str) -> Any:
+    def find(self, key: str, need: Need) -> Any:
         """One value, None where there is none. A list is read where it says the same of every layer."""
         name = f"{self.architecture}.{key}"
         value = self.fields.get(name)
-        if isinstance(value, list):
-            if len({*value}) != 1:
+        if isinstance(value, list) and value:
+            if any(one != value[0] for one in value):
                 raise ModelError(f"{self.where}: {name} differs from layer to layer ({str(value)[:60]}), not built")
-            return value[0]
-        return value
+            value = value[0]
+        return checked(value, name, need, self.where)
 
     def positive(self, key: str, default: int | None = None) -> int:
         """A whole number of 1 or more."""
-        value = int(self.number(key, default))
-        if value < 1:
-            raise ModelError(f"{self.where}: {self.architecture}.{key} is {value}; a number of 1 or more is needed")
-        return value
+        return int(self.number(key, default, POSITIVE))
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """Any number."""
-        value = self.find(key)
+    def number(self, key: str, default: float | None = None, need: Need = NUMBER) -> float:
+        """Any number, or one of a narrower need."""
+        value = self.find(key, need)
         value = default if value is None else value
         if value is None:
             raise ModelError(f"{self.where}: has no metadata {self.architecture}.{key}")
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ModelError(f"{self.where}: {self.architecture}.{key} is {str(value)[:60]!r}; a number is needed")
-        return value
+        number: float = value
+        return number
 
 
 def decoder_words(metadata: Metadata, divisors: Sequence[float]) -> dict[str, Any]:
     """What decoders share. `divisors`: of each frequency of the rope; none where the file has none."""
     heads, hidden = metadata.positive("attention.head_count"), metadata.positive("embedding_length")
-    head_size = metadata.positive("attention.key_length", metadata.find("rope.dimension_count") or hidden // heads)
+    rotated = metadata.find("rope.dimension_count", POSITIVE)
+    head_size = metadata.positive("attention.key_length", rotated or hidden // heads)
     return {
         "hidden_size": hidden,
         "intermediate_size": metadata.positive("feed_forward_length"),
@@ -66,25 +95,26 @@ def decoder_words(metadata: Metadata, divisors: Sequence[float]) -> dict[str, An
         "num_key_value_heads": metadata.positive("attention.head_count_kv", heads),
         "head_dim": head_size,
         "max_position_embeddings": metadata.positive("context_length"),
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": metadata.number("rope.freq_base", 10_000.0),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", need=NOT_NEGATIVE),
+        "rope_theta": metadata.number("rope.freq_base", 10_000.0, ABOVE_ZERO),
         "rope_scaling": _rope_scaling(metadata, divisors, head_size),
-        "partial_rotary_factor": metadata.positive("rope.dimension_count", head_size) / head_size,
+        "partial_rotary_factor": (rotated or head_size) / head_size,
         "dtype": "float32",
     }
 
 
 def _rope_scaling(metadata: Metadata, divisors: Sequence[float], head_size: int) -> dict[str, Any]:
-    kind = str(metadata.find("rope.scaling.type") or "none")
-    linear = metadata.number("rope.scale_linear", 1.0)  # of files of 2023, which say no type
+    kind = str(metadata.find("rope.scaling.type", TEXT) or "none")
+    linear = metadata.number("rope.scale_linear", 1.0, ABOVE_ZERO)  # of files of 2023, which say no type
     if kind == "none" and linear != 1.0:
         kind = "linear"
     for key in UNBUILT_FACTORS:
-        if kind not in UNSCALED and metadata.number(key, 1.0) != 1.0:
-            raise ModelError(f"{metadata.where}: {metadata.architecture}.{key} {metadata.find(key)} is not built")
+        said = metadata.number(key, 1.0)
+        if kind not in UNSCALED and said != 1.0:
+            raise ModelError(f"{metadata.where}: {metadata.architecture}.{key} {said} is not built")
     words: dict[str, Any] = {"rope_type": "default"}
     if kind not in ("none", ""):
-        words = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor", linear)}
+        words = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor", linear, ABOVE_ZERO)}
     if kind == "yarn":
         words |= _yarn(metadata)
     if divisors:
@@ -95,11 +125,11 @@ def _rope_scaling(metadata: Metadata, divisors: Sequence[float], head_size: int)
 
 def _yarn(metadata: Metadata) -> dict[str, Any]:
     keys = {
-        "original_max_position_embeddings": "original_context_length",
-        "beta_fast": "yarn_beta_fast",
-        "beta_slow": "yarn_beta_slow",
+        "original_max_position_embeddings": ("original_context_length", POSITIVE),
+        "beta_fast": ("yarn_beta_fast", ABOVE_ZERO),
+        "beta_slow": ("yarn_beta_slow", ABOVE_ZERO),
     }
-    said = {ours: metadata.find(f"rope.scaling.{theirs}") for ours, theirs in keys.items()}
+    said = {ours: metadata.find(f"rope.scaling.{theirs}", need) for ours, (theirs, need) in keys.items()}
     return {ours: value for ours, value in said.items() if value is not None}
 
 
@@ -114,7 +144,8 @@ def _check_divisors(metadata: Metadata, divisors: Sequence[float], head_size: in
         raise ModelError(f"{metadata.where}: rope_freqs.weight beside rope scaling {kind} is not built")
 
 
-def end_tokens(fields: Mapping[str, Any]) -> list[int]:
-    """All that end an answer, as the tokenizer's metadata says; the first is the end of a text."""
-    ids = (fields.get(f"tokenizer.ggml.{key}") for key in ENDS)
+def end_tokens(fields: Mapping[str, Any], where: str) -> list[int]:
+    """All that end an answer, as the tokenizer's metadata says; the first is the end of a text. Raises ModelError."""
+    names = [f"tokenizer.ggml.{key}" for key in ENDS]
+    ids = [checked(fields.get(name), name, COUNT, where) for name in names]
     return list(dict.fromkeys(int(token) for token in ids if token is not None))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from trimtab_engine.cli.facts_table import bytes_on_disk
+from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
 from trimtab_engine.models.registry import GGUF_NAMES, open_model, parse_model_config
@@ -283,25 +284,90 @@ def test_parts_of_two_models_are_told_by_their_tensors(tmp_path: Path) -> None:
         ("llama.expert_count", 8, "mixtures of experts in GGUF architecture llama are not built"),
         ("llama.rope.dimension_count", 8, "partial_rotary_factor is not built"),
         ("llama.attention.head_count_kv", [2, 1], "differs from layer to layer"),
-        ("llama.attention.head_count", 0, "attention.head_count is 0; a number of 1 or more is needed"),
-        ("llama.feed_forward_length", "wide", "feed_forward_length is 'wide'; a number is needed"),
+        ("llama.attention.head_count", 0, "attention.head_count is 0; a whole number of 1 or more is needed"),
+        ("llama.feed_forward_length", "wide", "feed_forward_length is 'wide'; a whole number of 1 or more is needed"),
         ("llama.rope.scaling.type", "longrope", "rope type 'longrope' is not built"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(tmp_path: Path, key: str, value: Any, why: str) -> None:
-    writer = a_writer(tmp_path / "model.gguf", "llama", SIZES)
-    writer.kv_data[0].pop(key, None)
-    writer.add_key_value(key, value, *_types_of(value))
-    writer.add_tensor("token_embd.weight", numpy.zeros((VOCABULARY, 48), dtype=numpy.float32))
-    write(writer)
     with pytest.raises(ModelError, match=why):
-        parse_model_config(open_model(str(tmp_path / "model.gguf")).config, {}, "model.gguf")
+        parsed(a_file_that_says(tmp_path / "model.gguf", key, value))
 
 
 def _types_of(value: Any) -> tuple[gguf.GGUFValueType, ...]:
     if isinstance(value, list):
         return gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT32
-    return (gguf.GGUFValueType.STRING if isinstance(value, str) else gguf.GGUFValueType.UINT32,)
+    kinds = {str: gguf.GGUFValueType.STRING, float: gguf.GGUFValueType.FLOAT32, bool: gguf.GGUFValueType.BOOL}
+    return (kinds.get(type(value), gguf.GGUFValueType.UINT32),)
+
+
+NUMBERS_THAT_ARE_NONE = (math.nan, math.inf, "many")
+WRONG = [
+    *(("split.count", value, "a whole number of 0 or more") for value in ("abc", [1, 2], 1.5, True)),
+    ("split.tensors.count", "x", "a whole number of 0 or more"),
+    ("general.architecture", [1], "text"),
+    *(("llama.block_count", value, "a whole number of 1 or more") for value in (*NUMBERS_THAT_ARE_NONE, 2.5, True)),
+    ("llama.expert_count", "none", "a whole number of 0 or more"),
+    ("llama.rope.dimension_count", "x", "a whole number of 1 or more"),
+    *(
+        (f"llama.attention.{key}", value, "a number of 0 or more")
+        for key, value in (("layer_norm_rms_epsilon", math.nan), ("layer_norm_rms_epsilon", -1.0))
+    ),
+    *(
+        (f"llama.rope.{key}", value, "a number above 0")
+        for key in ("freq_base", "scale_linear")
+        for value in (*NUMBERS_THAT_ARE_NONE, 0.0)
+    ),
+    ("llama.rope.scaling.type", 3, "text"),
+    ("llama.rope.scaling.attn_factor", "x", "a number"),
+    *(
+        (f"tokenizer.ggml.{key}_token_id", value, "a whole number of 0 or more")
+        for key in ("eos", "eot", "eom")
+        for value in ("x", [1, 2], 1.5)
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "needed"), WRONG, ids=[f"{key}={value}" for key, value, _ in WRONG])
+def test_values_of_a_wrong_kind_are_told_by_file_key_and_value(
+    tmp_path: Path, key: str, value: Any, needed: str
+) -> None:
+    told = re.escape(f"model.gguf: {key} is {value!r}; {needed} is needed")
+    with pytest.raises(ModelError, match=told):
+        parsed(a_file_that_says(tmp_path / "model.gguf", key, value))
+
+
+@pytest.mark.parametrize(("key", "needed"), [("factor", "a number above 0"), ("yarn_beta_fast", "a number above 0")])
+def test_so_are_those_of_a_scaled_rope(tmp_path: Path, key: str, needed: str) -> None:
+    file = a_file_that_says(tmp_path / "model.gguf", f"llama.rope.scaling.{key}", 0.0, rope_scaling=YARN)
+    with pytest.raises(ModelError, match=re.escape(f"model.gguf: llama.rope.scaling.{key} is 0.0; {needed}")):
+        parsed(file)
+
+
+def a_file_that_says(file: Path, key: str, value: Any, **words: Any) -> Path:
+    """A llama's file without most tensors, with this value in its metadata."""
+    writer = a_writer(file, "llama", SIZES | words)
+    writer.kv_data[0].pop(key, None)
+    writer.add_key_value(key, value, *_types_of(value))
+    writer.add_tensor("token_embd.weight", numpy.zeros((VOCABULARY, 48), dtype=numpy.float32))
+    write(writer)
+    return file
+
+
+def parsed(file: Path) -> ModelConfig:
+    source = open_model(str(file))
+    return parse_model_config(source.config, source.generation_config, source.where)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_file_of_the_other_byte_order_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    writer = a_writer(tmp_path / "model.gguf", "llama", SIZES, endianess=gguf.GGUFEndian.BIG)
+    table = torch.randn(VOCABULARY, 64, generator=torch.Generator().manual_seed(0)).numpy()
+    stored_as = gguf.GGMLQuantizationType[kind]
+    writer.add_tensor("token_embd.weight", gguf.quants.quantize(table, stored_as), raw_dtype=stored_as)
+    write(writer)
+    with pytest.raises(ModelError, match=r"model\.gguf: is in big-endian byte order.* gguf-convert-endian \S+ little"):
+        open_model(str(tmp_path / "model.gguf"))
 
 
 def test_a_number_per_layer_that_is_always_the_same_is_that_number(tmp_path: Path) -> None:

@@ -86,6 +86,11 @@ def a_loader(source: GgufSource) -> Loader:
     return Loader(source, torch.float32, CPU, lambda count: None)
 
 
+def numbers(*shape: int) -> torch.Tensor:
+    """Random ones, always the same."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5))
+
+
 def logprobs(model: Path) -> torch.Tensor:
     """Of one prompt's own tokens, in chunks, and of the tokens behind it."""
     return torch.tensor(engine_builders.logprobs_of(model, VOCABULARY))
@@ -101,11 +106,11 @@ def test_a_packed_model_computes_what_its_restored_weights_compute(tmp_path: Pat
 @pytest.mark.parametrize("name", FORMS)
 def test_ranks_parts_are_parts_of_the_whole(tmp_path: Path, name: str) -> None:
     load = a_loader(a_gguf(tmp_path / "model.gguf", lambda tensor: name))
-    x = torch.randn(3, HIDDEN)
+    x = numbers(3, HIDDEN)
     whole = load.joined(ATTENTION, {"q_proj": (0, 256)})(x)
     parts = [load.joined(ATTENTION, {"q_proj": rows})(x) for rows in ((0, 64), (64, 256))]
     assert torch.equal(torch.cat(parts, dim=1), whole)
-    x = torch.randn(3, WIDE)
+    x = numbers(3, WIDE)
     down = "model.layers.1.mlp.down_proj"
     summed = load.part_of_sum(down, (0, 256))(x[:, :256]) + load.part_of_sum(down, (256, WIDE))(x[:, 256:])
     torch.testing.assert_close(summed, load.part_of_sum(down, (0, WIDE))(x), atol=1e-4, rtol=1e-4)
@@ -117,7 +122,7 @@ def test_columns_that_cut_a_block_are_multiplied_restored_and_named(tmp_path: Pa
     source = a_gguf(tmp_path / "model.gguf", lambda tensor: name)
     load, down = a_loader(source), "model.layers.0.mlp.down_proj"
     assert source.blocks(f"{down}.weight", columns=(0, cut)) is None
-    x = torch.randn(2, WIDE - cut)
+    x = numbers(2, WIDE - cut)
     expected = x @ source.tensor(f"{down}.weight", columns=(cut, WIDE)).t()
     torch.testing.assert_close(load.part_of_sum(down, (cut, WIDE))(x), expected, atol=1e-4, rtol=1e-4)
     assert load.restored == [f"model.layers.*.mlp.down_proj.weight ({name})"]
@@ -132,7 +137,7 @@ def kinds_of_q4_k_m(tensor: str) -> str:
 
 def test_rows_of_two_types_are_multiplied_together_as_they_are_stored(tmp_path: Path) -> None:
     source = a_gguf(tmp_path / "model.gguf", kinds_of_q4_k_m)
-    load, x = a_loader(source), torch.randn(2, HIDDEN)
+    load, x = a_loader(source), numbers(2, HIDDEN)
     expected = x @ torch.cat([source.tensor(f"{ATTENTION}{name}.weight") for name in QKV]).t()
     actual = load.joined(ATTENTION, QKV)
     assert isinstance(actual, Linear)
@@ -150,7 +155,7 @@ def test_a_model_of_llama_cpps_usual_mixture_computes_what_its_restored_weights_
 
 def test_a_type_that_changes_within_a_panel_is_multiplied_restored_and_named(tmp_path: Path) -> None:
     source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q8_0" if "up_proj" in tensor else "Q4_0")
-    load, x, mlp = a_loader(source), torch.randn(2, HIDDEN), "model.layers.0.mlp."
+    load, x, mlp = a_loader(source), numbers(2, HIDDEN), "model.layers.0.mlp."
     rows = {"gate_proj": (0, 16), "up_proj": (0, 16)}
     weights = [source.tensor(f"{mlp}{name}.weight", rows=span) for name, span in rows.items()]
     torch.testing.assert_close(load.joined(mlp, rows)(x), x @ torch.cat(weights).t(), atol=1e-4, rtol=1e-4)
@@ -179,7 +184,7 @@ def test_the_vocabulary_is_looked_up_and_multiplied_as_it_is_stored(tmp_path: Pa
     table, ids = load.vocabulary(name, rows=None), torch.tensor([3, 96, 3, 0])
     assert isinstance(table, QuantisedBlocks)
     assert torch.equal(VocabularyEmbedding(table, 0, None)(ids), source.tensor(name)[ids])
-    x = torch.randn(2, HIDDEN)
+    x = numbers(2, HIDDEN)
     logits = LmHead(table, VOCABULARY, None)(x)
     assert logits is not None
     torch.testing.assert_close(logits, x @ source.tensor(name).t(), atol=1e-3, rtol=1e-4)

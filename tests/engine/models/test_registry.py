@@ -4,10 +4,12 @@ are heads that draft, which may build on the family whose layers they have."""
 import ast
 import inspect
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trimtab_engine
@@ -108,3 +110,25 @@ def test_a_family_that_is_added_is_read_counted_and_run(tmp_path: Path, monkeypa
 def test_a_configuration_that_names_no_architecture_is_refused() -> None:
     with pytest.raises(ModelError, match="no architectures; expected one of LlamaForCausalLM"):
         parse_model_config({}, {}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "needed"),
+    [
+        ("rms_norm_eps", math.nan, "a number"),
+        ("rope_theta", math.inf, "a number"),
+        ("rope_theta", 0, "a number above 0"),
+        ("eos_token_id", "2", "whole numbers of 0 or more"),
+        ("eos_token_id", [2, -1], "whole numbers of 0 or more"),
+        ("eos_token_id", 2.5, "whole numbers of 0 or more"),
+    ],
+)
+def test_numbers_that_are_none_are_told_by_file_key_and_value(key: str, value: Any, needed: str) -> None:
+    with pytest.raises(ModelError, match=rf"^config\.json: {key} is .*; {needed} (is|are) needed$"):
+        parse_model_config(CONFIG | {key: value}, {}, "config.json")
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan])
+def test_a_rope_is_scaled_by_a_number_above_0(value: float) -> None:
+    with pytest.raises(ModelError, match=r"^config\.json: factor is .* is needed$"):
+        parse_model_config(CONFIG | {"rope_scaling": {"rope_type": "linear", "factor": value}}, {}, "config.json")

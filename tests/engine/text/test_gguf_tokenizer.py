@@ -15,6 +15,18 @@ from trimtab_engine.text.tokenizer import Tokenizer
 CONTROL, NORMAL = 3, 1  # gguf's token types
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
+DIGITS_APART = {
+    "  12": ["ĠĠ", "1", "2"],
+    "x = 1": ["x", "Ġ", "=", "Ġ", "1"],
+    "\n\n1": ["ĊĊ", "1"],
+    "\n  1\n\n 1": ["Ċ", "ĠĠ", "1", "ĊĊ", "Ġ", "1"],
+    "    1   1": ["ĠĠ", "ĠĠ", "1", "ĠĠ", "Ġ", "1"],
+    "  ab": ["Ġ", "Ġ", "ab"],
+    "1  ": ["1", "ĠĠ"],
+    "\u0663\u00bd": ["Ù", "£", "Â", "½"],
+}
+"""Text, and its tokens where every digit is one by itself before all else."""
+
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -22,17 +34,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return a_file(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
-def a_file(path: Path, split: str = "smollm", template: str | dict[str, str] = TEMPLATE, **options: Any) -> Path:
-    """Byte-level tokens, one merge, one control token, a chat template or several by name; two small tensors."""
+def a_file(
+    path: Path, split: str = "gpt-2", template: str | dict[str, str] = TEMPLATE, end: int = 0, **options: Any
+) -> Path:
+    """Byte-level tokens, four merges, one control token, a chat template or several by name; two small tensors."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<|end|>", *alphabet, "ab"]
+    tokens = ["<|end|>", *alphabet, "ab", "ĠĠ", "ĊĊ", "Ġ1"]
     writer = GGUFWriter(path, "llama", **options)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_types([CONTROL, *[NORMAL] * (len(tokens) - 1)])
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(0)
+    writer.add_token_merges(["a b", "Ġ Ġ", "Ċ Ċ", "Ġ 1"])
+    writer.add_eos_token_id(end)
     writer.add_chat_template(
         template if isinstance(template, str) else [{"name": name, "template": text} for name, text in template.items()]
     )
@@ -96,6 +110,27 @@ def test_templates_have_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("split", ["llama-bpe", "qwen2", "tekken", "default"])
 def test_ways_to_split_that_the_families_have_are_known(tmp_path: Path, split: str) -> None:
     assert Tokenizer(str(a_file(tmp_path / "m.gguf", split))).encode("ab")[-1] == 257
+
+
+@pytest.mark.parametrize("split", ["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"])
+def test_digits_that_are_taken_apart_leave_the_blanks_before_them_together(tmp_path: Path, split: str) -> None:
+    tokenizer = Tokenizer(str(a_file(tmp_path / "m.gguf", split)))
+    for text, pieces in DIGITS_APART.items():
+        ids = tokenizer.encode(text)
+        assert [tokenizer.token_name(token) for token in ids] == pieces
+        assert tokenizer.fast.decode(ids) == text
+
+
+def test_those_that_are_not_go_with_the_blank_before_them(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(str(a_file(tmp_path / "m.gguf", "gpt-2")))
+    assert [tokenizer.token_name(token) for token in tokenizer.encode("  12")] == ["Ġ", "Ġ1", "2"]
+
+
+@pytest.mark.parametrize("end", [261, 2**32 - 1])
+def test_a_special_token_that_is_none_is_told_by_file_key_and_value(tmp_path: Path, end: int) -> None:
+    told = rf"m\.gguf: tokenizer\.ggml\.eos_token_id is {end}; the id of one of 261 tokens is needed"
+    with pytest.raises(ModelError, match=told):
+        Tokenizer(str(a_file(tmp_path / "m.gguf", end=end)))
 
 
 def test_text_that_would_be_split_otherwise_is_refused(tmp_path: Path) -> None:
