@@ -8,6 +8,7 @@ from trimtab_engine.config.vision import VisionConfig
 
 LARGEST_ITEM_TOKENS = 16_384  # what the published processors make of their largest picture, 12.8 megapixels
 ROWS_AT_ONCE = 12  # hidden states of all patches that a layer of the tower has alive, at most
+PROJECTED_ROWS = 3  # embeddings of all tokens that a projector of two products has alive, at most
 FLOAT32_BYTES = 4
 
 
@@ -37,14 +38,14 @@ def kept_bytes(vision: VisionConfig, num_tokens: int, dtype_bytes: int) -> int:
 
 def tower_peak_bytes(vision: VisionConfig, num_tokens: int, dtype_bytes: int) -> int:
     """What the tower takes while it computes one item of so many tokens, estimated from above: hidden states of all its
-    patches, and the rows that they come from. Attention and MLP take a slice at a time; not so in transformers' code,
-    which may also keep what each layer made."""
+    patches, the rows that they come from, and the embeddings that they become. Attention and MLP take a slice at a
+    time; not so in transformers' code, which may also keep what each layer made."""
+    wide_bytes = max(dtype_bytes, FLOAT32_BYTES)
+    embedding_bytes = num_tokens * vision.output_size * wide_bytes
     if vision.squares is not None:
         num_patches = (vision.squares.size // vision.patch_size) ** 2 + 1
         rows = ROWS_AT_ONCE + vision.num_layers + -(-2 * vision.intermediate_size // vision.hidden_size)
-        hidden_bytes = num_patches * rows * vision.hidden_size * max(dtype_bytes, FLOAT32_BYTES)
-        return hidden_bytes + 2 * vision.row_size * FLOAT32_BYTES
-    per_patch = (
-        ROWS_AT_ONCE * vision.hidden_size * max(dtype_bytes, FLOAT32_BYTES) + 2 * vision.row_size * FLOAT32_BYTES
-    )
-    return num_tokens * vision.patches_per_token * per_patch
+        hidden_bytes = num_patches * rows * vision.hidden_size * wide_bytes
+        return hidden_bytes + 2 * vision.row_size * FLOAT32_BYTES + PROJECTED_ROWS * embedding_bytes
+    per_patch = ROWS_AT_ONCE * vision.hidden_size * wide_bytes + 2 * vision.row_size * FLOAT32_BYTES
+    return num_tokens * vision.patches_per_token * per_patch + embedding_bytes

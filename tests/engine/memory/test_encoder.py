@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.vision import Tiles, VisionConfig, Windows
+from trimtab_engine.config.vision import Squares, Tiles, VisionConfig, Windows
 from trimtab_engine.memory.encoder import EncoderLimits, kept_bytes, tower_peak_bytes
 
 VISION = VisionConfig(
@@ -52,6 +52,14 @@ def test_a_tower_of_tiles_computes_one_tile_at_a_time() -> None:
     assert limits.num_bytes(tiled, 2) == kept_bytes(tiled, 1000, 2) + tower_peak_bytes(tiled, 9, 2)
 
 
-def test_embeddings_take_their_own_size_and_a_tower_that_of_all_patches() -> None:
+def test_embeddings_take_their_own_size_and_a_tower_that_of_all_patches_and_embeddings() -> None:
     assert kept_bytes(VISION, 100, 2) == 100 * 7 * 2
-    assert tower_peak_bytes(VISION, 100, 2) == 100 * 4 * (12 * 10 * 4 + 2 * 12 * 4)  # 4 patches a token, in float32
+    patches = 100 * 4 * (12 * 10 * 4 + 2 * 12 * 4)  # 4 a token, in float32
+    assert tower_peak_bytes(VISION, 100, 2) == patches + 100 * 7 * 4
+
+
+def test_a_projector_of_two_products_has_three_rows_of_embeddings() -> None:
+    squares = Squares(size=12, num_tokens=9, transformers_config="{}")
+    tower = replace(VISION, windows=None, squares=squares)
+    wider = replace(tower, output_size=tower.output_size + 1000)
+    assert tower_peak_bytes(wider, 9, 2) - tower_peak_bytes(tower, 9, 2) == 3 * 9 * 1000 * 4
