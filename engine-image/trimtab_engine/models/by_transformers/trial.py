@@ -168,9 +168,15 @@ def _unknown(name: str, words: Mapping[str, Any]) -> str:
 
 def configuration(model_class: Any, words: Mapping[str, Any], implementation: str) -> Any:
     """transformers' configuration, with an attention of ours."""
-    config = model_class.config_class.from_dict({key: words[key] for key in words if key not in OWN_CHOICES})
+    config = model_class.config_class.from_dict(without_choices(words))
     config._attn_implementation = implementation
     return config
+
+
+def without_choices(words: Mapping[str, Any]) -> dict[str, Any]:
+    """The words of a config.json without OWN_CHOICES, of its halves (`vision_config`) too."""
+    kept = {key: value for key, value in words.items() if key not in OWN_CHOICES}
+    return {key: without_choices(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def _try_out(model_class: Any, words: Mapping[str, Any]) -> Found:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from square_models import TEXT, TOKENS, VISION, the_reference
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.by_transformers.seeing import ARCHITECTURES, NATIVE, WHY_NOT, text_words
+from trimtab_engine.models.by_transformers.tower import without_text
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.registry import (
     BY_ARCHITECTURE,
@@ -150,3 +151,13 @@ def test_a_tower_whose_weights_have_other_shapes_is_refused_as_it_loads(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(words))
     with pytest.raises(ModelError, match="cannot be read as LlavaForConditionalGeneration"):
         engine_builders.an_engine(tmp_path, load_format="auto", limit_mm_per_prompt={"image": 1})
+
+
+@pytest.mark.parametrize("half", ["vision_config", "text_config"])
+def test_the_code_that_a_half_would_choose_is_passed_over(half: str) -> None:
+    """transformers fetches an attention that is named like a repository, and runs it."""
+    chosen = {"_attn_implementation": "evil/kernel", "attn_implementation": "evil/kernel", "auto_map": {"A": "code.B"}}
+    words = the_reference("llava").config.to_dict()
+    config = without_text(words | {"architectures": LLAVA["architectures"], half: words[half] | chosen})
+    assert "evil" not in str(getattr(config, half).__dict__)
+    assert not hasattr(getattr(config, half), "auto_map")
