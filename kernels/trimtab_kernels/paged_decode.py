@@ -42,8 +42,8 @@ SEARCHED_LENGTHS = 256
 """Lengths that a program looks at in one go."""
 HOPPER_SHARED_BYTES = 200 << 10
 """As much shared memory holds the tiles of three programs, less those of two."""
-LARGE_GROUP = 32
-"""More query heads to a kv head take so many registers and so much shared memory that two programs fit."""
+LARGE_GROUP, LARGE_HEAD = 32, 128
+"""More query heads to a kv head, and larger heads, take so many registers, or shared memory, that two programs fit."""
 
 
 def paged_decode_reference(
@@ -78,9 +78,9 @@ def paged_decode_reference(
     )
 
 
-def decode_programs(num_kv_heads: int, group: int, facts: DeviceFacts) -> int:
+def decode_programs(num_kv_heads: int, group: int, head_size: int, facts: DeviceFacts) -> int:
     """Programs per kv head: as many as run at once, so that all shares end together."""
-    per_sm = 3 if facts.shared_bytes > HOPPER_SHARED_BYTES and group <= LARGE_GROUP else 2
+    per_sm = 3 if facts.shared_bytes > HOPPER_SHARED_BYTES and group <= LARGE_GROUP and head_size <= LARGE_HEAD else 2
     return max(1, per_sm * facts.num_sms // num_kv_heads)
 
 
@@ -359,7 +359,7 @@ def paged_decode_triton(
     if num_seqs == 0:
         return output
     facts = facts or device_facts(query.device)
-    programs = programs or decode_programs(num_kv_heads, group, facts)
+    programs = programs or decode_programs(num_kv_heads, group, head_size, facts)
     keys, stages = decode_tile(head_size, query.element_size(), facts)
     min_tiles = cdiv(MIN_SHARE_TOKENS, keys)
     most_tiles = num_seqs * max(1, cdiv(block_tables.shape[1] * block_size, keys))  # as far as block tables go

@@ -173,10 +173,11 @@ def test_equal_inputs_give_equal_outputs() -> None:
 
 
 @pytest.mark.parametrize("facts", [A100, L40, H200, B200])
+@pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 8), (1, 64), (3, 3), (8, 4), (32, 1), (2000, 1)])
-def test_all_programs_run_at_once(facts: DeviceFacts, num_kv_heads: int, group: int) -> None:
-    programs = decode_programs(num_kv_heads, group, facts)
-    most = (3 if facts in (H200, B200) and group < 64 else 2) * facts.num_sms
+def test_all_programs_run_at_once(facts: DeviceFacts, num_kv_heads: int, group: int, head_size: int) -> None:
+    programs = decode_programs(num_kv_heads, group, head_size, facts)
+    most = (3 if facts in (H200, B200) and group < 64 and head_size <= 128 else 2) * facts.num_sms
     assert programs == 1 or programs * num_kv_heads <= most < (programs + 1) * num_kv_heads
     assert programs * num_kv_heads >= MAX_PARTS, "a single sequence still has many readers"
 
@@ -190,5 +191,5 @@ def test_a_multiprocessor_has_room_for_as_many_programs_as_run_at_once() -> None
     for heads in judged:
         entry = compiled[f"paged_decode {heads.name}"]
         room = programs_per_sm(entry["registers"], entry["shared_bytes"], entry["num_warps"]) * H200.num_sms
-        programs = decode_programs(heads.num_kv_heads, heads.num_heads // heads.num_kv_heads, H200)
+        programs = decode_programs(heads.num_kv_heads, heads.num_heads // heads.num_kv_heads, heads.size, H200)
         assert programs * heads.num_kv_heads <= room, heads.name
