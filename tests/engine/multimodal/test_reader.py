@@ -5,6 +5,7 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from media_files import a_gif_of, a_picture, a_png_of_zeros, animated, data_url, encoded, in_base64
@@ -143,17 +144,24 @@ def test_a_checkpoint_says_which_tokens_stand_for_pictures(tmp_path: Path) -> No
         read_placeholders(str(tmp_path), ["image", "video"])
 
 
+def patch_size(folder: Path, kind: Literal["image", "video"]) -> int:
+    """How large the patches are that pictures, or videos, of this checkpoint are cut into."""
+    processor = read_processors(str(folder))[kind]
+    assert isinstance(processor, PatchProcessor)
+    return processor.patch_size
+
+
 def test_a_checkpoint_says_how_its_pictures_are_processed(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"neither preprocessor_config\.json nor processor_config\.json"):
         read_processors(str(tmp_path))
     (tmp_path / "processor_config.json").write_text(
         json.dumps({"image_processor": {"patch_size": 16}, "video_processor": {"patch_size": 18}})
     )
-    assert [read_processors(str(tmp_path))[kind].patch_size for kind in ("image", "video")] == [16, 18]
+    assert (patch_size(tmp_path, "image"), patch_size(tmp_path, "video")) == (16, 18)
     (tmp_path / "preprocessor_config.json").write_text('{"patch_size": 20}')
-    assert read_processors(str(tmp_path)).image.patch_size == 20
+    assert patch_size(tmp_path, "image") == 20
     (tmp_path / "processor_config.json").unlink()
-    assert read_processors(str(tmp_path)).video.patch_size == 20
+    assert patch_size(tmp_path, "video") == 20
     (tmp_path / "preprocessor_config.json").write_text("[]")
     with pytest.raises(ModelError, match="is no JSON object"):
         read_processors(str(tmp_path))
