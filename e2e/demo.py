@@ -359,6 +359,7 @@ def main() -> int:
         code = EXIT_INTERRUPTED
     finally:
         if arguments.json is not None:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(demo.as_json(), indent=2) + "\n")
         if arguments.keep:
             look_around(stage, target)

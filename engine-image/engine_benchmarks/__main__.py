@@ -18,6 +18,7 @@ from typing import Any
 
 from engine_benchmarks import decode_bench, live_bench, scheduler_bench
 from engine_benchmarks.decode_bench import CONTENDERS, ahead
+from engine_benchmarks.output import written
 
 SCHEDULER_STEPS = 1000
 PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "msgspec")
@@ -176,18 +177,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only:
         results |= _measured_before(options.output / "cpu.json", results["machine"])
     for name in options.only or PARTS:
-        text, measure = PARTS[name]
-        print(f"[bench] {name}: {text}", file=sys.stderr, flush=True)
+        about, measure = PARTS[name]
+        print(f"[bench] {name}: {about}", file=sys.stderr, flush=True)
         started = time.monotonic()
         results[name] = measure(options.model)
         print(f"[bench] {name}: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    options.output.mkdir(parents=True, exist_ok=True)
-    written = page(results, "make bench" + "".join(f" ONLY={name}" for name in options.only or ()))
-    (options.output / "cpu.json").write_text(json.dumps(results, indent=1) + "\n")
-    (options.output / "cpu.md").write_text(written)
+    text = page(results, "make bench" + "".join(f" ONLY={name}" for name in options.only or ()))
+    written(options.output / "cpu.json", json.dumps(results, indent=1) + "\n")
+    written(options.output / "cpu.md", text)
     if "decode" in results:
         plot(results, options.output / "cpu-decode.svg")
-    print(written)
+    print(text)
     return 0
 
 

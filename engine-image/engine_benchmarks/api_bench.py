@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from engine_benchmarks.output import written
 from engine_benchmarks.stub_core import CPU_VARIABLE
 
 SERVER_CPU, CLIENT_CPU = 0, 1
@@ -271,11 +272,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="folder for api-server.json and api-server.md")
     options = parser.parse_args(arguments)
     results = measure(options.model)
-    written = page(results, "python -m engine_benchmarks.api_bench MODEL --output docs/results")
+    text = page(results, "python -m engine_benchmarks.api_bench MODEL --output docs/results")
     if options.output is not None:
-        (options.output / "api-server.json").write_text(json.dumps(results, indent=1) + "\n")
-        (options.output / "api-server.md").write_text(written)
-    print(written)
+        written(options.output / "api-server.json", json.dumps(results, indent=1) + "\n")
+        written(options.output / "api-server.md", text)
+    print(text)
     return 0
 
 

@@ -28,6 +28,8 @@ from trimtab_engine.bench.serving.samples import (
 from trimtab_engine.bench.serving.server import counters, during
 from trimtab_engine.bench.serving.statistics import Goodput, chunk_times, summarize
 
+from engine_benchmarks.output import written
+
 ROUNDS = 3
 PERCENTILES = (50.0, 95.0, 99.0)
 Row = dict[str, Any]
@@ -246,8 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = json.dumps(result, indent=1)
     print(text)
     if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / f"{options.mechanism}.json").write_text(text + "\n")
+        written(options.output / f"{options.mechanism}.json", text + "\n")
     return 0
 
 

@@ -30,6 +30,7 @@ from trimtab_engine.messages import AddRequest, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
 from engine_benchmarks.__main__ import machine
+from engine_benchmarks.output import written
 from engine_benchmarks.parallel_page import is_busy, page, plot
 from engine_benchmarks.parallel_scaling import scaling_rows
 
@@ -275,8 +276,8 @@ def main(
     }
     typer.echo(page(results))
     if output is not None:
-        (output / "parallel.json").write_text(json.dumps(results, indent=1) + "\n")
-        (output / "parallel.md").write_text(page(results))
+        written(output / "parallel.json", json.dumps(results, indent=1) + "\n")
+        written(output / "parallel.md", page(results))
         if not is_busy(results):
             plot(results, output / "parallel.svg")
 

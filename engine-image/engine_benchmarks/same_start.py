@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from trimtab_engine.bench.local_server import end_on_sigterm, local_server
 
+from engine_benchmarks.output import written
+
 API_SERVERS = (1, 2, 4)
 STARTS = 20  # for each number of API servers: five under each condition
 LIMIT_BYTES = 3000 << 20
@@ -243,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with container(LIMIT_BYTES) as is_contained:
         starts = asyncio.run(measure(options.model))
     text = page(starts, model=options.model, is_contained=is_contained, machine=_machine())
-    (options.output / PAGE).write_text(text)
+    written(options.output / PAGE, text)
     print(text)
     return 1 if differing(starts) else 0
 

@@ -6,6 +6,7 @@ take turns, so that other work on the machine favours neither. Medians of the ro
 """
 
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -25,6 +26,7 @@ from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.text.tokenizer import Tokenizer
 
 from engine_benchmarks.__main__ import machine
+from engine_benchmarks.output import written
 
 BATCHES = (1, 8)
 DEPTH = 4
@@ -157,7 +159,7 @@ def page(results: list[Measured], model: Path, rounds: int) -> str:
     )
     how = (
         f"Decode tokens per second, medians of {rounds} rounds that alternate between depth 0 and depth {DEPTH} in one "
-        f"engine. The machine had other work: compare within a row."
+        f"engine. Load average over the run's last minutes: {os.getloadavg()[1]:.1f} on {where['cpus']} CPUs."
     )
     lines = [
         "# Speculative decoding, measured on the CPU",
@@ -185,7 +187,7 @@ def main(
     """Measure and print a page."""
     text = page(measure_all(model, rounds), model, rounds)
     if output is not None:
-        output.write_text(text)
+        written(output, text)
     typer.echo(text)
 
 

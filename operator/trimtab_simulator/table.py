@@ -170,6 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = markdown(cells, wanted, older)
     print(text)
     if given.html is not None:
+        given.html.parent.mkdir(parents=True, exist_ok=True)
         given.html.write_text(table_page(text, cells, fields_of(wanted)))
 
 

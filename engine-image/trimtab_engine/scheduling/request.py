@@ -87,7 +87,8 @@ class Request:
     num_pending_tokens: int = 0
     """Tokens that a step in flight samples: 1 from schedule() to update(), else 0."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Guesses of the tokens after the newest one; the next step verifies as many as it has room for."""
+    """Guesses of the tokens after the newest one; the next step verifies as many as it has room for. Nobody guesses
+    while the policy's num_speculative_tokens is 0; what was guessed before it became 0 is dropped by the next step."""
     num_preemptions: int = 0
     preempted_at: float | None = None
     """When it was last preempted; None while it runs or before it ever ran."""

@@ -231,6 +231,29 @@ def test_a_request_whose_guesses_are_in_flight_waits_until_they_have_landed() ->
     assert step(scheduler) == [("a", 1)]
 
 
+@pytest.mark.parametrize("budget", [12, 1])
+def test_guesses_made_before_the_depth_became_0_are_dropped(budget: int) -> None:
+    """Even those of a request that the first step after the change has no budget for."""
+    scheduler = a_scheduler(tokens=12, num_speculative_tokens=4)
+    requests = [a_request(name, 2, max_tokens=12) for name in "ab"]
+    add(scheduler, *requests)
+    step(scheduler)
+    for request in requests:
+        request.draft_token_ids = [WORD] * 4
+    steer(scheduler, num_speculative_tokens=0, max_num_batched_tokens=budget, max_num_seqs=min(budget, 8))
+    first = scheduler.schedule(0.0)
+    assert [s.num_tokens for s in first.sequences] == [1, 1][:budget]
+    finish_step(scheduler, first)
+    steer(scheduler, max_num_batched_tokens=12)
+    while requests[1].num_tokens < 14:
+        scheduler.check_integrity()
+        batch = scheduler.schedule(0.0)
+        assert all(s.num_tokens == 1 for s in batch.sequences)
+        assert not any(s.request.draft_token_ids for s in batch.sequences)
+        scheduler.check_integrity()
+        finish_step(scheduler, batch)
+
+
 def test_an_idle_scheduler_has_room_for_as_many_as_it_has_seats_budget_and_blocks_for() -> None:
     scheduler = a_scheduler(30, seqs=6, tokens=64)
     taken = 0

@@ -462,7 +462,9 @@ class SchedulerLives(RuleBasedStateMachine):
         self.deliver(self.scheduler.update(flight.batch, self.executor.run(flight), self.now))
 
     def guess(self, rng: random.Random) -> None:
-        """Give what runs some drafts, right ones and wrong ones."""
+        """Give what runs some drafts, right ones and wrong ones, as a proposer does: none at depth 0."""
+        if not self.scheduler.policy.num_speculative_tokens:
+            return
         for request, prompt in self.alive.values():
             if request.status is RequestStatus.RUNNING and request.num_computed_tokens == request.num_tokens - 1:
                 after = undisturbed(prompt, request.sampling)[0][request.num_output_tokens :]
