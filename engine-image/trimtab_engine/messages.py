@@ -11,7 +11,9 @@ from typing import Any, Literal
 import msgspec
 
 from trimtab_engine.config.engine import LogLevel
+from trimtab_engine.config.pooling import GENERATES_ALONE, Tasks
 from trimtab_engine.multimodal.items import Modality, Span
+from trimtab_engine.scheduling.pooling import Pooling
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -62,6 +64,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     spans: tuple[Span, ...] = ()
     """Images and videos in the prompt, in its order; the prompt's ids are placeholders there. On its way the prompt has
     one placeholder for each, and items that the core has lack their patches (multimodal/mirror.py)."""
+    pooling: Pooling | None = None
+    """What is made of its hidden states instead of tokens; `sampling` then says nothing."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
@@ -248,6 +252,8 @@ class CoreReady(msgspec.Struct, tag="ready"):
     """That really run for this core."""
     modalities: list[Modality] = []
     """What this engine computes besides text."""
+    tasks: Tasks = GENERATES_ALONE
+    """What is done with prompts."""
 
 
 class CoreBusy(msgspec.Struct, tag="busy"):
@@ -300,6 +306,8 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     """When the step ended that brought it, by the core's clock; the client fills it in. None: no step did."""
     num_host_cached_tokens: int = 0
     """Sent with the first output: how many of num_cached_tokens came from the host cache."""
+    pooled: bytes | None = None
+    """What its prompt was pooled to, float32 little endian: of a request that pools, which it ends."""
 
 
 REFUSED = "refused"

@@ -13,6 +13,7 @@ import msgspec
 
 from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.config.graphs import DEFAULT_LEVEL, MODES_BY_LEVEL, CompilationConfig
+from trimtab_engine.config.pooling import PoolerConfig, Runner
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.multimodal.items import MODALITIES, Modality
@@ -61,6 +62,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     tokenizer: str | None = None
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    runner: Runner = "auto"
+    """What is done with prompts. auto: what the checkpoint is made for."""
+    pooler: PoolerConfig = PoolerConfig()
+    """How they become vectors, where that is not as the checkpoint says."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
     device_memory_bytes: int | None = None

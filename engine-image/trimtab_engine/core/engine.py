@@ -17,7 +17,7 @@ from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.reading import Refusal
 from trimtab_engine.core.execution import Execution, Flight, PreparedStep, StepResult
-from trimtab_engine.core.intake import check_items, check_token_ids, rope_of
+from trimtab_engine.core.intake import check_items, check_task, check_token_ids, rope_of
 from trimtab_engine.core.lifecycle import Lifecycle, Refused, RemainingWork
 from trimtab_engine.core.preemption_watch import PreemptionWatch
 from trimtab_engine.core.step_stats import note_graphs, step_stats
@@ -45,6 +45,7 @@ from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.rank_ledger import rank_ledger
 from trimtab_engine.runner.weights import Weights
 from trimtab_engine.sampling.failures import Failure
+from trimtab_engine.sampling.pooling import add_up, finished, is_number
 from trimtab_engine.scheduling.request import Grammar, Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
@@ -52,6 +53,7 @@ from trimtab_engine.structured.compiler import GrammarCompiler
 
 REPORT_SECONDS = 1.0  # how often the ledger and the live values are sent when nothing changed
 NAN_ERROR = "the model's logits are not numbers (NaN) for this request"
+NAN_POOLED_ERROR = "the model's hidden states are not numbers (NaN, or beyond its dtype) for this request"
 NOTHING_LEFT_ERROR = (
     "no token is left to choose: allowed_token_ids, bad_words, min_tokens and the grammar together forbid all of them"
 )
@@ -161,6 +163,7 @@ class Engine:
         try:
             check_token_ids(message, self._runner.facts.vocab_size)
             check_items(message, self._runner.facts.vision)
+            check_task(message, self._runner.facts.tasks)
         except InvalidRequest as error:
             self._refuse(message.request_id, error)
             return
@@ -173,6 +176,7 @@ class Engine:
             cache_salt=message.cache_salt,
             spans=message.spans,
             rope=rope_of(message, self._runner.facts.vision),
+            pooling=message.pooling,
         )
         if message.sampling.grammar is None or self._grammars.start(request):
             self._queue(request)
@@ -280,15 +284,30 @@ class Engine:
             for request, tokens in zip(batch.sampling, result.token_ids, strict=True):
                 if request.grammar is not None and isinstance(tokens, list):
                     _end_with_grammar(request.grammar, tokens)
-        self._end_failed({batch.sampling[place]: failure for place, failure in result.failed.items()})
+        failed = {batch.sampling[place]: failure for place, failure in result.failed.items()}
+        self._end_failed(failed | self._add_up_pooled(flight.step, result))
+        pooled = [request for request in batch.pooling if not request.status.is_finished]
         notable = self._scheduler.land(batch, result.token_ids, now)
         self._preemption.measure(flight, result, now)
         self._tell(batch.sampling, result, notable)
+        self._ready += map(_pooled_output, pooled)
         if self._execution.proposes:
             self._execution.propose_next(
                 [request for request in batch.sampling if not request.status.is_finished],
                 self._scheduler.policy.num_speculative_tokens,
             )
+
+    def _add_up_pooled(self, step: PreparedStep, result: StepResult) -> dict[Request, Failure]:
+        """Let requests that pool keep what the step has brought them. Returns those that got what is no number."""
+        if result.pooled is None:
+            return {}
+        failed: dict[Request, Failure] = {}
+        for tokens, row in zip(step.pooling, result.pooled, strict=True):
+            if is_number(row):
+                add_up(tokens, row)
+            else:
+                failed[tokens[0]] = Failure.NAN
+        return failed
 
     def _tell(self, sampling: list[Request], result: StepResult, notable: Mapping[int, Sampled]) -> None:
         """Report what these requests got. Nearly all have one token more and nothing else to tell: those go in columns,
@@ -323,6 +342,7 @@ class Engine:
                 continue
             is_ours = failure is Failure.NAN
             request.error = NAN_ERROR if is_ours else NOTHING_LEFT_ERROR
+            request.error = request.error if request.pooling is None else NAN_POOLED_ERROR
             logger.log(logging.ERROR if is_ours else logging.INFO, "request %s: %s", request.request_id, request.error)
             if is_ours:
                 self._scheduler.disown(request)
@@ -589,12 +609,14 @@ class Engine:
         return self._layout
 
     def unfinished(self) -> dict[str, Any]:
-        """What waits or runs, in numbers: age in seconds, prompt, cached and output tokens of each request."""
+        """What waits or runs, in numbers: age in seconds, prompt, cached and output tokens of each request that is to
+        have tokens."""
         now = self._clock()
         return {
             "unfinished": [
                 [now - r.arrival_time, r.num_prompt_tokens, r.num_cached_tokens, r.num_output_tokens]
                 for r in self._scheduler.unfinished()
+                if r.pooling is None
             ]
         }
 
@@ -687,6 +709,21 @@ class Engine:
                 f"the scheduler hands out {self._scheduler.num_blocks_total} blocks, but {self._kv_cache.num_blocks} "
                 f"are mapped"
             )
+
+
+def _pooled_output(request: Request) -> SequenceOutput:
+    """The only output of a request that pools, which has ended."""
+    assert request.pooling is not None
+    return SequenceOutput(
+        request.request_id,
+        [],
+        request.status.value,
+        first_scheduled_time=request.first_scheduled_time,
+        num_preemptions=request.num_preemptions,
+        num_cached_tokens=request.num_cached_tokens,
+        num_host_cached_tokens=request.num_host_cached_tokens,
+        pooled=finished(request.hidden_sum, request.num_summed_tokens, request.pooling),
+    )
 
 
 def as_list(value: Item | list[Item]) -> list[Item]:

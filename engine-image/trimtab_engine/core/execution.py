@@ -24,12 +24,13 @@ from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.sampling.choice_columns import Array, PlainRows
 from trimtab_engine.sampling.failures import Failure
 from trimtab_engine.sampling.logprobs import ScoresInFlight
+from trimtab_engine.sampling.pooling import PooledInFlight, TokensOfRequest
 from trimtab_engine.sampling.sampler import SampledTokens, TokenMasks, sample
 from trimtab_engine.sampling.token_table import DeviceRow
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import TokenLogprobs
-from trimtab_engine.scheduling.step_inputs import NO_INPUTS, StepInputs, Unknown, num_scored
+from trimtab_engine.scheduling.step_inputs import NO_INPUTS, StepInputs, Unknown, num_scored, pooled_tokens
 from trimtab_engine.speculative.proposer import Proposals, Proposer
 from trimtab_engine.speculative.rejection import verify
 from trimtab_engine.structured.masks import MaskedRows, MaskMaker
@@ -48,6 +49,27 @@ class StepResult:
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     failed: dict[int, Failure] = field(default_factory=dict)
     """Requests that no token could be chosen for, by their place in batch.sampling. Their token_ids mean nothing."""
+    pooled: Array | None = None
+    """[entries of step.pooling, hidden_size] float32; None without any."""
+
+
+@dataclass(frozen=True, slots=True)
+class BesideTokens:
+    """What a step brings besides tokens, perhaps still on its way."""
+
+    scores: ScoresInFlight | None
+    pooled: PooledInFlight | None
+
+    @classmethod
+    def of(cls, runner: ModelRunner) -> "BesideTokens":
+        """Of the step that it has just run, or begun to run."""
+        return cls(runner.take_scores(), runner.take_pooled())
+
+    def put_into(self, result: StepResult) -> StepResult:
+        """Wait for it, where there is any."""
+        result.prompt_logprobs = [] if self.scores is None else self.scores.result()
+        result.pooled = None if self.pooled is None else self.pooled.result()
+        return result
 
 
 @dataclass(slots=True)
@@ -63,6 +85,7 @@ class PreparedStep:
     unknown: list[Unknown]
     scoring: list[tuple[Request, int, int]]
     """(request, position, how many): prompt tokens whose successors are judged, from that position on."""
+    pooling: list[TokensOfRequest]
     speculates: bool = False
     """Its drafts are made final as it begins, and its inputs from them."""
 
@@ -194,19 +217,23 @@ class Execution:
         inputs, unknown = (NO_INPUTS, []) if speculates else self._runner.lay_out(batch)
         if isinstance(inputs, DecodeStep):
             context = inputs.num_context_tokens
-            return PreparedStep(batch, "decode", len(batch.sequences), context, context, inputs, [], [])
+            return PreparedStep(batch, "decode", len(batch.sequences), context, context, inputs, [], [], [])
         if batch.displaced or batch.missing:  # never beside drafts
             inputs.displaced, inputs.missing = batch.displaced, batch.missing
         scoring = [
             (s.request, s.start, num_scored(s)) for s in batch.sequences if not s.request.is_plain and num_scored(s)
         ]
+        pooling: list[TokensOfRequest] = []
+        if batch.computes_prompts:
+            found = [(s.request, pooled) for s in batch.sequences if (pooled := pooled_tokens(s)) is not None]
+            pooling = [(request, position, count) for request, (position, count) in found]
         kind, context = batch.kind, batch.num_context_tokens
         # A decode step computes one token of a sequence, which attends to all of it: the two sums are one.
         attended = (
             context if kind == "decode" and batch.num_tokens == len(batch.sequences) else batch.num_attended_tokens
         )
         num_requests = len(batch.sequences)
-        return PreparedStep(batch, kind, num_requests, context, attended, inputs, unknown, scoring, speculates)
+        return PreparedStep(batch, kind, num_requests, context, attended, inputs, unknown, scoring, pooling, speculates)
 
     def can_follow(self, step: PreparedStep, flight: Flight) -> bool:
         """Whether its forward pass may begin before the flight has landed: all that it needs of that is its tokens,
@@ -288,12 +315,10 @@ class Execution:
         masks = self._masks.begin(_masked_requests(batch.sampling))
         self._copy_swapped(batch, step.inputs)
         logits = self._runner.run(step.inputs)
-        scores = self._runner.take_scores()
+        beside = BesideTokens.of(self._runner)
 
         def land() -> StepResult:
-            result = self._sample(batch, logits, masks)
-            result.prompt_logprobs = _read(scores)
-            return result
+            return beside.put_into(self._sample(batch, logits, masks))
 
         return Flight(step, started, land)
 
@@ -308,7 +333,7 @@ class Execution:
         with torch.inference_mode():
             logits = self._runner.run(step.inputs, feed)
             assert logits is not None  # the engine holds a rank of the last stage
-            scores = self._runner.take_scores()
+            beside = BesideTokens.of(self._runner)
             if self._asked_by(batch).has_grammar:
                 late = LateChoice(lambda masks: steps.sample(logits, self._rows(step), masks))
             elif batch.sampling:
@@ -316,9 +341,7 @@ class Execution:
 
         def land() -> StepResult:
             chosen = tokens if late is None else late.choose()
-            result = self._of(SampledTokens([], []) if chosen is None else chosen.result())
-            result.prompt_logprobs = _read(scores)
-            return result
+            return beside.put_into(self._of(SampledTokens([], []) if chosen is None else chosen.result()))
 
         return Flight(step, started, land, feeds=True, late=late)
 
@@ -326,8 +349,7 @@ class Execution:
         if step.speculates:
             return self._speculate(step)()
         result = self._compute(step.batch, step.inputs)
-        result.prompt_logprobs = _read(self._runner.take_scores())
-        return result
+        return BesideTokens.of(self._runner).put_into(result)
 
     def _compute(self, batch: Batch, inputs: StepInputs | DecodeStep) -> StepResult:
         masks = self._masks.begin(_masked_requests(batch.sampling))
@@ -372,12 +394,10 @@ class Execution:
         self._runner.send(inputs)
         logits = self._runner.run(inputs)
         assert logits is not None  # the engine holds a rank of the last stage
-        scores = self._runner.take_scores()
+        beside = BesideTokens.of(self._runner)
 
         def land() -> StepResult:
-            result = self._verify(batch, inputs, logits, proposals, masks)
-            result.prompt_logprobs = _read(scores)
-            return result
+            return beside.put_into(self._verify(batch, inputs, logits, proposals, masks))
 
         return land
 
@@ -441,11 +461,6 @@ def _ends(inputs: StepInputs | DecodeStep) -> Array:
     if isinstance(inputs, DecodeStep):
         return inputs.ends
     return np.array([inputs.positions[index] + 1 for index in inputs.sampled], np.int64)
-
-
-def _read(scores: ScoresInFlight | None) -> list[TokenLogprobs]:
-    """Wait for them, where there are any."""
-    return [] if scores is None else scores.result()
 
 
 def _masked_requests(sampling: list[Request]) -> list[MaskedRows]:

@@ -7,6 +7,7 @@ end it for everybody, or read zeros in silence where the table is split among ra
 
 from collections.abc import Collection
 
+from trimtab_engine.config.pooling import Tasks
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import InvalidRequest
 from trimtab_engine.messages import AddRequest
@@ -48,6 +49,19 @@ def check_items(message: AddRequest, vision: VisionConfig | None) -> None:
             raise InvalidRequest(
                 f"{which} has {item.num_tokens} tokens over a grid of {item.grid}; the tower makes {_made(vision)}"
             )
+
+
+def check_task(message: AddRequest, tasks: Tasks) -> None:
+    """Raise InvalidRequest for what this engine does not do with prompts, and for dimensions that there are not."""
+    if message.pooling is None:
+        if tasks.no_generation:
+            raise InvalidRequest(f"no tokens are generated: {tasks.no_generation}")
+        return
+    if tasks.no_pooling:
+        raise InvalidRequest(f"no vectors are given: {tasks.no_pooling}")
+    dimensions, most = message.pooling.dimensions, tasks.pooler.hidden_size
+    if dimensions is not None and not 1 <= dimensions <= most:
+        raise InvalidRequest(f"dimensions is {dimensions}; the model has {most}")
 
 
 def _made(vision: VisionConfig) -> str:

@@ -315,6 +315,7 @@ def _ready(
         },
         num_ranks=num_ranks,
         modalities=_modalities(config, runner),
+        tasks=runner.facts.tasks,
     )
 
 

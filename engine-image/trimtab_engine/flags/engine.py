@@ -14,6 +14,7 @@ from trimtab_engine.flags.live import add_scheduling_flags, live_values
 from trimtab_engine.flags.media import add_media_flags, media_fields
 from trimtab_engine.flags.not_built import add_not_built
 from trimtab_engine.flags.parallel import add_parallel_flags, parallel_fields
+from trimtab_engine.flags.pooling import add_pooling_flags, pooling_fields
 from trimtab_engine.flags.sources import add_source_flags
 from trimtab_engine.flags.speculation import add_speculative_flags, speculative_fields
 from trimtab_engine.models.registry import longest_request, open_model, sees_images
@@ -28,6 +29,7 @@ DEFAULT_LIMITS = {"cpu": (128, 2048), "cuda": (256, 2048), "large": (1024, 8192)
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """What the engine itself is configured with, served or not: what engine_config() reads."""
     _add_model_flags(parser.add_argument_group("model"))
+    add_pooling_flags(parser.add_argument_group("tokens or vectors"))
     add_source_flags(parser.add_argument_group("models that are fetched (hf://…, s3://…, oci://…)"))
     _add_device_flags(parser.add_argument_group("device and memory"))
     add_parallel_flags(parser.add_argument_group("parallel layout"))
@@ -215,6 +217,7 @@ def engine_config(
         async_scheduling=arguments.async_scheduling,
         **live_values(arguments, kind),
         seed=arguments.seed,
+        **pooling_fields(arguments),
         **speculation,
         **parallel_fields(arguments),
         **eplb_fields(arguments),

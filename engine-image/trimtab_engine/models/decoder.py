@@ -473,7 +473,12 @@ class Decoder:
 
         Every tensor-parallel rank of the last stage must call it, no rank of another stage.
         """
-        return self._lm_head(gather_rms_norm(hidden, rows, self._norm, self.config.rms_norm_eps))
+        return self._lm_head(self.normalised_rows(hidden, rows))
+
+    def normalised_rows(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """These rows [num_rows] int64 of `forward`'s result -> [num_rows, hidden_size] behind the last norm, on any
+        rank of the last stage."""
+        return gather_rms_norm(hidden, rows, self._norm, self.config.rms_norm_eps)
 
     def normalised(self, hidden: torch.Tensor) -> torch.Tensor:
         """`forward`'s result behind the last norm, on the last stage: what heads that draft begin with."""

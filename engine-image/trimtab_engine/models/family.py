@@ -100,6 +100,11 @@ class Model(Protocol):
         """
         ...
 
+    def normalised_rows(self, hidden: "torch.Tensor", rows: "torch.Tensor") -> "torch.Tensor":
+        """These rows [num_rows] int64 of `forward`'s result -> [num_rows, hidden_size] behind the last norm, on any
+        rank of the last stage."""
+        ...
+
 
 class Build(Protocol):
     """How a family makes a rank's model: its layers and heads by `shard`, its weights by `load`."""

@@ -16,6 +16,7 @@ from trimtab_engine.models import deepseek, gemma3, gpt_oss, llama, llama4, mist
 from trimtab_engine.models.by_transformers import family as by_transformers
 from trimtab_engine.models.by_transformers import seeing
 from trimtab_engine.models.family import Family, TowerKind
+from trimtab_engine.weights.bare_decoder import BareDecoder, bare_decoder, is_bare, whole_architecture
 from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.four_bits_form import FourBits
 from trimtab_engine.weights.open import open_source
@@ -106,9 +107,12 @@ def kv_groups_of(config: ModelConfig) -> tuple[KVGroup, ...]:
 
 
 def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:
-    """Open a checkpoint; a GGUF file has its tensors under the names that its family knows, and one that sees images
-    those of its text half alone; integers of 4 bits are weights. Raises ModelError."""
+    """Open a checkpoint; a GGUF file has its tensors under the names that its family knows, one that sees images those
+    of its text half alone, and one without output layer those of a whole model; integers of 4 bits are weights. Raises
+    ModelError."""
     source = open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)
+    if whole_architecture(source.config) in BY_ARCHITECTURE and is_bare(source):
+        source = bare_decoder(source)
     architecture = ConfigWords(source.config, {}, source.where).architecture or ""
     if architecture in seeing.ARCHITECTURES and source.format == "safetensors":
         return text_half_of_transformers(source)
@@ -118,6 +122,12 @@ def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> Weigh
     whole = text_half(source) if family.multimodal else source
     form = stored_form(source.config, source.where)
     return FourBitsSource(whole, form) if isinstance(form, FourBits) else whole
+
+
+def has_output_layer(source: WeightSource) -> bool:
+    """Whether a checkpoint that open_model() has opened gives logits."""
+    whole = source.stored if isinstance(source, FourBitsSource) else source
+    return not isinstance(whole, BareDecoder)
 
 
 def open_tower(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:

@@ -55,6 +55,7 @@ class DecodeStep:
     sources: Array
     """Rows of the tokens that the step before sampled, or KNOWN."""
     scored: tuple[()] = ()
+    pooled: tuple[()] = ()
 
     @property
     def sampled(self) -> Array:

@@ -15,6 +15,7 @@ from trimtab_kernels.paged_batch import warm_up_attention
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.config.pooling import OfCheckpoint, Tasks, tasks_of
 from trimtab_engine.config.quantization import Quantization, stored_quantization, wanted_quantization
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.device.address_range import AddressSpace
@@ -35,9 +36,11 @@ from trimtab_engine.models.checkpoint import check_tensors, check_tower, expecte
 from trimtab_engine.models.decoder import Decoder
 from trimtab_engine.models.family import Model, Tower
 from trimtab_engine.models.loading import Loader, packed_source
+from trimtab_engine.models.pooler import pooling_of_checkpoint
 from trimtab_engine.models.registry import (
     architecture_of,
     family_of,
+    has_output_layer,
     kv_groups_of,
     open_model,
     open_tower,
@@ -60,6 +63,7 @@ from trimtab_engine.runner.graphs.step_buffers import Feed
 from trimtab_engine.runner.item_encoder import ItemEncoder
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.sampling.logprobs import ScoresInFlight
+from trimtab_engine.sampling.pooling import PooledInFlight, pool
 from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, sample
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
@@ -67,6 +71,7 @@ from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.step_inputs import StepInputs, Unknown, flatten
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.four_bits import FourBitsSource
+from trimtab_engine.weights.open import model_path
 from trimtab_engine.weights.source import WeightSource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -102,6 +107,8 @@ class ModelFacts:
     """What loading them took of the device."""
     whole: ModelConfig
     """The whole model's facts."""
+    tasks: Tasks
+    """What is done with prompts."""
     vision: VisionConfig | None = None
     """The tower's; None: images and videos are not computed. Only ranks of the first stage have it."""
 
@@ -142,6 +149,7 @@ class ModelRunner:
         self._device, self._block_size, self._dtype = device, block_size, dtype
         self._kv_dtype = kv_dtype
         self._scores: ScoresInFlight | None = None
+        self._pooled: PooledInFlight | None = None
         self._keeps_hidden, self._hidden = False, torch.empty(0)
         self._eplb = eplb
         self.balancer = self._new_balancer()
@@ -161,6 +169,7 @@ class ModelRunner:
         """Read one rank's weights. progress gets ("weights", percent of them). Raises ModelError or ConfigError."""
         torch.manual_seed(config.seed)  # requests that bring no seed of their own draw from this generator
         source, model_config = _open(config)
+        tasks = _tasks(config, source, model_config)
         vision = _vision(config, source, model_config)
         max_model_len = _max_model_len(config, model_config)
         shard = shard_model(
@@ -230,6 +239,7 @@ class ModelRunner:
             quantization=_quantization_name(source, quantization),
             weights_bytes=max(0, growth.kept),
             whole=model_config,
+            tasks=tasks,
             vision=vision,
         )
         rebuild = lambda: build(_open(config)[0], lambda count: None)  # noqa: E731
@@ -391,6 +401,11 @@ class ModelRunner:
         scores, self._scores = self._scores, None
         return scores
 
+    def take_pooled(self) -> PooledInFlight | None:
+        """What the last step was to pool, in the order of StepInputs.pooled; None without any."""
+        pooled, self._pooled = self._pooled, None
+        return pooled
+
     @property
     def model(self) -> Model:
         """This rank's."""
@@ -544,6 +559,8 @@ class ModelRunner:
             return None
         if inputs.scored:
             self._scores = self._score(hidden, inputs.scored)
+        if inputs.pooled and (self.groups.tensor is None or self.groups.tensor.index == 0):
+            self._pooled = pool(hidden, inputs.pooled, self._model.normalised_rows)
         if not inputs.num_sampled:
             return torch.empty(0, self.facts.vocab_size, device=hidden.device)
         logits = self._model.logits(hidden, wanted)
@@ -625,6 +642,13 @@ def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
         source.expect(expected_shapes(model_config))
     check_tensors(model_config, source)
     return source, model_config
+
+
+def _tasks(config: EngineConfig, source: WeightSource, model: ModelConfig) -> Tasks:
+    """What is done with prompts. Raises ModelError, ConfigError, and NotBuiltError for what follows the model in a
+    checkpoint that pools."""
+    said = OfCheckpoint() if config.runner == "generate" else pooling_of_checkpoint(model_path(config.model))
+    return tasks_of(config.runner, config.pooler, said, model.hidden_size, has_output_layer=has_output_layer(source))
 
 
 def _vision(config: EngineConfig, source: WeightSource, model: ModelConfig) -> VisionConfig | None:

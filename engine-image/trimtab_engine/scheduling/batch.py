@@ -15,9 +15,10 @@ class ScheduledSequence:
                       0                start       start + num_tokens   len(token_ids)
     with drafts       |---- computed ----| newest | drafts |
     ```
-    `samples` is true when the newest token is among them: then the step also yields the next one. The newest token of a
-    request that samples may be unknown when it is scheduled; it is known when the step begins. `draft_token_ids` are
-    guesses beyond the newest token: the step verifies them, and yields one token more than it accepts.
+    `samples` is true when the newest token is among them: then the step also yields the next one. Not of a request that
+    pools, which ends there. The newest token of a request that samples may be unknown when it is scheduled; it is known
+    when the step begins. `draft_token_ids` are guesses beyond the newest token: the step verifies them, and yields one
+    token more than it accepts.
     """
 
     request: Request
@@ -28,6 +29,12 @@ class ScheduledSequence:
     quiet_until: int = 0
     """While it begins before this position, the next step computes its newest token and nothing else comes up: no block
     is wanted or full, and it does not end. The scheduler's note."""
+
+    @property
+    def ends_pooling(self) -> bool:
+        """Whether it is the end of a prompt that is pooled."""
+        request = self.request
+        return request.pooling is not None and self.start + self.num_tokens == request.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,8 @@ class Batch:
     """Some of its sequences compute a prompt, or what was lost of one; verifying guesses is no prompt."""
     sampling: list[Request] = field(default_factory=list)
     """Requests that get a token, in the order of the sequences."""
+    pooling: list[Request] = field(default_factory=list)
+    """Requests that pool, and whose prompt ends in this step, in that order."""
     displaced: list[bytes] = field(default_factory=list)
     """Keys of embeddings that are kept no more: they go before `missing` are computed."""
     missing: list[tuple[bytes, MultiModalItem]] = field(default_factory=list)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from trimtab_engine.multimodal.items import Span
 from trimtab_engine.multimodal.positions import RopePositions
+from trimtab_engine.scheduling.pooling import Pooling
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 
@@ -80,12 +81,14 @@ class Request:
     """Images and videos in its prompt, in its order."""
     rope: RopePositions | None = None
     """Where its tokens are over time, height and width; None: where they are in it, on all three."""
+    pooling: Pooling | None = None
+    """What is made of its prompt's hidden states instead of tokens: it ends with its prompt. None: it samples."""
     order: int = 0
     """How many requests were added before it; set when the scheduler takes it."""
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
-    """Tokens that a step in flight samples: 1 from schedule() to update(), else 0."""
+    """Tokens that a step in flight samples: 1 from schedule() to update(), else 0. What it pools counts as one."""
     draft_token_ids: list[int] = field(default_factory=list)
     """Guesses of the tokens after the newest one; the next step verifies as many as it has room for. Nobody guesses
     while the policy's num_speculative_tokens is 0; what was guessed before it became 0 is dropped by the next step."""
@@ -129,6 +132,10 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of its prompt's tokens from the second on, as far as they are computed; where they were asked
     for."""
+    hidden_sum: bytes = b""
+    """Where it pools: the sum of the hidden states that count, [hidden_size] float32, as far as they are computed."""
+    num_summed_tokens: int = 0
+    """Of how many of its tokens that is, from the first on where all count."""
     is_plain: bool = field(init=False)
     """Its sampling's: asked in every step."""
     takes_likeliest: bool = field(init=False)
@@ -152,10 +159,20 @@ class Request:
         cache_salt: str = "",
         spans: tuple[Span, ...] = (),
         rope: RopePositions | None = None,
+        pooling: Pooling | None = None,
     ) -> "Request":
         token_ids, num_tokens = list(prompt_token_ids), len(prompt_token_ids)
         return cls(
-            request_id, token_ids, num_tokens, sampling, arrival_time, priority, cache_salt, spans=spans, rope=rope
+            request_id,
+            token_ids,
+            num_tokens,
+            sampling,
+            arrival_time,
+            priority,
+            cache_salt,
+            spans=spans,
+            rope=rope,
+            pooling=pooling,
         )
 
     def note_prompt_logprobs(self, position: int, judged: list[TokenLogprobs]) -> None:

@@ -119,16 +119,12 @@ class Scheduler:
             raise InvalidRequest(f"request id {request.request_id!r} is in use; ids must be unique while alive")
         if num_tokens == 0:
             raise InvalidRequest("the prompt has no tokens; send at least one")
-        if num_tokens >= self._max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {num_tokens} tokens, but max_model_len is {self._max_model_len} and one token of "
-                f"output needs room; shorten the prompt to {self._max_model_len - 1} tokens or fewer"
-            )
-        if sampling.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {sampling.max_tokens}; it must be 1 or more")
+        self._check_length(request)
         if request.spans:
             self._check_items(request)
         request.max_num_tokens = min(request.num_prompt_tokens + sampling.max_tokens, self._max_model_len)
+        if request.pooling is not None:
+            request.max_num_tokens = request.num_prompt_tokens + 1  # what it pools, which takes no room
         ends = frozenset() if sampling.ignore_eos else self._eos_token_ids
         request.end_token_ids = ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
         request.block_tables = self._blocks.new_tables()
@@ -138,6 +134,23 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._waiting.add(request)
         self._stats.note_arrived(request.num_prompt_tokens)
+
+    def _check_length(self, request: Request) -> None:
+        """Raise InvalidRequest unless the prompt fits, and one token of output where it samples."""
+        num_tokens, limit = request.num_tokens, self._max_model_len
+        if request.pooling is not None:
+            if num_tokens > limit:
+                raise InvalidRequest(
+                    f"the prompt has {num_tokens} tokens, but max_model_len is {limit}; shorten the prompt"
+                )
+            return
+        if num_tokens >= limit:
+            raise InvalidRequest(
+                f"the prompt has {num_tokens} tokens, but max_model_len is {limit} and one token of "
+                f"output needs room; shorten the prompt to {limit - 1} tokens or fewer"
+            )
+        if request.sampling.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {request.sampling.max_tokens}; it must be 1 or more")
 
     def _check_items(self, request: Request) -> None:
         """Raise InvalidRequest unless each of its images and videos can be computed in some step, and all of them in
@@ -283,7 +296,7 @@ class Scheduler:
 
     def land(self, batch: Batch, token_ids: Sequence[int | list[int]], now: float) -> dict[int, Sampled]:
         """As update(), but tells only of requests that got another number of tokens than one, or do not go on, by their
-        places in batch.sampling. Nearly all get one and go on, so that is kept short."""
+        places in batch.sampling. Nearly all get one and go on, so that is kept short. Those of batch.pooling end."""
         self._book_blocked_time(now)
         if batch.computes_prompts:
             began = max(batch.scheduled_at, self._last_landed)  # scheduled ahead, it waited for the step before it
@@ -307,6 +320,11 @@ class Scheduler:
                 any_finished |= status is not None
                 num_delivered += len(delivered) - 1 if isinstance(delivered, list) else 0
         self._stats.num_generation_tokens += num_delivered
+        for request in batch.pooling:
+            request.num_pending_tokens -= 1
+            if not request.status.is_finished:
+                self._finish(request, RequestStatus.FINISHED_STOPPED)
+                any_finished = True
         if any_finished:
             self._drop_finished()
         return notable
@@ -405,7 +423,8 @@ class Scheduler:
                     if reach.end == start:
                         continue
                     end = reach.end
-                samples = end == num_known
+                is_last = end == num_known
+                samples = is_last and request.pooling is None
             if end > request.num_blocks * block_size:
                 if not self._make_room(index, end, preempted, now):
                     break
@@ -432,9 +451,8 @@ class Scheduler:
                 continue
             batch.only_decodes = False
             batch.computes_prompts = True
-            if samples:
-                request.num_pending_tokens += 1
-                sampling(request)
+            if is_last:
+                _await_outcome(batch, request)
             self._stats.note_prefill(sequence)
         if preempted:
             self._drop_preempted()
@@ -552,12 +570,12 @@ class Scheduler:
                 self._take_items(batch, request, reach)
             waiting.pop_head()
             self._take_on(request, cached, start, end, now)
-            sequence = ScheduledSequence(request, start, end - start, end == num_tokens)
+            is_last = end == num_tokens
+            sequence = ScheduledSequence(request, start, end - start, is_last and request.pooling is None)
             self._insert_running(sequence)
             batch.sequences.append(sequence)
-            if sequence.samples:
-                request.num_pending_tokens += 1
-                batch.sampling.append(request)
+            if is_last:
+                _await_outcome(batch, request)
             budget -= end - start
             batch.only_decodes = False
             batch.computes_prompts = True
@@ -590,8 +608,10 @@ class Scheduler:
         return self._blocks.find_cached(request) if not request.is_swapped_out and self._looks_up(request) else None
 
     def _looks_up(self, request: Request) -> bool:
-        """Whether it takes cached blocks. Not where its prompt is judged: that needs every token to be computed."""
-        return self._policy.enable_prefix_caching and request.sampling.prompt_logprobs is None
+        """Whether it takes cached blocks. Not where its prompt is judged, or all of it is pooled: that needs every
+        token to be computed."""
+        needs_all = request.pooling is not None and request.pooling.needs_all_tokens
+        return self._policy.enable_prefix_caching and request.sampling.prompt_logprobs is None and not needs_all
 
     def _take_on(self, request: Request, cached: CachedPrefix | None, start: int, end: int, now: float) -> None:
         """Make a waiting request run: its blocks up to `end`, and what is counted at admission."""
@@ -785,11 +805,11 @@ class Scheduler:
 
     def remaining_tokens(self) -> int:
         """How many output tokens the unfinished requests may still ask for, at most."""
-        return sum(request.max_num_tokens - request.num_tokens for request in self._requests.values())
+        return sum(map(_longest_output, self._requests.values()))
 
     def longest_remaining(self) -> int:
         """The most output tokens that one of them may still ask for."""
-        return max((request.max_num_tokens - request.num_tokens for request in self._requests.values()), default=0)
+        return max(map(_longest_output, self._requests.values()), default=0)
 
     def unfinished(self) -> list[Request]:
         """What waits or runs, in the order of arrival here; for reading."""
@@ -846,3 +866,14 @@ class Scheduler:
         self._blocks.check_integrity(queued)
         if self._encoder is not None:
             self._encoder.check_integrity(running)
+
+
+def _await_outcome(batch: Batch, request: Request) -> None:
+    """The step brings the request its next token, or what it pools."""
+    request.num_pending_tokens += 1
+    (batch.sampling if request.pooling is None else batch.pooling).append(request)
+
+
+def _longest_output(request: Request) -> int:
+    """How many output tokens it may still ask for."""
+    return 0 if request.pooling is not None else request.max_num_tokens - request.num_tokens

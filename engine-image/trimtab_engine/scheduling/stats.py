@@ -72,7 +72,7 @@ class SchedulerStats:
         request, start = sequence.request, sequence.start
         if start < request.num_ever_computed_tokens:
             self.recomputed_tokens += min(start + sequence.num_tokens, request.num_ever_computed_tokens) - start
-        if sequence.samples and request.num_output_tokens == 0:
+        if (sequence.samples and request.num_output_tokens == 0) or sequence.ends_pooling:
             self.num_prompt_tokens += request.num_prompt_tokens
             self.num_cached_prompt_tokens += request.num_cached_tokens
             self.num_host_cached_prompt_tokens += request.num_host_cached_tokens

@@ -62,6 +62,9 @@ class StepInputs(msgspec.Struct, array_like=True):
     """Images and videos to compute then, each with the key by which its embeddings are kept."""
     placed: list[tuple[int, int, bytes, int]] = []
     """(index in token_ids, how many tokens, key, first row): what takes its embeddings from what is kept."""
+    pooled: list[tuple[int, int]] = []
+    """(index in token_ids, how many tokens) of each sequence of tokens whose hidden states are summed up, in the order
+    of the scheduled sequences."""
 
     @property
     def num_tokens(self) -> int:
@@ -134,7 +137,7 @@ def flatten(
     first_index: dict[int, int] = {}
     for sequence, first_row, own_rows in (*decodes, *chunks):
         request, start, count = sequence.request, sequence.start, sequence.num_tokens
-        if request.sampling.prompt_logprobs is not None:
+        if request.sampling.prompt_logprobs is not None or request.pooling is not None:
             first_index[id(sequence)] = len(token_ids)
         if sequence.draft_token_ids:
             token_ids += _with_drafts(sequence)
@@ -157,6 +160,8 @@ def flatten(
         _add_items(inputs, [entry[0] for entry in (*decodes, *chunks)])
     if first_index:
         inputs.scored = [entry for s in sequences if id(s) in first_index for entry in _scored(s, first_index[id(s)])]
+        found = [(s, pooled) for s in sequences if (pooled := pooled_tokens(s)) is not None]
+        inputs.pooled = [(first_index[id(s)] + position - s.start, count) for s, (position, count) in found]
     return inputs, unknown
 
 
@@ -259,6 +264,16 @@ def num_scored(sequence: ScheduledSequence) -> int:
     if request.sampling.prompt_logprobs is None:
         return 0
     return max(0, min(sequence.start + sequence.num_tokens, request.num_prompt_tokens - 1) - sequence.start)
+
+
+def pooled_tokens(sequence: ScheduledSequence) -> tuple[int, int] | None:
+    """(position, how many): the tokens of a sequence whose hidden states are pooled; None: none are."""
+    pooling = sequence.request.pooling
+    if pooling is None:
+        return None
+    if pooling.needs_all_tokens:
+        return sequence.start, sequence.num_tokens
+    return (sequence.request.num_prompt_tokens - 1, 1) if sequence.ends_pooling else None
 
 
 def _scored(sequence: ScheduledSequence, first_index: int) -> list[tuple[int, int, int]]:

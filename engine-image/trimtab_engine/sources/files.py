@@ -4,6 +4,7 @@ Never code, and never what has to be unpickled: a model that has nothing else is
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 LOADED_SUFFIXES = (*TEXT_SUFFIXES, ".safetensors", ".gguf")
 """What may be fetched at all."""
 MAX_TEXT_BYTES = 128 << 20  # the largest tokenizers have some 35 MB
+POOLING_MODULE = re.compile(r"\d+_Pooling/config\.json")
+"""The one text in a folder of its own that is read: how sentence-transformers pools (models/pooler.py)."""
 OTHER_INDEX = ".index.json"
 """Ends the names of indices; of these only the one of the safetensors files says anything here."""
 
@@ -52,11 +55,12 @@ class Listing:
 
 
 def texts(listing: Listing) -> tuple[RemoteFile, ...]:
-    """The small files beside the weights. Folders within it hold other forms of the model and are left out."""
+    """The small files beside the weights. Folders within it hold other forms of the model and are left out, but for how
+    its hidden states are pooled."""
     return tuple(
         file
         for file in listing.files
-        if "/" not in file.name
+        if ("/" not in file.name or POOLING_MODULE.fullmatch(file.name))
         and file.name.endswith(TEXT_SUFFIXES)
         and file.size <= MAX_TEXT_BYTES
         and (file.name == INDEX_FILE or not file.name.endswith(OTHER_INDEX))

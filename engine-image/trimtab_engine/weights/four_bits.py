@@ -60,6 +60,11 @@ class FourBitsSource:
         self._packed = {stem + WEIGHT: stem for stem in self._stems}
 
     @property
+    def stored(self) -> WeightSource:
+        """The source of the parts."""
+        return self._stored
+
+    @property
     def form(self) -> FourBits:
         """How the integers lie."""
         return self._form

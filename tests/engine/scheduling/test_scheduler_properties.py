@@ -1,5 +1,5 @@
 """Whole random lives of a scheduler: whatever is added, aborted, steered, swapped, shared, guessed, scheduled ahead and
-resized, each request ends with the tokens that it would have had undisturbed.
+resized, each request ends with the tokens that it would have had undisturbed, and one that pools with the vector.
 
 The executor here is a stub without arithmetic but with a real KV cache: it writes each scheduled token into the slots
 that the block tables of all groups name, and the next token is a function of what it reads back. A wrong table, a
@@ -23,14 +23,17 @@ from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.multimodal.items import MultiModalItem, Span
 from trimtab_engine.runner.seats import Seats
+from trimtab_engine.sampling.pooling import add_up, finished
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager, Copies
 from trimtab_engine.scheduling.encoder_cache import EncoderCache, key_of, spans_between
 from trimtab_engine.scheduling.policy import PreemptionMode, QueueOrder, SchedulingPolicy
+from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
 from trimtab_engine.scheduling.sight import SEES_ALL, Sight
+from trimtab_engine.scheduling.step_inputs import pooled_tokens
 from trimtab_engine.scheduling.swap_space import SwapSpace
 
 BLOCK_SIZE = 4
@@ -60,6 +63,12 @@ def undisturbed(prompt: list[int], sampling: Sampling) -> tuple[list[int], str]:
             return tokens[len(prompt) :], "length"
 
 
+def pooled_undisturbed(prompt: list[int], method: PoolingMethod) -> float:
+    """What a prompt alone is pooled to: a hidden state is the token that would follow."""
+    states = [next_token(prompt[: end + 1]) for end in range(len(prompt))]
+    return states[-1] if method == "last" else sum(states) / len(states)
+
+
 @dataclass
 class Work:
     """What a model runner keeps of a scheduled sequence: the scheduler uses its own again for the next step."""
@@ -71,6 +80,8 @@ class Work:
     end: int
     samples: bool
     drafts: list[int]
+    pooled: tuple[int, int] | None
+    """Which tokens are pooled: from where on, and how many."""
 
 
 class ToldTables:
@@ -96,6 +107,8 @@ class ToldTables:
 class Prepared:
     batch: Batch
     work: list[Work]
+    sums: list[tuple[Request, int, int, float]] = field(default_factory=list)
+    """(request, position, how many, sum of hidden states), once it has run."""
 
     @classmethod
     def of(cls, batch: Batch, told: list[ToldTables]) -> "Prepared":
@@ -114,6 +127,7 @@ class Prepared:
                 s.start + s.num_tokens,
                 s.samples,
                 s.draft_token_ids,
+                pooled_tokens(s),
             )
             for place, s in enumerate(batch.sequences)
         ]
@@ -171,7 +185,13 @@ class StubExecutor:
                 for position in range(work.start, work.end):
                     block = self.blocks[table[position // BLOCK_SIZE - num_gone]]
                     block[position % BLOCK_SIZE] = (group, tokens[position])
+        prepared.sums = [(w.request, *w.pooled, self.hidden_sum(w, *w.pooled)) for w in prepared.work if w.pooled]
         return [self.sample(work) for work in prepared.work if work.samples]
+
+    def hidden_sum(self, work: Work, position: int, count: int) -> float:
+        """Of tokens that this step computes, from what was there as it began and what it has written."""
+        whole = self.read(work, position + count)
+        return sum(next_token(whole[: end + 1]) for end in range(position, position + count))
 
     def sample(self, work: Work) -> int | list[int]:
         newest = work.end - len(work.drafts)
@@ -357,7 +377,7 @@ class SchedulerLives(RuleBasedStateMachine):
         self.alive: dict[str, tuple[Request, list[int]]] = {}
         self.delivered: dict[str, list[int]] = {}
         self.num_added = 0
-        self.num_accepted_drafts = 0
+        self.num_accepted_drafts = self.num_pooled = 0
         self.kept_blocks, self.num_restored = kept_blocks, 0
         self.turns = Turns()
         self.told = [ToldTables(self.num_seats) for _ in self.sights]
@@ -383,6 +403,32 @@ class SchedulerLives(RuleBasedStateMachine):
         self.scheduler.add(request)
         self.alive[request.request_id] = (request, prompt)
         self.delivered[request.request_id] = []
+
+    @rule(
+        prompt=PROMPTS,
+        method=st.sampled_from(["last", "mean"]),
+        is_longest=st.booleans(),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from(["", "", "a tenant"]),
+    )
+    def pool(
+        self, prompt: list[int], method: PoolingMethod, is_longest: bool = False, priority: int = 0, salt: str = ""
+    ) -> None:
+        """A prompt that is to become a vector. It needs no room for a token of output."""
+        prompt = [*prompt, *range(MAX_MODEL_LEN)][:MAX_MODEL_LEN] if is_longest else prompt
+        pooling = Pooling(method, normalize=False)
+        request = Request.of(
+            f"r{self.num_added}",
+            prompt,
+            Sampling(),
+            arrival_time=self.now,
+            priority=priority,
+            cache_salt=salt,
+            pooling=pooling,
+        )
+        self.num_added += 1
+        self.scheduler.add(request)
+        self.alive[request.request_id] = (request, prompt)
 
     @rule(prompts=st.lists(PROMPTS, min_size=4, max_size=8))
     def add_a_crowd(self, prompts: list[list[int]]) -> None:
@@ -444,7 +490,7 @@ class SchedulerLives(RuleBasedStateMachine):
         prepared = self.schedule()
         sampled = self.executor.run(prepared)
         self.abort(seed)
-        self.deliver(self.scheduler.update(prepared.batch, sampled, self.now))
+        self.land(prepared, sampled)
 
     @precondition(lambda self: self.alive)
     @rule(count=st.integers(2, 12), aborts=st.sampled_from([None, None, 3]))
@@ -456,25 +502,40 @@ class SchedulerLives(RuleBasedStateMachine):
             sampled = self.executor.run(flight)
             if step == aborts:
                 self.abort(step)
-            self.deliver(self.scheduler.update(flight.batch, sampled, self.now))
+            self.land(flight, sampled)
             self.scheduler.check_integrity()
             flight = ahead
-        self.deliver(self.scheduler.update(flight.batch, self.executor.run(flight), self.now))
+        self.land(flight, self.executor.run(flight))
 
     def guess(self, rng: random.Random) -> None:
         """Give what runs some drafts, right ones and wrong ones, as a proposer does: none at depth 0."""
         if not self.scheduler.policy.num_speculative_tokens:
             return
         for request, prompt in self.alive.values():
-            if request.status is RequestStatus.RUNNING and request.num_computed_tokens == request.num_tokens - 1:
+            goes_on = request.status is RequestStatus.RUNNING and request.pooling is None
+            if goes_on and request.num_computed_tokens == request.num_tokens - 1:
                 after = undisturbed(prompt, request.sampling)[0][request.num_output_tokens :]
                 wrong = [rng.randrange(VOCABULARY) for _ in range(2)]
                 request.draft_token_ids = (after[: rng.randrange(5)] + wrong)[: rng.randrange(7)]
 
     def step(self) -> None:
         prepared = self.schedule()
-        self.deliver(self.scheduler.update(prepared.batch, self.executor.run(prepared), self.now))
+        self.land(prepared, self.executor.run(prepared))
         self.scheduler.check_integrity()
+
+    def land(self, prepared: Prepared, sampled: list[int | list[int]]) -> None:
+        """As the engine does it: sums are kept first, then the scheduler ends what is at its end."""
+        for request, position, count, hidden_sum in prepared.sums:
+            add_up((request, position, count), np.array([hidden_sum], np.float32))
+        ending = [request for request in prepared.batch.pooling if not request.status.is_finished]
+        self.deliver(self.scheduler.update(prepared.batch, sampled, self.now))
+        for request in ending:
+            assert request.status is RequestStatus.FINISHED_STOPPED
+            assert request.pooling is not None
+            _, prompt = self.alive.pop(request.request_id)
+            vector = np.frombuffer(finished(request.hidden_sum, request.num_summed_tokens, request.pooling), "<f4")
+            assert vector == pytest.approx([pooled_undisturbed(prompt, request.pooling.method)])
+            self.num_pooled += 1
 
     def schedule(self, in_flight: bool = False) -> Prepared:
         was_running = self.scheduler.num_running
@@ -489,7 +550,7 @@ class SchedulerLives(RuleBasedStateMachine):
         assert in_flight or bool(batch.sequences) == bool(self.alive)  # something always runs
         assert self.scheduler.num_running <= max(policy.max_num_seqs, was_running)
         if not self.chunked:
-            assert all(s.samples for s in batch.sequences)
+            assert all(s.samples or s.ends_pooling for s in batch.sequences)
         return Prepared.of(batch, self.told)
 
     def deliver(self, sampled: list[Sampled]) -> None:
@@ -637,6 +698,26 @@ def test_a_kv_cache_of_one_request_preempts_often_and_still_yields_the_same_toke
     preempted = lives.scheduler.take_stats().preempted
     assert sum(preempted.get("recompute", {}).values()) > (10 if host_blocks < 12 else -1)
     assert sum(preempted.get("swap", {}).values()) > (0 if host_blocks else -1)
+
+
+@pytest.mark.parametrize("kind", [SchedulerLives, LivesOverGroups, LivesOfShortSteps])
+@pytest.mark.parametrize("method", ["last", "mean"])
+@pytest.mark.parametrize(("mode", "host_blocks"), [("recompute", 0), ("swap", 40), ("auto", 3)])
+def test_what_pools_is_preempted_by_what_decodes_and_still_pools_the_same(
+    mode: PreemptionMode, host_blocks: int, method: PoolingMethod, kind: type[SchedulerLives]
+) -> None:
+    """Decodes before it in the queue take its blocks between two of its chunks."""
+    lives = kind()
+    policy = SchedulingPolicy(max_num_seqs=6, max_num_batched_tokens=MAX_MODEL_LEN, preemption_mode=mode)
+    lives.start(BLOCKS_PER_REQUEST + 2, replace(policy, long_prefill_token_threshold=3), True, host_blocks)
+    for index in range(12):
+        lives.add([index, 3, 1], Sampling(max_tokens=28, ignore_eos=True))
+        lives.pool([index, *range(12 + index)], method)
+        lives.steps(3)
+    lives.teardown()
+    preempted = lives.scheduler.take_stats().preempted
+    assert lives.num_pooled == 12
+    assert sum(sum(reasons.values()) for reasons in preempted.values()) > 3
 
 
 @pytest.mark.parametrize("kind", [SchedulerLives, LivesOverGroups, LivesOfShortSteps])

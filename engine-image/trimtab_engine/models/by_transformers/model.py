@@ -94,6 +94,10 @@ class TransformersModel:
         """See Model."""
         return self._halves.logits(hidden[rows])
 
+    def normalised_rows(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """See Model: they are behind the last norm already."""
+        return hidden[rows]
+
 
 def load_model(config: ModelConfig, found: Found, load: Loader) -> TransformersModel:
     """Read the weights. Raises ModelError where the checkpoint lacks some, or has them in other shapes."""

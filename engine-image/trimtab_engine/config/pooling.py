@@ -1,0 +1,159 @@
+"""What an engine does with prompts, tokens or vectors: --runner and --pooler-config as typed values, and what comes of
+them. Names are vLLM's; what is not built is refused by name. Knows no tensor: the API server's process reads it as
+well.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from trimtab_engine.config.json_flags import convert_fields, read_json_object
+from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
+
+FLAG = "--pooler-config"
+Runner = Literal["auto", "generate", "pooling"]
+METHODS: dict[str, PoolingMethod] = {"LAST": "last", "MEAN": "mean"}
+"""By vLLM's names."""
+NO_CLS = (
+    "the first token of a decoder sees no other one, so its hidden state says nothing of the prompt; models that pool "
+    "it see all tokens from each, and such encoders are not built"
+)
+WHY_NOT = {
+    "CLS": NO_CLS,
+    "ALL": "vectors of all tokens are not given; one of the whole prompt is",
+    "STEP": "models that reward steps are not served",
+}
+"""Why the other methods of vLLM's are not here."""
+SAME = {"seq_pooling_type": "pooling_type", "use_activation": "normalize"}
+"""Other names that vLLM has for a field."""
+EXAMPLE = '{"pooling_type": "MEAN", "normalize": false}'
+
+
+class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How prompts are pooled where the request does not say. None: as the checkpoint does."""
+
+    pooling_type: Literal["LAST", "MEAN"] | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None and self.dimensions < 1:
+            raise ConfigError(f"{FLAG}: dimensions is {self.dimensions}; it must be 1 or more")
+
+
+def parse_pooler_json(text: str) -> PoolerConfig:
+    """The value of --pooler-config. Raises ConfigError, NotBuiltError for what vLLM has and we do not."""
+    values = read_json_object(FLAG, text, EXAMPLE)
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        field = SAME.get(name, name)
+        if fields.get(field, value) != value:
+            raise ConfigError(f"{FLAG} says {field} twice, and differently; give one")
+        fields[field] = value
+    unknown = sorted(fields.keys() - {field.name for field in msgspec.structs.fields(PoolerConfig)})
+    if unknown:
+        known = ", ".join(field.name for field in msgspec.structs.fields(PoolerConfig))
+        raise NotBuiltError(f"{FLAG}: {unknown[0]} is not built; its fields are {known}")
+    if isinstance(fields.get("pooling_type"), str):
+        fields["pooling_type"] = fields["pooling_type"].upper()
+        check_is_built(fields["pooling_type"], FLAG)
+    return convert_fields(FLAG, fields, PoolerConfig)
+
+
+def check_is_built(method: str, where: str) -> None:
+    """Raise NotBuiltError, with the reason, for a method by vLLM's name that is not among METHODS. `where`: who says
+    it."""
+    if method not in METHODS:
+        reason = f": {WHY_NOT[method]}" if method in WHY_NOT else ""
+        raise NotBuiltError(
+            f"{where}: pooling type {method[:40]} is not built{reason}; built are {', '.join(METHODS)}, which {FLAG} "
+            f"chooses"
+        )
+
+
+class Pooler(msgspec.Struct, frozen=True):
+    """How this engine pools where a request does not say. `hidden_size`: dimensions that there are."""
+
+    method: PoolingMethod
+    normalize: bool
+    dimensions: int | None
+    """None: all of them."""
+    hidden_size: int
+
+    def pooling(self, *, dimensions: int | None = None, normalize: bool | None = None) -> Pooling:
+        """What is asked of one prompt."""
+        cut = self.dimensions if dimensions is None else dimensions
+        return Pooling(self.method, cut, self.normalize if normalize is None else normalize)
+
+
+class Tasks(msgspec.Struct, frozen=True):
+    """What is done with prompts here: each is, or there is a reason why not, in words for clients."""
+
+    pooler: Pooler
+    no_pooling: str = ""
+    no_generation: str = ""
+
+
+GENERATES_ALONE = Tasks(Pooler("last", normalize=True, dimensions=None, hidden_size=0), "prompts are not pooled here")
+"""An engine core that says nothing of it."""
+
+
+class OfCheckpoint(msgspec.Struct, frozen=True):
+    """What a checkpoint says of pooling. `where` names the file that says so; None: none does."""
+
+    method: str = "LAST"
+    """By vLLM's name."""
+    normalize: bool = True
+    where: str | None = None
+
+
+def tasks_of(
+    runner: Runner, config: PoolerConfig, said: OfCheckpoint, hidden_size: int, *, has_output_layer: bool
+) -> Tasks:
+    """What an engine does with prompts. Raises ConfigError where it could do nothing that is asked for, NotBuiltError
+    for a method that is not built."""
+    if runner == "generate" and not has_output_layer:
+        raise ConfigError(
+            "--runner generate: the checkpoint has no output layer, so it gives hidden states and no tokens; leave the "
+            "flag out, or use --runner pooling"
+        )
+    method = config.pooling_type or said.method
+    only_pools = runner == "pooling" or not has_output_layer or (runner == "auto" and said.where is not None)
+    if only_pools:
+        check_is_built(method, FLAG if config.pooling_type else said.where or FLAG)
+    if config.dimensions is not None and config.dimensions > hidden_size:
+        raise ConfigError(f"{FLAG}: dimensions is {config.dimensions}; the model has {hidden_size}")
+    normalize = said.normalize if config.normalize is None else config.normalize
+    pooler = Pooler(METHODS.get(method, "last"), normalize, config.dimensions, hidden_size)
+    no_pooling = "this engine was started with --runner generate" if runner == "generate" else ""
+    return Tasks(pooler, no_pooling, _no_generation(runner, said, has_output_layer) if only_pools else "")
+
+
+def _no_generation(runner: Runner, said: OfCheckpoint, has_output_layer: bool) -> str:
+    if runner == "pooling":
+        return "this engine was started with --runner pooling: it embeds, at /v1/embeddings"
+    if not has_output_layer:
+        return "this model has no output layer: it embeds, at /v1/embeddings"
+    return "this model embeds, at /v1/embeddings, as its checkpoint says; an engine with --runner generate generates"
+
+
+def sentence_transformers_method(words: Mapping[str, Any], where: str) -> str:
+    """The method that a Pooling module's config.json names, by vLLM's name where it has one. Raises NotBuiltError for
+    several at once, and where instructions are left out."""
+    named = words.get("pooling_mode")
+    modes = [named] if isinstance(named, str) else list(named) if isinstance(named, list) else []
+    modes += [
+        name.removeprefix("pooling_mode_") for name, on in words.items() if on is True and "pooling_mode_" in name
+    ]
+    names = {_METHOD_NAMES.get(str(mode).removesuffix("_tokens").removesuffix("_token"), str(mode)) for mode in modes}
+    if len(names) != 1:
+        raise NotBuiltError(f"{where}: names {len(names)} pooling modes; one is built, such as pooling_mode_lasttoken")
+    if words.get("include_prompt") is False:
+        raise NotBuiltError(f"{where}: include_prompt false is not built: all tokens of a prompt are pooled")
+    return names.pop()
+
+
+_METHOD_NAMES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST", "last": "LAST"}
+"""sentence-transformers' modes, without what their names end with."""
