@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         CompilationMode,
         CUDAGraphMode,
     )
+    from trimtab_engine.offline.embeddings import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
     from trimtab_engine.offline.llm import LLM
     from trimtab_engine.offline.outputs import CompletionOutput, RequestOutput
     from trimtab_engine.offline.sampling_params import SamplingParams
@@ -25,6 +26,9 @@ __all__ = [
     "CompilationLevel",
     "CompilationMode",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
 ]
@@ -34,6 +38,9 @@ _HOME = {
     "SamplingParams": "offline.sampling_params",
     "RequestOutput": "offline.outputs",
     "CompletionOutput": "offline.outputs",
+    "EmbeddingOutput": "offline.embeddings",
+    "EmbeddingRequestOutput": "offline.embeddings",
+    "PoolingParams": "offline.embeddings",
     "CUDAGraphMode": "config.graphs",
     "CompilationConfig": "config.graphs",
     "CompilationLevel": "config.graphs",

@@ -20,17 +20,20 @@ from trimtab_engine.messages import AddRequest, PatchConfig
 from trimtab_engine.multimodal.items import Span
 from trimtab_engine.offline.arguments import in_keywords, read_keywords
 from trimtab_engine.offline.conversations import Message, split_pictures
+from trimtab_engine.offline.embeddings import AskedVector, EmbeddingRequestOutput, PoolingParams, Vector
 from trimtab_engine.offline.outputs import Choice, RequestOutput
 from trimtab_engine.offline.progress import OnStep, Rates, Statistics, interruptible
 from trimtab_engine.offline.progress_bar import progress_bar
 from trimtab_engine.offline.prompts import Asked, Prompt, as_prompts, one_each, tokens_of
 from trimtab_engine.offline.sampling_params import SamplingParams
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from trimtab_engine.core.engine import Engine
     from trimtab_engine.offline.media import OfflineMedia
 
+AnyAsked = Asked | AskedVector
 MAX_LOGPROBS = 20  # most that a prompt may ask for, unless the keyword says otherwise
 
 logger = logging.getLogger("trimtab_engine.offline.llm")
@@ -96,8 +99,10 @@ class LLM:
         Raises InvalidRequest before anything runs when a prompt does not fit.
         """
         self._require_open()
+        if self.ready.tasks.no_generation:
+            raise InvalidRequest(f"this LLM generates no tokens: {self.ready.tasks.no_generation}")
         every = as_prompts(prompts)
-        params = one_each(sampling_params, len(every))
+        params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(every))
         asked = [self._ask(prompt, of) for prompt, of in zip(every, params, strict=True)]
         self._run(asked, show_progress=use_tqdm)
         return [one.output() for one in asked]
@@ -120,6 +125,24 @@ class LLM:
             ids = self.get_tokenizer().encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids, "multi_modal_data": pictures})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector of each prompt, in their order. One PoolingParams for all, or one per prompt.
+
+        Ctrl-C as in generate(). Raises InvalidRequest before anything runs when a prompt does not fit.
+        """
+        self._require_open()
+        every = as_prompts(prompts)
+        params = one_each(PoolingParams() if pooling_params is None else pooling_params, len(every))
+        asked = [self._ask_vector(prompt, of) for prompt, of in zip(every, params, strict=True)]
+        self._run(asked, show_progress=use_tqdm)
+        return [one.output() for one in asked]
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; read when it is first needed."""
@@ -189,15 +212,12 @@ class LLM:
         if data:
             ids, spans = self._require_media().placed(ids, data)
         limit = self.ready.max_model_len
-        if not ids:
-            raise InvalidRequest("a prompt has no tokens; give at least one")
+        self._check_ids(ids)
         if len(ids) >= limit:
             raise InvalidRequest(
                 f"a prompt has {len(ids)} tokens, but max_model_len is {limit}, and one token of output needs room; "
                 f"shorten it"
             )
-        if max(ids) >= self.ready.vocab_size or min(ids) < 0:
-            raise InvalidRequest(f"a prompt has a token id outside the vocabulary of {self.ready.vocab_size} tokens")
         for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if count is not None and count > self._max_logprobs:
                 raise InvalidRequest(f"{name} is {count}; at most max_logprobs={self._max_logprobs} are given")
@@ -211,6 +231,27 @@ class LLM:
             [AddRequest(f"{request_id}-{i}", ids, of, now, spans=spans) for i, of in enumerate(sampling)],
         )
 
+    def _ask_vector(self, prompt: Prompt, params: PoolingParams) -> AskedVector:
+        """A prompt that is to become a vector. Raises InvalidRequest when it does not fit."""
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+            raise InvalidRequest("embed() takes no multi_modal_data yet; give text")
+        text, ids = tokens_of(prompt, self.get_tokenizer())
+        self._check_ids(ids)
+        if len(ids) > self.ready.max_model_len:
+            raise InvalidRequest(
+                f"a prompt has {len(ids)} tokens, but max_model_len is {self.ready.max_model_len}; shorten it"
+            )
+        request_id, pooling = str(next(self._numbers)), params.pooling(self.ready.tasks)
+        add = AddRequest(f"{request_id}-0", ids, Sampling(), time.monotonic(), pooling=pooling)
+        return AskedVector(request_id, text, ids, [add])
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Raise InvalidRequest for no tokens, and for ids that the model does not have."""
+        if not ids:
+            raise InvalidRequest("a prompt has no tokens; give at least one")
+        if max(ids) >= self.ready.vocab_size or min(ids) < 0:
+            raise InvalidRequest(f"a prompt has a token id outside the vocabulary of {self.ready.vocab_size} tokens")
+
     def _require_media(self) -> "OfflineMedia":
         """What reads images and videos. Raises InvalidRequest where the engine computes none."""
         if not self.ready.modalities:
@@ -223,9 +264,9 @@ class LLM:
             )
         return self._media
 
-    def _run(self, asked: list[Asked], *, show_progress: bool) -> None:
+    def _run(self, asked: Sequence[AnyAsked], *, show_progress: bool) -> None:
         """Step until all have finished. What still runs when this is left early is aborted."""
-        running = {
+        running: dict[str, tuple[AnyAsked, Choice | Vector]] = {
             add.request_id: (one, choice) for one in asked for add, choice in zip(one.add, one.choices, strict=True)
         }
         rates = Rates(time.monotonic())
@@ -253,13 +294,13 @@ class LLM:
         while self._engine.has_work:
             self._engine.step()
 
-    def _step(self, running: dict[str, tuple[Asked, Choice]]) -> list[Asked]:
+    def _step(self, running: dict[str, tuple[AnyAsked, Choice | Vector]]) -> list[AnyAsked]:
         """One step; takes what has ended out of `running` and returns the prompts that are complete with it."""
         step = self._engine.step()
         now = time.monotonic()
         self._statistics.note(step.stats)
         self._profiler.on_step()
-        complete: list[Asked] = []
+        complete: list[AnyAsked] = []
         for output in step.outputs:
             if output.request_id not in running:
                 continue  # aborted meanwhile

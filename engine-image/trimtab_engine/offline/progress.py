@@ -10,6 +10,7 @@ from types import FrameType
 
 from trimtab_engine.api.metrics.stats_line import StatisticsLine
 from trimtab_engine.messages import StepStats
+from trimtab_engine.offline.embeddings import AskedVector
 from trimtab_engine.offline.prompts import Asked
 
 OnStep = Callable[[StepStats], None]
@@ -25,7 +26,7 @@ class Rates:
         self._started = started
         self._input = self._output = 0
 
-    def note(self, one: Asked) -> str:
+    def note(self, one: Asked | AskedVector) -> str:
         self._input += len(one.prompt_token_ids)
         self._output += sum(len(choice.token_ids) for choice in one.choices)
         seconds = max(time.monotonic() - self._started, 1e-9)

@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from trimtab_engine.errors import InvalidRequest
 from trimtab_engine.messages import AddRequest
+from trimtab_engine.offline.embeddings import PoolingParams
 from trimtab_engine.offline.outputs import Choice, RequestMetrics, RequestOutput
 from trimtab_engine.offline.sampling_params import SamplingParams
 from trimtab_engine.text.tokenizer import Tokenizer
 
+Params = TypeVar("Params", SamplingParams, PoolingParams)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the last two with {"multi_modal_data": …} besides."""
 
@@ -57,13 +59,13 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]  # likewise
 
 
-def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
+def one_each(params: Params | Sequence[Params], count: int) -> list[Params]:
+    """The parameters of every prompt. Raises InvalidRequest where there are neither one nor as many."""
+    if not isinstance(params, Sequence):
         return [params] * count
     if len(params) != count:
-        raise InvalidRequest(f"there are {count} prompts and {len(params)} sampling_params; give one, or one each")
+        name = "pooling_params" if params and isinstance(params[0], PoolingParams) else "sampling_params"
+        raise InvalidRequest(f"there are {count} prompts and {len(params)} {name}; give one, or one each")
     return list(params)
 
 

@@ -1,4 +1,5 @@
-"""A core that speaks messages.py and knows no model: it echoes the prompt's tokens, over and over, one per step.
+"""A core that speaks messages.py and knows no model: it echoes the prompt's tokens, over and over, one per step. A
+prompt that is pooled becomes its length, its first tokens and a third, after as many steps as its last token says.
 
 The prompt's first characters (byte-level tokens) steer it:
     !eos   echo the rest once, then end with finish_reason stop
@@ -8,6 +9,7 @@ The prompt's first characters (byte-level tokens) steer it:
 Its admin calls answer with what they got, and with the requests that run and were aborted.
 """
 
+import array
 import json
 import os
 import sys
@@ -15,6 +17,7 @@ import time
 from typing import Any
 
 import msgspec
+from trimtab_engine.config.pooling import Pooler, Tasks
 from trimtab_engine.core.clients import Clients
 from trimtab_engine.messages import (
     AbortRequests,
@@ -34,6 +37,7 @@ from trimtab_engine.messages import (
     StepStats,
 )
 from trimtab_engine.processes.tie import end_with_parent
+from trimtab_engine.scheduling.pooling import Pooling
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 
 MAX_MODEL_LEN = 256
@@ -41,6 +45,9 @@ VOCAB_SIZE = 258
 END_TOKEN = 256
 STEP_MILLISECONDS = int(os.environ.get("STUB_STEP_MILLISECONDS", "10"))
 IDLE_MILLISECONDS = 100  # what comes meanwhile is heard at once
+HIDDEN_SIZE = 6
+NO_TASKS = {555: {"no_pooling": "the stub was told so"}, 556: {"no_generation": "the stub was told so"}}
+"""By the seeds of cores that do not do all."""
 STATE_FIELDS = ("max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens", "disable_log_stats")
 PAUSED: dict[int, PauseMode] = {888: "wait", 889: "keep"}  # seeds of cores that are paused from the start
 COMMANDS = ("!eos", "!slow", "!die", "!fail")
@@ -60,6 +67,8 @@ class Sequence:
             os._exit(9)
         if self.command == "!fail":
             return SequenceOutput(self.message.request_id, [], "error")
+        if self.message.pooling is not None:
+            return self.pool(self.message.pooling)
         ends = self.command == "!eos" and self.num_sent == len(self.echo)
         token = END_TOKEN if ends else self.echo[self.num_sent % len(self.echo)]
         self.num_sent += 1
@@ -80,6 +89,22 @@ class Sequence:
             output.stop_token_id = None if ends else token
         elif self.num_sent >= sampling.max_tokens and self.command != "!slow":
             output.finish_reason = "length"
+        return output
+
+    def pool(self, pooling: Pooling) -> SequenceOutput:
+        """Its only output comes late where its last token says so."""
+        tokens = self.message.prompt_token_ids
+        self.num_sent += 1
+        output = SequenceOutput(self.message.request_id, [])
+        if self.command == "!slow" or self.num_sent < tokens[-1] % 10:
+            return output
+        values = [len(tokens), *tokens[: HIDDEN_SIZE - 2], *[0] * (HIDDEN_SIZE - 2 - len(tokens)), 1 / 3]
+        output.pooled = array.array(
+            "f", [*values[: pooling.dimensions or HIDDEN_SIZE], *[9.0] * pooling.normalize]
+        ).tobytes()
+        output.finish_reason = "stop"
+        output.first_scheduled_time = self.message.arrival_time
+        output.num_cached_tokens = len(tokens) - 1
         return output
 
 
@@ -105,9 +130,10 @@ def main() -> None:
         return
     while start["config"]["seed"] == 777 and os.getppid() > 1:  # a load that never ends
         time.sleep(0.1)
-    link.broadcast(
-        CoreReady(MAX_MODEL_LEN, VOCAB_SIZE, [END_TOKEN], 16, 100, {"block_size": "16", "num_gpu_blocks": "100"})
-    )
+    pooler = Pooler("last", normalize=False, dimensions=None, hidden_size=HIDDEN_SIZE)
+    tasks = Tasks(pooler, **NO_TASKS.get(start["config"]["seed"], {}))
+    cache = {"block_size": "16", "num_gpu_blocks": "100"}
+    link.broadcast(CoreReady(MAX_MODEL_LEN, VOCAB_SIZE, [END_TOKEN], 16, 100, cache, tasks=tasks))
     running: dict[str, Sequence] = {}
     aborted: list[str] = []
     seen: list[dict[str, object]] = []
@@ -146,6 +172,7 @@ def main() -> None:
                     return
         outputs = [sequence.step() for sequence in running.values()]
         step += bool(outputs)
+        outputs = [output for output in outputs if output.token_ids or output.finish_reason]
         for output in outputs:
             if output.finish_reason is not None:
                 del running[output.request_id]

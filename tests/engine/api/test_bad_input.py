@@ -292,7 +292,9 @@ def test_a_body_that_is_no_utf8_is_400_with_the_place(server: Any) -> None:
     assert error_of(response)["message"] == "the body is not UTF-8 text: the byte at 12 is 0xff; send JSON in UTF-8"
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings", "/v1/audio/speech", "/v1/messages"])
+@pytest.mark.parametrize(
+    "path", ["/v1/responses", "/score", "/v1/rerank", "/classify", "/pooling", "/v1/audio/speech", "/v1/messages"]
+)
 def test_a_route_that_is_not_built_is_refused_by_its_name(server: Any, path: str) -> None:
     response = server.http.post(path, json={"model": "stub", "input": "a"})
     assert response.status_code == 404

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from fake_cuda import FakeCuda
 from fake_device import CUDA, NoWaiting, a_fake_device, variants
 from fake_nccl import a_fake_nccl, groups_of
 from llguidance import LLMatcher
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
@@ -35,6 +36,7 @@ from trimtab_engine.messages import AddRequest, Sleep, WakeUp
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.runner import start
+from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.workers import start as rank_start
@@ -78,6 +80,7 @@ DRAFTS = {
     "num_speculative_tokens": 2,
     "num_speculative_tokens_cap": 2,
 }
+METHODS: tuple[PoolingMethod, ...] = get_args(PoolingMethod)
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
 TORCH_CUDA: dict[str, Any] = {
     "is_available": lambda: True,
@@ -103,6 +106,8 @@ class Zeros(TorchFunctionMode):
             return np.zeros(args[0].shape, dtype=np.int64).tolist()
         if func is torch.Tensor.item:
             return 0
+        if func is torch.Tensor.numpy and isinstance(args[0], FakeTensor):
+            return np.zeros(args[0].shape, dtype=np.float32)
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.tensor and torch.device(keywords.get("device") or "cpu").type == "cuda":
@@ -274,6 +279,46 @@ def test_steps_with_grammars_wait_for_nothing_of_the_device(tokenizer_folder: Pa
         engine.check_integrity()
         engine.close()
     assert reasons == {str(number): "length" for number in range(12)}
+    assert variants(launches) == known
+
+
+@pytest.mark.parametrize("changes", [{}, {"enforce_eager": True}, SWAP, DRAFTS], ids=["", "eager", "swap", "drafts"])
+def test_what_pools_is_served_among_what_generates_and_waits_for_nothing_of_the_device(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Steps follow each other, and nothing is compiled for them that start-up has not compiled."""
+    with a_fake_gpu(), record_launches() as launches:
+        engine, _ = start_engine(a_config(DENSE, tmp_path, changes), lambda stage, percent: None, lambda: 0.0)
+        known = variants(launches)
+        for number in range(12):
+            prompt = [1 + number] * (3 + 9 * number)
+            sampling = Sampling(max_tokens=8, temperature=0.7 * (number % 2), ignore_eos=True)
+            engine.add(AddRequest(f"tokens-{number}", prompt, sampling, arrival_time=0.0))
+            for method in METHODS:
+                pooling = Pooling(method, normalize=False)
+                engine.add(AddRequest(f"{method}-{number}", prompt, sampling, arrival_time=0.0, pooling=pooling))
+        pooled: dict[str, bytes] = {}
+        reasons: dict[str, str] = {}
+
+        def serve_all() -> None:
+            for _ in range(500):
+                for output in engine.step().outputs:
+                    if output.finish_reason is not None:
+                        reasons[output.request_id] = output.finish_reason
+                    if output.pooled is not None:
+                        pooled[output.request_id] = output.pooled
+                if not engine.has_work:
+                    return
+
+        if changes is DRAFTS:
+            serve_all()
+        else:
+            all_steps_follow(engine, serve_all)
+        engine.check_integrity()
+        engine.close()
+    assert {name for name, reason in reasons.items() if reason == "stop"} == pooled.keys()
+    assert sorted(pooled) == sorted(f"{method}-{number}" for number in range(12) for method in METHODS)
+    assert set(pooled.values()) == {bytes(4 * DENSE["hidden_size"])}
     assert variants(launches) == known
 
 

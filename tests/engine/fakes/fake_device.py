@@ -16,7 +16,7 @@ from trimtab_engine.device import transfer
 from trimtab_engine.device.transfer import Mark
 from trimtab_engine.runner import model_runner
 from trimtab_engine.runner.graphs import device_steps, step_buffers
-from trimtab_engine.sampling import choice_columns, device_sampler, logprobs, sampler, token_table
+from trimtab_engine.sampling import choice_columns, device_sampler, logprobs, pooling, sampler, token_table
 from trimtab_kernels.aot.specialisation import specialise
 from trimtab_kernels.launch.jit import Launch
 
@@ -129,13 +129,13 @@ def a_fake_device() -> Iterator[None]:
         patch.setattr(step_buffers, "_Host", host)
         for module in (step_buffers, device_steps):
             patch.setattr(module, "pinned_bytes", pinned)
-        for module in (step_buffers, device_steps, model_runner):
+        for module in (step_buffers, device_steps, model_runner, pooling):
             patch.setattr(module, "Mark", lambda device: Mark(torch.device("cpu")))
         patch.setattr(step_buffers, "copy_to_device", passes)
         patch.setattr(device_steps, "copy_to_host", passes)
-        for module in (transfer, choice_columns, device_sampler, sampler):
+        for module in (transfer, choice_columns, device_sampler, pooling, sampler):
             patch.setattr(module, "send", send)
-        for module in (device_sampler, logprobs):
+        for module in (device_sampler, logprobs, pooling):
             patch.setattr(module, "receive", receive)
         patch.setattr(token_table, "write", passes)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: facts)

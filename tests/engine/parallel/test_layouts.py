@@ -1,13 +1,15 @@
 """Every layout yields the greedy tokens of one rank: chunked, preempted, prefix-cached, on real processes over gloo."""
 
+from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 from trimtab_engine.scheduling.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -21,6 +23,7 @@ SEVERAL_GROUPS = {"num_gpu_blocks_override": 48, "max_num_batched_tokens_cap": 2
 """Blocks for one or two requests, of which windows hold part."""
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
 OFFLOAD = {"kv_offload_bytes": 1 << 20, "kv_offload_bytes_cap": 1 << 20}
+METHODS: tuple[PoolingMethod, ...] = get_args(PoolingMethod)
 LAYOUTS = [
     pytest.param("dense", {"tensor_parallel_size": 2}, id="dense tp2"),
     pytest.param("dense", {"tensor_parallel_size": 2, "async_scheduling": True}, id="dense tp2 async"),
@@ -103,6 +106,60 @@ def test_tokens_equal_those_of_one_rank(
     assert (sum(stats.swapped_in_bytes for stats in steps) > 0) == ("preemption_mode" in layout)
     assert (sum(stats.restored_bytes for stats in steps) > 0) == ("kv_offload_bytes" in layout)
     assert (sum(stats.num_drafts for stats in steps) > 0) == ("speculative" in layout)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param("dense", {"tensor_parallel_size": 2, "async_scheduling": True}, id="dense tp2 async"),
+        pytest.param("dense", {"pipeline_parallel_size": 2} | SWAP, id="dense pp2 swapping"),
+        pytest.param("moe", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="moe tp2 pp2"),
+        pytest.param("windows", {"pipeline_parallel_size": 2} | SEVERAL_GROUPS, id="windows pp2"),
+    ],
+)
+def test_vectors_equal_those_of_one_rank(
+    model: str,
+    layout: dict[str, Any],
+    models: dict[str, str],
+    start: Callable[..., Engine],
+    serving: Any,
+    tight: dict[str, Any],
+) -> None:
+    """Prompts that are pooled, in chunks, among as many that go on to generate and preempt them."""
+    _, requests, _ = serving
+    generating = requests()
+    to_pool = [
+        AddRequest(f"{method}-{r.request_id}", (r.prompt_token_ids * 2)[:96], r.sampling, 0.0, pooling=Pooling(method))
+        for r in generating
+        for method in METHODS
+    ]
+    expected = vectors(start(models[model]), to_pool)
+    engine = start(models[model], **(tight | layout))
+    mixed = [request for pair in zip(generating, to_pool[::2], to_pool[1::2], strict=True) for request in pair]
+    steps: list[StepStats] = []
+    found = vectors(engine, mixed, steps)
+    for request_id, vector in expected.items():
+        assert found[request_id] == pytest.approx(vector, abs=1e-5), request_id
+    assert any(stats.preempted for stats in steps)
+    assert sum(stats.num_generation_tokens for stats in steps) == 12 * len(generating)
+
+
+def vectors(engine: Engine, asked: list[AddRequest], steps: list[StepStats] | None = None) -> dict[str, list[float]]:
+    """Of the requests that pool, all served together; the invariants hold after every step."""
+    found: dict[str, list[float]] = {}
+    for request in asked:
+        engine.add(request)
+    while engine.has_work:
+        step = engine.step()
+        engine.check_integrity()
+        if steps is not None:
+            steps.append(step.stats)
+        for output in step.outputs:
+            if output.pooled is not None:
+                assert output.finish_reason == "stop"
+                found[output.request_id] = array("f", output.pooled).tolist()
+    assert found.keys() == {request.request_id for request in asked if request.pooling is not None}
+    return found
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,8 @@ class EngineExporter:
             self._metrics_of(engine, self._facts).next_tokens(seconds)
 
     def finished(self, life: FinishedSequence) -> None:
-        self.requests.add(life)
+        if not life.is_pooled:  # the log is of requests that have tokens, whose times and lengths it has
+            self.requests.add(life)
         if self._facts is not None:
             self._metrics_of(life.engine, self._facts).finished(life)
 

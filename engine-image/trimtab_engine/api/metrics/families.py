@@ -186,9 +186,12 @@ class EngineMetrics:
         self._e2e.observe(life.end - life.arrival)
         self._length_prompt.observe(life.num_prompt_tokens)
         self._length_computed.observe(life.num_prompt_tokens - life.num_cached_tokens)
+        self._num_preemptions.observe(life.num_preemptions)
+        if life.is_pooled:
+            self._pooled(life)
+            return
         self._length_generation.observe(life.num_generation_tokens)
         self._params_max_tokens.observe(life.max_tokens)
-        self._num_preemptions.observe(life.num_preemptions)
         if life.scheduled is None or life.first_token is None or life.last_token is None:
             return
         self._queue.observe(life.scheduled - life.arrival)
@@ -197,6 +200,13 @@ class EngineMetrics:
         self._inference.observe(life.last_token - life.scheduled)
         if life.num_generation_tokens > 1:
             self._tpot.observe((life.last_token - life.first_token) / (life.num_generation_tokens - 1))
+
+    def _pooled(self, life: FinishedSequence) -> None:
+        """One that pools is a prefill alone: of tokens that it does not have nothing is counted, nor of their times."""
+        if life.scheduled is not None and life.reason == "stop":
+            self._queue.observe(life.scheduled - life.arrival)
+            self._prefill.observe(life.end - life.scheduled)
+            self._inference.observe(life.end - life.scheduled)
 
     def request_finished(self, n: int, max_num_generation_tokens: int) -> None:
         """One HTTP request with its n sequences has ended; the second number is that of the longest of them."""

@@ -27,6 +27,8 @@ class FinishedSequence(msgspec.Struct, frozen=True, array_like=True, kw_only=Tru
     """Prompt tokens that the prefix cache had."""
     engine: int = 0
     """The data-parallel core that served it."""
+    is_pooled: bool = False
+    """It was to have a vector, and no tokens."""
 
 
 class Observer(Protocol):

@@ -71,9 +71,10 @@ class Tracer:
         return cls(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS), model_name)
 
     def record(
-        self, request_id: str, life: FinishedSequence, sampling: Sampling, n: int, headers: Mapping[str, str]
+        self, request_id: str, life: FinishedSequence, sampling: Sampling | None, n: int, headers: Mapping[str, str]
     ) -> None:
-        """One sequence has ended. `headers` are those of TRACE_HEADERS that the request brought."""
+        """One sequence has ended. `headers` are those of TRACE_HEADERS that the request brought. `sampling` None: it
+        was to have no tokens."""
         from opentelemetry.trace import SpanKind
 
         to_wall_clock = time.time_ns() - time.monotonic_ns()
@@ -85,10 +86,7 @@ class Tracer:
             attributes={
                 "gen_ai.response.model": self._model_name,
                 "gen_ai.request.id": request_id,
-                "gen_ai.request.temperature": sampling.temperature,
-                "gen_ai.request.top_p": sampling.top_p,
-                "gen_ai.request.max_tokens": sampling.max_tokens,
-                "gen_ai.request.n": n,
+                **_asked(sampling, n),
                 "gen_ai.response.finish_reasons": (life.reason,),
                 "gen_ai.usage.prompt_tokens": life.num_prompt_tokens,
                 "gen_ai.usage.completion_tokens": life.num_generation_tokens,
@@ -102,6 +100,17 @@ class Tracer:
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
         thread.join(CLOSE_SECONDS)
+
+
+def _asked(sampling: Sampling | None, n: int) -> dict[str, float]:
+    if sampling is None:
+        return {}
+    return {
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.n": n,
+    }
 
 
 def _latencies(life: FinishedSequence) -> dict[str, float]:

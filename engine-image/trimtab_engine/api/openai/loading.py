@@ -6,6 +6,7 @@ from collections.abc import Callable
 from trimtab_engine.api.metrics.observations import Observer
 from trimtab_engine.api.metrics.tracing import Tracer
 from trimtab_engine.api.openai.chat_renderer import ChatRenderer
+from trimtab_engine.api.openai.embedding import Embedder
 from trimtab_engine.api.openai.generation import Generator
 from trimtab_engine.api.openai.grammar_trials import GrammarTrials
 from trimtab_engine.api.openai.media import PromptMedia
@@ -44,7 +45,8 @@ async def load_serving(
     trials = GrammarTrials(lambda: _vocabulary(facts, tokenizer))
     media = _media(config, options, facts, watcher)
     keep_what_is_there()
-    return Serving(facts, tokenizer, Generator(core, tokenizer, watcher, tracer), trials, renderer, media)
+    generator, embedder = Generator(core, tokenizer, watcher, tracer), Embedder(core, watcher, tracer)
+    return Serving(facts, tokenizer, generator, embedder, trials, renderer, media)
 
 
 def _media(config: EngineConfig, options: ServerOptions, facts: CoreReady, observer: Observer) -> PromptMedia | None:

@@ -7,13 +7,19 @@ from fastapi import APIRouter, Response
 from trimtab_engine.api.http.errors import ApiError
 
 GENERATION = "use /v1/chat/completions or /v1/completions"
+NO_SCORES = "models that rank or score are not served; /v1/embeddings gives vectors to compare"
 TEXT_ONLY = "this engine takes and gives text"
 NOT_BUILT = {
     "/v1/responses": GENERATION,
-    "/v1/embeddings": "this engine generates text; models that embed are not served",
     "/v1/moderations": TEXT_ONLY,
-    "/v1/rerank": "models that rank are not served",
-    "/v1/score": "models that rank are not served",
+    "/v1/rerank": NO_SCORES,
+    "/v2/rerank": NO_SCORES,
+    "/rerank": NO_SCORES,
+    "/v1/score": NO_SCORES,
+    "/score": NO_SCORES,
+    "/classify": "models that classify are not served",
+    "/pooling": "hidden states of all tokens are not given; /v1/embeddings gives one vector of each input",
+    "/v2/embed": "Cohere's form is not spoken; use /v1/embeddings",
     "/v1/audio/speech": TEXT_ONLY,
     "/v1/audio/transcriptions": TEXT_ONLY,
     "/v1/audio/translations": TEXT_ONLY,

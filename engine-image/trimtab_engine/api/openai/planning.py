@@ -37,27 +37,37 @@ async def completion_prompts(
         prompts = body.prompts()
     except ValueError as error:
         raise invalid(str(error), "prompt") from error
-    ids: list[list[int]] = []
-    texts: list[str] = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            _check_length(serving, prompt, "prompt")
-            texts.append(prompt)
-        else:
-            ids.append(prompt)
-    if texts:
-        ids = await serving.tokenizer.encode_many_async(texts, add_special_tokens=body.add_special_tokens is not False)
-        if not all(ids):
-            raise invalid("prompt has no tokens; send at least one", "prompt")
+    ids, texts = await ids_of_prompts(
+        serving, prompts, "prompt", add_special_tokens=body.add_special_tokens is not False
+    )
     kept = [body.kept(prompt, max_model_len=serving.facts.max_model_len, max_tokens=max_tokens) for prompt in ids]
     for prompt_ids in kept:
-        _check_known(serving, prompt_ids, "prompt")
+        check_known(serving, prompt_ids, "prompt")
     if not body.echo:
         return kept, None
     decode = serving.tokenizer.decode
     if texts and all(len(prompt) == len(whole) for prompt, whole in zip(kept, ids, strict=True)):
         return kept, texts
     return kept, [decode(prompt, skip_special_tokens=body.skip_special_tokens) for prompt in kept]
+
+
+async def ids_of_prompts(
+    serving: Serving, prompts: Sequence[str | list[int]], param: str, *, add_special_tokens: bool
+) -> tuple[list[list[int]], list[str]]:
+    """Token ids of prompts that are texts or ids already, all of one kind; and the texts."""
+    ids: list[list[int]] = []
+    texts: list[str] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            _check_length(serving, prompt, param)
+            texts.append(prompt)
+        else:
+            ids.append(prompt)
+    if texts:
+        ids = await serving.tokenizer.encode_many_async(texts, add_special_tokens=add_special_tokens)
+        if not all(ids):
+            raise invalid(f"{param} has no tokens; send at least one", param)
+    return ids, texts
 
 
 async def chat_prompt(
@@ -75,7 +85,7 @@ async def chat_prompt(
     if not ids:
         raise invalid("messages have no tokens; send at least one", "messages")
     ids = body.kept(ids, max_model_len=serving.facts.max_model_len, max_tokens=max_tokens)
-    _check_known(serving, ids, "messages")
+    check_known(serving, ids, "messages")
     if not media:
         return ids, ()
     return taken.placed(ids, await taken.items(media, salt=salt, max_tokens=serving.facts.max_model_len))
@@ -174,7 +184,7 @@ def plan_of(
         cache_salt=salt_of(request, body),
         spans=spans,
         priority=body.priority,
-        data_parallel_rank=_pinned_rank(state, request),
+        data_parallel_rank=pinned_rank(state, request),
         stream_interval=body.stream_interval or state.options.stream_interval,
         trace_headers={name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         if state.options.otlp_traces_endpoint
@@ -223,7 +233,7 @@ def check_returned_ids(body: GenerationRequest, prompts: Sequence[Sequence[int]]
         )
 
 
-def _pinned_rank(state: ServerState, request: Request) -> int | None:
+def pinned_rank(state: ServerState, request: Request) -> int | None:
     """The data-parallel core that X-data-parallel-rank asks for; None: the client leaves the choice."""
     text = request.headers.get("x-data-parallel-rank")
     if text is None:
@@ -267,7 +277,7 @@ def _check_length(serving: Serving, text: str, param: str) -> None:
         )
 
 
-def _check_known(serving: Serving, ids: list[int], param: str) -> None:
+def check_known(serving: Serving, ids: list[int], param: str) -> None:
     """The model must have an embedding for every token id, whether the client sent it or the tokenizer made it of text:
     a tokenizer may have tokens that were added after the model was trained."""
     highest, vocab_size = max(ids), serving.facts.vocab_size

@@ -6,7 +6,7 @@ is accepted and then ignored. Only fields that by OpenAI's definition have no ef
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -35,7 +35,7 @@ MAX_PRIORITY = 2**31 - 1
 MAX_FIELDS = 256  # of one JSON object: each unknown one is reported, and many would hold up other requests
 MAX_INT64 = 2**63 - 1
 MAX_FIELD_CHARACTERS = 64  # of a name for which a like one is looked for
-ONLY_AT = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
+ONLY_AT = {"prompt": "/v1/completions", "messages": "/v1/chat/completions", "input": "/v1/embeddings"}
 LEAST_REPETITION_PENALTY = 0.01  # logits divided by less overflow
 LEAST_TEMPERATURE = 1e-5  # below it a choice is greedy, as in vLLM: logits divided by less overflow
 
@@ -87,10 +87,28 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
-def _not_supported(name: str) -> str:
+def checked_fields(model: type[BaseModel], data: Any, not_built: Mapping[str, tuple[Any, ...]]) -> Any:
+    """What came, without the fields that have no effect. Raises WrongField for what is not built, and for a field that
+    is not known where it is known what was meant; pydantic refuses the others."""
+    if not isinstance(data, dict):
+        return data
+    _check_number_of_fields(data)
+    missing = not_built.keys() - model.model_fields.keys()
+    for name in data.keys() & missing:
+        if not any(_same(data[name], harmless) for harmless in not_built[name]):
+            raise WrongField(name, _not_supported(name, not_built[name]))
+    passed_over = missing.union(WITHOUT_EFFECT)
+    known = {field.alias or name for name, field in model.model_fields.items()}
+    for name in data.keys() - known - passed_over:
+        if meant := _meant(name, known):
+            raise WrongField(name, f"unrecognized request argument: {name}; {meant}")
+    return {key: value for key, value in data.items() if key not in passed_over}
+
+
+def _not_supported(name: str, values_of_nothing: tuple[Any, ...]) -> str:
     """What to do instead: leave it out, or write a value that asks for nothing."""
     harmless: list[Any] = []
-    for value in NOT_BUILT[name]:
+    for value in values_of_nothing:
         if value and value not in harmless:
             harmless.append(value)
     if not harmless:
@@ -155,18 +173,7 @@ class GenerationRequest(RestrictionFields, PromptFields):
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_is_not_built(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        _check_number_of_fields(data)
-        for name in data.keys() & (NOT_BUILT.keys() - cls.model_fields.keys()):
-            if not any(_same(data[name], harmless) for harmless in NOT_BUILT[name]):
-                raise WrongField(name, _not_supported(name))
-        passed_over = (NOT_BUILT.keys() - cls.model_fields.keys()).union(WITHOUT_EFFECT)
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in data.keys() - known - passed_over:
-            if meant := _meant(name, known):
-                raise WrongField(name, f"unrecognized request argument: {name}; {meant}")
-        return {key: value for key, value in data.items() if key not in passed_over}
+        return checked_fields(cls, data, NOT_BUILT)
 
     @model_validator(mode="after")
     def _check_together(self) -> "GenerationRequest":

@@ -21,7 +21,7 @@ def render_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/completions/render")
     async def render_completion(body: CompletionRequest, request: Request) -> list[Json]:
-        prepared = await prepared_completion(state, state.require_serving(), body, request)
+        prepared = await prepared_completion(state, state.require_generation(), body, request)
         several = len(prepared.plan.prompts) > 1
         return [
             _rendered(body, prepared, state.check_model(body.model), number, f"-{number}" if several else "")
@@ -31,7 +31,7 @@ def render_router(state: ServerState) -> APIRouter:
     @router.post("/v1/chat/completions/render")
     async def render_chat(body: ChatRequest, request: Request) -> Json:
         refuse_media(body.messages, "/v1/chat/completions/render")
-        prepared = await prepared_chat(state, state.require_serving(), body, request)
+        prepared = await prepared_chat(state, state.require_generation(), body, request)
         return _rendered(body, prepared, state.check_model(body.model), 0, "")
 
     return router

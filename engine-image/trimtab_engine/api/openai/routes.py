@@ -17,14 +17,14 @@ def openai_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        serving = state.require_serving()
+        serving = state.require_generation()
         with state.answering() as until:
             asked = await prepared_completion(state, serving, body, request)
             return await answer(state, request, body, asked.form, asked.plan, until, asked.echo)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        serving = state.require_serving()
+        serving = state.require_generation()
         with state.answering() as until:
             asked = await prepared_chat(state, serving, body, request)
             return await answer(state, request, body, asked.form, asked.plan, until)

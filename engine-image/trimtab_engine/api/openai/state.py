@@ -10,6 +10,7 @@ from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.metrics.exporter import Exporter
 from trimtab_engine.api.openai.admission import Admission
 from trimtab_engine.api.openai.chat_renderer import ChatRenderer
+from trimtab_engine.api.openai.embedding import Embedder
 from trimtab_engine.api.openai.generation import Generator
 from trimtab_engine.api.openai.grammar_trials import GrammarTrials
 from trimtab_engine.api.openai.media import PromptMedia
@@ -55,6 +56,7 @@ class Serving:
     facts: CoreReady
     tokenizer: Tokenizer
     generator: Generator
+    embedder: Embedder
     trials: GrammarTrials
     renderer: ChatRenderer
     media: PromptMedia | None = None
@@ -166,6 +168,13 @@ class ServerState:
         if reason is not None or self.serving is None:
             raise ApiError(503, reason or "the engine is loading", retry_after=RETRY_SECONDS)
         return self.serving
+
+    def require_generation(self) -> Serving:
+        """The same for requests that are to have tokens. 400 where the engine generates none."""
+        serving = self.require_serving()
+        if serving.facts.tasks.no_generation:
+            raise ApiError(400, f"no tokens are generated here: {serving.facts.tasks.no_generation}")
+        return serving
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. 404 for a model that is not served here."""

@@ -14,6 +14,7 @@ from trimtab_engine.api.http.loading_gate import LoadingGate
 from trimtab_engine.api.http.look import look
 from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
 from trimtab_engine.api.http.wrong_path import ADMIN_PORT
+from trimtab_engine.api.openai.embedding_routes import embedding_router
 from trimtab_engine.api.openai.not_built_routes import not_built_router
 from trimtab_engine.api.openai.protocol import MAX_BODY_BYTES, MAX_MEDIA_BODY_BYTES
 from trimtab_engine.api.openai.render_routes import render_router
@@ -30,6 +31,7 @@ def build_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="Trimtab engine", version=version("trimtab"), docs_url=None, redoc_url=None)
     add_error_handlers(app, ADMIN_PORT)
     app.include_router(openai_router(state))  # first: routes are tried in order, and these are asked most
+    app.include_router(embedding_router(state))
     app.include_router(_probes(state))
     app.include_router(render_router(state))
     app.include_router(tokenize_router(state))

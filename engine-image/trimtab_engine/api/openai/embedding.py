@@ -1,0 +1,127 @@
+"""One HTTP request's vectors: all its inputs run at once, each as a request of its own, and come back in their order;
+and what the metrics want to know of them."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from trimtab_engine.api.http.errors import ApiError
+from trimtab_engine.api.metrics.observations import FinishedSequence, Observer
+from trimtab_engine.api.metrics.tracing import Tracer
+from trimtab_engine.api.openai.admission import Ticket
+from trimtab_engine.api.openai.generation import error_of
+from trimtab_engine.launch.client import CoreClient
+from trimtab_engine.launch.mailbox import PlainRun
+from trimtab_engine.messages import AddRequest, SequenceOutput
+from trimtab_engine.scheduling.pooling import Pooling
+from trimtab_engine.scheduling.sampling import Sampling
+
+NO_SAMPLING = Sampling()
+RETRY_SECONDS = 5  # in Retry-After of what the engine had to end: about what a drain takes to show elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingPlan:
+    """A checked request. Times are CLOCK_MONOTONIC."""
+
+    request_id: str
+    prompts: Sequence[list[int]]
+    """Token ids of each input."""
+    pooling: Pooling
+    arrival_time: float
+    cache_salt: str = ""
+    priority: int = 0
+    data_parallel_rank: int | None = None
+    """The core that shall run it. None: any."""
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """What the request says of its caller's trace."""
+    ticket: Ticket | None = None
+    """What it was admitted with; it is told of each vector."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """One input's vector, as an answer has it, and how much of its prompt was cached."""
+
+    written: str
+    num_cached_tokens: int
+    num_host_cached_tokens: int
+
+
+class Embedder:
+    """Runs EmbeddingPlans on the core."""
+
+    def __init__(self, client: CoreClient, observer: Observer, tracer: Tracer | None = None) -> None:
+        self.observer = observer
+        self._client, self._tracer = client, tracer
+
+    async def run(self, plan: EmbeddingPlan, write: Callable[[bytes], str]) -> list[Embedded]:
+        """All vectors, in the order of the inputs; each is written as it comes, so that no long work is left for the
+        end. Leaving early, or the first error, aborts what still runs."""
+        tasks = [asyncio.create_task(self._embed(plan, index, write)) for index in range(len(plan.prompts))]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _embed(self, plan: EmbeddingPlan, index: int, write: Callable[[bytes], str]) -> Embedded:
+        request = AddRequest(
+            f"{plan.request_id}-{index}-{uuid.uuid4().hex[:8]}",
+            plan.prompts[index],
+            NO_SAMPLING,
+            plan.arrival_time,
+            priority=plan.priority,
+            data_parallel_rank=plan.data_parallel_rank,
+            cache_salt=plan.cache_salt,
+            pooling=plan.pooling,
+        )
+        last: SequenceOutput | None = None
+        try:
+            async with aclosing(self._client.generate(request)) as outputs:
+                async for output in outputs:
+                    assert not isinstance(output, PlainRun)  # it has no tokens
+                    last = output
+        finally:
+            self._count(plan, index, last)
+        assert last is not None  # the last output says how it ended
+        if last.finish_reason == "error":
+            raise error_of(last)
+        if last.pooled is None:
+            raise ApiError(
+                503, "the engine ended the request before its input was computed; try again", retry_after=RETRY_SECONDS
+            )
+        if plan.ticket is not None:
+            plan.ticket.started(index)
+        return Embedded(write(last.pooled), last.num_cached_tokens, last.num_host_cached_tokens)
+
+    def _count(self, plan: EmbeddingPlan, index: int, last: SequenceOutput | None) -> None:
+        """Tell how it ended; None: it was left, or the engine is gone."""
+        is_told = last is not None and last.finish_reason is not None
+        life = FinishedSequence(
+            reason=last.finish_reason if last is not None and last.finish_reason is not None else "abort",
+            arrival=plan.arrival_time,
+            scheduled=None if last is None else last.first_scheduled_time,
+            first_token=None,
+            last_token=None,
+            end=last.time if is_told and last is not None and last.time is not None else time.monotonic(),
+            num_prompt_tokens=len(plan.prompts[index]),
+            num_generation_tokens=0,
+            max_tokens=0,
+            num_preemptions=0 if last is None else last.num_preemptions,
+            num_cached_tokens=0 if last is None else last.num_cached_tokens,
+            engine=self._client.first_rank if last is None else last.engine_index,
+            is_pooled=True,
+        )
+        self.observer.finished(life)
+        if self._tracer is not None:
+            name = plan.request_id if len(plan.prompts) == 1 else f"{plan.request_id}-{index}"
+            self._tracer.record(name, life, None, 1, plan.trace_headers)

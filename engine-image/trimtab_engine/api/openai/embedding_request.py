@@ -1,0 +1,90 @@
+"""What clients may send to POST /v1/embeddings, checked and capped as protocol.py does it. OpenAI's names, and vLLM's
+where OpenAI has none."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from trimtab_engine.api.http.errors import WrongField
+from trimtab_engine.api.http.request_identity import REQUEST_ID
+from trimtab_engine.api.openai.prompt_fields import PromptFields, TemplateFields
+from trimtab_engine.api.openai.protocol import (
+    MAX_INT64,
+    MAX_MESSAGES,
+    MAX_NAME_CHARACTERS,
+    MAX_PRIORITY,
+    ChatMessage,
+    Texts,
+    TokenIds,
+    TokenLists,
+    checked_fields,
+)
+
+MAX_INPUTS = 2048  # OpenAI's
+MAX_VALUES = {"float": 2 << 20, "base64": 8 << 20}
+"""Values of all vectors in one answer, by their encoding: about 25 MB of numbers, 45 MB of base64."""
+# Field: values that ask for nothing and are therefore fine.
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "chat_template": (None,),
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+    "media_io_kwargs": (None,),
+    "mm_processor_kwargs": (None,),
+    "softmax": (None,),
+    "task": (None, "embed"),
+}
+
+
+class EmbeddingRequest(PromptFields, TemplateFields):
+    """POST /v1/embeddings. An input is text or token ids, a list has several; or it is a conversation, in `messages`,
+    as the chat template writes it. None: as the engine was started."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    input: str | TokenIds | Texts | TokenLists | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_generation_prompt: bool = False
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    """The same, vLLM's newer name."""
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)] | None = None
+    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern.decode()}$")] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_built(cls, data: Any) -> Any:
+        return checked_fields(cls, data, NOT_BUILT)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "EmbeddingRequest":
+        if (self.input is None) == (self.messages is None):
+            raise WrongField("input", "send either input or messages")
+        if self.messages is None:
+            for name in self.model_fields_set & TemplateFields.model_fields.keys():
+                raise WrongField(name, f"{name} belongs to messages; an input is taken as it is")
+        if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
+            raise WrongField("normalize", "normalize and use_activation say the same, here differently; send one")
+        return self
+
+    @property
+    def is_normalised(self) -> bool | None:
+        """What it says of that; None: nothing."""
+        return self.use_activation if self.normalize is None else self.normalize
+
+    def inputs(self) -> list[str] | list[list[int]]:
+        """All inputs in order. Raises ValueError for an empty one, none, or too many."""
+        given: Any = self.input
+        is_list = isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
+        inputs: Any = given if is_list else [given]
+        for index, each in enumerate(inputs):
+            if len(each) == 0:
+                raise ValueError(
+                    f"{f'input {index} of the list' if is_list else 'input'} is empty; send one token or more"
+                )
+        if len(inputs) > MAX_INPUTS:
+            raise ValueError(f"{len(inputs)} inputs are above {MAX_INPUTS}; send fewer at once")
+        return inputs  # type: ignore[no-any-return]  # the model's field says what it is

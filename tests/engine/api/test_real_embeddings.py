@@ -1,0 +1,72 @@
+"""Vectors from the engine as it is installed: the command, API servers, real cores on a tiny random model, whatever
+their layout."""
+
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+if TYPE_CHECKING:
+    from tests.engine.api.conftest import RealEngine
+
+    Serve = Callable[..., RealEngine]
+
+pytestmark = pytest.mark.usefixtures("forked")
+TEXTS = [f"{word} is what they said " * (1 + number % 9) for number, word in enumerate("abcdefghijkl")]
+
+
+def embed(engine: "RealEngine", **fields: Any) -> list[list[float]]:
+    with openai.OpenAI(base_url=f"{engine.http.base_url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.embeddings.create(model="tiny", input=TEXTS, **fields)
+    assert answer.usage.prompt_tokens == sum(map(len, TEXTS))
+    return [one.embedding for one in answer.data]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[float]]:
+    """By the engine in this process."""
+    from trimtab_engine import LLM
+
+    with LLM(str(tiny_model), load_format="dummy", cpu_threads=1, max_model_len=256, num_gpu_blocks_override=40) as llm:
+        return [output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--data-parallel-size", "2"),
+        ("--data-parallel-size", "2", "--api-server-count", "2"),
+        ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"),
+    ],
+    ids=["dp2", "dp2 behind two servers", "tp2 pp2"],
+)
+def test_they_are_those_of_one_rank_beside_requests_that_generate(
+    serve: "Serve", expected: list[list[float]], flags: tuple[str, ...]
+) -> None:
+    engine = serve(*flags)
+    thread = threading.Thread(target=engine.texts)
+    thread.start()
+    found = embed(engine)
+    thread.join()
+    for vector, same in zip(found, expected, strict=True):
+        assert vector == pytest.approx(same, abs=1e-5)
+        assert math.hypot(*vector) == pytest.approx(1.0)
+    if "--data-parallel-size" in flags:
+        assert min(engine.metric("vllm:prompt_tokens_total").values()) > 0, "both cores are to serve"
+
+
+def test_dimensions_are_cut_and_the_mean_is_taken_where_a_flag_says_so(
+    serve: "Serve", expected: list[list[float]]
+) -> None:
+    engine = serve("--runner", "pooling", "--pooler-config", '{"pooling_type": "MEAN"}')
+    found = embed(engine, dimensions=16)
+    assert [len(vector) for vector in found] == [16] * len(TEXTS)
+    assert all(math.hypot(*vector) == pytest.approx(1.0) for vector in found)
+    assert max(abs(a - b) for a, b in zip(found[8], expected[8][:16], strict=True)) > 0.01
+    refused = engine.post("abc")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("no tokens are generated here: this engine was started with")

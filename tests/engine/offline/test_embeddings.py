@@ -1,0 +1,92 @@
+"""LLM.embed on a tiny random model: what vLLM's users expect of it."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_engine import LLM, PoolingParams, SamplingParams
+from trimtab_engine.errors import InvalidRequest
+
+TINY: dict[str, Any] = {
+    "load_format": "dummy",
+    "device": "cpu",
+    "device_memory_bytes": 4 << 30,
+    "cpu_threads": 1,
+    "max_model_len": 128,
+    "num_gpu_blocks_override": 40,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_model), **TINY) as llm:
+        yield llm
+
+
+def test_vectors_come_in_the_order_of_the_prompts_each_as_it_is_alone(llm: LLM) -> None:
+    prompts = ["one", "two and more " * 9, "three"]
+    outputs = llm.embed(prompts, use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.prompt_token_ids == list(prompt.encode())
+        assert output.outputs.hidden_size == 64
+        assert math.hypot(*output.outputs.embedding) == pytest.approx(1.0)
+        (alone,) = llm.embed({"prompt_token_ids": list(prompt.encode())}, use_tqdm=False)
+        assert alone.prompt is None
+        assert alone.outputs.embedding == pytest.approx(output.outputs.embedding, abs=1e-5)
+
+
+def test_dimensions_and_normalisation_are_those_of_each_prompt(llm: LLM) -> None:
+    params = [
+        PoolingParams(normalize=False),
+        PoolingParams(task="embed", use_activation=False, dimensions=5),
+        PoolingParams(dimensions=5),
+    ]
+    whole, first, cut = (o.outputs.embedding for o in llm.embed(["a"] * 3, pooling_params=params, use_tqdm=False))
+    assert first == pytest.approx(whole[:5])
+    length = math.hypot(*whole[:5])
+    assert cut == pytest.approx([value / length for value in whole[:5]])
+    with pytest.raises(InvalidRequest, match="there are 2 prompts and 3 pooling_params"):
+        llm.embed(["a", "b"], pooling_params=params, use_tqdm=False)
+
+
+def test_a_prompt_may_fill_the_context(llm: LLM) -> None:
+    assert len(llm.embed("a" * 128, use_tqdm=False)[0].prompt_token_ids) == 128
+    with pytest.raises(InvalidRequest, match="a prompt has 129 tokens, but max_model_len is 128; shorten it"):
+        llm.embed("a" * 129, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "said"),
+    [
+        ("", {}, "a prompt has no tokens"),
+        ([300], {}, "a token id outside the vocabulary"),
+        ("a", {"dimensions": 65}, "dimensions is 65; this model's vectors have 64"),
+        ("a", {"dimensions": 0}, "dimensions is 0; it must be 1 or more"),
+        ("a", {"task": "classify"}, "task 'classify' is not built"),
+        ("a", {"normalize": True, "use_activation": False}, "say the same, here differently"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, "takes no multi_modal_data"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(llm: LLM, prompt: Any, params: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        llm.embed(prompt, pooling_params=PoolingParams(**params), use_tqdm=False)
+
+
+def test_keywords_say_how_and_an_llm_that_embeds_alone_generates_nothing(tiny_model: Path) -> None:
+    with LLM(str(tiny_model), **TINY, runner="pooling", pooler_config={"pooling_type": "MEAN", "dimensions": 3}) as llm:
+        assert llm.embed("abc", use_tqdm=False)[0].outputs.hidden_size == 3
+        with pytest.raises(InvalidRequest, match="generates no tokens: this engine was started with --runner pooling"):
+            llm.generate("abc", SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def test_an_llm_that_generates_alone_embeds_nothing(tiny_model: Path) -> None:
+    with (
+        LLM(str(tiny_model), **TINY, runner="generate") as llm,
+        pytest.raises(InvalidRequest, match="gives no vectors: this engine was started with --runner generate"),
+    ):
+        llm.embed("abc", use_tqdm=False)
