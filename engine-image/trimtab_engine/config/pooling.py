@@ -24,6 +24,7 @@ WHY_NOT = {
     "CLS": NO_CLS,
     "ALL": "vectors of all tokens are not given; one of the whole prompt is",
     "STEP": "models that reward steps are not served",
+    "RANK": "models that rank are not served",
 }
 """Why the other methods of vLLM's are not here."""
 SAME = {"seq_pooling_type": "pooling_type", "use_activation": "normalize"}

@@ -1,5 +1,5 @@
-"""What a checkpoint says of pooling, in sentence-transformers' files beside its weights: modules.json lists what
-follows the model, and the Pooling module's folder says how. Needs no torch.
+"""What a checkpoint says of pooling: a GGUF file in its metadata, others in sentence-transformers' files beside the
+weights, of which modules.json lists what follows the model, and the Pooling module's folder says how. Needs no torch.
 """
 
 import json
@@ -9,7 +9,8 @@ from typing import Any
 
 from trimtab_engine.config.pooling import OfCheckpoint, sentence_transformers_method
 from trimtab_engine.errors import ModelError, NotBuiltError
-from trimtab_engine.weights.source import CONFIG_FILE, read_json
+from trimtab_engine.weights.gguf_file import GgufSource
+from trimtab_engine.weights.source import CONFIG_FILE, WeightSource, read_json
 
 MODULES_FILE = "modules.json"
 MODEL, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"
@@ -35,6 +36,14 @@ def pooling_of_checkpoint(model: Path) -> OfCheckpoint:
     folder = model / str(modules[kinds.index(POOLING)].get("path", ""))
     words = read_json(folder / CONFIG_FILE)
     return OfCheckpoint(sentence_transformers_method(words, str(folder / CONFIG_FILE)), NORMALIZE in kinds, str(path))
+
+
+def pooling_of(model: Path, source: WeightSource) -> OfCheckpoint:
+    """What an opened checkpoint says. Raises as pooling_of_checkpoint() does."""
+    if not isinstance(source, GgufSource):
+        return pooling_of_checkpoint(model)
+    method = source.pooling_type
+    return OfCheckpoint() if method is None else OfCheckpoint(method, normalize=True, where=source.where)
 
 
 def _modules(path: Path) -> list[Mapping[str, Any]]:

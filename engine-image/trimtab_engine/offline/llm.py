@@ -266,9 +266,10 @@ class LLM:
 
     def _run(self, asked: Sequence[AnyAsked], *, show_progress: bool) -> None:
         """Step until all have finished. What still runs when this is left early is aborted."""
-        running: dict[str, tuple[AnyAsked, Choice | Vector]] = {
-            add.request_id: (one, choice) for one in asked for add, choice in zip(one.add, one.choices, strict=True)
-        }
+        running: dict[str, tuple[AnyAsked, Choice | Vector]] = {}
+        for one in asked:
+            choices: Sequence[Choice | Vector] = one.choices
+            running |= {add.request_id: (one, choice) for add, choice in zip(one.add, choices, strict=True)}
         rates = Rates(time.monotonic())
         with (
             interruptible() as interrupted,

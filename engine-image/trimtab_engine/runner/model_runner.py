@@ -36,7 +36,7 @@ from trimtab_engine.models.checkpoint import check_tensors, check_tower, expecte
 from trimtab_engine.models.decoder import Decoder
 from trimtab_engine.models.family import Model, Tower
 from trimtab_engine.models.loading import Loader, packed_source
-from trimtab_engine.models.pooler import pooling_of_checkpoint
+from trimtab_engine.models.pooler import pooling_of
 from trimtab_engine.models.registry import (
     architecture_of,
     family_of,
@@ -647,7 +647,7 @@ def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
 def _tasks(config: EngineConfig, source: WeightSource, model: ModelConfig) -> Tasks:
     """What is done with prompts. Raises ModelError, ConfigError, and NotBuiltError for what follows the model in a
     checkpoint that pools."""
-    said = OfCheckpoint() if config.runner == "generate" else pooling_of_checkpoint(model_path(config.model))
+    said = OfCheckpoint() if config.runner == "generate" else pooling_of(model_path(config.model), source)
     return tasks_of(config.runner, config.pooler, said, model.hidden_size, has_output_layer=has_output_layer(source))
 
 

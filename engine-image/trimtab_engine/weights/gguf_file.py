@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.errors import ModelError, one_line
 from trimtab_engine.weights.gguf_parts import parts_of
-from trimtab_engine.weights.gguf_words import COUNT, TEXT, Metadata, Need, checked, decoder_words, end_tokens
+from trimtab_engine.weights.gguf_words import (
+    COUNT,
+    TEXT,
+    Metadata,
+    Need,
+    checked,
+    decoder_words,
+    end_tokens,
+    pooling_type,
+)
 from trimtab_engine.weights.source import Span
 
 if TYPE_CHECKING:
@@ -118,6 +127,11 @@ class GgufSource:
             "attention_bias": "model.layers.0.self_attn.o_proj.bias" in self._tensors,
             **self._names.words(self._metadata),
         }
+
+    @property
+    def pooling_type(self) -> str | None:
+        """How its hidden states are pooled, where it is made to embed. Raises ModelError for an unknown way."""
+        return pooling_type(self._metadata)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """GGUF writes the fastest dimension first; here it is last, as in torch."""

@@ -15,6 +15,8 @@ UNSCALED = ("none", "", "linear")
 """Types of rope scaling beside which frequencies may have divisors of their own."""
 UNBUILT_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
 """By what rotated heads are multiplied, beyond what yarn says; 1 in what was published of the families here."""
+POOLING_TYPES: dict[int, str | None] = {0: None, 1: "MEAN", 2: "CLS", 3: "LAST", 4: "RANK"}
+"""llama.cpp's numbers for how hidden states are pooled; 0: not at all."""
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Keys of tokens that end an answer: of a text, of a turn, of a message."""
 
@@ -101,6 +103,15 @@ def decoder_words(metadata: Metadata, divisors: Sequence[float]) -> dict[str, An
         "partial_rotary_factor": (rotated or head_size) / head_size,
         "dtype": "float32",
     }
+
+
+def pooling_type(metadata: Metadata) -> str | None:
+    """How a file that is made to embed is pooled, by vLLM's name where it has one; None: it says nothing of that."""
+    number = int(metadata.number("pooling_type", 0, COUNT))
+    if number not in POOLING_TYPES:
+        known = ", ".join(map(str, POOLING_TYPES))
+        raise ModelError(f"{metadata.where}: {metadata.architecture}.pooling_type is {number}; it is one of {known}")
+    return POOLING_TYPES[number]
 
 
 def _rope_scaling(metadata: Metadata, divisors: Sequence[float], head_size: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from trimtab_engine.cli.facts_table import bytes_on_disk
 from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
+from trimtab_engine.models.pooler import pooling_of
 from trimtab_engine.models.registry import GGUF_NAMES, open_model, parse_model_config
 from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, ROPE_FREQUENCIES, GgufSource
 
@@ -292,6 +293,23 @@ def test_parts_of_two_models_are_told_by_their_tensors(tmp_path: Path) -> None:
 def test_what_would_be_computed_otherwise_is_refused(tmp_path: Path, key: str, value: Any, why: str) -> None:
     with pytest.raises(ModelError, match=why):
         parsed(a_file_that_says(tmp_path / "model.gguf", key, value))
+
+
+@pytest.mark.parametrize(
+    ("number", "method"), [(None, "LAST"), (0, "LAST"), (1, "MEAN"), (2, "CLS"), (3, "LAST"), (4, "RANK")]
+)
+def test_a_file_that_is_made_to_embed_says_how(tmp_path: Path, number: int | None, method: str) -> None:
+    file = tmp_path / "model.gguf"
+    key, value = ("llama.block_count", 2) if number is None else ("llama.pooling_type", number)
+    said = pooling_of(file, open_model(str(a_file_that_says(file, key, value))))
+    assert (said.method, said.normalize) == (method, True)
+    assert said.where == (str(file) if number else None), "one that says nothing of it generates as well"
+
+
+def test_an_unknown_way_to_pool_is_refused(tmp_path: Path) -> None:
+    file = a_file_that_says(tmp_path / "model.gguf", "llama.pooling_type", 9)
+    with pytest.raises(ModelError, match=r"llama\.pooling_type is 9; it is one of 0, 1, 2, 3, 4"):
+        pooling_of(file, open_model(str(file)))
 
 
 def _types_of(value: Any) -> tuple[gguf.GGUFValueType, ...]:

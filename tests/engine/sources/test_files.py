@@ -24,6 +24,12 @@ def test_configuration_tokenizer_and_template_come_and_nothing_that_could_run() 
     assert named(texts(a_listing(*wanted, *left))) == wanted
 
 
+def test_how_hidden_states_are_pooled_comes_out_of_its_folder() -> None:
+    wanted = ["modules.json", "1_Pooling/config.json"]
+    left = ["2_Dense/config.json", "1_Pooling/other.json", "onnx/1_Pooling/config.json", "2_Normalize/config.json"]
+    assert named(texts(a_listing(*wanted, *left))) == wanted
+
+
 def test_a_text_that_is_too_large_is_none() -> None:
     assert texts(a_listing("data.json", size=MAX_TEXT_BYTES + 1)) == ()
 
