@@ -72,7 +72,19 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
         return replace(parsed, has_transformers_tower=True)
     family = family_of(architecture)
     words = text_words(config) if architecture in family.multimodal else config
-    return family.parse(ConfigWords(words, generation, where))
+    parsed = family.parse(ConfigWords(words, generation, where))
+    _check_is_causal(words, architecture, where)
+    return parsed
+
+
+def _check_is_causal(words: Mapping[str, Any], architecture: str, where: str) -> None:
+    """Raise ModelError for a decoder that was made an encoder: some that embed see the tokens behind, too."""
+    for name, made in (("is_causal", False), ("use_bidirectional_attention", True)):
+        if words.get(name) is made:
+            raise ModelError(
+                f"{where}: {name} is {str(made).lower()}, so each token of this {architecture} sees those behind it; "
+                f"built is attention to what came before"
+            )
 
 
 def tower_of(config: ModelConfig) -> TowerKind | None:

@@ -3,7 +3,7 @@ them in one that generates, and config.json may name the decoder alone.
 
 ```
 layers.0.…           model.layers.0.…
-Qwen3Model           Qwen3ForCausalLM
+…Model               …ForCausalLM
 ```
 """
 

@@ -168,6 +168,17 @@ def test_one_that_pools_its_first_token_is_refused_with_the_reason_and_what_woul
     assert embedded(folder, pooler=PoolerConfig(pooling_type="MEAN")).shape == (64,)
 
 
+@pytest.mark.parametrize(("name", "value"), [("is_causal", False), ("use_bidirectional_attention", True)])
+def test_a_decoder_whose_tokens_see_those_behind_them_is_refused(
+    bare: Callable[..., Path], name: str, value: bool
+) -> None:
+    with pytest.raises(
+        ModelError, match=f"{name} is {str(value).lower()}, so each token of this Qwen3ForCausalLM sees"
+    ):
+        embedded(bare(**{name: value}))
+    assert embedded(bare(**{name: not value})).shape == (64,)
+
+
 def test_without_output_layer_nothing_can_be_generated(bare: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError, match="--runner generate: the checkpoint has no output layer"):
         embedded(bare(), runner="generate")

@@ -50,7 +50,7 @@ class EmbeddingPlan:
 class Embedded:
     """One input's vector, as an answer has it, and how much of its prompt was cached."""
 
-    written: str
+    written: bytes
     num_cached_tokens: int
     num_host_cached_tokens: int
 
@@ -62,7 +62,7 @@ class Embedder:
         self.observer = observer
         self._client, self._tracer = client, tracer
 
-    async def run(self, plan: EmbeddingPlan, write: Callable[[bytes], str]) -> list[Embedded]:
+    async def run(self, plan: EmbeddingPlan, write: Callable[[bytes], bytes]) -> list[Embedded]:
         """All vectors, in the order of the inputs; each is written as it comes, so that no long work is left for the
         end. Leaving early, or the first error, aborts what still runs."""
         tasks = [asyncio.create_task(self._embed(plan, index, write)) for index in range(len(plan.prompts))]
@@ -73,7 +73,7 @@ class Embedder:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _embed(self, plan: EmbeddingPlan, index: int, write: Callable[[bytes], str]) -> Embedded:
+    async def _embed(self, plan: EmbeddingPlan, index: int, write: Callable[[bytes], bytes]) -> Embedded:
         request = AddRequest(
             f"{plan.request_id}-{index}-{uuid.uuid4().hex[:8]}",
             plan.prompts[index],

@@ -130,24 +130,24 @@ async def _answer(
     return Response(_written(model, plan, embedded), media_type="application/json")
 
 
-def _in_numbers(vector: bytes) -> str:
+def _in_numbers(vector: bytes) -> bytes:
     """A vector of float32 as a JSON list."""
     values = array("f", vector)
-    return f"[{','.join([format(value, f'.{DIGITS}g') for value in values])}]"
+    return f"[{','.join([format(value, f'.{DIGITS}g') for value in values])}]".encode()
 
 
-def _in_base64(vector: bytes) -> str:
+def _in_base64(vector: bytes) -> bytes:
     """Its bytes, little endian, as a JSON text."""
-    return f'"{base64.b64encode(vector).decode()}"'
+    return b'"%b"' % base64.b64encode(vector)
 
 
-WRITERS: dict[str, Callable[[bytes], str]] = {"float": _in_numbers, "base64": _in_base64}
+WRITERS: dict[str, Callable[[bytes], bytes]] = {"float": _in_numbers, "base64": _in_base64}
 
 
 def _written(model: str, plan: EmbeddingPlan, embedded: Sequence[Embedded]) -> bytes:
     """OpenAI's body. The vectors are JSON already."""
-    entries = ",".join(
-        [f'{{"object":"embedding","index":{i},"embedding":{one.written}}}' for i, one in enumerate(embedded)]
+    entries = b",".join(
+        [b'{"object":"embedding","index":%d,"embedding":%b}' % (i, one.written) for i, one in enumerate(embedded)]
     )
     usage = Usage(
         plan.num_prompt_tokens,
@@ -159,7 +159,8 @@ def _written(model: str, plan: EmbeddingPlan, embedded: Sequence[Embedded]) -> b
         ensure_ascii=False,
         separators=(",", ":"),
     )
-    return f'{head[:-1]},"data":[{entries}],"usage":{json.dumps(usage.to_json(), separators=(",", ":"))}}}'.encode()
+    counted = json.dumps(usage.to_json(), separators=(",", ":"))
+    return b'%b,"data":[%b],"usage":%b}' % (head[:-1].encode(), entries, counted.encode())
 
 
 def _log(plan: EmbeddingPlan) -> None:

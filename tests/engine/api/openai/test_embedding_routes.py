@@ -63,8 +63,8 @@ def test_both_encodings_say_the_same_to_the_last_bit(server: Any, encoding: str)
 def test_numbers_are_written_so_that_float32_comes_back() -> None:
     values = array("f", [0.1, -1 / 3, 1e-30, 16777217.0, 3.4e38, 1.1754944e-38, 0.0])
     written = _in_numbers(values.tobytes())
-    assert array("f", httpx.Response(200, text=written).json()) == values
-    assert base64.b64decode(httpx.Response(200, text=_in_base64(values.tobytes())).json()) == values.tobytes()
+    assert array("f", httpx.Response(200, content=written).json()) == values
+    assert base64.b64decode(httpx.Response(200, content=_in_base64(values.tobytes())).json()) == values.tobytes()
 
 
 @pytest.mark.parametrize(
