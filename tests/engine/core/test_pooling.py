@@ -61,7 +61,8 @@ an_engine = partial(
 def a_checkpoint(folder: Path, kind: str) -> Any:
     """A random model, its norms random too, saved as safetensors."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | KINDS[kind])).eval()
+    make: Any = AutoModelForCausalLM.from_config
+    model: Any = make(AutoConfig.for_model(kind, **SIZES | KINDS[kind])).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_norm = "norm" in name or "ln_" in name

@@ -9,7 +9,7 @@ import engine_builders
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, Qwen3Config
+from transformers import Qwen3Config, Qwen3Model
 from trimtab_engine.config.pooling import OfCheckpoint, PoolerConfig
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
@@ -103,7 +103,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray[An
         eos_token_id=96,
         dtype="float32",
     )
-    model: Any = AutoModel.from_config(config).eval()
+    model: Any = Qwen3Model(config).eval()
     model.save_pretrained(folder)
     with torch.no_grad():
         return folder, model(torch.tensor([PROMPT])).last_hidden_state[0].numpy()

@@ -173,7 +173,13 @@ def test_what_is_wrong_is_named(server: Any, body: dict[str, Any], said: str, pa
 
 
 def test_what_asks_for_nothing_is_passed_over(server: Any) -> None:
-    body = {"embed_dtype": "float32", "endianness": "native", "task": "embed", "metadata": {}, "chat_template": None}
+    body: dict[str, Any] = {
+        "embed_dtype": "float32",
+        "endianness": "native",
+        "task": "embed",
+        "metadata": {},
+        "chat_template": None,
+    }
     assert post(server, input="a", **body).status_code == 200
 
 
