@@ -26,13 +26,17 @@ def embed(engine: "RealEngine", **fields: Any) -> list[list[float]]:
     return [one.embedding for one in answer.data]
 
 
-@pytest.fixture(scope="module")
-def expected(tiny_model: Path) -> list[list[float]]:
+def by_one_rank(model: Path, **keywords: Any) -> list[list[float]]:
     """By the engine in this process."""
     from trimtab_engine import LLM
 
-    with LLM(str(tiny_model), load_format="dummy", cpu_threads=1, max_model_len=256, num_gpu_blocks_override=40) as llm:
+    with LLM(str(model), cpu_threads=1, max_model_len=256, num_gpu_blocks_override=40, **keywords) as llm:
         return [output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[float]]:
+    return by_one_rank(tiny_model, load_format="dummy")
 
 
 @pytest.mark.parametrize(
@@ -57,6 +61,13 @@ def test_they_are_those_of_one_rank_beside_requests_that_generate(
         assert math.hypot(*vector) == pytest.approx(1.0)
     if "--data-parallel-size" in flags:
         assert min(engine.metric("vllm:prompt_tokens_total").values()) > 0, "both cores are to serve"
+
+
+def test_cores_in_lockstep_embed_as_one_rank_does(serve: "Serve", tiny_mixture: Path) -> None:
+    """Of a mixture, whose experts they share: a core without work computes padding meanwhile."""
+    engine = serve("--data-parallel-size", "2", "--enable-expert-parallel", model=tiny_mixture)
+    for vector, same in zip(embed(engine), by_one_rank(tiny_mixture), strict=True):
+        assert vector == pytest.approx(same, abs=1e-5)
 
 
 def test_dimensions_are_cut_and_the_mean_is_taken_where_a_flag_says_so(
