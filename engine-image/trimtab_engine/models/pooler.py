@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab_engine.config.pooling import OfCheckpoint, sentence_transformers_method
+from trimtab_engine.config.pooling import EXAMPLE, FLAG, OfCheckpoint, sentence_transformers_method
 from trimtab_engine.errors import ModelError, NotBuiltError
 from trimtab_engine.weights.gguf_file import GgufSource
 from trimtab_engine.weights.source import CONFIG_FILE, WeightSource, read_json
@@ -17,9 +17,10 @@ MODEL, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"
 """The modules that are built, by the last part of their types."""
 
 
-def pooling_of_checkpoint(model: Path) -> OfCheckpoint:
+def pooling_of_checkpoint(model: Path, method: str | None = None) -> OfCheckpoint:
     """What the folder of a checkpoint says; of one that says nothing, and of a single file, the defaults of decoders.
-    Raises ModelError for files that cannot be read, NotBuiltError for modules that are not built."""
+    `method`: what a flag says instead of the Pooling module, by vLLM's name. Raises ModelError for files that cannot be
+    read, NotBuiltError for modules that are not built."""
     path = model / MODULES_FILE
     if not model.is_dir() or not path.is_file():
         return OfCheckpoint()
@@ -33,17 +34,28 @@ def pooling_of_checkpoint(model: Path) -> OfCheckpoint:
         )
     if POOLING not in kinds:
         return OfCheckpoint()
-    folder = model / str(modules[kinds.index(POOLING)].get("path", ""))
-    words = read_json(folder / CONFIG_FILE)
-    return OfCheckpoint(sentence_transformers_method(words, str(folder / CONFIG_FILE)), NORMALIZE in kinds, str(path))
+    config = model / str(modules[kinds.index(POOLING)].get("path", "")) / CONFIG_FILE
+    if method is None:
+        method = sentence_transformers_method(_words(config, path), str(config))
+    return OfCheckpoint(method, NORMALIZE in kinds, str(path))
 
 
-def pooling_of(model: Path, source: WeightSource) -> OfCheckpoint:
-    """What an opened checkpoint says. Raises as pooling_of_checkpoint() does."""
+def pooling_of(model: Path, source: WeightSource, method: str | None = None) -> OfCheckpoint:
+    """What an opened checkpoint says. `method`, and what it raises: as pooling_of_checkpoint()."""
     if not isinstance(source, GgufSource):
-        return pooling_of_checkpoint(model)
-    method = source.pooling_type
-    return OfCheckpoint() if method is None else OfCheckpoint(method, normalize=True, where=source.where)
+        return pooling_of_checkpoint(model, method)
+    stored = source.pooling_type
+    return OfCheckpoint() if stored is None else OfCheckpoint(method or stored, normalize=True, where=source.where)
+
+
+def _words(config: Path, modules: Path) -> Mapping[str, Any]:
+    """The Pooling module's own. A bucket's folders are left out where a model is fetched, and it with them."""
+    if not config.exists():
+        raise ModelError(
+            f"{modules}: names a {POOLING} module, but there is no {config}; copy it there, or say it by {FLAG}, such "
+            f"as {EXAMPLE}"
+        )
+    return read_json(config)
 
 
 def _modules(path: Path) -> list[Mapping[str, Any]]:

@@ -647,7 +647,9 @@ def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
 def _tasks(config: EngineConfig, source: WeightSource, model: ModelConfig) -> Tasks:
     """What is done with prompts. Raises ModelError, ConfigError, and NotBuiltError for what follows the model in a
     checkpoint that pools."""
-    said = OfCheckpoint() if config.runner == "generate" else pooling_of(model_path(config.model), source)
+    said = OfCheckpoint()
+    if config.runner != "generate":
+        said = pooling_of(model_path(config.model), source, config.pooler.pooling_type)
     return tasks_of(config.runner, config.pooler, said, model.hidden_size, has_output_layer=has_output_layer(source))
 
 

@@ -78,6 +78,14 @@ def test_what_would_give_other_vectors_is_refused_by_name(
         pooling_of_checkpoint(tmp_path)
 
 
+def test_where_the_module_s_folder_is_missing_a_flag_may_say_it(tmp_path: Path) -> None:
+    say(tmp_path, "Transformer", "Pooling", "Normalize", pooling_mode_lasttoken=True)
+    (tmp_path / "1_Pooling" / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"names a Pooling module, but there is no .*1_Pooling/config\.json; copy it"):
+        pooling_of_checkpoint(tmp_path)
+    assert pooling_of_checkpoint(tmp_path, "MEAN") == OfCheckpoint("MEAN", True, str(tmp_path / "modules.json"))
+
+
 @pytest.mark.parametrize("text", ["{}", "[1]", "no json", "[{}]"])
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text)
