@@ -42,11 +42,10 @@ def expected(tiny_model: Path) -> list[list[float]]:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--data-parallel-size", "2"),
         ("--data-parallel-size", "2", "--api-server-count", "2"),
         ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"),
     ],
-    ids=["dp2", "dp2 behind two servers", "tp2 pp2"],
+    ids=["dp2 behind two servers", "tp2 pp2"],
 )
 def test_they_are_those_of_one_rank_beside_requests_that_generate(
     serve: "Serve", expected: list[list[float]], flags: tuple[str, ...]
@@ -68,16 +67,3 @@ def test_cores_in_lockstep_embed_as_one_rank_does(serve: "Serve", tiny_mixture: 
     engine = serve("--data-parallel-size", "2", "--enable-expert-parallel", model=tiny_mixture)
     for vector, same in zip(embed(engine), by_one_rank(tiny_mixture), strict=True):
         assert vector == pytest.approx(same, abs=1e-5)
-
-
-def test_dimensions_are_cut_and_the_mean_is_taken_where_a_flag_says_so(
-    serve: "Serve", expected: list[list[float]]
-) -> None:
-    engine = serve("--runner", "pooling", "--pooler-config", '{"pooling_type": "MEAN"}')
-    found = embed(engine, dimensions=16)
-    assert [len(vector) for vector in found] == [16] * len(TEXTS)
-    assert all(math.hypot(*vector) == pytest.approx(1.0) for vector in found)
-    assert max(abs(a - b) for a, b in zip(found[8], expected[8][:16], strict=True)) > 0.01
-    refused = engine.post("abc")
-    assert refused.status_code == 400
-    assert refused.json()["error"]["message"].startswith("no tokens are generated here: this engine was started with")

@@ -157,11 +157,10 @@ def test_vectors_are_the_hidden_states_of_transformers(kind: str, tmp_path: Path
     "changes",
     [
         {"max_num_batched_tokens": 16},
-        {"max_num_batched_tokens": 20, "long_prefill_token_threshold": 5},
         TIGHT,
         TIGHT | SWAP,
     ],
-    ids=["chunked", "cut short", "preempted", "swapped"],
+    ids=["chunked", "preempted", "swapped"],
 )
 def test_however_the_prompts_are_computed(
     llama: tuple[Path, list[np.ndarray[Any, Any]]], changes: dict[str, Any], overlap: bool

@@ -113,7 +113,6 @@ def test_tokens_equal_those_of_one_rank(
     [
         pytest.param("dense", {"tensor_parallel_size": 2, "async_scheduling": True}, id="dense tp2 async"),
         pytest.param("dense", {"pipeline_parallel_size": 2} | SWAP, id="dense pp2 swapping"),
-        pytest.param("moe", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="moe tp2 pp2"),
         pytest.param("windows", {"pipeline_parallel_size": 2} | SEVERAL_GROUPS, id="windows pp2"),
     ],
 )
