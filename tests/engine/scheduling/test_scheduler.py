@@ -14,7 +14,9 @@ from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager
 from trimtab_engine.scheduling.policy import SchedulingPolicy
+from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 from trimtab_engine.scheduling.request import Request, RequestStatus
+from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
 from trimtab_engine.scheduling.swap_space import SwapSpace
 
@@ -834,3 +836,77 @@ def test_with_steps_in_flight_every_position_is_sampled_once_whoever_is_preempte
             known = request.num_prompt_tokens
             assert request.token_ids[known:] == [100 + position for position in range(known, request.max_num_tokens)]
     assert preempted_in_flight > 0
+
+
+# --- prompts that are pooled --------------------------------------------------------------------------------------
+
+
+def to_pool(request_id: str = "p", prompt: int = 10, method: PoolingMethod = "mean") -> Request:
+    return Request.of(request_id, [1] * prompt, Sampling(), arrival_time=0.0, pooling=Pooling(method))
+
+
+def test_a_prompt_that_is_pooled_ends_with_the_step_that_computes_its_last_token() -> None:
+    scheduler = a_scheduler(tokens=6, seqs=4)
+    request = to_pool(prompt=10)
+    add(scheduler, request, a_request("a", 2, max_tokens=1))
+    first = scheduler.schedule(0.0)
+    assert [s.num_tokens for s in first.sequences] == [6]
+    assert (first.pooling, first.sampling, first.kind) == ([], [], "prefill")
+    finish_step(scheduler, first)
+    last = scheduler.schedule(0.0)
+    assert [(s.request.request_id, s.num_tokens, s.samples) for s in last.sequences] == [
+        ("p", 4, False),
+        ("a", 2, True),
+    ]
+    assert (last.pooling, [r.request_id for r in last.sampling]) == ([request], ["a"])
+    assert scheduler.remaining_tokens() == 1, "of the other one"
+    finish_step(scheduler, last)
+    assert (request.status, request.num_output_tokens) == (RequestStatus.FINISHED_STOPPED, 0)
+    assert scheduler.is_idle
+    stats = scheduler.take_stats()
+    assert (stats.num_prompt_tokens, stats.num_generation_tokens) == (12, 1)
+
+
+@pytest.mark.parametrize(("method", "num_cached"), [("last", 8), ("mean", 0)])
+def test_only_who_needs_all_tokens_takes_nothing_from_the_prefix_cache(method: PoolingMethod, num_cached: int) -> None:
+    scheduler = a_scheduler(caching=True)
+    add(scheduler, a_request("a", 10, max_tokens=1))
+    step(scheduler)
+    request = to_pool(method=method)
+    add(scheduler, request)
+    assert step(scheduler) == [("p", 10 - num_cached)]
+    assert request.num_cached_tokens == num_cached
+
+
+def test_a_prompt_that_is_pooled_may_fill_the_context() -> None:
+    scheduler = a_scheduler(length=32)
+    add(scheduler, to_pool("fits", 32))
+    assert step(scheduler) == [("fits", 32)]
+    with pytest.raises(InvalidRequest, match="the prompt has 33 tokens, but max_model_len is 32; shorten the prompt"):
+        scheduler.add(to_pool("longer", 33))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_one_that_is_preempted_in_its_last_step_is_not_computed_again(mode: str) -> None:
+    """Its blocks go to a decode while that step is in flight, and soon there is room for it again."""
+    scheduler = a_scheduler(blocks=8, tokens=8, stages=3, swap=8, preemption_mode=mode)
+    decode, request = a_request("a", 15, max_tokens=17), to_pool(prompt=15)
+    add(scheduler, decode)
+    while decode.num_output_tokens == 0:
+        finish_step(scheduler, scheduler.schedule(0.0))
+    add(scheduler, request)
+    first = replace(batch := scheduler.schedule(0.0), sequences=list(batch.sequences))
+    last = replace(batch := scheduler.schedule(0.0), sequences=list(batch.sequences))
+    assert (first.sampling, first.pooling) == ([decode], [])
+    assert (last.sampling, last.pooling) == ([], [request])
+    scheduler.update(first, [WORD], 0.0)
+    again = scheduler.schedule(0.0)  # a fifth block for the decode
+    assert [(p.request, p.mode) for p in again.preempted] == [(request, mode)]
+    scheduler.abort(["a"])
+    assert scheduler.schedule(0.0).sequences == [], "what it pools is on its way"
+    scheduler.check_integrity()
+    scheduler.update(last, [], 0.0)
+    assert request.status is RequestStatus.FINISHED_STOPPED
+    assert scheduler.is_idle
+    assert scheduler.num_blocks_used == 0
+    scheduler.check_integrity()
