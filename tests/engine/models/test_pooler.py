@@ -111,7 +111,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray[An
         eos_token_id=96,
         dtype="float32",
     )
-    model: Any = Qwen3Model(config).eval()
+    model: Any = Qwen3Model(config)
+    model.eval()
     model.save_pretrained(folder)
     with torch.no_grad():
         return folder, model(torch.tensor([PROMPT])).last_hidden_state[0].numpy()
