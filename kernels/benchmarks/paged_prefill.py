@@ -1,12 +1,14 @@
-"""paged_prefill: causal prompts at Llama-3.1-8B's heads, beside torch's dense attention."""
+"""paged_prefill: causal prompts at Llama-3.1-8B's heads, beside torch's dense attention; on Hopper each shape again by
+the warp-specialised kernel, so that one run says which of the two is right and faster."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from trimtab_kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from trimtab_kernels.paged_prefill_gluon import paged_prefill_gluon, suits
 
 from benchmarks.row import Row, tolerance_of
 
@@ -34,16 +36,16 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
             with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-        yield Row(
-            f"paged_prefill {num_seqs} of {length}",
-            "sheet",
-            4 * num_seqs * heads * size * length * (length + 1) / 2,
-            BAR if length >= BAR_TOKENS else 0.0,
-            partial(paged_prefill_triton, *tensors, max_query_len=length, scale=0.1),
-            partial(paged_prefill_reference, *tensors, scale=0.1),
-            tolerance_of(dtype),
-            {
-                "torch SDPA flash": partial(dense, SDPBackend.FLASH_ATTENTION),
-                "torch SDPA cuDNN": partial(dense, SDPBackend.CUDNN_ATTENTION),
-            },
-        )
+        flops = 4 * num_seqs * heads * size * length * (length + 1) / 2
+        bar = BAR if length >= BAR_TOKENS else 0.0
+        reference = partial(paged_prefill_reference, *tensors, scale=0.1)
+        peers: dict[str, Callable[[], object]] = {
+            "torch SDPA flash": partial(dense, SDPBackend.FLASH_ATTENTION),
+            "torch SDPA cuDNN": partial(dense, SDPBackend.CUDNN_ATTENTION),
+        }
+        name, limit, tolerance = f"paged_prefill {num_seqs} of {length}", "sheet", tolerance_of(dtype)
+        ours = partial(paged_prefill_triton, *tensors, max_query_len=length, scale=0.1)
+        yield Row(name, limit, flops, bar, ours, reference, tolerance, peers)
+        if suits(query, keys, max_query_len=length):
+            specialised = partial(paged_prefill_gluon, *tensors, scale=0.1)
+            yield Row(f"{name}, in Gluon", limit, flops, bar, specialised, reference, tolerance)

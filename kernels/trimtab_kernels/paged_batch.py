@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from trimtab_kernels.paged_decode import paged_decode_reference, paged_decode_triton
-from trimtab_kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from trimtab_kernels.paged_prefill import paged_prefill_reference
+from trimtab_kernels.paged_prefill_gluon import prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def attend_paged_batch(
             output=output[:first],
         )
     if last > first:
-        paged_prefill_triton(
+        prefill(
             query[first:last],
             key_cache,
             value_cache,
@@ -180,4 +181,4 @@ def warm_up_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache:
     paged_decode_triton(query, key_cache, value_cache, tables, lengths, scale=1.0)
     starts = torch.zeros(2, dtype=torch.int32, device=query.device)
     for longest in (1, 2, 4, 8, 16, 32, 64, 128):
-        paged_prefill_triton(query, key_cache, value_cache, tables, lengths, starts, max_query_len=longest, scale=1.0)
+        prefill(query, key_cache, value_cache, tables, lengths, starts, max_query_len=longest, scale=1.0)

@@ -8,7 +8,7 @@ single warps reach 0.62 of a warp group's rate, and the L2 cache gives 5120 byte
 
 from dataclasses import dataclass
 
-from trimtab_kernels.aot.machine_code import LANES, Loop
+from trimtab_kernels.aot.machine_code import LANES, WARPS_OF_GROUP, Loop
 
 NUM_SMS = 132
 CLOCK_HZ = 990e12 / (NUM_SMS * 4096)
@@ -67,23 +67,37 @@ def unit_cycles(loop: Loop, num_warps: int) -> dict[str, float]:
     }
 
 
-def bound(loop: Loop, *, registers: int, shared_bytes: int, num_warps: int, is_memory_bound: bool) -> Bound:
+def bound(
+    loop: Loop,
+    *,
+    registers: int,
+    shared_bytes: int,
+    num_warps: int,
+    is_memory_bound: bool,
+    consumer_groups: int = 0,
+    bulk_bytes: int = 0,
+) -> Bound:
     """The unit that needs the most cycles; `chain` when one program's products and what waits for them come one after
     the other (no wait lets a product go on) and too few programs share the multiprocessor to fill the gaps.
 
     A memory-bound kernel reads its bytes from memory, and is judged by the bandwidth; another reads tiles that
     neighbours share from the L2 cache, and is judged by the tensor peak.
+
+    Of a kernel with consumer groups the loop is one group's, a pass is that of all groups, which fill each other's
+    gaps as programs do, and bulk_bytes go from the L2 cache into shared memory beside it.
     """
-    cycles = unit_cycles(loop, num_warps)
-    loaded = loop.load_bytes * num_warps
+    busy_warps = consumer_groups * WARPS_OF_GROUP or num_warps
+    cycles = unit_cycles(loop, busy_warps)
+    cycles["shared"] += bulk_bytes / SHARED_BYTES
+    loaded = loop.load_bytes * busy_warps + bulk_bytes
     source = "memory" if is_memory_bound else "L2"
-    cycles[source] = (loaded + loop.store_bytes * num_warps) / (MEMORY_BYTES if is_memory_bound else L2_BYTES)
+    cycles[source] = (loaded + loop.store_bytes * busy_warps) / (MEMORY_BYTES if is_memory_bound else L2_BYTES)
     programs = max(1, programs_per_sm(registers, shared_bytes, num_warps))
     if loop.products and not loop.products_ahead:
         others = max(cycles[unit] for unit in ("issue", "special", "integer", "float"))
-        cycles["chain"] = (cycles["tensor"] + others) / programs
+        cycles["chain"] = (cycles["tensor"] + others) / (programs * max(1, consumer_groups))
     unit = max(cycles, key=lambda name: cycles[name])
-    judged = cycles["memory"] if is_memory_bound else _tensor_peak_cycles(loop, num_warps)
+    judged = cycles["memory"] if is_memory_bound else _tensor_peak_cycles(loop, busy_warps)
     ahead = loop.copies_ahead // loop.copy_groups + 1 if loop.copy_groups else 1
     return Bound(cycles, programs, unit, judged / cycles[unit] if cycles[unit] else 0.0, int(loaded * ahead * programs))
 

@@ -20,6 +20,7 @@ from trimtab_kernels.likeliest import likeliest_triton
 from trimtab_kernels.moe.grouped_gemm import default_moe_config
 from trimtab_kernels.paged_decode import paged_decode_triton
 from trimtab_kernels.paged_prefill import paged_prefill_triton
+from trimtab_kernels.paged_prefill_gluon import HOPPER, paged_prefill_gluon
 from trimtab_kernels.reshape_and_cache import FLOAT8, reshape_and_cache_triton
 from trimtab_kernels.rms_norm import rms_norm_triton
 from trimtab_kernels.rope_and_cache import Norms, rope_and_cache_triton
@@ -39,16 +40,17 @@ GEMM_SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`launch` calls a launcher; `needs_float8` leaves out generations without the type."""
+    """`launch` calls a launcher; `needs_float8` leaves out generations without the type, `needs_hopper` all but one."""
 
     name: str
     launch: Callable[[DeviceFacts], object]
     needs_float8: bool = False
+    needs_hopper: bool = False
     in_sample: bool = False
 
     def launches(self, facts: DeviceFacts) -> list[Launch]:
         """What the launcher launches on such a device."""
-        if self.needs_float8 and not facts.has_float8:
+        if (self.needs_float8 and not facts.has_float8) or (self.needs_hopper and facts.capability != HOPPER):
             return []
         with record_launches() as recorded:
             self.launch(facts)
@@ -170,6 +172,12 @@ HEADS = (
 )
 
 
+GLUON_HEADS = (
+    *(heads for heads in HEADS if heads.size in (64, 128) and heads.cache_dtype == BF16 and heads.block_size > 8),
+    Heads(16, 8, 256, window=1024),  # Gemma-3-12B
+)
+
+
 def _rope_and_cache(heads: Heads) -> Iterator[Case]:
     for has_norms in (False, True):
 
@@ -195,6 +203,8 @@ def _attention() -> Iterator[Case]:
         yield _decode(heads, in_sample=is_sampled)
         for max_query_len in (8192, 4):
             yield _prefill(heads, max_query_len, in_sample=is_sampled and max_query_len > 4)
+    for heads in GLUON_HEADS:
+        yield _gluon_prefill(heads, in_sample=heads == HEADS[1])
 
 
 def _decode(heads: Heads, *, in_sample: bool) -> Case:
@@ -234,6 +244,23 @@ def _prefill(heads: Heads, max_query_len: int, *, in_sample: bool) -> Case:
 
     name = f"paged_prefill {heads.name}, chunks of {max_query_len}"
     return Case(name, launch, needs_float8=heads.cache_dtype == FLOAT8, in_sample=in_sample)
+
+
+def _gluon_prefill(heads: Heads, *, in_sample: bool) -> Case:
+    def launch(_: DeviceFacts) -> object:
+        cache = empty(64, heads.block_size, heads.num_kv_heads, heads.size)
+        return paged_prefill_gluon(
+            empty(2048, heads.num_heads, heads.size),
+            cache,
+            cache,
+            empty(2, 512, dtype=torch.int32),
+            empty(2, dtype=torch.int32),
+            empty(3, dtype=torch.int32),
+            scale=0.1,
+            window=heads.window,
+        )
+
+    return Case(f"paged_prefill_gluon {heads.name}", launch, needs_hopper=True, in_sample=in_sample)
 
 
 def _sampling() -> Iterator[Case]:

@@ -20,13 +20,15 @@ from trimtab_kernels.aot.bounds import Bound, bound
 from trimtab_kernels.aot.machine_code import Loop, hot_loop, instructions_of
 from trimtab_kernels.aot.specialisation import Specialisation, specialise
 from trimtab_kernels.launch.device_facts import H200, DeviceFacts
+from trimtab_kernels.launch.gluon import GluonKernel, source_of
 from trimtab_kernels.launch.jit import Launch, triton
 
 REGISTERS_PER_SM = 65536
 """32-bit registers of a multiprocessor, of every generation here; a thread block's must fit."""
 THREADS_PER_WARP = 32
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-
+EXPECTED = re.compile(r"mbarrier\.arrive\.expect_tx\S* _, \[\S+\], (\d+);")
+"""In a kernel's PTX: so many bytes are expected of copies by the tensor memory accelerator."""
 
 SHARING_ROWS = 128
 """A tile this tall is for many tokens: programs share its operands in the L2 cache. Lower ones are there for few, and
@@ -44,7 +46,8 @@ class Serialised(Exception):
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """One kernel for one target. `spill_bytes` per thread go to local memory; `source` is the hash of kernel code;
-    `hot_loop` is counted for sm_90 alone."""
+    `hot_loop` is counted for sm_90 alone. Where warps each do one thing (`consumer_groups`), num_warps are all of them,
+    the hot loop is one consumer group's, and `bulk_bytes` is what the tensor memory accelerator copies per pass."""
 
     case: str
     kernel: str
@@ -59,6 +62,8 @@ class Compiled:
     key: str
     is_memory_bound: bool = True
     hot_loop: Loop | None = None
+    consumer_groups: int = 0
+    bulk_bytes: int = 0
 
     @classmethod
     def of_entry(cls, entry: Mapping[str, Any]) -> "Compiled":
@@ -77,6 +82,8 @@ class Compiled:
             shared_bytes=self.shared_bytes,
             num_warps=self.num_warps,
             is_memory_bound=self.is_memory_bound,
+            consumer_groups=self.consumer_groups,
+            bulk_bytes=self.bulk_bytes,
         )
 
 
@@ -102,18 +109,15 @@ class Job:
 def compile_job(job: Job) -> Compiled:
     """Compile; seconds. Raises CannotLaunch, UnsafeProduct, Serialised, or whatever Triton raises for a kernel that it
     cannot compile."""
-    source = triton.compiler.ASTSource(
-        job.launch.kernel.function,
-        job.specialisation.signature,
-        job.specialisation.constants,
-        job.specialisation.attributes,
-    )
+    special = job.specialisation
+    source = source_of(job.launch.kernel, special.signature, special.constants, special.attributes)
     target = triton.backends.compiler.GPUTarget("cuda", job.facts.capability, THREADS_PER_WARP)
     compiled = triton.compile(source, target=target, options=dict(job.launch.options))
     registers, spill = _machine_code_usage(compiled.asm["cubin"])
     metadata = compiled.metadata
     kernel = job.launch.kernel.name.strip("_")
     machine_code = _dump(compiled.asm["cubin"], "-sass") if job.facts.capability == H200.capability else None
+    consumer_groups = job.launch.kernel.consumer_groups if isinstance(job.launch.kernel, GluonKernel) else 0
     if machine_code:
         check_products(f"{job.case}: {kernel}", instructions_of(machine_code))
     result = Compiled(
@@ -130,6 +134,8 @@ def compile_job(job: Job) -> Compiled:
         key=job.key,
         is_memory_bound=machine_code is None or job.launch.arguments.get("BLOCK_M", 0) < SHARING_ROWS,
         hot_loop=hot_loop(machine_code) if machine_code else None,
+        consumer_groups=consumer_groups,
+        bulk_bytes=sum(map(int, EXPECTED.findall(compiled.asm["ptx"]))) if consumer_groups else 0,
     )
     check_fits(result, job.facts)
     check_overlaps(result)

@@ -38,11 +38,12 @@ def _row(entry: Compiled) -> str | None:
     products = f"{loop.products} / {loop.waits}" if loop.products else "–"
     source = "memory" if entry.is_memory_bound else "L2"
     chain = f"{limit.cycles['chain']:.0f}" if "chain" in limit.cycles else "–"
+    read = loop.load_bytes * entry.num_warps + entry.bulk_bytes
     cells = [
         entry.case,
         entry.kernel,
         products,
-        f"{loop.load_bytes * entry.num_warps / 1024:.3g}",
+        f"{read / 1024:.3g}",
         *[f"{limit.cycles[unit]:.0f}" for unit in UNITS],
         f"{source} {limit.cycles[source]:.0f}",
         chain,

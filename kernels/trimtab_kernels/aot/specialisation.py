@@ -68,6 +68,8 @@ def _add(result: Specialisation, index: int, name: str, value: Any, is_constant:
         result.signature[name] = POINTERS[value.dtype]
         if value.storage_offset() * value.element_size() % ALIGNMENT == 0 and not varies:
             result.attributes[key] = DIVISIBLE
+    elif hasattr(value, "block_shape"):
+        result.signature[name] = _descriptor(value)
     elif isinstance(value, bool):
         result.signature[name] = "u1"
     elif is_int:
@@ -77,3 +79,9 @@ def _add(result: Specialisation, index: int, name: str, value: Any, is_constant:
     else:
         assert isinstance(value, float), f"{name} is a {type(value).__name__}"
         result.signature[name] = "fp32"
+
+
+def _descriptor(value: Any) -> str:
+    """Of a tensor descriptor: nothing of its shape or strides is specialised on."""
+    box = ", ".join(map(str, value.block_shape))
+    return f"tensordesc<{POINTERS[value.base.dtype].removeprefix('*')}[{box}],{value.layout!r}>"

@@ -22,21 +22,21 @@ from typing import Any
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
-class _Absent:
+class Absent:
     """Stands for the module where Triton is not installed, so that decorators and annotations still evaluate."""
 
-    def __getattr__(self, name: str) -> "_Absent":
+    def __getattr__(self, name: str) -> "Absent":
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> "_Absent":
+    def __call__(self, *args: Any, **kwargs: Any) -> "Absent":
         return self
 
 
 HAS_TRITON = find_spec("triton") is not None
-triton: Any = import_module("triton") if HAS_TRITON else _Absent()
-tl: Any = import_module("triton.language") if HAS_TRITON else _Absent()
+triton: Any = import_module("triton") if HAS_TRITON else Absent()
+tl: Any = import_module("triton.language") if HAS_TRITON else Absent()
 
 Grid = tuple[int, ...]
 

@@ -111,7 +111,8 @@ def test_case_names_differ_and_the_sample_covers_every_kernel() -> None:
 
 def test_every_case_says_what_it_launches_on_every_target() -> None:
     for case in all_cases():
-        assert bool(case.launches(A100)) is not case.needs_float8
+        assert bool(case.launches(A100)) is not (case.needs_float8 or case.needs_hopper)
+        assert case.launches(H200)
 
 
 def test_the_report_shows_spills_and_what_is_not_compiled() -> None:

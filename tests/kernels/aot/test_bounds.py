@@ -62,3 +62,15 @@ def test_a_memory_bound_loop_is_judged_by_the_bandwidth_and_its_bytes_under_way(
     assert found.in_flight > BYTES_IN_FLIGHT_NEEDED
     slow = Loop(instructions=4000, load_bytes=8192)
     assert bound(slow, registers=90, shared_bytes=0, num_warps=4, is_memory_bound=True).unit == "issue"
+
+
+def test_consumer_groups_fill_each_others_gaps_and_copies_go_through_shared_memory() -> None:
+    """Of the prefill's loop: 128 keys of 128 for 64 rows, of one of a group's four warps."""
+    loop = Loop(instructions=480, products=16, flops=64 * 128 * 128 * 4 // 4, waits=2, special=66, shared_bytes=20_480)
+    numbers = {"registers": 168, "shared_bytes": 164_168, "num_warps": 12, "is_memory_bound": False}
+    found = bound(loop, **numbers, consumer_groups=2, bulk_bytes=65_536)  # type: ignore[arg-type]
+    assert (found.unit, found.share, found.programs) == ("tensor", 1.0, 1)
+    assert found.cycles["tensor"] == 2048, "of both groups: 8.4 MFLOP at 4096 a cycle"
+    assert found.cycles["shared"] == (20_480 * 8 + 65_536) / 128
+    assert found.cycles["chain"] == pytest.approx((2048 + 1056) / 2)
+    assert found.cycles["L2"] == pytest.approx(65_536 / (5120 / 132))
