@@ -21,6 +21,7 @@ Bound by memory: 2 * sum(seq_lens) * num_kv_heads * head_size * cache itemsize b
 import torch
 
 from trimtab_kernels.launch.arrivals import arrival_counters
+from trimtab_kernels.launch.dependence import dependence, gdc_launch_dependents, gdc_wait
 from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
 from trimtab_kernels.launch.jit import cdiv, jit, kernel, next_power_of_2, tl
 from trimtab_kernels.paged_prefill import (
@@ -245,8 +246,13 @@ def _paged_decode(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
-    """Program (kv head, share): neighbours read the same blocks at the same time."""
+    """Program (kv head, share): neighbours read the same blocks at the same time. DEPENDENT: it may begin before the
+    kernel before it has ended."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     places = tl.arange(0, BLOCK_M)
@@ -400,5 +406,6 @@ def paged_decode_triton(
         SOFT_CAP=soft_cap,
         num_warps=4,
         num_stages=stages,
+        **dependence(query.device, facts),
     )
     return output

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trimtab_kernels.launch.dependence import dependence, gdc_launch_dependents, gdc_wait
 from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 from trimtab_kernels.reshape_and_cache import LARGEST, clamped, reshape_and_cache, reshape_and_cache_reference
 from trimtab_kernels.rms_norm import rms_norm, rms_norm_reference
@@ -91,8 +92,13 @@ def _rope_and_cache(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGEST_VALUE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
-    """Program (token, group of HEADS heads of any kind). BLOCK is SIZE padded to a power of two. Norms may be None."""
+    """Program (token, group of HEADS heads of any kind). BLOCK is SIZE padded to a power of two. Norms may be None.
+    DEPENDENT: it may begin before the kernel before it has ended."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, BLOCK)
@@ -171,6 +177,7 @@ def rope_and_cache_triton(
             BLOCK=block,
             LARGEST_VALUE=LARGEST.get(key_cache.dtype),
             num_warps=4,
+            **dependence(qkv.device),
         )
     return query, key, value
 

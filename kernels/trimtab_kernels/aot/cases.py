@@ -16,6 +16,7 @@ from trimtab_kernels.fused_moe import fused_moe_triton
 from trimtab_kernels.launch.device_facts import DeviceFacts
 from trimtab_kernels.launch.gemm_config import default_config
 from trimtab_kernels.launch.jit import Launch, record_launches
+from trimtab_kernels.launch.switches import Ways, taking
 from trimtab_kernels.likeliest import likeliest_triton
 from trimtab_kernels.moe.grouped_gemm import default_moe_config
 from trimtab_kernels.paged_decode import paged_decode_triton
@@ -398,6 +399,30 @@ def _mixtures() -> Iterator[Case]:
             yield _mixture(mixture, num_tokens)
 
 
+def _dependent() -> Iterator[Case]:
+    """A layer's kernels as they are launched while the one before them ends."""
+    llama = HEADS[1]
+    products = [case for case in _few_rows() if "4096" in case.name]
+    ready = next(case for case in _rope_and_cache(llama))
+    for case in (*products, ready, _decode(llama, in_sample=False)):
+
+        def launch(facts: DeviceFacts, case: Case = case) -> None:
+            with taking(Ways(dependent_launches=True)):
+                case.launch(facts)
+
+        kernel, what = case.name.split(" ", 1)
+        yield Case(f"{kernel} dependent, {what}", launch, needs_hopper=True)
+
+
 def all_cases() -> list[Case]:
     """Every case, in the order of the report."""
-    return [*_attention(), *_cache(), *_elementwise(), *_sampling(), *_few_rows(), *_block_fp8(), *_mixtures()]
+    return [
+        *_attention(),
+        *_cache(),
+        *_elementwise(),
+        *_sampling(),
+        *_few_rows(),
+        *_dependent(),
+        *_block_fp8(),
+        *_mixtures(),
+    ]

@@ -52,7 +52,7 @@ class Launch:
 
 
 _recorded: list[Launch] | None = None
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 """Keywords of a launch that are no parameters of the kernel."""
 
 
