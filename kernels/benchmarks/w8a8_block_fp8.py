@@ -1,10 +1,13 @@
-"""w8a8_block_fp8 at shapes of DeepSeek-V3 and Llama-3.1-8B; beside it torch's float8 product with one scale."""
+"""w8a8_block_fp8 at shapes of DeepSeek-V3 and Llama-3.1-8B; beside it torch's float8 product with one scale, and on
+Hopper the warp-specialised kernel for many tokens, so that one run says which of the two is right and faster."""
 
 from collections.abc import Iterator
 from functools import partial
 
 import torch
+from trimtab_kernels.launch.device_facts import device_facts
 from trimtab_kernels.w8a8_block_fp8 import quantize_groups_reference, w8a8_block_fp8_reference, w8a8_block_fp8_triton
+from trimtab_kernels.w8a8_block_fp8_gluon import suits, w8a8_block_fp8_gluon
 
 from benchmarks.row import Row, tolerance_of
 
@@ -35,6 +38,16 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
                 tolerance_of(torch.bfloat16),
                 {"torch._scaled_mm, one scale": partial(_one_scale, padded, b, one)},
             )
+            if device.type == "cuda" and suits(m, k, device_facts(device)):
+                yield Row(
+                    f"w8a8_block_fp8 {n}x{k}, {m} tokens, in Gluon",
+                    "fp8",
+                    2 * m * n * k,
+                    0.70,
+                    partial(w8a8_block_fp8_gluon, a, a_scales, b, b_scales, torch.bfloat16),
+                    partial(w8a8_block_fp8_reference, a, a_scales, b, b_scales, torch.float32),
+                    tolerance_of(torch.bfloat16),
+                )
 
 
 def _one_scale(a: torch.Tensor, b: torch.Tensor, one: torch.Tensor) -> torch.Tensor:

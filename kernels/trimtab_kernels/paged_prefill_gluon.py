@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
+from trimtab_kernels.launch.device_facts import HOPPER, DeviceFacts, device_facts
 from trimtab_kernels.launch.gluon import (
     WARPS_OF_GROUP,
     boxes_of,
@@ -51,7 +51,6 @@ ROWS = 128
 """Of a tile, both groups together: a group's sums and scores fill its registers."""
 HEAD_SIZES = (64, 128, 256)
 MIN_BLOCK = 16
-HOPPER = 90
 PRODUCER_WARPS, PRODUCER_REGISTERS, GROUP_REGISTERS = 1, 40, 232
 """Registers per thread: 128 threads of each group and of the producer's, padded to a group, share 504."""
 

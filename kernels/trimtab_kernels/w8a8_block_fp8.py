@@ -23,7 +23,9 @@ from trimtab_kernels.launch.arrivals import arrival_counters
 from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
 from trimtab_kernels.launch.gemm_config import GemmConfig, block_fp8_config
 from trimtab_kernels.launch.jit import cdiv, jit, kernel, next_power_of_2, tl
+from trimtab_kernels.launch.switches import ways
 from trimtab_kernels.reshape_and_cache import FLOAT8, FLOAT8_MAX, clamped
+from trimtab_kernels.w8a8_block_fp8_gluon import suits, w8a8_block_fp8_gluon
 
 GROUP = 128
 """Values of one activation scale, and side of a block of weights."""
@@ -301,5 +303,8 @@ def w8a8_block_fp8(
     """The scaled product. Raises ValueError where shapes or dtypes do not fit, or the GPU has no float8."""
     _check(a, a_scales, b, b_scales)
     if a.is_cuda:
-        return w8a8_block_fp8_triton(a, a_scales.contiguous(), b.contiguous(), b_scales.contiguous(), dtype)
+        tensors = (a.contiguous(), a_scales.contiguous(), b.contiguous(), b_scales.contiguous())
+        if ways().gluon_float8 and suits(a.shape[0], a.shape[1], device_facts(a.device)):
+            return w8a8_block_fp8_gluon(*tensors, dtype)
+        return w8a8_block_fp8_triton(*tensors, dtype)
     return w8a8_block_fp8_reference(a, a_scales, b, b_scales, dtype)

@@ -13,7 +13,7 @@ from trimtab_kernels.copy_blocks import copy_blocks_triton
 from trimtab_kernels.edit_logits import ban_tokens_triton, edit_logits_triton
 from trimtab_kernels.few_rows import few_rows_triton
 from trimtab_kernels.fused_moe import fused_moe_triton
-from trimtab_kernels.launch.device_facts import DeviceFacts
+from trimtab_kernels.launch.device_facts import HOPPER, DeviceFacts
 from trimtab_kernels.launch.gemm_config import default_config
 from trimtab_kernels.launch.jit import Launch, record_launches
 from trimtab_kernels.launch.switches import Ways, taking
@@ -21,7 +21,7 @@ from trimtab_kernels.likeliest import likeliest_triton
 from trimtab_kernels.moe.grouped_gemm import default_moe_config
 from trimtab_kernels.paged_decode import paged_decode_triton
 from trimtab_kernels.paged_prefill import paged_prefill_triton
-from trimtab_kernels.paged_prefill_gluon import HOPPER, paged_prefill_gluon
+from trimtab_kernels.paged_prefill_gluon import paged_prefill_gluon
 from trimtab_kernels.reshape_and_cache import FLOAT8, reshape_and_cache_triton
 from trimtab_kernels.rms_norm import rms_norm_triton
 from trimtab_kernels.rope_and_cache import Norms, rope_and_cache_triton
@@ -29,6 +29,7 @@ from trimtab_kernels.rotary_embedding import rotary_embedding_triton
 from trimtab_kernels.sample import sample_triton
 from trimtab_kernels.silu_and_mul import silu_and_mul_triton
 from trimtab_kernels.w8a8_block_fp8 import quantize_groups_triton, w8a8_block_fp8_triton
+from trimtab_kernels.w8a8_block_fp8_gluon import w8a8_block_fp8_gluon
 
 BF16 = torch.bfloat16
 NUM_TOKENS = 256  # any number: it is never specialised on
@@ -330,6 +331,22 @@ def _block_fp8() -> Iterator[Case]:
     for n, k in GEMM_SHAPES:
         for m in (1, 64, 4096):
             yield _gemm(m, n, k)
+    for n, k in ((4096, 4096), (2112, 7168)):
+        yield _gluon_gemm(n, k)
+
+
+def _gluon_gemm(n: int, k: int) -> Case:
+    def launch(facts: DeviceFacts) -> object:
+        return w8a8_block_fp8_gluon(
+            empty(4096, k, dtype=FLOAT8),
+            empty(4096, k // 128, dtype=torch.float32),
+            empty(n, k, dtype=FLOAT8),
+            empty(-(-n // 128), k // 128, dtype=torch.float32),
+            BF16,
+            facts=facts,
+        )
+
+    return Case(f"w8a8_block_fp8_gluon {n}x{k}", launch, needs_hopper=True, in_sample=n == k)
 
 
 def _gemm(m: int, n: int, k: int) -> Case:

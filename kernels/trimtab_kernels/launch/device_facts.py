@@ -24,6 +24,8 @@ class DeviceFacts:
         return self.capability >= 89
 
 
+HOPPER = 90
+"""The capability whose warp groups multiply together (wgmma)."""
 A100 = DeviceFacts(capability=80, num_sms=108, shared_bytes=163 << 10)
 L40 = DeviceFacts(capability=89, num_sms=142, shared_bytes=99 << 10)
 H200 = DeviceFacts(capability=90, num_sms=132, shared_bytes=227 << 10)

@@ -58,7 +58,7 @@ def source_of(kernel: Kernel, signature: dict[str, str], constants: Any, attribu
 
 
 def boxes_of(tensor: torch.Tensor, shape: list[int], strides: list[int], box: list[int]) -> Any:
-    """A descriptor by which kernels copy boxes out of a tensor of 16-bit values, rows of 128 bytes swizzled as matrix
-    products read them. Its memory must begin at a multiple of 16 bytes, and so must each of its rows."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
+    """A descriptor by which kernels copy boxes out of a tensor, rows of 128 bytes swizzled as matrix products read
+    them. Its memory must begin at a multiple of 16 bytes, and so must each of its rows."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.itemsize, rank=len(box))
     return _gluon(".nvidia.hopper").TensorDescriptor(tensor, shape, strides, box, layout)

@@ -18,13 +18,19 @@ VARIABLE = "TRIMTAB_GPU_WAYS"
 @dataclass(frozen=True, slots=True)
 class Ways:
     """gluon_prefill: attention of prompts by the warp-specialised kernel where it suits (`paged_prefill_gluon`).
+    gluon_float8: products of float8 blocks likewise (`w8a8_block_fp8_gluon`).
     dependent_launches: kernels of a step of few rows begin while the one before them ends (`launch/dependence.py`)."""
 
     gluon_prefill: bool = False
+    gluon_float8: bool = False
     dependent_launches: bool = False
 
 
-NAMES = {"gluon-prefill": "gluon_prefill", "dependent-launches": "dependent_launches"}
+NAMES = {
+    "gluon-prefill": "gluon_prefill",
+    "gluon-float8": "gluon_float8",
+    "dependent-launches": "dependent_launches",
+}
 _set: list[Ways] = []
 """The innermost `taking` last."""
 

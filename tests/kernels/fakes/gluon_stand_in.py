@@ -35,6 +35,10 @@ class Value(torch.Tensor):
         _not_negative(self)
         return torch.Tensor.__floordiv__(self, other)
 
+    @property
+    def type(self) -> SimpleNamespace:  # type: ignore[override]
+        return SimpleNamespace(layout=None)
+
     def __mod__(self, other: Any) -> Any:
         _not_negative(self)
         return torch.Tensor.__mod__(self, other)
@@ -59,6 +63,10 @@ class Pointer:
 
     def __add__(self, more: Any) -> "Pointer":
         return Pointer(self.memory, self.offsets + more)
+
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=self.memory.dtype)
 
     def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """(offsets, whether each is accessed); raises GluonError for one that is and lies outside."""
@@ -196,8 +204,8 @@ class Product:
 class Machine:
     """One program. `run` ends when all partitions have; raises GluonError for what they do wrong."""
 
-    def __init__(self, program: int, seed: int) -> None:
-        self.program = program
+    def __init__(self, program: int, num_programs: int, seed: int) -> None:
+        self.program, self.num_programs = program, num_programs
         self.random = random.Random(seed)
         self.copies: list[tuple[str, Callable[[], None]]] = []
         self.paces: dict[str, float] = {}
@@ -368,6 +376,7 @@ def stand_ins(machine: Machine) -> dict[str, Any]:
         int64=torch.int64,
         static_range=range,
         program_id=lambda axis: value(machine.program),
+        num_programs=lambda axis: value(machine.num_programs),
         maximum=lambda a, b: value(torch.maximum(*_both(a, b))),
         minimum=lambda a, b: value(torch.minimum(*_both(a, b))),
         where=lambda condition, a, b: value(torch.where(torch.as_tensor(condition), *_both(a, b))),
@@ -424,9 +433,11 @@ def _both(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return left.to(dtype).as_subclass(torch.Tensor), right.to(dtype).as_subclass(torch.Tensor)
 
 
-def run_program(module: ModuleType, name: str, arguments: dict[str, Any], *, program: int, seed: int) -> None:
+def run_program(
+    module: ModuleType, name: str, arguments: dict[str, Any], *, program: int, num_programs: int = 1, seed: int
+) -> None:
     """One program of the module's kernel of this name, with its functions rebuilt. Raises GluonError."""
-    machine = Machine(program, seed)
+    machine = Machine(program, num_programs, seed)
     names = {**vars(module), **stand_ins(machine)}
     for found, function in vars(module).items():
         source = getattr(function, "fn", None) or getattr(getattr(function, "function", None), "fn", None)

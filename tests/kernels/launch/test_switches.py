@@ -5,7 +5,7 @@ from trimtab_kernels.launch.switches import Ways, parse, taking, ways
 
 
 def test_none_is_taken_that_nobody_asked_for() -> None:
-    assert parse("") == Ways(gluon_prefill=False, dependent_launches=False)
+    assert parse("") == Ways(gluon_prefill=False, gluon_float8=False, dependent_launches=False)
 
 
 def test_names_are_separated_by_commas() -> None:
@@ -14,7 +14,7 @@ def test_names_are_separated_by_commas() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="TRIMTAB_GPU_WAYS names gluon; there are gluon-prefill, dependent-launches"):
+    with pytest.raises(ValueError, match="TRIMTAB_GPU_WAYS names gluon; there are gluon-prefill, gluon-float8, dep"):
         parse("gluon")
 
 
