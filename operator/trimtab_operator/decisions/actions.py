@@ -36,6 +36,8 @@ class Delete:
     reason: str
     grace_seconds: int | None = None
     """None: the child's own. 0 does not wait for its node, which may be gone."""
+    budget: str | None = None
+    """The PodDisruptionBudget that is asked first: while it has nobody to spare, nothing is deleted. None: none is."""
 
 
 Action = Apply | Delete
@@ -92,7 +94,9 @@ def joined(notes: Iterable[Note]) -> tuple[Note, ...]:
     return tuple(found)
 
 
-def delete_of(kind: str, manifest: Manifest, reason: str, *, grace_seconds: int | None = None) -> Delete:
+def delete_of(
+    kind: str, manifest: Manifest, reason: str, *, grace_seconds: int | None = None, budget: str | None = None
+) -> Delete:
     """Delete what was seen."""
     metadata = manifest["metadata"]
-    return Delete(kind, str(metadata["name"]), str(metadata.get("uid", "")), reason, grace_seconds)
+    return Delete(kind, str(metadata["name"]), str(metadata.get("uid", "")), reason, grace_seconds, budget)

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from trimtab_operator.decisions.actions import Action, Apply, Delete, Note
+from trimtab_operator.decisions.actions import Action, Apply, Note
 from trimtab_operator.layout import layout_of
-from trimtab_operator.observed.accelerators import gpus_held, gpus_of
+from trimtab_operator.observed.accelerators import gpus_draining, gpus_held, gpus_of
 from trimtab_operator.observed.groups import Group, Observed, groups_of, is_worker, revision_label
 from trimtab_operator.resource.installation import GpuBudget
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -49,6 +49,13 @@ class Stake:
     smaller: tuple[int, ...] = ()
     """The GPUs that each running replica takes of those that have to grow, as a change asks for more: the largest
     first."""
+    draining: int = 0
+    """GPUs of `held` that replicas which go will give back."""
+    more_added: int = 0
+    """By how many GPUs a replica that is added now takes more than `gpus`: while a change to fewer is tried, others
+    come in the proven form."""
+    more_beside: int = 0
+    """The same of one that comes beside the wanted ones while a change rolls."""
 
     @property
     def namespace(self) -> str:
@@ -70,10 +77,15 @@ class Stake:
         count = min(count, self.running)
         return count * self.gpus - self.takes(count)
 
+    def to_come(self, count: int) -> int:
+        """The GPUs that those take which have to be added until there are so many."""
+        return max(0, count - self.running) * (self.gpus + self.more_added)
+
     def with_replicas(self, count: int, *, beside: int = 0, grows: bool = True) -> Stake:
-        """The same once so many were granted, and so many more while a change rolls; those that go are held until they
-        have drained. `grows`: whether those that run get what they lack."""
-        coming = max(0, count + beside - self.running) * self.gpus
+        """The same once so many were granted, and so many more while a change rolls, those that go counted; these are
+        held until they have drained. `grows`: whether those that run get what they lack."""
+        num_beside = max(0, count + beside - max(self.running, count))
+        coming = self.to_come(count) + num_beside * (self.gpus + self.more_beside)
         if grows:
             return replace(self, running=count, held=self.held + coming + self.lacks(count), smaller=())
         unchanged = self.running - len(self.smaller)
@@ -114,11 +126,21 @@ class Granted:
     grows: bool
 
 
-def stake_of(deployment: InferenceDeployment, children: Observed, *, wanted: int, revision: str | None = None) -> Stake:
+def stake_of(
+    deployment: InferenceDeployment,
+    children: Observed,
+    *,
+    wanted: int,
+    revision: str | None = None,
+    proven: InferenceDeployment | None = None,
+) -> Stake:
     """The stake of a resource that is steered towards so many replicas. `revision` is what they are brought to: one
-    that has it by now counts as whole, whatever of it is missing."""
-    layout, groups = layout_of(deployment.spec), groups_of(children)
-    gpus, running = layout.gpus_per_pod * layout.pods, len(groups)
+    that has it by now counts as whole, whatever of it is missing. `proven`: the form in which replicas are added while
+    one of them tries a change."""
+    gpus, groups = _gpus_per_replica(deployment), groups_of(children)
+    running = len(groups)
+    more = 0 if proven is None else max(0, _gpus_per_replica(proven) - gpus)
+    is_tried = any(revision_label(group.stateful_set) == revision for group in groups)
     outdated = [group for group in groups if revision is None or revision_label(group.stateful_set) != revision]
     smaller = tuple(sorted((has for group in outdated if (has := gpus_of(group)) < gpus), reverse=True))
     scaling = deployment.spec.scaling
@@ -132,7 +154,15 @@ def stake_of(deployment: InferenceDeployment, children: Observed, *, wanted: int
         running=running,
         held=max(gpus_held(children), (running - len(smaller)) * gpus + sum(smaller)),
         smaller=smaller,
+        draining=gpus_draining(children),
+        more_added=more,
+        more_beside=more if is_tried else 0,
     )
+
+
+def _gpus_per_replica(deployment: InferenceDeployment) -> int:
+    layout = layout_of(deployment.spec)
+    return layout.gpus_per_pod * layout.pods
 
 
 def standing_stake(deployment: InferenceDeployment, children: Observed) -> Stake:
@@ -158,9 +188,10 @@ class _Room:
         if stake.namespace in self.namespaces:
             self.namespaces[stake.namespace] -= gpus
 
-    def fits(self, stake: Stake) -> int:
-        """How many more of its replicas there is room for."""
-        return UNLIMITED if stake.gpus == 0 else self.left(stake) // stake.gpus
+    def fits(self, stake: Stake, heavier: int = 0) -> int:
+        """How many more of its replicas there is room for, where each takes so many GPUs more."""
+        gpus = stake.gpus + heavier
+        return UNLIMITED if gpus == 0 else self.left(stake) // gpus
 
     def left(self, stake: Stake) -> int:
         """The GPUs that are left for it."""
@@ -247,8 +278,8 @@ def _now(stakes: Sequence[Stake], division: _Division, budget: GpuBudget) -> dic
         if grows:
             room.take(stake, lacking)
         if more > 0:
-            more = min(more, room.fits(stake)) if grows else 0
-            room.take(stake, more * stake.gpus)
+            more = min(more, room.fits(stake, stake.more_added)) if grows else 0
+            room.take(stake, stake.to_come(stake.running + more))
         found[stake.key] = Granted(stake.running + more, grows)
     return found
 
@@ -258,18 +289,30 @@ def _rank(stake: Stake) -> tuple[int, str, str]:
     return -stake.priority, stake.since, stake.key
 
 
-def room_beside(own: Stake | None, count: int, others: Sequence[Stake] | None, budget: GpuBudget | None) -> int:
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """How many replicas there may be beyond the wanted ones while a change rolls: `groups`, those counted that are
+    there, once what goes has drained; `now` of them may be added to all that is there by now."""
+
+    groups: int
+    now: int
+
+
+def room_beside(own: Stake | None, count: int, others: Sequence[Stake] | None, budget: GpuBudget | None) -> Beside:
     """How many replicas there may be beyond `count` while a change rolls: of what nobody else holds or is to get. Where
     others are not known, those that are there."""
     if own is None or budget is None:
-        return UNLIMITED
+        return Beside(UNLIMITED, UNLIMITED)
+    present = max(0, own.running - count)
     if others is None:
-        return max(0, own.running - count)
+        return Beside(present, 0)
     division, room = _divided((own, *others), budget), _Room(budget)
-    room.take(own, count * own.gpus)
     for other in others:
         room.take(other, max(other.held, _gets(other, division)))
-    return room.fits(own)
+    room.take(own, own.with_replicas(count).held - own.draining)
+    in_the_end = room.fits(own, own.more_beside)
+    room.take(own, own.draining)
+    return Beside(present + in_the_end, room.fits(own, own.more_beside))
 
 
 def _gets(stake: Stake, division: _Division) -> int:
@@ -278,13 +321,11 @@ def _gets(stake: Stake, division: _Division) -> int:
     return count * stake.gpus if stake.key in division.grown else stake.takes(count)
 
 
-def num_groups_after(groups: Sequence[Group], actions: Iterable[Action]) -> int:
-    """How many replicas there are once these actions were carried out."""
+def num_groups_meanwhile(groups: Sequence[Group], actions: Iterable[Action]) -> int:
+    """How many replicas there are while these actions are carried out: those that go drain beside those that come."""
     present = {group.name for group in groups}
     for action in actions:
-        if isinstance(action, Delete) and action.kind == "StatefulSet":
-            present.discard(action.name)
-        elif isinstance(action, Apply) and action.manifest["kind"] == "StatefulSet" and not is_worker(action.manifest):
+        if isinstance(action, Apply) and action.manifest["kind"] == "StatefulSet" and not is_worker(action.manifest):
             present.add(str(action.manifest["metadata"]["name"]))
     return len(present)
 
@@ -295,7 +336,7 @@ def num_groups_after(groups: Sequence[Group], actions: Iterable[Action]) -> int:
 def share_of(own: Stake, others: Sequence[Stake] | None, budget: GpuBudget) -> Share:
     """What a resource gets beside the others. Where these are not known, nothing is added, and nothing taken."""
     if others is None:
-        count = min(own.wanted, own.running) if own.gpus else own.wanted
+        count = min(own.wanted, own.running) if own.gpus + own.more_added else own.wanted
         unknown = "what other resources hold of the GPU budget is not known now; no replica is added until it is"
         return _share(own, Granted(count, grows=own.lacks(count) == 0), unknown)
     stakes = (own, *others)
@@ -358,6 +399,9 @@ def _what_is_waited_for(own: Stake, others: Sequence[Stake], division: _Division
     going = [other.key for other in sorted(others, key=_rank) if other.held > _gets(other, division)]
     if going:
         return f"more come once {_listed(going)} gave GPUs of the budget back"
+    if own.more_added:
+        before = _gpus(own.gpus + own.more_added)
+        return f"more come once the change that is tried has proven itself; until then each is added with {before}"
     return "more come once replicas that go have drained"
 
 

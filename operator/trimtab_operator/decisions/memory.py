@@ -17,6 +17,7 @@ from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.engines import EngineSeen
 from trimtab_operator.observed.groups import Group, Missing, Observed, groups_of
 from trimtab_operator.observed.missing_pods import missing_pods, with_words
+from trimtab_operator.observed.phases import is_placed
 from trimtab_operator.observed.shared_engine import Incarnation, learned, torn
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.tuner.state import Memory as TunerMemory
@@ -42,6 +43,8 @@ class Memory:
     """What order of their queue engines were told last, whether they took it or not."""
     futile: Mapping[str, Futile] = field(default_factory=dict)
     """Children that differ again whenever they are applied, by kind and name."""
+    most_placed: int = 0
+    """How many of the replicas that there are had a place at once."""
 
     def layouts_of(self, groups: Iterable[Group]) -> dict[str, Degrees]:
         """What the engines of these groups reported, by the group's name."""
@@ -71,7 +74,9 @@ def recalled(
     if refused_creations is not None:
         missing = with_words(groups, missing, refused_creations, now=now)
     observed = replace(children, torn=torn(groups, incarnations), missing=missing)
-    return Recalled(observed, groups_of(observed), replace(memory, incarnations=incarnations, missing=missing))
+    most_placed = max(sum(map(is_placed, groups)), min(memory.most_placed, len(groups)))
+    kept = replace(memory, incarnations=incarnations, missing=missing, most_placed=most_placed)
+    return Recalled(observed, groups_of(observed), kept)
 
 
 def with_layouts(memory: Memory, groups: Iterable[Group], engines: Mapping[str, EngineSeen]) -> Memory:

@@ -18,7 +18,7 @@ from trimtab_operator.builders.meeting_secret import MEETING_SECRET_KEY, meeting
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import Held, Rendered, leader_stateful_set, worker_stateful_set
 from trimtab_operator.decisions.actions import Action, Apply, Delete, delete_of
-from trimtab_operator.decisions.surge import allowed_beside, extra_groups, retired
+from trimtab_operator.decisions.surge import allowed_back, allowed_beside, extra_groups, retired
 from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.groups import (
     Group,
@@ -43,8 +43,10 @@ def plan(
     unproven: frozenset[str] = frozenset(),
     loads: Mapping[str, float] | None = None,
     surge: int = 0,
+    may_come: int | None = None,
     proven: Rendered | None = None,
     without_place: frozenset[str] = frozenset(),
+    most_placed: int = 0,
 ) -> tuple[Action, ...]:
     """Everything to do now for so many `replicas`, in order: Services before the pods that they select, removals last.
 
@@ -52,7 +54,7 @@ def plan(
     are Ready and that still count as down for a rollout. `loads`: by name, how many requests a group has; one that did
     not say is left out. `surge`: how many groups there may be beyond `replicas` while outdated ones serve
     (decisions/surge.py). `proven`: while the change has to show that it is good, the form of all replicas but the one
-    that runs it. `without_place` names groups that find none.
+    that runs it. `without_place` names groups that find none; `most_placed` had one at once.
     """
     deployment = wanted.deployment
     groups, loads = groups_of(observed), loads or {}
@@ -66,14 +68,16 @@ def plan(
     staying, superfluous = choose_victims(present, replicas + extra, revision=wanted.revision, loads=loads)
     leaving = [(group, "scaled in") for group in superfluous]
     leaving += [(group, "others serve what is asked for now") for group in relieved]
-    new = free_ordinals(observed, replicas + extra - len(staying))
-    allowed = allowed_down(deployment, replicas) if proven is None else 1
-    allowed = allowed_beside(allowed, staying, without_place)
-    allowed -= sum(group.is_ready and group.name in unproven for group in staying)
+    num_new = replicas + extra - len(staying)
+    new = free_ordinals(observed, num_new if may_come is None else min(num_new, may_come))
+    may_be_down = allowed_down(deployment, replicas) if proven is None else 1
+    num_unproven = sum(group.is_ready and group.name in unproven for group in staying)
+    allowed = allowed_beside(may_be_down, staying, without_place, most_placed=most_placed) - num_unproven
+    back = allowed_back(may_be_down, staying, without_place) - num_unproven
     is_tried = any(g.revision == wanted.revision and g.name not in without_place for g in staying)
     is_tried_by_new = proven is not None and not is_tried and bool(new)
     coming = len(new) if surge or is_tried_by_new else None
-    updates = choose_updates(staying, behind, allowed, coming=coming, without_place=without_place)
+    updates = choose_updates(staying, behind, allowed, back=back, coming=coming, without_place=without_place)
     if proven is not None:
         updates = _first_alone(updates, is_tried=is_tried)
     to_update = {group.ordinal for group in updates}
@@ -221,10 +225,12 @@ def choose_updates(
     behind: Collection[int],
     allowed: int,
     *,
+    back: int | None = None,
     coming: int | None = None,
     without_place: Collection[str] = frozenset(),
 ) -> tuple[Group, ...]:
-    """Choose those of the groups `behind` (ordinals) that may be brought up to date now; `allowed` may be down.
+    """Choose those of the groups `behind` (ordinals) that may be brought up to date now; `allowed` may be down. `back`
+    is the same of those that are down and may be back in a moment (None: as many).
 
     One whose engine has not come up costs nothing. One that had come up and is not ready now may be back in a moment:
     it costs one, unless one that was brought up to date is still on its way. One that is ready costs one, too, and is
@@ -238,8 +244,9 @@ def choose_updates(
     blinking = [group for group in outdated if not group.is_ready and has_started(group)]
     lost = [group for group in outdated if not group.is_ready and group not in blinking]
     ready = [group for group in outdated if group.is_ready]
+    num_lost = sum(group.name not in without_place for group in lost)
     under_way = sum(not group.serves for group in down if group not in (*blinking, *lost)) + (coming or 0)
-    back_soon = blinking[: max(0, allowed - under_way - len(lost))]
+    back_soon = blinking[: max(0, (allowed if back is None else back) - under_way - num_lost)]
     return (*lost, *back_soon, *(ready[: max(0, allowed - len(down))] if coming is None else ()))
 
 

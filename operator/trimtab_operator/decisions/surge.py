@@ -108,12 +108,23 @@ def placeless(observed: Observed, *, now: datetime) -> frozenset[str]:
     return frozenset(group.name for group in groups_of(observed) if _finds_no_place(group, now) is not None)
 
 
-def allowed_beside(allowed: int, groups: Collection[Group], without_place: Collection[str]) -> int:
+def allowed_beside(
+    allowed: int, groups: Collection[Group], without_place: Collection[str], *, most_placed: int = 0
+) -> int:
     """How many of the `groups` that have a place may be down for a roll, where `allowed` of all may. Those
-    `without_place` use that up, but for one: else each would wait for the other's end. Not so the last that serves."""
+    `without_place` use that up, but for one: else each would wait for the other's end. Not so the last that serves, and
+    not where as many as have no place had one before: those are missing (`most_placed`: how many had one at once)."""
     num_without = sum(group.name in without_place for group in groups)
     num_serving = sum(group.serves for group in groups)
-    return max(allowed - num_without, 0 if num_serving == 1 else min(allowed, 1))
+    num_lost = min(num_without, max(0, most_placed - (len(groups) - num_without)))
+    at_least = 0 if num_serving == 1 else min(max(0, allowed - num_lost), 1)
+    return max(allowed - num_without, at_least)
+
+
+def allowed_back(allowed: int, groups: Collection[Group], without_place: Collection[str]) -> int:
+    """The same of those that are down, though they may be back in a moment: nobody is answered by them now, so one may
+    always be taken."""
+    return max(allowed - sum(group.name in without_place for group in groups), min(allowed, 1))
 
 
 def _is_draining(observed: Observed) -> bool:

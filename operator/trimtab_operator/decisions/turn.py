@@ -27,7 +27,7 @@ from trimtab_operator.decisions.budget import (
     NO_ROOM_IN_BUDGET,
     Stake,
     budget_notes,
-    num_groups_after,
+    num_groups_meanwhile,
     room_beside,
     share_of,
     stake_of,
@@ -108,7 +108,7 @@ class Turn:
     stake: Stake | None = None
     """What the resource asks for of the GPU budget, and what it had; None: there is no budget."""
     num_beside: int = 0
-    """Replicas beyond the wanted ones that are there while a change rolls."""
+    """Replicas beyond the wanted ones that are there while a change rolls, those that go counted."""
 
     @property
     def replicas_staked(self) -> int:
@@ -251,7 +251,13 @@ def _steered(
     count = standing if deployment.is_paused else desired_replicas(deployment, tuned)
     stake = share = None
     if course.target is not None and not deployment.is_paused and world.installation.gpu_budget is not None:
-        stake = stake_of(target, known.observed, wanted=count, revision=course.target.revision)
+        stake = stake_of(
+            target,
+            known.observed,
+            wanted=count,
+            revision=course.target.revision,
+            proven=proven.deployment if proven is not None and course.is_first_only else None,
+        )
         share = share_of(stake, world.stakes, world.installation.gpu_budget)
         if share.waits_to_grow:
             course = _standing(course, proven, known)
@@ -262,12 +268,13 @@ def _steered(
                 target = course.target.deployment
         count = share.replicas
     moment = datetime.fromtimestamp(world.at, UTC)
-    room, is_short = Surge(0), False
+    room, is_short, may_come = Surge(0), False, 0
     if course.target is not None:
         room = surge_of(course.state.no_room, course.target, known.observed, replicas=count, now=moment)
         beside = room_beside(stake, count, world.stakes, world.installation.gpu_budget)
-        is_short = beside < room.groups
-        room = replace(room, groups=min(room.groups, beside))
+        is_short = beside.groups < room.groups
+        room = replace(room, groups=min(room.groups, beside.groups))
+        may_come = max(0, count - len(known.groups)) + beside.now
     rollout = replace(course.state, no_room=room.no_room if course.target is not None else course.state.no_room)
     allowed = 1 if course.is_first_only else allowed_down(deployment, count)
     care = _care(world, known, course.target, allowed=allowed)
@@ -284,8 +291,10 @@ def _steered(
                 unproven=course.unproven,
                 loads=_loads(world),
                 surge=room.groups,
+                may_come=may_come,
                 proven=proven if course.is_first_only else None,
                 without_place=placeless(known.observed, now=moment),
+                most_placed=known.memory.most_placed,
             ),
             *plan_optional(target, known.observed, world.installation, replicas=count),
         )
@@ -333,7 +342,7 @@ def _steered(
         ),
         futile=sifted.futile,
         stake=stake,
-        num_beside=max(0, num_groups_after(known.groups, children) - count),
+        num_beside=max(0, num_groups_meanwhile(known.groups, children) - count),
     )
 
 
@@ -389,6 +398,7 @@ def _care(world: World, known: Recalled, target: Rendered | None, *, allowed: in
         asked=None if revision is None else f"{world.deployment.generation}-{revision}",
         revision=revision,
         allowed=allowed,
+        most_placed=known.memory.most_placed,
     )
 
 

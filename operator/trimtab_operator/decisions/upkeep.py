@@ -12,7 +12,7 @@ from trimtab_operator.builders.stateful_set import Held
 from trimtab_operator.decisions.actions import Delete, Note
 from trimtab_operator.decisions.node_loss import may_be_lost, pods_to_give_up
 from trimtab_operator.decisions.placement import Age, age_of, held_groups, holds, is_partly_placed
-from trimtab_operator.decisions.replacement import outdated_pods
+from trimtab_operator.decisions.replacement import budget_to_ask, outdated_pods
 from trimtab_operator.decisions.restart import companions
 from trimtab_operator.decisions.surge import placeless
 from trimtab_operator.observed.groups import Group, Observed, groups_of
@@ -38,17 +38,26 @@ def upkeep(
     asked: str | None,
     revision: str | None = None,
     allowed: int = 1,
+    most_placed: int = 0,
 ) -> Upkeep:
     """Decide what is due at `now`.
 
     `nodes` None: they cannot be seen. `rivals` are the groups of all resources that are partly placed; None: only this
     resource's own can be seen. `asked` names what is asked for now; None: nothing, as long as the spec is refused.
-    `revision` is what replicas are to run (None: what their StatefulSets say), `allowed` how many may be down for it.
+    `revision` is what replicas are to run (None: what their StatefulSets say), `allowed` how many may be down for it,
+    `most_placed` how many had a place at once.
     """
     groups, without_place = groups_of(observed), placeless(observed, now=now)
     lost = pods_to_give_up(observed.pods, (nodes or ()) if may_be_lost(observed.pods) else (), now)
     gone = {deletion.uid for deletion in lost}
-    outdated = outdated_pods(groups, allowed, asked=revision, without_place=without_place)
+    outdated = outdated_pods(
+        groups,
+        allowed,
+        asked=revision,
+        without_place=without_place,
+        most_placed=most_placed,
+        budget=budget_to_ask(observed),
+    )
     replaced = tuple(deletion for deletion in outdated if deletion.uid not in gone)
     gone |= {deletion.uid for deletion in replaced}
     together = tuple(deletion for deletion in companions(groups) if deletion.uid not in gone)

@@ -79,7 +79,7 @@ CHILDREN = ("Service", "StatefulSet", "ConfigMap", "Pod", "Job", "ServiceAccount
 PAGE = 500  # objects of one answer
 
 NOTHING_ASKED: Mapping[str, str | None] = {}
-FORBIDDEN, NOT_FOUND, INVALID = 403, 404, 422
+FORBIDDEN, NOT_FOUND, INVALID, TOO_MANY = 403, 404, 422, 429
 
 
 def is_forbidden(error: BaseException) -> bool:
@@ -262,6 +262,30 @@ class Cluster:
             return
         if self.cache is not None:
             self.cache.deleted(kind, namespace, name, uid)
+
+    async def evict(self, namespace: str, name: str, *, uid: str, budget: str) -> bool:
+        """Evict a pod, if it still is the one with this uid; False where the PodDisruptionBudget `budget` does not let
+        it go now. Another's budget is no reason to keep it: where only that one refuses, or the API server evicts
+        nobody in this version, or not for this operator, the pod is deleted."""
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": name, "namespace": namespace},
+            "deleteOptions": {"preconditions": {"uid": uid}},
+        }
+        try:
+            await self._call("post", self._path("Pod", namespace, name) + "/eviction", body=body)
+        except ConflictError:
+            return True
+        except API_ERRORS as error:
+            refusing = _refusing_budgets(error)
+            if refusing is not None and (not refusing or any(budget in words.split() for words in refusing)):
+                return False
+            await self.delete("Pod", namespace, name, uid=uid)
+            return True
+        if self.cache is not None:
+            self.cache.deleted("Pod", namespace, name, uid)
+        return True
 
     # --- compositions -------------------------------------------------------------------------------------------------
 
@@ -570,6 +594,18 @@ def _speaks_of(error: NotFoundError, name: str) -> bool:
         return bool(said["reason"] == "NotFound" and said["details"]["name"] == name)
     except (ValueError, TypeError, KeyError):
         return False
+
+
+def _refusing_budgets(error: BaseException) -> tuple[str, ...] | None:
+    """What an API server that evicts nobody now says of the budgets that forbid it: none where it is only busy. None:
+    it refused for another reason."""
+    if getattr(error, "status", None) != TOO_MANY:
+        return None
+    try:
+        causes = json.loads(getattr(error, "body", None) or "{}")["details"]["causes"]
+        return tuple(str(cause["message"]) for cause in causes if cause["reason"] == "DisruptionBudget")
+    except (ValueError, TypeError, KeyError):
+        return ()
 
 
 def is_of_workload(pod: Manifest, name: str, makers: Mapping[str, str]) -> bool:

@@ -36,9 +36,9 @@ class Stakes:
         return tuple(stake for key, stake in self._stakes.items() if key != f"{namespace}/{name}")
 
     def put(self, stake: Stake, count: int, *, beside: int = 0, grows: bool = True) -> bool:
-        """Take so many replicas for a resource, and so many beside them while a change rolls, where that is still its
-        share; whether it was. Fewer than there are can always be taken. `grows`: those that run take what they lack to
-        be what is asked for, too."""
+        """Take so many replicas for a resource, and so many beside them while a change rolls, those that go counted,
+        where that is still its share; whether it was. Fewer than there are can always be taken. `grows`: those that run
+        take what they lack to be what is asked for, too."""
         before = self._stakes.get(stake.key)
         others = [other for key, other in self._stakes.items() if key != stake.key]
         grown = stake.lacks(count) if grows else 0
@@ -47,7 +47,7 @@ class Stakes:
             if granted.replicas < count or (grown and not granted.grows):
                 return False
         is_more = beside > 0 and count + beside > stake.running
-        if is_more and room_beside(stake, count, others, self._budget) < beside:
+        if is_more and room_beside(stake, count, others, self._budget).now < count + beside - max(stake.running, count):
             return False
         self._change(stake.key, before, stake.with_replicas(count, beside=beside, grows=grows))
         return True

@@ -16,7 +16,7 @@ from typing import Any
 
 from kubernetes.aio.dynamic.exceptions import NotFoundError
 
-from trimtab_operator.decisions.actions import Action, Apply, Note, Patch, joined, note_of
+from trimtab_operator.decisions.actions import Action, Apply, Delete, Note, Patch, joined, note_of
 from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.decisions.turn import Turn
 from trimtab_operator.decisions.world import World
@@ -99,14 +99,27 @@ class Hands:
                 kind, name, verb = str(action.manifest["kind"]), str(action.manifest["metadata"]["name"]), "apply"
             else:
                 kind, name, verb = action.kind, action.name, "delete"
-                await self.cluster.delete(
-                    kind, deployment.namespace, name, uid=action.uid, grace_seconds=action.grace_seconds
-                )
+                if not await self._delete(deployment, action):
+                    continue
             self.metrics.writes.labels(verb=verb, kind=kind).inc()
             resource = f"{deployment.namespace}/{deployment.name}"
             logger.info(verb, extra={"resource": resource, "kind": kind, "child": name, "reason": action.reason})
             if done is not None:
                 done.append(action)
+
+    async def _delete(self, deployment: InferenceDeployment, action: Delete) -> bool:
+        """Delete; whether it goes. What its budget does not let go now is decided again by the next look."""
+        namespace = deployment.namespace
+        if action.budget is None:
+            await self.cluster.delete(
+                action.kind, namespace, action.name, uid=action.uid, grace_seconds=action.grace_seconds
+            )
+            return True
+        if await self.cluster.evict(namespace, action.name, uid=action.uid, budget=action.budget):
+            return True
+        extra = {"resource": f"{namespace}/{deployment.name}", "child": action.name, "budget": action.budget}
+        logger.info("not evicted: the budget has nobody to spare", extra=extra)
+        return False
 
     async def _apply(self, deployment: InferenceDeployment, action: Apply) -> None:
         try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from trimtab_operator.decisions.budget import (
+    Beside,
     Stake,
     room_beside,
     share_of,
@@ -118,12 +119,32 @@ def test_what_is_to_come_waits_until_what_goes_has_drained() -> None:
 
 def test_a_change_rolls_by_a_further_replica_only_where_nobody_else_is_to_have_it() -> None:
     own, other = a_stake("a", wanted=2, running=2, gpus=2), a_stake("b", wanted=4, running=2)
-    assert room_beside(own, 2, (other,), GpuBudget(total=8)) == 0
-    assert room_beside(own, 2, (other,), GpuBudget(total=10)) == 1
+    assert room_beside(own, 2, (other,), GpuBudget(total=8)) == Beside(0, 0)
+    assert room_beside(own, 2, (other,), GpuBudget(total=10)) == Beside(1, 1)
     with_one = replace(own, running=3, held=6)
-    assert room_beside(with_one, 2, (other,), GpuBudget(total=10)) == 1
-    assert room_beside(with_one, 2, None, GpuBudget(total=10)) == 1
-    assert room_beside(own, 2, None, GpuBudget(total=10)) == 0
+    assert room_beside(with_one, 2, (other,), GpuBudget(total=10)) == Beside(1, 0)
+    assert room_beside(with_one, 2, None, GpuBudget(total=10)) == Beside(1, 0)
+    assert room_beside(own, 2, None, GpuBudget(total=10)) == Beside(0, 0)
+
+
+def test_what_drains_of_its_own_is_waited_for_before_another_comes_beside() -> None:
+    own = replace(a_stake("a", wanted=2, running=2, gpus=2, draining=1), draining=2)
+    assert room_beside(own, 2, (), GpuBudget(total=6)) == Beside(1, 0)
+    assert room_beside(own, 2, (), GpuBudget(total=8)) == Beside(2, 1)
+
+
+def test_replicas_that_hold_more_than_they_are_to_have_leave_no_room_for_another_beside_them() -> None:
+    own = replace(a_stake("a", wanted=1, running=1), held=3)
+    assert room_beside(own, 1, (), GpuBudget(total=3)) == Beside(0, 0)
+    assert room_beside(own, 1, (), GpuBudget(total=4)) == Beside(1, 1)
+
+
+def test_while_a_change_to_fewer_is_tried_replicas_are_added_as_there_is_room_for_the_form_before() -> None:
+    own = replace(a_stake("a", wanted=4, running=2), held=4, more_added=2)  # one of 3 GPUs, one that tries 1
+    assert counts_now((own,), GpuBudget(total=9)) == {"n/a": 3}
+    assert own.with_replicas(3).held == 7
+    assert "with 3 GPUs" in share_of(own, (), GpuBudget(total=9)).message
+    assert counts_now((replace(own, more_added=0),), GpuBudget(total=9)) == {"n/a": 4}
 
 
 # --- a form that takes more -------------------------------------------------------------------------------------------

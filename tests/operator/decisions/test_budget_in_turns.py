@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from operator_cluster import FakeCluster
+from operator_cluster import TICK_SECONDS, FakeCluster
 from trimtab_operator.decisions.actions import Delete
 from trimtab_operator.decisions.budget import Stake
+from trimtab_operator.edge.stakes import Stakes
+from trimtab_operator.layout.node_gpus import GPU_RESOURCE
+from trimtab_operator.observed.groups import is_terminating
 from trimtab_operator.resource.installation import GpuBudget, Installation
 from trimtab_operator.resource.spec import PAUSED
+from trimtab_operator.resource.time import timestamp
 
 GPU = {"device": "cuda", "image": "engine:1"}
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 40))]
+DRAIN_SECONDS = 12.0
+LAYOUTS: tuple[tuple[dict[str, int], ...], ...] = (
+    ({"tensor": 1}, {"tensor": 3}),
+    ({"pipeline": 1}, {"pipeline": 2, "gpusPerNode": 1}, {"pipeline": 3, "gpusPerNode": 1}),
+)
 
 
 def a_cluster(total: int, *others: Stake, replicas: int = 3, **spec: Any) -> FakeCluster:
@@ -264,3 +277,165 @@ def test_what_was_never_proven_is_left_as_it_is_while_its_change_waits() -> None
     assert decided.stake is not None
     assert (decided.grows, decided.stake.least, decided.replicas_staked) == (False, 2, 2)
     assert not any(isinstance(action, Delete) for action in decided.children)
+
+
+# --- at no time more --------------------------------------------------------------------------------------------------
+
+
+class Draining(FakeCluster):
+    """A cluster whose pods take their time to end."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.ends: dict[str, float] = {}
+        """When the pods that are being deleted are gone, by uid."""
+        super().__init__(start_seconds=8.0, **spec)
+
+    def _terminate(self, pod: dict[str, Any]) -> None:
+        if not is_terminating(pod):
+            self.ends[pod["metadata"]["uid"]] = self.now + DRAIN_SECONDS
+            pod["metadata"]["deletionTimestamp"] = timestamp(datetime.fromtimestamp(self.now + DRAIN_SECONDS, UTC))
+
+    def delete_now(self, kind: str, name: str, uid: str, grace_seconds: int | None = None) -> None:
+        if kind != "Pod" or name not in self.pods:
+            return super().delete_now(kind, name, uid, grace_seconds)
+        assert self.pods[name]["metadata"]["uid"] == uid
+        self._terminate(self.pods[name])
+        return self._written()
+
+    def controllers(self) -> None:
+        wanted = self._wanted_pods()
+        for name, pod in self.pods.items():
+            if name not in wanted:
+                self._terminate(pod)
+        going = {name: pod for name, pod in self.pods.items() if is_terminating(pod)}
+        kept = {name: pod for name, pod in going.items() if self.ends[pod["metadata"]["uid"]] > self.now}
+        self.pods = {name: pod for name, pod in self.pods.items() if name not in going}
+        super().controllers()
+        self.pods.update(kept)
+        self.kubelets()
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of pods that are there, and of those that controllers are to make."""
+        coming = [template for name, (_, template) in self._wanted_pods().items() if name not in self.pods]
+        containers = [pod["spec"]["containers"][0] for pod in (*self.pods.values(), *coming)]
+        return sum(int(((one.get("resources") or {}).get("limits") or {}).get(GPU_RESOURCE, 0)) for one in containers)
+
+
+def a_draining(total: int, **spec: Any) -> Draining:
+    cluster = Draining(runtime=GPU, **spec)
+    cluster.installation = Installation(gpu_budget=GpuBudget(total=total))
+    cluster.stakes = ()
+    for _ in range(12):
+        cluster.tick()
+    return cluster
+
+
+def most_held(cluster: Draining, ticks: int) -> int:
+    most = 0
+    for _ in range(ticks):
+        cluster.turn()
+        most = max(most, cluster.gpus)
+        cluster.now += TICK_SECONDS
+        cluster.controllers()
+        most = max(most, cluster.gpus)
+    return most
+
+
+@pytest.mark.parametrize("surge", [0, 1])
+def test_replicas_that_are_added_while_a_change_to_fewer_gpus_is_tried_take_no_more_than_there_is(surge: int) -> None:
+    """They come in the form before, and take what that takes."""
+    cluster = a_draining(8, replicas=1, parallelism={"tensor": 3}, rollout={"bakeTime": "2m", "maxSurge": surge})
+    cluster.edit(parallelism={"tensor": 1})
+    assert most_held(cluster, 8) <= 8
+    cluster.edit(replicas=4)
+    assert most_held(cluster, 12) <= 8
+    limited = cluster.condition("ScalingLimited")
+    assert (limited["status"], limited["reason"]) == ("True", "OverBudget")
+    assert "until then each is added with 3 GPUs" in limited["message"]
+    assert most_held(cluster, 60) <= 8
+    assert [group.is_ready for group in cluster.groups] == [True] * 4
+    assert cluster.gpus == 4
+
+
+def test_a_replica_comes_beside_one_of_more_gpus_only_where_there_is_room_for_both() -> None:
+    cluster = a_draining(3, replicas=1, parallelism={"tensor": 3}, rollout={"bakeTime": "0s"})
+    cluster.edit(parallelism={"tensor": 1})
+    assert most_held(cluster, 20) == 3
+    assert (cluster.gpus, cluster.condition("Ready")["status"]) == (1, "True")
+
+
+def test_another_comes_beside_the_wanted_ones_when_the_one_that_went_has_drained() -> None:
+    cluster = a_draining(4, replicas=3, rollout={"bakeTime": "0s"})
+    before = set(cluster.revisions)
+    cluster.edit(engine={"maxModelLen": 1024})
+    fewest = 3
+    for _ in range(40):
+        assert most_held(cluster, 1) <= 4
+        fewest = min(fewest, sum(group.is_ready for group in cluster.groups))
+    assert not before & set(cluster.revisions)
+    assert (fewest, cluster.gpus) == (3, 3), "nobody was replaced in place meanwhile"
+
+
+def test_a_pod_counts_until_it_is_gone_whatever_its_template_asks_for_by_now() -> None:
+    cluster = a_draining(3, replicas=1, parallelism={"tensor": 3}, rollout={"bakeTime": "0s", "maxSurge": 0})
+    cluster.edit(parallelism={"tensor": 1})
+    cluster.turn()
+    assert gpus_held_in(cluster) == 3
+    most_held(cluster, 20)
+    assert gpus_held_in(cluster) == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_two_resources_ask_for_no_more_is_held_than_the_budget(seed: int) -> None:
+    """Edits of counts, of GPUs for each replica and of priorities, changes that fail, operators that end."""
+    chance = random.Random(seed)
+    total = chance.randrange(4, 10)
+    stakes = Stakes(GpuBudget(total=total), lambda *_: None)
+    clusters = {name: Draining(runtime=GPU, replicas=0, rollout=a_rollout(chance)) for name in "ab"}
+    for cluster in clusters.values():
+        cluster.installation = Installation(gpu_budget=GpuBudget(total=total))
+        cluster.stakes = ()
+        cluster.tick()
+    said, layouts = [], {name: chance.choice(LAYOUTS) for name in clusters}
+    for tick in range(100):
+        for name, cluster in clusters.items():
+            if chance.random() < 0.12:
+                said.append(f"tick {tick}: {name} {an_edit(cluster, layouts[name], chance)}")
+            cluster.stakes = stakes.of_others("n", name)
+            decided = cluster.decide()
+            assert decided.stake is not None
+            stake = replace(decided.stake, key=f"n/{name}")
+            if stakes.put(stake, decided.replicas_staked, beside=decided.num_beside, grows=decided.grows):
+                cluster.turn(decided)
+            held = sum(one.gpus for one in clusters.values())
+            assert held <= total, f"seed {seed}, {held} of {total}: {said}"
+            cluster.now += TICK_SECONDS
+            cluster.controllers()
+
+
+def a_rollout(chance: random.Random) -> dict[str, Any]:
+    return {
+        "startTimeout": "60s",
+        "drainTimeout": "1s",
+        "maxSurge": chance.choice([0, 1, 1, 2]),
+        "maxUnavailable": chance.choice([1, 2]),
+        "bakeTime": chance.choice(["0s", "30s"]),
+    }
+
+
+def an_edit(cluster: Draining, layouts: tuple[dict[str, int], ...], chance: random.Random) -> dict[str, Any]:
+    edit: dict[str, Any] = chance.choice(
+        [
+            {"replicas": chance.randrange(6)},
+            {"parallelism": chance.choice(layouts)},
+            {"parallelism": chance.choice(layouts)},
+            {"runtime": {**GPU, "args": [f"--seed={chance.randrange(3)}"]}},
+            {"runtime": {**GPU, "args": ["--broken"]}},
+            {"priority": chance.randrange(3)},
+        ]
+    )
+    cluster.edit(**edit)
+    if chance.random() < 0.2:
+        cluster.restart_operator()
+    return edit

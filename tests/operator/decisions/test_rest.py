@@ -53,12 +53,12 @@ class Seen(LoadedCluster):
         self.world = world
         return turn(world, self.memory)
 
-    def turn(self) -> Turn:
+    def turn(self, decided: Turn | None = None) -> Turn:
         rest = self.rest
         if rest is not None and self.before is not None and self._is_quiet(rest):
             self.rest = rest.later(self.now)
             return self.before[1]
-        decided = super().turn()
+        decided = super().turn(decided)
         self.rest = (
             rest_of(self.world, decided, self.status, before=said_by_us(self.world.deployment.status))
             if self.rests

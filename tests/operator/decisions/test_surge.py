@@ -277,6 +277,75 @@ def test_the_last_that_serves_is_not_taken_because_another_finds_no_place() -> N
     assert cluster.condition("Degraded")["reason"] == "RolledBack"
 
 
+def is_placed(cluster: FakeCluster, name: str) -> bool:
+    return "nodeName" in cluster.pods[name]["spec"]
+
+
+@pytest.mark.parametrize("bake", ["0s", "40s"])
+@pytest.mark.parametrize("surge", [0, 1])
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_a_replica_that_lost_its_place_is_missing_and_a_roll_takes_no_other_for_it(
+    replicas: int, surge: int, bake: str
+) -> None:
+    """Its node is drained: unlike one that was added it served, and with another one two would be missing."""
+    cluster = settled(replicas, nodes=replicas, rollout={"maxSurge": surge, "bakeTime": bake, "startTimeout": "20m"})
+    cluster.nodes = replicas - 1
+    del cluster.pods["m-g0-0"]
+    cluster.controllers()
+    assert not is_placed(cluster, "m-g0-0")
+    cluster.fewest_ready = 99
+    for tick in range(70):
+        if tick == 20:
+            cluster.edit(runtime=a_runtime("--seed=1"))
+        cluster.tick()
+        assert cluster.fewest_ready == replicas - 1
+    cluster.nodes = replicas
+    cluster.controllers()
+    cluster.settle()
+    assert cluster.fewest_ready == replicas - 1
+    assert len(set(cluster.revisions)) == 1
+    assert [group.is_ready for group in cluster.groups] == [True] * replicas
+    assert cluster.condition("Degraded")["reason"] != "RolledBack"
+
+
+def test_one_that_was_added_has_lost_nothing_though_an_earlier_roll_had_room_for_another() -> None:
+    cluster = settled(2, nodes=3)
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.settle()
+    assert cluster.most_groups == 3
+    cluster.nodes = 2
+    cluster.edit(replicas=3)
+    for _ in range(20):
+        cluster.tick()
+    cluster.edit(runtime=a_runtime("--seed=2"))
+    for _ in range(100):
+        cluster.tick()
+    assert len(set(cluster.revisions)) == 1
+
+
+@pytest.mark.parametrize("bake", ["0s", "40s"])
+@pytest.mark.parametrize("surge", [0, 1])
+def test_where_one_serves_one_hangs_and_one_finds_no_place_the_one_that_hangs_goes_first(surge: int, bake: str) -> None:
+    """Then two serve, and the roll goes on: the last that answers is never the one that is taken."""
+    cluster = settled(2, nodes=2, rollout={"maxSurge": surge, "bakeTime": bake})
+    cluster.edit(replicas=3)
+    for _ in range(20):
+        cluster.tick()
+    assert not is_placed(cluster, "m-g2-0")
+    hung = cluster.pods["m-g1-0"]["metadata"]["uid"]
+    cluster.set_ready("m-g1-0", ready=False)
+    cluster.fewest_ready = 99
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    for _ in range(100):
+        cluster.tick()
+        if (cluster.pods.get("m-g1-0") or {"metadata": {"uid": ""}})["metadata"]["uid"] != hung:
+            cluster.set_ready("m-g1-0")
+    assert cluster.fewest_ready == 1
+    assert len(set(cluster.revisions)) == 1
+    assert sum(group.is_ready for group in cluster.groups) == 2
+    assert cluster.condition("Degraded")["reason"] != "RolledBack"
+
+
 def test_replicas_of_several_pods_surge_as_a_whole() -> None:
     cluster = settled(1, parallelism={"pipeline": 2, "gpusPerNode": 1})
     cluster.edit(runtime=a_runtime("--seed=1"))

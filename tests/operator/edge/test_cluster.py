@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kubernetes.aio.client.exceptions import ApiException
-from kubernetes.aio.dynamic.exceptions import NotFoundError
+from kubernetes.aio.dynamic.exceptions import NotFoundError, api_exception
 from operator_builders import a_deployment
 from trimtab_operator.builders.labels import common_labels
 from trimtab_operator.edge.cluster import MAX_CALLS_AT_ONCE, Cluster, is_of_a_former_namesake, is_of_workload
@@ -176,3 +176,56 @@ async def test_the_lease_waits_for_no_burst_of_other_calls_which_is_bounded() ->
     for task in burst:
         task.cancel()
     await asyncio.gather(*burst, return_exceptions=True)
+
+
+class Evicts(Answers):
+    """A door behind which evictions get one answer, and deletions are noted."""
+
+    def __init__(self, answer: dict[str, Any] | Exception) -> None:
+        super().__init__(answer)
+        self.called: list[tuple[str, str]] = []
+
+    async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        self.called.append((method, path))
+        if method == "delete":
+            assert options["body"]["preconditions"] == {"uid": "u"}
+            return {}
+        assert options["body"]["deleteOptions"] == {"preconditions": {"uid": "u"}}
+        return await super()._call(method, path, **options)
+
+
+def refused(status: int, reason: str = "", **details: Any) -> Exception:
+    error = ApiException(status=status, reason=reason)
+    error.body = json.dumps({"kind": "Status", "reason": reason, "details": details, "code": status})
+    translated: Any = api_exception
+    found = translated(error)
+    assert isinstance(found, Exception)
+    return found
+
+
+def forbidding(budget: str) -> dict[str, Any]:
+    """As Kubernetes words it."""
+    message = f"The disruption budget {budget} needs 2 healthy pods and has 2 currently"
+    return {"causes": [{"reason": "DisruptionBudget", "message": message}]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "goes", "is_deleted"),
+    [
+        ({"kind": "Status", "status": "Success"}, True, False),
+        (refused(429, "TooManyRequests", **forbidding("m")), False, False),
+        (refused(429, "TooManyRequests", retryAfterSeconds=1), False, False),  # the API server is busy
+        (refused(429, "TooManyRequests", **forbidding("m-2")), True, True),  # somebody else's, which stops no change
+        (refused(500, "InternalError"), True, True),  # two budgets for one pod
+        (refused(403, "Forbidden"), True, True),
+        (refused(404, "NotFound"), True, True),  # Kubernetes before 1.22, or the pod is gone
+        (refused(409, "Conflict"), True, False),  # another pod by now
+    ],
+)
+async def test_a_pod_goes_unless_its_own_budget_keeps_it(
+    answer: dict[str, Any] | Exception, goes: bool, is_deleted: bool
+) -> None:
+    door = Evicts(answer)
+    assert await door.evict("n", "m-g0-0", uid="u", budget="m") is goes
+    assert door.called[0] == ("post", "/Pod/n/m-g0-0/eviction")
+    assert door.called[1:] == ([("delete", "/Pod/n/m-g0-0")] if is_deleted else [])

@@ -145,10 +145,18 @@ class GuardedDoor(Cluster):
             return world.objects[kind, name]
         if name not in store:
             raise answer(404, f"{name} not found", name)
+        if asked.resource == "pods/eviction":
+            self._evict(name, body)
+            return {}
         if asked.verb == "delete":
             world.delete_now(kind, name, body["preconditions"]["uid"], body.get("gracePeriodSeconds"))
             return {}
         return store[name]
+
+    def _evict(self, name: str, body: dict[str, Any]) -> None:
+        if not self.world.lets_go(name):
+            raise answer(429, "Cannot evict pod as it would violate the pod's disruption budget.")
+        self.world.delete_now("Pod", name, body["deleteOptions"]["preconditions"]["uid"])
 
     def _other(self, asked: Asked, path: str, body: Any) -> dict[str, Any]:
         if asked.verb == "list":
@@ -175,7 +183,7 @@ class GuardedDoor(Cluster):
 def answer(status: int, message: str, name: str = "") -> Exception:
     """An error as the client library raises it."""
     error = ApiException(status=status, reason="refused")
-    reason = {403: "Forbidden", 404: "NotFound", 409: "AlreadyExists", 422: "Invalid"}[status]
+    reason = {403: "Forbidden", 404: "NotFound", 409: "AlreadyExists", 422: "Invalid", 429: "TooManyRequests"}[status]
     said = {"kind": "Status", "message": message, "reason": reason, "details": {"name": name}, "code": status}
     error.body, error.headers = json.dumps(said), {"Content-Type": "application/json"}
     return EXCEPTION(error)

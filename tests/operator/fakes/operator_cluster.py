@@ -35,7 +35,7 @@ from trimtab_operator.loop.hands import Hands
 from trimtab_operator.loop.reconciler import Loop, Reconciler
 from trimtab_operator.loop.wake_ups import WakeUps
 from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, QueueSeen, Target
-from trimtab_operator.observed.groups import Group, Observed, groups_of, is_terminating
+from trimtab_operator.observed.groups import Group, Observed, groups_of, is_pod_ready, is_terminating, ordinal_of
 from trimtab_operator.report.status import status_of
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
@@ -254,9 +254,9 @@ class FakeCluster:
         """What the operator would do now, by this memory or by its own."""
         return turn(self.look(memory), memory or self.memory)
 
-    def turn(self) -> Turn:
-        """Let the operator take one turn: look, decide, act."""
-        decided = self.decide()
+    def turn(self, decided: Turn | None = None) -> Turn:
+        """Let the operator take one turn: look, decide, act; or act by what was `decided` just now."""
+        decided = decided or self.decide()
         self.do(decided.care)
         self.do(decided.remember)
         self.memory = decided.memory
@@ -300,7 +300,7 @@ class FakeCluster:
         for action in actions:
             if isinstance(action, Apply):
                 self.apply_now(action)
-            else:
+            elif action.budget is None or self.lets_go(action.name):
                 self.delete_now(action.kind, action.name, action.uid, action.grace_seconds)
 
     def apply_now(self, action: Apply) -> None:
@@ -341,6 +341,17 @@ class FakeCluster:
             assert store[key]["metadata"].get("uid", "") == uid, f"{key} is another one now"
             del store[key]
         self._written()
+
+    def lets_go(self, name: str) -> bool:
+        """Whether the PodDisruptionBudget lets a pod be evicted now, as the API server asks it: one that is not Ready
+        always."""
+        if not is_pod_ready(self.pods[name]):
+            return True
+        sets = [made for (kind, _), made in self.objects.items() if kind == "StatefulSet"]
+        wanted = sum(stateful_set["spec"]["replicas"] for stateful_set in sets)
+        healthy = sum(ordinal_of(pod) is not None and is_pod_ready(pod) for pod in self.pods.values())
+        most_down = int(self.objects["PodDisruptionBudget", "m"]["spec"]["maxUnavailable"])
+        return healthy > int(wanted) - most_down
 
     def patch(self, order: Patch) -> None:
         """Set live fields of an engine, if it is of the generation that was seen."""
@@ -551,6 +562,13 @@ class FakeCluster:
         self, kind: str, _namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
     ) -> None:
         self.delete_now(kind, name, uid, grace_seconds)
+
+    async def evict(self, _namespace: str, name: str, *, uid: str, budget: str) -> bool:
+        assert ("PodDisruptionBudget", budget) in self.objects
+        if not self.lets_go(name):
+            return False
+        self.delete_now("Pod", name, uid)
+        return True
 
     async def apply_status(self, _deployment: InferenceDeployment, status: Mapping[str, Any]) -> Mapping[str, Any]:
         self.write_status(status)

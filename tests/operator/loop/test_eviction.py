@@ -5,12 +5,14 @@ the PodDisruptionBudget, which the API server asks before each, never lets the l
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from operator_cluster import TICK_SECONDS, FakeCluster
-from trimtab_operator.builders.labels import ROLE_LABEL
+from operator_cluster import TICK_SECONDS, FakeCluster, a_loop, a_reconciler
+from trimtab_operator.edge.cluster import Cluster
 from trimtab_operator.observed.groups import is_pod_ready, is_terminating, revision_label
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.time import timestamp
@@ -34,13 +36,9 @@ def is_healthy(pod: Manifest) -> bool:
 
 def evict(cluster: FakeCluster, name: str) -> bool:
     """What the API server does by the budget: whether the pod goes. A pod that is not Ready may always go."""
-    pod = cluster.pods[name]
-    sets = [made for (kind, _), made in cluster.objects.items() if kind == "StatefulSet"]
-    wanted = sum(stateful_set["spec"]["replicas"] for stateful_set in sets)
-    healthy = [one for one in cluster.pods.values() if ROLE_LABEL in one["metadata"]["labels"] and is_healthy(one)]
-    least = wanted - cluster.objects["PodDisruptionBudget", "m"]["spec"]["maxUnavailable"]
-    if is_healthy(pod) and len(healthy) - 1 < least:
+    if not cluster.lets_go(name):
         return False
+    pod = cluster.pods[name]
     pod["metadata"]["deletionTimestamp"] = timestamp(datetime.fromtimestamp(cluster.now + 1.0, UTC))
     return True
 
@@ -104,6 +102,45 @@ def test_a_pod_that_is_evicted_as_another_is_to_be_replaced_is_waited_for_first(
     assert evict(cluster, "m-g2-0")
     cluster.turn()
     assert serving(cluster) == 2
+    cluster.settle()
+    assert len(set(cluster.revisions)) == 1
+    assert serving(cluster) == 3
+
+
+class Contested(FakeCluster):
+    """A cluster in which somebody evicts another replica just when the operator is sure of what it has seen."""
+
+    victim: str | None = None
+    is_evicted = False
+
+    async def are_current(self, manifests: Iterable[Manifest]) -> bool:
+        if self.victim is not None and ("Pod" in {m.get("kind", "Pod") for m in manifests}):
+            self.is_evicted |= evict(self, self.victim)
+        return True
+
+
+@pytest.mark.parametrize("layout", [{}, TWO_PODS])
+async def test_who_drains_a_node_in_the_moment_before_a_replica_is_replaced_takes_none_beside_it(
+    layout: dict[str, int],
+) -> None:
+    cluster = Contested(
+        start_seconds=START_SECONDS, replicas=3, parallelism=layout, rollout={"maxSurge": 0, "bakeTime": "0s"}
+    )
+    cluster.serves.add("PodDisruptionBudget")
+    cluster.settle()
+    reconciler, loop = a_reconciler(cluster), a_loop(cluster)
+    reconciler = replace(reconciler, eyes=replace(reconciler.eyes, cluster=cast("Cluster", cluster)))
+    await reconciler.tick(loop)
+    cluster.edit(engine={"maxNumSeqs": 16})
+    for tick in range(4):
+        if tick == 1:
+            cluster.victim = "m-g2-0"
+        await reconciler.tick(loop)
+        assert serving(cluster) >= 2, f"tick {tick}"
+        cluster.now += TICK_SECONDS
+        cluster.controllers()
+    assert cluster.is_evicted
+    cluster.victim = None
     cluster.settle()
     assert len(set(cluster.revisions)) == 1
     assert serving(cluster) == 3
