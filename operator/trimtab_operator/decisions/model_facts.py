@@ -7,6 +7,7 @@ Deleting the ConfigMap has the model read again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -32,6 +33,7 @@ SUBJECT_ANNOTATION = "trimtab.dev/facts-of"  # on the Job: the model and the ima
 RENDERED_ANNOTATION = "trimtab.dev/facts-job"  # on the Job: what it was rendered from, hashed
 SUBJECT_KEY = "model.json"  # in the ConfigMap: likewise
 FACTS_KEY = "facts.json"
+MAX_KEPT_FACTS = 256  # models that resources serve, whose facts are read at each look
 COMMIT_KEY = "commit"  # what the revision of a downloaded model meant when it was first read
 FAILURE_KEY = "failure.json"
 
@@ -143,6 +145,7 @@ def cached_facts(deployment: InferenceDeployment, config_map: Manifest | None) -
     return state.facts if isinstance(state, Known) else None
 
 
+@functools.lru_cache(maxsize=MAX_KEPT_FACTS)
 def _understood(text: str | None) -> Known | NotUsable | None:
     """What the engine said of the model; None for what no engine says that this operator understands."""
     said = _json_object(text)

@@ -13,6 +13,7 @@ is tried again only when the spec, or what is rendered from it, becomes another 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -43,6 +44,7 @@ from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import parse_time
 
 NOT_ALLOWED_EXIT_CODE = 2  # docs/contract.md section 1: the command line, the model or the machine does not allow it
+MAX_KEPT_TEXTS = 1024
 SEAL = "rollout"  # what its sealed text is called
 WATCHED_SECONDS = 3600.0  # after a change was proven: what its engines do later is not put down to it any more
 CRASHES_TOO_MANY = 3  # of its engines in that time: the tuner takes back its own values after the first
@@ -451,8 +453,9 @@ def plan_rollout_state(
     return differing([rollout_config_map(deployment, to_text(state, key=key))], observed)
 
 
+@functools.lru_cache(maxsize=MAX_KEPT_TEXTS)
 def to_text(state: RolloutState, *, key: str) -> str:
-    """For the ConfigMap, signed."""
+    """For the ConfigMap, signed. It is compared with what is there at each look, and seldom another one."""
     return sealed(json.dumps(asdict(state), sort_keys=True), key=key, kind=SEAL)
 
 

@@ -25,6 +25,8 @@ SILENT_SECONDS = 75.0  # a kind that was not heard of for so long may be anythin
 SETTLE_SECONDS = 5.0  # a watch tells of a write within milliseconds
 OWN_NOTES = ("ConfigMap",)  # what a loop remembers: written in many turns, and no reason for another one
 ANSWERED = ("Service",)  # it is given an address, at which ranks of a replica meet
+STATUS_READ: Mapping[str, tuple[str, ...]] = {"StatefulSet": ("observedGeneration",), "PodDisruptionBudget": ()}
+"""What turns read of the status of kinds whose controllers write it again and again: the rest is no reason for one."""
 SHORT_WORD = 80  # letters: longer texts are seldom the same
 NOT_READ = ("managedFields",)  # of metadata: half of an object's bytes, and nobody asks
 
@@ -73,6 +75,12 @@ class Store:
     def of(self, owner: Owner) -> tuple[Manifest, ...]:
         """What belongs to a resource, by name."""
         return tuple(made for _, made in sorted(self._objects.get(owner, {}).items()))
+
+    def known(self, manifest: Manifest) -> Manifest | None:
+        """The object of this name as it was told last; None where there is none."""
+        metadata = manifest["metadata"]
+        home = self._homes.get((str(metadata.get("namespace", "")), metadata["name"]))
+        return None if home is None else self._objects[home].get(metadata["name"])
 
     def home_of(self, namespace: str, name: str) -> Owner | None:
         """Whom an object belongs to; None where there is none of this name."""
@@ -133,6 +141,25 @@ def shared(value: Any) -> Any:
     if isinstance(value, list):
         return [shared(part) for part in value]
     return sys.intern(value) if type(value) is str and len(value) <= SHORT_WORD else value
+
+
+def _reads_the_same(kind: str, before: Manifest | None, after: Manifest | None) -> bool:
+    """Whether nothing of an object has changed but its version and what of its status no turn reads."""
+    if kind not in STATUS_READ or before is None or after is None:
+        return False
+    return _as_turns_read(kind, before) == _as_turns_read(kind, after)
+
+
+def _as_turns_read(kind: str, manifest: Manifest) -> dict[str, Any]:
+    metadata = {key: value for key, value in manifest["metadata"].items() if key != "resourceVersion"}
+    status = manifest.get("status") or {}
+    read = {field: status.get(field) for field in STATUS_READ[kind] if _matters(kind, metadata)}
+    return {**manifest, "metadata": metadata, "status": read}
+
+
+def _matters(kind: str, metadata: Mapping[str, Any]) -> bool:
+    """Which template a controller has seen is asked before pods are replaced: those of a first one are none."""
+    return kind != "StatefulSet" or metadata.get("generation") != 1
 
 
 def _versions(objects: Mapping[Owner, Mapping[str, Manifest]], owner: Owner) -> dict[str, str]:
@@ -240,9 +267,14 @@ class Cache:
     def changed(self, store: Store, event: str, manifest: Manifest) -> None:
         """Take in one event of a watch: ADDED, MODIFIED or DELETED."""
         self.alive(store)
-        is_gone = event == "DELETED"
+        is_gone, before = event == "DELETED", store.known(manifest)
         owner = store.drop(manifest) if is_gone else store.put(manifest)
-        if not is_gone and (store.kind in OWN_NOTES or self._is_echo(store, owner, manifest)):
+        is_no_news = (
+            store.kind in OWN_NOTES
+            or self._is_echo(store, owner, manifest)
+            or _reads_the_same(store.kind, before, store.known(manifest))
+        )
+        if not is_gone and is_no_news:
             self._hurry(owner)
         else:
             self._told(owner)

@@ -6,6 +6,7 @@ and that `kubectl explain` prints. What a field may be in combination with other
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ PLURAL = "inferencedeployments"
 MAX_REPLICAS = 1000
 MAX_PRIORITY = 1_000_000_000  # as of a PriorityClass
 MODALITIES = ("image", "video")  # what a prompt may have besides text
+MAX_KEPT_SPECS, MAX_KEPT_TEXT = 1024, 16384  # read specs, and letters of one, that are kept in case they come again
 MAX_NAME_LENGTH = 40  # child names and the pods' generated labels get suffixes and must stay below 63
 
 
@@ -713,6 +715,15 @@ class Spec(Model):
     template: PodTemplate = Field(default=PodTemplate(), description="What is laid over the pods.")
 
 
+def _spec(text: str) -> Spec:
+    """A spec of JSON. Raises ValidationError."""
+    return Spec.model_validate_json(text, strict=True, by_alias=True, by_name=False)
+
+
+_spec_again = functools.lru_cache(maxsize=MAX_KEPT_SPECS)(_spec)
+"""The same: nobody changes a spec, and one is read again for each status that is written beside it."""
+
+
 @dataclass(frozen=True, slots=True)
 class InferenceDeployment:
     """One resource, parsed. `image` is spec.runtime.image or the operator's default; None when there is neither.
@@ -751,10 +762,9 @@ class InferenceDeployment:
         """Read a resource as the API server gives it. Raises InvalidSpec with every field that is wrong."""
         metadata = body.get("metadata") or {}
         annotations = metadata.get("annotations") or {}
+        text = json.dumps(body.get("spec") or {})
         try:
-            spec = Spec.model_validate_json(
-                json.dumps(body.get("spec") or {}), strict=True, by_alias=True, by_name=False
-            )
+            spec = _spec_again(text) if len(text) <= MAX_KEPT_TEXT else _spec(text)
         except ValidationError as error:
             raise InvalidSpec(*(f"{field}: {message}" for field, message in schema_errors(error, Spec))) from error
         return cls(

@@ -91,10 +91,49 @@ def test_what_was_written_here_rings_nobody_unless_the_api_server_adds_to_it(
     cache.changed(store, "ADDED", a_pod("m-g0", 11))
     assert rung == rings
     assert cache.of(kind, OWNER)
-    for event, version in (("MODIFIED", 12), ("DELETED", 13)):  # by its controller, by anybody
+    for event, version in (("MODIFIED", 12), ("DELETED", 13)):  # by anybody
         rung.clear()
-        cache.changed(store, event, a_pod("m-g0", version))
+        cache.changed(store, event, a_pod("m-g0", version, annotations={"somebody": "was here"}))
         assert rung == [OWNER]
+
+
+def a_set(version: int, *, generation: int = 2, **status: Any) -> dict[str, Any]:
+    return {**a_pod("m-g0", version, generation=generation), "spec": {"replicas": 1}, "status": status}
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "PodDisruptionBudget"])
+def test_what_controllers_count_rings_nobody_and_is_seen(kind: str) -> None:
+    """They write it several times for each change, and no turn reads it."""
+    rung: list[tuple[str, str]] = []
+    store = Store(kind)
+    cache = Cache([store], lambda *owner: rung.append(owner))
+    cache.listed(store, [a_set(10, readyReplicas=0, currentHealthy=0)], 10)
+    rung.clear()
+    cache.changed(store, "MODIFIED", a_set(11, readyReplicas=1, currentHealthy=1))
+    assert rung == []
+    (seen,) = cache.of(kind, OWNER)
+    assert (seen["metadata"]["resourceVersion"], seen["status"]["readyReplicas"]) == ("11", 1)
+    cache.changed(store, "MODIFIED", {**a_set(12, readyReplicas=1), "spec": {"replicas": 2}})
+    assert rung == [OWNER]
+
+
+@pytest.mark.parametrize(("generation", "rings"), [(1, []), (2, [OWNER])])
+def test_which_template_a_controller_has_seen_rings_where_pods_may_be_replaced_by_it(
+    generation: int, rings: list[tuple[str, str]]
+) -> None:
+    rung: list[tuple[str, str]] = []
+    store = Store("StatefulSet")
+    cache = Cache([store], lambda *owner: rung.append(owner))
+    cache.listed(store, [a_set(10, generation=generation)], 10)
+    rung.clear()
+    cache.changed(store, "MODIFIED", a_set(11, generation=generation, observedGeneration=generation))
+    assert rung == rings
+
+
+def test_a_pod_rings_whatever_is_written_of_it() -> None:
+    known = Rung(a_pod())
+    known.cache.changed(known.pods, "MODIFIED", a_pod(version=11))
+    assert known.rung == [OWNER]
 
 
 async def test_an_echo_is_one_until_a_look_has_heard_it() -> None:
