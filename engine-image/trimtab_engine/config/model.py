@@ -97,6 +97,16 @@ class LatentAttention:
         return self.kv_rank + self.rotary_size
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Over how many tensor-parallel ranks transformers' own code of a model can be divided."""
+
+    degrees: tuple[int, ...]
+    """Ascending; the first is 1."""
+    reason: str
+    """Why it is divided over no other number."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What the model's code needs. `dtype` is the checkpoint's. `intermediate_size` is that of dense layers."""
@@ -149,6 +159,8 @@ class ModelConfig:
     """The MLP's gate goes through gelu, approximated by tanh, not through silu."""
     transformers_config: str | None = None
     """config.json as text, of a model that transformers' own code computes; None: it has a family of its own."""
+    division: Division | None = None
+    """Of such a model; None: it has a family of its own."""
     has_transformers_tower: bool = False
     """Whether images are computed by transformers' own code, for this text half."""
 

@@ -78,8 +78,15 @@ def _supported(source: WeightSource, config: ModelConfig) -> dict[str, Any]:
         "quantization": None if quantization is None else quantization.name,
         "weights_by_part": by_part,
         **_tower(source, config, dtype_bytes),
-        **({} if config.transformers_config is None else {"computed_by": "transformers"}),
+        **_computed_by(config),
     }
+
+
+def _computed_by(config: ModelConfig) -> dict[str, Any]:
+    """Whose code computes it, where that is not ours, and over how many tensor-parallel ranks it can be divided."""
+    if config.division is None:
+        return {}
+    return {"computed_by": "transformers", "tensor_parallel_sizes": list(config.division.degrees)}
 
 
 def _tower(source: WeightSource, config: ModelConfig, dtype_bytes: int) -> dict[str, Any]:

@@ -101,9 +101,13 @@ class Loader:
         """All tensors that the checkpoint has."""
         return list(self._source.shapes())
 
-    def stored(self, name: str) -> torch.Tensor:
-        """One tensor as the checkpoint has it; it may be a view of the file."""
-        tensor = self._source.tensor(name)
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one of these, whole."""
+        return self._source.shapes()[name]
+
+    def stored(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor:
+        """One tensor as the checkpoint has it, or a part of it; it may be a view of the file."""
+        tensor = self._source.tensor(name, rows=rows, columns=columns)
         self._progress(tensor.numel())
         return tensor
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trimtab_engine.config.model import ModelConfig
+from trimtab_engine.config.model import Division, ModelConfig
 from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.parallel.expert_balance import Placement, first_placement
 from trimtab_engine.parallel.experts import PlacementStrategy, place_experts
@@ -56,8 +56,8 @@ def shard_model(
 ) -> ModelShard:
     """The shard of one rank. `num_redundant_experts`: None without load balancing of experts. Raises ConfigError, with
     the number that is wrong, for a layout that cannot work."""
-    if config.transformers_config is not None:
-        _check_one_rank(config, layout)
+    if config.division is not None:
+        _check_division(config, config.division, layout)
     place, size = layout.place(rank), layout.tensor
     if layout.expert and config.moe is None:
         raise ConfigError(
@@ -76,7 +76,7 @@ def shard_model(
         heads=equal_span(config.num_attention_heads, size, place.tensor, f"{flag} num_attention_heads"),
         kv_heads=kv_head_span(config.num_kv_heads, size, place.tensor),
         mlp=equal_span(config.intermediate_size, size, place.tensor, f"{flag} intermediate_size")
-        if config.has_dense_layers
+        if config.has_dense_layers and config.division is None
         else (0, 0),
         vocabulary=vocabulary_span(config.vocab_size, size, place.tensor),
         experts=experts,
@@ -91,19 +91,21 @@ def shard_model(
     )
 
 
-def _check_one_rank(config: ModelConfig, layout: Layout) -> None:
-    """Raise NotBuiltError for ranks that would divide what transformers' code computes."""
-    flags = (
-        ("--tensor-parallel-size", layout.tensor),
-        ("--pipeline-parallel-size", layout.pipeline),
-        ("--enable-expert-parallel", 2 if layout.expert else 1),
-    )
-    for flag, degree in flags:
-        if degree > 1:
-            raise NotBuiltError(
-                f"{flag}: {config.architecture} has no family of its own, and what transformers' own code computes is "
-                f"not divided over ranks; leave it out, or start more replicas"
-            )
+def _check_division(config: ModelConfig, division: Division, layout: Layout) -> None:
+    """Raise NotBuiltError for ranks that transformers' code of a model is not divided over."""
+    who = f"{config.architecture} has no family of its own, and what transformers' own code computes is"
+    for flag, is_asked in (
+        ("--pipeline-parallel-size", layout.pipeline > 1),
+        ("--enable-expert-parallel", layout.expert),
+    ):
+        if is_asked:
+            raise NotBuiltError(f"{flag}: {who} not divided by it; leave it out, or start more replicas")
+    if layout.tensor not in division.degrees:
+        fitting = ", ".join(map(str, division.degrees))
+        raise NotBuiltError(
+            f"--tensor-parallel-size: {who} not divided over {layout.tensor} ranks: {division.reason}; set one of "
+            f"{fitting}, or start more replicas"
+        )
 
 
 def _slots(config: ModelConfig, layout: Layout, num_redundant: int) -> Placement:

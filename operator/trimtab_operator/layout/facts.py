@@ -92,7 +92,9 @@ class ModelFacts:
     tower_bytes: int = 0
     """What computes images and videos, beside the weights above: whole on the first stage; 0: it takes text alone."""
     is_by_transformers: bool = False
-    """The engine has no family for it: transformers' own code computes it, on the CPU and on one rank."""
+    """The engine has no family for it: transformers' own code computes it, on the CPU."""
+    tensor_sizes: tuple[int, ...] = (1,)
+    """Over how many tensor-parallel ranks that code can be divided; of the engine's own families rules say it."""
 
     @property
     def weights_bytes(self) -> int:
@@ -150,6 +152,7 @@ class ModelFacts:
             kv_groups=_kv_groups(facts, num_layers, num_kv_heads, head_size, latent),
             tower_bytes=reader.count("tower_bytes") if "tower_bytes" in facts else 0,
             is_by_transformers=facts.get("computed_by") == "transformers",
+            tensor_sizes=(reader.counts("tensor_parallel_sizes") if "tensor_parallel_sizes" in facts else ()) or (1,),
             weights=WeightsByPart(**{part.name: parts.count(part.name) for part in fields(WeightsByPart)}),
         )
         if found.dtype not in DTYPE_BYTES:
@@ -175,7 +178,7 @@ class ModelFacts:
 
     def to_json(self) -> dict[str, object]:
         """What `parse` reads."""
-        nested = ("weights", "dense_layers", "kv_groups", "tower_bytes", "is_by_transformers")
+        nested = ("weights", "dense_layers", "kv_groups", "tower_bytes", "is_by_transformers", "tensor_sizes")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in nested}
         parts = {part.name: getattr(self.weights, part.name) for part in fields(self.weights)}
         return {
@@ -185,7 +188,11 @@ class ModelFacts:
             "weights_bytes": self.weights_bytes,
             "weights_by_part": parts,
             **({"tower_bytes": self.tower_bytes} if self.tower_bytes else {}),
-            **({"computed_by": "transformers"} if self.is_by_transformers else {}),
+            **(
+                {"computed_by": "transformers", "tensor_parallel_sizes": list(self.tensor_sizes)}
+                if self.is_by_transformers
+                else {}
+            ),
         }
 
 

@@ -5,7 +5,7 @@ A table of rules, each yielding what is wrong: the field, its value, what it may
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from trimtab_operator.layout.facts import ModelFacts
@@ -82,17 +82,23 @@ def experts_have_ranks_to_spread_over(parallelism: Parallelism) -> Iterator[Prob
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def one_rank_computes_what_transformers_runs(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
-    """What has no family of its own is not divided; replicas and data-parallel engines each hold all of it."""
+def ranks_divide_what_transformers_runs(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
+    """What has no family of its own is divided by transformers' plan for tensor ranks, where the engine found one, and
+    not otherwise; replicas and data-parallel engines each hold all of it."""
     if not facts.is_by_transformers:
         return
-    reason = f"but {facts.architecture} is computed by transformers' own code, which is not divided over ranks"
-    for name, degree in (("tensor", parallelism.tensor), ("pipeline", parallelism.pipeline)):
-        if degree > 1:
-            limit = "set it to 1, and spec.replicas or data to more"
-            yield Problem(f"spec.parallelism.{name}", str(degree), limit, reason)
+    reason = f"but {facts.architecture} is computed by transformers' own code, which"
+    more = "spec.replicas or data to more"
+    if parallelism.tensor not in facts.tensor_sizes:
+        sizes = _choice(facts.tensor_sizes)
+        over = "is not divided over ranks" if len(facts.tensor_sizes) == 1 else f"is divided over {sizes} tensor ranks"
+        limit = f"set it to {sizes}, and {more}"
+        yield Problem("spec.parallelism.tensor", str(parallelism.tensor), limit, f"{reason} {over}")
+    if parallelism.pipeline > 1:
+        limit = f"set it to 1, and {more}"
+        yield Problem("spec.parallelism.pipeline", str(parallelism.pipeline), limit, f"{reason} has no stages")
     if parallelism.expert:
-        yield Problem("spec.parallelism.expert", "true", "set it to false", reason)
+        yield Problem("spec.parallelism.expert", "true", "set it to false", f"{reason} has no expert ranks")
 
 
 def stages_have_layers(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
@@ -118,7 +124,7 @@ def kv_heads_divide_or_repeat(parallelism: Parallelism, facts: ModelFacts) -> It
 
 
 def mlp_divides(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
-    if facts.has_dense_layers:
+    if facts.has_dense_layers and not facts.is_by_transformers:
         yield from _divides(parallelism, facts.intermediate_size, "intermediate_size")
 
 
@@ -192,10 +198,14 @@ def _divides(parallelism: Parallelism, total: int, what: str) -> Iterator[Proble
 
 def _divisors(total: int, most: int, of: int = 1) -> str:
     """Divisors up to `most` that are multiples of `of`, as a choice in words; the largest eight of them."""
-    found = [str(n) for n in range(of, min(total, most, MAX_SHOWN) + 1, of) if total % n == 0][-8:]
-    if not found:
-        return f"a multiple of {of}"
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    found = [n for n in range(of, min(total, most, MAX_SHOWN) + 1, of) if total % n == 0][-8:]
+    return _choice(found) if found else f"a multiple of {of}"
+
+
+def _choice(numbers: Sequence[int]) -> str:
+    """One or more numbers in words."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 SPEC_RULES: tuple[SpecRule, ...] = (
@@ -204,7 +214,7 @@ SPEC_RULES: tuple[SpecRule, ...] = (
     engines_of_a_replica_are_whole,
 )
 FACTS_RULES: tuple[FactsRule, ...] = (
-    one_rank_computes_what_transformers_runs,
+    ranks_divide_what_transformers_runs,
     only_mixtures_have_experts,
     stages_have_layers,
     heads_divide,

@@ -60,6 +60,17 @@ def test_what_transformers_computes_runs_on_the_cpu_alone() -> None:
     assert ModelFacts.parse(FACTS).is_run_on("cuda")
 
 
+def test_an_engine_that_divides_what_transformers_computes_says_over_how_many_ranks() -> None:
+    said = FACTS | {"computed_by": "transformers", "tensor_parallel_sizes": [1, 2, 4]}
+    facts = ModelFacts.parse(said)
+    assert facts.tensor_sizes == (1, 2, 4)
+    assert ModelFacts.parse(json.loads(json.dumps(facts.to_json()))) == facts
+    older = {key: value for key, value in said.items() if key != "tensor_parallel_sizes"}
+    assert ModelFacts.parse(older).tensor_sizes == (1,)
+    with pytest.raises(ValueError, match="tensor_parallel_sizes is"):
+        ModelFacts.parse(said | {"tensor_parallel_sizes": [0.5]})
+
+
 def test_what_computes_images_counts_beside_the_weights() -> None:
     facts = ModelFacts.parse(FACTS | {"tower_bytes": 1234})
     assert (facts.tower_bytes, facts.weights_bytes, ModelFacts.parse(FACTS).tower_bytes) == (1234, 2000, 0)

@@ -71,14 +71,29 @@ def test_a_refusal_says_the_field_its_value_and_what_it_may_be(
     assert any(p.field == f"spec.parallelism.{field}" and said in str(p) for p in problems), list(map(str, problems))
 
 
-@pytest.mark.parametrize("field", ["tensor", "pipeline", "expert"])
-def test_what_transformers_computes_is_not_divided(published: Published, field: str) -> None:
-    facts = replace(published("Llama-3.1-8B"), is_by_transformers=True)
+@pytest.mark.parametrize(
+    ("sizes", "field", "said"),
+    [
+        ((1,), "tensor", "which is not divided over ranks; set it to 1, and spec.replicas or data to more"),
+        ((1, 4), "tensor", "which is divided over 1 or 4 tensor ranks; set it to 1 or 4, and spec.replicas or data"),
+        ((1, 2, 4), "pipeline", "which has no stages; set it to 1, and spec.replicas or data to more"),
+        ((1, 2, 4), "expert", "which has no expert ranks; set it to false"),
+    ],
+)
+def test_what_transformers_computes_is_divided_as_the_engine_found_it_can_be(
+    published: Published, sizes: tuple[int, ...], field: str, said: str
+) -> None:
+    facts = replace(published("Llama-3.1-8B"), is_by_transformers=True, tensor_sizes=sizes)
     assert facts_problems(Parallelism(data=2), facts) == ()
     layout: dict[str, Any] = {field: True if field == "expert" else 2}
-    (problem,) = facts_problems(Parallelism(**layout), facts)
+    problem = next(each for each in facts_problems(Parallelism(**layout), facts) if "transformers" in str(each))
     assert problem.field == f"spec.parallelism.{field}"
-    assert "is computed by transformers' own code, which is not divided over ranks" in str(problem)
+    assert said in str(problem)
+
+
+def test_what_transformers_computes_runs_on_as_many_ranks_as_the_engine_says(published: Published) -> None:
+    facts = replace(published("Llama-3.1-8B"), is_by_transformers=True, tensor_sizes=(1, 2, 4), intermediate_size=0)
+    assert facts_problems(Parallelism(tensor=4, data=2), facts) == ()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers
+from transformers_checkpoint import ARCHITECTURES, SIZES
+from trimtab_engine.models.by_transformers.division import Heads, Shapes, divide, plan_of
 from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import family_of, parse_model_config
 from trimtab_engine.parallel.groups import RankGroup, RankGroups
@@ -101,3 +105,23 @@ def test_kv_projections_are_repeated_when_there_are_more_ranks_than_kv_heads(pub
     repeated = facts.weights.kv_projection / 4 - facts.weights.kv_projection / 8
     replicated = facts.weights.replicated
     assert eight == pytest.approx((four - replicated) / 2 + replicated + repeated, rel=1e-6)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("name", ["GraniteForCausalLM", "Cohere2ForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"])
+def test_of_what_transformers_computes_a_stage_is_what_the_engine_s_first_rank_holds(
+    name: str, tensor: int, tmp_path: Path
+) -> None:
+    """Two KV heads, one or half of one of which a rank has; a plan that divides projections and gathers them; weights
+    that are tied; experts, which are divided as an MLP is."""
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(**SIZES | ARCHITECTURES[name])
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": [name], "dtype": "float32"}))
+    facts = ModelFacts.parse(model_facts(str(tmp_path), load_format="dummy"))
+    with torch.device("meta"):
+        whole = model_class(config)
+    heads = Heads(4, 2, 16, tuple(f"model.layers.{layer}.self_attn" for layer in range(3)))
+    divide(whole, plan_of(whole, heads), Shapes(tensor, 0))
+    held = sum(parameter.numel() for parameter in whole.parameters())
+    assert facts_problems(Parallelism(tensor=tensor), facts) == ()
+    assert stages_of(facts, Parallelism(tensor=tensor))[0].weights_bytes == 4 * held

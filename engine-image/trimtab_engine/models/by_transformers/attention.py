@@ -14,6 +14,7 @@ from trimtab_kernels.reshape_and_cache import reshape_and_cache
 
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.memory.kv_groups import KVPlace
+from trimtab_engine.models.by_transformers.division import HeadShare
 
 IMPLEMENTATION = "trimtab_paged"
 STEP = "trimtab_step"
@@ -29,6 +30,8 @@ class Step:
     kv_cache: KVTensors
     metadata: Sequence[AttentionMetadata]
     """An entry per KV group."""
+    share: HeadShare | None = None
+    """This rank's heads; None: it has all of them."""
 
 
 def attend(
@@ -50,13 +53,19 @@ def attend(
     place = trimtab_step.places[module]
     keys, values = trimtab_step.kv_cache.keys[place.index], trimtab_step.kv_cache.values[place.index]
     metadata = trimtab_step.metadata[place.group]
+    share = trimtab_step.share
+    if share is not None and query.shape[1] == share.num_heads:  # by the model's plan every rank gets all heads
+        query, key, value = query[:, share.own], key[:, share.own_kv], value[:, share.own_kv]
+        s_aux = None if s_aux is None else s_aux[share.own]
+    else:
+        share = None
     rows, new_keys, new_values = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     slots = metadata.slot_mapping
     reshape_and_cache(new_keys[: len(slots)], new_values[: len(slots)], keys, values, slots)
     scale = rows.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else s_aux.float()
     output = paged_attention(rows, new_keys, new_values, keys, values, metadata, scale, sinks=sinks, softcap=softcap)
-    return output.unsqueeze(0), None
+    return (output if share is None else share.gathered(output)).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

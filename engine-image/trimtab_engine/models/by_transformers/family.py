@@ -59,6 +59,7 @@ def parse(words: ConfigWords) -> ModelConfig:
         dtype=words.dtype(),
         eos_token_ids=words.eos_token_ids(),
         transformers_config=text,
+        division=found.division,
     )
 
 
@@ -83,10 +84,10 @@ def kv(config: ModelConfig) -> Sequence[LayerKV]:
 
 
 def build(config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "RankGroups") -> Model:
-    """transformers' model, with attention of ours."""
+    """transformers' model, or a rank's part of it, with attention of ours."""
     from trimtab_engine.models.by_transformers.model import load_model
 
-    return load_model(config, _found(config), load)
+    return load_model(config, _found(config), load, shard, groups)
 
 
 FAMILY = Family(

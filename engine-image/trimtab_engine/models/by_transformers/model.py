@@ -1,5 +1,6 @@
 """A model that transformers' code computes: its weights are read as transformers renames and joins them, its steps are
-all tokens of all requests in a row, and its attention is ours.
+all tokens of all requests in a row, and its attention is ours. Over several tensor-parallel ranks each has its part of
+it (division.py).
 """
 
 import json
@@ -19,33 +20,39 @@ from trimtab_engine.layers.moe import MixtureOfExperts
 from trimtab_engine.layers.vocabulary import Placed
 from trimtab_engine.memory.kv_groups import groups_of, places_of
 from trimtab_engine.models.by_transformers.attention import IMPLEMENTATION, STEP, Step
+from trimtab_engine.models.by_transformers.division import HeadShare, divide, plan_of
 from trimtab_engine.models.by_transformers.halves import Halves
-from trimtab_engine.models.by_transformers.reading import read_whole
+from trimtab_engine.models.by_transformers.reading import read_part, read_whole
 from trimtab_engine.models.by_transformers.rehearsal import is_too_far, largest_difference
 from trimtab_engine.models.by_transformers.trial import Found, class_of, configuration
 from trimtab_engine.models.loading import Loader
+from trimtab_engine.parallel.groups import RankGroups
+from trimtab_engine.parallel.shard import ModelShard
 
 logger = logging.getLogger("trimtab_engine.core")
 
 
 class TransformersModel:
-    """The whole model, on one rank."""
+    """The whole model, or one tensor-parallel rank's part of it."""
 
     is_compiled = False
     mixtures: Sequence[MixtureOfExperts] = ()
     """Its experts are transformers', which stay where they are."""
 
-    def __init__(self, halves: Halves, found: Found, *, pads_rows: bool) -> None:
-        self._halves = halves
+    def __init__(self, halves: Halves, found: Found, *, pads_rows: bool, share: HeadShare | None) -> None:
+        """`share`: what this rank has of the heads; None: it is the only one."""
+        self._halves, self._share = halves, share
         self.pads_rows = pads_rows
-        self._groups = groups_of(found.layers)
-        places = places_of(self._groups, (0, len(found.layers)))
+        groups, whole = groups_of(found.layers), (0, len(found.layers))
+        places = places_of(groups, whole)
+        num_ranks = 1 if share is None else share.ranks.size
+        self._groups = [group.on_rank(whole, num_ranks) for group in groups]
         modules = [halves.modules[name] for name in found.modules]
         self._places = dict(zip(modules, places, strict=True))
 
     def rehearse(self, architecture: str, dtype: torch.dtype) -> None:
         """Compare it with itself by transformers' own attention. Raises NotBuiltError where that is another model."""
-        difference = largest_difference(self._halves, self._places, self._groups, dtype)
+        difference = largest_difference(self._halves, self._places, self._groups, dtype, self._share)
         if is_too_far(difference, dtype):
             raise NotBuiltError(
                 f"{architecture}: what transformers' code of it computes for several requests together is not what it "
@@ -88,19 +95,24 @@ class TransformersModel:
         places = self._places
         if num_layers is not None:
             places = {module: replace(place, index=0) for module, place in places.items()}
-        return self._halves.hidden(token_ids, positions, placed=placed, **{STEP: Step(places, kv_cache, metadata)})
+        step = Step(places, kv_cache, metadata, self._share)
+        return self._halves.hidden(token_ids, positions, placed=placed, **{STEP: step})
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
         """See Model."""
-        return self._halves.logits(hidden[rows])
+        logits = self._halves.logits(hidden[rows])
+        return logits if self._share is None or self._share.ranks.index == 0 else None
 
     def normalised_rows(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See Model: they are behind the last norm already."""
         return hidden[rows]
 
 
-def load_model(config: ModelConfig, found: Found, load: Loader) -> TransformersModel:
-    """Read the weights. Raises ModelError where the checkpoint lacks some, or has them in other shapes."""
+def load_model(
+    config: ModelConfig, found: Found, load: Loader, shard: ModelShard, groups: RankGroups
+) -> TransformersModel:
+    """Read the weights, this rank's alone where several divide them. Raises ModelError where the checkpoint lacks some,
+    or has them in other shapes."""
     if load.is_quantized:
         raise NotBuiltError(
             f"--quantization is not built for {config.architecture}, which transformers' own code runs; leave it out"
@@ -109,19 +121,32 @@ def load_model(config: ModelConfig, found: Found, load: Loader) -> TransformersM
     logger.info(
         "%s has no family of its own: transformers %s computes it, slower than one", config.architecture, version
     )
-    halves = Halves(_read(config, load))
+    halves = Halves(_read(config, found, load, groups))
     # Row sizes are few where oneDNN compiles code for each: on the CPU, but for float32.
     pads_rows = load.device.type == "cpu" and load.dtype != torch.float32
-    model = TransformersModel(halves, found, pads_rows=pads_rows)
-    model.rehearse(config.architecture, load.dtype)
+    model = TransformersModel(halves, found, pads_rows=pads_rows, share=_share(found, shard, groups))
+    with groups.meter.apart():
+        model.rehearse(config.architecture, load.dtype)
     return model
 
 
-def _read(config: ModelConfig, load: Loader) -> Any:
-    model_class = class_of(config.architecture)
+def _share(found: Found, shard: ModelShard, groups: RankGroups) -> HeadShare | None:
+    if groups.tensor is None:
+        return None
+    return HeadShare(slice(*shard.heads), slice(*shard.kv_heads), found.num_attention_heads, groups.tensor)
+
+
+def _read(config: ModelConfig, found: Found, load: Loader, groups: RankGroups) -> Any:
+    model_class, ranks = class_of(config.architecture), groups.tensor
     assert config.transformers_config is not None
     words = configuration(model_class, json.loads(config.transformers_config), IMPLEMENTATION)
-    whole, missing, extra = read_whole(model_class, words, load)
+    if ranks is None:
+        whole, missing, extra = read_whole(model_class, words, load)
+    else:
+        group = ranks
+        whole, missing, extra = read_part(
+            model_class, words, load, lambda built: divide(built, plan_of(built, found.heads), group)
+        )
     if missing:
         raise ModelError(f"{load.where}: the weights lack {len(missing)} tensors, first {missing[0]}")
     if extra:

@@ -21,6 +21,7 @@ from trimtab_kernels.paged_attention import AttentionMetadata, build_attention_m
 from trimtab_engine.device.kv_cache import LayerTensors
 from trimtab_engine.memory.kv_groups import KVGroup, KVPlace
 from trimtab_engine.models.by_transformers.attention import STEP, Step
+from trimtab_engine.models.by_transformers.division import HeadShare
 from trimtab_engine.models.by_transformers.halves import Halves
 
 BLOCK_SIZE = 16
@@ -36,16 +37,19 @@ TOLERANCE_OF_16_BITS = 0.1
 Places = Mapping[nn.Module, KVPlace]
 
 
-def largest_difference(halves: Halves, places: Places, groups: Sequence[KVGroup], dtype: torch.dtype) -> float:
-    """The difference of what both requests get, relative to its norm."""
+def largest_difference(
+    halves: Halves, places: Places, groups: Sequence[KVGroup], dtype: torch.dtype, share: HeadShare | None = None
+) -> float:
+    """The difference of what both requests get, relative to its norm. `groups` are of one rank; all ranks that share
+    the heads compare at once."""
     device = next(halves.decoder.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    vocabulary = halves.decoder.get_input_embeddings().weight.shape[0]
+    vocabulary = halves.decoder.get_input_embeddings().num_embeddings
     requests = [
         torch.randint(vocabulary, (stops[-1],), generator=generator).to(device=device, dtype=torch.int64)
         for stops in STOPS
     ]
-    together = _together(halves, places, groups, requests, dtype)
+    together = _together(halves, places, groups, requests, dtype, share)
     with _attention(halves, OWN):
         alone = [halves.hidden(ids, torch.arange(len(ids), device=device)) for ids in requests]
     return max(float((a - b).norm() / b.norm()) for a, b in zip(together, alone, strict=True))
@@ -57,7 +61,12 @@ def is_too_far(difference: float, dtype: torch.dtype) -> bool:
 
 
 def _together(
-    halves: Halves, places: Places, groups: Sequence[KVGroup], requests: Sequence[torch.Tensor], dtype: torch.dtype
+    halves: Halves,
+    places: Places,
+    groups: Sequence[KVGroup],
+    requests: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    share: HeadShare | None,
 ) -> list[torch.Tensor]:
     device = requests[0].device
     cache = _cache(groups, len(requests), dtype, device)
@@ -71,7 +80,7 @@ def _together(
             torch.cat([ids[first:last] for ids, (first, last) in zip(requests, spans, strict=True)]),
             torch.cat([torch.arange(first, last, device=device) for first, last in spans]),
             placed=None,
-            **{STEP: Step(places, cache, metadata)},
+            **{STEP: Step(places, cache, metadata, share)},
         )
         for part, rows in zip(parts, torch.split(hidden, [last - first for first, last in spans]), strict=True):
             part.append(rows)

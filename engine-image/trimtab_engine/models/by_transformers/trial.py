@@ -9,12 +9,14 @@ a mask, as a function      all before a token, or a window of it   prefixes, blo
 once by each layer         each layer's own                        states (Mamba), attention that layers share
 words: sinks, soft caps    nothing                                 whatever else would change scores
 ```
+
+Where transformers has a plan for tensor-parallel ranks (division.py), one of them is tried out likewise.
 """
 
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +28,18 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from trimtab_engine.config.model import Division
 from trimtab_engine.memory.kv_groups import LayerKV
+from trimtab_engine.models.by_transformers.division import (
+    CannotDivide,
+    Heads,
+    Plan,
+    Shapes,
+    divide,
+    part_of,
+    plan_of,
+    smallest_and_replicating,
+)
 from trimtab_engine.models.by_transformers.halves import Halves
 from trimtab_engine.models.tensors import StoredTensor, Tensors
 
@@ -66,6 +79,14 @@ class Found:
     modules: tuple[str, ...]
     """The names of the modules that attend, in the same order."""
     tensors: Tensors
+    division: Division
+    """Over how many tensor-parallel ranks it can be divided."""
+
+    @property
+    def heads(self) -> Heads:
+        """What attends, as plans ask for it."""
+        each = self.layers[0]
+        return Heads(self.num_attention_heads, each.num_kv_heads, each.key_size, self.modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,34 +204,94 @@ def _try_out(model_class: Any, words: Mapping[str, Any]) -> Found:
     config = configuration(model_class, words, TRIAL)
     config._experts_implementation = TRIAL
     _check_kind(model_class, config)
-    with torch.device("meta"):
-        whole = model_class(config).eval()
+    whole = _built(model_class, config)
     _check_modules(whole)
-    tensors, is_tied = _tensors(whole)
-    halves, notebook = Halves(whole), _Notebook()
-    if "position_ids" not in inspect.signature(halves.decoder.forward).parameters:
+    if "position_ids" not in inspect.signature(whole.get_decoder().forward).parameters:
         raise _CannotRun("it takes no positions")
+    names = {id(module): name for name, module in whole.named_modules()}
+    tensors, is_tied = _tensors(whole)
+    seen = _run(whole, config)
+    _check_kept(seen.cache, config.num_hidden_layers)
+    max_len = _max_len(config)
+    layers = _layers(seen.asked, config.num_hidden_layers, max_len)
+    each = layers[0]
+    modules = tuple(names[id(asked.module)] for asked in seen.asked)
+    heads = Heads(seen.asked[0].query[1], each.num_kv_heads, each.key_size, modules)
+    division, plan = _division(model_class, config, heads, seen.logits)
+    return Found(
+        hidden_size=seen.hidden[-1],
+        intermediate_size=_count(getattr(config, "intermediate_size", 0)),
+        vocab_size=seen.logits[-1],
+        max_model_len=max_len,
+        num_attention_heads=heads.num_heads,
+        is_tied=is_tied,
+        layers=layers,
+        modules=modules,
+        tensors={name: replace(tensor, part=part_of(plan, name, tensor.part)) for name, tensor in tensors.items()},
+        division=division,
+    )
+
+
+def _built(model_class: Any, config: Any) -> Any:
+    """Without weights."""
+    with torch.device("meta"):
+        return model_class(config).eval()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a model without weights did with three tokens."""
+
+    asked: Sequence[_Asked]
+    cache: Any
+    hidden: torch.Size
+    logits: torch.Size
+
+
+def _run(whole: Any, config: Any) -> _Seen:
+    """Run it, which takes it apart."""
+    halves, notebook = Halves(whole), _Notebook()
     ids = torch.zeros(NUM_TOKENS, dtype=torch.int64, device="meta")
     cache = DynamicCache(config=config)
     with torch.no_grad():
         hidden = halves.hidden(ids, torch.arange(NUM_TOKENS, device="meta"), placed=None, past_key_values=cache,
                                use_cache=True, **{NOTEBOOK: notebook})  # fmt: skip
         logits = halves.logits(hidden)
-    _check_kept(cache, config.num_hidden_layers)
-    max_len = _max_len(config)
-    layers = _layers(notebook.asked, config.num_hidden_layers, max_len)
-    names = {id(module): name for name, module in halves.modules.items()}
-    return Found(
-        hidden_size=hidden.shape[-1],
-        intermediate_size=_count(getattr(config, "intermediate_size", 0)),
-        vocab_size=logits.shape[-1],
-        max_model_len=max_len,
-        num_attention_heads=notebook.asked[0].query[1],
-        is_tied=is_tied,
-        layers=layers,
-        modules=tuple(names[id(asked.module)] for asked in notebook.asked),
-        tensors=tensors,
-    )
+    return _Seen(notebook.asked, cache, hidden.shape, logits.shape)
+
+
+def _division(model_class: Any, config: Any, heads: Heads, logits: torch.Size) -> tuple[Division, Plan | None]:
+    """Over how many ranks the model can be divided, and how; the fewest are tried out."""
+    try:
+        plan = plan_of(_built(model_class, config), heads)
+        degrees = plan.degrees()
+        for degree in smallest_and_replicating(degrees, heads.num_kv_heads):
+            _try_divided(model_class, config, plan, degree, logits)
+    except CannotDivide as refusal:
+        return Division((1,), str(refusal)), None
+    except Exception as error:  # other people's code fails as it likes, and then it is not divided
+        said = str(error).strip().split("\n")[0]
+        return Division(
+            (1,), f"its code does not run as its plan divides it ({type(error).__name__}: {said:.120})"
+        ), None
+    if degrees == (1,):
+        return Division((1,), "no number of ranks divides its heads and projections"), None
+    return Division(degrees, "its heads, projections and vocabulary must be divided evenly"), plan
+
+
+def _try_divided(model_class: Any, config: Any, plan: Plan, degree: int, logits: torch.Size) -> None:
+    """One rank of so many: each layer must ask for the rank's heads, or for all. Raises CannotDivide."""
+    heads = plan.heads
+    whole = _built(model_class, config)
+    divide(whole, plan, Shapes(degree, degree - 1))
+    seen = _run(whole, config)
+    own = (heads.num_heads // degree, max(1, heads.num_kv_heads // degree))
+    for asked in seen.asked:
+        found = (asked.query[1], asked.key[1])
+        if found not in (own, (heads.num_heads, heads.num_kv_heads)):
+            raise CannotDivide(f"as its plan divides it, a rank of {degree} has {found[0]} heads over {found[1]}")
+    if seen.logits != logits:
+        raise CannotDivide(f"as its plan divides it, {list(seen.logits)} logits come out")
 
 
 def _check_kind(model_class: Any, config: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 import transformers
 from engine_benchmarks.parity import Reference, compare, greedy_generator, load_runner, reference_tokens
 from served import served_twice_with_resizes
+from transformers_checkpoint import ARCHITECTURES, SIZES, a_checkpoint
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ModelError, NotBuiltError
@@ -23,64 +24,15 @@ from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 
-VOCABULARY = 211
 NUM_TOKENS = 64
 BLOCK_SIZE = 8
 DEVICE_BYTES = RANK_BYTES + (256 << 20)  # of which the least step of the utilisation is a few KV blocks
 PROMPTS = [[5], [5, 6, 7, 8, 9, 10, 11], list(range(20, 60)), [*range(20, 50), 3, 4]]
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
-WINDOWS = {"sliding_window": 13, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-MIXTURE = {"num_local_experts": 6, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "Phi3ForCausalLM": {"sliding_window": 13},
-    "Olmo2ForCausalLM": {},
-    "GPTNeoXForCausalLM": {"rotary_pct": 0.5},
-    "Starcoder2ForCausalLM": {"sliding_window": None},
-    "GraniteForCausalLM": {"logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2},
-    "CohereForCausalLM": {"logit_scale": 0.3, "tie_word_embeddings": True},
-    "Cohere2ForCausalLM": {**WINDOWS, "logit_scale": 0.3, "tie_word_embeddings": True},
-    "Gemma2ForCausalLM": {**WINDOWS, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 7.0},
-    "Glm4ForCausalLM": {},
-    "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0, 1]},
-    "Ernie4_5ForCausalLM": {},
-    "MixtralForCausalLM": MIXTURE,
-    "OlmoeForCausalLM": MIXTURE,
-    "GPT2LMHeadModel": {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 128, "tie_word_embeddings": True},
-    "OPTForCausalLM": {"ffn_dim": 80, "word_embed_proj_dim": 64},
-}
-
 # One of each kind: windows, a part of the rotation, soft caps, layers without positions, a mixture, learned positions.
 OF_EACH_KIND = (
     "Phi3ForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM", "SmolLM3ForCausalLM", "MixtralForCausalLM",
     "GPT2LMHeadModel",
 )  # fmt: skip
-
-
-def a_checkpoint(folder: Path, name: str, **changes: Any) -> Any:
-    """A random model of transformers', its biases and norms random too, saved as safetensors."""
-    torch.manual_seed(0)
-    model_class = getattr(transformers, name)
-    model = model_class(model_class.config_class(**{**SIZES, **ARCHITECTURES.get(name, {}), **changes})).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            is_norm = "norm" in parameter_name or "ln_" in parameter_name
-            centre = 1.0 if is_norm and parameter_name.endswith("weight") and name != "Gemma2ForCausalLM" else 0.0
-            parameter.normal_(centre, 0.15 if parameter.dim() > 1 else 0.1)
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -266,17 +218,18 @@ def test_dummy_weights_need_no_checkpoint(olmo: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "flag"),
+    ("name", "layout", "said"),
     [
-        (Layout(tensor=2), "--tensor-parallel-size"),
-        (Layout(pipeline=2), "--pipeline-parallel-size"),
-        (Layout(tensor=2, expert=True), "--tensor-parallel-size"),
+        ("Olmo2ForCausalLM", Layout(pipeline=2), "--pipeline-parallel-size: Olmo2ForCausalLM has no family of its own"),
+        ("Olmo2ForCausalLM", Layout(tensor=2, expert=True), "--enable-expert-parallel: Olmo2ForCausalLM has no family"),
+        ("Olmo2ForCausalLM", Layout(tensor=3), "not divided over 3 ranks: its heads, .*; set one of 1, 2, 4, or start"),
+        ("GPT2LMHeadModel", Layout(tensor=2), "not divided over 2 ranks: it has no plan by .*; set one of 1, or start"),
     ],
 )
-def test_ranks_that_would_divide_it_are_refused_by_name(olmo: Path, layout: Layout, flag: str) -> None:
-    source = open_model(str(olmo))
-    config = parse_model_config(source.config, source.generation_config, source.where)
-    with pytest.raises(NotBuiltError, match=f"{flag}: Olmo2ForCausalLM has no family of its own"):
+def test_ranks_that_do_not_divide_it_are_refused_by_name(name: str, layout: Layout, said: str) -> None:
+    words = getattr(transformers, name).config_class(**SIZES | ARCHITECTURES[name]).to_dict()
+    config = parse_model_config(words | {"architectures": [name]}, {}, "config.json")
+    with pytest.raises(NotBuiltError, match=said):
         check_layout(config, layout)
 
 
