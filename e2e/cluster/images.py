@@ -249,7 +249,8 @@ def _make_readable(folder: Path) -> None:
 def _model(docker: dict[str, str], engine: str) -> str:
     recipe = RECIPES / "Dockerfile.model"
     folder = model.ensure()
-    image = f"trimtab-model:{key_of(engine, model.NAME, model.PACKAGE, recipe.read_bytes())}"
+    tokenizer = (folder / "tokenizer.json").read_bytes()  # what is converted otherwise than before shows in it
+    image = f"trimtab-model:{key_of(engine, model.NAME, model.PACKAGE, recipe.read_bytes(), tokenizer)}"
     if docker_daemon.has_image(docker, image):
         return image
     with stage(f"images: {image}, with {model.NAME} baked in", 20):

@@ -6,12 +6,14 @@ in the cache: models/SmolLM2-135M-Instruct/ and models/gguf/.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import tempfile
 import zipfile
 from pathlib import Path
 
-from .cache import entry
+from .cache import entry, locked
 from .errors import ClusterError
 from .process import run, succeeds
 from .progress import stage
@@ -37,7 +39,18 @@ def folder() -> Path:
 def ensure() -> Path:
     """The model's folder: config, safetensors in float32, tokenizer, chat template, generation config."""
     gguf = entry("models/gguf", _fetch_gguf)
-    return entry(f"models/{NAME}", lambda folder: _convert(gguf, folder))
+    made = entry(f"models/{NAME}", lambda folder: _convert(gguf, folder))
+    if not splits_digits(made):
+        with locked(f"models/{NAME}"):
+            _convert_tokenizer(gguf, made)
+    return made
+
+
+def splits_digits(model: Path) -> bool:
+    """Whether the folder's tokenizer takes each digit by itself, as the model learned to read. What earlier versions
+    converted does not: its text before a number came in other tokens than those of the GGUF file."""
+    split = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["pre_tokenizer"]
+    return any(part["type"] == "Digits" for part in split.get("pretokenizers", [split]))
 
 
 def _fetch_gguf(folder: Path) -> None:
@@ -53,10 +66,22 @@ def _fetch_gguf(folder: Path) -> None:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    python = project_python()
-    script = Path(__file__).with_name("convert_model.py")
     with stage("model: convert to safetensors", 35):
-        run([python, script, gguf, GGUF, folder], log="model", environment={"HF_HUB_OFFLINE": "1"})
+        _run_conversion(gguf, folder)
+
+
+def _convert_tokenizer(gguf: Path, model: Path) -> None:
+    """Give a folder that was made earlier the tokenizer that it would get today, file by file."""
+    with stage("model: convert its tokenizer anew", 15), tempfile.TemporaryDirectory(dir=model.parent) as scratch:
+        _run_conversion(gguf, Path(scratch), "--tokenizer-only")
+        for file in Path(scratch).iterdir():
+            file.replace(model / file.name)
+
+
+def _run_conversion(gguf: Path, folder: Path, *options: str) -> None:
+    script = Path(__file__).with_name("convert_model.py")
+    environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY / "engine-image")}
+    run([project_python(), script, gguf, GGUF, folder, *options], log="model", environment=environment)
     for file in folder.iterdir():
         file.chmod(0o644)  # read in images and volumes by another user than the one who wrote it
 
