@@ -65,6 +65,7 @@ class Loader:
         self._multiplies_float8 = quantization is not None and multiplies_float8(device)
         self._packed = packed_source(source, dtype, device, quantization)
         self._restored_types: dict[str, str] = {}
+        self._scratch = torch.empty(0, dtype=dtype)
 
     def __call__(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor:
         """One tensor or a part of it; it may be a view of the file."""
@@ -188,7 +189,7 @@ class Loader:
         whole = [f"{prefix}{name}.weight" for name in names]
         weights = [self._weight(name, rows=rows, columns=columns) for name in whole]
         weights = [self._restored(weight) if isinstance(weight, QuantisedBlocks) else weight for weight in weights]
-        weight = self._as_computed(whole, weights, as_one=True)
+        weight = self._as_computed(whole, weights, is_expert=True)
         assert not isinstance(weight, QuantisedBlocks | MixedBlocks)
         if isinstance(weight, list) and len(weight) > 1:
             raise NotBuiltError(
@@ -204,7 +205,7 @@ class Loader:
             return blocks
         shapes = self._source.shapes()
         if name + SCALE_SUFFIX not in shapes:
-            return self(name, rows=rows, columns=columns)
+            return self._plain(name, rows=rows, columns=columns)
         for span, total in zip((rows, columns), shapes[name], strict=True):
             check_aligned(name, span or (0, total), total)
         values = self._source.tensor(name, rows=rows, columns=columns)
@@ -214,6 +215,17 @@ class Loader:
         self._progress(values.numel())
         return BlockFp8(values.to(self.device), scales.to(device=self.device, dtype=torch.float32))
 
+    def _plain(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor:
+        """A tensor in the dtype that it is stored in, where the computing dtype is made of several at once."""
+        if self.device.type != "cpu":
+            return self(name, rows=rows, columns=columns)
+        tensor = self._source.tensor(name, rows=rows, columns=columns)
+        if tensor.dtype == FLOAT8 or not tensor.is_floating_point():
+            return self(name, rows=rows, columns=columns)  # which refuses it
+        self._progress(tensor.numel())
+        self._remember_restored([name])
+        return tensor
+
     def _blocks(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantisedBlocks | None:
         blocks = None if self._packed is None else self._packed.blocks(name, rows=rows, columns=columns)
         if blocks is not None:
@@ -222,7 +234,7 @@ class Loader:
 
     def _restored(self, weight: Weight) -> torch.Tensor:
         """In the computing dtype."""
-        return weight if isinstance(weight, torch.Tensor) else weight.restored(self.dtype)
+        return weight.to(self.dtype) if isinstance(weight, torch.Tensor) else weight.restored(self.dtype)
 
     def _remember_restored(self, names: Sequence[str]) -> None:
         if isinstance(self._source, GgufSource):
@@ -232,9 +244,10 @@ class Loader:
     def _projection(self, name: str, columns: Span | None) -> Joined:
         return self._as_computed([name], [self._weight(name, columns=columns)])
 
-    def _as_computed(self, names: Sequence[str], weights: list[Weight], *, as_one: bool = False) -> Joined:
+    def _as_computed(self, names: Sequence[str], weights: list[Weight], *, is_expert: bool = False) -> Joined:
         """Rows one behind the other: float8 where this device multiplies it, blocks where the CPU does, else the
-        computing dtype, with the same values. `as_one`: what is quantised here has blocks over all of them."""
+        computing dtype, with the same values. An expert's are the caller's to keep, and what is quantised here has
+        blocks over all of them; others are packed before the next are asked for."""
         packed = [weight for weight in weights if isinstance(weight, QuantisedBlocks)]
         if packed and len(packed) == len(weights) and (whole := joined_rows(packed)) is not None:
             return whole
@@ -242,13 +255,32 @@ class Loader:
             [name for name, weight in zip(names, weights, strict=True) if isinstance(weight, QuantisedBlocks)]
         )
         if self._quantization is not None and not self._quantization.is_stored:
-            dense = [weight for weight in weights if isinstance(weight, torch.Tensor)]
-            weights = [BlockFp8.of(weight) for weight in ([torch.cat(dense)] if as_one else dense)]
+            dense = [self._restored(weight) for weight in weights if isinstance(weight, torch.Tensor)]
+            weights = [BlockFp8.of(weight) for weight in ([torch.cat(dense)] if is_expert else dense)]
         blocks = [weight for weight in weights if isinstance(weight, BlockFp8)]
         if self._multiplies_float8 and len(blocks) == len(weights):
             return joined_blocks(blocks)
+        if self.device.type == "cpu" and not is_expert:
+            return self._in_scratch(weights)
         restored = [self._restored(weight) for weight in weights]
         return restored[0] if len(restored) == 1 else torch.cat(restored)
+
+    def _in_scratch(self, weights: Sequence[Weight]) -> torch.Tensor:
+        """Rows one behind the other, in memory that the next ones overwrite: converting and joining is one pass, and no
+        page is asked of the system that is given back at once, which takes as long as the pass itself. What multiplies
+        on the CPU makes a packed copy."""
+        parts = [weight if isinstance(weight, torch.Tensor) else weight.restored(self.dtype) for weight in weights]
+        if len(parts) == 1 and parts[0].dtype == self.dtype:
+            return parts[0]
+        if 1 in parts[0].shape:
+            return torch.cat([part.to(self.dtype) for part in parts])
+        rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        if self._scratch.numel() < rows * columns:
+            self._scratch = torch.empty(rows * columns, dtype=self.dtype)
+        joined = self._scratch[: rows * columns].view(rows, columns)
+        for part, own in zip(parts, torch.split(joined, [part.shape[0] for part in parts]), strict=True):
+            own.copy_(part)
+        return joined
 
 
 def _blocks(span: Span | None) -> Span | None:

@@ -223,6 +223,7 @@ class ModelRunner:
             return model, tower
 
         _say_how_it_is_held(source, quantization, dtype, device.torch)
+        progress("weights", 0.0)
         source.map_files()  # before, so that what is measured is what the model keeps
         with device.measure() as growth:
             loaded = build(source, _percent("weights", num_parameters, progress))
@@ -816,8 +817,8 @@ def _dtype_name(config: EngineConfig, model: ModelConfig, device: Device) -> str
 
 
 def _percent(stage: str, total: int, progress: Progress) -> Callable[[int], None]:
-    """Turns counts of elements into percent of a stage, reported when a whole percent is reached."""
-    done, reported = 0, -1
+    """Turns counts of elements into percent of a stage, reported when a further whole percent is reached."""
+    done, reported = 0, 0
 
     def add(count: int) -> None:
         nonlocal done, reported

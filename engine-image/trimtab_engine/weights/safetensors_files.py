@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.errors import ModelError
+from trimtab_engine.weights.read_ahead import ReadAhead
 from trimtab_engine.weights.source import CONFIG_FILE, GENERATION_FILE, Span, read_json
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class SafetensorsSource:
                 self._file_of[name] = file
                 self._shapes[name] = tuple(entry["shape"])
         self._open: dict[Path, Any] = {}
+        self._ahead: ReadAhead | None = None
+        """None: nothing says that all will be read."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor."""
@@ -51,6 +54,8 @@ class SafetensorsSource:
         file = self._file_of.get(name)
         if file is None:
             raise ModelError(f"model {self._folder}: tensor {name} is missing from the safetensors files")
+        if self._ahead is not None:
+            self._ahead.wanted(name)
         try:
             opened = self._opened(file)
             tensor: torch.Tensor
@@ -65,10 +70,12 @@ class SafetensorsSource:
         return tensor
 
     def map_files(self) -> None:
-        """All of them; torch counts a mapped file like memory that it allocates."""
+        """All of them; torch counts a mapped file like memory that it allocates. From now on the disk reads ahead."""
         from safetensors import SafetensorError
 
-        for file in dict.fromkeys(self._file_of.values()):
+        files = list(dict.fromkeys(self._file_of.values()))
+        self._ahead = ReadAhead({file: read_header(file) for file in files})
+        for file in files:
             try:
                 self._opened(file)
             except (SafetensorError, OSError) as error:

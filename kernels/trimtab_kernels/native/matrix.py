@@ -9,9 +9,10 @@ Bound by memory for few rows (the weights are read once), by compute from about 
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,9 @@ from trimtab_kernels.native.quantised import Form, MixedBlocks, QuantisedBlocks
 
 FLOAT_BYTES = 4
 ALIGNMENT = 64  # of a cache line
+THREADED_BYTES = (
+    4 << 20
+)  # of one weight that is packed by several threads: starting them takes a tenth of a millisecond
 FLOAT32 = 0  # `enum kind` of quantised.h; the others are the forms' own
 
 
@@ -66,15 +70,31 @@ def pack_matrix(
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     panels = -(-out // parts // library.panel)
     packed = _aligned(parts * panels * library.panel * size)
-    for part in range(parts):
-        rows = weight[part * (out // parts) :]
-        library.functions.trimtab_pack(
-            rows.data_ptr(), weight.stride(0), out // parts, size,
-            packed.data_ptr() + FLOAT_BYTES * part * library.panel * size, parts,
-        )  # fmt: skip
     panel_bytes = FLOAT_BYTES * library.panel * size
+
+    def pack(part: int, first: int, last: int) -> None:
+        """Panels of one part, from the first to before the last."""
+        row, end = (min(panel * library.panel, out // parts) for panel in (first, last))
+        library.functions.trimtab_pack(
+            weight.data_ptr() + FLOAT_BYTES * (part * (out // parts) + row) * weight.stride(0), weight.stride(0),
+            end - row, size, packed.data_ptr() + panel_bytes * (first * parts + part), parts,
+        )  # fmt: skip
+
+    _in_threads(pack, parts, panels, library.num_threads if packed.nbytes >= THREADED_BYTES else 1)
     table = [(packed.data_ptr() + place * panel_bytes, FLOAT32) for place in range(parts * panels)]
     return _matrix(library, packed, table, bias, (out, size), is_gated=is_gated)
+
+
+def _in_threads(pack: Callable[[int, int, int], None], parts: int, panels: int, num_threads: int) -> None:
+    """Each part's panels in about equal pieces. Most of packing is waiting for pages that nobody has touched yet."""
+    bounds = [panels * thread // num_threads for thread in range(num_threads + 1)]
+    pieces = [(part, first, last) for part in range(parts) for first, last in pairwise(bounds) if first < last]
+    if num_threads == 1:
+        for piece in pieces:
+            pack(*piece)
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(lambda piece: pack(*piece), pieces))
 
 
 def pack_blocks(

@@ -53,12 +53,12 @@ class _Cut(Exception):
 class BucketServer:
     """The store; `client` puts objects into it."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1") -> None:
         self.faults = Faults()
         self.asked: list[Asked] = []
         self._moto = create_backend_app("s3")
-        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._server = make_server(address, 0, self._answer, threaded=True)
+        self.url = f"http://{address}:{self._server.server_port}"
         self._lock = threading.Lock()
         self.client: Any = botocore.session.Session().create_client(
             "s3",
@@ -104,8 +104,6 @@ class BucketServer:
                     body = b"" if method == "HEAD" else ERROR.format(code=code).encode()
                     start(f"{status} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
                     return [body]
-            cuts = self.faults.cuts.get(name, []) if method == "GET" else []
-            cut = cuts.pop(0) if cuts else None
             is_wrong = method == "GET" and self.faults.wrong.get(name, 0) > 0
             if is_wrong:
                 self.faults.wrong[name] -= 1
@@ -114,6 +112,9 @@ class BucketServer:
         body = b"".join(self._moto(environ, start))
         if is_wrong and body:
             body = bytes([body[0] ^ 1]) + body[1:]
+        with self._lock:  # an answer that ends before the cut is none
+            cuts = self.faults.cuts.get(name, []) if method == "GET" else []
+            cut = cuts.pop(0) if cuts and len(body) > cuts[0] else None
         return [body] if cut is None else _cut_off(body, cut)
 
 

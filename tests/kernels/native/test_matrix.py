@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from trimtab_kernels.native import matrix
 from trimtab_kernels.native.library import NativeLibrary
 from trimtab_kernels.native.matrix import multiply_reference, pack_matrix
 
@@ -50,6 +51,17 @@ def test_any_number_of_threads_computes_every_column(library: NativeLibrary, thr
         close(pack_matrix(library, weight)(x), multiply_reference(x, weight), 20)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_several_threads_pack_what_one_does(
+    library: NativeLibrary, is_gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(2 * 77, 50)
+    one = pack_matrix(library, weight, is_gated=is_gated)
+    monkeypatch.setattr(matrix, "THREADED_BYTES", 0)
+    monkeypatch.setattr(NativeLibrary, "num_threads", 3)
+    assert torch.equal(pack_matrix(library, weight, is_gated=is_gated).weight, one.weight)
 
 
 def test_rows_may_lie_apart_and_columns_may_not(library: NativeLibrary) -> None:

@@ -1,0 +1,117 @@
+"""Stores of models on this machine that the cluster's pods can reach: Debian's docker-registry, and where to listen.
+
+The nodes of a cluster of our own are containers of this machine's Docker: what listens on the address by which this
+machine talks to them is reached from their pods, and from nowhere else.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from registry_server import IMAGE, TITLE, Layer, digest_of, manifest_of
+
+from harness.kube import Kube, Manifest
+
+PROGRAM = "docker-registry"
+USER, PASSWORD = "story", "story-password"
+HTPASSWD = f"{USER}:$2b$05$abcdefghijklmnopqrstuu7M8I5tD3CuOUisby5aYiRPGdtPfFTaS\n"
+"""bcrypt, of PASSWORD: the only kind that docker-registry takes."""
+START_SECONDS = 20.0
+PUSH_SECONDS = 300.0  # half a gigabyte, on a machine that also runs the cluster
+
+
+def has_registry() -> bool:
+    return shutil.which(PROGRAM) is not None
+
+
+def own_address(kube: Kube) -> str:
+    """This machine's address on the network of the cluster's nodes."""
+    addresses = kube.items("nodes")[0]["status"]["addresses"]
+    node = next(each["address"] for each in addresses if each["type"] == "InternalIP")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((node, 9))  # sends nothing: it chooses the way
+        address: str = probe.getsockname()[0]
+    return address
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """A registry that asks for an account."""
+
+    host: str
+    """ADDRESS:PORT."""
+
+    def pull_secret(self, name: str) -> Manifest:
+        """Its account as Kubernetes keeps those of registries."""
+        both = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+        config = json.dumps({"auths": {self.host: {"auth": both}}})
+        return {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": name},
+            "type": "kubernetes.io/dockerconfigjson",
+            "stringData": {".dockerconfigjson": config},
+        }
+
+    def push(self, repository: str, tag: str, folder: Path) -> str:
+        """Each file of the folder as a layer by itself, as ORAS pushes them; the digest of the manifest."""
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        layers = [Layer(path.read_bytes(), "application/octet-stream", {TITLE: path.name}) for path in files]
+        url = f"http://{self.host}/v2/{repository}"
+        with httpx.Client(auth=(USER, PASSWORD), timeout=PUSH_SECONDS) as client:
+            for data in (b"{}", *(layer.data for layer in layers)):
+                place = client.post(f"{url}/blobs/uploads/").raise_for_status().headers["Location"]
+                where = httpx.URL(place).copy_add_param("digest", digest_of(data))
+                client.put(where, content=data).raise_for_status()
+            text = manifest_of(layers)
+            told = client.put(f"{url}/manifests/{tag}", content=text, headers={"Content-Type": IMAGE})
+            told.raise_for_status()
+        return digest_of(text)
+
+
+@contextmanager
+def docker_registry(address: str, folder: Path) -> Iterator[Registry]:
+    """Run one that keeps its blobs below the folder."""
+    with socket.socket() as chosen:
+        chosen.bind((address, 0))
+        host = f"{address}:{chosen.getsockname()[1]}"
+    (folder / "htpasswd").write_text(HTPASSWD)
+    settings = {
+        "version": 0.1,
+        "storage": {"filesystem": {"rootdirectory": str(folder / "blobs")}},
+        "http": {"addr": host},
+        "auth": {"htpasswd": {"realm": "story", "path": str(folder / "htpasswd")}},
+    }
+    (folder / "config.yml").write_text(json.dumps(settings))
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([PROGRAM, "serve", str(folder / "config.yml")], stdout=log, stderr=log)
+    try:
+        _await_answer(process, host, folder / "log")
+        yield Registry(host)
+    finally:
+        process.terminate()
+        process.wait(START_SECONDS)
+
+
+def _await_answer(process: subprocess.Popen[bytes], host: str, log: Path) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            break
+        try:
+            httpx.get(f"http://{host}/v2/")
+        except httpx.TransportError:
+            time.sleep(0.1)
+        else:
+            return
+    raise RuntimeError(f"{PROGRAM} does not answer on {host}: {log.read_text(errors='replace')[-2000:]}")

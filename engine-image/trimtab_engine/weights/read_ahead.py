@@ -1,0 +1,76 @@
+"""Asks the system for the parts of files that will be wanted next, so that the disk reads while weights are converted
+and packed. Mapped files are read as they are touched: without this the disk waits for the processor, and the processor
+for the disk, by turns.
+"""
+
+import os
+import re
+import struct
+from bisect import bisect_left
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+AHEAD_BYTES = 256 << 20  # of the tensors behind the one that is wanted: what a disk reads in a tenth of a second or two
+NUMBER = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    name: str
+    file: Path
+    first: int
+    """Where its bytes begin in the file."""
+    num_bytes: int
+
+
+class ReadAhead:
+    """What models load in the order of their layers, which is the order of names as people sort them."""
+
+    def __init__(self, files: Mapping[Path, Mapping[str, Any]]) -> None:
+        """`files`: each file's header (safetensors_files.read_header)."""
+        places = [
+            _Place(name, file, first + entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0])
+            for file, header in files.items()
+            for first in (_data_begins(file),)
+            for name, entry in header.items()
+        ]
+        self._places = sorted(places, key=lambda place: _as_people_sort(place.name))
+        self._keys = [_as_people_sort(place.name) for place in self._places]
+        self._asked: set[int] = set()
+
+    def wanted(self, name: str) -> None:
+        """Ask for this one and those behind it, once each."""
+        room = AHEAD_BYTES
+        for index in range(bisect_left(self._keys, _as_people_sort(name)), len(self._places)):
+            place = self._places[index]
+            if place.name != name:
+                room -= place.num_bytes
+                if room < 0:
+                    return
+            if index not in self._asked:
+                self._asked.add(index)
+                _ask(place)
+
+
+def _as_people_sort(name: str) -> list[tuple[int, str]]:
+    """layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in NUMBER.split(name)]
+
+
+def _data_begins(file: Path) -> int:
+    with file.open("rb") as stream:
+        length: int = struct.unpack("<Q", stream.read(8))[0]
+    return 8 + length
+
+
+def _ask(place: _Place) -> None:
+    """Where that cannot be, the file is read as it is touched."""
+    with suppress(OSError):
+        descriptor = os.open(place.file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, place.first, place.num_bytes, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,73 @@
+"""What the disk is asked for before it is wanted: the next tensors in the order of the layers, once, not too far."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from trimtab_engine.weights import read_ahead
+from trimtab_engine.weights.read_ahead import ReadAhead
+from trimtab_engine.weights.safetensors_files import SafetensorsSource, read_header
+
+ROWS = 4  # of 8 floats: 128 bytes
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names that were asked for; the system is asked, too."""
+    names: list[str] = []
+    own = read_ahead._ask
+
+    def ask(place: read_ahead._Place) -> None:
+        names.append(place.name)
+        own(place)
+
+    monkeypatch.setattr(read_ahead, "_ask", ask)
+    return names
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Layers 0 to 11 in two files, as names are sorted by bytes: 0, 1, 10, 11, 2, …"""
+    names = sorted(f"model.layers.{layer}.weight" for layer in range(12))
+    for number, own in enumerate((names[:5], names[5:])):
+        tensors = {name: torch.full((ROWS, 8), float(name.split(".")[2])) for name in own}
+        save_file(tensors, tmp_path / f"model-{number}.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def layers(names: list[str]) -> list[int]:
+    return [int(name.split(".")[2]) for name in names]
+
+
+def test_what_follows_is_asked_for_once_in_the_order_of_the_layers(
+    folder: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 3 * ROWS * 8 * 4)
+    ahead = ReadAhead({file: read_header(file) for file in folder.glob("*.safetensors")})
+    ahead.wanted("model.layers.0.weight")
+    assert layers(asked) == [0, 1, 2, 3]
+    ahead.wanted("model.layers.1.weight")
+    ahead.wanted("model.layers.1.weight")
+    assert layers(asked) == [0, 1, 2, 3, 4]
+    ahead.wanted("model.layers.9.weight")
+    assert layers(asked)[5:] == [9, 10, 11]
+    ahead.wanted("model.layers.5.weight")
+    assert layers(asked)[8:] == [5, 6, 7, 8]
+
+
+def test_a_place_is_where_the_numbers_are(folder: Path) -> None:
+    ahead = ReadAhead({file: read_header(file) for file in folder.glob("*.safetensors")})
+    for place in ahead._places:
+        data = place.file.read_bytes()[place.first : place.first + place.num_bytes]
+        assert torch.frombuffer(bytearray(data), dtype=torch.float32).tolist() == [float(place.name.split(".")[2])] * 32
+
+
+def test_only_a_checkpoint_that_is_about_to_be_loaded_is_asked_for(folder: Path, asked: list[str]) -> None:
+    source = SafetensorsSource(folder)
+    source.tensor("model.layers.2.weight")
+    assert asked == []
+    source.map_files()
+    source.tensor("model.layers.2.weight", rows=(0, 2))
+    assert layers(asked) == list(range(2, 12))
