@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_engine.config.model import ModelConfig, MoeConfig, RopeConfig
-from trimtab_engine.config.quantization import stored_quantization
+from trimtab_engine.config.quantization import check_not_mxfp4
 from trimtab_engine.errors import ModelError
 
 MAX_LAYERS = 10_000  # of which a set is made; ten times the deepest model there is
@@ -53,7 +53,8 @@ class ConfigWords:
         activation = self.config.get(key, built)
         if activation != built:
             raise ModelError(f"{where}: {key} {activation!r} is not built for {architecture}; only {built!r} is")
-        stored_quantization(self.config, where)
+        if moe is None or not moe.is_stacked:
+            check_not_mxfp4(self.config, architecture, where)
         heads, hidden = self.positive("num_attention_heads"), self.positive("hidden_size")
         kv_heads = self.positive("num_key_value_heads", default=heads)
         head_size = self.positive("head_dim", default=hidden // heads)

@@ -3,19 +3,26 @@ values, knows no tensor.
 
 Built are block fp8 (DeepSeek-V3's form, arXiv:2412.19437, section 3.3): float8_e4m3 weights with a float32 scale per
 block of 128 x 128, activations quantised per token and 128 columns as they come; and, where a checkpoint has them,
-integers of 4 bits as AWQ (arXiv:2306.00978) and GPTQ (arXiv:2210.17323) store them. Everything else is refused by name.
+integers of 4 bits as AWQ (arXiv:2306.00978) and GPTQ (arXiv:2210.17323) store them, float8 and integers with scales as
+compressed-tensors, AutoFP8 and ModelOpt do, and gpt-oss's experts in mxfp4. Everything else is refused by name.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from trimtab_engine.config.compressed_tensors import METHOD as COMPRESSED_TENSORS
+from trimtab_engine.config.compressed_tensors import MODELOPT, compressed_tensors, fp8_by_tensor, modelopt
 from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
 from trimtab_engine.weights.four_bits_form import FourBits
+from trimtab_engine.weights.scaled_form import Mxfp4, ScaledForm
 
 METHODS = ("fp8",)
 """What --quantization makes."""
 FOUR_BIT_METHODS = ("awq", "gptq")
+MXFP4 = "mxfp4"
+StoredForm = FourBits | ScaledForm | Mxfp4
+"""Forms that are read as they are and multiplied so by the CPU's compiled products, or restored as they load."""
 BLOCK = 128
 """Rows and columns of a block."""
 SCALE_SUFFIX = "_scale_inv"
@@ -35,7 +42,7 @@ class Quantization:
         return 1 + 4 / BLOCK**2
 
 
-def stored_form(config: Mapping[str, Any], where: str) -> Quantization | FourBits | None:
+def stored_form(config: Mapping[str, Any], where: str) -> Quantization | StoredForm | None:
     """What `quantization_config` says; None where there is none. Raises ModelError for what is not built."""
     scheme = config.get("quantization_config")
     if scheme is None:
@@ -45,12 +52,20 @@ def stored_form(config: Mapping[str, Any], where: str) -> Quantization | FourBit
     method = scheme.get("quant_method")
     if method in FOUR_BIT_METHODS:
         return _four_bits(method, scheme, where)
+    if method == COMPRESSED_TENSORS:
+        return compressed_tensors(scheme, where)
+    if method == MODELOPT:
+        return modelopt(scheme, where)
+    if method == MXFP4:
+        return Mxfp4()
     if method not in METHODS:
+        built = ("fp8", *FOUR_BIT_METHODS, COMPRESSED_TENSORS, MODELOPT, f"{MXFP4} (of gpt-oss)")
         raise ModelError(
-            f"{where}: quantization_config: quant_method {method!r} is not built; built: fp8 in blocks, "
-            f"{', '.join(FOUR_BIT_METHODS)}"
+            f"{where}: quantization_config: quant_method {method!r} is not built; built: {', '.join(built)}"
         )
     block = scheme.get("weight_block_size")
+    if block is None:
+        return fp8_by_tensor(scheme, where)
     if block != [BLOCK, BLOCK]:
         raise ModelError(
             f"{where}: quantization_config: fp8 with weight_block_size {block} is not built, only [{BLOCK}, {BLOCK}]"
@@ -59,14 +74,27 @@ def stored_form(config: Mapping[str, Any], where: str) -> Quantization | FourBit
     return Quantization(is_stored=True)
 
 
-def check_unquantised(config: Mapping[str, Any], architecture: object, where: str) -> None:
-    """Raise ModelError where `quantization_config` says anything: for families whose experts lie in one tensor."""
+def check_unquantised(config: Mapping[str, Any], architecture: object, where: str, *, but: str | None = None) -> None:
+    """Raise ModelError where `quantization_config` says anything but the method `but`: for families whose experts lie
+    in one tensor."""
     scheme = config.get("quantization_config")
     if scheme:
         method = scheme.get("quant_method") if isinstance(scheme, Mapping) else scheme
+        if method is not None and method == but:
+            return
+        also = "" if but is None else f", or in {but} as it is published"
         raise ModelError(
             f"{where}: quantization_config: quant_method {method!r} is not built for {architecture}, whose experts lie "
-            f"in one tensor; use a checkpoint with its weights as they are"
+            f"in one tensor; use a checkpoint with its weights as they are{also}"
+        )
+
+
+def check_not_mxfp4(config: Mapping[str, Any], architecture: object, where: str) -> None:
+    """Raise ModelError where a family that stores its experts one by one is said to have them in mxfp4."""
+    if isinstance(stored_form(config, where), Mxfp4):
+        raise ModelError(
+            f"{where}: quantization_config: quant_method {MXFP4!r} is not built for {architecture}, only for "
+            f"GptOssForCausalLM; use a checkpoint with its weights as they are"
         )
 
 

@@ -1,5 +1,7 @@
 """The two layers that are as wide as the vocabulary, split by its rows among tensor-parallel ranks."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from trimtab_kernels.native.quantised import QuantisedBlocks
@@ -28,7 +30,7 @@ class VocabularyEmbedding:
 
     def _rows(self, index: torch.Tensor) -> torch.Tensor:
         if isinstance(self._table, QuantisedBlocks):
-            return QuantisedBlocks(self._table.form, self._table.data.index_select(0, index)).restored()
+            return self._table.of_rows(lambda rows: rows.index_select(0, index)).restored()
         return F.embedding(index, self._table)
 
 
@@ -37,11 +39,9 @@ class LmHead:
 
     def __init__(self, table: torch.Tensor | QuantisedBlocks, vocab_size: int, group: RankGroup | None) -> None:
         if group is not None:  # the last part of the vocabulary may be short, but a gather wants equal shapes
-            missing = (0, 0, 0, -(-vocab_size // group.size) - table.shape[0])
-            if isinstance(table, QuantisedBlocks):
-                table = QuantisedBlocks(table.form, F.pad(table.data, missing))
-            else:
-                table = F.pad(table, missing)
+            missing = -(-vocab_size // group.size) - table.shape[0]
+            pad = partial(_with_rows, missing=missing)
+            table = table.of_rows(pad) if isinstance(table, QuantisedBlocks) else pad(table)
         self._linear, self._vocab_size, self._group = Linear(table), vocab_size, group
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -52,3 +52,8 @@ class LmHead:
             return logits if logits.is_cuda else logits.float()
         whole = self._group.gather_columns(logits.float())
         return None if whole is None else whole[:, : self._vocab_size]
+
+
+def _with_rows(tensor: torch.Tensor, missing: int) -> torch.Tensor:
+    """With so many rows of zeros behind it."""
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing))

@@ -9,7 +9,10 @@ from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.source import WeightSource
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints store what the configuration says
-KV_SCALE_SUFFIXES = (".k_scale", ".v_scale")  # of keys and values in a float8 KV cache
+KV_SCALE_SUFFIXES = (".k_scale", ".v_scale", "k_proj.output_scale", "v_proj.output_scale")
+"""Of keys and values in a float8 KV cache."""
+OTHER_SCALES = (".q_scale", ".q_proj.output_scale", ".prob_scale", ".k_zero_point", ".v_zero_point")
+"""Of what attention here does not round."""
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -63,7 +66,7 @@ def check_tensors(config: ModelConfig, source: WeightSource) -> None:
     extra = sorted(
         name
         for name in found.keys() - expected.keys()
-        if not name.endswith((IGNORED_SUFFIX, *KV_SCALE_SUFFIXES))
+        if not name.endswith((IGNORED_SUFFIX, *KV_SCALE_SUFFIXES, *OTHER_SCALES))
         and not name.startswith(drafting)
         and name not in scales
         and not (name == "lm_head.weight" and config.tie_word_embeddings)

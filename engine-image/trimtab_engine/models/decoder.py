@@ -12,11 +12,13 @@ split, twice per layer, and pass hidden states from stage to stage.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from trimtab_kernels.few_rows import MAX_ROWS as MAX_FEW_ROWS
 from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting
 from trimtab_kernels.native.decoder import DecoderShape, LayerWeights
+from trimtab_kernels.native.quantised import QuantisedBlocks
 from trimtab_kernels.paged_attention import AttentionMetadata
 from trimtab_kernels.rms_norm import add_rms_norm, gather_rms_norm, rms_norm
 from trimtab_kernels.rope_and_cache import Norms
@@ -25,7 +27,7 @@ from trimtab_kernels.rotary_embedding import interleave_pairs
 from trimtab_engine.config.model import ModelConfig, MoeConfig
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.layers.attention import Attention, KVScales
-from trimtab_engine.layers.gated_mlp import GatedMlp, GeluMlp
+from trimtab_engine.layers.gated_mlp import ClampedMlp, GatedMlp, GeluMlp
 from trimtab_engine.layers.latent_attention import LatentAttention
 from trimtab_engine.layers.linear import MAX_ROWS, Linear, pads_rows
 from trimtab_engine.layers.moe import Experts, MixtureOfExperts, StackedExperts
@@ -138,37 +140,58 @@ def load_part_of_sum(prefix: str, wide: Span, load: Loader) -> GatedMlp:
 def _load_stacked_mixture(
     config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGroups, load: Loader
 ) -> MixtureOfExperts:
-    """The same from one tensor per projection, which holds every expert's transposed, gate and up in turn. The bias
-    behind the sum is that of the rank with the first slice of an expert."""
+    """The same from one tensor per projection, which holds every expert's transposed, gate and up in turn."""
     moe = config.moe
     assert moe is not None
-    first, last = shard.expert_mlp
-    w13, b13, w2, b2 = [], [], [], []
-    for expert in shard.experts:
-        rows = (expert, expert + 1)
-        gate_up = load(prefix + "experts.gate_up_proj", rows=rows)[0, :, 2 * first : 2 * last].t()
-        w13.append(torch.cat([gate_up[0::2], gate_up[1::2]]))
-        bias = load(prefix + "experts.gate_up_proj_bias", rows=rows)[0, 2 * first : 2 * last]
-        b13.append(torch.cat([bias[0::2], bias[1::2]]))
-        w2.append(load(prefix + "experts.down_proj", rows=rows)[0, first:last].t().contiguous())
-        behind = load(prefix + "experts.down_proj_bias", rows=rows)[0]
-        b2.append(torch.zeros_like(behind) if first else behind)
     slots, held = expert_places(moe, shard, load.device)
+    each = (_load_clamped_expert(prefix + "experts.", expert, shard.expert_mlp, load) for expert in shard.experts)
+    experts: Experts
+    if load.is_packed and slots is None:
+        assert moe.clamped_gate is not None
+        experts = [ClampedMlp(Linear(w13, b13), Linear(w2, b2), moe.clamped_gate) for (w13, b13), (w2, b2) in each]
+    else:
+        wide, down = zip(*each, strict=True)
+        (w13s, b13s), (w2s, b2s) = zip(*wide, strict=True), zip(*down, strict=True)
+        experts = StackedExperts(
+            torch.stack(w13s),
+            torch.stack(w2s),
+            w13_bias=torch.stack(b13s),
+            w2_bias=torch.stack(b2s),
+            clamped_gate=moe.clamped_gate,
+        )
     return MixtureOfExperts(
         load.router(prefix + "router.weight", moe.num_experts, bias=prefix + "router.bias"),
-        StackedExperts(
-            torch.stack(w13),
-            torch.stack(w2),
-            w13_bias=torch.stack(b13),
-            w2_bias=torch.stack(b2),
-            clamped_gate=moe.clamped_gate,
-        ),
+        experts,
         top_k=moe.num_experts_per_token,
         renormalize=moe.renormalize,
         expert_map=held,
         groups=groups,
         slots=slots,
     )
+
+
+def _load_clamped_expert(
+    prefix: str, expert: int, wide: Span, load: Loader
+) -> tuple[tuple[torch.Tensor | QuantisedBlocks, torch.Tensor], tuple[torch.Tensor | QuantisedBlocks, torch.Tensor]]:
+    """(weight, bias) of gate and up, gate's rows first, and of what is behind them. The bias behind the sum is that of
+    the rank with the first slice of an expert."""
+    in_halves = partial(_gate_before_up, wide=wide)
+    gate_up = load.stacked_expert(prefix + "gate_up_proj", expert)
+    down = load.stacked_expert(prefix + "down_proj", expert, columns=wide)
+    biases = [load(f"{prefix}{name}_bias", rows=(expert, expert + 1))[0] for name in ("gate_up_proj", "down_proj")]
+    return (
+        gate_up.of_rows(in_halves) if isinstance(gate_up, QuantisedBlocks) else in_halves(gate_up),
+        in_halves(biases[0]),
+    ), (
+        down if isinstance(down, QuantisedBlocks) else down.contiguous(),
+        torch.zeros_like(biases[1]) if wide[0] else biases[1],
+    )
+
+
+def _gate_before_up(rows: torch.Tensor, wide: Span) -> torch.Tensor:
+    """Of rows of gate and up in turn those of this slice."""
+    first, last = wide
+    return torch.cat([rows[2 * first : 2 * last : 2], rows[2 * first + 1 : 2 * last : 2]])
 
 
 def expert_places(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.config.quantization import stored_form
+from trimtab_engine.config.quantization import Quantization, StoredForm, stored_form
 from trimtab_engine.errors import ModelError
 from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.models.checkpoint import check_counts, expected_tensors
@@ -18,7 +18,18 @@ from trimtab_engine.models.registry import (
     parse_vision_config,
     tower_of,
 )
-from trimtab_engine.models.tensors import LINEAR_PARTS, PARTS, PROJECTION, elements_by_part, num_elements
+from trimtab_engine.models.tensors import (
+    LINEAR_PARTS,
+    PARTS,
+    PROJECTION,
+    Part,
+    StoredTensor,
+    Tensors,
+    elements_by_part,
+    num_elements,
+)
+from trimtab_engine.weights.scaled import ScaledSource
+from trimtab_engine.weights.scaled_form import Mxfp4, ScaledForm
 from trimtab_engine.weights.source import WeightSource
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -49,14 +60,8 @@ def _supported(source: WeightSource, config: ModelConfig) -> dict[str, Any]:
     counts = elements_by_part(tensors)
     quantization = stored_form(source.config, source.where)
     dtype_bytes = DTYPE_BYTES[config.dtype]
-    linear_bytes = dtype_bytes if quantization is None else quantization.weight_bytes
-    small = elements_by_part({name: tensor for name, tensor in tensors.items() if name.endswith(PROJECTION)})
-    by_part = {
-        part: round(counts[part] * linear_bytes)
-        if part in LINEAR_PARTS
-        else round(small[part] * linear_bytes) + (counts[part] - small[part]) * dtype_bytes
-        for part in PARTS
-    }
+    at_dtype = {part: counts[part] * dtype_bytes for part in PARTS}
+    by_part = _stored_by_part(source, tensors, quantization, dtype_bytes)
     return {
         "architecture": architecture_of(source.config, source.where),
         "supported": True,
@@ -77,6 +82,7 @@ def _supported(source: WeightSource, config: ModelConfig) -> dict[str, Any]:
         "kv_groups": [_kv_group(group) for group in kv_groups_of(config)],
         "quantization": None if quantization is None else quantization.name,
         "weights_by_part": by_part,
+        **({"weights_at_dtype": at_dtype} if isinstance(quantization, ScaledForm | Mxfp4) else {}),
         **_tower(source, config, dtype_bytes),
         **_computed_by(config),
     }
@@ -87,6 +93,41 @@ def _computed_by(config: ModelConfig) -> dict[str, Any]:
     if config.division is None:
         return {}
     return {"computed_by": "transformers", "tensor_parallel_sizes": list(config.division.degrees)}
+
+
+def _stored_by_part(
+    source: WeightSource, tensors: Tensors, form: Quantization | StoredForm | None, dtype_bytes: int
+) -> dict[Part, int]:
+    """Bytes of each part, as it is stored."""
+    counts = elements_by_part(tensors)
+    if form is None:
+        return {part: counts[part] * dtype_bytes for part in PARTS}
+    if isinstance(form, ScaledForm | Mxfp4):
+        by_part = dict.fromkeys(PARTS, 0)
+        for name, tensor in tensors.items():
+            stored = _stored_bytes(source, form, name, tensor)
+            by_part[tensor.part] += tensor.num_elements * dtype_bytes if stored is None else stored
+        return by_part
+    small = elements_by_part({name: tensor for name, tensor in tensors.items() if name.endswith(PROJECTION)})
+    return {
+        part: round(counts[part] * form.weight_bytes)
+        if part in LINEAR_PARTS
+        else round(small[part] * form.weight_bytes) + (counts[part] - small[part]) * dtype_bytes
+        for part in PARTS
+    }
+
+
+def _stored_bytes(source: WeightSource, form: ScaledForm | Mxfp4, name: str, tensor: StoredTensor) -> int | None:
+    """What a weight takes with its scales; None: it is stored as it is. By what the checkpoint has, where there is
+    one, else by config.json."""
+    if isinstance(form, Mxfp4):
+        is_small = len(tensor.shape) == 3
+        return tensor.shape[0] * form.stored_bytes(tensor.shape[2], tensor.shape[1]) if is_small else None
+    if not name.endswith(PROJECTION) and not name.endswith("lm_head.weight"):
+        return None
+    module = name.removesuffix(".weight")
+    scheme = source.scheme_of(name) if isinstance(source, ScaledSource) else form.scheme_of(module)
+    return None if scheme is None else scheme.stored_bytes(*tensor.shape)
 
 
 def _tower(source: WeightSource, config: ModelConfig, dtype_bytes: int) -> dict[str, Any]:

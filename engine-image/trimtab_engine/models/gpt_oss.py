@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trimtab_engine.config.model import ClampedGate, ModelConfig, MoeConfig
 from trimtab_engine.config.model_words import ConfigWords
-from trimtab_engine.config.quantization import check_unquantised
+from trimtab_engine.config.quantization import MXFP4, check_unquantised
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.decoder_kv import decoder_kv
 from trimtab_engine.models.family import Family, build_decoder
@@ -17,8 +17,8 @@ UNSAID = {"head_dim": 64, "rope_theta": 150_000.0, "attention_bias": True}
 
 
 def parse(words: ConfigWords) -> ModelConfig:
-    """Released checkpoints keep their experts in mxfp4, which is refused by name; those in bfloat16 are read."""
-    check_unquantised(words.config, words.architecture, words.where)
+    """Released checkpoints keep their experts in mxfp4; those that were restored in bfloat16."""
+    check_unquantised(words.config, words.architecture, words.where, but=MXFP4)
     words = ConfigWords(UNSAID | dict(words.config), words.generation, words.where)
     bias = words.flag("attention_bias")
     wide, num_experts = words.positive("intermediate_size"), words.positive("num_local_experts")

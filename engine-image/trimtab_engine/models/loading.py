@@ -24,6 +24,8 @@ from trimtab_engine.layers.quantized import (
 from trimtab_engine.parallel.groups import RankGroup
 from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.gguf_file import GgufSource
+from trimtab_engine.weights.mxfp4 import Mxfp4Source
+from trimtab_engine.weights.scaled import ScaledSource
 from trimtab_engine.weights.source import Span, WeightSource
 
 Progress = Callable[[int], None]
@@ -32,19 +34,19 @@ Weight = torch.Tensor | BlockFp8 | QuantisedBlocks
 """As it is stored, or in the computing dtype."""
 Joined = torch.Tensor | list[BlockFp8] | QuantisedBlocks | MixedBlocks
 """Rows that are multiplied together."""
-LAYER = re.compile(r"(?<=\blayers\.)\d+")
+NUMBER = re.compile(r"(?<=\blayers\.)\d+|(?<=\bexperts\.)\d+")
+
+
+PackedSource = GgufSource | FourBitsSource | ScaledSource | Mxfp4Source
+"""Those whose weights may be multiplied as they are stored."""
 
 
 def packed_source(
     source: WeightSource, dtype: torch.dtype, device: torch.device, quantization: Quantization | None
-) -> GgufSource | FourBitsSource | None:
-    """Whose weights of 4 to 8 bits are multiplied in blocks, where that is so: a GGUF file's, AWQ's and GPTQ's, by the
-    CPU's compiled products, unless something else was asked for."""
-    if (
-        isinstance(source, GgufSource | FourBitsSource)
-        and quantization is None
-        and library_for(dtype, device) is not None
-    ):
+) -> PackedSource | None:
+    """Whose weights of 4 to 8 bits are multiplied as they are stored, where that is so: by the CPU's compiled products,
+    unless something else was asked for."""
+    if isinstance(source, PackedSource) and quantization is None and library_for(dtype, device) is not None:
         return source
     return None
 
@@ -70,17 +72,16 @@ class Loader:
     def __call__(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor:
         """One tensor or a part of it; it may be a view of the file."""
         tensor = self._source.tensor(name, rows=rows, columns=columns)
-        if tensor.dtype == FLOAT8:
-            raise ModelError(f"{self._source.where}: tensor {name} is float8 without {name}{SCALE_SUFFIX}")
+        self._check_dtype(name, tensor)
         self._progress(tensor.numel())
         self._remember_restored([name])
         return tensor.to(device=self.device, dtype=self.dtype)
 
     @property
     def restored(self) -> list[str]:
-        """What a GGUF file has quantised and was read as numbers of the computing dtype, with its type and how many
-        layers' it is."""
-        named = Counter(f"{LAYER.sub('*', name)} ({kind})" for name, kind in self._restored_types.items())
+        """What the checkpoint has quantised and was read as numbers of the computing dtype, with its type and how many
+        layers' and experts' it is."""
+        named = Counter(f"{NUMBER.sub('*', name)} ({kind})" for name, kind in self._restored_types.items())
         return [name if count == 1 else f"{count} x {name}" for name, count in sorted(named.items())]
 
     @property
@@ -109,13 +110,24 @@ class Loader:
     def stored(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor:
         """One tensor as the checkpoint has it, or a part of it; it may be a view of the file."""
         tensor = self._source.tensor(name, rows=rows, columns=columns)
+        self._check_dtype(name, tensor)
         self._progress(tensor.numel())
         return tensor
 
+    def _check_dtype(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise ModelError for numbers that mean nothing without scales."""
+        if tensor.dtype == FLOAT8 or not tensor.is_floating_point():
+            kind = "float8" if tensor.dtype == FLOAT8 else str(tensor.dtype).removeprefix("torch.")
+            stem = name.removesuffix(".weight")
+            raise ModelError(
+                f"{self._source.where}: tensor {name} is {kind} without {name}{SCALE_SUFFIX} or {stem}.weight_scale"
+            )
+
     def kv_scale(self, attention: str, which: str) -> float:
         """The checkpoint's scale of this layer's keys (k) or values (v) in a float8 KV cache; 1 where it has none."""
-        names = (f"{attention}{place}{which}_scale" for place in ("", f"{which}_proj.", "attn."))
-        name = next((name for name in names if name in self._source.shapes()), None)
+        places = (f"{which}_scale", f"{which}_proj.{which}_scale", f"attn.{which}_scale", f"{which}_proj.output_scale")
+        found = (attention + place for place in places)
+        name = next((name for name in found if name in self._source.shapes()), None)
         if name is None:
             return 1.0
         scales = self._source.tensor(name).float().flatten()
@@ -198,6 +210,16 @@ class Loader:
             )
         return weight if isinstance(weight, torch.Tensor) else weight[0]
 
+    def stacked_expert(self, name: str, expert: int, *, columns: Span | None = None) -> torch.Tensor | QuantisedBlocks:
+        """One expert's weight [out, in], or some of its inputs, of a tensor [experts, in, out]."""
+        if isinstance(self._packed, Mxfp4Source):
+            blocks = self._packed.expert_blocks(name, expert, columns)
+            if blocks is not None:
+                self._progress(blocks.shape[0] * blocks.shape[1])
+                return blocks
+        whole = self(name, rows=(expert, expert + 1))[0]
+        return (whole if columns is None else whole[columns[0] : columns[1]]).t()
+
     def _weight(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Weight:
         """As it is stored, where it is multiplied so: with scales where the checkpoint has them."""
         blocks = self._blocks(name, rows=rows, columns=columns)
@@ -237,7 +259,8 @@ class Loader:
         return weight.to(self.dtype) if isinstance(weight, torch.Tensor) else weight.restored(self.dtype)
 
     def _remember_restored(self, names: Sequence[str]) -> None:
-        if isinstance(self._source, GgufSource):
+        if isinstance(self._source, GgufSource) or self._packed is not None:
+            assert isinstance(self._source, PackedSource)
             types = {name: self._source.quantised_type(name) for name in names}
             self._restored_types |= {name: kind for name, kind in types.items() if kind is not None}
 
@@ -293,7 +316,7 @@ def _interleaved(weight: Weight, head_size: int) -> Weight:
     if isinstance(weight, torch.Tensor):
         return interleave_pairs(weight, head_size)
     if isinstance(weight, QuantisedBlocks):
-        return QuantisedBlocks(weight.form, interleave_pairs(weight.data, head_size))
+        return weight.of_rows(lambda rows: interleave_pairs(rows, head_size))
     if BLOCK % head_size:
         raise NotBuiltError(f"fp8 blocks with head_dim {head_size} are not built: it must divide {BLOCK}")
     values = interleave_pairs(weight.values.view(torch.uint8), head_size)

@@ -19,9 +19,13 @@ from trimtab_engine.models.family import Family, TowerKind
 from trimtab_engine.weights.bare_decoder import BareDecoder, bare_decoder, is_bare, whole_architecture
 from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.four_bits_form import FourBits
+from trimtab_engine.weights.mxfp4 import Mxfp4Source
 from trimtab_engine.weights.open import open_source
+from trimtab_engine.weights.scaled import ScaledSource
+from trimtab_engine.weights.scaled_form import Mxfp4, ScaledForm
 from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
 from trimtab_engine.weights.text_half import (
+    Half,
     text_half,
     text_half_of_transformers,
     text_words,
@@ -120,8 +124,8 @@ def kv_groups_of(config: ModelConfig) -> tuple[KVGroup, ...]:
 
 def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:
     """Open a checkpoint; a GGUF file has its tensors under the names that its family knows, one that sees images those
-    of its text half alone, and one without output layer those of a whole model; integers of 4 bits are weights. Raises
-    ModelError."""
+    of its text half alone, and one without output layer those of a whole model; weights that are stored in parts are
+    one tensor. Raises ModelError."""
     source = open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)
     if whole_architecture(source.config) in BY_ARCHITECTURE and is_bare(source):
         source = bare_decoder(source)
@@ -133,12 +137,16 @@ def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> Weigh
         return source
     whole = text_half(source) if family.multimodal else source
     form = stored_form(source.config, source.where)
-    return FourBitsSource(whole, form) if isinstance(form, FourBits) else whole
+    if isinstance(form, FourBits):
+        return FourBitsSource(whole, form)
+    if isinstance(form, ScaledForm):
+        return ScaledSource(whole, form, whole.stored_module if isinstance(whole, Half) else str)
+    return Mxfp4Source(whole, form) if isinstance(form, Mxfp4) else whole
 
 
 def has_output_layer(source: WeightSource) -> bool:
     """Whether a checkpoint that open_model() has opened gives logits."""
-    whole = source.stored if isinstance(source, FourBitsSource) else source
+    whole = source.stored if isinstance(source, FourBitsSource | ScaledSource | Mxfp4Source) else source
     return not isinstance(whole, BareDecoder)
 
 

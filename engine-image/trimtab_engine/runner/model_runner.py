@@ -26,15 +26,21 @@ from trimtab_engine.device.swap_cache import SwapCache
 from trimtab_engine.device.transfer import Mark, send
 from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.layers.linear import padded_rows, row_sizes
-from trimtab_engine.layers.quantized import multiplies_float8
 from trimtab_engine.memory.encoder import EncoderLimits
 from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.memory.reserved import cpu_activation_bytes
 from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, reserved_for_processes
-from trimtab_engine.models.checkpoint import check_tensors, check_tower, expected_shapes, expected_tensors
+from trimtab_engine.models.checkpoint import (
+    KV_SCALE_SUFFIXES,
+    check_tensors,
+    check_tower,
+    expected_shapes,
+    expected_tensors,
+)
 from trimtab_engine.models.decoder import Decoder
 from trimtab_engine.models.family import Model, Tower
+from trimtab_engine.models.held_bytes import bytes_to_hold
 from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.pooler import pooling_of
 from trimtab_engine.models.registry import (
@@ -48,7 +54,7 @@ from trimtab_engine.models.registry import (
     parse_vision_config,
     tower_of,
 )
-from trimtab_engine.models.tensors import Tensors, num_elements, num_quantizable
+from trimtab_engine.models.tensors import num_elements
 from trimtab_engine.models.tower_share import TowerShare
 from trimtab_engine.parallel.expert_balancer import ExpertBalancer
 from trimtab_engine.parallel.groups import ALONE, RankGroups
@@ -71,7 +77,9 @@ from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.step_inputs import StepInputs, Unknown, flatten
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.four_bits import FourBitsSource
+from trimtab_engine.weights.mxfp4 import Mxfp4Source
 from trimtab_engine.weights.open import model_path
+from trimtab_engine.weights.scaled import ScaledSource
 from trimtab_engine.weights.source import WeightSource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -202,7 +210,7 @@ class ModelRunner:
             ),
             limit_bytes=device.limit_bytes,
             weights_bytes=bytes_to_hold(
-                source, tensors, quantization, dtype, device.torch, experts_move=shard.expert_placement is not None
+                source, tensors, quantization, dtype, device.torch, config=model_config, shard=shard
             )
             // layout.ranks_per_engine,
             tower_bytes=tower_bytes,
@@ -223,6 +231,7 @@ class ModelRunner:
             return model, tower
 
         _say_how_it_is_held(source, quantization, dtype, device.torch)
+        _say_what_kv_scales_are_for(source, kv_dtype)
         progress("weights", 0.0)
         source.map_files()  # before, so that what is measured is what the model keeps
         with device.measure() as growth:
@@ -726,52 +735,34 @@ def _in_words(group: KVGroup) -> str:
     return f"{group.num_layers} layers {sight}, keys of {each.key_size} and values of {each.value_size}"
 
 
-def bytes_to_hold(
-    source: WeightSource,
-    tensors: Tensors,
-    quantization: Quantization | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    experts_move: bool = False,
-) -> int:
-    """About what all ranks hold together. What this device does not multiply as it is stored is turned back as it
-    loads, and so are experts that move among ranks."""
-    packed = packed_source(source, dtype, device, quantization)
-    if packed is not None:
-        sizes = (
-            (None if tensor.part == "experts" and experts_move else packed.packed_bytes(name), tensor)
-            for name, tensor in tensors.items()
-        )
-        return sum(tensor.num_elements * dtype.itemsize if held is None else held for held, tensor in sizes)
-    plain = num_elements(tensors.values()) * dtype.itemsize
-    if quantization is None or not multiplies_float8(device):
-        return plain
-    return plain - int(num_quantizable(tensors) * (dtype.itemsize - quantization.weight_bytes))
-
-
 def _quantization_name(source: WeightSource, quantization: Quantization | None) -> str | None:
     """How the weights are quantised, in people's words."""
     if quantization is not None:
         return quantization.name
-    return source.form.name if isinstance(source, FourBitsSource) else None
+    return source.form.name if isinstance(source, FourBitsSource | ScaledSource | Mxfp4Source) else None
 
 
 def _say_how_it_is_held(
     source: WeightSource, quantization: Quantization | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """What is computed of integers of 4 bits, in the log."""
-    if not isinstance(source, FourBitsSource):
+    """What is computed of weights that are stored smaller, in the log."""
+    if not isinstance(source, FourBitsSource | ScaledSource | Mxfp4Source):
         return
     if packed_source(source, dtype, device, quantization) is None or not source.is_in_blocks:
         how = f"restored to {str(dtype).removeprefix('torch.')} as they load"
     else:
-        how = "multiplied in blocks of 32; parts that cut a block, and experts that move, restored as they load"
-    logger.info("weights: %s, 4 bits, %s", source.form.name, how)
+        how = "multiplied as they are stored; what cannot be is restored as it loads, and named then"
+    logger.info("weights: %s, %s, %s", source.form.name, source.form.words, how)
+
+
+def _say_what_kv_scales_are_for(source: WeightSource, kv_dtype: torch.dtype) -> None:
+    """In the log, where a checkpoint has scales of keys and values that are of no use."""
+    if kv_dtype.itemsize > 1 and any(name.endswith(KV_SCALE_SUFFIXES) for name in source.shapes()):
+        logger.info("KV cache: the checkpoint's scales of keys and values are for --kv-cache-dtype fp8 alone")
 
 
 def say_what_was_restored(load: Loader) -> None:
-    """What of a GGUF file is held larger than it is stored, in the log."""
+    """What is held larger than it is stored, in the log."""
     if load.restored:
         dtype = str(load.dtype).removeprefix("torch.")
         logger.info("weights: restored to %s as they loaded: %s", dtype, ", ".join(load.restored))

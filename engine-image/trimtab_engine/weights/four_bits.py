@@ -14,11 +14,20 @@ AWQ's. weight = (integer - zero) * scale.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.weights.four_bits_form import FourBits
+from trimtab_engine.weights.integer_part import (
+    BLOCK,
+    BLOCK_BYTES,
+    MIDDLE,
+    ZEROS_BYTES,
+    IntegerPart,
+    check_numbers,
+    in_blocks,
+)
+from trimtab_engine.weights.packing import Packing
 from trimtab_engine.weights.source import Span, WeightSource
 
 if TYPE_CHECKING:
@@ -28,22 +37,7 @@ if TYPE_CHECKING:
 IN_A_WORD = 8
 PLACES_OF_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight neighbours lies in a word."""
-PACKED_GROUP = 32
-"""Inputs of a block that is multiplied as it is; a group must be whole blocks."""
-MIDDLE = 8
-"""The zero point of what is quantised symmetrically."""
 WEIGHT, INTEGERS, ZEROS, SCALES, GROUPS = ".weight", ".qweight", ".qzeros", ".scales", ".g_idx"
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some rows and columns of a weight: integers [rows, columns] uint8, scales and zero points [rows, groups], and the
-    group [columns] of each column."""
-
-    integers: "torch.Tensor"
-    scales: "torch.Tensor"
-    zeros: "torch.Tensor"
-    groups: "torch.Tensor"
 
 
 class FourBitsSource:
@@ -98,43 +92,44 @@ class FourBitsSource:
 
     @property
     def is_in_blocks(self) -> bool:
-        """Whether groups are whole blocks of neighbouring inputs, by what config.json says."""
+        """Whether groups are whole blocks, by what config.json says."""
         size = self._form.group_size
-        return not self._form.is_ordered and (size is None or size % PACKED_GROUP == 0)
+        return size is None or size % BLOCK == 0
 
-    def packed_bytes(self, name: str) -> int | None:
-        """What a tensor takes in blocks; None where it is not multiplied so."""
-        if name not in self._packed or not self.is_in_blocks or not self._has_whole_blocks(name):
+    def packing(self, name: str, columns: Span | None = None) -> Packing | None:
+        """How these columns of a tensor are multiplied as they are stored; None where they are not."""
+        stem = self._packed.get(name)
+        if stem is None or not self.is_in_blocks:
             return None
-        rows, columns = self._shapes[name]
-        return rows * columns // PACKED_GROUP * (18 if self._form.is_symmetric else 20)
+        span = columns or (0, self._shapes[name][1])
+        if span[0] % BLOCK or span[1] % BLOCK:
+            return None
+        order = None
+        if stem + GROUPS in self._stored.shapes():
+            order, groups = in_blocks(self._groups(stem, span))
+            if groups is None:
+                return None
+        kind, size = ("Q4_0", BLOCK_BYTES[4]) if self._form.is_symmetric else ("zeros", ZEROS_BYTES)
+        return Packing(kind, size / BLOCK, None if order is None else order.numpy().tobytes())
+
+    def quantised_type(self, name: str) -> str | None:
+        """What a weight in integers of 4 bits is called; None of others."""
+        return self._form.name if name in self._packed else None
 
     def blocks(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "QuantisedBlocks | None":
-        """A matrix in blocks, or a part of it. None where it is not multiplied so: groups or a part that are no whole
-        blocks, inputs in an order of their own, scales that float16 does not hold."""
+        """A matrix in blocks, or a part of it. None where it is not multiplied so: see `packing`, and scales that
+        float16 does not hold."""
         stem = self._packed.get(name)
-        if stem is None or not self._has_whole_blocks(name) or any(column % PACKED_GROUP for column in columns or ()):
+        if stem is None or not self.is_in_blocks or any(column % BLOCK for column in columns or ()):
             return None
-        part = self._part(stem, rows, columns)
-        of_blocks = part.groups.view(-1, PACKED_GROUP)
-        if bool((of_blocks != of_blocks[:, :1]).any()) or not bool((part.scales.half() == part.scales).all()):
-            return None
-        return _blocks_of(part, of_blocks[:, 0], can_leave_zeros=self._form.is_symmetric)
+        return self._part(stem, rows, columns).blocks()
 
     def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
         """See WeightSource; what is in four parts becomes float32."""
         stem = self._packed.get(name)
         if stem is None:
             return self._stored.tensor(name, rows=rows, columns=columns)
-        part = self._part(stem, rows, columns)
-        weight = part.integers.float()
-        weight -= part.zeros.index_select(1, part.groups)
-        weight *= part.scales.float().index_select(1, part.groups)
-        return weight
-
-    def _has_whole_blocks(self, name: str) -> bool:
-        size = self._form.group_size
-        return self._shapes[name][1] % PACKED_GROUP == 0 and (size is None or size % PACKED_GROUP == 0)
+        return self._part(stem, rows, columns).restored()
 
     def _checked_shape(self, stem: str) -> tuple[int, int]:
         """The weight's. Raises ModelError where its parts do not fit each other."""
@@ -157,7 +152,7 @@ class FourBitsSource:
                 )
         return rows, columns
 
-    def _part(self, stem: str, rows: Span | None, columns: Span | None) -> _Part:
+    def _part(self, stem: str, rows: Span | None, columns: Span | None) -> IntegerPart:
         height, width = self._shapes[stem + WEIGHT]
         rows, columns = rows or (0, height), columns or (0, width)
         groups = self._groups(stem, columns)
@@ -167,9 +162,10 @@ class FourBitsSource:
         if first < 0 or last > held:
             raise ModelError(f"{self.where}: {stem + GROUPS} names groups {first} to {last - 1}; there are {held}")
         scales = self._stored.tensor(stem + SCALES, rows=(first, last), columns=rows)
-        return _Part(
-            self._integers(stem, rows, columns), scales.t(), self._zeros(stem, rows, (first, last)), groups - first
-        )
+        check_numbers(scales, stem + SCALES, self.where)
+        zeros = self._zeros(stem, rows, (first, last))
+        is_even = self._form.is_symmetric and bool((zeros == MIDDLE).all())
+        return IntegerPart(self._integers(stem, rows, columns), scales.t(), None if is_even else zeros, groups - first)
 
     def _groups(self, stem: str, columns: Span) -> "torch.Tensor":
         """The group of each of these columns."""
@@ -216,18 +212,3 @@ def integers_of(words: "torch.Tensor") -> "torch.Tensor":
 
     bytes_ = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     return torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(-2)
-
-
-def _blocks_of(part: _Part, groups: "torch.Tensor", *, can_leave_zeros: bool) -> "QuantisedBlocks":
-    """`groups` [blocks]: that of each block of columns."""
-    import torch
-    from trimtab_kernels.native.quantised import FORMS, GROUP, WITH_ZEROS, QuantisedBlocks
-
-    num_rows = len(part.integers)
-    integers = part.integers.reshape(num_rows, -1, GROUP)
-    numbers = integers[..., : GROUP // 2] | integers[..., GROUP // 2 :] << 4
-    is_even = can_leave_zeros and bool((part.zeros == MIDDLE).all())
-    factors = [part.scales] if is_even else [part.scales, part.zeros]
-    halves = [factor.half().index_select(1, groups).unsqueeze(-1).view(torch.uint8) for factor in factors]
-    data = torch.cat([*halves, numbers], dim=-1).view(num_rows, -1)
-    return QuantisedBlocks(FORMS["Q4_0"] if is_even else WITH_ZEROS, data)

@@ -1,6 +1,7 @@
 """How integers of 4 bits lie in a checkpoint, by its config.json: for who parses that and for who reads them."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,9 @@ class FourBits:
     """Inputs were quantised in an order of their own (desc_act), so that a group's need not lie side by side."""
     zero_offset: int = 0
     """What is added to a stored zero point."""
+
+    words: ClassVar[str] = "4 bits"
+    """In people's words."""
 
     @property
     def weight_bytes(self) -> float:

@@ -22,6 +22,7 @@ from trimtab_engine.weights.gguf_words import (
     end_tokens,
     pooling_type,
 )
+from trimtab_engine.weights.packing import Packing
 from trimtab_engine.weights.source import Span
 
 if TYPE_CHECKING:
@@ -145,13 +146,14 @@ class GgufSource:
         kind = str(self._stored(name).tensor_type.name)
         return None if kind in PLAIN_TYPES else kind
 
-    def packed_bytes(self, name: str) -> int | None:
-        """What a tensor takes as it is multiplied in blocks; None where it is not."""
+    def packing(self, name: str, columns: Span | None = None) -> Packing | None:
+        """How these columns of a tensor are multiplied as they are stored; None where they are not."""
         from trimtab_kernels.native.quantised import FORMS
 
-        tensor = self._tensors[name]
-        form = FORMS.get(tensor.tensor_type.name)
-        return None if form is None else int(tensor.n_bytes) // form.block_bytes * form.packed_bytes
+        form = FORMS.get(self._tensors[name].tensor_type.name)
+        if form is None or any(column % form.numbers for column in columns or ()):
+            return None
+        return Packing(form.name, form.packed_bytes / form.numbers)
 
     def blocks(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "QuantisedBlocks | None":
         """A matrix as it is stored, or a part of it, a view of the file where rows keep their order. None where it is

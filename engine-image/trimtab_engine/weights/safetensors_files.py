@@ -18,8 +18,14 @@ MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 ITEM_BYTES |= {"F8_E4M3": 1}
 LOADABLE = ("F32", "F16", "BF16", "F8_E4M3")
-INTEGERS = (".qweight", ".qzeros", ".g_idx")
-"""How the names of tensors end that hold integers (weights/four_bits.py)."""
+INTEGERS: Mapping[str, tuple[str, ...]] = {
+    "I32": (".qweight", ".qzeros", "g_idx", ".weight_packed", ".weight_zero_point", ".weight_shape"),
+    "I64": (".weight_shape",),
+    "I8": (".weight", "_zero_point"),
+    "U8": ("_blocks", "_scales"),
+}
+"""By dtype, how the names of tensors end that hold integers (weights/four_bits.py, scaled.py, mxfp4.py)."""
+MODELOPT_FILE = "hf_quant_config.json"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -30,7 +36,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.config: Mapping[str, Any] = read_json(folder / CONFIG_FILE)
+        self.config: Mapping[str, Any] = _with_modelopt(folder, read_json(folder / CONFIG_FILE))
         self.generation_config: Mapping[str, Any] = read_json(folder / GENERATION_FILE, required=False)
         self.where = str(folder / CONFIG_FILE)
         self._file_of: dict[str, Path] = {}
@@ -89,6 +95,14 @@ class SafetensorsSource:
         return self._open[file]
 
 
+def _with_modelopt(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json's words, with what ModelOpt says in a file of its own where config.json says nothing."""
+    said = read_json(folder / MODELOPT_FILE, required=False).get("quantization")
+    if config.get("quantization_config") is not None or not isinstance(said, Mapping):
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **said}}
+
+
 def _slice(span: Span | None) -> slice:
     return slice(None) if span is None else slice(*span)
 
@@ -138,7 +152,7 @@ def read_header(file: Path) -> dict[str, Any]:
 def _check_entry(file: Path, name: str, entry: dict[str, Any]) -> int:
     """The tensor's end offset. Raises ModelError for a dtype that is not loaded, ValueError for nonsense."""
     dtype, (first, last) = entry["dtype"], entry["data_offsets"]
-    if dtype not in LOADABLE and not (dtype == "I32" and name.endswith(INTEGERS)):
+    if dtype not in LOADABLE and not name.endswith(INTEGERS.get(dtype, ())):
         raise ModelError(f"{file}: tensor {name} is {dtype}; only {', '.join(LOADABLE)} can be loaded")
     count = 1
     for extent in entry["shape"]:

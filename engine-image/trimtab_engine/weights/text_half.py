@@ -63,6 +63,14 @@ class Half:
         whole = self._whole.shapes()
         return {name: whole[stored] for name, stored in self._stored_names.items()}
 
+    def stored_module(self, module: str) -> str:
+        """What the whole checkpoint calls it."""
+        for ending in (".weight_packed", ".weight"):
+            stored = self._stored_names.get(module + ending)
+            if stored is not None:
+                return stored.removesuffix(ending)
+        return module
+
     def map_files(self) -> None:
         """See WeightSource."""
         self._whole.map_files()

@@ -313,7 +313,7 @@ long trimtab_panel_bytes(long kind, long in) { return panel_bytes(kind, in); }
 /* The same of GGUF's blocks [out, in / inputs of a block, block_bytes]; `step` bytes lie between two panels. */
 void trimtab_pack_blocks(long kind, const uint8_t *blocks, long block_bytes, long out, long in, char *packed,
                          long step) {
-    long row_bytes = in / (has_head(kind) ? SUPER : GROUP) * block_bytes;
+    long row_bytes = kind == E4M3 ? in : in / (has_head(kind) ? SUPER : GROUP) * block_bytes;
     for (long p = 0; p < panels_of(out); p++)
         pack_panel(kind, blocks + p * PANEL * row_bytes, block_bytes, at_most(PANEL, out - p * PANEL), in,
                    packed + p * step);

@@ -31,6 +31,8 @@ class MatrixView(ctypes.Structure):
     _fields_ = (
         ("panels", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
         ("out", ctypes.c_long),
         ("in_", ctypes.c_long),
         ("is_quantised", ctypes.c_long),

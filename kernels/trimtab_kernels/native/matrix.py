@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from trimtab_kernels.native.library import MatrixView, NativeLibrary
-from trimtab_kernels.native.quantised import Form, MixedBlocks, QuantisedBlocks
+from trimtab_kernels.native.quantised import FLOAT8, Form, MixedBlocks, QuantisedBlocks, scales_of
 
 FLOAT_BYTES = 4
 ALIGNMENT = 64  # of a cache line
@@ -37,6 +37,10 @@ class PackedMatrix:
     panels: torch.Tensor
     """[panels, 2] int64: the address of each, and its kind."""
     bias: torch.Tensor | None
+    scales: torch.Tensor | None
+    """[out] float32, or None: by which the sums are multiplied."""
+    order: torch.Tensor | None
+    """[in] int32, or None: which of x's columns each input is."""
     view: MatrixView
     is_gated: bool
 
@@ -82,7 +86,7 @@ def pack_matrix(
 
     _in_threads(pack, parts, panels, library.num_threads if packed.nbytes >= THREADED_BYTES else 1)
     table = [(packed.data_ptr() + place * panel_bytes, FLOAT32) for place in range(parts * panels)]
-    return _matrix(library, packed, table, bias, (out, size), is_gated=is_gated)
+    return _matrix(library, packed, table, bias, None, None, (out, size), is_gated=is_gated)
 
 
 def _in_threads(pack: Callable[[int, int, int], None], parts: int, panels: int, num_threads: int) -> None:
@@ -112,13 +116,25 @@ def pack_blocks(
     turns = [_halves(weight)] if is_gated else [(part,) for part in weight.parts]
     if any(turn[0].shape[0] % library.panel for turn in turns[:-1]):
         raise ValueError(f"pack_blocks: rows of several forms are no whole panels of {library.panel}")
-    packed = _aligned(sum(_packed_bytes(library, turn) for turn in turns) // FLOAT_BYTES)
+    packed = _aligned(-(-sum(_packed_bytes(library, turn) for turn in turns) // FLOAT_BYTES))
     table: list[tuple[int, int]] = []
     at = packed.data_ptr()
     for turn in turns:
         table += _pack_in_turns(library, turn, at)
         at += _packed_bytes(library, turn)
-    return _matrix(library, packed, table, bias, (out, size), is_gated=is_gated)
+    return _matrix(
+        library, packed, table, bias, _product_scales(weight.parts), weight.order, (out, size), is_gated=is_gated
+    )
+
+
+def _product_scales(parts: Sequence[QuantisedBlocks]) -> torch.Tensor | None:
+    """By what the compiled products' sums are multiplied."""
+    scales, units = scales_of(parts), [part.form.unit for part in parts]
+    if scales is None and all(unit == 1.0 for unit in units):
+        return None
+    counts = torch.tensor([part.shape[0] for part in parts])
+    unit = torch.tensor(units).repeat_interleave(counts)
+    return unit if scales is None else unit * scales
 
 
 def _packed_bytes(library: NativeLibrary, parts: Sequence[QuantisedBlocks]) -> int:
@@ -152,8 +168,7 @@ def _halves(weight: QuantisedBlocks | MixedBlocks) -> tuple[QuantisedBlocks, Qua
     """Gate's rows and up's. Raises ValueError where a form changes elsewhere than between them."""
     half = weight.shape[0] // 2
     if isinstance(weight, QuantisedBlocks):
-        first, second = (QuantisedBlocks(weight.form, data) for data in (weight.data[:half], weight.data[half:]))
-        return first, second
+        return weight.of_rows(lambda rows: rows[:half]), weight.of_rows(lambda rows: rows[half:])
     if [part.shape[0] for part in weight.parts] != [half, half]:
         raise ValueError(f"pack_blocks: parts of {[part.shape[0] for part in weight.parts]} rows are no gate and up")
     return weight.parts[0], weight.parts[1]
@@ -164,16 +179,22 @@ def _matrix(
     packed: torch.Tensor,
     table: list[tuple[int, int]],
     bias: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    order: torch.Tensor | None,
     shape: tuple[int, int],
     *,
     is_gated: bool,
 ) -> PackedMatrix:
     """`table`: the panels' addresses and kinds."""
     panels = torch.tensor(table, dtype=torch.int64)
-    bias = None if bias is None else bias.float().contiguous()
-    is_quantised = any(kind != FLOAT32 for _, kind in table)
-    view = MatrixView(panels.data_ptr(), None if bias is None else bias.data_ptr(), *shape, is_quantised)
-    return PackedMatrix(library, packed, panels, bias, view, is_gated)
+    bias, scales = (None if each is None else each.float().contiguous() for each in (bias, scales))
+    order = None if order is None else order.int().contiguous()
+    is_quantised = any(kind not in (FLOAT32, FLOAT8.kind) for _, kind in table)
+    if order is not None and not is_quantised:
+        raise ValueError("pack_blocks: inputs in an order of their own are only built for integers")
+    pointers = (None if each is None else each.data_ptr() for each in (bias, scales, order))
+    view = MatrixView(panels.data_ptr(), *pointers, *shape, is_quantised)
+    return PackedMatrix(library, packed, panels, bias, scales, order, view, is_gated)
 
 
 def _aligned(num_floats: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 /* Products with packed weights.  y[r][o] = sum_i x[r][i] * w[o][i]
  *
- * What is stored with 4 to 8 bits stays so (quantised.h). A float32 weight [out, in] is stored as panels of PANEL
+ * What is stored with 4 to 8 bits stays so (quantised.h; float8 below). A float32 weight [out, in] is stored as panels of PANEL
  * outputs, so that a tile reads it as one stream:
  *
  *     packed  | in 0: o0 o1 .. o31 | in 1: o0 o1 .. o31 | ... || panel 1: in 0: o32 ..      (zeros behind the last o)
@@ -19,9 +19,11 @@ typedef struct {
 
 typedef struct {
     const Panel *panels;
-    const float *bias; /* [out] or NULL */
+    const float *bias;    /* [out] or NULL */
+    const float *scales;  /* [out] or NULL: what sums are multiplied by, before the bias */
+    const int32_t *order; /* [in] or NULL: which of x's numbers each input is; only of integers */
     long out, in;
-    long is_quantised; /* all panels are; they may be of several kinds */
+    long is_quantised; /* all panels are of integers; they may be of several kinds */
 } Matrix;
 
 #define NEAR_FLOATS 1024 /* with one tile per panel: how far ahead of its reading it fetches, 4 KiB */
@@ -79,6 +81,58 @@ static const tile_function tiles[] = {0, tile_1, tile_2, tile_3, tile_4, tile_5,
 #endif
 };
 
+/* WIDTH numbers of float8 (e4m3), 256 times smaller: their bits are those of float16 but for the exponent's bias, 7 in
+ * the place of 15. None is NaN. */
+INLINE vec load_e4m3(const char *p) {
+    signed_octets stored;
+    memcpy(&stored, p, sizeof stored);
+    signed_narrow wide = __builtin_convertvector(stored, signed_narrow); /* the sign is the highest bit, and the next */
+    uint16_t halves[WIDTH] __attribute__((aligned(4 * WIDTH)));
+    narrow bits = ((narrow)wide << 7) & 0xbf80;
+    memcpy(halves, &bits, sizeof halves);
+    return load_halves(halves);
+}
+
+/* sums += x . panel for R rows, inputs one by one: a row is computed alike however many there are. */
+#define E4M3_TILE(R)                                                                                                   \
+    static void e4m3_tile_##R(const float *x, long ldx, const char *w, long in, float *sums) {                         \
+        vec sum[R][PANEL_VECTORS] = {{{0}}};                                                                           \
+        for (long i = 0; i < in; i++, w += PANEL) {                                                                    \
+            vec part[PANEL_VECTORS];                                                                                   \
+            __builtin_prefetch(w + 4 * NEAR_FLOATS, 0, 3);                                                             \
+            _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) part[v] = load_e4m3(w + v * WIDTH);        \
+            _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                                     \
+                vec value = splat(x[r * ldx + i]);                                                                     \
+                _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) sum[r][v] += value * part[v];          \
+            }                                                                                                          \
+        }                                                                                                              \
+        _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                                           \
+            _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++)                                            \
+                store(sums + r * PANEL + v * WIDTH, sum[r][v]);                                                        \
+    }
+E4M3_TILE(1) E4M3_TILE(2) E4M3_TILE(3) E4M3_TILE(4) E4M3_TILE(5) E4M3_TILE(6)
+#if TILE_ROWS > 6
+E4M3_TILE(7) E4M3_TILE(8) E4M3_TILE(9) E4M3_TILE(10) E4M3_TILE(11) E4M3_TILE(12)
+#endif
+
+typedef void (*e4m3_function)(const float *, long, const char *, long, float *);
+static const e4m3_function e4m3_tiles[] = {0, e4m3_tile_1, e4m3_tile_2, e4m3_tile_3, e4m3_tile_4, e4m3_tile_5,
+                                           e4m3_tile_6,
+#if TILE_ROWS > 6
+                                           e4m3_tile_7, e4m3_tile_8, e4m3_tile_9, e4m3_tile_10, e4m3_tile_11,
+                                           e4m3_tile_12,
+#endif
+};
+
+/* sums[rows][PANEL] = x . panel */
+static void multiply_e4m3_panel(const float *x, long ldx, long rows, const char *panel, long in, float *sums) {
+    long blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (long block = 0; block < blocks; block++) {
+        long first = rows * block / blocks, last = rows * (block + 1) / blocks;
+        e4m3_tiles[last - first](x + first * ldx, ldx, panel, in, sums + first * PANEL);
+    }
+}
+
 /* sums[rows][PANEL] = x . panel; `panel` is one of a row of packed panels. */
 static void multiply_panel(const float *x, long ldx, long rows, const float *panel, long in, float *sums) {
     long blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
@@ -133,7 +187,7 @@ INLINE Rows rows_for(const Matrix *m, const float *x, long ldx, long rows, float
     Rows made = {x, ldx, rows, {0}};
     if (m->is_quantised) {
         made.integers = integers_at(scratch, m->in);
-        integers_of(x, ldx, rows, made.integers);
+        integers_of(x, ldx, rows, m->order, made.integers);
     }
     return made;
 }
@@ -142,8 +196,18 @@ INLINE void sums_of_panel(const Matrix *m, const Rows *rows, long panel, float *
     const Panel *p = m->panels + panel;
     if (m->is_quantised)
         multiply_quantised_panel(p->kind, &rows->integers, rows->rows, p->weight, sums);
+    else if (p->kind == E4M3)
+        multiply_e4m3_panel(rows->x, rows->ldx, rows->rows, p->weight, m->in, sums);
     else
         multiply_panel(rows->x, rows->ldx, rows->rows, (const float *)p->weight, m->in, sums);
+}
+
+/* sums[rows][PANEL] times the scales of the outputs from `output` on. */
+INLINE void scale_panel(const Matrix *m, long output, long rows, float *sums) {
+    long columns = at_most(PANEL, m->out - output);
+    if (!m->scales) return;
+    for (long r = 0; r < rows; r++)
+        for (long c = 0; c < columns; c++) sums[r * PANEL + c] *= m->scales[output + c];
 }
 
 /* How many rows are multiplied at once. */
@@ -161,6 +225,7 @@ static void multiply(Team team, const Matrix *m, const float *x, long ldx, long 
         for (long p = first; p < last; p++) {
             long column = p * PANEL;
             sums_of_panel(m, &taken, p, sums);
+            scale_panel(m, column, count, sums);
             finish_panel(sums, m->bias ? m->bias + column : NULL, at_most(PANEL, m->out - column), count,
                          y + r * ldy + column, ldy, adds);
         }
@@ -184,6 +249,17 @@ INLINE void finish_gated_panel(const Matrix *m, long column, float *gates, float
     finish_panel(gates, NULL, columns, count, y, ldy, 0);
 }
 
+/* The same of a panel of gates and one of ups. `column`: their place in m's halves. */
+INLINE void scale_halves(const Matrix *m, long column, long rows, float *gates, float *ups) {
+    long size = m->out / 2, columns = at_most(PANEL, size - column);
+    if (!m->scales) return;
+    for (long r = 0; r < rows; r++)
+        for (long c = 0; c < columns; c++) {
+            gates[r * PANEL + c] *= m->scales[column + c];
+            ups[r * PANEL + c] *= m->scales[size + column + c];
+        }
+}
+
 /* y[rows][out / 2] = silu(gate) * up. The panels of m take turns: gate's first, up's first, gate's second, ... */
 static void multiply_gated(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy,
                            float *scratch) {
@@ -197,6 +273,7 @@ static void multiply_gated(Team team, const Matrix *m, const float *x, long ldx,
         for (long p = first; p < last; p++) {
             sums_of_panel(m, &taken, 2 * p, gates);
             sums_of_panel(m, &taken, 2 * p + 1, ups);
+            scale_halves(m, p * PANEL, count, gates, ups);
             finish_gated_panel(m, p * PANEL, gates, ups, count, y + r * ldy + p * PANEL, ldy);
         }
     }

@@ -1,6 +1,7 @@
 /* Products with weights of 4, 5, 6 or 8 bits, multiplied as they are stored.  y[r][o] = sum_i x[r][i] * w[o][i]
  *
- * A weight has groups of 32 inputs (GGUF's blocks): w = q * scale, q * scale + least, or (q - zero) * scale. A panel of
+ * A weight has groups of 32 inputs (GGUF's blocks): w = q * scale, q * scale + least, or (q - zero) * scale; q of E2M1
+ * is twice a number of 4 bits with a sign, two exponent bits and one of mantissa, by a table. A panel of
  * PANEL outputs holds its groups one behind the other, each as words of 32 bits, an output's in one lane, then its
  * factors as float16:
  *
@@ -31,7 +32,7 @@
 #define ROWS_AT_ONCE 24 /* turned into integers together, by each thread for itself: x of 8192 inputs takes 400 KiB */
 #define LEAST_X 1e-30f  /* a group whose largest is below adds nothing */
 
-enum kind { FLOAT32, Q4_0, Q4_1, Q8_0, Q4_ZEROS, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
+enum kind { FLOAT32, Q4_0, Q4_1, Q8_0, Q4_ZEROS, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, E2M1, E4M3 };
 
 #if defined(__AVX512F__)
 #define QUANTISED_ROWS 6 /* rows of a tile: 12 sums of 32 registers */
@@ -70,7 +71,7 @@ INLINE int has_least(enum kind kind) { return kind == Q4_1 || kind == Q5_1; }
 INLINE int has_two_factors(enum kind kind) { return has_least(kind) || kind == Q4_ZEROS; }
 
 /* What is taken from every stored number. */
-INLINE int offset_of(enum kind kind) { return kind == Q4_0 ? 8 : kind == Q5_0 ? 16 : 0; }
+INLINE int offset_of(enum kind kind) { return kind == Q4_0 ? 8 : kind == Q5_0 ? 16 : kind == E2M1 ? 12 : 0; }
 
 /* Scales of a group. */
 INLINE long parts_of(enum kind kind) { return kind == Q6_K ? 2 : 1; }
@@ -85,7 +86,8 @@ INLINE long head_bytes(enum kind kind) { return has_head(kind) ? PANEL * (has_le
 
 /* Bytes of a panel of `in` inputs. */
 INLINE long panel_bytes(enum kind kind, long in) {
-    return kind == FLOAT32 ? 4 * PANEL * in : in / GROUP * group_bytes(kind) + in / SUPER * head_bytes(kind);
+    if (kind == FLOAT32 || kind == E4M3) return (kind == E4M3 ? 1 : 4) * PANEL * in;
+    return in / GROUP * group_bytes(kind) + in / SUPER * head_bytes(kind);
 }
 
 /* Floats of one thread's Integers; the scratch memory of a thread begins on a cache line. */
@@ -167,12 +169,42 @@ INLINE float to_integers(const float *x, int16_t *values, int32_t *total) {
     return inverse == 0.0f ? fault : most / 32767.0f + fault;
 }
 
-static void integers_of(const float *x, long ldx, long rows, Integers to) {
+/* `order`: which of x's numbers each input is; NULL: they come in turn. */
+static void integers_of(const float *x, long ldx, long rows, const int32_t *order, Integers to) {
     long groups = to.in / GROUP;
+    float gathered[GROUP];
     for (long r = 0; r < rows; r++)
-        for (long g = 0; g < groups; g++)
+        for (long g = 0; g < groups; g++) {
+            const float *group = x + r * ldx + g * GROUP;
+            if (order) {
+                for (int i = 0; i < GROUP; i++) gathered[i] = x[r * ldx + order[g * GROUP + i]];
+                group = gathered;
+            }
             to.scales[r * groups + g] =
-                to_integers(x + r * ldx + g * GROUP, to.values + r * to.in + g * GROUP, to.totals + r * groups + g);
+                to_integers(group, to.values + r * to.in + g * GROUP, to.totals + r * groups + g);
+        }
+}
+
+/* Twice the numbers 0 .. 15 of E2M1, which are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same below 0, and 12 more: in the
+ * lower bytes of lanes of 16 bits, so that none is negative. */
+INLINE halfwords e2m1_of(halfwords numbers) {
+#if defined(__SSSE3__)
+    static const int8_t table[16] __attribute__((aligned(16))) = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                                  12, 11, 10, 9,  8,  6,  4,  0};
+    __m128i values = _mm_load_si128((const __m128i *)table);
+    halfwords places = numbers | 0x8000; /* the upper bytes become 0 */
+#if defined(__AVX512BW__)
+    return (halfwords)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), (__m512i)places);
+#elif defined(__AVX2__)
+    return (halfwords)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)places);
+#else
+    return (halfwords)_mm_shuffle_epi8(values, (__m128i)places);
+#endif
+#else
+    halfwords half = numbers & 1, power = numbers >> 1 & 3, is_whole = 0 - (halfwords)(power != 0);
+    halfwords size = ((2 | half) << power >> 1 & is_whole) | (half & ~is_whole), sign = 0 - (numbers >> 3);
+    return ((size ^ sign) - sign) + 12;
+#endif
 }
 
 /* The pair of inputs `k` of word `w`: two of its eight numbers of 4 bits with their higher ones, or of its four of 8.
@@ -181,6 +213,7 @@ INLINE pairs pair_of(enum kind kind, words word, words high, int w, int k) {
     if (kind == Q8_0) return k ? (pairs)word >> 8 : (pairs)((halfwords)word << 8) >> 8;
     halfwords shifted = (halfwords)word >> (4 * k);
     int pair = 4 * w + k;
+    if (kind == E2M1) return (pairs)e2m1_of(shifted & 15);
     if (kind == Q6_K)
         return (pairs)(shifted & 15) | ((pairs)((halfwords)high << (14 - pair % 8 * 2)) >> 10 & ~15);
     if (high_words_of(kind)) {
@@ -316,13 +349,13 @@ INLINE Factors load_factors(enum kind kind, const char *head, const char *factor
 #define QUANTISED_NAMES(KIND) {quantised_##KIND##_1, quantised_##KIND##_2, quantised_##KIND##_3}
 #endif
 QUANTISED_TILES(Q4_0) QUANTISED_TILES(Q4_1) QUANTISED_TILES(Q8_0) QUANTISED_TILES(Q4_ZEROS) QUANTISED_TILES(Q5_0)
-QUANTISED_TILES(Q5_1) QUANTISED_TILES(Q4_K) QUANTISED_TILES(Q5_K) QUANTISED_TILES(Q6_K)
+QUANTISED_TILES(Q5_1) QUANTISED_TILES(Q4_K) QUANTISED_TILES(Q5_K) QUANTISED_TILES(Q6_K) QUANTISED_TILES(E2M1)
 
 typedef void (*quantised_function)(const Integers *, long, const char *, float *);
 static const quantised_function quantised_tiles[][QUANTISED_ROWS] = {
     [Q4_0] = QUANTISED_NAMES(Q4_0), [Q4_1] = QUANTISED_NAMES(Q4_1), [Q8_0] = QUANTISED_NAMES(Q8_0),
     [Q4_ZEROS] = QUANTISED_NAMES(Q4_ZEROS), [Q5_0] = QUANTISED_NAMES(Q5_0), [Q5_1] = QUANTISED_NAMES(Q5_1),
-    [Q4_K] = QUANTISED_NAMES(Q4_K), [Q5_K] = QUANTISED_NAMES(Q5_K), [Q6_K] = QUANTISED_NAMES(Q6_K)};
+    [Q4_K] = QUANTISED_NAMES(Q4_K), [Q5_K] = QUANTISED_NAMES(Q5_K), [Q6_K] = QUANTISED_NAMES(Q6_K), [E2M1] = QUANTISED_NAMES(E2M1)};
 
 /* sums[rows][PANEL] = x . panel */
 static void multiply_quantised_panel(enum kind kind, const Integers *x, long rows, const char *panel, float *sums) {
@@ -418,6 +451,11 @@ INLINE void pack_group(enum kind kind, const uint8_t *block, long group, long ou
 INLINE void pack_panel(enum kind kind, const uint8_t *blocks, long block_bytes, long outputs, long in, char *panel) {
     long together = has_head(kind) ? SUPER / GROUP : 1, row_bytes = in / GROUP / together * block_bytes;
     memset(panel, 0, panel_bytes(kind, in));
+    if (kind == E4M3) {
+        for (long c = 0; c < outputs; c++)
+            for (long i = 0; i < in; i++) panel[i * PANEL + c] = (char)blocks[c * in + i];
+        return;
+    }
     for (long g = 0; g < in / GROUP; g++, blocks += g % together ? 0 : block_bytes) {
         if (has_head(kind) && g % together == 0) {
             for (long c = 0; c < outputs; c++) pack_head(kind, blocks + c * row_bytes, c, panel);

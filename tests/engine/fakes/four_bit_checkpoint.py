@@ -1,5 +1,7 @@
 """Checkpoints in integers of 4 bits, made as AWQ's and GPTQ's own papers and tools say, one word at a time."""
 
+import re
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbouring outputs lies in a word's first, second, ... 4 bits."""
 GPTQ_ORDER = tuple(range(8))
+SAME_INPUTS = re.compile(r"\b(q|k|v|gate|up)_proj$")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -19,6 +22,8 @@ class Recipe:
     group_size: int = 32
     is_symmetric: bool = False
     is_ordered: bool = False
+    shares_orders: bool = True
+    """Projections of the same inputs have them in one order, as GPTQ's tools make it."""
     checkpoint_format: str | None = None
     has_biases: bool = False
     """GPTQ's tools write a bias of zeros where a layer has none."""
@@ -36,12 +41,13 @@ class Recipe:
 def quantise(tensors: Tensors, recipe: Recipe, *, seed: int = 3) -> Tensors:
     """Replace each projection by its parts; returns what the parts stand for, beside all else."""
     restored: Tensors = {}
-    generator = torch.Generator().manual_seed(seed)
     for name in list(tensors):
         if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             restored[name] = tensors[name]
             continue
         stem, weight = name.removesuffix(".weight"), tensors.pop(name)
+        inputs = SAME_INPUTS.sub("q_or_gate", stem) if recipe.shares_orders else stem
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(inputs.encode()))
         parts, restored[name] = quantised(weight, recipe, generator)
         tensors |= {f"{stem}.{part}": tensor for part, tensor in parts.items()}
         if recipe.has_biases and f"{stem}.bias" not in tensors:

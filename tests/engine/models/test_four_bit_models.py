@@ -14,15 +14,15 @@ from trimtab_engine.errors import ModelError
 from trimtab_engine.layers.linear import library_for
 from trimtab_engine.layers.moe import StackedExperts
 from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
-from trimtab_engine.models.decoder import load_mixture
+from trimtab_engine.models.decoder import head_rows, load_attention, load_mixture, load_mlp
 from trimtab_engine.models.facts import model_facts
+from trimtab_engine.models.held_bytes import bytes_to_hold
 from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.models.tensors import num_quantizable
 from trimtab_engine.parallel.groups import ALONE
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
-from trimtab_engine.runner.model_runner import bytes_to_hold
 from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.four_bits_form import FourBits
 from trimtab_kernels.native.quantised import QuantisedBlocks
@@ -81,6 +81,7 @@ RECIPES = {
     "gptq, symmetric": Recipe("gptq", is_symmetric=True, has_biases=True),
     "gptq, zero points as they are": Recipe("gptq", checkpoint_format="gptq_v2"),
     "gptq, in an order of its own": Recipe("gptq", is_ordered=True),
+    "gptq, in several orders": Recipe("gptq", is_ordered=True, is_symmetric=True, shares_orders=False),
     "gptq, one group": Recipe("gptq", group_size=-1, is_symmetric=True),
 }
 by_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -155,10 +156,11 @@ def test_blocks_stand_for_the_same_bit_for_bit_or_are_none(tmp_path: Path, recip
     source, name = opened(a_model(tmp_path, recipe)), f"{MLP}down_proj.weight"
     for rows, columns in ((None, None), ((8, 40), (32, 96))):
         blocks = source.blocks(name, rows=rows, columns=columns)
-        if recipe.group_size == 16 or recipe.is_ordered:
+        if recipe.group_size == 16 or (recipe.is_ordered and columns is not None):
             assert blocks is None
             continue
         assert blocks is not None
+        assert (blocks.order is not None) == recipe.is_ordered
         assert blocks.form.name == ("Q4_0" if recipe.is_symmetric else "zeros")
         assert torch.equal(blocks.restored(), source.tensor(name, rows=rows, columns=columns))
     assert source.blocks(name, columns=(0, 48)) is None
@@ -202,7 +204,12 @@ def test_ranks_parts_are_parts_of_the_whole(tmp_path: Path, recipe: Recipe) -> N
 @needs_compiled
 @pytest.mark.parametrize(
     ("recipe", "block_bytes"),
-    [(Recipe("awq"), 20), (Recipe("gptq", is_symmetric=True), 18), (Recipe("gptq", is_ordered=True), None)],
+    [
+        (Recipe("awq"), 20),
+        (Recipe("gptq", is_symmetric=True), 18),
+        (Recipe("gptq", is_symmetric=True, is_ordered=True), 18),
+        (Recipe("gptq", group_size=16), None),
+    ],
 )
 def test_the_bytes_before_loading_are_those_that_are_held(
     tmp_path: Path, recipe: Recipe, block_bytes: int | None
@@ -214,6 +221,72 @@ def test_the_bytes_before_loading_are_those_that_are_held(
     held = bytes_to_hold(source, tensors, None, torch.float32, CPU)
     assert held == 4 * others + (4 * small if block_bytes is None else small * block_bytes // 32)
     assert bytes_to_hold(source, tensors, None, torch.bfloat16, CPU) == 2 * (small + others)
+    if block_bytes is not None:
+        assert bytes_of(a_loader(source), DENSE) == held - 4 * others
+
+
+def bytes_of(load: Loader, words: dict[str, Any]) -> int:
+    """What the products of one rank's layers hold together."""
+    config, total = parse_model_config(words, {}, "config.json"), 0
+    shard = shard_model(config, Layout(), 0)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        attention = load_attention(config, prefix + "self_attn.", shard, ALONE, load)
+        mlp = load_mlp(config, prefix + "mlp.", shard, ALONE, load)
+        for product in (attention.qkv, attention.output, mlp.gate_up, mlp.down):
+            assert product.native is not None
+            total += product.native.weight.numel() * 4
+    return total
+
+
+@needs_compiled
+def test_projections_of_one_product_in_several_orders_are_counted_and_named_as_restored(tmp_path: Path) -> None:
+    source = opened(a_model(tmp_path, RECIPES["gptq, in several orders"]))
+    tensors = expected_tensors(parse_model_config(DENSE, {}, "config.json"))
+    together = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
+    restored = sum(held.num_elements for name, held in tensors.items() if name.endswith(together))
+    small = num_quantizable(tensors)
+    others = sum(tensor.num_elements for tensor in tensors.values()) - small
+    held = bytes_to_hold(source, tensors, None, torch.float32, CPU)
+    assert held == 4 * (others + restored) + (small - restored) * 18 // 32
+    load = a_loader(source)
+    assert bytes_of(load, DENSE) == held - 4 * others
+    assert load.restored == [
+        *(f"2 x model.layers.*.mlp.{name}_proj.weight (gptq)" for name in ("gate", "up")),
+        *(f"2 x model.layers.*.self_attn.{name}_proj.weight (gptq)" for name in ("k", "q", "v")),
+    ]
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    ("recipe", "is_restored"),
+    [(Recipe("awq"), ("down_proj",)), (Recipe("gptq", is_symmetric=True, is_ordered=True), ("down_proj", "o_proj"))],
+    ids=["awq", "in an order of its own"],
+)
+def test_what_a_rank_s_part_has_restored_is_counted_so(
+    tmp_path: Path, recipe: Recipe, is_restored: tuple[str, ...]
+) -> None:
+    """Of 96 columns of the down projection two ranks get 48 each, which cut a block; of an order of its own every part
+    of a row does."""
+    source = opened(a_model(tmp_path, recipe))
+    config = parse_model_config(DENSE, {}, "config.json")
+    tensors = expected_tensors(config)
+    size = 18 if recipe.is_symmetric else 20
+    cut = sum(held.num_elements for name, held in tensors.items() if name.removesuffix(".weight").endswith(is_restored))
+    small = num_quantizable(tensors)
+    others = sum(tensor.num_elements for tensor in tensors.values()) - small
+    for rank in (0, 1):
+        shard = shard_model(config, Layout(tensor=2), rank)
+        held = bytes_to_hold(source, tensors, None, torch.float32, CPU, config=config, shard=shard)
+        assert held == 4 * (others + cut) + (small - cut) * size // 32
+        load = a_loader(source)
+        for name, columns in (("mlp.down_proj", shard.mlp), ("self_attn.o_proj", head_rows(shard.heads, 16))):
+            part = load.part_of_sum(f"model.layers.0.{name}", columns).native
+            assert part is not None
+            each = 4 if name.endswith(is_restored) else size / 32
+            assert part.weight.numel() * 4 == 64 * (columns[1] - columns[0]) * each
+        named = {name.split(".")[-2] for name in load.restored}
+        assert named == {*is_restored}
 
 
 @needs_compiled
@@ -224,7 +297,9 @@ def test_experts_are_counted_as_they_are_held(tmp_path: Path) -> None:
     small = num_quantizable(tensors)
     others = sum(tensor.num_elements for tensor in tensors.values()) - small
     assert bytes_to_hold(source, tensors, None, torch.float32, CPU) == 4 * others + small * 20 // 32
-    moving = bytes_to_hold(source, tensors, None, torch.float32, CPU, experts_move=True)
+    config = parse_model_config(MIXTURE, {}, "config.json")
+    moving_ones = shard_model(config, Layout(tensor=2, expert=True), 0, num_redundant_experts=0)
+    moving = bytes_to_hold(source, tensors, None, torch.float32, CPU, config=config, shard=moving_ones)
     assert moving == 4 * (others + experts) + (small - experts) * 20 // 32
 
 
@@ -300,10 +375,11 @@ def test_the_facts_count_what_is_stored(tmp_path: Path, recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        (Recipe("awq"), "weights: awq, 4 bits, multiplied in blocks of 32"),
-        (Recipe("gptq", is_ordered=True), "weights: gptq, 4 bits, restored to float32"),
+        (Recipe("awq"), "weights: awq, 4 bits, multiplied as they are stored"),
+        (Recipe("gptq", is_ordered=True), "weights: gptq, 4 bits, multiplied as they are stored"),
+        (Recipe("gptq", group_size=16), "weights: gptq, 4 bits, restored to float32 as they load"),
     ],
-    ids=["awq", "gptq"],
+    ids=["awq", "gptq", "groups of 16"],
 )
 def test_an_engine_says_how_its_weights_are_held(
     tmp_path: Path, recipe: Recipe, words: str, caplog: pytest.LogCaptureFixture

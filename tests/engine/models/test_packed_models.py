@@ -17,9 +17,12 @@ from trimtab_engine.config.quantization import Quantization
 from trimtab_engine.layers.linear import Linear, library_for
 from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
 from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
+from trimtab_engine.models.held_bytes import bytes_to_hold
 from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.registry import open_model, parse_model_config
-from trimtab_engine.runner.model_runner import bytes_to_hold, say_what_was_restored
+from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.parallel.shard import shard_model
+from trimtab_engine.runner.model_runner import say_what_was_restored
 from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, LAYER_NAMES, GgufSource
 from trimtab_kernels.native.quantised import FORMS, QuantisedBlocks
 
@@ -207,6 +210,34 @@ def test_the_bytes_before_loading_are_those_that_are_held(tmp_path: Path, kind: 
     held = bytes_to_hold(source, tensors, None, torch.float32, CPU)
     assert held == projections * size // numbers + 4 * others
     assert bytes_to_hold(source, tensors, None, torch.bfloat16, CPU) == 2 * (projections + others)
+
+
+def test_what_a_rank_s_cut_has_restored_is_counted_restored(tmp_path: Path) -> None:
+    """Of the down projection's 512 columns four ranks get 128 each, of the output projection's 256 two blocks' halves:
+    both cut blocks of 256."""
+    source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q4_K" if "proj" in tensor else "F32")
+    config = parse_model_config(CONFIG | {"num_key_value_heads": 4}, {}, "model.gguf")
+    tensors = expected_tensors(parse_model_config(source.config, {}, "model.gguf"))
+    whole = bytes_to_hold(source, tensors, None, torch.float32, CPU)
+    columns = sum(t.num_elements for name, t in tensors.items() if "down_proj" in name or "o_proj" in name)
+    for parts, cut in ((1, 0), (4, columns)):
+        shard = shard_model(config, Layout(tensor=parts), parts - 1)
+        held = bytes_to_hold(source, tensors, None, torch.float32, CPU, config=config, shard=shard)
+        assert held == whole + cut * 4 - cut * 148 // 256
+
+
+def test_types_that_change_within_a_rank_s_panel_are_counted_restored(tmp_path: Path) -> None:
+    """Up is Q8_0 beside gate's Q4_0; 32 ranks have 16 rows of each, less than a panel."""
+    source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q8_0" if "up_proj" in tensor else "Q4_0")
+    config = parse_model_config(CONFIG | {"num_attention_heads": 32, "num_key_value_heads": 32}, {}, "model.gguf")
+    tensors = expected_tensors(parse_model_config(source.config, {}, "model.gguf"))
+    whole = bytes_to_hold(source, tensors, None, torch.float32, CPU)
+    gate_and_up = sum(t.num_elements for name, t in tensors.items() if "gate_proj" in name or "up_proj" in name)
+    downs = sum(t.num_elements for name, t in tensors.items() if "down_proj" in name or "o_proj" in name)
+    shard = shard_model(config, Layout(tensor=32), 31)
+    held = bytes_to_hold(source, tensors, None, torch.float32, CPU, config=config, shard=shard)
+    packed = gate_and_up // 2 * 34 // 32 + gate_and_up // 2 * 18 // 32 + downs * 18 // 32
+    assert held == whole + 4 * (gate_and_up + downs) - packed
 
 
 def test_what_was_asked_for_or_computes_otherwise_is_not_packed(tmp_path: Path) -> None:

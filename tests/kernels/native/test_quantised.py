@@ -5,9 +5,21 @@ import pytest
 import torch
 from trimtab_kernels.native.library import NativeLibrary
 from trimtab_kernels.native.matrix import multiply_reference, pack_blocks
-from trimtab_kernels.native.quantised import FORMS, GROUP, WITH_ZEROS, MixedBlocks, QuantisedBlocks, joined
+from trimtab_kernels.native.quantised import (
+    FLOAT8,
+    FORMS,
+    GROUP,
+    MXFP4,
+    WITH_ZEROS,
+    Form,
+    MixedBlocks,
+    QuantisedBlocks,
+    joined,
+)
 
-NAMES = (*FORMS, WITH_ZEROS.name)
+OURS = {form.name: form for form in (WITH_ZEROS, MXFP4, FLOAT8)}
+"""The forms that ggml does not have so."""
+NAMES = (*FORMS, *OURS)
 FACTORS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where a block has its numbers of float16; elsewhere it begins with one."""
 BITS = {
@@ -20,6 +32,8 @@ BITS = {
     "Q4_K": 4.625,
     "Q5_K": 5.625,
     "Q6_K": 6.5625,
+    "e2m1": 4.5,
+    "e4m3": 8.0,
 }
 """Of a weight that is packed."""
 STEP = 1 / 32767
@@ -29,8 +43,10 @@ STEP = 1 / 32767
 def a_weight(name: str, out: int, size: int, seed: int = 0) -> tuple[QuantisedBlocks, torch.Tensor]:
     """Blocks of random bits, but for factors that are finite numbers, and what ggml's own code makes of them; where it
     has no such form, this page."""
-    if name == WITH_ZEROS.name:
-        return a_weight_with_zeros(out, size, seed)
+    if name in OURS:
+        return {WITH_ZEROS.name: a_weight_with_zeros, MXFP4.name: a_weight_in_e2m1, FLOAT8.name: a_weight_in_e4m3}[
+            name
+        ](out, size, seed)
     form, generator = FORMS[name], torch.Generator().manual_seed(seed)
     count = out * (size // form.numbers)
     data = torch.randint(256, (count, form.block_bytes), dtype=torch.uint8, generator=generator)
@@ -44,8 +60,34 @@ def a_weight(name: str, out: int, size: int, seed: int = 0) -> tuple[QuantisedBl
 
 def whole_blocks(name: str, size: int) -> int:
     """A size near this one that such blocks fill."""
-    numbers = GROUP if name == WITH_ZEROS.name else FORMS[name].numbers
+    numbers = form_of(name).numbers
     return -(-size // numbers) * numbers
+
+
+def form_of(name: str) -> Form:
+    return OURS[name] if name in OURS else FORMS[name]
+
+
+def a_weight_in_e2m1(out: int, size: int, seed: int) -> tuple[QuantisedBlocks, torch.Tensor]:
+    """ggml's MXFP4 has the same numbers in the same places, but a power of two in one byte for its factor."""
+    generator = torch.Generator().manual_seed(seed)
+    count = out * (size // GROUP)
+    numbers = torch.randint(256, (count, 16), dtype=torch.uint8, generator=generator)
+    powers = torch.randint(118, 136, (count, 1), dtype=torch.uint8, generator=generator)
+    theirs = torch.cat([powers, numbers], dim=1).numpy()
+    weight = torch.tensor(gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType.MXFP4)).view(out, size)
+    halves = torch.exp2(powers.float() - 128).half()
+    return QuantisedBlocks(MXFP4, torch.cat([halves.view(torch.uint8), numbers], dim=1).view(out, -1)), weight
+
+
+def a_weight_in_e4m3(out: int, size: int, seed: int) -> tuple[QuantisedBlocks, torch.Tensor]:
+    """All its bytes but NaN's are numbers, by torch."""
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(255, (out, size), dtype=torch.uint8, generator=generator)
+    data[data & 127 == 127] = 0
+    scales = torch.rand(out, generator=generator) * 0.1
+    weight = data.view(torch.float8_e4m3fn).float() * scales.unsqueeze(1)
+    return QuantisedBlocks(FLOAT8, data, scales), weight
 
 
 def a_weight_with_zeros(out: int, size: int, seed: int) -> tuple[QuantisedBlocks, torch.Tensor]:
@@ -115,6 +157,45 @@ def test_weights_stay_as_small_as_they_are_stored(library: NativeLibrary, name: 
     packed = pack_blocks(library, blocks).weight.numel() * 4
     assert packed == 64 * 512 * BITS[name] / 8
     assert packed == 64 * 512 // blocks.form.numbers * blocks.form.packed_bytes
+
+
+def test_every_float8_but_nan_is_multiplied_as_what_it_is(library: NativeLibrary) -> None:
+    data = torch.arange(256, dtype=torch.uint8).view(32, 8)
+    data[data & 127 == 127] = 0
+    y = pack_blocks(library, QuantisedBlocks(FLOAT8, data))(torch.eye(8))
+    assert torch.equal(y, data.view(torch.float8_e4m3fn).float().t())
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "zeros", "Q8_0", "e2m1"])
+@pytest.mark.parametrize("is_gated", [False, True], ids=["plain", "gated"])
+def test_rows_have_scales_of_their_own_and_columns_an_order(library: NativeLibrary, name: str, is_gated: bool) -> None:
+    (blocks, _), generator = a_weight(name, 70, 96), torch.Generator().manual_seed(3)
+    scales, order = torch.rand(70, generator=generator) * 0.01, torch.randperm(96, generator=generator).int()
+    stored = QuantisedBlocks(blocks.form, blocks.data, scales, order)
+    plain = blocks.restored() * scales.unsqueeze(1)
+    assert torch.equal(stored.restored()[:, order.long()], plain)
+    bias, x = torch.randn(70, generator=generator), rows_of(26, 96) * 1e-2
+    expected = multiply_reference(x, stored.restored(), bias, is_gated=is_gated)
+    actual = pack_blocks(library, stored, bias, is_gated=is_gated)(x)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_several_orders_or_float8_beside_integers_are_not_joined() -> None:
+    first, second = (a_weight("Q4_0", 32, 64, seed=seed)[0] for seed in (0, 1))
+    order = torch.arange(63, -1, -1, dtype=torch.int32)
+    turned = QuantisedBlocks(first.form, first.data, None, order)
+    assert joined([turned, second]) is None
+    assert joined([turned, QuantisedBlocks(second.form, second.data, None, order.flip(0))]) is None
+    whole = joined([turned, QuantisedBlocks(second.form, second.data, torch.full((32,), 2.0), order)])
+    assert isinstance(whole, QuantisedBlocks)
+    assert torch.equal(whole.restored(), torch.cat([turned.restored(), second.restored()[:, order.long()] * 2]))
+    assert joined([a_weight("e4m3", 32, 64)[0], a_weight("Q8_0", 32, 64)[0]]) is None
+
+
+def test_an_order_beside_float8_is_refused(library: NativeLibrary) -> None:
+    blocks = a_weight("e4m3", 32, 64)[0]
+    with pytest.raises(ValueError, match="only built for integers"):
+        pack_blocks(library, QuantisedBlocks(FLOAT8, blocks.data, None, torch.arange(64).int()))
 
 
 def test_what_is_no_number_stays_none_and_nothing_stays_nothing(library: NativeLibrary) -> None:
