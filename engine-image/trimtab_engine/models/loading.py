@@ -46,9 +46,9 @@ def packed_source(
 ) -> PackedSource | None:
     """Whose weights of 4 to 8 bits are multiplied as they are stored, where that is so: by the CPU's compiled products,
     unless something else was asked for."""
-    if isinstance(source, PackedSource) and quantization is None and library_for(dtype, device) is not None:
-        return source
-    return None
+    if not isinstance(source, PackedSource) or quantization is not None or library_for(dtype, device) is None:
+        return None
+    return source if isinstance(source, GgufSource) or source.is_in_blocks else None
 
 
 class Loader:

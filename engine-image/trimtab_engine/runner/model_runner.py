@@ -748,7 +748,7 @@ def _say_how_it_is_held(
     """What is computed of weights that are stored smaller, in the log."""
     if not isinstance(source, FourBitsSource | ScaledSource | Mxfp4Source):
         return
-    if packed_source(source, dtype, device, quantization) is None or not source.is_in_blocks:
+    if packed_source(source, dtype, device, quantization) is None:
         how = f"restored to {str(dtype).removeprefix('torch.')} as they load"
     else:
         how = "multiplied as they are stored; what cannot be is restored as it loads, and named then"

@@ -2,7 +2,8 @@
 they have where they are restored: in blocks for the CPU's compiled products, or restored to float32.
 
 ```
-P_blocks   [experts, out, in / 32, 16] uint8    two numbers of 4 bits (e2m1) in a byte, the first in the lower half
+P_blocks   [experts, out, in / 32, 16] uint8    two numbers of 4 bits (e2m1) in a byte, the first in the lower half; as
+                                                transformers writes it [experts, out, in / 2]
 P_scales   [experts, out, in / 32] uint8        the power of two of 32 numbers, 127 more than it is (e8m0)
 P          [experts, in, out]                   what both stand for
 ```
@@ -111,7 +112,7 @@ class Mxfp4Source:
         is_nothing = (numbers[0] & 7 == 0).all(dim=-1)
         if bool(((powers < POWERS[0]) | (powers > POWERS[1])).logical_and_(~is_nothing).any()):
             return None
-        scales = torch.ldexp(torch.ones(()), powers.masked_fill(is_nothing, 0)).half()
+        scales = torch.ldexp(torch.ones(powers.shape), powers.masked_fill(is_nothing, 0)).half()
         data = numbers[0, ..., :GROUP_BYTES] | numbers[0, ..., GROUP_BYTES:] << 4
         whole = torch.cat([scales.unsqueeze(-1).view(torch.uint8), data], dim=-1)
         return QuantisedBlocks(MXFP4, whole.flatten(1))
@@ -142,12 +143,15 @@ class Mxfp4Source:
             raise ModelError(
                 f"{self.where}: {name + SCALES} has scales that are NaN ({NAN}); download or quantise it again"
             )
+        blocks = blocks.reshape(*scales.shape, GROUP_BYTES)
         return torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(3), scales.int() - BIAS
 
     def _checked_shape(self, name: str) -> tuple[int, int, int]:
         """The restored tensor's. Raises ModelError where its parts do not fit each other."""
         held = self._stored.shapes()
         blocks, scales = held[name + BLOCKS], held.get(name + SCALES)
+        if len(blocks) == 3 and blocks[2] % GROUP_BYTES == 0:
+            blocks = (*blocks[:2], blocks[2] // GROUP_BYTES, GROUP_BYTES)
         if len(blocks) != 4 or blocks[3] != GROUP_BYTES:
             raise ModelError(
                 f"{self.where}: {name + BLOCKS} is {list(blocks)}; [experts, out, in / {GROUP}, {GROUP_BYTES}] is "

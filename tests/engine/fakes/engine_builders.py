@@ -82,13 +82,20 @@ def a_new_request(request_id: str, prompt: Iterable[int], **sampling: Any) -> Ad
 
 def logprobs_of(model: Path, vocabulary: int, **changes: Any) -> list[float]:
     """Those of one prompt's own tokens, in chunks, and of the tokens behind it, by an engine of that checkpoint."""
+    return answer_of(model, vocabulary, 6, **changes)[0]
+
+
+def answer_of(model: Path, vocabulary: int, max_tokens: int, **changes: Any) -> tuple[list[float], list[int]]:
+    """The same, and these tokens."""
     sizes: dict[str, Any] = {"num_gpu_blocks_override": 40, "max_model_len": 128, "max_num_batched_tokens": 24}
     engine = an_engine(model, load_format="auto", **(sizes | changes))
-    params = Sampling(max_tokens=6, temperature=0.0, prompt_logprobs=0, logprobs=1, ignore_eos=True)
+    params = Sampling(max_tokens=max_tokens, temperature=0.0, prompt_logprobs=0, logprobs=1, ignore_eos=True)
     engine.add(AddRequest("r", [(5 * i) % vocabulary for i in range(50)], params, arrival_time=0.0))
     found: list[float] = []
+    tokens: list[int] = []
     while engine.has_work:
         for output in engine.step().outputs:
+            tokens += output.token_ids
             found += [score.logprobs[0] for score in output.prompt_logprobs or () if score is not None]
             found += [score.logprobs[0] for score in output.logprobs or () if score is not None]
-    return found
+    return found, tokens

@@ -11,6 +11,7 @@ import pytest
 import torch
 from four_bit_checkpoint import Recipe, quantise
 from safetensors.torch import save_file
+from scaled_checkpoint import ScaledRecipe, store, store_in_mxfp4
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
@@ -113,6 +114,13 @@ AWQ = DENSE | {
 """In blocks of 32, of which each of two tensor-parallel ranks has whole ones."""
 GPTQ = MIXTURE | {"hidden_size": 64, "head_dim": 16, "quantization_config": Recipe("gptq", group_size=16).config}
 """Restored as it loads, experts and all."""
+ORDERED = Recipe("gptq", is_symmetric=True, is_ordered=True)
+"""Of rows of an output or down projection no rank's part has whole groups: restored there."""
+INT: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+FP8 = ScaledRecipe("float-quantized", {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"})
+W4A16 = ScaledRecipe("pack-quantized", INT, ("lm_head", "re:.*mlp.gate$"), None)
+MXFP4 = SINKS | {"hidden_size": 64, "intermediate_size": 64, "quantization_config": {"quant_method": "mxfp4"}}
+"""Of 64 inputs of a down projection each of two ranks has a block."""
 SKEWED = MIXTURE | {"num_experts": 8}
 """Its experts 0 to 3 get nearly all tokens: those of the first of two ranks, at first."""
 
@@ -128,6 +136,13 @@ def skew(tensors: dict[str, torch.Tensor]) -> None:
 def in_four_bits(recipe: Recipe) -> Callable[[dict[str, torch.Tensor]], None]:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         quantise(tensors, recipe)
+
+    return change
+
+
+def with_scales(recipe: ScaledRecipe) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        store(tensors, recipe)
 
     return change
 
@@ -166,6 +181,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "latent": a_checkpoint(folder / "latent", LATENT),
         "awq": a_checkpoint(folder / "awq", AWQ, in_four_bits(Recipe("awq"))),
         "gptq": a_checkpoint(folder / "gptq", GPTQ, in_four_bits(Recipe("gptq", group_size=16))),
+        "ordered": a_checkpoint(
+            folder / "ordered", AWQ | {"quantization_config": ORDERED.config}, in_four_bits(ORDERED)
+        ),
+        "fp8": a_checkpoint(folder / "fp8", AWQ | {"quantization_config": FP8.config}, with_scales(FP8)),
+        "w4a16": a_checkpoint(
+            folder / "w4a16",
+            GPTQ | {"moe_intermediate_size": 64, "quantization_config": W4A16.config},
+            with_scales(W4A16),
+        ),
+        "mxfp4": a_checkpoint(folder / "mxfp4", MXFP4, store_in_mxfp4),
         "skewed": a_checkpoint(folder / "skewed", SKEWED, skew),
     }
 

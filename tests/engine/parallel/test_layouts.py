@@ -81,6 +81,17 @@ LAYOUTS = [
     pytest.param("awq", {"pipeline_parallel_size": 2} | SWAP, id="awq pp2 swapping"),
     pytest.param("gptq", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, id="gptq tp2 ep"),
     pytest.param("gptq", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="gptq tp2 pp2"),
+    pytest.param("ordered", {"tensor_parallel_size": 2}, id="gptq in an order tp2"),
+    pytest.param("fp8", {"tensor_parallel_size": 2}, id="fp8 by channel tp2"),
+    pytest.param("fp8", {"pipeline_parallel_size": 2} | SWAP, id="fp8 by channel pp2 swapping"),
+    pytest.param("w4a16", {"tensor_parallel_size": 2}, id="w4a16 tp2"),
+    pytest.param("w4a16", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, id="w4a16 tp2 ep"),
+    pytest.param("w4a16", {"pipeline_parallel_size": 2}, id="w4a16 pp2"),
+    pytest.param("mxfp4", {"tensor_parallel_size": 2} | SEVERAL_GROUPS, id="mxfp4 tp2"),
+    pytest.param("mxfp4", {"pipeline_parallel_size": 2} | SEVERAL_GROUPS | SWAP, id="mxfp4 pp2 swapping"),
+    pytest.param(
+        "mxfp4", {"tensor_parallel_size": 2, "enable_expert_parallel": True} | SEVERAL_GROUPS, id="mxfp4 tp2 ep"
+    ),
 ]
 
 
