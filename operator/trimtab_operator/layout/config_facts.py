@@ -13,7 +13,16 @@ from typing import Any
 
 from trimtab_operator.layout.facts import DTYPE_BYTES, RUN_BY_THE_ENGINE, ModelFacts, WeightsByPart
 from trimtab_operator.layout.kv_groups import latent_groups, windowed_groups
-from trimtab_operator.layout.stored_weights import FP8_BLOCK, INTEGER_METHODS, UNQUANTISED_ALONE
+from trimtab_operator.layout.projections import Sizes, projections
+from trimtab_operator.layout.scaled_weights import (
+    FP8_BY_TENSOR,
+    SCALED_METHODS,
+    Stored,
+    bytes_of,
+    mxfp4_bytes,
+    scaled_weights,
+)
+from trimtab_operator.layout.stored_weights import FP8_BLOCK, INTEGER_METHODS, MXFP4, UNQUANTISED_ALONE
 
 PLANNED_ONLY = ("MixtralForCausalLM",)
 MAX_COUNT = 1 << 40  # products of several such numbers stay floats
@@ -144,6 +153,29 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
         part: round(linear.get(part, 0) * linear_bytes) + plain.get(part, 0) * DTYPE_BYTES[dtype]
         for part in (*linear, "embedding", "lm_head")
     }
+    at_dtype = None
+    if (stored := _stored_apart(config)) is not None:
+        at_dtype = WeightsByPart(**parts)
+        sizes = Sizes(
+            architecture=architecture,
+            num_layers=num_layers,
+            hidden=hidden,
+            vocabulary=vocabulary,
+            is_tied=tied,
+            query_rows=heads * head_size,
+            kv_rows=kv_heads * head_size,
+            output_columns=heads * (_count(words, "v_head_dim") if is_latent else head_size),
+            mlp_width=mlp_width,
+            num_experts=0 if mixture is None else mixture.num_experts,
+            expert_width=0 if mixture is None else mixture.width,
+            shared_width=0 if mixture is None else mixture.shared_width,
+            dense_layers=frozenset(range(num_layers) if mixture is None else mixture.dense_layers),
+            **(_latent_sizes(words, heads) if is_latent else {}),
+        )
+        for each in projections(sizes):
+            num_bytes = stored(each.module, each.out, each.size)
+            if num_bytes is not None:
+                parts[each.part] += each.count * (num_bytes - each.out * each.size * DTYPE_BYTES[dtype])
     return ModelFacts(
         model=model,
         architecture=architecture,
@@ -171,6 +203,7 @@ def facts_of_config(config: Mapping[str, Any], model: str) -> ModelFacts:
         if latent
         else windowed_groups(_windows(words, architecture, num_layers), kv_heads, head_size),
         weights=WeightsByPart(**parts),
+        weights_at_dtype=at_dtype,
     )
 
 
@@ -221,6 +254,17 @@ def _latent_attention(words: Mapping[str, Any], hidden: int, heads: int) -> _Att
     )
 
 
+def _latent_sizes(words: Mapping[str, Any], heads: int) -> dict[str, int]:
+    """What projections down to latent vectors and up from them have of rows and columns."""
+    kv_rank, value = _count(words, "kv_lora_rank"), _count(words, "v_head_dim")
+    return {
+        "query_rank": 0 if words.get("q_lora_rank") is None else _count(words, "q_lora_rank"),
+        "kv_rank": kv_rank,
+        "kept_size": kv_rank + _count(words, "qk_rope_head_dim"),
+        "unfolded_rows": heads * (_count(words, "qk_nope_head_dim") + value),
+    }
+
+
 def _mixture(words: Mapping[str, Any], architecture: str, num_layers: int) -> _Mixture | None:
     """Who has experts, in each family's words; None for a dense model."""
     layers = range(num_layers)
@@ -263,18 +307,32 @@ def _quantization(config: Mapping[str, Any], dtype_bytes: int) -> tuple[str | No
     method = scheme.get("quant_method")
     if method in INTEGER_METHODS:
         return method, _integer_bytes(scheme)
+    if method in (*SCALED_METHODS, MXFP4):
+        return method, dtype_bytes  # of which what is stored otherwise is taken off, one by one
     if method != "fp8":
-        known = ", ".join(map(repr, ("fp8", *INTEGER_METHODS)))
+        known = ", ".join(map(repr, ("fp8", *INTEGER_METHODS, *SCALED_METHODS, MXFP4)))
         raise ValueError(f"config.json: quant_method {method!r} is not known; known are {known}")
     block = scheme.get("weight_block_size")
     if block is None:
-        return "fp8", 1
+        return FP8_BY_TENSOR, dtype_bytes
     if not isinstance(block, list) or len(block) != 2 or not all(_is_whole(n) and 0 < n <= MAX_COUNT for n in block):
         raise ValueError(
             f"config.json: quantization_config: weight_block_size is {block!r}; a list of two whole numbers of 1 or "
             f"more, such as [{FP8_BLOCK}, {FP8_BLOCK}], is needed"
         )
     return "fp8", 1 + SCALE_BYTES / (block[0] * block[1])
+
+
+def _stored_apart(config: Mapping[str, Any]) -> Stored | None:
+    """What projections take one by one where their parts are not stored alike; None: they are. Raises ValueError."""
+    scheme = config.get("quantization_config")
+    if scheme is None:
+        return None
+    method = scheme["quant_method"]
+    if method == MXFP4:
+        return mxfp4_bytes
+    is_by_tensor = method == "fp8" and scheme.get("weight_block_size") is None
+    return bytes_of(scaled_weights(scheme)) if is_by_tensor or method in SCALED_METHODS else None
 
 
 def _integer_bytes(scheme: Mapping[str, Any]) -> float:
@@ -296,12 +354,19 @@ def _integer_bytes(scheme: Mapping[str, Any]) -> float:
 
 def _is_run(scheme: Mapping[str, Any] | None, architecture: str, head_size: int) -> bool:
     """Whether the engine runs weights that are stored so: as they are, and of most families as fp8 in blocks of
-    128 x 128 in the one form that it knows, of which a head is a whole part, or as AWQ's and GPTQ's integers of 4 bits.
+    128 x 128 in the one form that it knows, of which a head is a whole part, as AWQ's and GPTQ's integers of 4 bits, or
+    with scales as compressed-tensors, AutoFP8 and ModelOpt store them; gpt-oss in mxfp4.
     """
     if scheme is None:
         return True
     method = scheme["quant_method"]
-    if architecture in UNQUANTISED_ALONE or not all(_is_built(scheme, *words) for words in BUILT_WORDS[method]):
+    if method == MXFP4:
+        return architecture == "GptOssForCausalLM"
+    if architecture in UNQUANTISED_ALONE:
+        return False
+    if method in SCALED_METHODS or (method == "fp8" and scheme.get("weight_block_size") is None):
+        return scaled_weights(scheme).is_built
+    if not all(_is_built(scheme, *words) for words in BUILT_WORDS[method]):
         return False
     blocks = scheme.get("weight_block_size")
     return method in INTEGER_METHODS or (blocks == [FP8_BLOCK, FP8_BLOCK] and FP8_BLOCK % head_size == 0)

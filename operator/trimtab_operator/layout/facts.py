@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 
 from trimtab_operator.layout.kv_groups import KvGroup, covers, latent_groups, uniform_groups
@@ -89,6 +89,8 @@ class ModelFacts:
     kv_groups: tuple[KvGroup, ...]
     """What layers keep of each token, in the whole model."""
     weights: WeightsByPart
+    weights_at_dtype: WeightsByPart | None = None
+    """The same where all of it is restored to `dtype`, of weights whose parts are not stored alike; else None."""
     tower_bytes: int = 0
     """What computes images and videos, beside the weights above: whole on the first stage; 0: it takes text alone."""
     is_by_transformers: bool = False
@@ -121,10 +123,6 @@ class ModelFacts:
         Raises ValueError that names what is missing or malformed.
         """
         reader = _Reader(facts)
-        by_part = facts.get("weights_by_part")
-        if not isinstance(by_part, Mapping):
-            raise ValueError(f"model facts: weights_by_part is {by_part!r}{reader.hint}")
-        parts = _Reader(by_part, "weights_by_part.", reader.hint)
         num_experts = reader.count("num_experts")
         num_layers, num_kv_heads = reader.count("num_layers", least=1), reader.count("num_kv_heads", least=1)
         head_size, latent = reader.count("head_size", least=1), reader.count("latent_kv_size")
@@ -153,7 +151,8 @@ class ModelFacts:
             tower_bytes=reader.count("tower_bytes") if "tower_bytes" in facts else 0,
             is_by_transformers=facts.get("computed_by") == "transformers",
             tensor_sizes=(reader.counts("tensor_parallel_sizes") if "tensor_parallel_sizes" in facts else ()) or (1,),
-            weights=WeightsByPart(**{part.name: parts.count(part.name) for part in fields(WeightsByPart)}),
+            weights=_weights(facts, "weights_by_part", reader.hint),
+            weights_at_dtype=_weights(facts, "weights_at_dtype", reader.hint) if "weights_at_dtype" in facts else None,
         )
         if found.dtype not in DTYPE_BYTES:
             raise ValueError(f"model facts: dtype is {found.dtype!r}, not one of {', '.join(DTYPE_BYTES)}")
@@ -178,15 +177,24 @@ class ModelFacts:
 
     def to_json(self) -> dict[str, object]:
         """What `parse` reads."""
-        nested = ("weights", "dense_layers", "kv_groups", "tower_bytes", "is_by_transformers", "tensor_sizes")
+        nested = (
+            "weights",
+            "weights_at_dtype",
+            "dense_layers",
+            "kv_groups",
+            "tower_bytes",
+            "is_by_transformers",
+            "tensor_sizes",
+        )
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in nested}
-        parts = {part.name: getattr(self.weights, part.name) for part in fields(self.weights)}
+        at_dtype = self.weights_at_dtype
         return {
             **plain,
             "dense_layers": list(self.dense_layers),
             "kv_groups": [group.to_json() for group in self.kv_groups],
             "weights_bytes": self.weights_bytes,
-            "weights_by_part": parts,
+            "weights_by_part": asdict(self.weights),
+            **({} if at_dtype is None else {"weights_at_dtype": asdict(at_dtype)}),
             **({"tower_bytes": self.tower_bytes} if self.tower_bytes else {}),
             **(
                 {"computed_by": "transformers", "tensor_parallel_sizes": list(self.tensor_sizes)}
@@ -194,6 +202,14 @@ class ModelFacts:
                 else {}
             ),
         }
+
+
+def _weights(facts: Mapping[str, object], key: str, hint: str) -> WeightsByPart:
+    by_part = facts.get(key)
+    if not isinstance(by_part, Mapping):
+        raise ValueError(f"model facts: {key} is {by_part!r}{hint}")
+    parts = _Reader(by_part, f"{key}.", hint)
+    return WeightsByPart(**{part.name: parts.count(part.name) for part in fields(WeightsByPart)})
 
 
 def _kv_groups(

@@ -1,7 +1,8 @@
 """How a model's weights lie in a GPU's memory: as the checkpoint stores them, quantised as they load, or widened.
 
 The engine's rules (docs/quantization.md): fp8 in blocks of 128 × 128 for the layers' projections, on GPUs that multiply
-float8. On others the weights are turned back into the model's dtype as they load, and so are integers of 4 bits on any.
+float8. On others the weights are turned back into the model's dtype as they load, and so is on any what is stored in
+integers, with scales per tensor, channel or group, or in mxfp4.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from dataclasses import replace
 
 from trimtab_operator.layout.facts import DTYPE_BYTES, RUN_BY_THE_ENGINE, ModelFacts
 from trimtab_operator.layout.gpus import Gpu
+from trimtab_operator.layout.scaled_weights import COMPRESSED_TENSORS, MODELOPT
 
 FP8_BLOCK = 128
 FP8_BYTES = 1 + 4 / FP8_BLOCK**2  # of a parameter: float8 and its share of a float32 scale
 INTEGER_METHODS = ("awq", "gptq")
+MXFP4 = "mxfp4"
 UNQUANTISED_ALONE = ("GptOssForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration")
-"""Whose experts lie in one tensor, of which the engine reads no quantised form and makes none."""
+"""Whose experts lie in one tensor, of which the engine reads no quantised form, but gpt-oss's mxfp4, and makes none."""
 BUILT_FORM = (
-    f"built: fp8 in blocks of {FP8_BLOCK} × {FP8_BLOCK} that a head divides, dynamic activations; "
-    f"{' and '.join(INTEGER_METHODS)} of 4 bits"
+    f"built: fp8 in blocks of {FP8_BLOCK} × {FP8_BLOCK} that a head divides, dynamic activations, or one scale "
+    f"per tensor; {' and '.join(INTEGER_METHODS)} of 4 bits; {COMPRESSED_TENSORS} of float8 and of integers of 4 and 8 "
+    f"bits; {MODELOPT}'s FP8"
 )
 PROJECTIONS = ("attention", "kv_projection", "dense_mlp", "experts", "shared_experts")
 
@@ -29,6 +33,8 @@ def as_run(facts: ModelFacts, gpu: Gpu, asked: str | None = None) -> ModelFacts:
     What the engine does not run stays as it is stored: another engine may do otherwise.
     """
     multiplies_fp8 = gpu.fp8_flops is not None
+    if facts.weights_at_dtype is not None and facts.is_run_on("cuda"):
+        facts = replace(facts, quantization=None, weights=facts.weights_at_dtype, weights_at_dtype=None)
     if facts.quantization in INTEGER_METHODS and facts.is_run_on("cuda"):
         facts = _at_dtype(facts)
     if facts.quantization is None and asked == "fp8" and multiplies_fp8:
@@ -45,7 +51,8 @@ def what_is_not_run(facts: ModelFacts) -> str:
     if facts.architecture not in RUN_BY_THE_ENGINE or facts.quantization is None:
         return facts.architecture
     if facts.architecture in UNQUANTISED_ALONE:
-        return f"{facts.architecture} with {facts.quantization} (run are its weights as they are, unquantised)"
+        also = f" or in {MXFP4}" if facts.architecture == "GptOssForCausalLM" else ""
+        return f"{facts.architecture} with {facts.quantization} (run are its weights as they are, unquantised{also})"
     return f"{facts.architecture} with {facts.quantization} as its config.json has it ({BUILT_FORM})"
 
 

@@ -20,6 +20,7 @@ from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
 from trimtab_engine.models.pooler import pooling_of
 from trimtab_engine.models.registry import GGUF_NAMES, open_model, parse_model_config
 from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, ROPE_FREQUENCIES, GgufSource
+from trimtab_engine.weights.packing import Packing
 
 VOCABULARY, HEAD = 97, 16
 SIZES: dict[str, Any] = {
@@ -205,7 +206,7 @@ def test_each_expert_is_packed_by_itself(tmp_path: Path) -> None:
         assert blocks is not None
         assert torch.equal(blocks.restored(), whole[16:48])
         assert torch.equal(source.tensor(name, columns=(32, 96)), whole[:, 32:96])
-        assert source.packed_bytes(name) == 64 * 256 // 32 * 34
+        assert source.packing(name) == Packing("Q8_0", 34 / 32)
     assert source.stored_types == ("Q8_0", "F32")
 
 

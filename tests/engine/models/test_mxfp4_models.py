@@ -145,8 +145,8 @@ def test_the_bytes_before_loading_are_those_that_are_held(tmp_path: Path) -> Non
     held = bytes_to_hold(source, tensors, None, torch.float32, CPU)
     assert held == 4 * others + sum(numbers.values()) * 18 // 32
     assert bytes_to_hold(source, tensors, None, torch.bfloat16, CPU) == 2 * (others + sum(numbers.values()))
-    ranks = {"config": config, "shard": shard_model(config, Layout(tensor=2), 1)}
-    cut = bytes_to_hold(source, tensors, None, torch.float32, CPU, **ranks)
+    second = shard_model(config, Layout(tensor=2), 1)
+    cut = bytes_to_hold(source, tensors, None, torch.float32, CPU, config=config, shard=second)
     assert cut == 4 * (others + numbers["down"]) + numbers["gate_up"] * 18 // 32
     moving = shard_model(config, Layout(tensor=2, expert=True), 0, num_redundant_experts=0)
     held = bytes_to_hold(source, tensors, None, torch.float32, CPU, config=config, shard=moving)
@@ -162,7 +162,9 @@ def test_powers_of_two_that_float16_does_not_hold_are_restored(tmp_path: Path) -
     assert source.expert_blocks(name, 0) is not None
     assert source.expert_blocks(name, 1) is None
     load = Loader(source, torch.float32, CPU, lambda count: None)
-    assert torch.equal(load.stacked_expert(name, 1), source.tensor(name)[1].t())
+    restored = load.stacked_expert(name, 1)
+    assert isinstance(restored, torch.Tensor)
+    assert torch.equal(restored, source.tensor(name)[1].t())
     if load.is_packed:
         assert load.restored == ["model.layers.*.mlp.experts.down_proj (mxfp4)"]
 

@@ -282,13 +282,40 @@ def test_several_groups_are_told_apart_by_their_targets(tmp_path: Path) -> None:
     config["quantization_config"]["format"] = "mixed-precision"
     (model / "config.json").write_text(json.dumps(config))
     tensors, packed = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "other" / "stored"))
-    is_down = lambda name: "down_proj" in name  # noqa: E731
-    mixed = {name: held for name, held in tensors.items() if not is_down(name)}
-    save_file(mixed | {name: held for name, held in packed.items() if is_down(name)}, model / "model.safetensors")
+    mixed = {name: held for name, held in tensors.items() if "down_proj" not in name}
+    mixed |= {name: held for name, held in packed.items() if "down_proj" in name}
+    save_file(mixed, model / "model.safetensors")
     source = opened(model)
     restored = open_model(str(tmp_path / "other" / "restored"))
     assert torch.equal(source.tensor(f"{MLP}down_proj.weight"), restored.tensor(f"{MLP}down_proj.weight"))
     assert source.form.words == "float8 by channel and int4 by group, activations as they are"
+
+
+def test_a_text_half_is_known_by_the_names_that_its_whole_checkpoint_has(tmp_path: Path) -> None:
+    words = DENSE | {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 16, "sliding_window": None}
+    model = a_model(tmp_path, RECIPES["W4A16"], words | {"layer_types": ["full_attention"] * 2})
+    plain = open_model(str(tmp_path / "restored"))
+    config = json.loads((model / "config.json").read_text())
+    scheme = config.pop("quantization_config")
+    scheme["config_groups"]["group_0"]["targets"] = ["re:language_model.model.layers"]
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config, "quantization_config": scheme}
+    (model / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(model / "model.safetensors")
+    tower = {"vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight": torch.ones(4, 4)}
+    save_file({f"language_model.{name}": held for name, held in tensors.items()} | tower, model / "model.safetensors")
+    source = opened(model)
+    assert source.shapes() == plain.shapes()
+    assert source.scheme_of(f"{MLP}up_proj.weight") is not None
+
+
+@pytest.mark.parametrize("place", ["k_scale", "k_proj.k_scale", "attn.k_scale", "k_proj.output_scale"])
+def test_scales_of_keys_are_found_wherever_tools_write_them(tmp_path: Path, place: str) -> None:
+    model = a_model(tmp_path, RECIPES["FP8-dynamic"])
+    change(model, {f"model.layers.0.self_attn.{place}": torch.tensor([0.25])})
+    load = a_loader(opened(model))
+    assert load.kv_scale("model.layers.0.self_attn.", "k") == 0.25
+    assert load.kv_scale("model.layers.0.self_attn.", "v") == 1.0
+    assert len(engine_builders.logprobs_of(model, VOCABULARY, kv_cache_dtype="fp8")) == 55
 
 
 def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:

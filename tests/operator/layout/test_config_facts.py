@@ -87,7 +87,7 @@ def test_a_chunk_of_positions_counts_as_a_window(published: Published) -> None:
         ({"torch_dtype": "int4"}, "dtype 'int4'"),
         (
             {"quantization_config": {"quant_method": "hqq"}},
-            "quant_method 'hqq' is not known; known are 'fp8', 'awq', 'gptq'",
+            "quant_method 'hqq' is not known; known are 'fp8', 'awq', 'gptq', 'compressed-tensors', 'modelopt'",
         ),
         ({"quantization_config": {"quant_method": "awq", "group_size": 0}}, "group_size is 0; a whole number of 1"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 5}}, "bits is 5; one of 2, 3, 4, 8 is needed"),
@@ -97,6 +97,28 @@ def test_a_chunk_of_positions_counts_as_a_window(published: Published) -> None:
 def test_what_is_wrong_with_a_configuration_is_named(configs: Configs, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         facts_of_config(configs["Llama-3.1-8B"] | changes, "m")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config_groups": None}, "config_groups is None; an object of groups is needed"),
+        ({"config_groups": {"group_0": {"targets": ["Linear"]}}}, "group_0 is .* targets and weights is needed"),
+        ({"ignore": "lm_head"}, "ignore is 'lm_head'; a list of names is needed"),
+        ({"ignore": ["re:("]}, "ignore: 're:\\(' is no regular expression"),
+    ],
+)
+def test_what_is_wrong_with_weights_with_scales_is_named(
+    configs: Configs, changes: dict[str, Any], message: str
+) -> None:
+    from trimtab_engine.config.quantization import stored_form
+    from trimtab_engine.errors import ModelError
+
+    scheme = COMPRESSED["fp8"] | changes
+    with pytest.raises(ValueError, match=message):
+        facts_of_config(configs["Llama-3.1-8B"] | {"quantization_config": scheme}, "m")
+    with pytest.raises(ModelError, match=message):
+        stored_form({"quantization_config": scheme}, "m")
 
 
 BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -137,7 +159,10 @@ def test_what_is_wrong_with_a_mixture_or_its_storage_is_named(
         ({"fmt": "e5m2"}, False),
         ({"scale_fmt": "ue8m0"}, False),
         ({"weight_block_size": [64, 128]}, False),
-        ({"weight_block_size": None}, False),
+        ({"weight_block_size": None}, True),
+        ({"weight_block_size": None, "activation_scheme": "static"}, True),
+        ({"weight_block_size": None, "activation_scheme": "weekly"}, False),
+        ({"weight_block_size": None, "fmt": "e5m2"}, False),
     ],
 )
 def test_of_fp8_forms_only_what_the_engine_reads_is_said_to_run(
@@ -215,6 +240,37 @@ def test_integers_are_counted_with_the_bits_that_they_have(
     assert (stored.embedding, stored.lm_head) == (plain.embedding, plain.lm_head)
 
 
+def compressed(weights: dict[str, Any], storage: str, **changes: Any) -> dict[str, Any]:
+    """compressed-tensors with one group of all linear modules; `changes` to the group, or to what is around it."""
+    group = {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 4, "strategy": "channel"} | weights}
+    of_group = {key: value for key, value in changes.items() if key in ("format", "input_activations", "targets")}
+    around = {key: value for key, value in changes.items() if key not in of_group}
+    groups = {"group_0": group | of_group}
+    return {"quant_method": "compressed-tensors", "format": storage, "config_groups": groups} | around
+
+
+FLOAT8 = {"type": "float", "num_bits": 8}
+COMPRESSED: Configs = {
+    "fp8": compressed(FLOAT8, "float-quantized", input_activations={"num_bits": 8, "dynamic": True}),
+    "fp8, static": compressed(FLOAT8 | {"strategy": "tensor"}, "naive-quantized", ignore=["re:.*lm_head"]),
+    "fp8, blocks": compressed(FLOAT8 | {"strategy": "block", "block_structure": "128x128"}, "float-quantized"),
+    "int8": compressed({"num_bits": 8, "symmetric": False}, "int-quantized", sparsity_config={}),
+    "4 bits": compressed({"strategy": "group", "group_size": 128, "actorder": "group"}, "pack-quantized"),
+    "mixed": compressed({}, "mixed-precision", format="pack-quantized"),
+    "mixed, unsaid": compressed({}, "mixed-precision"),
+    "4 bits of float": compressed({"type": "float"}, "nvfp4-pack-quantized"),
+    "fp8, packed": compressed(FLOAT8, "pack-quantized"),
+    "3 bits": compressed({"num_bits": 3}, "pack-quantized"),
+    "sparse": compressed({}, "pack-quantized", sparsity_config={"format": "sparse-24-bitmask"}),
+    "transformed": compressed({}, "pack-quantized", transform_config={"config_groups": {"u": {}}}),
+    "activations of 4 bits": compressed({}, "int-quantized", input_activations={"num_bits": 4}),
+    "another strategy": compressed({"strategy": "tensor_group", "group_size": 16}, "pack-quantized"),
+    "another order": compressed({"actorder": "random"}, "pack-quantized"),
+    "without targets": compressed({}, "pack-quantized", targets=[]),
+    "dynamic": compressed({"dynamic": True}, "pack-quantized"),
+}
+
+
 STORED: Configs = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
     "awq of 8 bits": {"quant_method": "awq", "bits": 8},
@@ -223,6 +279,12 @@ STORED: Configs = {
     "gptq with a number for a no": {"quant_method": "gptq", "is_marlin_format": 0},
     "fp8": BLOCK_FP8,
     "fp8 of other blocks": {"quant_method": "fp8", "weight_block_size": [64, 64]},
+    "fp8 by tensor": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    "fp8 by tensor, of another format": {"quant_method": "fp8", "fmt": "e5m2"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+    "modelopt in 4 bits": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "mxfp4": {"quant_method": "mxfp4"},
+    **{f"compressed-tensors, {name}": scheme for name, scheme in COMPRESSED.items()},
 }
 
 

@@ -76,6 +76,44 @@ def test_integers_of_4_bits_are_widened_on_every_gpu(configs: Configs, scheme: d
     )
 
 
+FP8_BY_CHANNEL: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
+    },
+    "ignore": ["lm_head", "re:.*self_attn.*"],
+}
+
+
+def test_weights_with_scales_are_counted_as_stored_and_widened_on_every_gpu(configs: Configs) -> None:
+    plain = facts_of_config(configs["Llama-3.1-70B"], "m")
+    stored = facts_of_config(configs["Llama-3.1-70B"] | {"quantization_config": FP8_BY_CHANNEL}, "m")
+    rows = 80 * (2 * 28672 + 8192)  # each with a scale of 2 bytes
+    assert stored.weights.dense_mlp == plain.weights.dense_mlp // 2 + 2 * rows
+    assert (stored.weights.attention, stored.weights.lm_head) == (plain.weights.attention, plain.weights.lm_head)
+    assert stored.weights_at_dtype == plain.weights
+    for gpu in (A100, H200):
+        assert as_run(stored, gpu) == plain
+    assert as_run(stored, H200, "fp8") == as_run(plain, H200, "fp8")
+
+
+def test_gpt_oss_is_planned_as_it_is_published(configs: Configs) -> None:
+    """openai/gpt-oss-20b: 13.76 GB of safetensors; 21 billion parameters at bfloat16."""
+    config: dict[str, Any] = {
+        "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 201088, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    plain = facts_of_config(config, "m")
+    stored = facts_of_config(config | {"quantization_config": {"quant_method": "mxfp4"}}, "m")
+    assert stored.supported
+    assert stored.weights_bytes == pytest.approx(13.76e9, rel=1e-3)
+    assert as_run(stored, H200) == plain
+    parsed = ModelFacts.parse(stored.to_json())
+    assert parsed == stored
+
+
 @pytest.mark.parametrize(("quantization", "works"), [(None, False), ("fp8", True)])
 def test_a_model_that_is_too_large_may_fit_when_it_is_quantised(
     published: Published, a_spec: Callable[..., Spec], quantization: str | None, works: bool
