@@ -87,10 +87,7 @@ INLINE vec load_e4m3(const char *p) {
     signed_octets stored;
     memcpy(&stored, p, sizeof stored);
     signed_narrow wide = __builtin_convertvector(stored, signed_narrow); /* the sign is the highest bit, and the next */
-    uint16_t halves[WIDTH] __attribute__((aligned(4 * WIDTH)));
-    narrow bits = ((narrow)wide << 7) & 0xbf80;
-    memcpy(halves, &bits, sizeof halves);
-    return load_halves(halves);
+    return halves_of(((narrow)wide << 7) & 0xbf80);
 }
 
 /* sums += x . panel for R rows, inputs one by one: a row is computed alike however many there are. */

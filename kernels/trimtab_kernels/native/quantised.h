@@ -125,18 +125,22 @@ INLINE mask multiply_pairs(pairs a, pairs b) {
 #endif
 
 /* WIDTH numbers of float16, finite ones. */
-INLINE vec load_halves(const uint16_t *p) {
+INLINE vec halves_of(narrow stored) {
 #if defined(__AVX512F__)
-    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+    return (vec)_mm512_cvtph_ps((__m256i)stored);
 #elif defined(__F16C__)
-    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+    return (vec)_mm256_cvtph_ps((__m128i)stored);
 #else
-    narrow stored;
-    memcpy(&stored, p, sizeof stored);
     words bits = __builtin_convertvector(stored, words);
     vec size = (vec)((bits & 0x7fff) << 13) * 0x1p112f; /* the exponent's bias: 15 there, 127 here */
     return (vec)((words)size | (bits & 0x8000) << 16);
 #endif
+}
+
+INLINE vec load_halves(const uint16_t *p) {
+    narrow stored;
+    memcpy(&stored, p, sizeof stored);
+    return halves_of(stored);
 }
 
 INLINE words load_words(const void *p) {
