@@ -264,10 +264,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"--{flag} is {value}; it must be 0 or more")
             if value > cap:
                 raise _above_cap(flag, value, cap)
-        if self.modalities and self.speculative is not None:
-            raise NotBuiltError(
-                "speculation beside images and videos is not built; use --limit-mm-per-prompt with 0 each"
-            )
         self._check_speculation()
         for name, (low, high) in RANGES.items():
             if not low <= getattr(self, name) <= high:
@@ -371,7 +367,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             self._check_hidden_states(self.speculative.method)
 
     def _check_hidden_states(self, method: str) -> None:
-        """Raise NotBuiltError where the hidden states that drafts are made of are not at hand."""
+        """Raise NotBuiltError where the hidden states that drafts are made of are not at hand, or not all that they are
+        made of."""
+        if self.modalities:
+            raise NotBuiltError(
+                f"--speculative-config: method {method} beside images and videos is not built, as what drafts would "
+                f"read tokens where the model sees; use ngram or draft_model, or --limit-mm-per-prompt with 0 each"
+            )
         degrees = (
             ("--tensor-parallel-size", self.tensor_parallel_size),
             ("--pipeline-parallel-size", self.pipeline_parallel_size),

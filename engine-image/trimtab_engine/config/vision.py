@@ -1,5 +1,6 @@
 """What a tower is in numbers: a checkpoint's `vision_config` as a typed value."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -74,6 +75,25 @@ class VisionConfig:
         if height % self.merge_size or width % self.merge_size:
             return None
         return time * height * width // self.patches_per_token
+
+    def extreme_grids(self, most_tokens: int) -> list[tuple[int, int, int]]:
+        """Those of the smallest and the largest item of at most so many tokens; nothing where even the smallest has
+        more."""
+        if self.squares is not None:
+            grids = [(1, 1, 1)]
+        elif self.tiles is not None:
+            side = self.tiles.size // self.patch_size
+            grids = [(1, side, side)]
+        else:
+            tall = math.isqrt(most_tokens)
+            sides = [(1, 1), (tall, most_tokens // tall)]
+            grids = [(1, height * self.merge_size, width * self.merge_size) for height, width in sides]
+        return [grid for grid in grids if (self.num_tokens(grid) or 0) <= most_tokens]
+
+    @property
+    def num_axes(self) -> int:
+        """Positions of each of the text half's tokens: one, or over time, height and width."""
+        return 1 if self.windows is None else 3
 
     @property
     def patches_per_token(self) -> int:

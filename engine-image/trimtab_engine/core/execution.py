@@ -218,8 +218,8 @@ class Execution:
         if isinstance(inputs, DecodeStep):
             context = inputs.num_context_tokens
             return PreparedStep(batch, "decode", len(batch.sequences), context, context, inputs, [], [], [])
-        if batch.displaced or batch.missing:  # never beside drafts
-            inputs.displaced, inputs.missing = batch.displaced, batch.missing
+        if not speculates:
+            _add_items(inputs, batch)
         scoring = [
             (s.request, s.start, num_scored(s)) for s in batch.sequences if not s.request.is_plain and num_scored(s)
         ]
@@ -391,6 +391,7 @@ class Execution:
         proposals = self._proposer.propose(batch)
         masks = self._masks.begin(_masked_rows([sequence for sequence in batch.sequences if sequence.samples]))
         inputs, _ = self._runner.flatten(batch.sequences)
+        _add_items(inputs, batch)
         self._runner.send(inputs)
         logits = self._runner.run(inputs)
         assert logits is not None  # the engine holds a rank of the last stage
@@ -454,6 +455,12 @@ class Execution:
 
 Rows = Sequence[DeviceRow] | PlainRows | None
 """Whose tokens a step chooses on the device; None: nothing but the likeliest is asked for."""
+
+
+def _add_items(inputs: StepInputs, batch: Batch) -> None:
+    """What has to be dropped and computed of images and videos, before anything else."""
+    if batch.displaced or batch.missing:
+        inputs.displaced, inputs.missing = batch.displaced, batch.missing
 
 
 def _ends(inputs: StepInputs | DecodeStep) -> Array:

@@ -17,7 +17,7 @@ from trimtab_engine.flags.parallel import add_parallel_flags, parallel_fields
 from trimtab_engine.flags.pooling import add_pooling_flags, pooling_fields
 from trimtab_engine.flags.sources import add_source_flags
 from trimtab_engine.flags.speculation import add_speculative_flags, speculative_fields
-from trimtab_engine.models.registry import longest_request, open_model, sees_images
+from trimtab_engine.models.registry import longest_request, open_model, sees_images, sees_on_cuda
 from trimtab_engine.sources.name import SCHEMES
 from trimtab_engine.weights.open import not_loaded_from
 
@@ -192,7 +192,9 @@ def engine_config(
     defaults = limits["large" if gpu_bytes >= LARGE_GPU_BYTES else kind]
     num_seqs, num_tokens = _limits(arguments, defaults)
     utilization, speculation = arguments.gpu_memory_utilization, speculative_fields(arguments)
-    sees_built = kind == "cpu" and speculation["speculative"] is None
+    speculative = speculation["speculative"]
+    is_with_text = speculative is not None and speculative.reads_hidden_states
+    sees_built = not is_with_text and (kind == "cpu" or sees_on_cuda(model))
     return EngineConfig(
         model=model,
         tokenizer=arguments.tokenizer,

@@ -33,7 +33,7 @@ class RotaryAngles:
         if self._axes is None or positions.dim() == 1:
             places = positions.unsqueeze(1)
         else:
-            places = positions[self._axes].t().contiguous()
+            places = positions.t().index_select(1, self._axes)
         angles = places.float() * self._frequencies
         if self._factor == 1.0:
             return torch.complex(angles.cos(), angles.sin())

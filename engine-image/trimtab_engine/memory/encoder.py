@@ -25,9 +25,14 @@ class EncoderLimits:
         most = max(config.max_num_batched_tokens_cap, min(max_model_len - 1, LARGEST_ITEM_TOKENS))
         return cls(config.encoder_cache_size or most, config.max_num_encoder_input_tokens or most)
 
+    @property
+    def largest_item(self) -> int:
+        """The most that is computed at once, where the tower itself knows no limit."""
+        return min(self.num_kept_tokens, self.step_budget)
+
     def num_bytes(self, vision: VisionConfig, dtype_bytes: int) -> int:
-        """What they take of a device at most, beside the tower's weights."""
-        largest = min(self.num_kept_tokens, self.step_budget, vision.largest_item_tokens or self.step_budget)
+        """What they take of a device at most, beside the tower's weights, by a rule."""
+        largest = min(self.largest_item, vision.largest_item_tokens or self.largest_item)
         return kept_bytes(vision, self.num_kept_tokens, dtype_bytes) + tower_peak_bytes(vision, largest, dtype_bytes)
 
 

@@ -131,6 +131,8 @@ class TowerKind:
     """Its weights whole, or the share of one of the group's ranks, which then compute each item together."""
     modalities: tuple[Modality, ...] = MODALITIES
     """What it computes."""
+    not_on_cuda: str | None = None
+    """Why it is computed on the CPU alone; None: it is computed on CUDA too, where its text half is."""
     renames_tensors: bool = False
     """Whether checkpoints may call tensors otherwise: what they lack shows as they load."""
 

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from trimtab_engine.config.vision import VisionConfig, tiles_of
-from trimtab_engine.layers.linear import MAX_ROWS, Linear
+from trimtab_engine.layers.linear import Linear, rows_at_once
+from trimtab_engine.layers.run_attention import attend_runs
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.tower_share import TowerShare
 from trimtab_engine.parallel.groups import RankGroup
@@ -26,14 +27,13 @@ class TileLayer:
         self._up = load.joined(prefix + "mlp.", {"fc1": share.mlp}, has_bias=True)
         self._down = load.summed(prefix + "mlp.fc2", share.mlp, group, has_bias=True)
 
-    def __call__(self, hidden: torch.Tensor, turns: torch.Tensor) -> None:
-        """hidden [rows, hidden_size], changed in place. turns [rows, 1, head_size // 2] complex64."""
+    def __call__(self, hidden: torch.Tensor, turns: torch.Tensor, rows: torch.Tensor) -> None:
+        """hidden [rows, hidden_size], changed in place. turns [rows, 1, head_size // 2] complex64; rows [1, rows]
+        int64: all of them."""
         qkv = self._qkv(_normed(hidden, self._norms[0])).view(hidden.shape[0], 3, self._heads, -1)
         query, key, value = _turned(qkv[:, 0], turns), _turned(qkv[:, 1], turns), qkv[:, 2]
-        query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-        attended = F.scaled_dot_product_attention(query, key, value)
-        hidden += self._output(attended[0].transpose(0, 1).flatten(1))
-        for part in torch.split(hidden, MAX_ROWS):
+        hidden += self._output(attend_runs(query, key, value, [rows]).flatten(1))
+        for part in torch.split(hidden, rows_at_once(hidden.device)):
             part.add_(self._down(F.gelu(self._up(_normed(part, self._norms[1])))))
 
 
@@ -50,6 +50,7 @@ class TileTower:
         self._positions = positions[:-1][order.to(positions.device)]
         self._last_row = (load.copy("class_embedding") + positions[-1]).unsqueeze(0)
         self._turns = _turns(vision, order).to(load.device)
+        self._rows = torch.arange(len(self._turns), device=load.device).unsqueeze(0)
         self._before, self._after = _norm(load, "layernorm_pre"), _norm(load, "layernorm_post")
         self._layers = [TileLayer(layer, load, share) for layer in range(vision.num_layers)]
         self._adapter = [Linear(load(f"vision_adapter.mlp.{name}.weight")) for name in ("fc1", "fc2")]
@@ -60,7 +61,7 @@ class TileTower:
         patches = self._patches(rows.to(device=self._device, dtype=self.dtype)) + self._positions
         hidden = _normed(torch.cat([patches, self._last_row]), self._before)
         for layer in self._layers:
-            layer(hidden, self._turns)
+            layer(hidden, self._turns, self._rows)
         merged = _normed(hidden[:-1], self._after).view(-1, self.vision.patches_per_token * hidden.shape[1])
         for projection in self._adapter:
             merged = F.gelu(projection(merged))

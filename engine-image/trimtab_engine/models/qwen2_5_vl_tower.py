@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from trimtab_kernels.rms_norm import rms_norm
 
 from trimtab_engine.config.vision import VisionConfig, tokens_per_window, windows_of
+from trimtab_engine.device.transfer import send_together
 from trimtab_engine.layers.gated_mlp import GatedMlp
-from trimtab_engine.layers.linear import MAX_ROWS, Linear
+from trimtab_engine.layers.linear import Linear, rows_at_once
+from trimtab_engine.layers.run_attention import Runs, attend_runs
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.tower_share import TowerShare
 from trimtab_engine.parallel.groups import RankGroup
@@ -18,8 +22,7 @@ from trimtab_engine.parallel.partition import Span
 EPS = 1e-6  # of every norm; no configuration says another
 THETA = 10_000.0  # of the rotary embedding, likewise
 Grid = tuple[int, int, int]
-Segments = list[torch.Tensor]
-"""[count, length] int64 each: rows that see each other, those of one length together."""
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,8 @@ class Arrangement:
     cosines: torch.Tensor
     """[num_patches, 1, head_size // 2], as are the sines."""
     sines: torch.Tensor
-    windows: Segments
-    steps: Segments
+    windows: Runs
+    steps: Runs
     """The time steps."""
 
 
@@ -47,16 +50,12 @@ class TowerLayer:
         gate_up = load.gated(prefix + "mlp.", "gate_proj", "up_proj", share.mlp, has_bias=True)
         self._mlp = GatedMlp(gate_up, load.summed(prefix + "mlp.down_proj", share.mlp, group, has_bias=True))
 
-    def __call__(self, hidden: torch.Tensor, arranged: Arrangement, segments: Segments) -> None:
+    def __call__(self, hidden: torch.Tensor, arranged: Arrangement, runs: Runs) -> None:
         """hidden [num_patches, hidden_size], changed in place."""
         qkv = self._qkv(rms_norm(hidden, self._norms[0], EPS)).view(hidden.shape[0], 3, self._heads, -1)
         query, key, value = _turned(qkv[:, 0], arranged), _turned(qkv[:, 1], arranged), qkv[:, 2]
-        attended = torch.empty_like(query)
-        for rows in segments:
-            of_query, of_key, of_value = (part[rows].transpose(1, 2) for part in (query, key, value))
-            attended[rows] = F.scaled_dot_product_attention(of_query, of_key, of_value).transpose(1, 2)
-        hidden += self._output(attended.flatten(1))
-        for part in torch.split(hidden, MAX_ROWS):
+        hidden += self._output(attend_runs(query, key, value, runs).flatten(1))
+        for part in torch.split(hidden, rows_at_once(hidden.device)):
             part.add_(self._mlp(rms_norm(part, self._norms[1], EPS)))
 
 
@@ -77,37 +76,38 @@ class Tower:
         arranged = arrange(grid, self.vision, self._device)
         per_token = self.vision.patches_per_token
         hidden = self._patches(rows.to(device=self._device, dtype=self.dtype))
-        hidden = hidden.view(-1, per_token, hidden.shape[1])[arranged.order].flatten(0, 1)
+        hidden = hidden.view(-1, per_token, hidden.shape[1]).index_select(0, arranged.order).flatten(0, 1)
         whole = windows_of(self.vision).whole_layers
         for number, layer in enumerate(self._layers):
             layer(hidden, arranged, arranged.steps if number in whole else arranged.windows)
         merged = F.gelu(self._merge(rms_norm(hidden, self._norm, EPS).view(-1, per_token * hidden.shape[1])))
         embeddings = torch.empty(merged.shape[0], self.vision.output_size, dtype=self.dtype, device=self._device)
-        embeddings[arranged.order] = self._out(merged)
-        return embeddings
+        return embeddings.index_copy_(0, arranged.order, self._out(merged))
 
 
 def arrange(grid: Grid, vision: VisionConfig, device: torch.device) -> Arrangement:
-    """Windows, time steps and angles of an item's patches."""
+    """Windows, time steps and angles of an item's patches, which go to the device in one copy."""
     times, height, width = grid
     merge, side = vision.merge_size, tokens_per_window(vision)
     tall, wide = height // merge, width // merge
-    tokens = torch.arange(tall * wide).view(tall, wide)
+    tokens = np.arange(tall * wide).reshape(tall, wide)
     windows = [
-        tokens[top : top + side, left : left + side].flatten()
+        tokens[top : top + side, left : left + side].ravel()
         for top in range(0, tall, side)
         for left in range(0, wide, side)
     ]
-    step, firsts = torch.cat(windows), torch.arange(times).unsqueeze(1) * (tall * wide)
-    order = (step + firsts).flatten()
-    lengths = [len(window) * vision.patches_per_token for window in windows] * times
-    cosines, sines = (
-        part.view(-1, vision.patches_per_token, *part.shape[1:])[order].flatten(0, 1).to(device)
+    step, firsts = np.concatenate(windows), np.arange(times)[:, None] * (tall * wide)
+    order = torch.from_numpy((step + firsts).ravel())
+    runs = _runs([len(window) * vision.patches_per_token for window in windows] * times)
+    steps = _runs([height * width] * times)
+    angles = [
+        part.view(-1, vision.patches_per_token, *part.shape[1:]).index_select(0, order).flatten(0, 1)
         for part in _angles(grid, vision)
-    )
-    return Arrangement(
-        order.to(device), cosines, sines, _segments(lengths, device), _segments([height * width] * times, device)
-    )
+    ]
+    made = [order, *angles, *map(torch.from_numpy, (*runs, *steps))]
+    sent = send_together([part.flatten() for part in made], device)
+    order, cosines, sines, *rows = (part.view(own.shape) for part, own in zip(sent, made, strict=True))
+    return Arrangement(order, cosines, sines, rows[: len(runs)], rows[len(runs) :])
 
 
 def _angles(grid: Grid, vision: VisionConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,11 +122,10 @@ def _angles(grid: Grid, vision: VisionConfig) -> tuple[torch.Tensor, torch.Tenso
     return angles.cos(), angles.sin()
 
 
-def _segments(lengths: list[int], device: torch.device) -> Segments:
-    """Rows one run after another, of these lengths."""
-    firsts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-    sizes = torch.tensor(lengths)
-    return [(firsts[sizes == length].unsqueeze(1) + torch.arange(length)).to(device) for length in sorted(set(lengths))]
+def _runs(lengths: list[int]) -> list[Array]:
+    """[count, length] int64 each: one run after another of these lengths, those of one length together."""
+    firsts, sizes = np.cumsum([0, *lengths[:-1]]), np.array(lengths)
+    return [firsts[sizes == length][:, None] + np.arange(length) for length in sorted(set(lengths))]
 
 
 def _turned(heads: torch.Tensor, arranged: Arrangement) -> torch.Tensor:

@@ -166,12 +166,29 @@ def sees_images(model: str) -> bool | None:
     is loaded. A file alone (GGUF) has no tower."""
     if Path(model).is_file():
         return False
+    architecture = _architecture_in(model)
+    return None if architecture is None else tower_named(architecture) is not None
+
+
+def sees_on_cuda(model: str) -> bool:
+    """Whether CUDA computes images and videos for this checkpoint."""
+    architecture = _architecture_in(model)
+    kind = None if architecture is None else tower_named(architecture)
+    return kind is not None and kind.not_on_cuda is None
+
+
+def tower_named(architecture: str) -> TowerKind | None:
+    """What computes the images and videos of checkpoints that config.json calls so; None: they take text alone."""
+    if architecture in seeing.ARCHITECTURES:
+        return seeing.TOWER
+    family = BY_ARCHITECTURE.get(architecture)
+    return family.tower if family is not None and architecture in family.multimodal else None
+
+
+def _architecture_in(model: str) -> str | None:
+    """None where the checkpoint's folder cannot be read."""
     try:
         config = json.loads((Path(model) / CONFIG_FILE).read_text(encoding="utf-8"))
-        architecture = architecture_of(config, model)
+        return architecture_of(config, model)
     except (OSError, ValueError, AttributeError, ModelError):
         return None
-    family = BY_ARCHITECTURE.get(architecture)
-    if architecture in seeing.ARCHITECTURES:
-        return True
-    return family is not None and family.tower is not None and architecture in family.multimodal

@@ -19,7 +19,9 @@ import torch
 from trimtab_engine.parallel.groups import RankGroup
 from trimtab_engine.scheduling.step_inputs import StepShape
 
-ANY, MIXED = 0, -1  # on the wire, for tokens per sequence: a core without work fits in; not uniform
+ANY, MIXED, ITEMS = 0, -1, -2
+"""On the wire, for tokens per sequence: a core without work fits in; not uniform; nor that, and some of the tokens are
+of images or videos, so that no core replays a graph."""
 
 
 class Wave:
@@ -49,8 +51,7 @@ class Wave:
         if not self.is_on:
             self.announce(self._number)
         self._runs = True
-        per_sequence = own.tokens_per_sequence or (MIXED if own.num_tokens else ANY)
-        said = torch.tensor([[own.num_tokens, per_sequence if can_be_uniform else MIXED]], device=self._group.device)
+        said = torch.tensor([[own.num_tokens, _kind(own, can_be_uniform)]], device=self._group.device)
         agreed = agreed_shape(self._group.all_gather(said).tolist())
         if agreed.num_tokens == 0:
             self._runs = False
@@ -59,7 +60,14 @@ class Wave:
 
 
 def agreed_shape(said: list[list[int]]) -> StepShape:
-    """The shape that all cores take, from every core's tokens and tokens per sequence, ANY or MIXED."""
+    """The shape that all cores take, from every core's tokens and tokens per sequence, ANY, MIXED or ITEMS."""
     kinds = {per_sequence for _, per_sequence in said} - {ANY}
-    is_uniform = len(kinds) == 1 and MIXED not in kinds
-    return StepShape(max(rows for rows, _ in said), kinds.pop() if is_uniform else None)
+    num_tokens, has_items = max(rows for rows, _ in said), ITEMS in kinds
+    is_uniform = len(kinds) == 1 and kinds.isdisjoint((MIXED, ITEMS))
+    return StepShape(num_tokens, kinds.pop() if is_uniform else None, has_items)
+
+
+def _kind(own: StepShape, can_be_uniform: bool) -> int:
+    if own.has_items:
+        return ITEMS
+    return own.tokens_per_sequence or (MIXED if own.num_tokens else ANY) if can_be_uniform else MIXED

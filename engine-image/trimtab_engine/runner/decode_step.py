@@ -33,13 +33,23 @@ class Order:
     requests: list[Request]
     order: Array
     sampled: Array
+    rope_deltas: Array | None
+    """How far behind its place among the tokens a rope takes each one's to be, in the order of the tokens; None: for
+    all of them where it is. Images make a difference, of prompts that have some."""
 
     @classmethod
     def of(cls, sampling: list[Request], starts: Array) -> "Order":
         order = np.argsort(-starts, kind="stable")
         sampled = np.empty_like(order)
         sampled[order] = np.arange(len(order))
-        return cls(sampling, [sampling[place] for place in order.tolist()], order, sampled)
+        requests = [sampling[place] for place in order.tolist()]
+        return cls(sampling, requests, order, sampled, _rope_deltas(requests))
+
+
+def _rope_deltas(requests: list[Request]) -> Array | None:
+    if all(request.rope is None for request in requests):
+        return None
+    return np.array([0 if request.rope is None else request.rope.delta for request in requests], np.int64)
 
 
 @dataclass(slots=True)
@@ -60,6 +70,12 @@ class DecodeStep:
     @property
     def sampled(self) -> Array:
         return self.by.sampled
+
+    @property
+    def rope_positions(self) -> Array:
+        """Where a rope takes the tokens to be, on each of its axes."""
+        deltas = self.by.rope_deltas
+        return self.positions if deltas is None else self.positions + deltas
 
     @property
     def num_tokens(self) -> int:

@@ -10,25 +10,42 @@ rank 1         0   4   4   1            the sum of the two is what both keep
 ```
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from trimtab_engine.config.vision import VisionConfig
+from trimtab_engine.device.transfer import send
 from trimtab_engine.layers.vocabulary import Placed
 from trimtab_engine.models.family import Tower
-from trimtab_engine.multimodal.items import MultiModalItem
+from trimtab_engine.multimodal.items import MEANINGS_BYTES, MultiModalItem, Patches
 from trimtab_engine.multimodal.patches import as_float32
+from trimtab_engine.multimodal.processor_words import NUM_LEVELS
 from trimtab_engine.parallel.groups import RankGroup
 from trimtab_engine.scheduling.step_inputs import StepInputs
+
+Grid = tuple[int, int, int]
 
 
 class ItemEncoder:
     """Embeddings by key. They outlive the tower, whose weights may go and come back. `group`: the ranks that divide
-    items among them; None: this one computes all."""
+    items among them; None: this one computes all. On CUDA nothing is waited for."""
 
     def __init__(self, device: torch.device, group: RankGroup | None = None) -> None:
         self._device, self._group = device, group
         self._kept: dict[bytes, torch.Tensor] = {}
+
+    @property
+    def are_divided(self) -> bool:
+        """Whether other ranks compute some of a step's items."""
+        return self._group is not None
+
+    def warm_up(self, tower: Tower, most_tokens: int) -> None:
+        """Compute the smallest and the largest item that there may be, of nothing: so that their memory is seen, and
+        what they launch is compiled. The largest first, so that the other one fits into what it leaves."""
+        for grid in reversed(tower.vision.extreme_grids(most_tokens)):
+            self._computed(_black(grid, tower.vision), tower)
 
     def place(self, inputs: StepInputs, tower: Tower) -> Placed | None:
         """Drop and compute what the step says. Returns the embeddings of its tokens that are no text; None: it has
@@ -36,13 +53,14 @@ class ItemEncoder:
         for key in inputs.displaced:
             del self._kept[key]
         items = [item for _, item in inputs.missing]
-        embeddings = [_computed(item, tower) for item in items] if self._group is None else self._divided(items, tower)
+        alone = self._group is None
+        embeddings = [self._computed(item, tower) for item in items] if alone else self._divided(items, tower)
         self._kept |= {key: rows for (key, _), rows in zip(inputs.missing, embeddings, strict=True)}
         if not inputs.placed:
             return None
         index = [torch.arange(first, first + count) for first, count, _, _ in inputs.placed]
         rows = [self._kept[key][row : row + count] for _, count, key, row in inputs.placed]
-        return torch.cat(index).to(self._device), torch.cat(rows)
+        return send(torch.cat(index), self._device), torch.cat(rows)
 
     def _divided(self, items: Sequence[MultiModalItem], tower: Tower) -> Sequence[torch.Tensor]:
         """All of them, of which this rank computes its own; every rank of the group calls this with the same items."""
@@ -51,7 +69,9 @@ class ItemEncoder:
             return []
         owners = shares([item.num_patches for item in items], self._group.size)
         own = {
-            number: _computed(items[number], tower) for number, owner in enumerate(owners) if owner == self._group.index
+            number: self._computed(items[number], tower)
+            for number, owner in enumerate(owners)
+            if owner == self._group.index
         }
         sizes = [item.num_tokens for item in items]
         whole = torch.zeros(sum(sizes), tower.vision.output_size, dtype=tower.dtype, device=self._device)
@@ -59,6 +79,12 @@ class ItemEncoder:
         for number, rows in own.items():
             parts[number].copy_(rows)
         return [part.clone() for part in torch.split(self._group.all_reduce(whole), sizes)]  # each may go by itself
+
+    def _computed(self, item: MultiModalItem, tower: Tower) -> torch.Tensor:
+        assert item.patches is not None  # else it was refused at the core's door
+        if self._device.type == "cpu":
+            return tower(torch.from_numpy(as_float32(item.patches)), item.grid)
+        return tower(looked_up(item.patches, self._device, tower.dtype), item.grid)
 
 
 def shares(costs: Sequence[int], num_ranks: int) -> list[int]:
@@ -70,6 +96,19 @@ def shares(costs: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def _computed(item: MultiModalItem, tower: Tower) -> torch.Tensor:
-    assert item.patches is not None  # else it was refused at the core's door
-    return tower(torch.from_numpy(as_float32(item.patches)), item.grid)
+def looked_up(patches: Patches, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """[num_rows, row_size] of patches that are whole: as_float32() in this dtype, made on the device of values of 8
+    bits, so that a quarter of the bytes travel and the host looks nothing up."""
+    values = send(torch.frombuffer(bytearray(patches.values), dtype=torch.uint8), device)
+    meanings = send(torch.frombuffer(bytearray(patches.meanings), dtype=torch.float32), device).to(dtype)
+    tables = torch.arange(0, len(meanings), NUM_LEVELS, dtype=torch.int32, device=device)  # where each channel's begins
+    places = values.view(patches.num_rows, patches.num_channels, -1).to(torch.int32).add_(tables.view(1, -1, 1))
+    return meanings.index_select(0, places.flatten()).view(patches.num_rows, patches.row_size)
+
+
+def _black(grid: Grid, vision: VisionConfig) -> MultiModalItem:
+    """An item whose pixels are all 0."""
+    patches = Patches(
+        vision.row_size, bytes(math.prod(grid) * vision.row_size), bytes(MEANINGS_BYTES * vision.num_channels)
+    )
+    return MultiModalItem("image", b"", vision.num_tokens(grid) or 0, grid, patches)

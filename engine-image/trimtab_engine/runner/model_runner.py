@@ -26,7 +26,7 @@ from trimtab_engine.device.swap_cache import SwapCache
 from trimtab_engine.device.transfer import Mark, send
 from trimtab_engine.errors import ConfigError, NotBuiltError
 from trimtab_engine.layers.linear import padded_rows, row_sizes
-from trimtab_engine.memory.encoder import EncoderLimits
+from trimtab_engine.memory.encoder import EncoderLimits, kept_bytes
 from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.memory.reserved import cpu_activation_bytes
@@ -293,16 +293,19 @@ class ModelRunner:
         if self.steps is not None:
             self.steps.use_model(self._model)
 
-    def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    def profile(self, max_num_batched_tokens: int, max_num_seqs: int, encoder: EncoderLimits | None = None) -> int:
         """Run the largest step of the envelope and every row size once; returns what steps take, in bytes.
 
         It includes what stays: code that oneDNN compiles per row size, and the allocator's reserve. The largest come
-        first, so that the smaller ones fit into memory that the allocator already has.
+        first, so that the smaller ones fit into memory that the allocator already has. On CUDA images and videos within
+        the limits of `encoder` are among them, which also compiles what the tower launches.
         """
         sizes = row_sizes() if self._model.pads_rows else []
         max_len = self.facts.max_model_len
         longest_decode = min(max_len, max_decode_tokens(self._device.torch)) - 1
         with self._device.measure() as growth:
+            if self._device.kind == "cuda" and self._tower is not None and encoder is not None:
+                self._items.warm_up(self._tower, encoder.largest_item)
             self._dummy_step([(0, 1)] * max_num_seqs, COSTLIEST_SAMPLING)
             self._dummy_step(envelope_spans(max_num_batched_tokens, max_len), GREEDY)
             self._dummy_step([(longest_decode, 1)] * min(2, max_num_seqs), GREEDY)
@@ -311,9 +314,15 @@ class ModelRunner:
         return growth.peak if self._device.kind == "cuda" else cpu_activation_bytes(growth.peak, len(sizes))
 
     def items_bytes(self, limits: EncoderLimits) -> int:
-        """What images and videos take of this rank's device beside text, at most."""
-        vision = self.facts.vision
-        return 0 if vision is None or self._tower is None else limits.num_bytes(vision, self._dtype.itemsize)
+        """What images and videos take of this rank's device beside text, at most. On CUDA what the tower takes is
+        measured by profile()."""
+        vision, dtype_bytes = self.facts.vision, self._dtype.itemsize
+        if vision is None or self._tower is None:
+            return 0
+        if self._device.kind == "cpu":
+            return limits.num_bytes(vision, dtype_bytes)
+        shared = limits.step_budget if self._items.are_divided else 0  # what ranks sum, beside what each keeps
+        return kept_bytes(vision, limits.num_kept_tokens + shared, dtype_bytes)
 
     def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
         """Reserve the KV cache's address range, with a draft model's layers in it, and map block 0: attention, which on
@@ -353,6 +362,7 @@ class ModelRunner:
             max_num_rows=config.max_num_sampled_rows,
             max_model_len=facts.max_model_len,
             block_size=self._block_size,
+            num_axes=1 if facts.vision is None else facts.vision.num_axes,
         )
         shape = AttentionShape(facts.num_attention_heads, facts.head_size, whole.hidden_size, self._dtype)
         device = self._device.torch
@@ -470,7 +480,7 @@ class ModelRunner:
     def lay_out(self, batch: Batch) -> tuple[StepInputs | DecodeStep, list[Unknown]]:
         """As flatten(), in columns where that is enough: on a device beside the host, with no other rank to tell."""
         in_columns = batch.only_decodes and batch.sequences and self.steps is not None and not self.drives_others
-        if in_columns and len(self.facts.kv_groups) == 1 and self.facts.vision is None:
+        if in_columns and len(self.facts.kv_groups) == 1 and not (batch.displaced or batch.missing):
             return self._decodes.lay_out(batch), []
         return self.flatten(batch.sequences)
 
@@ -516,7 +526,10 @@ class ModelRunner:
     @inferring
     def _run_beside_host(self, inputs: StepInputs | DecodeStep, feed: Feed) -> torch.Tensor | None:
         assert self.steps is not None
-        hidden, wanted = self.steps.run(inputs, feed)
+        placed = None
+        if self._tower is not None and isinstance(inputs, StepInputs):  # a DecodeStep has text alone
+            placed = self._items.place(inputs, self._tower)
+        hidden, wanted = self.steps.run(inputs, feed, placed)
         return self._logits(hidden, wanted, inputs)
 
     @torch.inference_mode()
@@ -666,12 +679,13 @@ def _tasks(config: EngineConfig, source: WeightSource, model: ModelConfig) -> Ta
 def _vision(config: EngineConfig, source: WeightSource, model: ModelConfig) -> VisionConfig | None:
     """The tower that is to compute images and videos; None: there is none, or none is wanted. Raises ModelError, and
     NotBuiltError where it is not built."""
-    if tower_of(model) is None or not config.modalities or "vision_config" not in source.config:
+    kind = tower_of(model)
+    if kind is None or not config.modalities or "vision_config" not in source.config:
         return None
-    if config.device == "cuda":
+    if config.device == "cuda" and kind.not_on_cuda:
         name = architecture_of(source.config, source.where)
         raise NotBuiltError(
-            f"images and videos are not built on CUDA for {name}; serve its text "
+            f"images and videos are not built on CUDA for {name}: {kind.not_on_cuda}; serve its text "
             f"""alone, with --limit-mm-per-prompt '{{"image": 0, "video": 0}}', or use --device cpu"""
         )
     return parse_vision_config(source, model)
@@ -693,6 +707,7 @@ def _load_tower(
     source = open_tower(config.model, config.load_format, seed=config.seed)
     shapes = {name: tensor.shape for name, tensor in kind.tensors(vision).items()}
     if isinstance(source, DummySource):
+        source.device = config.device
         source.expect(shapes)
     if not kind.renames_tensors:
         check_tower(shapes, source)

@@ -14,10 +14,12 @@ Unknown = tuple[int, Request, int]
 
 
 class StepShape(msgspec.Struct, array_like=True, frozen=True):
-    """num_tokens of a step. `tokens_per_sequence` when all its sequences have equally many, else None."""
+    """num_tokens of a step. `tokens_per_sequence` when all its sequences have equally many, else None. `has_items`:
+    tokens of it take their embeddings from images and videos; then nothing is said of its sequences."""
 
     num_tokens: int
     tokens_per_sequence: int | None
+    has_items: bool = False
 
 
 class GroupInputs(msgspec.Struct, array_like=True):
@@ -71,6 +73,11 @@ class StepInputs(msgspec.Struct, array_like=True):
         return len(self.token_ids)
 
     @property
+    def rope_positions(self) -> list[int] | list[list[int]]:
+        """Where a rope takes the tokens to be: an entry each, or over each axis."""
+        return self.axes or self.positions
+
+    @property
     def num_sampled(self) -> int:
         return len(self.sampled)
 
@@ -81,6 +88,8 @@ class StepInputs(msgspec.Struct, array_like=True):
         if self.agreed is not None:
             return self.agreed
         num_tokens, decodes, chunks = len(self.token_ids), self.groups[0].decodes, self.groups[0].chunks
+        if self.placed:
+            return StepShape(num_tokens, None, has_items=True)
         if not chunks:
             return StepShape(num_tokens, 1 if decodes else None)
         longest = chunks[0][2]

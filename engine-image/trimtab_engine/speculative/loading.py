@@ -56,6 +56,7 @@ class Speculation:
             max_model_len="auto",  # its own; what it is given of the KV cache has the target's length
             pipeline_layer_partition=None,
             eplb=None,
+            limit_mm_per_prompt={},  # it reads the tokens alone
             load_format="dummy" if config.load_format == "dummy" else "auto",
         )
         draft = ModelRunner.load(own, device, lambda stage, percent: None)

@@ -145,14 +145,15 @@ def connect(groups: RankGroups, device: Device) -> BeforeWeights:
 def measure(config: EngineConfig, device: Device, runner: ModelRunner, before: BeforeWeights) -> MemoryFormula:
     """Run the largest steps and fill in the memory formula. All ranks do so at once: their collectives meet."""
     facts, on_cpu = runner.facts, device.kind == "cpu"
+    encoder = EncoderLimits.of(config, facts.max_model_len)
     other_bytes = reserved_for_processes(config, facts.vocab_size) if on_cpu else before.other_bytes
     return MemoryFormula(
         device_bytes=device.total_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,
         other_bytes=other_bytes,
         weights_bytes=facts.weights_bytes,
-        activations_peak_bytes=runner.profile(config.max_num_batched_tokens_cap, config.max_num_sampled_rows)
-        + runner.items_bytes(EncoderLimits.of(config, facts.max_model_len)),
+        activations_peak_bytes=runner.profile(config.max_num_batched_tokens_cap, config.max_num_sampled_rows, encoder)
+        + runner.items_bytes(encoder),
         # On the CPU the swap space and the host cache lie in the same memory as the KV cache.
         workspace_bytes=runner.kv_rounding_bytes
         + (config.swap_space_bytes_cap + config.kv_offload_bytes_cap if on_cpu else 0),

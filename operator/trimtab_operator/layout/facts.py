@@ -25,6 +25,8 @@ RUN_BY_THE_ENGINE = (
 )
 ON_THE_CPU_ALONE = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "DeepseekV3ForCausalLM")
 """What of it the engine's kernels for GPUs do not have yet."""
+SEEING_ON_GPUS = ("Qwen2_5_VLForConditionalGeneration", "Llama4ForConditionalGeneration")
+"""Whose images and videos the engine computes on GPUs, where it runs them there at all."""
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

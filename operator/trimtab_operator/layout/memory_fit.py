@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
+from trimtab_operator.layout.facts import DTYPE_BYTES, SEEING_ON_GPUS, ModelFacts
 from trimtab_operator.layout.gpus import GIB, Gpu
 from trimtab_operator.layout.kv_groups import KvGroup
 from trimtab_operator.layout.memory_formula import KvCapacity, MemoryShape, kv_capacity, min_utilization
@@ -70,7 +70,7 @@ class Envelope:
             kv_dtype_bytes=kv_dtype_bytes(engine.kv_cache_dtype, facts),
             captures_graphs=not engine.enforce_eager,
             quantization=engine.quantization,
-            computes_images=_computes_images(spec),
+            computes_images=_computes_images(spec, facts),
         )
 
     @classmethod
@@ -84,12 +84,12 @@ class Envelope:
         )
 
 
-def _computes_images(spec: Spec) -> bool:
-    """Whether this spec's engine loads the tower on a GPU: vLLM's does, unless no image and no video may come in a
-    prompt; Trimtab's has it on the CPU alone, and serves the text half on GPUs."""
+def _computes_images(spec: Spec, facts: ModelFacts) -> bool:
+    """Whether this spec's engine loads the tower on a GPU, which it does unless no image and no video may come in a
+    prompt. Of towers that are transformers' code Trimtab's engine serves the text half there."""
     limits = spec.engine.limit_mm_per_prompt or {}
     is_dropped = all(limits.get(modality) == 0 for modality in MODALITIES)
-    return spec.runtime.kind == "vllm" and not is_dropped
+    return not is_dropped and (spec.runtime.kind == "vllm" or facts.architecture in SEEING_ON_GPUS)
 
 
 def kv_dtype_bytes(kv_cache_dtype: str | None, facts: ModelFacts) -> int:

@@ -6,11 +6,12 @@ import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import engine_builders
 import pytest
 import torch
+from calling_recorder import noted, steps_of_a_device
 from engine_benchmarks.parity import Reference
 from seeing_model import (
     SeeingPrompt,
@@ -218,6 +219,79 @@ def test_an_engine_that_shall_see_nothing_has_no_tower_and_refuses_images_alone(
     assert defects({"no image": run.tokens["no image"]}, expected) == []
 
 
-def test_drafts_beside_images_are_refused_by_name(checkpoint: Path) -> None:
-    with pytest.raises(NotBuiltError, match="speculation beside images"):
-        an_engine(checkpoint, speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=2))
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [("ngram", {"async_scheduling": True}), ("ngram", TIGHT | SHORT), ("draft_model", {})],
+    ids=["looked up, overlapping", "looked up, preempted", "by a model"],
+)
+def test_beside_drafts(
+    method: Literal["ngram", "draft_model"],
+    changes: dict[str, Any],
+    checkpoint: Path,
+    expected: dict[str, Reference],
+) -> None:
+    """The checkpoint drafts for itself, as its text half alone."""
+    run = Run(an_engine(checkpoint, **changes | drafts(method, checkpoint)))
+    run.add(PROMPTS)
+    assert defects(run.to_the_end().tokens, expected) == []
+    assert run.num_accepted > 9
+    assert (run.num_preempted.get("recompute", 0) > 2) == ("num_gpu_blocks_override" in changes)
+
+
+def drafts(method: Literal["ngram", "draft_model"], checkpoint: Path) -> dict[str, Any]:
+    model = str(checkpoint) if method == "draft_model" else None
+    config = SpeculativeConfig(method=method, model=model, num_speculative_tokens=3, prompt_lookup_min=1)
+    return {"speculative": config, "num_speculative_tokens": 3, "num_speculative_tokens_cap": 3}
+
+
+def test_drafts_from_hidden_states_beside_images_are_refused_by_name(checkpoint: Path) -> None:
+    with pytest.raises(NotBuiltError, match="method eagle beside images and videos"):
+        an_engine(checkpoint, speculative=SpeculativeConfig(method="eagle", model="m", num_speculative_tokens=2))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"async_scheduling": True},
+        {"enforce_eager": True},
+        TIGHT | SHORT | SWAP | {"async_scheduling": True},
+        {"num_speculative_tokens": 3, "enable_prefix_caching": False, "max_num_batched_tokens": 16},
+    ],
+    ids=["overlapping", "eager", "swapped, overlapping", "drafts, chunked"],
+)
+def test_with_the_steps_of_a_device(changes: dict[str, Any], checkpoint: Path, expected: dict[str, Reference]) -> None:
+    """Steps that compute or place images are eager, and all others replay graphs, of the same prompts' answers too."""
+    drafting = drafts("ngram", checkpoint) if "num_speculative_tokens" in changes else {}
+    with steps_of_a_device():
+        run = Run(an_engine(checkpoint, **changes | drafting))
+        run.add(PROMPTS)
+        assert defects(run.to_the_end().tokens, expected) == []
+    assert run.num_graphs == 0 if "enforce_eager" in changes else run.num_graphs > 60
+    assert (run.num_eager.keys() >= {"images"}) == ("enforce_eager" not in changes)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data"},
+        {"pipeline_parallel_size": 2},
+    ],
+    ids=["tp2", "tp2 with a tower each", "pp2"],
+)
+@pytest.mark.usefixtures("forked")
+def test_with_the_steps_of_devices_over_ranks(
+    layout: dict[str, Any], checkpoint: Path, expected: dict[str, Reference], tmp_path: Path
+) -> None:
+    """Every rank takes the same graph, or none."""
+    with steps_of_a_device(tmp_path):
+        engine = an_engine(checkpoint, async_scheduling=True, **SHORT | layout)
+        try:
+            run = Run(engine)
+            run.add(PROMPTS)
+            assert defects(run.to_the_end().tokens, expected) == []
+        finally:
+            engine.close()
+    one, other = noted(tmp_path)
+    assert one == other
+    assert {"Eager.IMAGES", "GraphKey(num_tokens=1, tokens_per_sequence=1)"} <= set(one)

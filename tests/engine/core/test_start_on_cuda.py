@@ -5,7 +5,7 @@ starts, that start-up launches every variant of a kernel that serving does, and 
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +19,7 @@ from fake_nccl import a_fake_nccl, groups_of
 from llguidance import LLMatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.engine import EncoderMode, EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
@@ -33,6 +33,8 @@ from trimtab_engine.errors import NotBuiltError
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.messages import AddRequest, Sleep, WakeUp
+from trimtab_engine.multimodal.items import MEANINGS_BYTES, Modality, MultiModalItem, Patches
+from trimtab_engine.multimodal.items import Span as ItemSpan
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.runner import start
@@ -75,6 +77,15 @@ SEEING: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 """Of which its text is served, unless a limit asks for images."""
+WATCHING: dict[str, Any] = DENSE | {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+    "vision_config": {
+        "hidden_size": 48, "intermediate_size": 72, "depth": 3, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
+        "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1],
+    },
+}  # fmt: skip
+SEES = {"limit_mm_per_prompt": {"image": 4, "video": 1}, "max_num_encoder_input_tokens": 40, "encoder_cache_size": 60}
 DRAFTS = {
     "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2),
     "num_speculative_tokens": 2,
@@ -206,11 +217,82 @@ def test_an_engine_starts_serves_and_compiles_nothing_then(
     assert variants(served) <= variants(at_start)
 
 
+GRIDS = ((1, 2, 2), (1, 4, 6), (1, 8, 8), (1, 10, 6), (1, 2, 14), (1, 8, 20), (2, 4, 6), (3, 2, 10))
+ROW_SIZE = 3 * 2 * 4 * 4
+
+
+def an_item(number: int) -> MultiModalItem:
+    grid = GRIDS[number % len(GRIDS)]
+    num_patches = grid[0] * grid[1] * grid[2]
+    patches = Patches(ROW_SIZE, bytes(num_patches * ROW_SIZE), bytes(3 * MEANINGS_BYTES))
+    kind: Modality = "video" if grid[0] > 1 else "image"
+    return MultiModalItem(kind, str(number).encode(), num_patches // 4, grid, patches)
+
+
+def serve_images(engine: Engine, most_items: int = 2) -> dict[str, dict[str, int]]:
+    """Prompts with images and videos of many sizes, and prompts of text; what was counted. Nothing is waited for."""
+    for number in range(2 * len(GRIDS)):
+        token_ids, spans = [5] * (2 + number), list[ItemSpan]()
+        for item in (an_item(number + more) for more in range(number % (1 + most_items))):
+            spans.append(ItemSpan(len(token_ids), item))
+            token_ids += [90] * item.num_tokens + [5, 6]
+        sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+        engine.add(AddRequest(str(number), token_ids, sampling, arrival_time=0.0, spans=tuple(spans)))
+    counted: dict[str, dict[str, int]] = {"graph_steps": {}, "eager_steps": {}}
+    reasons: dict[str, str] = {}
+    for _ in range(500):
+        report = engine.step()
+        reasons |= {o.request_id: o.finish_reason for o in report.outputs if o.finish_reason}
+        for name, sums in counted.items():
+            for kind, count in getattr(report.stats, name).items():
+                sums[kind] = sums.get(kind, 0) + count
+        if not engine.has_work:
+            break
+    engine.check_integrity()
+    assert set(reasons.values()) == {"length"}
+    assert len(reasons) == 2 * len(GRIDS)
+    return counted
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="graphs"),
+        pytest.param({"enforce_eager": True, "async_scheduling": False}, id="eager"),
+        pytest.param(DRAFTS, id="drafts"),
+        pytest.param({"dtype": "float32"}, id="float32"),
+    ],
+)
+def test_an_engine_that_sees_starts_serves_and_compiles_nothing_then(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Images and videos of any size, while text decodes beside them."""
+    with a_fake_gpu():
+        with record_launches() as at_start:
+            engine, ready = start_engine(
+                a_config(WATCHING, tmp_path, SEES | changes), lambda stage, percent: None, lambda: 0.0
+            )
+        waits = (
+            "speculative" in changes or "async_scheduling" in changes
+        )  # for what is chosen, not for what is computed
+        with record_launches() as served, nullcontext() if waits else NoWaiting():
+            counted = serve_images(engine)
+        engine.close()
+    assert ready.modalities == ["image", "video"]
+    assert variants(served) <= variants(at_start)
+    if "enforce_eager" in changes:
+        assert counted["eager_steps"].keys() == {"off"}
+    else:
+        assert counted["eager_steps"]["images"] > 3
+        assert counted["graph_steps"]["full"] > 2
+
+
 def test_images_are_refused_by_the_checkpoints_name_with_what_would_do(tmp_path: Path) -> None:
     config = a_config(SEEING, tmp_path, {"limit_mm_per_prompt": {"image": 1}})
     with (
         a_fake_gpu(),
-        pytest.raises(NotBuiltError, match=r"not built on CUDA for Llava.*; serve its text alone, with --l"),
+        pytest.raises(
+            NotBuiltError,
+            match=r"not built on CUDA for Llava.*: transformers' own code .*; serve its text alone, with --l",
+        ),
     ):
         start_engine(config, lambda stage, percent: None, lambda: 0.0)
 
@@ -401,6 +483,34 @@ def test_the_core_s_rank_of_several_does_so_too(
     steps = [message for message in OtherRank.told if isinstance(message, Step)]
     assert any(isinstance(message, StartSteps) for message in OtherRank.told)
     assert any(step.feed for step in steps) == ("broadcast" in outside), "tokens reach the other rank on the device"
+
+
+@pytest.mark.parametrize("mode", ["weights", "data"])
+def test_the_core_s_rank_of_two_that_see_does_so_too(mode: EncoderMode, tmp_path: Path) -> None:
+    """Ranks that share a tower sum twice in each of its layers; those that share items once in a step, beside the
+    embedding and twice in each of the text half's layers."""
+    recorder = CallingRecorder()
+    with a_fake_gpu(), a_fake_nccl(recorder) as calls, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "recorder_of", lambda device: recorder)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr(rank_start, "Workers", OtherRank)
+        config = a_config(WATCHING, tmp_path, SEES | {"tensor_parallel_size": 2, "mm_encoder_tp_mode": mode})
+        with record_launches() as at_start:
+            engine, _ = start_engine(config, lambda stage, percent: None, lambda: 0.0)
+        calls.clear()
+        with record_launches() as served, NoWaiting():
+            counted = serve_images(engine)
+        engine.close()
+    assert not variants(served) - variants(at_start), "compiled while serving"
+    assert {name for name, is_inside in calls if is_inside} == {"all_reduce"}
+    steps = [message for message in OtherRank.told if isinstance(message, Step)]
+    assert sum(bool(step.inputs.placed) for step in steps) == counted["eager_steps"]["images"]
+    num_items = sum(len(step.inputs.missing) for step in steps)
+    num_outside = sum(name == "all_reduce" and not is_inside for name, is_inside in calls)
+    num_eager = sum(counted["eager_steps"].values())
+    computing = num_items if mode == "weights" else sum(bool(step.inputs.missing) for step in steps)
+    per_item = 2 * WATCHING["vision_config"]["depth"] if mode == "weights" else 1
+    assert num_outside == 5 * num_eager + per_item * computing
 
 
 def test_asleep_nothing_is_mapped_and_awake_graphs_are_recorded_again(tmp_path: Path) -> None:

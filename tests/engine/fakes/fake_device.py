@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from trimtab_engine.device import transfer
 from trimtab_engine.device.transfer import Mark
-from trimtab_engine.runner import model_runner
+from trimtab_engine.runner import item_encoder, model_runner
 from trimtab_engine.runner.graphs import device_steps, step_buffers
 from trimtab_engine.sampling import choice_columns, device_sampler, logprobs, pooling, sampler, token_table
 from trimtab_kernels.aot.specialisation import specialise
@@ -133,7 +133,7 @@ def a_fake_device() -> Iterator[None]:
             patch.setattr(module, "Mark", lambda device: Mark(torch.device("cpu")))
         patch.setattr(step_buffers, "copy_to_device", passes)
         patch.setattr(device_steps, "copy_to_host", passes)
-        for module in (transfer, choice_columns, device_sampler, pooling, sampler):
+        for module in (transfer, choice_columns, device_sampler, item_encoder, pooling, sampler):
             patch.setattr(module, "send", send)
         for module in (device_sampler, logprobs, pooling):
             patch.setattr(module, "receive", receive)

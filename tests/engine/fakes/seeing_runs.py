@@ -20,7 +20,9 @@ class Run:
         self.tokens: dict[str, list[int]] = {}
         self.errors: dict[str, str] = {}
         self.num_preempted: dict[str, int] = {}
-        self.num_cached = self.num_encoded = 0
+        self.num_cached = self.num_encoded = self.num_accepted = 0
+        self.num_graphs = 0
+        self.num_eager: dict[str, int] = {}
 
     def add(self, prompts: dict[str, SeeingPrompt], **request: Any) -> None:
         for name, prompt in prompts.items():
@@ -37,6 +39,10 @@ class Run:
             self.num_preempted[mode] = self.num_preempted.get(mode, 0) + sum(reasons.values())
         self.num_cached += report.stats.prefix_cache_hits
         self.num_encoded += report.stats.num_encoded_items
+        self.num_accepted += sum(report.stats.accepted_per_position)
+        self.num_graphs += sum(report.stats.graph_steps.values())
+        for reason, count in report.stats.eager_steps.items():
+            self.num_eager[reason] = self.num_eager.get(reason, 0) + count
         self.engine.check_integrity()
 
     def to_the_end(self) -> Run:

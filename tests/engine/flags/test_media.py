@@ -1,10 +1,13 @@
 """Whence a server takes images and videos is said at its start, or it is nowhere."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from trimtab_engine.cli import _parser
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.flags.engine import engine_config
 from trimtab_engine.flags.media import media_sources
 from trimtab_engine.flags.parser import OneLineParser
 from trimtab_engine.flags.serve import add_serve_flags
@@ -40,3 +43,20 @@ def test_a_size_of_the_cache_that_is_none_is_told(size: str, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         arguments(f"--mm-processor-cache-gb={size}")
     assert "is not a number of GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("architecture", "on_cuda"),
+    [
+        ("Qwen2_5_VLForConditionalGeneration", True),
+        ("LlavaForConditionalGeneration", False),  # transformers' tower: its text half alone
+        ("LlamaForCausalLM", False),
+    ],
+)
+def test_what_is_computed_where_nobody_says_is_what_the_device_computes(
+    architecture: str, on_cuda: bool, model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(model_of(architectures=[architecture]))
+    monkeypatch.setattr("trimtab_engine.flags.engine._device", lambda asked: ("cuda", 80 << 30))
+    config = engine_config(_parser().parse_args(["serve", model, "--block-size", "16"]))
+    assert config.limit_mm_per_prompt == ({"image": 999, "video": 999} if on_cuda else {})

@@ -86,7 +86,8 @@ def test_the_guide_s_examples_of_images_are_understood(model_of: Callable[..., P
     assert read(seeing, mm_processor_cache_gb=0).mm_processor_cache_bytes == 0
     assert read(seeing, limit_mm_per_prompt={"image": 2}).limit_mm_per_prompt == {"image": 2, "video": 999}
     assert not read(seeing, limit_mm_per_prompt={"image": 0, "video": 0}).modalities
-    assert not read(seeing, speculative_config={"method": "ngram", "num_speculative_tokens": 2}).modalities
+    assert read(seeing, speculative_config={"method": "ngram", "num_speculative_tokens": 2}).modalities
+    assert not read(seeing, speculative_config={"method": "mtp", "num_speculative_tokens": 1}).modalities
     assert read(text).limit_mm_per_prompt == {}
     with pytest.raises(ConfigError, match=r"^limit_mm_per_prompt .*: this model takes text alone; leave it out"):
         read(text, limit_mm_per_prompt={"image": 2})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from trimtab_engine.parallel.wave import ANY, MIXED, Wave, agreed_shape
+from trimtab_engine.parallel.wave import ANY, ITEMS, MIXED, Wave, agreed_shape
 from trimtab_engine.scheduling.step_inputs import StepShape
 
 DEADLINE_SECONDS = 120.0
@@ -84,6 +84,8 @@ def test_an_announcement_that_comes_early_is_joined_when_the_wave_before_has_end
         ([[3, 1], [30, MIXED]], StepShape(30, None)),
         ([[3, 1], [0, MIXED]], StepShape(3, None)),  # a core that sleeps
         ([[0, ANY], [0, ANY]], StepShape(0, None)),
+        ([[3, 1], [30, ITEMS]], StepShape(30, None, has_items=True)),  # images there, so that no core replays a graph
+        ([[4, ITEMS], [0, ANY], [9, MIXED]], StepShape(9, None, has_items=True)),
     ],
 )
 def test_a_step_is_uniform_when_every_core_s_tokens_are(said: list[list[int]], agreed: StepShape) -> None:
@@ -127,3 +129,10 @@ def test_cores_that_get_requests_at_random_times_never_wait_for_ever() -> None:
     assert not any(thread.is_alive() for thread in threads)
     assert steps[0] == steps[1] == steps[2], "all have made the same steps"
     assert steps[0].count(0) > 1, "there were several waves"
+
+
+@pytest.mark.parametrize("can_be_uniform", [True, False])
+def test_a_core_says_that_its_step_has_images(can_be_uniform: bool) -> None:
+    (wave,) = waves(1)
+    shape = StepShape(7, None, has_items=True)
+    assert wave.agree(shape, can_be_uniform=can_be_uniform) == shape

@@ -1,6 +1,7 @@
 """Steps of nothing but decodes, in columns."""
 
 from engine_builders import a_request
+from trimtab_engine.multimodal.positions import RopePositions
 from trimtab_engine.runner.decode_step import KNOWN, DecodeLayout, DecodeStep
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
@@ -47,6 +48,15 @@ def test_the_order_is_kept_while_the_requests_are_the_same() -> None:
     assert second.by is first.by
     assert second.positions.tolist() == [9, 3]
     assert layout.lay_out(a_batch(requests[0])).by is not first.by
+
+
+def test_a_rope_takes_tokens_behind_images_to_be_elsewhere() -> None:
+    seeing, plain = a_decode("a", 9), a_decode("b", 5)
+    assert laid_out(a_batch(plain)).rope_positions.tolist() == [4]
+    seeing.rope = RopePositions(([], [], []), -3)
+    step = laid_out(a_batch(plain, seeing, ahead=1))
+    assert step.positions.tolist() == [9, 5]
+    assert step.rope_positions.tolist() == [6, 5]
 
 
 def test_a_table_that_was_exchanged_is_the_one_that_is_read() -> None:

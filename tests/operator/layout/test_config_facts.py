@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from trimtab_operator.layout.config_facts import PLANNED_ONLY, facts_of_config
-from trimtab_operator.layout.facts import ON_THE_CPU_ALONE, RUN_BY_THE_ENGINE, ModelFacts
+from trimtab_operator.layout.facts import ON_THE_CPU_ALONE, RUN_BY_THE_ENGINE, SEEING_ON_GPUS, ModelFacts
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 Published = Callable[[str], ModelFacts]
@@ -64,11 +64,13 @@ def test_maverick_has_experts_in_every_second_layer(published: Published) -> Non
 
 
 def test_what_the_engine_runs_is_what_the_engine_says_it_runs() -> None:
-    from trimtab_engine.models.registry import BY_ARCHITECTURE
+    from trimtab_engine.models.registry import BY_ARCHITECTURE, tower_named
 
     assert tuple(BY_ARCHITECTURE) == RUN_BY_THE_ENGINE
     assert not set(RUN_BY_THE_ENGINE) & set(PLANNED_ONLY)
     assert tuple(name for name, family in BY_ARCHITECTURE.items() if family.not_on_cuda) == ON_THE_CPU_ALONE
+    towers = {name: tower_named(name) for name in BY_ARCHITECTURE}
+    assert tuple(name for name, kind in towers.items() if kind and not kind.not_on_cuda) == SEEING_ON_GPUS
 
 
 def test_a_chunk_of_positions_counts_as_a_window(published: Published) -> None:

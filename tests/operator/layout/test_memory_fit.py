@@ -60,10 +60,11 @@ def test_fp8_keys_and_values_double_the_tokens(published: Published, a_spec: Cal
 
 
 def test_a_tower_counts_on_the_first_stage_unless_no_image_and_no_video_may_come(published: Published) -> None:
-    """Only where it is loaded: Trimtab's engine serves the text half on GPUs."""
-    facts = replace(published("Llama-3.1-8B"), tower_bytes=3 * GIB)
+    """Only where it is loaded: of some Trimtab's engine serves the text half on GPUs."""
+    plain = replace(published("Llama-3.1-8B"), tower_bytes=3 * GIB)
+    own = replace(plain, architecture="Qwen2_5_VLForConditionalGeneration")
 
-    def weights(kind: str, limits: dict[str, int] | None, pipeline: int = 1) -> list[int]:
+    def weights(kind: str, limits: dict[str, int] | None, pipeline: int = 1, facts: ModelFacts = plain) -> list[int]:
         engine = {} if limits is None else {"limitMmPerPrompt": limits}
         body = {"model": {"uri": "file:///m"}, "runtime": {"kind": kind}, "engine": engine}
         envelope = Envelope.of_spec(Spec.model_validate(body), facts, H100)
@@ -71,7 +72,8 @@ def test_a_tower_counts_on_the_first_stage_unless_no_image_and_no_video_may_come
         return [rank.shape.weights_bytes for rank in fit.ranks]
 
     (without,) = weights("vllm", {"image": 0, "video": 0})
-    assert weights("trimtab", None) == [without]
+    assert weights("trimtab", None) == weights("trimtab", {"image": 0, "video": 0}, facts=own) == [without]
+    assert weights("trimtab", None, facts=own) == [without + 3 * GIB]
     assert (
         weights("vllm", None) == weights("vllm", {"image": 2}) == weights("vllm", {"image": 0}) == [without + 3 * GIB]
     )

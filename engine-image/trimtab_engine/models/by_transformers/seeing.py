@@ -152,4 +152,11 @@ def build_tower(vision: VisionConfig, load: "Loader", group: "RankGroup | None")
     return SquareTower(vision, load)
 
 
-TOWER = TowerKind(parse_vision, tower_tensors, build_tower, modalities=("image",), renames_tensors=True)
+TOWER = TowerKind(
+    parse_vision,
+    tower_tensors,
+    build_tower,
+    modalities=("image",),
+    not_on_cuda="transformers' own code computes them, which the steps of CUDA have not been tried with",
+    renames_tensors=True,
+)

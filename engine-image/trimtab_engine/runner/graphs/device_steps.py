@@ -19,6 +19,7 @@ from trimtab_kernels.paged_batch import PagedBatch
 from trimtab_engine.device.inference import inferring
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.device.transfer import Leading, Mark, copy_to_host, pinned_bytes
+from trimtab_engine.layers.vocabulary import Placed
 from trimtab_engine.models.family import Model
 from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.runner.decode_step import DecodeStep
@@ -64,6 +65,8 @@ class StepLimits:
     """Rows of logits at most."""
     max_model_len: int
     block_size: int
+    num_axes: int = 1
+    """Positions of each token: over time, height and width where a rope tells them apart."""
 
     def capacity(self, max_tokens: int) -> Capacity:
         """How large buffers are for steps of up to so many tokens."""
@@ -72,6 +75,7 @@ class StepLimits:
             max_seqs=min(self.max_num_seqs, max_tokens),
             max_rows=min(self.max_num_rows, max_tokens),
             max_blocks=-(-self.max_model_len // self.block_size),
+            num_axes=self.num_axes,
         )
 
 
@@ -245,8 +249,11 @@ class DeviceSteps:
     # --- steps ----------------------------------------------------------------------------------------------------
 
     @inferring
-    def run(self, inputs: StepInputs | DecodeStep, feed: Feed = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin a step. Returns hidden states [rows, hidden_size] and which of their rows are sampled."""
+    def run(
+        self, inputs: StepInputs | DecodeStep, feed: Feed = (), placed: Placed | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begin a step. Returns hidden states [rows, hidden_size] and which of their rows are sampled. `placed`: what
+        the first stage takes for embeddings of tokens that are no text; the step's shape says whether there are any."""
         self._share(feed)
         shape = inputs.shape
         choice = self._dispatcher.dispatch(shape)
@@ -255,8 +262,10 @@ class DeviceSteps:
             self._counts.eager[choice.value] = self._counts.eager.get(choice.value, 0) + 1
             buffers, rows = self._large, shape.num_tokens
             batch = buffers.fill(inputs, feed, GraphKey(rows), self._limits.block_size)
-            hidden = self._forward(buffers, rows, self._metadata(buffers, rows, batch, is_padded=rows > num_tokens))
+            metadata = self._metadata(buffers, rows, batch, is_padded=rows > num_tokens)
+            hidden = self._forward(buffers, rows, metadata, placed)
         else:
+            assert placed is None  # a shape with items has no graph
             if choice not in self._graphs:
                 self.capture(choice)
             buffers = self._small
@@ -295,15 +304,17 @@ class DeviceSteps:
         if feed and self._tensor is not None:
             self._tensor.broadcast(self.last_tokens[: 1 + max(row for _, row in feed)])
 
-    def _forward(self, buffers: StepBuffers, rows: int, metadata: AttentionMetadata) -> torch.Tensor:
-        return self._model.forward(*self._inputs(buffers, rows), self._kv_cache, [metadata])
+    def _forward(
+        self, buffers: StepBuffers, rows: int, metadata: AttentionMetadata, placed: Placed | None = None
+    ) -> torch.Tensor:
+        return self._model.forward(*self._inputs(buffers, rows), self._kv_cache, [metadata], placed=placed)
 
     def _inputs(self, buffers: StepBuffers, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids, some of which are known here only, and positions."""
         longs = buffers.longs
         sources = longs["sources"][:rows]
         fed = self.last_tokens.index_select(0, sources.clamp_min(0))
-        return torch.where(sources < 0, longs["token_ids"][:rows], fed), longs["positions"][:rows]
+        return torch.where(sources < 0, longs["token_ids"][:rows], fed), buffers.positions(rows)
 
     def _metadata(
         self,

@@ -19,6 +19,8 @@ class Eager(Enum):
     """More tokens than the largest graph."""
     MIXED = "mixed"
     """Not every sequence has the same few tokens, and the mode has graphs for decode steps only."""
+    IMAGES = "images"
+    """Some tokens are of images or videos: graphs take all embeddings from the vocabulary's."""
 
 
 class Dispatcher:
@@ -33,6 +35,8 @@ class Dispatcher:
         """The smallest graph that holds the step, or why there is none."""
         if not self._largest or not shape.num_tokens:
             return Eager.OFF
+        if shape.has_items:
+            return Eager.IMAGES
         tokens = shape.tokens_per_sequence
         size = None if tokens is None else _first_at_least(self._full.get(tokens, ()), shape.num_tokens)
         if size is not None:

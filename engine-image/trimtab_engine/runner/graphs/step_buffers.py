@@ -42,12 +42,13 @@ NEW_PER_SEQUENCE, MORE_NEW = 2, 1024  # new blocks that travel with a step; more
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The largest step that fits. `max_blocks`: of one sequence's block table."""
+    """The largest step that fits. `max_blocks`: of one sequence's block table. `num_axes`: positions of each token."""
 
     max_tokens: int
     max_seqs: int
     max_rows: int
     max_blocks: int
+    num_axes: int = 1
 
     @property
     def max_new_blocks(self) -> int:
@@ -59,7 +60,8 @@ class Capacity:
         """int64 values by name."""
         # Even counts: every part starts on 16 bytes, as kernels were compiled for.
         tokens, rows = self.max_tokens + self.max_tokens % 2, self.max_rows + self.max_rows % 2
-        return {"token_ids": tokens, "positions": tokens, "slots": tokens, "sources": tokens, "sampled": rows}
+        positions = tokens * self.num_axes  # one axis after the other
+        return {"token_ids": tokens, "positions": positions, "slots": tokens, "sources": tokens, "sampled": rows}
 
     @property
     def ints(self) -> dict[str, int]:
@@ -85,6 +87,11 @@ class StepBuffers:
         self._tables = torch.zeros(capacity.max_seqs, capacity.max_blocks, dtype=torch.int32, device=device)
         self._uniform: dict[tuple[int, int], PagedBatch] = {}
         """Batches of equal sequences: what they say does not change, and where the rest is does not, either."""
+
+    def positions(self, rows: int) -> torch.Tensor:
+        """[rows] int64; with several axes [num_axes, rows]."""
+        own, num_axes = self.longs["positions"], self._capacity.num_axes
+        return own[:rows] if num_axes == 1 else own.view(num_axes, -1)[:, :rows]
 
     @property
     def num_bytes(self) -> int:
@@ -206,15 +213,16 @@ class _Host:
         self._whole = whole = self.bytes.numpy()
         last = 8 * num_longs + 4 * sum(capacity.ints.values())
         self._longs = _arrays(whole[: 8 * num_longs].view(np.int64), capacity.longs)
+        self._positions = self._longs["positions"].reshape(capacity.num_axes, -1)
         self._ints = _arrays(whole[8 * num_longs : last].view(np.int32), capacity.ints)
 
     def write_tokens(self, inputs: StepInputs | DecodeStep, feed: Feed, rows: int) -> None:
         """Token by token, padded to `rows`."""
-        num_tokens = inputs.num_tokens
-        for name, values in (("token_ids", inputs.token_ids), ("positions", inputs.positions)):
-            array = self._longs[name]
-            array[:num_tokens] = values
-            array[num_tokens:rows] = 0
+        num_tokens, token_ids, positions = inputs.num_tokens, self._longs["token_ids"], self._positions
+        token_ids[:num_tokens] = inputs.token_ids
+        token_ids[num_tokens:rows] = 0
+        positions[:, :num_tokens] = inputs.rope_positions
+        positions[:, num_tokens:rows] = 0
         sources = self._longs["sources"]
         sources[:rows] = KNOWN
         if isinstance(inputs, DecodeStep):

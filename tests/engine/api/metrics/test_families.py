@@ -68,6 +68,7 @@ def test_every_family_of_the_contract_is_there(metrics: EngineMetrics) -> None:
         "off",
         "piecewise",
         "too_large",
+        "images",
         "all_gather",
         "all_reduce",
         "broadcast",

@@ -38,6 +38,12 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(
     assert Dispatcher(plan).dispatch(StepShape(num_tokens, per_sequence)) == expected
 
 
+def test_steps_with_images_are_eager_whatever_their_size() -> None:
+    shape = StepShape(4, None, has_items=True)
+    assert {Dispatcher(plan).dispatch(shape) for plan in (BOTH, DECODE_ONLY, PIECEWISE)} == {Eager.IMAGES}
+    assert Dispatcher(NO_GRAPHS).dispatch(shape) == Eager.OFF
+
+
 def inputs(num_decodes: int, *chunks: int) -> StepInputs:
     num_tokens = num_decodes + sum(chunks)
     return StepInputs(
@@ -60,3 +66,9 @@ def inputs(num_decodes: int, *chunks: int) -> StepInputs:
 )
 def test_a_step_is_uniform_when_its_sequences_have_equally_many_tokens(step: StepInputs, expected: StepShape) -> None:
     assert step.shape == expected
+
+
+def test_a_step_with_images_says_so_and_nothing_of_its_sequences() -> None:
+    step = inputs(0, 4, 4)
+    step.placed = [(1, 2, b"a picture", 0)]
+    assert step.shape == StepShape(8, None, has_items=True)

@@ -83,3 +83,16 @@ def test_tables_told_step_by_step_are_the_whole_ones(seed: int, more_new: int, m
             check(large, inputs, GraphKey(chunks[0][2] * MAX_SEQS, chunks[0][2]))
         else:
             check(large, inputs, GraphKey(rows + dice.randint(0, 40 - rows)))
+
+
+@pytest.mark.parametrize("max_tokens", [8, 7])
+def test_positions_over_several_axes_lie_one_behind_the_other(max_tokens: int) -> None:
+    """Those of a step of text alone are equal on all axes, and what was there before is padding."""
+    seated = SeatedTables(MAX_SEQS, MAX_BLOCKS, CPU)
+    buffers = StepBuffers(Capacity(max_tokens, MAX_SEQS, MAX_SEQS, MAX_BLOCKS, num_axes=3), seated, CPU)
+    inputs = inputs_of([], [([3, 4], 2, 5)])
+    inputs.axes = [[2, 3, 3, 3, 5], [2, 3, 4, 4, 5], [2, 3, 3, 4, 5]]
+    buffers.fill(inputs, (), None, BLOCK_SIZE)
+    assert buffers.positions(5).tolist() == inputs.axes
+    buffers.fill(inputs_of([([3, 4], 8), ([5], 2)], []), (), GraphKey(4, 1), BLOCK_SIZE)
+    assert buffers.positions(4).tolist() == [[7, 1, 0, 0]] * 3
