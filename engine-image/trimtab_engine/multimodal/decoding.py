@@ -23,6 +23,8 @@ MIMES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": 
 """What is decoded: Pillow's names and what files of them are called."""
 ANIMATED = ("GIF", "WEBP", "PNG")
 """Formats with several frames, which are videos when they are sent as such."""
+MOVIES = ("video/mp4", "video/webm")
+"""Videos that others than Pillow decode (video_files.py)."""
 ALIASES = {
     "image/jpg": "image/jpeg",
     "image/pjpeg": "image/jpeg",
@@ -38,12 +40,15 @@ Pixels = NDArray[np.uint8]
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
     """`max_pixels`: of one picture, and of all frames that are kept of a video, before they are resized. `max_frames`:
-    how many a video may have; `num_frames`: how many of them are kept, evenly spread."""
+    how many a video of pictures may have; `num_frames`: how many of them are kept, evenly spread. `max_movie_frames`
+    and `max_seconds`: what an MP4 or WebM may have."""
 
     max_bytes: int = 32 << 20
     max_pixels: int = 32 << 20
     max_frames: int = 768
     num_frames: int = 32
+    max_movie_frames: int = 18_000
+    max_seconds: int = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ def decode_video(data: bytes, mime: str | None, limits: DecodeLimits) -> Frames:
             num_frames = int(getattr(image, "n_frames", 1))
         _check_num_frames(num_frames, limits)
         kept = kept_frames(num_frames, limits.num_frames)
-        _check_pixels(image, limits, times=len(kept))
+        check_pixels(image.width, image.height, limits, times=len(kept))
         return _frames(image, num_frames, frozenset(kept))
 
 
@@ -112,9 +117,8 @@ def kept_frames(num_frames: int, most: int) -> list[int]:
 
 def _opened(data: bytes, mime: str | None, limits: DecodeLimits, kinds: Sequence[str] = tuple(MIMES)) -> Image.Image:
     """The file, of which nothing is decoded yet."""
-    names = ", ".join(MIMES[kind] for kind in kinds)
-    if len(data) > limits.max_bytes:
-        raise InvalidRequest(f"it has {len(data)} bytes; at most {limits.max_bytes} are read of one file")
+    names = ", ".join([*(MIMES[kind] for kind in kinds), *(MOVIES if kinds == ANIMATED else ())])
+    check_num_bytes(data, limits)
     Image.MAX_IMAGE_PIXELS = None  # its own check warns first; ours comes before any decoding
     try:
         with warnings.catch_warnings():
@@ -127,20 +131,28 @@ def _opened(data: bytes, mime: str | None, limits: DecodeLimits, kinds: Sequence
     found = "JPEG" if image.format == "MPO" else str(image.format)  # several pictures of a camera, in one JPEG
     if found not in kinds:
         raise InvalidRequest(f"it is {MIMES[found]}; send one of {names}")
-    said = ALIASES.get(mime or "", mime)
-    if said is not None and said != MIMES[found]:
-        raise InvalidRequest(f"it is said to be {said[:80]}, but is {MIMES[found]}")
-    _check_pixels(image, limits)
+    check_mime(ALIASES.get(mime or "", mime), MIMES[found])
+    check_pixels(image.width, image.height, limits)
     return image
 
 
-def _check_pixels(image: Image.Image, limits: DecodeLimits, times: int = 1) -> None:
-    num_pixels = image.width * image.height * times
-    if min(image.size) < 1 or num_pixels > limits.max_pixels:
+def check_num_bytes(data: bytes, limits: DecodeLimits) -> None:
+    """Raise InvalidRequest for a file that is too long."""
+    if len(data) > limits.max_bytes:
+        raise InvalidRequest(f"it has {len(data)} bytes; at most {limits.max_bytes} are read of one file")
+
+
+def check_mime(said: str | None, found: str) -> None:
+    """Raise InvalidRequest for a file that is said to be another kind than it is; None: nothing is said."""
+    if said is not None and said != found:
+        raise InvalidRequest(f"it is said to be {said[:80]}, but is {found}")
+
+
+def check_pixels(width: int, height: int, limits: DecodeLimits, times: int = 1) -> None:
+    """Raise InvalidRequest for a picture, or so many of them, with none or too many pixels."""
+    if min(width, height) < 1 or width * height * times > limits.max_pixels:
         frames = f" in {times} frames" if times > 1 else ""
-        raise InvalidRequest(
-            f"it has {image.width} x {image.height} pixels{frames}; at most {limits.max_pixels} are decoded"
-        )
+        raise InvalidRequest(f"it has {width} x {height} pixels{frames}; at most {limits.max_pixels} are decoded")
 
 
 def _check_num_frames(num_frames: int, limits: DecodeLimits) -> None:

@@ -20,6 +20,7 @@ from trimtab_engine.multimodal.decoding import (
 from trimtab_engine.multimodal.llama4 import TileProcessor
 from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
 from trimtab_engine.multimodal.squares import SquareProcessor
+from trimtab_engine.multimodal.video_files import decode_movie, movie_kind
 from trimtab_engine.processes.frames import serve_frames
 
 MAX_ADDRESS_BYTES = 2 << 30
@@ -49,7 +50,9 @@ class Processing:
         if "frames" in request:
             return decode_frame_list(request["frames"], self._limits)
         data = request["data"] if "data" in request else decode_base64(request["base64"], self._limits)
-        decode = decode_image if request["kind"] == "image" else decode_video
+        if request["kind"] == "image":
+            return decode_image(data, request.get("mime"), self._limits)
+        decode = decode_video if movie_kind(data) is None else decode_movie
         return decode(data, request.get("mime"), self._limits)
 
 

@@ -1,10 +1,12 @@
 """Pictures and animations as bytes, whole and broken, for tests."""
 
 import base64
+import importlib
 import io
 import struct
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -54,3 +56,23 @@ def a_gif_of(num_frames: int) -> bytes:
     """One pixel, so many times: 30 bytes a frame, without anything that says how many there are."""
     frame = b"!\xf9\x04\x00\x0a\x00\x00\x00" + b",\x00\x00\x00\x00\x01\x00\x01\x00\x00" + b"\x02\x02D\x01\x00"
     return b"GIF89a\x01\x00\x01\x00\x80\x00\x00\x00\x00\x00\xff\xff\xff" + frame * num_frames + b";"
+
+
+def a_movie(
+    pictures: Sequence[Image.Image], kind: str = "mp4", codec: str = "libx264", fps: int = 8, **options: str
+) -> bytes:
+    """A video file of these pictures, whose sides are even. Needs PyAV."""
+    av: Any = importlib.import_module("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream(codec, rate=fps, options=options)
+        stream.width, stream.height, stream.pix_fmt = *pictures[0].size, "yuv420p"
+        for picture in pictures:
+            container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def a_grey(level: int, width: int = 64, height: int = 48) -> Image.Image:
+    """One colour, which codecs keep nearly as it is."""
+    return Image.new("RGB", (width, height), (level, level, level))
