@@ -47,7 +47,7 @@ class TileTower:
         order = _in_order_of_tokens(vision)
         self._patches = Linear(load("patch_embedding.linear.weight"))
         positions = load.copy("positional_embedding_vlm")
-        self._positions = positions[:-1][order.to(positions.device)]
+        self._positions = positions[:-1].index_select(0, order.to(positions.device))
         self._last_row = (load.copy("class_embedding") + positions[-1]).unsqueeze(0)
         self._turns = _turns(vision, order).to(load.device)
         self._rows = torch.arange(len(self._turns), device=load.device).unsqueeze(0)

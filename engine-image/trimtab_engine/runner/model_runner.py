@@ -313,7 +313,7 @@ class ModelRunner:
                 self._dummy_step([(0, 1)] * rows, GREEDY)
         return growth.peak if self._device.kind == "cuda" else cpu_activation_bytes(growth.peak, len(sizes))
 
-    def items_bytes(self, limits: EncoderLimits) -> int:
+    def items_bytes(self, limits: EncoderLimits, max_num_batched_tokens: int) -> int:
         """What images and videos take of this rank's device beside text, at most. On CUDA what the tower takes is
         measured by profile()."""
         vision, dtype_bytes = self.facts.vision, self._dtype.itemsize
@@ -321,8 +321,8 @@ class ModelRunner:
             return 0
         if self._device.kind == "cpu":
             return limits.num_bytes(vision, dtype_bytes)
-        shared = limits.step_budget if self._items.are_divided else 0  # what ranks sum, beside what each keeps
-        return kept_bytes(vision, limits.num_kept_tokens + shared, dtype_bytes)
+        summed = limits.step_budget if self._items.are_divided else 0  # by the ranks, before a step's are put together
+        return kept_bytes(vision, limits.num_kept_tokens + max(summed, max_num_batched_tokens), dtype_bytes)
 
     def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
         """Reserve the KV cache's address range, with a draft model's layers in it, and map block 0: attention, which on

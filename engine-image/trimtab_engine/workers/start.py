@@ -153,7 +153,7 @@ def measure(config: EngineConfig, device: Device, runner: ModelRunner, before: B
         other_bytes=other_bytes,
         weights_bytes=facts.weights_bytes,
         activations_peak_bytes=runner.profile(config.max_num_batched_tokens_cap, config.max_num_sampled_rows, encoder)
-        + runner.items_bytes(encoder),
+        + runner.items_bytes(encoder, config.max_num_batched_tokens_cap),
         # On the CPU the swap space and the host cache lie in the same memory as the KV cache.
         workspace_bytes=runner.kv_rounding_bytes
         + (config.swap_space_bytes_cap + config.kv_offload_bytes_cap if on_cpu else 0),

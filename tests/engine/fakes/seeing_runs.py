@@ -21,7 +21,7 @@ class Run:
         self.errors: dict[str, str] = {}
         self.num_preempted: dict[str, int] = {}
         self.num_cached = self.num_encoded = self.num_accepted = 0
-        self.num_graphs = 0
+        self.num_graphs = self.num_compiled = 0
         self.num_eager: dict[str, int] = {}
 
     def add(self, prompts: dict[str, SeeingPrompt], **request: Any) -> None:
@@ -41,6 +41,7 @@ class Run:
         self.num_encoded += report.stats.num_encoded_items
         self.num_accepted += sum(report.stats.accepted_per_position)
         self.num_graphs += sum(report.stats.graph_steps.values())
+        self.num_compiled += report.stats.kernel_compilations
         for reason, count in report.stats.eager_steps.items():
             self.num_eager[reason] = self.num_eager.get(reason, 0) + count
         self.engine.check_integrity()

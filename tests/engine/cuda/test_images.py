@@ -1,0 +1,85 @@
+"""Images and videos on a GPU: the tokens of transformers on the CPU, eager and with graphs. Skipped without a GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import engine_builders
+import pytest
+import torch
+from engine_benchmarks.parity import Reference
+from seeing_model import CONFIG, SeeingPrompt, a_prompt, an_item, reference_of, save, the_reference
+from seeing_runs import NUM_TOKENS, Run, defects
+from trimtab_engine.core.engine import Engine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+WIDE = CONFIG | {
+    "text_config": CONFIG["text_config"]
+    | {
+        "hidden_size": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]},
+    },
+    "vision_config": CONFIG["vision_config"] | {"hidden_size": 64, "intermediate_size": 72, "out_hidden_size": 64},
+}
+"""Heads of 16, as narrow as matrix instructions take them."""
+A_PICTURE = an_item((1, 10, 6), seed=3)
+PROMPTS: dict[str, SeeingPrompt] = {
+    "one image": a_prompt(4, an_item((1, 8, 8), seed=1), 5),
+    "three interleaved": a_prompt(A_PICTURE, 2, an_item((1, 4, 6), seed=1), 1, an_item((1, 2, 8), seed=4), 3),
+    "a video": a_prompt(3, an_item((4, 4, 6), kind="video", seed=5, seconds=0.7), 6),
+    "one image twice": a_prompt(1, A_PICTURE, 1, A_PICTURE, 2),
+    "no image": a_prompt(20),
+}
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return the_reference(WIDE)
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Any) -> dict[str, Reference]:
+    return {name: reference_of(reference, prompt, NUM_TOKENS) for name, prompt in PROMPTS.items()}
+
+
+def an_engine(reference: Any, folder: Path, **changes: Any) -> Engine:
+    values: dict[str, Any] = {
+        "load_format": "auto",
+        "dtype": "float32",
+        "device": "cuda",
+        "block_size": 16,
+        "num_gpu_blocks_override": 200,
+        "limit_mm_per_prompt": {"image": 4, "video": 1},
+    }
+    return engine_builders.an_engine(save(reference, folder), **values | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"enforce_eager": True},
+        {"async_scheduling": True},
+        {"async_scheduling": True, "max_num_batched_tokens": 16, "enable_prefix_caching": False},
+    ],
+    ids=["eager", "overlapping", "overlapping chunks"],
+)
+def test_tokens_are_those_of_transformers_and_nothing_is_compiled(
+    changes: dict[str, Any], reference: Any, expected: dict[str, Reference], tmp_path: Path
+) -> None:
+    run = Run(an_engine(reference, tmp_path, **changes))
+    for _ in range(2):
+        run.add(PROMPTS)
+        assert defects(run.to_the_end().tokens, expected) == []
+    assert run.num_compiled == 0
+    assert ("images" in run.num_eager) == ("enforce_eager" not in changes)
+    run.engine.close()
+
+
+def test_what_the_largest_picture_takes_was_measured(reference: Any, tmp_path: Path) -> None:
+    """As a picture of 12.8 megapixels would be, in the patches of this tower: 16,384 tokens, without its scores."""
+    limits = {"max_num_encoder_input_tokens": 16_384, "encoder_cache_size": 16_384}
+    few = an_engine(reference, tmp_path, max_num_encoder_input_tokens=64, encoder_cache_size=16_384)
+    small = few.ledger().kinds["activations_peak"]
+    few.close()
+    many = an_engine(reference, tmp_path, **limits)
+    assert 50 << 20 < many.ledger().kinds["activations_peak"] - small < 1 << 30
+    many.close()
