@@ -133,6 +133,10 @@ def media_remedies(config: EngineConfig) -> list[str]:
             f"lower --mm-processor-cache-gb (it is {each / GIB:.2g} in each of {count} processes, which on the CPU is "
             f"part of this memory)"
         )
+    if config.device == "cuda":
+        remedies.append(
+            "lower --max-num-encoder-input-tokens, of as many tokens as which an image is computed at start"
+        )
     kinds = ", ".join(f'"{kind}": 0' for kind in MODALITIES)
     return [*remedies, f"serve text alone with --limit-mm-per-prompt '{{{kinds}}}', which drops the tower"]
 
@@ -178,8 +182,9 @@ def out_of_memory(config: EngineConfig, stage: str) -> str:
     """The line to print when an allocation failed while starting."""
     size = config.device_memory_bytes
     declared = "" if size is None else f" on a device of {size / GIB:.2f} GiB (--device-memory-bytes)"
+    remedies = [REMEDIES.get(stage, REMEDIES["weights"]), *(media_remedies(config) if stage == "profile" else ())]
     return (
         f"out of memory at start, in stage {stage}{declared}; the envelope is max_num_batched_tokens "
         f"{config.max_num_batched_tokens_cap}, max_num_seqs {config.max_num_seqs_cap}, gpu_memory_utilization "
-        f"{config.gpu_memory_utilization_cap}; {REMEDIES.get(stage, REMEDIES['weights'])}"
+        f"{config.gpu_memory_utilization_cap}; {'; or '.join(remedies)}"
     )

@@ -50,7 +50,7 @@ def an_engine(reference: Any, folder: Path, **changes: Any) -> Engine:
         "num_gpu_blocks_override": 200,
         "limit_mm_per_prompt": {"image": 4, "video": 1},
     }
-    return engine_builders.an_engine(save(reference, folder), **values | changes)
+    return engine_builders.an_engine(Path(save(reference, folder)), **values | changes)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,16 @@ def test_a_failed_allocation_is_told_with_the_numbers_and_what_to_set(stage: str
     assert "\n" not in text
 
 
+def test_on_cuda_an_image_as_large_as_may_come_is_what_to_make_smaller() -> None:
+    """There start-up computes it; on the CPU what it would take is set aside by a rule."""
+    remedy = "lower --max-num-encoder-input-tokens"
+    seeing = {"limit_mm_per_prompt": {"image": 4}}
+    assert remedy in out_of_memory(a_config(device="cuda", **seeing), "profile")
+    assert remedy not in out_of_memory(a_config(device="cuda", **seeing), "weights")
+    assert remedy not in out_of_memory(a_config(device="cuda"), "profile")
+    assert remedy not in out_of_memory(a_config(**seeing), "profile")
+
+
 def a_formula(**given: Any) -> MemoryFormula:
     """2 GiB of weights on a device of 8 GiB, of which 7.2 may be used."""
     sizes = dict.fromkeys(("other_bytes", "activations_peak_bytes", "workspace_bytes", "graphs_bytes"), 0)
