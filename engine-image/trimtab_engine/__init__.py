@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         CompilationMode,
         CUDAGraphMode,
     )
+    from trimtab_engine.offline.adapters import LoRARequest
     from trimtab_engine.offline.embeddings import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
     from trimtab_engine.offline.llm import LLM
     from trimtab_engine.offline.outputs import CompletionOutput, RequestOutput
@@ -28,6 +29,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
@@ -35,6 +37,7 @@ __all__ = [
 
 _HOME = {
     "LLM": "offline.llm",
+    "LoRARequest": "offline.adapters",
     "SamplingParams": "offline.sampling_params",
     "RequestOutput": "offline.outputs",
     "CompletionOutput": "offline.outputs",

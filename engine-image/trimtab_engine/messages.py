@@ -66,6 +66,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     one placeholder for each, and items that the core has lack their patches (multimodal/mirror.py)."""
     pooling: Pooling | None = None
     """What is made of its hidden states instead of tokens; `sampling` then says nothing."""
+    adapter: str = ""
+    """The name of the adapter that it asks for; empty: the model alone."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
@@ -167,6 +169,19 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
     reset_running_requests: bool
 
 
+class LoadLora(msgspec.Struct, tag="load_lora"):
+    """Serve another adapter, from this folder of every rank's node. It has no effect where a rank cannot read it."""
+
+    name: str
+    folder: str
+
+
+class UnloadLora(msgspec.Struct, tag="unload_lora"):
+    """Serve an adapter to no new request."""
+
+    name: str
+
+
 class StartProfile(msgspec.Struct, tag="start_profile"):
     """Begin to record steps."""
 
@@ -191,6 +206,8 @@ Call = (
     | DrainCore
     | LifecycleCall
     | ResetPrefixCache
+    | LoadLora
+    | UnloadLora
     | ProfileCall
 )
 
@@ -359,6 +376,15 @@ class SpeculationCounts:
         self.accepted_per_position += [0] * (length - len(self.accepted_per_position))
 
 
+class AdaptersInUse(msgspec.Struct, array_like=True):
+    """The names of those whose requests run, and of those whose requests wait."""
+
+    max_loras: int
+    """How many different ones a step may have."""
+    running: list[str]
+    waiting: list[str]
+
+
 class StepStats(msgspec.Struct, array_like=True):
     """The core's state after one step, and what the step added. Counters are per step: the API server sums them."""
 
@@ -455,6 +481,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """Requests whose first token could not come in time any more when they were looked at (policy `deadline`)."""
     num_waiting_late: int = 0
     """How many of those wait."""
+    adapters: AdaptersInUse | None = None
+    """Sent about once a second, where adapters are served."""
 
 
 class PlainTokens(msgspec.Struct, array_like=True):
@@ -495,6 +523,15 @@ class ClientOutputs(msgspec.Struct, tag="client_outputs"):
     """As in StepOutputs."""
 
 
+class AdapterCard(msgspec.Struct, array_like=True, frozen=True):
+    """An adapter that requests may ask for."""
+
+    name: str
+    folder: str
+    parent: str | None = None
+    """The model's name to show as its parent; None: the first that is served."""
+
+
 class EngineState(msgspec.Struct, tag="engine_state", frozen=True, kw_only=True):
     """What every API server obeys of the engine's state. Sent to all of them whenever it changes, but for `time`, and
     about once a second as a sign of life."""
@@ -517,6 +554,8 @@ class EngineState(msgspec.Struct, tag="engine_state", frozen=True, kw_only=True)
     """None: it is awake."""
     longest_step_seconds: float = 0.0
     """So far, rounded up to whole seconds: no core is called hung within a few of them."""
+    adapters: tuple[AdapterCard, ...] = ()
+    """Those that requests may ask for."""
 
 
 class AdminReply(msgspec.Struct, tag="admin_reply"):

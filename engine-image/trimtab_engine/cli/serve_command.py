@@ -23,6 +23,7 @@ from trimtab_engine.processes.network import any_address
 from trimtab_engine.processes.shared_secret import SharedSecret
 from trimtab_engine.sources.fetch import Fetched
 from trimtab_engine.text.shipped_templates import SHIPPED, shipped_template
+from trimtab_engine.weights.adapter_files import PeftAdapter
 from trimtab_engine.weights.open import check_is_there, model_path
 
 EXAMPLES = """what says live may change while serving, through the admin API (docs/live-configuration.md)
@@ -88,6 +89,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     config, names = _served_config(arguments), served_names(arguments)
     _check_places(arguments, config)
+    _check_adapters(config, names)
     SharedSecret.read(config.rendezvous_secret_file)  # raises where it cannot be: before anything starts
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are tokenised in threads of our own
     config = with_device_memory(config)
@@ -118,6 +120,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         core_silence_timeout=arguments.core_silence_timeout,
         api_key_for_metrics=arguments.api_key_for_metrics,
         media_sources=media_sources(arguments),
+        allow_runtime_lora_updating=config.adapters is not None and config.adapters.is_updatable,
     )
     host = arguments.host or any_address()
     admin_host = host if arguments.admin_token_sha256 else LOOPBACK
@@ -192,6 +195,19 @@ def _check_places(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
         check_endpoint(endpoint)
         check_tracing_is_installed()
+
+
+def _check_adapters(config: EngineConfig, names: tuple[str, ...]) -> None:
+    """Raise ConfigError, before any process starts, for adapters that are not there, or have the model's name."""
+    for module in () if config.adapters is None else config.adapters.modules:
+        if module.name in names:
+            raise ConfigError(f"--lora-modules: {module.name} is the model's own name; give the adapter another one")
+        if module.base_model_name is not None and module.base_model_name not in names:
+            raise ConfigError(
+                f"--lora-modules: base_model_name of {module.name} is {module.base_model_name}, and the model is "
+                f"served as {', '.join(names)}; leave it out"
+            )
+        PeftAdapter(Path(module.folder))
 
 
 def _check_draft_model(model: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from trimtab_engine.config.adapters import AdapterConfig
 from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.config.graphs import DEFAULT_LEVEL, MODES_BY_LEVEL, CompilationConfig
 from trimtab_engine.config.pooling import PoolerConfig, Runner
@@ -109,6 +110,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How drafts are made; None: no speculation, and its depth is 0."""
     num_speculative_tokens: int = 0
     num_speculative_tokens_cap: int = 0
+    adapters: AdapterConfig | None = None
+    """Which low-rank adapters are served beside the model; None: none can be."""
     max_num_queued_reqs: int = 0
     """0: no limit; likewise for the tokens."""
     max_num_queued_tokens: int = 0
@@ -265,6 +268,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if value > cap:
                 raise _above_cap(flag, value, cap)
         self._check_speculation()
+        self._check_adapters()
         for name, (low, high) in RANGES.items():
             if not low <= getattr(self, name) <= high:
                 flag, value = name.replace("_", "-"), getattr(self, name)
@@ -365,6 +369,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.speculative is not None and self.speculative.reads_hidden_states:
             self._check_hidden_states(self.speculative.method)
+
+    def _check_adapters(self) -> None:
+        """Raise NotBuiltError where adapters are not served yet."""
+        if self.adapters is None:
+            return
+        if self.device == "cuda":
+            raise NotBuiltError(
+                "--enable-lora is not built on CUDA: the graphs of its steps have no place for adapters' products; use "
+                "--device cpu, or serve a model that the adapter was merged into"
+            )
+        if self.adapters.is_updatable and self.max_cores > self.data_parallel_size:
+            raise NotBuiltError(
+                "--allow-runtime-lora-updating with --data-parallel-size-cap is not built: an engine core that joins "
+                "would lack the adapters that were loaded meanwhile; leave one of the two out"
+            )
 
     def _check_hidden_states(self, method: str) -> None:
         """Raise NotBuiltError where the hidden states that drafts are made of are not at hand, or not all that they are

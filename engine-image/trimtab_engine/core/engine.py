@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar, cast
 
+from trimtab_engine.config.adapters import AdapterConfig
 from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.reading import Refusal
+from trimtab_engine.core.adapters import AdapterRegistry
 from trimtab_engine.core.execution import Execution, Flight, PreparedStep, StepResult
 from trimtab_engine.core.intake import check_items, check_task, check_token_ids, rope_of
 from trimtab_engine.core.lifecycle import Lifecycle, Refused, RemainingWork
@@ -23,13 +25,15 @@ from trimtab_engine.core.preemption_watch import PreemptionWatch
 from trimtab_engine.core.step_stats import note_graphs, step_stats
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVCache
-from trimtab_engine.errors import IntegrityError, InvalidRequest
+from trimtab_engine.errors import ConfigError, IntegrityError, InvalidRequest
 from trimtab_engine.memory.formula import Ledger, MemoryFormula, total_of
 from trimtab_engine.memory.plan import PlanBase, plan_memory
 from trimtab_engine.messages import (
+    AdaptersInUse,
     AddRequest,
     EngineState,
     LifecycleCall,
+    LoadLora,
     PatchConfig,
     Pause,
     PlainTokens,
@@ -39,6 +43,7 @@ from trimtab_engine.messages import (
     Sleep,
     StepOutputs,
     StepStats,
+    UnloadLora,
     WakeUp,
 )
 from trimtab_engine.runner.model_runner import ModelRunner
@@ -46,9 +51,10 @@ from trimtab_engine.runner.rank_ledger import rank_ledger
 from trimtab_engine.runner.weights import Weights
 from trimtab_engine.sampling.failures import Failure
 from trimtab_engine.sampling.pooling import add_up, finished, is_number
+from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.request import Grammar, Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
-from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
+from trimtab_engine.scheduling.scheduler import Sampled, Scheduler, adapters_of
 from trimtab_engine.structured.compiler import GrammarCompiler
 
 REPORT_SECONDS = 1.0  # how often the ledger and the live values are sent when nothing changed
@@ -80,6 +86,7 @@ class EngineParts:
     plan: PlanBase
     layout: LayoutReport
     grammars: GrammarCompiler
+    adapters: AdapterConfig | None = None
 
 
 class Engine:
@@ -99,6 +106,7 @@ class Engine:
         self._plan = parts.plan
         self._layout = parts.layout
         self._grammars = parts.grammars
+        self._adapters = AdapterRegistry(parts.adapters, parts.runner, self._adapters_in_use)
         self._execution = parts.execution
         self._clock = clock
         self._flights: deque[Flight] = deque()
@@ -153,7 +161,11 @@ class Engine:
 
     def has_room_for(self, message: AddRequest) -> bool:
         """Whether the next step would run it at once: nothing waits, and there are a seat and blocks."""
-        return self._scheduler.has_room_for(len(message.prompt_token_ids))
+        try:
+            adapter = self._adapters.of(message.adapter)
+        except InvalidRequest:
+            return True  # it is refused by name
+        return self._scheduler.has_room_for(len(message.prompt_token_ids), adapter)
 
     def add(self, message: AddRequest) -> None:
         """Queue a request; one that can never run ends at the next step with finish_reason error, alone."""
@@ -164,6 +176,7 @@ class Engine:
             check_token_ids(message, self._runner.facts.vocab_size)
             check_items(message, self._runner.facts.vision)
             check_task(message, self._runner.facts.tasks)
+            adapter = self._adapters.of(message.adapter)
         except InvalidRequest as error:
             self._refuse(message.request_id, error)
             return
@@ -177,6 +190,7 @@ class Engine:
             spans=message.spans,
             rope=rope_of(message, self._runner.facts.vision),
             pooling=message.pooling,
+            adapter=adapter,
         )
         if message.sampling.grammar is None or self._grammars.start(request):
             self._queue(request)
@@ -392,6 +406,8 @@ class Engine:
             self._last_report = now
             stats.memory_bytes = self.ledger().by_kind()
             stats.config_values = self._live.numbers()
+            if self._adapters.max_loras is not None:
+                stats.adapters = AdaptersInUse(self._adapters.max_loras, *self._scheduler.adapter_names())
         self._note_rate(stats)
         return StepOutputs(told, stats, plain)
 
@@ -557,6 +573,7 @@ class Engine:
     def lifecycle(self, call: LifecycleCall) -> tuple[int, dict[str, Any]]:
         """Pause, resume, sleep, wake up, or say what that has led to: HTTP status and body."""
         lifecycle = self._lifecycle
+        self._adapters.sweep()
         try:
             match call:
                 case Pause(mode):
@@ -571,6 +588,29 @@ class Engine:
             return 409, {"message": str(refusal)}
         self._last_report = -REPORT_SECONDS
         return 200, lifecycle.to_json()
+
+    def load_adapter(self, call: LoadLora) -> tuple[int, dict[str, Any]]:
+        """Serve another adapter, on every rank or on none. HTTP status and body."""
+        if not self._lifecycle.has_weights:
+            return 409, {"message": "the engine sleeps and has no weights: wake it up first"}
+        self._settle()
+        try:
+            self._adapters.load(call.name, call.folder)
+        except ConfigError as error:
+            return 400, {"message": str(error)}
+        return 200, {}
+
+    def unload_adapter(self, call: UnloadLora) -> tuple[int, dict[str, Any]]:
+        """Serve an adapter to no new request. HTTP status and body."""
+        try:
+            self._adapters.unload(call.name)
+        except ConfigError as error:
+            return 404, {"message": str(error)}
+        return 200, {}
+
+    def _adapters_in_use(self) -> set[Adapter]:
+        """Those of all requests that have not ended."""
+        return adapters_of([*self._scheduler.unfinished(), *self._grammars.waiting_requests()])
 
     def reset_prefix_cache(self, *, reset_running_requests: bool) -> tuple[int, dict[str, Any]]:
         """Forget all cached blocks: while some are in use only if what runs may be preempted. HTTP status and body."""
@@ -660,6 +700,7 @@ class Engine:
             stats_interval_seconds=values.stats_interval_seconds,
             log_level=values.log_level,
             longest_step_seconds=self._longest_step,
+            adapters=self._adapters.cards,
             pause_mode=self._lifecycle.pause_mode,
             sleep_level=self._lifecycle.sleep_level,
         )

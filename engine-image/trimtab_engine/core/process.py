@@ -43,6 +43,7 @@ from trimtab_engine.messages import (
     GetLifecycle,
     GetMemory,
     GetRequests,
+    LoadLora,
     LoadProgress,
     PatchConfig,
     Pause,
@@ -58,6 +59,7 @@ from trimtab_engine.messages import (
     StartWave,
     StopProfile,
     ToCore,
+    UnloadLora,
     WakeUp,
 )
 from trimtab_engine.processes.end import leave
@@ -206,7 +208,7 @@ class StateReporter:
 def busy_seconds(call: Call) -> float | None:
     """For how long the call may keep the loop; None: for less than a step."""
     match call:
-        case Sleep() | WakeUp():
+        case Sleep() | WakeUp() | LoadLora():
             return WEIGHTS_SECONDS
         case StopProfile():
             return TRACE_SECONDS
@@ -252,6 +254,10 @@ def answer(engine: Engine, profiler: Profiler, call: Call, call_id: str) -> Admi
             status, body = engine.lifecycle(call)
         case ResetPrefixCache(reset_running_requests):
             status, body = engine.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        case LoadLora():
+            status, body = engine.load_adapter(call)
+        case UnloadLora():
+            status, body = engine.unload_adapter(call)
         case StartProfile():
             status, body = profiler.answer(profiler.start)
         case StopProfile():

@@ -129,6 +129,7 @@ def _build(
         plan=_plan_base(config, runner, formula),
         layout=_layout(config, rank.reports),
         grammars=_grammars(config, runner),
+        adapters=config.adapters,
     )
     runner.take_graph_counts()  # from here on they are of serving
     progress("ready", 100.0)
@@ -165,6 +166,7 @@ def _scheduler(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula
         eos_token_ids=runner.facts.eos_token_ids,
         num_stages=num_stages(config, runner),
         encoder=_encoder_cache(config, runner),
+        max_adapters=None if config.adapters is None else config.adapters.max_loras,
     )
 
 

@@ -82,5 +82,10 @@ def _as_flag(serve: OneLineParser, path: str, key: str, value: Any) -> list[str]
         without = flag.replace("--", "--no-", 1)
         return [without] if without in serve.all_flags() else []
     if isinstance(value, list):
-        return [flag, *map(str, value)]
-    return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
+        return [flag, *map(_as_text, value)]
+    return [f"{flag}={_as_text(value)}"]
+
+
+def _as_text(value: Any) -> str:
+    """An object as JSON."""
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -8,6 +8,7 @@ from trimtab_engine.config.auto_block_size import auto_block_size
 from trimtab_engine.config.engine import BLOCK_SIZES, EngineConfig, first_visible_gpu
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.flags import parser as types
+from trimtab_engine.flags.adapters import adapter_config, add_adapter_flags
 from trimtab_engine.flags.experts import eplb_fields
 from trimtab_engine.flags.graphs import add_graph_flags, graph_fields
 from trimtab_engine.flags.live import add_scheduling_flags, live_values
@@ -35,6 +36,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_parallel_flags(parser.add_argument_group("parallel layout"))
     _add_scheduler_flags(parser.add_argument_group("scheduler"))
     add_speculative_flags(parser.add_argument_group("speculative decoding"))
+    add_adapter_flags(parser.add_argument_group("adapters (LoRA)"))
     add_media_flags(parser.add_argument_group("images and videos"))
     add_graph_flags(parser.add_argument_group("CUDA graphs"))
     parser.add_argument_group("profiling").add_argument(
@@ -223,6 +225,7 @@ def engine_config(
         **speculation,
         **parallel_fields(arguments),
         **eplb_fields(arguments),
+        adapters=adapter_config(arguments),
         **graph_fields(arguments),
         **media_fields(arguments, sees_images=sees_images(model), is_built=sees_built),
         profiler_dir=arguments.profiler_dir,

@@ -42,6 +42,7 @@ from trimtab_engine.messages import (
     EngineState,
     ForgetMedia,
     FromCore,
+    LoadLora,
     LoadProgress,
     PatchConfig,
     PlainTokens,
@@ -54,6 +55,7 @@ from trimtab_engine.messages import (
     StepOutputs,
     StepStats,
     ToCore,
+    UnloadLora,
     WakeUp,
 )
 from trimtab_engine.multimodal.mirror import Sender
@@ -276,6 +278,8 @@ class CoreClient:
                     return await self._patch_all(call)
                 case WakeUp() if self.state.sleep_level is not None:
                     return await self._wake_all(call, self.state.sleep_level)
+                case LoadLora():
+                    return await self._load_lora_on_all(call)
         return await self._call_all(call)
 
     async def _patch_all(self, call: PatchConfig) -> AdminReply:
@@ -307,6 +311,20 @@ class CoreClient:
             if "scheduling" not in call.tags:
                 return merge_replies(call, replies)
         return await self._call_all(WakeUp(["scheduling"]))
+
+    async def _load_lora_on_all(self, call: LoadLora) -> AdminReply:
+        """All cores have the adapter, or none has: clients are shown only what all have."""
+        cores = self.roster.serving
+        replies = await asyncio.gather(*(self.call_one(call, core) for core in cores))
+        refused = [(core, reply) for core, reply in zip(cores, replies, strict=True) if reply.status != 200]
+        if not refused:
+            return merge_replies(call, replies)
+        loaded = [core for core, reply in zip(cores, replies, strict=True) if reply.status == 200]
+        await asyncio.gather(*(self.call_one(UnloadLora(call.name), core) for core in loaded))
+        core, reply = refused[0]
+        if loaded:
+            reply.body["message"] = f"data-parallel rank {self.first_rank + core}: {reply.body['message']}"
+        return reply
 
     async def _call_all(self, call: Call) -> AdminReply:
         self._raise_if_dead()

@@ -76,8 +76,8 @@ def _merge_ledgers(bodies: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def merge_states(states: Sequence[EngineState]) -> EngineState:
-    """What all cores together are: counts and seats add up, the oldest look at an inbox counts, and the configuration
-    is the same in all."""
+    """What all cores together are: counts and seats add up, the oldest look at an inbox counts, adapters are those that
+    all have, and the configuration is the same in all."""
     return msgspec.structs.replace(
         states[0],
         time=min(state.time for state in states),
@@ -85,4 +85,5 @@ def merge_states(states: Sequence[EngineState]) -> EngineState:
         num_waiting=sum(state.num_waiting for state in states),
         num_waiting_late=sum(state.num_waiting_late for state in states),
         max_num_seqs=sum(state.max_num_seqs for state in states),
+        adapters=tuple(card for card in states[0].adapters if all(card in state.adapters for state in states)),
     )

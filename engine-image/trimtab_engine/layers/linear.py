@@ -107,6 +107,15 @@ class Linear:
         """x [rows, in_features] -> [rows, out_features]."""
         return self._multiply(x) if self.native is None else self.native(x)
 
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in_features] -> [rows, out_features]: this rank's product alone, of which finish() makes what the
+        projection yields."""
+        return self._multiply(x) if self.native is None else self.native(x)
+
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """What stands behind the product: a gate, or the sum over ranks."""
+        return y
+
     @property
     def joins_few_rows(self) -> bool:
         """Whether `of_few_rows` is there: products of 16 bits on CUDA, whose result is whole on this rank."""
@@ -149,6 +158,14 @@ class GatedLinear(Linear):
         """x [rows, in_features] -> [rows, out_features / 2]."""
         return silu_and_mul(self._multiply(x)) if self.native is None else self.native(x)
 
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        return self._multiply(x) if self.native is None else self.native.before_gate(x)
+
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        return silu_and_mul(y)
+
 
 class RowParallelLinear(Linear):
     """A projection whose inputs are split among the ranks of a group: the ranks' products sum to the whole's.
@@ -167,4 +184,8 @@ class RowParallelLinear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features / ranks] -> [rows, out_features], the same on every rank."""
-        return self._group.all_reduce(super().__call__(x))
+        return self.finish(self.product(x))
+
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        return self._group.all_reduce(y)

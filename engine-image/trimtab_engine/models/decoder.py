@@ -232,6 +232,7 @@ class DecoderLayer:
         self._place = place
         self._eps = config.rms_norm_eps
         self._turn = turn_of(config, layer)
+        self._adapter_rows = load.adapter_rows
         self._input_norm = self.load_input_norm(config, layer, load)
         self.attention = self.load_attention(config, layer, shard, groups, load)
         self._mlp_norm = load_norm(config, prefix + "post_attention_layernorm.weight", load)
@@ -286,8 +287,9 @@ class DecoderLayer:
         if hidden.shape[0] <= MAX_ROWS or self.is_moe or hidden.is_cuda:
             return self._feed_forward(add_rms_norm(attended, hidden, self._mlp_norm, self._eps))
         hidden.add_(attended)
-        for part in torch.split(hidden, MAX_ROWS):
-            part.add_(self.mlp(part))
+        for first, part in zip(range(0, hidden.shape[0], MAX_ROWS), torch.split(hidden, MAX_ROWS), strict=True):
+            with self._adapter_rows.of_part(first, part.shape[0]):
+                part.add_(self.mlp(part))
         return None
 
     def _compute_few_rows(

@@ -12,6 +12,7 @@ from trimtab_kernels.rotary_embedding import interleave_pairs
 
 from trimtab_engine.config.quantization import BLOCK, SCALE_SUFFIX, Quantization, check_aligned
 from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.layers.adapted import AdaptedPart, AdapterRows, Adapting
 from trimtab_engine.layers.linear import GatedLinear, Linear, RowParallelLinear, library_for
 from trimtab_engine.layers.quantized import (
     BlockFp8,
@@ -35,6 +36,8 @@ Weight = torch.Tensor | BlockFp8 | QuantisedBlocks
 Joined = torch.Tensor | list[BlockFp8] | QuantisedBlocks | MixedBlocks
 """Rows that are multiplied together."""
 NUMBER = re.compile(r"(?<=\blayers\.)\d+|(?<=\bexperts\.)\d+")
+EXPERT = ".experts."
+"""In the names of the projections of a mixture's experts."""
 
 
 PackedSource = GgufSource | FourBitsSource | ScaledSource | Mxfp4Source
@@ -61,7 +64,12 @@ class Loader:
         device: torch.device,
         progress: Progress,
         quantization: Quantization | None = None,
+        adapting: Adapting | None = None,
     ) -> None:
+        """`adapting` takes the projections that may have adapters; None: none has."""
+        self._adapting = adapting
+        self.adapter_rows = AdapterRows() if adapting is None else adapting.rows
+        """Which rows of a step have adapters: what computes rows in parts says so there."""
         self._source, self.dtype, self.device, self._progress = source, dtype, device, progress
         self._quantization = quantization
         self._multiplies_float8 = quantization is not None and multiplies_float8(device)
@@ -165,7 +173,12 @@ class Loader:
             weights[:2] = [_interleaved(weight, pairs) for weight in weights[:2]]
             biases[:2] = [interleave_pairs(bias, pairs) for bias in biases[:2]]
         weight, bias = self._as_computed(names, weights), torch.cat(biases) if biases else None
-        return BlockFp8Linear(weight, bias, self.dtype) if isinstance(weight, list) else Linear(weight, bias)
+        projection = BlockFp8Linear(weight, bias, self.dtype) if isinstance(weight, list) else Linear(weight, bias)
+        own = [
+            AdaptedPart(prefix + name, rows, pairs=pairs if place < 2 else None)
+            for place, (name, rows) in enumerate(parts.items())
+        ]
+        return self._adapted(projection, own, [rows[1] - rows[0] for rows in parts.values()])
 
     def gated(self, prefix: str, gate: str, up: str, rows: Span, *, has_bias: bool = False) -> Projection:
         """Rows of the two projections of a gated MLP."""
@@ -174,7 +187,8 @@ class Loader:
         bias = torch.cat([self(f"{prefix}{name}.bias", rows=rows) for name in (gate, up)]) if has_bias else None
         if isinstance(weight, list):
             return GatedBlockFp8Linear(weight, bias, self.dtype)
-        return GatedLinear(weight, bias)
+        own = [AdaptedPart(prefix + name, rows) for name in (gate, up)]
+        return self._adapted(GatedLinear(weight, bias), own, [rows[1] - rows[0]] * 2)
 
     def router(self, name: str, num_experts: int, *, bias: str | None = None) -> Linear:
         """A mixture's, never quantised: which experts a token gets hangs on small differences."""
@@ -186,13 +200,26 @@ class Loader:
         weight = self._projection(f"{name}.weight", None if group is None else columns)
         if isinstance(weight, list):
             return BlockFp8Linear(weight, bias, self.dtype, group)
-        return Linear(weight, bias) if group is None else RowParallelLinear(weight, bias, group)
+        projection = Linear(weight, bias) if group is None else RowParallelLinear(weight, bias, group)
+        part = AdaptedPart(name, columns=None if group is None else columns)
+        return self._adapted(projection, [part], [projection.out_features])
 
     def part_of_sum(self, name: str, columns: Span) -> Projection:
         """Columns of a projection without a bias, whose product is this rank's part of a sum that somebody else
         makes."""
         weight = self._projection(f"{name}.weight", columns)
-        return BlockFp8Linear(weight, None, self.dtype) if isinstance(weight, list) else Linear(weight)
+        if isinstance(weight, list):
+            return BlockFp8Linear(weight, None, self.dtype)
+        projection = Linear(weight)
+        return self._adapted(projection, [AdaptedPart(name, columns=columns)], [projection.out_features])
+
+    def _adapted(
+        self, projection: Linear | BlockFp8Linear, parts: Sequence[AdaptedPart], num_rows: Sequence[int]
+    ) -> Projection:
+        """With room for adapters where there are some. Experts have none; float8 is CUDA's, where none are served."""
+        if self._adapting is None or isinstance(projection, BlockFp8Linear) or EXPERT in parts[0].name:
+            return projection
+        return self._adapting.take(projection, parts, num_rows)
 
     def expert(
         self, prefix: str, names: tuple[str, ...], *, rows: Span | None = None, columns: Span | None = None

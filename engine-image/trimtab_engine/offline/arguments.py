@@ -73,7 +73,7 @@ def _as_flag(parser: OneLineParser, name: str, value: Any) -> list[str]:
     if isinstance(value, str | int | float):
         return [f"{flag}={value}"]
     if isinstance(value, list | tuple):
-        return [flag, *map(str, value)]
+        return [flag, *(json.dumps(each) if isinstance(each, dict) else str(each) for each in value)]
     return [f"{flag}={json.dumps(value, default=_plain)}"]
 
 

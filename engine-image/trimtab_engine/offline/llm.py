@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
+
 from trimtab_engine.config.engine import EngineConfig, set_core_environment
 from trimtab_engine.device.host_memory import with_device_memory
 from trimtab_engine.device.profiler import Profiler
 from trimtab_engine.errors import ConfigError, EngineDead, InvalidRequest
 from trimtab_engine.messages import AddRequest, PatchConfig
 from trimtab_engine.multimodal.items import Span
+from trimtab_engine.offline.adapters import OfflineAdapters, Wanted
 from trimtab_engine.offline.arguments import in_keywords, read_keywords
 from trimtab_engine.offline.conversations import Message, split_pictures
 from trimtab_engine.offline.embeddings import AskedVector, EmbeddingRequestOutput, PoolingParams, Vector
@@ -68,6 +71,10 @@ class LLM:
                 f"data_parallel_size={config.data_parallel_size} needs the server (trimtab-engine serve): an LLM is "
                 f"one engine core; leave it out and use tensor_parallel_size or pipeline_parallel_size"
             )
+        if config.adapters is not None:  # calls name further ones
+            config = msgspec.structs.replace(
+                config, adapters=msgspec.structs.replace(config.adapters, is_updatable=True)
+            )
         set_core_environment()
         from trimtab_engine.core.startup import start_engine  # torch comes with it, and reads the environment
 
@@ -80,6 +87,7 @@ class LLM:
         self._numbers = itertools.count()
         self._config = config
         self._media: OfflineMedia | None = None
+        self._adapters = OfflineAdapters(self._engine, config.adapters)
         self._statistics = Statistics(on_step, log=self._log_stats, device=config.device)
         self._profiler = Profiler(config.profiler_dir)
         self._closed = False
@@ -92,8 +100,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: Wanted = None,
     ) -> list[RequestOutput]:
-        """Generate for all prompts; outputs come in their order. One SamplingParams for all, or one per prompt.
+        """Generate for all prompts; outputs come in their order. One SamplingParams for all, or one per prompt; so with
+        adapters, which are loaded when they are first asked for.
 
         Ctrl-C ends it between two steps, frees what was held and raises KeyboardInterrupt: the LLM stays usable.
         Raises InvalidRequest before anything runs when a prompt does not fit.
@@ -103,7 +113,8 @@ class LLM:
             raise InvalidRequest(f"this LLM generates no tokens: {self.ready.tasks.no_generation}")
         every = as_prompts(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(every))
-        asked = [self._ask(prompt, of) for prompt, of in zip(every, params, strict=True)]
+        adapters = self._adapters.names_of(lora_request, len(every))
+        asked = [self._ask(*each) for each in zip(every, params, adapters, strict=True)]
         self._run(asked, show_progress=use_tqdm)
         return [one.output() for one in asked]
 
@@ -114,6 +125,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        lora_request: Wanted = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, written as the model's chat template writes them. A content may be a list
         of parts, pictures among them (conversations.py)."""
@@ -124,7 +136,7 @@ class LLM:
             text = self.get_tokenizer().render_chat(written, add_generation_prompt=add_generation_prompt)
             ids = self.get_tokenizer().encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids, "multi_modal_data": pictures})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def embed(
         self,
@@ -204,7 +216,7 @@ class LLM:
 
     # --- the inside -----------------------------------------------------------------------------------------------
 
-    def _ask(self, prompt: Prompt, params: SamplingParams) -> Asked:
+    def _ask(self, prompt: Prompt, params: SamplingParams, adapter: str = "") -> Asked:
         """A prompt as the engine takes it. Raises InvalidRequest when it does not fit."""
         text, ids = tokens_of(prompt, self.get_tokenizer())
         spans: tuple[Span, ...] = ()
@@ -228,7 +240,10 @@ class LLM:
             text,
             ids,
             [Choice(i, params, of.min_tokens, self.get_tokenizer(), now, ids) for i, of in enumerate(sampling)],
-            [AddRequest(f"{request_id}-{i}", ids, of, now, spans=spans) for i, of in enumerate(sampling)],
+            [
+                AddRequest(f"{request_id}-{i}", ids, of, now, spans=spans, adapter=adapter)
+                for i, of in enumerate(sampling)
+            ],
         )
 
     def _ask_vector(self, prompt: Prompt, params: PoolingParams) -> AskedVector:

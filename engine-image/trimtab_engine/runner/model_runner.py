@@ -6,6 +6,7 @@ Start-up order: ModelRunner.load → profile → (the engine computes the blocks
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +32,7 @@ from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.memory.reserved import cpu_activation_bytes
 from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, reserved_for_processes
+from trimtab_engine.models.adapter_fit import bytes_of_adapters
 from trimtab_engine.models.checkpoint import (
     KV_SCALE_SUFFIXES,
     check_tensors,
@@ -61,6 +63,7 @@ from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import ModelShard, shard_model
 from trimtab_engine.parallel.wave import Wave
+from trimtab_engine.runner.adapters import AdapterSlots, LoadedAdapter
 from trimtab_engine.runner.decode_step import DecodeLayout, DecodeStep
 from trimtab_engine.runner.graphs.device_steps import AttentionShape, DeviceSteps, GraphCounts, StepLimits
 from trimtab_engine.runner.graphs.plan import GraphPlan
@@ -71,6 +74,7 @@ from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.sampling.logprobs import ScoresInFlight
 from trimtab_engine.sampling.pooling import PooledInFlight, pool
 from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, sample
+from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
@@ -90,7 +94,7 @@ ONE_RANK = Layout()
 GREEDY = Sampling(temperature=0.0)
 COSTLIEST_SAMPLING = Sampling(top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1)
 Progress = Callable[[str, float], None]
-Loaded = tuple[Model, Tower | None]
+ReadModel = tuple[Model, Tower | None]
 """What is read of a checkpoint: the tower only where this rank computes images and videos."""
 
 
@@ -136,8 +140,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        loaded: Loaded,
-        rebuild: Callable[[], Loaded],
+        loaded: ReadModel,
+        rebuild: Callable[[], ReadModel],
         facts: ModelFacts,
         shard: ModelShard,
         groups: RankGroups,
@@ -148,8 +152,10 @@ class ModelRunner:
         eplb: EplbConfig | None,
         *,
         divides_items: bool = False,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        """`divides_items`: the ranks of the tensor-parallel group compute some of the images and videos each."""
+        """`divides_items`: the ranks of the tensor-parallel group compute some of the images and videos each.
+        `adapters`: those of the model's projections; None: it serves none."""
         self.facts = facts
         (self._model, self._tower), self._rebuild, self.shard, self.groups = loaded, rebuild, shard, groups
         self._items = ItemEncoder(device.torch, groups.tensor if divides_items else None)
@@ -160,6 +166,7 @@ class ModelRunner:
         self._pooled: PooledInFlight | None = None
         self._keeps_hidden, self._hidden = False, torch.empty(0)
         self._eplb = eplb
+        self._adapters = adapters
         self.balancer = self._new_balancer()
         """Balances the experts' load; None: they do not move."""
 
@@ -209,8 +216,9 @@ class ModelRunner:
                 reserved_for_processes(config, model_config.vocab_size) if device.kind == "cpu" else device.used_bytes()
             ),
             limit_bytes=device.limit_bytes,
-            weights_bytes=bytes_to_hold(
-                source, tensors, quantization, dtype, device.torch, config=model_config, shard=shard
+            weights_bytes=(
+                bytes_to_hold(source, tensors, quantization, dtype, device.torch, config=model_config, shard=shard)
+                + (0 if config.adapters is None else bytes_of_adapters(config.adapters, tensors, dtype.itemsize))
             )
             // layout.ranks_per_engine,
             tower_bytes=tower_bytes,
@@ -219,12 +227,17 @@ class ModelRunner:
             max_model_len=max_model_len,
         )
         check_weights_fit(config, unmeasured)
+        adapters = None
+        if config.adapters is not None:
+            adapters = AdapterSlots(config.adapters, tensors, shard, dtype=dtype, device=device.torch)
 
-        def build(source: WeightSource, report: Callable[[int], None]) -> Loaded:
+        def build(source: WeightSource, report: Callable[[int], None]) -> ReadModel:
             device.before_weights()
             with torch.inference_mode():
-                load = Loader(source, dtype, device.torch, report, quantization)
+                load = Loader(source, dtype, device.torch, report, quantization, adapters)
                 model = family_of(model_config.architecture).build(model_config, load, shard, groups)
+                if adapters is not None:
+                    adapters.open(model_config.architecture)
                 tower = _load_tower(config, model_config, vision, load, groups) if shard.is_first_stage else None
             device.after_weights()
             say_what_was_restored(load)
@@ -265,6 +278,7 @@ class ModelRunner:
             kv_dtype,
             config.eplb,
             divides_items=config.mm_encoder_tp_mode == "data",
+            adapters=adapters,
         )
 
     def _new_balancer(self) -> ExpertBalancer | None:
@@ -279,6 +293,8 @@ class ModelRunner:
         if self.steps is not None:
             self.steps.drop_model()
         self.balancer = None
+        if self._adapters is not None:
+            self._adapters.close()
         del self._model, self._tower
         self._device.after_weights()
 
@@ -292,6 +308,23 @@ class ModelRunner:
         self.balancer = self._new_balancer()
         if self.steps is not None:
             self.steps.use_model(self._model)
+
+    @property
+    def adapters(self) -> list[LoadedAdapter]:
+        """What is loaded, in the order of its slots."""
+        return [] if self._adapters is None else self._adapters.loaded
+
+    def load_adapter(self, slot: int, name: str, folder: str) -> bytes:
+        """Read an adapter into a slot that nobody uses; no step is in flight. Returns the digest of its files. Raises
+        ConfigError, and then nothing has changed."""
+        assert self._adapters is not None  # else it was refused
+        with torch.inference_mode():
+            return self._adapters.load(slot, name, folder)
+
+    def forget_adapter(self, slot: int) -> None:
+        """Nobody uses it any more: it is not read again with the weights."""
+        assert self._adapters is not None
+        self._adapters.forget(slot)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int, encoder: EncoderLimits | None = None) -> int:
         """Run the largest step of the envelope and every row size once; returns what steps take, in bytes.
@@ -309,6 +342,9 @@ class ModelRunner:
             self._dummy_step([(0, 1)] * max_num_seqs, COSTLIEST_SAMPLING)
             self._dummy_step(envelope_spans(max_num_batched_tokens, max_len), GREEDY)
             self._dummy_step([(longest_decode, 1)] * min(2, max_num_seqs), GREEDY)
+            if self._adapters is not None and (adapter := self._adapters.rehearsed()) is not None:
+                self._dummy_step([(0, 1)] * max_num_seqs, GREEDY, adapter)
+                self._dummy_step(envelope_spans(max_num_batched_tokens, max_len), GREEDY, adapter)
             for rows in reversed(sizes):
                 self._dummy_step([(0, 1)] * rows, GREEDY)
         return growth.peak if self._device.kind == "cuda" else cpu_activation_bytes(growth.peak, len(sizes))
@@ -494,6 +530,7 @@ class ModelRunner:
             max_decode_tokens=longest,
             num_groups=num_groups,
             with_items=self.facts.vision is not None,
+            with_adapters=self._adapters is not None,
         )
 
     wave: Wave | None = None
@@ -538,7 +575,7 @@ class ModelRunner:
         agreed_rows = 0 if inputs.agreed is None else inputs.agreed.num_tokens
         padding = [0] * (max(agreed_rows, self.padded_rows(inputs)) - num_tokens)
         device = self._device.torch
-        is_native = self._model.is_compiled and kv_cache.keys[0].dtype == torch.float32
+        is_native = self._model.is_compiled and kv_cache.keys[0].dtype == torch.float32 and not inputs.adapters
         metadata = [
             plan_cpu_reads(
                 build_attention_metadata(
@@ -557,16 +594,19 @@ class ModelRunner:
             )
             for own, group in zip(inputs.groups, self.facts.kv_groups, strict=True)
         ]
-        hidden = self._model.forward(
-            torch.tensor(inputs.token_ids + padding, dtype=torch.int64, device=device),
-            torch.tensor(
-                [axis + padding for axis in inputs.axes] or inputs.positions + padding, dtype=torch.int64, device=device
-            ),
-            kv_cache,
-            metadata,
-            num_layers=num_layers,
-            placed=None if self._tower is None else self._items.place(inputs, self._tower),
-        )
+        with nullcontext() if self._adapters is None else self._adapters.rows.of_step(inputs.adapters):
+            hidden = self._model.forward(
+                torch.tensor(inputs.token_ids + padding, dtype=torch.int64, device=device),
+                torch.tensor(
+                    [axis + padding for axis in inputs.axes] or inputs.positions + padding,
+                    dtype=torch.int64,
+                    device=device,
+                ),
+                kv_cache,
+                metadata,
+                num_layers=num_layers,
+                placed=None if self._tower is None else self._items.place(inputs, self._tower),
+            )
         if self._keeps_hidden:
             assert isinstance(self._model, Decoder)  # else it was refused
             self._hidden = self._model.normalised(hidden)
@@ -620,12 +660,14 @@ class ModelRunner:
             draft=draft,
         )
 
-    def _dummy_step(self, spans: list[tuple[int, int]], sampling: Sampling) -> None:
-        """One step of sequences (tokens before, tokens now) that all share one KV block.
+    def _dummy_step(self, spans: list[tuple[int, int]], sampling: Sampling, adapter: Adapter | None = None) -> None:
+        """One step of sequences (tokens before, tokens now) that all share one KV block, and an adapter.
 
         Up to the first layer of each KV group only: the others have the same shapes and reuse the same memory.
         """
         sequences = dummy_sequences(spans, sampling, self._block_size, num_groups=len(self.facts.kv_groups))
+        for sequence in sequences:
+            sequence.request.adapter = adapter
         firsts = [group.layers[0][0] for group in self.facts.kv_groups if group.layers]
         num_layers = 1 + max(firsts) - self.shard.layers[0]
         few = KVLayers(replace(self.facts.kv_groups[0], layers=((0, num_layers),)), self._kv_dtype)

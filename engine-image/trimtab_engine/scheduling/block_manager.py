@@ -368,7 +368,13 @@ class BlockManager:
 
     def _extend_hashes(self, request: Request, num_tokens: int) -> None:
         extend_block_hashes(
-            request.block_hashes, request.token_ids, self.block_size, num_tokens, request.cache_salt, request.spans
+            request.block_hashes,
+            request.token_ids,
+            self.block_size,
+            num_tokens,
+            request.cache_salt,
+            request.spans,
+            request.adapter,
         )
 
     def reset_cache(self) -> None:

@@ -1,8 +1,9 @@
 """Names for the content of full KV blocks, so that equal beginnings of requests find each other's blocks.
 
 The hash of block i covers all tokens up to its end: H(i) = sha256(H(i-1) + tokens of block i), and the chain starts at
-a root that depends on the request's salt. So equal hashes mean equal prefixes under equal salts, and requests with
-different salts share nothing (vLLM V1's scheme; the bytes that are hashed are our own).
+a root that depends on the request's salt and on the content of its adapter. So equal hashes mean equal prefixes under
+equal salts and adapters, and requests with different ones share nothing (vLLM V1's scheme; the bytes that are hashed
+are our own). An adapter that is loaded again under the same name with other weights finds nothing of the old one.
 
 Placeholders of two images are the same tokens. So what the items that touch a block are, and where they begin, is
 hashed with its tokens.
@@ -15,14 +16,17 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from trimtab_engine.multimodal.items import Span
+from trimtab_engine.scheduling.adapter import Adapter
 
 NONE_HASH = hashlib.sha256(b"trimtab-none-hash").digest()
 
 
 @lru_cache(maxsize=1024)
-def chain_root(cache_salt: str) -> bytes:
-    """What stands in for the hash before the first block."""
-    return hashlib.sha256(NONE_HASH + cache_salt.encode()).digest() if cache_salt else NONE_HASH
+def chain_root(cache_salt: str, adapter: Adapter | None = None) -> bytes:
+    """What stands in for the hash before the first block. An adapter's is of 71 bytes that begin as no hash does:
+    neither tokens nor a salt, which are hashed behind one, read like it."""
+    root = hashlib.sha256(NONE_HASH + cache_salt.encode()).digest() if cache_salt else NONE_HASH
+    return root if adapter is None else hashlib.sha256(b"adapter" + adapter.digest + root).digest()
 
 
 def extend_block_hashes(
@@ -32,9 +36,10 @@ def extend_block_hashes(
     num_tokens: int,
     cache_salt: str,
     spans: Sequence[Span] = (),
+    adapter: Adapter | None = None,
 ) -> None:
     """Append to `hashes` until they cover all full blocks of the first `num_tokens` tokens."""
-    parent = hashes[-1] if hashes else chain_root(cache_salt)
+    parent = hashes[-1] if hashes else chain_root(cache_salt, adapter)
     for start in range(len(hashes) * block_size, num_tokens - block_size + 1, block_size):
         end = start + block_size
         named = parent + array("I", token_ids[start:end]).tobytes()

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from trimtab_engine.multimodal.items import Span
 from trimtab_engine.multimodal.positions import RopePositions
+from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.pooling import Pooling
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
@@ -83,6 +84,8 @@ class Request:
     """Where its tokens are over time, height and width; None: where they are in it, on all three."""
     pooling: Pooling | None = None
     """What is made of its prompt's hidden states instead of tokens: it ends with its prompt. None: it samples."""
+    adapter: Adapter | None = None
+    """What is added to the model for it; None: nothing."""
     order: int = 0
     """How many requests were added before it; set when the scheduler takes it."""
     status: RequestStatus = RequestStatus.WAITING
@@ -160,6 +163,7 @@ class Request:
         spans: tuple[Span, ...] = (),
         rope: RopePositions | None = None,
         pooling: Pooling | None = None,
+        adapter: Adapter | None = None,
     ) -> "Request":
         token_ids, num_tokens = list(prompt_token_ids), len(prompt_token_ids)
         return cls(
@@ -173,6 +177,7 @@ class Request:
             spans=spans,
             rope=rope,
             pooling=pooling,
+            adapter=adapter,
         )
 
     def note_prompt_logprobs(self, position: int, judged: list[TokenLogprobs]) -> None:

@@ -14,9 +14,11 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.multimodal.items import check_spans
+from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.batch import Batch, Preempted, ScheduledSequence
 from trimtab_engine.scheduling.block_manager import BlockManager, CachedPrefix, Copies, ShrinkPlan
 from trimtab_engine.scheduling.encoder_cache import EncoderCache, Reach
@@ -26,6 +28,8 @@ from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.stats import BlockedReason, PreemptionReason, SchedulerStats
 from trimtab_engine.scheduling.waiting_queue import RANKS, WaitingQueue
 
+MAX_PASSED = 64
+"""How far behind a head that waits for its adapter a request is looked for that needs none."""
 REMEMBERED = 0.9
 """What a step that computes a prompt leaves of the longest before it."""
 
@@ -65,12 +69,15 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         num_stages: int = 1,
         encoder: EncoderCache | None = None,
+        max_adapters: int | None = None,
     ) -> None:
-        """`encoder`: what the device keeps of images and videos; None: the model computes none."""
+        """`encoder`: what the device keeps of images and videos; None: the model computes none. `max_adapters`: how
+        many different ones a step may have; None: requests have none."""
         self.costs = PreemptionCosts()
         """What preemption is measured to cost; replaced by whoever measures."""
         self._blocks = block_manager
         self._encoder = encoder
+        self._max_adapters = max_adapters
         self._max_model_len = max_model_len
         self._chunked_prefill = enable_chunked_prefill
         self._num_stages = num_stages
@@ -99,10 +106,12 @@ class Scheduler:
 
     # --- what may change between two steps ------------------------------------------------------------------------
 
-    def has_room_for(self, num_tokens: int) -> bool:
+    def has_room_for(self, num_tokens: int, adapter: Adapter | None = None) -> bool:
         """Whether a request with so many tokens would be admitted by the next schedule(), behind all that wait."""
         waiting, policy = self._waiting, self._policy
         if len(self._running) + len(waiting) >= policy.max_num_seqs:
+            return False
+        if adapter is not None and not self._can_run(adapter, self._adapters_in_use() | adapters_of(waiting)):
             return False
         if waiting.num_tokens >= policy.max_num_batched_tokens - len(self._running):
             return False
@@ -151,6 +160,14 @@ class Scheduler:
             )
         if request.sampling.max_tokens < 1:
             raise InvalidRequest(f"max_tokens is {request.sampling.max_tokens}; it must be 1 or more")
+
+    def _adapters_in_use(self) -> set[Adapter]:
+        """Those of the requests that run: each step has all of them, or fewer."""
+        return adapters_of(sequence.request for sequence in self._running)
+
+    def _can_run(self, adapter: Adapter | None, in_use: set[Adapter]) -> bool:
+        """Whether a step may have this one beside those."""
+        return adapter is None or adapter in in_use or self._max_adapters is None or len(in_use) < self._max_adapters
 
     def _check_items(self, request: Request) -> None:
         """Raise InvalidRequest unless each of its images and videos can be computed in some step, and all of them in
@@ -528,18 +545,26 @@ class Scheduler:
         return True
 
     def _admit(self, batch: Batch, budget: int, now: float) -> int:
-        """Admit from the head of the queue, never past it, while seats, budget and blocks last. Returns the budget.
+        """Admit from the head of the queue while seats, budget and blocks last. Returns the budget.
 
-        Before each admission the queue parts those who are too late by now.
+        Nobody passes the head, but for one that waits for its adapter: requests that need none do, which do not make it
+        wait any longer for that. Those whose adapter is in use do not, so that some adapter comes to its end and the
+        head has its turn. Before each admission the queue parts those who are too late by now.
         A request is admitted only if all of its tokens fit into the blocks that are free now, even when its first
         chunk is short: admitting more would end in preemption.
         """
         waiting, running, blocks, policy = self._waiting, self._running, self._blocks, self._policy
         is_too_late = partial(self._is_too_late, now) if policy.scheduling_policy == "deadline" else None
+        in_use = set() if self._max_adapters is None else self._adapters_in_use()
         while waiting:
             if is_too_late is not None:
                 self._stats.num_late += waiting.part_late(is_too_late)
             request = waiting.head
+            if not self._can_run(request.adapter, in_use):
+                passing = self._next_without_adapter()
+                if passing is None:
+                    break
+                request = passing
             num_tokens = request.num_tokens
             if request.num_pending_tokens:  # preempted while a step in flight computes its newest token
                 self._blocked = BlockedReason.KV
@@ -568,8 +593,10 @@ class Scheduler:
                     break
                 end = reach.end
                 self._take_items(batch, request, reach)
-            waiting.pop_head()
+            waiting.take(request)
             self._take_on(request, cached, start, end, now)
+            if request.adapter is not None:
+                in_use.add(request.adapter)
             is_last = end == num_tokens
             sequence = ScheduledSequence(request, start, end - start, is_last and request.pooling is None)
             self._insert_running(sequence)
@@ -580,7 +607,14 @@ class Scheduler:
             batch.only_decodes = False
             batch.computes_prompts = True
             self._stats.note_prefill(sequence)
+        if waiting and not self._can_run(waiting.head.adapter, in_use):
+            self._blocked = BlockedReason.ADAPTERS
         return budget
+
+    def _next_without_adapter(self) -> Request | None:
+        """The first of those shortly behind the head that needs no adapter, and is no late one."""
+        near = islice(self._waiting, MAX_PASSED)
+        return next((r for r in near if r.adapter is None and not r.is_late), None)
 
     def _is_too_late(self, now: float, request: Request) -> bool:
         """Whether a waiting request that has had no turn cannot have its first token in time any more. What its prompt
@@ -649,7 +683,7 @@ class Scheduler:
             self._stats.host_cache_hits += num_host_cached
 
     def _insert_running(self, sequence: ScheduledSequence) -> None:
-        """Keep `running` in the order of the queue: only one that was preempted comes before what runs."""
+        """Keep `running` in the order of the queue: one that was preempted, or passed, comes before what runs."""
         running = self._running
         if not running or self._key(running[-1]) <= self._key(sequence):
             running.append(sequence)
@@ -735,6 +769,10 @@ class Scheduler:
             self._blocked = None
 
     # --- statistics -----------------------------------------------------------------------------------------------
+
+    def adapter_names(self) -> tuple[list[str], list[str]]:
+        """Of the adapters whose requests run, and of those whose requests wait."""
+        return sorted(a.name for a in self._adapters_in_use()), sorted(a.name for a in adapters_of(self._waiting))
 
     def take_stats(self) -> SchedulerStats:
         """What happened since the last call."""
@@ -854,6 +892,8 @@ class Scheduler:
             raise IntegrityError(f"requests {late} run and are late")
         if self._waiting.num_late and self._policy.scheduling_policy != "deadline":
             raise IntegrityError(f"{self._waiting.num_late} are late under {self._policy.scheduling_policy}")
+        if self._max_adapters is not None and len(self._adapters_in_use()) > self._max_adapters:
+            raise IntegrityError(f"{len(self._adapters_in_use())} adapters run; a step may have {self._max_adapters}")
         for request in queued:
             num_known = request.num_tokens + request.num_pending_tokens
             if request.num_pending_tokens:
@@ -877,3 +917,8 @@ def _await_outcome(batch: Batch, request: Request) -> None:
 def _longest_output(request: Request) -> int:
     """How many output tokens it may still ask for."""
     return 0 if request.pooling is not None else request.max_num_tokens - request.num_tokens
+
+
+def adapters_of(requests: Iterable[Request]) -> set[Adapter]:
+    """Those that some of the requests have."""
+    return {request.adapter for request in requests if request.adapter is not None}

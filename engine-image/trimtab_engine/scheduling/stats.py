@@ -19,6 +19,7 @@ class BlockedReason(StrEnum):
     SEQS = "seqs"  # max_num_seqs requests run already
     TOKENS = "tokens"  # the step's token budget is spent
     ENCODER = "encoder"  # its next image or video finds no room in the encoder's budget or cache
+    ADAPTERS = "adapters"  # as many adapters as a step may have are in use, and its own is none of them
 
 
 @dataclass(slots=True)

@@ -67,6 +67,8 @@ class StepInputs(msgspec.Struct, array_like=True):
     pooled: list[tuple[int, int]] = []
     """(index in token_ids, how many tokens) of each sequence of tokens whose hidden states are summed up, in the order
     of the scheduled sequences."""
+    adapters: list[tuple[int, int, int]] = []
+    """(index in token_ids, how many tokens, slot): whose products an adapter adds to."""
 
     @property
     def num_tokens(self) -> int:
@@ -120,14 +122,18 @@ def flatten(
     max_decode_tokens: int,
     num_groups: int = 1,
     with_items: bool = False,
+    with_adapters: bool = False,
 ) -> tuple[StepInputs, list[Unknown]]:
     """Lay out a batch for so many KV groups. A decode whose context passes max_decode_tokens is a chunk of one token.
-    `with_items`: the model computes images and videos, and some of the prompts may have had some.
+    `with_items`: the model computes images and videos, and some of the prompts may have had some. `with_adapters`: some
+    of the requests may have one.
 
     Chunks of equally many tokens come together, longest context first, so that attention can group them.
     """
     with_items = with_items and any(s.request.spans for s in sequences)
-    if num_groups == 1 and sequences and not with_items and _are_plain_decodes(sequences, max_decode_tokens):
+    with_adapters = with_adapters and any(s.request.adapter is not None for s in sequences)
+    is_special = num_groups > 1 or with_items or with_adapters
+    if sequences and not is_special and _are_plain_decodes(sequences, max_decode_tokens):
         return _flatten_decodes(sequences, block_size)
     decodes: list[tuple[ScheduledSequence, int, int]] = []  # with its first row and the number of its rows
     chunks: list[tuple[ScheduledSequence, int, int]] = []
@@ -167,6 +173,8 @@ def flatten(
     inputs = StepInputs(token_ids, positions, sampled, groups)
     if with_items:
         _add_items(inputs, [entry[0] for entry in (*decodes, *chunks)])
+    if with_adapters:
+        inputs.adapters = _adapters_of([*short, *long])
     if first_index:
         inputs.scored = [entry for s in sequences if id(s) in first_index for entry in _scored(s, first_index[id(s)])]
         found = [(s, pooled) for s in sequences if (pooled := pooled_tokens(s)) is not None]
@@ -204,6 +212,17 @@ def _add_items(inputs: StepInputs, sequences: list[ScheduledSequence]) -> None:
             key = key_of(s.request, span.item)
             inputs.placed.append((index + first - s.start, last - first, key, first - span.offset))
         index += s.num_tokens
+
+
+def _adapters_of(sequences: list[ScheduledSequence]) -> list[tuple[int, int, int]]:
+    """Which tokens of sequences, in this order, an adapter adds to."""
+    found: list[tuple[int, int, int]] = []
+    index = 0
+    for s in sequences:
+        if s.request.adapter is not None:
+            found.append((index, s.num_tokens, s.request.adapter.slot))
+        index += s.num_tokens
+    return found
 
 
 def _are_plain_decodes(sequences: list[ScheduledSequence], max_decode_tokens: int) -> bool:

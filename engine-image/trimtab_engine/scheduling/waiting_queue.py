@@ -109,6 +109,14 @@ class WaitingQueue:
             self._num_overtaking += 1
         return request
 
+    def take(self, request: Request) -> None:
+        """Take one out that has its turn: the head, or one that passes it."""
+        if request is self.head:
+            self.pop_head()
+        else:
+            self.remove(request)
+            request.is_late = False
+
     def part_late(self, is_too_late: Callable[[Request], bool]) -> int:
         """Move who is too late from the head of the line in time to the late line: those behind are looked at when they
         stand there. Returns how many were it for the first time."""

@@ -57,6 +57,7 @@ class Speculation:
             pipeline_layer_partition=None,
             eplb=None,
             limit_mm_per_prompt={},  # it reads the tokens alone
+            adapters=None,  # drafts are the model's own: what an adapter changes they may guess wrong
             load_format="dummy" if config.load_format == "dummy" else "auto",
         )
         draft = ModelRunner.load(own, device, lambda stage, percent: None)

@@ -78,6 +78,10 @@ class GrammarCompiler:
         """Wait for these requests' grammars no longer. Returns those that did wait."""
         return [request for key in request_ids if (request := self._waiting.pop(key, None)) is not None]
 
+    def waiting_requests(self) -> list[Request]:
+        """Those whose grammar is not there yet."""
+        return list(self._waiting.values())
+
     def waiting_request_ids(self) -> list[str]:
         return list(self._waiting)
 

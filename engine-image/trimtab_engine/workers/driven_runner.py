@@ -4,6 +4,7 @@ import torch
 
 from trimtab_engine.device.kv_cache import KVLayers
 from trimtab_engine.device.swap_cache import SwapCache
+from trimtab_engine.errors import ConfigError
 from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.wave import Wave
@@ -12,10 +13,13 @@ from trimtab_engine.runner.graphs.step_buffers import Feed
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.step_inputs import StepInputs, StepShape
 from trimtab_engine.workers.messages import (
+    AdapterLoaded,
     AskLedger,
     DropWeights,
+    ForgetAdapter,
     InitKvCache,
     InitSwapSpace,
+    LoadAdapter,
     Mapped,
     Reloaded,
     ReloadWeights,
@@ -105,6 +109,33 @@ class DrivenRunner(ModelRunner):
         if own is None:
             super().drop_weights()
         raise MemoryError("; ".join(failures))
+
+    def load_adapter(self, slot: int, name: str, folder: str) -> bytes:
+        """Every rank reads it. Raises ConfigError where one cannot, or finds other files than this one; the slot is
+        then nobody's, as before."""
+        self.workers.send(LoadAdapter(slot, name, folder))
+        own: ConfigError | None = None
+        try:
+            digest = super().load_adapter(slot, name, folder)
+        except ConfigError as error:
+            own = error
+        answers = self.workers.answers(AdapterLoaded)
+        if own is not None:
+            raise own
+        for answer in answers:
+            if answer.error:
+                raise ConfigError(f"rank {answer.rank}: {answer.error}")
+            if answer.digest != digest:
+                raise ConfigError(
+                    f"adapter {name}: rank {answer.rank} finds other files in {folder} than this rank; give all nodes "
+                    f"the same ones"
+                )
+        return digest
+
+    def forget_adapter(self, slot: int) -> None:
+        """See ModelRunner."""
+        self.workers.send(ForgetAdapter(slot))
+        super().forget_adapter(slot)
 
     def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
         """Reserve it on every rank; later changes follow. A draft model's layers are on this rank alone."""

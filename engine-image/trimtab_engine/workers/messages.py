@@ -75,6 +75,20 @@ class ReloadWeights(msgspec.Struct, tag="reload_weights"):
     """Read them again, and answer with Reloaded."""
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter"):
+    """Read an adapter into a slot that nobody uses, and answer with AdapterLoaded."""
+
+    slot: int
+    name: str
+    folder: str
+
+
+class ForgetAdapter(msgspec.Struct, tag="forget_adapter"):
+    """Nobody uses the slot's adapter any more."""
+
+    slot: int
+
+
 class Step(msgspec.Struct, tag="step"):
     """`inputs` without block tables, which `tables` tell of, a group each. `feed`: (index in token_ids, row) of the
     tokens that the step before sampled, which the core's rank hands to the others on the device."""
@@ -107,6 +121,8 @@ ToWorker = (
     | StartSteps
     | DropWeights
     | ReloadWeights
+    | LoadAdapter
+    | ForgetAdapter
     | Step
     | AskLedger
     | Stop
@@ -171,6 +187,15 @@ class Reloaded(msgspec.Struct, tag="reloaded"):
     error: str = ""
 
 
+class AdapterLoaded(msgspec.Struct, tag="adapter_loaded"):
+    """The answer to LoadAdapter: SHA-256 of the files that this rank has read. `error`: why it could not; then nothing
+    has changed there."""
+
+    rank: int
+    digest: bytes = b""
+    error: str = ""
+
+
 class ToldLedger(msgspec.Struct, tag="ledger"):
     rank: int
     ledger: Ledger
@@ -190,7 +215,18 @@ class RankAlive(msgspec.Struct, tag="alive"):
     rank: int
 
 
-FromWorker = Hello | RankLoaded | Profiled | StartedSteps | Mapped | Reloaded | ToldLedger | WorkerFailed | RankAlive
+FromWorker = (
+    Hello
+    | RankLoaded
+    | Profiled
+    | StartedSteps
+    | Mapped
+    | Reloaded
+    | AdapterLoaded
+    | ToldLedger
+    | WorkerFailed
+    | RankAlive
+)
 
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0  # without a word the other side is taken for dead; the rest of 10 s is for the engine to end

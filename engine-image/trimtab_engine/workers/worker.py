@@ -33,13 +33,16 @@ from trimtab_engine.runner.start import start_device_steps
 from trimtab_engine.workers.messages import (
     HEARTBEAT_SECONDS,
     SILENCE_SECONDS,
+    AdapterLoaded,
     AskLedger,
     DropWeights,
+    ForgetAdapter,
     FromWorker,
     Hello,
     InitKvCache,
     InitSwapSpace,
     Join,
+    LoadAdapter,
     Mapped,
     Profile,
     Profiled,
@@ -196,10 +199,20 @@ class Worker:
                     error = _error_of(runner.reload_weights)
                     has_weights = not error
                     self.tell(Reloaded(self.rank, error))
+                case LoadAdapter():
+                    self.tell(self._load_adapter(message))
+                case ForgetAdapter():
+                    runner.forget_adapter(message.slot)
                 case Stop():
                     return
                 case Join():
                     raise AssertionError("the groups are joined once")
+
+    def _load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
+        try:
+            return AdapterLoaded(self.rank, self._runner.load_adapter(message.slot, message.name, message.folder))
+        except ConfigError as error:
+            return AdapterLoaded(self.rank, error=str(error))
 
     def _next(self) -> ToWorker:
         message: ToWorker = self._decoder.decode(self._steps.recv())

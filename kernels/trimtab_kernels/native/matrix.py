@@ -46,21 +46,37 @@ class PackedMatrix:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Raises ValueError where x does not fit."""
-        rows, size = x.shape
+        self._check(x)
+        return self._multiply(x, self.view, is_gated=self.is_gated)
+
+    def before_gate(self, x: torch.Tensor) -> torch.Tensor:
+        """Of a gated matrix: x [rows, in_features] -> [rows, out_features], gate's outputs and then up's."""
+        self._check(x)
+        half, width = self.view.out // 2, self.library.panel
+        panels = -(-half // width)  # of each; they take turns, and behind the last outputs there are zeros
+        whole = MatrixView(self.view.panels, None, 2 * panels * width, self.view.in_, self.view.is_quantised)
+        turns = self._multiply(x, whole, is_gated=False).view(-1, panels, 2, width)
+        y = turns.transpose(1, 2).reshape(-1, 2, panels * width)[:, :, :half].reshape(-1, self.view.out)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def _multiply(self, x: torch.Tensor, view: MatrixView, *, is_gated: bool) -> torch.Tensor:
+        y = x.new_empty(x.shape[0], view.out // 2 if is_gated else view.out)
+        if x.shape[0]:
+            address, threads = ctypes.addressof(view), self.library.num_threads
+            scratch = torch.empty(self.library.functions.trimtab_product_scratch(address, threads))
+            self.library.functions.trimtab_multiply(
+                address, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), y.stride(0), is_gated, threads,
+                scratch.data_ptr(),
+            )  # fmt: skip
+        return y
+
+    def _check(self, x: torch.Tensor) -> None:
+        size = x.shape[1]
         if x.dtype != torch.float32 or x.device.type != "cpu" or size != self.view.in_ or x.stride(1) != 1:
             raise ValueError(
                 f"packed matrix: x is {list(x.shape)} {x.dtype} with strides {x.stride()}, "
                 f"not [rows, {self.view.in_}] float32 with contiguous rows"
             )
-        y = x.new_empty(rows, self.view.out // 2 if self.is_gated else self.view.out)
-        if rows:
-            view, threads = ctypes.addressof(self.view), self.library.num_threads
-            scratch = torch.empty(self.library.functions.trimtab_product_scratch(view, threads))
-            self.library.functions.trimtab_multiply(
-                view, x.data_ptr(), x.stride(0), rows, y.data_ptr(), y.stride(0), self.is_gated, threads,
-                scratch.data_ptr(),
-            )  # fmt: skip
-        return y
 
 
 def pack_matrix(

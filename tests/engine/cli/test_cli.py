@@ -103,7 +103,7 @@ def test_what_is_not_allowed_is_one_line_and_exit_code_2(
     assert word in refused(capsys, "serve", str(tmp_path), *flags)
 
 
-@pytest.mark.parametrize("flag", ["--enable-lor", "--trust-remote-cod", "--ssl-certfil", "--cpu-offload-g"])
+@pytest.mark.parametrize("flag", ["--fully-sharded-lora", "--trust-remote-cod", "--ssl-certfil", "--cpu-offload-g"])
 def test_a_flag_that_is_not_built_is_never_offered(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str
 ) -> None:

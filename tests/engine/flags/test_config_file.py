@@ -44,6 +44,13 @@ def test_keys_are_flags_with_dashes_or_underscores(tmp_path: Path) -> None:
     assert served_names(arguments(tmp_path, EVERYTHING)) == ("first", "second")
 
 
+def test_adapters_are_texts_or_objects_of_a_list(tmp_path: Path) -> None:
+    text = "model: /m\nenable-lora: true\nlora-modules: [a=/a, {name: b, path: /b}]\nmax-loras: 2"
+    read = config(tmp_path, text).adapters
+    assert read is not None
+    assert [(module.name, module.path) for module in read.modules] == [("a", "/a"), ("b", "/b")]
+
+
 def test_the_command_line_wins(tmp_path: Path) -> None:
     flags = ["/models/m", "--max-num-seqs=9", "--enable-prefix-caching", "--served-model-name", "mine"]
     read = config(tmp_path, EVERYTHING, *flags)

@@ -24,6 +24,7 @@ from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.multimodal.items import MultiModalItem, Span
 from trimtab_engine.runner.seats import Seats
 from trimtab_engine.sampling.pooling import add_up, finished
+from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager, Copies
 from trimtab_engine.scheduling.encoder_cache import EncoderCache, key_of, spans_between
@@ -49,11 +50,16 @@ def next_token(prefix: list[int]) -> int:
     return zlib.crc32(bytes(prefix)) % VOCABULARY
 
 
-def undisturbed(prompt: list[int], sampling: Sampling) -> tuple[list[int], str]:
+def mark_of(adapter: Adapter | None) -> int:
+    """What an adapter adds to each token before the model sees it, by the content that it has."""
+    return 0 if adapter is None else VOCABULARY * adapter.digest[0]
+
+
+def undisturbed(prompt: list[int], sampling: Sampling, adapter: Adapter | None = None) -> tuple[list[int], str]:
     """What a request alone on an endless KV cache yields, written down without the scheduler."""
-    tokens = list(prompt)
+    tokens, mark = list(prompt), mark_of(adapter)
     while True:
-        token = next_token(tokens)
+        token = next_token([mark + seen for seen in tokens])
         tokens.append(token)
         num_output = len(tokens) - len(prompt)
         ends = (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids
@@ -181,10 +187,11 @@ class StubExecutor:
                 tokens[span.offset : span.end] = self.embeddings[key_of(work.request, span.item)]
             if work.request.status.is_finished:
                 tokens.append(0)  # it ended while its newest token was in flight: that one was dropped
+            mark = mark_of(work.request.adapter)
             for group, (table, num_gone) in enumerate(work.tables):
                 for position in range(work.start, work.end):
                     block = self.blocks[table[position // BLOCK_SIZE - num_gone]]
-                    block[position % BLOCK_SIZE] = (group, tokens[position])
+                    block[position % BLOCK_SIZE] = (group, mark + tokens[position])
         prepared.sums = [(w.request, *w.pooled, self.hidden_sum(w, *w.pooled)) for w in prepared.work if w.pooled]
         return [self.sample(work) for work in prepared.work if work.samples]
 
@@ -335,6 +342,7 @@ class SchedulerLives(RuleBasedStateMachine):
     sights: tuple[Sight, ...] = (SEES_ALL,)
     max_step_tokens = 2 * MAX_MODEL_LEN
     encoder: EncoderCache | None = None
+    max_adapters: int | None = None
     num_seats = 12
     """As many tables are remembered; a step has at most as many sequences."""
 
@@ -370,6 +378,7 @@ class SchedulerLives(RuleBasedStateMachine):
             enable_chunked_prefill=self.chunked,
             eos_token_ids=[EOS],
             encoder=self.encoder,
+            max_adapters=self.max_adapters,
         )
         self.executor = StubExecutor(self.sights)
         self.executor.resize(self.manager.num_total)
@@ -514,7 +523,7 @@ class SchedulerLives(RuleBasedStateMachine):
         for request, prompt in self.alive.values():
             goes_on = request.status is RequestStatus.RUNNING and request.pooling is None
             if goes_on and request.num_computed_tokens == request.num_tokens - 1:
-                after = undisturbed(prompt, request.sampling)[0][request.num_output_tokens :]
+                after = undisturbed(prompt, request.sampling, request.adapter)[0][request.num_output_tokens :]
                 wrong = [rng.randrange(VOCABULARY) for _ in range(2)]
                 request.draft_token_ids = (after[: rng.randrange(5)] + wrong)[: rng.randrange(7)]
 
@@ -561,7 +570,7 @@ class SchedulerLives(RuleBasedStateMachine):
             self.num_accepted_drafts += len(new) - 1
             tokens = self.delivered[request.request_id]
             tokens += new
-            expected, reason = undisturbed(self.alive[request.request_id][1], request.sampling)
+            expected, reason = undisturbed(self.alive[request.request_id][1], request.sampling, request.adapter)
             assert tokens == expected[: len(tokens)]
             assert (status is not None) == (len(tokens) == len(expected))
             if status is not None:
@@ -670,6 +679,73 @@ class LivesWithImages(LivesOverGroups):
         return prepared
 
 
+class LivesWithAdapters(LivesOverGroups):
+    """Requests with adapters, of which steps may have few, and which are loaded again with other weights under the same
+    name. The same tokens under another adapter have other keys and values: whoever finds them goes on with wrong
+    tokens."""
+
+    @initialize(
+        blocks=st.integers(BLOCKS_PER_REQUEST, CAP_BLOCKS),
+        policy=POLICIES,
+        chunked=st.booleans(),
+        host_blocks=st.sampled_from([0, 3, 12, 40]),
+        kept_blocks=st.sampled_from([0, 0, 3, 12, 80]),
+        max_adapters=st.integers(1, 2),
+    )
+    def start_with(
+        self,
+        blocks: int,
+        policy: SchedulingPolicy,
+        chunked: bool,
+        host_blocks: int,
+        kept_blocks: int,
+        max_adapters: int,
+    ) -> None:
+        self.max_adapters = max_adapters
+        self.loaded = [Adapter(name, slot, bytes([1 + slot])) for slot, name in enumerate("abc")]
+        SchedulerLives.start(self, blocks, policy, chunked, host_blocks, kept_blocks=kept_blocks)
+
+    start = None  # type: ignore[assignment]  # start_with is the one that hypothesis calls
+
+    @rule(slot=st.integers(0, 2), content=st.integers(1, 9))
+    def load_again(self, slot: int, content: int) -> None:
+        """What has the old one goes on with it: the scheduler does not care where it lies."""
+        self.loaded[slot] = replace(self.loaded[slot], digest=bytes([content]))
+
+    @rule(prompt=PROMPTS, sampling=SAMPLING, slot=st.integers(0, 2), priority=st.integers(0, 2))
+    def add_with_adapter(self, prompt: list[int], sampling: Sampling, slot: int, priority: int = 0) -> None:
+        request = Request.of(
+            f"r{self.num_added}",
+            prompt,
+            sampling,
+            arrival_time=self.now,
+            priority=priority,
+            adapter=self.loaded[slot],
+        )
+        self.num_added += 1
+        self.scheduler.add(request)
+        self.alive[request.request_id] = (request, prompt)
+        self.delivered[request.request_id] = []
+
+    @rule(prompts=st.lists(PROMPTS, min_size=3, max_size=6))
+    def add_a_crowd_with_adapters(self, prompts: list[list[int]]) -> None:
+        for place, prompt in enumerate(prompts):
+            self.add_with_adapter(prompt, Sampling(max_tokens=MAX_MODEL_LEN, ignore_eos=True), place % 3)
+
+    def schedule(self, in_flight: bool = False) -> Prepared:
+        """No step has more adapters than it may, and among those who need one nobody passes another that waits."""
+        assert self.max_adapters is not None
+        running = set(self.scheduler.running_requests())
+        prepared = super().schedule(in_flight)
+        served = [s.request for s in prepared.batch.sequences]
+        assert len({r.adapter for r in served if r.adapter is not None}) <= self.max_adapters
+        if self.scheduler.policy.scheduling_policy == "fcfs":
+            waiting = [r.order for r, _ in self.alive.values() if r.adapter and r.status is not RequestStatus.RUNNING]
+            admitted = [r.order for r in served if r.adapter and r not in running]
+            assert max(admitted, default=-1) < min(waiting, default=self.num_added)
+        return prepared
+
+
 LIVES = settings(max_examples=300, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TestSchedulerLives = SchedulerLives.TestCase
 TestSchedulerLives.settings = LIVES
@@ -679,6 +755,8 @@ TestLivesOverChunks = LivesOverChunks.TestCase
 TestLivesOverChunks.settings = settings(LIVES, max_examples=100)
 TestLivesWithImages = LivesWithImages.TestCase
 TestLivesWithImages.settings = settings(LIVES, max_examples=100)
+TestLivesWithAdapters = LivesWithAdapters.TestCase
+TestLivesWithAdapters.settings = settings(LIVES, max_examples=60)
 TestLivesOfShortSteps = LivesOfShortSteps.TestCase
 TestLivesOfShortSteps.settings = settings(LIVES, max_examples=150)
 

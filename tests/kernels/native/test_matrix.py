@@ -36,6 +36,18 @@ def test_the_gated_product_is_silu_of_one_half_times_the_other(
     close(packed(x), multiply_reference(x, weight, bias, is_gated=True), 40 * 16)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 5, 241])
+@pytest.mark.parametrize("half", [1, 33, 64])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_before_the_gate_both_halves_are_the_product(
+    library: NativeLibrary, rows: int, half: int, has_bias: bool
+) -> None:
+    x, weight = torch.randn(rows, 40), torch.randn(2 * half, 40)
+    bias = torch.randn(2 * half) if has_bias else None
+    packed = pack_matrix(library, weight, bias, is_gated=True)
+    close(packed.before_gate(x), multiply_reference(x, weight, bias), 40)
+
+
 def test_gates_far_from_zero_are_exact_or_nothing(library: NativeLibrary) -> None:
     x = torch.tensor([[-1e4], [-100.0], [-30.0], [0.0], [30.0], [1e4]])
     packed = pack_matrix(library, torch.ones(2, 1), is_gated=True)

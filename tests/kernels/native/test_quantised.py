@@ -151,6 +151,13 @@ def test_the_gated_product_and_biases(library: NativeLibrary) -> None:
     torch.testing.assert_close(gated, expected, rtol=1e-3, atol=1e-2)
 
 
+def test_before_the_gate_both_halves_are_the_product(library: NativeLibrary) -> None:
+    blocks, _ = a_weight("Q4_1", 66, 64)
+    bias, x = torch.randn(66), rows_of(26, 64) * 1e-2
+    whole = pack_blocks(library, blocks, bias)(x)
+    assert torch.equal(pack_blocks(library, blocks, bias, is_gated=True).before_gate(x), whole)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_stay_as_small_as_they_are_stored(library: NativeLibrary, name: str) -> None:
     blocks = a_weight(name, 64, 512)[0]
@@ -230,7 +237,10 @@ def test_gate_and_up_may_be_of_two_forms(library: NativeLibrary) -> None:
     mixed, x = joined([gate, up]), rows_of(26, 256) * 1e-3
     assert isinstance(mixed, MixedBlocks)
     expected = multiply_reference(x, torch.cat([gates, ups]), is_gated=True)
-    torch.testing.assert_close(pack_blocks(library, mixed, is_gated=True)(x), expected, rtol=1e-3, atol=1e-2)
+    packed = pack_blocks(library, mixed, is_gated=True)
+    torch.testing.assert_close(packed(x), expected, rtol=1e-3, atol=1e-2)
+    apart = torch.cat([pack_blocks(library, blocks)(x) for blocks in mixed.parts], dim=1)
+    assert torch.equal(packed.before_gate(x), apart)
 
 
 def test_a_form_that_changes_within_a_panel_is_not_joined(library: NativeLibrary) -> None:

@@ -309,6 +309,8 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("spec.engine.kvCacheDtype", "auto"),
     ("spec.engine.schedulingPolicy", "priority"),
     ("spec.runtime.args", ["--scheduling-policy=priority"]),
+    ("spec.runtime.args", ["--enable-lora", "--lora-modules", "sql=/adapters/sql", "law=/adapters/law"]),
+    ("spec.runtime.args", ["--enable-lora", '--lora-modules={"name": "sql", "path": "/adapters/sql"}']),
     ("spec.engine.preemptionMode", "recompute"),
     ("spec.engine.swapSpace", "4Gi"),
     ("spec.engine", {"preemptionMode": "auto", "swapSpace": "512Mi"}),

@@ -59,6 +59,11 @@ class Labelled(Generic[Child]):
             child = self._children[labels] = self._family.labels(*self._values, *labels)
         return child
 
+    def clear(self) -> None:
+        """Show none any more."""
+        self._family.clear()
+        self._children.clear()
+
 
 class FamilyFactory:
     """Makes families for one engine core. `custom` replaces the buckets of the histograms that it names."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client import Counter, Gauge, Metric, generate_latest
 
+from trimtab_engine.api.metrics.adapters import AdapterMetrics
 from trimtab_engine.api.metrics.cache import CacheMetrics
 from trimtab_engine.api.metrics.experts import ExpertMetrics
 from trimtab_engine.api.metrics.factory import (
@@ -69,6 +70,7 @@ class EngineMetrics:
         self._work = WorkMetrics(self._families)
         self._graphs = GraphMetrics(self._families)
         self._experts = ExpertMetrics(self._families)
+        self._adapters = AdapterMetrics(self._families)
         self._families.check_all_used()
 
     def exposition(self) -> bytes:
@@ -107,7 +109,8 @@ class EngineMetrics:
         steps, self._steps = self._steps, []
         if not steps:
             return
-        for part in (self._cache, self._saturation, self._work, self._graphs, self._experts, self._speculation):
+        parts = (self._cache, self._saturation, self._work, self._graphs, self._experts, self._adapters)
+        for part in (*parts, self._speculation):
             part.on_steps(steps)
         self._generation_tokens.inc(sum(stats.num_generation_tokens for stats in steps))
         self._prompt_tokens.inc(sum(stats.num_prompt_tokens for stats in steps))

@@ -36,6 +36,8 @@ class EmbeddingPlan:
     priority: int = 0
     data_parallel_rank: int | None = None
     """The core that shall run it. None: any."""
+    adapter: str = ""
+    """The adapter that its model's name asks for; empty: the model alone."""
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     """What the request says of its caller's trace."""
     ticket: Ticket | None = None
@@ -83,6 +85,7 @@ class Embedder:
             data_parallel_rank=plan.data_parallel_rank,
             cache_salt=plan.cache_salt,
             pooling=plan.pooling,
+            adapter=plan.adapter,
         )
         last: SequenceOutput | None = None
         try:

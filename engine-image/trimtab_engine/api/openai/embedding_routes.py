@@ -57,6 +57,7 @@ async def _plan_of(state: ServerState, serving: Serving, body: EmbeddingRequest,
         cache_salt=key_salt(request) + (body.cache_salt or ""),
         priority=body.priority,
         data_parallel_rank=pinned_rank(state, request),
+        adapter=state.adapter_of(body.model),
         trace_headers={name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         if state.options.otlp_traces_endpoint
         else {},

@@ -37,6 +37,8 @@ class GenerationPlan:
     skip_special_tokens: bool
     arrival_time: float
     cache_salt: str = ""
+    adapter: str = ""
+    """The name of the one that it asks for; empty: the model alone."""
     spans: tuple[Span, ...] = ()
     """Images and videos, of a plan with one prompt."""
     priority: int = 0
@@ -176,6 +178,7 @@ class Generator:
             priority=plan.priority,
             data_parallel_rank=plan.data_parallel_rank,
             cache_salt=plan.cache_salt,
+            adapter=plan.adapter,
             spans=plan.spans,
         )
         outputs = self._client.generate(request)

@@ -182,6 +182,7 @@ def plan_of(
         skip_special_tokens=body.skip_special_tokens,
         arrival_time=arrival,
         cache_salt=salt_of(request, body),
+        adapter=state.adapter_of(body.model),
         spans=spans,
         priority=body.priority,
         data_parallel_rank=pinned_rank(state, request),

@@ -31,7 +31,8 @@ def openai_router(state: ServerState) -> APIRouter:
 
     @look(router, "/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(state, name) for name in state.options.served_model_names]}
+        names = [*state.options.served_model_names, *(card.name for card in state.adapters)]
+        return {"object": "list", "data": [_model(state, name) for name in names]}
 
     @look(router, "/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -41,12 +42,16 @@ def openai_router(state: ServerState) -> APIRouter:
 
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:
+    """The model by one of its names, or an adapter of it: its root is its folder then, as vLLM shows it."""
+    adapter = state.adapter_of(name)
+    card = next((card for card in state.adapters if card.name == adapter), None)
+    first = state.options.served_model_names[0]
     return {
         "id": name,
         "object": "model",
         "created": int(state.started),
         "owned_by": "trimtab",
-        "root": state.options.served_model_names[0],
-        "parent": None,
+        "root": first if card is None else card.folder,
+        "parent": None if card is None else card.parent or first,
         "max_model_len": state.serving.facts.max_model_len if state.serving else None,
     }

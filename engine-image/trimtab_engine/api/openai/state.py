@@ -15,7 +15,7 @@ from trimtab_engine.api.openai.generation import Generator
 from trimtab_engine.api.openai.grammar_trials import GrammarTrials
 from trimtab_engine.api.openai.media import PromptMedia
 from trimtab_engine.launch.client import CoreClient
-from trimtab_engine.messages import CoreReady, EngineState
+from trimtab_engine.messages import AdapterCard, CoreReady, EngineState
 from trimtab_engine.multimodal.sources import NOTHING_ELSE, AllowedSources
 from trimtab_engine.text.tokenizer import Tokenizer
 
@@ -47,6 +47,8 @@ class ServerOptions:
     """Whether /metrics and /load ask for the API key too."""
     media_sources: AllowedSources = NOTHING_ELSE
     """Where images and videos may come from besides the request itself."""
+    allow_runtime_lora_updating: bool = False
+    """Whether clients load and unload adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +178,26 @@ class ServerState:
             raise ApiError(400, f"no tokens are generated here: {serving.facts.tasks.no_generation}")
         return serving
 
+    @property
+    def adapters(self) -> tuple[AdapterCard, ...]:
+        """Those that requests may ask for now, on every core."""
+        return self.core.state.adapters
+
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter that a request for this model asks for; empty: the model alone."""
+        is_one = name not in self.options.served_model_names and any(card.name == name for card in self.adapters)
+        return name if name is not None and is_one else ""
+
     def check_model(self, name: str | None) -> str:
-        """The name to answer with. 404 for a model that is not served here."""
+        """The name to answer with. 404 for a model, or an adapter of it, that is not served here."""
         names = self.options.served_model_names
-        if name is None or name in names:
+        if name is None or name in names or self.adapter_of(name):
             return name or names[0]
         shown = name if len(name) <= 100 else name[:100] + "..."
+        served = ", ".join([*names, *(card.name for card in self.adapters)])
         raise ApiError(
             404,
-            f"the model {shown!r} does not exist; served here: {', '.join(names)}",
+            f"the model {shown!r} does not exist; served here: {served}",
             param="model",
             code="model_not_found",
         )

@@ -14,6 +14,7 @@ from trimtab_engine.api.http.loading_gate import LoadingGate
 from trimtab_engine.api.http.look import look
 from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
 from trimtab_engine.api.http.wrong_path import ADMIN_PORT
+from trimtab_engine.api.openai.adapter_routes import adapter_router
 from trimtab_engine.api.openai.embedding_routes import embedding_router
 from trimtab_engine.api.openai.not_built_routes import not_built_router
 from trimtab_engine.api.openai.protocol import MAX_BODY_BYTES, MAX_MEDIA_BODY_BYTES
@@ -35,6 +36,7 @@ def build_app(state: ServerState) -> FastAPI:
     app.include_router(_probes(state))
     app.include_router(render_router(state))
     app.include_router(tokenize_router(state))
+    app.include_router(adapter_router(state))
     app.include_router(not_built_router())
     app.add_middleware(LoadingGate, not_loaded=state.loading_reason, retry_seconds=RETRY_SECONDS)
     app.add_middleware(ApiKeyGuard, keys=state.options.api_keys, open_paths=_open_paths(state.options))

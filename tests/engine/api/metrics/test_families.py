@@ -61,6 +61,7 @@ def test_every_family_of_the_contract_is_there(metrics: EngineMetrics) -> None:
         "decode",
         "mixed",
         "encoder",
+        "adapters",
         "expert_weights",
         "nan",
         "nothing_left",

@@ -1,0 +1,69 @@
+"""Whether an adapter fits a model: names, shapes and ranks, and about what adapters take, before any of their weights
+is read. Knows no tensor."""
+
+from pathlib import Path
+
+from trimtab_engine.config.adapters import AdapterConfig
+from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
+from trimtab_engine.models.tensors import PROJECTION, Part, Tensors
+from trimtab_engine.weights.adapter_files import TENSORS_FILE, PeftAdapter
+
+NOT_ADAPTED: dict[Part, str] = {
+    "experts": "experts of a mixture",
+    "embedding": "the embeddings",
+    "lm_head": "the output layer",
+}
+
+
+def check_fit(name: str, adapter: PeftAdapter, tensors: Tensors, max_rank: int) -> None:
+    """Raise ConfigError unless each of its modules is one of the model's that may have an adapter, of its shape, and of
+    no higher rank than there is room for. `tensors`: all of the model's."""
+    where = f"adapter {name} ({adapter.where})"
+    for target in adapter.target_modules:
+        if not any(_names(target, tensor) for tensor in tensors):
+            raise ModelError(
+                f"{where}: target_modules has {target}, which is no module of this model; serve it beside the model "
+                f"that it was trained for"
+            )
+    for module, shape in adapter.modules.items():
+        tensor = tensors.get(module + ".weight")
+        if tensor is None:
+            raise ModelError(
+                f"{where}: it adapts {module}, which this model does not have; serve it beside the model that it was "
+                f"trained for"
+            )
+        if tensor.part in NOT_ADAPTED:
+            raise NotBuiltError(
+                f"{where}: it adapts {module}, and adapters of {NOT_ADAPTED[tensor.part]} are not built; merge it into "
+                f"the model, or train one of the other projections"
+            )
+        if tensor.shape != (shape.out_features, shape.in_features):
+            raise ModelError(
+                f"{where}: its {module} is [{shape.out_features}, {shape.in_features}], the model's is "
+                f"{list(tensor.shape)}; serve it beside the model that it was trained for"
+            )
+    if adapter.max_rank > max_rank:
+        raise ConfigError(
+            f"{where}: its rank is {adapter.max_rank}, above --max-lora-rank {max_rank}; raise that to "
+            f"{adapter.max_rank}"
+        )
+
+
+def bytes_of_adapters(config: AdapterConfig, tensors: Tensors, item_bytes: int) -> int:
+    """About what they take of all ranks together: the files that are named, or, where clients load others, room for as
+    many as there may be."""
+    if not config.is_updatable:
+        files = [Path(module.folder) / TENSORS_FILE for module in config.modules]
+        return sum(file.stat().st_size for file in files if file.exists())  # one that is not there is said by name
+    sides = sum(
+        sum(tensor.shape)
+        for name, tensor in tensors.items()
+        if name.endswith(PROJECTION) and tensor.part not in NOT_ADAPTED and len(tensor.shape) == 2
+    )
+    return config.capacity * config.max_lora_rank * sides * item_bytes
+
+
+def _names(target: str, tensor: str) -> bool:
+    """Whether a target's name, or end of a name, is that of the module that the tensor is the weight of."""
+    module = tensor.removesuffix(".weight")
+    return module == target or module.endswith("." + target.removeprefix("model.language_model."))

@@ -1,0 +1,135 @@
+"""A rank's adapters: the projections that may have some, room for as many as may be loaded, and their factors.
+
+Those that are served from the start take what they need. Where clients load some, room for as many as may be loaded, of
+the highest rank and in every projection, is set aside with the weights: what comes later takes no more of the device.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trimtab_engine.config.adapters import AdapterConfig
+from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.layers.adapted import AdaptedLinear, AdaptedPart, AdapterRows, Factors
+from trimtab_engine.layers.linear import Linear
+from trimtab_engine.layers.quantized import Projection
+from trimtab_engine.models.adapter_fit import check_fit
+from trimtab_engine.models.tensors import Tensors
+from trimtab_engine.parallel.shard import ModelShard
+from trimtab_engine.scheduling.adapter import Adapter
+from trimtab_engine.weights.adapter_files import PeftAdapter
+
+logger = logging.getLogger("trimtab_engine.core")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """What is in a slot, and where it was read."""
+
+    adapter: Adapter
+    folder: str
+
+
+class AdapterSlots:
+    """The adapters of one rank. A slot's content is replaced only when nobody uses it any more: that is the core's to
+    know."""
+
+    def __init__(
+        self, config: AdapterConfig, tensors: Tensors, shard: ModelShard, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`tensors`: all of the model's; what this rank has of them the shard says."""
+        self.rows = AdapterRows()
+        self._config, self._tensors, self._shard = config, tensors, shard
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self._projections: list[AdaptedLinear] = []
+        self._loaded: dict[int, LoadedAdapter] = {}
+
+    @property
+    def loaded(self) -> list[LoadedAdapter]:
+        """What the slots have, in their order."""
+        return [self._loaded[slot] for slot in sorted(self._loaded)]
+
+    # --- as the model loads -----------------------------------------------------------------------------------------
+
+    def take(self, projection: Linear, parts: Sequence[AdaptedPart], num_rows: Sequence[int]) -> Projection:
+        """See Adapting."""
+        adapted = AdaptedLinear(projection, parts, self.rows, num_rows)
+        self._projections.append(adapted)
+        return adapted
+
+    def open(self, model: str) -> None:
+        """The model's projections have loaded: set room aside, and read the adapters that it is served with, or those
+        that it had. Raises ConfigError, or MemoryError."""
+        if not self._projections:
+            raise NotBuiltError(f"--enable-lora is not built for {model}: none of its products has room for adapters")
+        if self._config.is_updatable:
+            for slot in range(self._config.capacity):
+                for projection in self._projections:
+                    projection.make_room(slot, self._config.max_lora_rank, self._like)
+        before = self._loaded
+        wanted = (
+            [(slot, each.adapter.name, each.folder) for slot, each in before.items()]
+            if before
+            else [(slot, each.name, each.folder) for slot, each in enumerate(self._config.modules)]
+        )
+        for slot, name, folder in wanted:
+            digest = self.load(slot, name, folder)
+            if slot in before and digest != before[slot].adapter.digest:
+                raise ModelError(f"adapter {name} ({folder}): is another one than when it was loaded; load it again")
+
+    def close(self) -> None:
+        """Let the weights go; what was loaded is read again by open()."""
+        self._projections.clear()
+
+    # --- while it serves --------------------------------------------------------------------------------------------
+
+    def load(self, slot: int, name: str, folder: str) -> bytes:
+        """Read an adapter into a slot. Returns the digest of its files. Raises ConfigError, and then the slot is as it
+        was."""
+        opened = PeftAdapter(Path(folder))
+        check_fit(name, opened, self._tensors, self._config.max_lora_rank)
+        own = self._own_modules(name, opened)
+        factors = {module: self._factors(opened, module) for module in own}
+        for projection in self._projections:
+            if not self._config.is_updatable and any(part.name in own for part in projection.parts):
+                rank = max(factors[part.name].down.shape[0] for part in projection.parts if part.name in own)
+                projection.make_room(slot, rank, self._like)
+            projection.fill(slot, factors)
+        self._loaded[slot] = LoadedAdapter(Adapter(name, slot, opened.digest), folder)
+        logger.info(
+            "adapter %s: %d modules of rank up to %d, %s", name, len(opened.modules), opened.max_rank, opened.where
+        )
+        return opened.digest
+
+    def forget(self, slot: int) -> None:
+        """Nobody uses what is in the slot any more: it is not read again with the weights."""
+        self._loaded.pop(slot, None)
+
+    def _own_modules(self, name: str, adapter: PeftAdapter) -> list[str]:
+        """Those that this rank has. Raises NotBuiltError for one of its layers' that has no room for adapters."""
+        adapted = {part.name for projection in self._projections for part in projection.parts}
+        first, last = self._shard.layers
+        layers = tuple(f"model.layers.{layer}." for layer in range(first, last))
+        missing = next((m for m in adapter.modules if m.startswith(layers) and m not in adapted), None)
+        if missing is not None:
+            raise NotBuiltError(
+                f"adapter {name} ({adapter.where}): it adapts {missing}, and adapters of that projection are not "
+                f"built; merge it into the model, or train one of the others"
+            )
+        return [module for module in adapter.modules if module in adapted]
+
+    def _factors(self, adapter: PeftAdapter, module: str) -> Factors:
+        """In the computing dtype; the scale is multiplied in before that is rounded to."""
+        down, up = adapter.factors(module)
+        up = up.float() * adapter.modules[module].scale
+        return Factors(down.to(self._like), up.to(self._like))
+
+    def rehearsed(self) -> Adapter | None:
+        """One to profile with: the largest step with adapters has it in every row. Of those that are loaded it is that
+        of the most numbers; where others may be loaded, room that nobody has filled. None: there is neither."""
+        slots = {slot for projection in self._projections for slot in projection.sizes}
+        sizes = {slot: sum(projection.sizes.get(slot, 0) for projection in self._projections) for slot in slots}
+        return Adapter("", max(sizes, key=sizes.__getitem__), b"") if sizes else None

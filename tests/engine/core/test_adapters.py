@@ -1,0 +1,310 @@
+"""A core with adapters: which are served, how they come and go while requests run, and what is refused at its door."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import engine_builders
+import pytest
+from adapter_folders import ATTENTION, EVERY, an_adapter, merged, modules_of
+from served import serve
+from trimtab_engine.config.adapters import AdapterConfig, AdapterModule
+from trimtab_engine.config.speculation import SpeculativeConfig
+from trimtab_engine.core.engine import Engine
+from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.messages import AdapterCard, AddRequest, LoadLora, Sleep, UnloadLora, WakeUp
+from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_engine.weights.dummy import DummySource
+
+PROMPT = [(7 * place) % 97 for place in range(20)]
+Folders = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def model(model_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with weights in a file, so that others can be merged of it."""
+    from safetensors.torch import save_file
+
+    bare = model_of()
+    source = open_model(str(bare), "dummy")
+    assert isinstance(source, DummySource)
+    config = parse_model_config(json.loads((bare / "config.json").read_text()), {}, "config.json")
+    source.expect(expected_shapes(config))
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_bytes((bare / "config.json").read_bytes())
+    save_file({name: source.tensor(name).clone() for name in source.shapes()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Makes adapters of that model, by a seed."""
+    config = parse_model_config(json.loads((model / "config.json").read_text()), {}, "config.json")
+    shapes = expected_shapes(config)
+
+    def folder_of(seed: int, targets: tuple[str, ...] = EVERY, **changes: Any) -> str:
+        folder = tmp_path_factory.mktemp("adapter") / str(seed)
+        return an_adapter(folder, modules_of(shapes, targets), seed=seed, size=0.5, **changes)
+
+    return folder_of
+
+
+def an_engine(model: Path, *, adapters: AdapterConfig | None = None, **changes: Any) -> Engine:
+    settings = {"load_format": "auto", "num_gpu_blocks_override": 64, "max_model_len": 96} | changes
+    return engine_builders.an_engine(model, adapters=adapters, **settings)
+
+
+def served_from_start(*folders: str, **changes: Any) -> AdapterConfig:
+    """Called a, b, c, …"""
+    modules = tuple(AdapterModule(name=name, path=path) for name, path in zip("abcdef", folders, strict=False))
+    return AdapterConfig(modules=modules, **changes)
+
+
+def asked(name: str = "", request_id: str = "r", max_tokens: int = 16) -> AddRequest:
+    sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return AddRequest(request_id, PROMPT, sampling, arrival_time=0.0, adapter=name)
+
+
+def tokens(engine: Engine, name: str = "") -> list[int]:
+    return serve(engine, [asked(name)]).tokens["r"]
+
+
+def tokens_merged(model: Path, folder: str, place: Path) -> list[int]:
+    return tokens(an_engine(Path(merged(model, folder, place))))
+
+
+def load(engine: Engine, name: str, folder: str) -> tuple[int, str]:
+    status, body = engine.load_adapter(LoadLora(name, folder))
+    return status, body.get("message", "")
+
+
+# --- served from the start ----------------------------------------------------------------------------------------
+
+
+def test_each_adapter_is_served_by_its_name(model: Path, adapter: Folders, tmp_path: Path) -> None:
+    first, second = adapter(1), adapter(2, ATTENTION)
+    engine = an_engine(model, adapters=served_from_start(first, second))
+    assert engine.state().adapters == (AdapterCard("a", first), AdapterCard("b", second))
+    assert tokens(engine, "a") == tokens_merged(model, first, tmp_path / "a")
+    assert tokens(engine, "b") == tokens_merged(model, second, tmp_path / "b")
+    assert len({(*tokens(engine, name),) for name in ("", "a", "b")}) == 3
+
+
+def test_a_name_that_is_not_served_ends_its_request_alone(model: Path, adapter: Folders) -> None:
+    engine = an_engine(model, adapters=served_from_start(adapter(1)))
+    engine.add(asked("nobody", "lost"))
+    assert engine.has_room_for(asked("nobody")), "it is refused by name, not for want of room"
+    (output,) = engine.step().outputs
+    assert (output.finish_reason, output.error) == (
+        "error",
+        "the adapter nobody is not loaded; it was unloaded meanwhile",
+    )
+    assert len(tokens(engine, "a")) == 16
+
+
+def test_an_engine_without_adapters_serves_none(model: Path) -> None:
+    engine = an_engine(model)
+    engine.add(asked("a"))
+    assert engine.step().outputs[0].finish_reason == "error"
+    assert load(engine, "a", "/nowhere")[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_lora_rank": 3}, "its rank is 4, above --max-lora-rank 3; raise that to 4"),
+        ({"modules": (AdapterModule(name="a", path="/nowhere"),)}, "adapter /nowhere: is no folder here"),
+    ],
+)
+def test_what_cannot_be_served_ends_the_start(model: Path, adapter: Folders, changes: Any, message: str) -> None:
+    values = {"modules": (AdapterModule(name="a", path=adapter(1)),)} | changes
+    with pytest.raises(ConfigError, match=message):
+        an_engine(model, adapters=AdapterConfig(**values))
+
+
+def test_projections_without_room_for_adapters_are_named(model_of: Callable[..., Path], tmp_path: Path) -> None:
+    """A router is none of those that may be adapted, and neither is what latent attention unfolds keys with."""
+    mixture = model_of(
+        architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+    router = an_adapter(tmp_path / "router", {"model.layers.0.mlp.gate": (4, 64)})
+    with pytest.raises(NotBuiltError, match=r"it adapts model.layers.0.mlp.gate, and adapters of that projection"):
+        an_engine(mixture, adapters=served_from_start(router), load_format="dummy")
+
+
+def test_memory_that_adapters_take_is_that_of_weights(model: Path, adapter: Folders) -> None:
+    def weights(adapters: AdapterConfig | None) -> int:
+        return int(an_engine(model, adapters=adapters).memory()["kinds"]["weights"])
+
+    weights(None)  # the first engine of a process takes more
+    bare = weights(None)
+    one, two = (weights(served_from_start(*[adapter(1), adapter(2)][:count])) - bare for count in (1, 2))
+    floats = 4 * 2 * (64 * 3 + (64 + 32 + 32) * 3 + 64 * 2 + 64 * 2 + 2 * (64 + 96 * 2) + 96 + 64 - 64 * 2)
+    assert one == pytest.approx(floats * 4, rel=0.2)
+    assert two == pytest.approx(2 * one, rel=0.05)
+    room = weights(AdapterConfig(max_cpu_loras=3, max_lora_rank=8, is_updatable=True)) - bare
+    assert room == pytest.approx(3 * 2 * one, rel=0.05), "as large before anything is loaded"
+
+
+def test_room_that_the_device_has_not_is_refused_before_any_weight_is_read(model: Path) -> None:
+    config = AdapterConfig(max_cpu_loras=1024, max_lora_rank=4096, is_updatable=True)
+    with pytest.raises(ConfigError, match="out of memory before loading: the weights take 29"):
+        an_engine(model, adapters=config, num_gpu_blocks_override=None)
+
+
+def test_drafts_of_the_model_alone_change_no_token_of_an_adapter(model: Path, adapter: Folders) -> None:
+    first = adapter(1)
+    wanted = tokens(an_engine(model, adapters=served_from_start(first)), "a")
+    for method in ("ngram", "draft_model"):
+        speculative = SpeculativeConfig(
+            method=method,
+            model=str(model) if method == "draft_model" else None,
+            num_speculative_tokens=3,
+            prompt_lookup_min=1,
+        )
+        depth = {"num_speculative_tokens": 3, "num_speculative_tokens_cap": 3}
+        engine = an_engine(model, adapters=served_from_start(first), speculative=speculative, **depth)
+        assert tokens(engine, "a") == wanted
+
+
+# --- loaded and unloaded while others are served ------------------------------------------------------------------
+
+
+def updatable(**changes: Any) -> AdapterConfig:
+    return AdapterConfig(**{"max_cpu_loras": 2, "is_updatable": True} | changes)
+
+
+def test_an_adapter_is_loaded_while_requests_run_and_changes_none_of_them(
+    model: Path, adapter: Folders, tmp_path: Path
+) -> None:
+    first, second = adapter(1), adapter(2, rank=2)
+    engine = an_engine(model, adapters=updatable(max_loras=2), async_scheduling=True)
+    assert load(engine, "a", first) == (200, "")
+    found: dict[str, list[int]] = {}
+    steps = 0
+    engine.add(asked("a", "before"))
+    while engine.has_work:
+        if steps == 5:
+            assert load(engine, "b", second) == (200, "")
+            engine.add(asked("b", "after"))
+        for output in engine.step().outputs:
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+        steps += 1
+        engine.check_integrity()
+    assert found["before"] == tokens_merged(model, first, tmp_path / "a")
+    assert found["after"] == tokens_merged(model, second, tmp_path / "b")
+
+
+def test_requests_of_an_adapter_that_is_unloaded_finish_with_it(model: Path, adapter: Folders, tmp_path: Path) -> None:
+    """Its place is nobody's until they have ended."""
+    first, second, third = adapter(1), adapter(2), adapter(3)
+    engine = an_engine(model, adapters=updatable())
+    load(engine, "a", first)
+    load(engine, "b", second)
+    engine.add(asked("a", "running"))
+    engine.step()
+    assert engine.unload_adapter(UnloadLora("a")) == (200, {})
+    assert [card.name for card in engine.state().adapters] == ["b"]
+    status, message = load(engine, "c", third)
+    assert status == 400
+    assert "requests still use an adapter that was unloaded; try again when they have ended" in message
+    engine.add(asked("a", "late"))
+    found: dict[str, list[int]] = {"running": [], "late": []}
+    ends = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            found[output.request_id] += output.token_ids
+            ends[output.request_id] = output.finish_reason
+    assert ends == {"running": "length", "late": "error"}
+    wanted = tokens_merged(model, first, tmp_path / "a")
+    assert found["running"] == wanted[-len(found["running"]) :]
+    assert len(found["running"]) >= 15
+    assert load(engine, "c", third) == (200, "")
+    assert tokens(engine, "c") == tokens_merged(model, third, tmp_path / "c")
+    assert tokens(engine, "b") == tokens_merged(model, second, tmp_path / "b")
+
+
+def test_one_loaded_again_under_its_name_with_other_weights_is_the_other_one(
+    model: Path, adapter: Folders, tmp_path: Path
+) -> None:
+    first, second = adapter(1), adapter(2)
+    engine = an_engine(model, adapters=updatable())
+    for folder in (first, second, first):
+        assert load(engine, "a", folder) == (200, "")
+        assert tokens(engine, "a") == tokens_merged(model, folder, tmp_path / f"{len(list(tmp_path.iterdir()))}")
+        assert engine.unload_adapter(UnloadLora("a")) == (200, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a", "the adapter a is loaded already; unload it first"),
+        ("c", "all 2 places are taken (--max-cpu-loras) by a, b; unload one"),
+        ("", "'' cannot be an adapter's name"),
+        ("new\nline", "cannot be an adapter's name"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_and_changes_nothing(
+    model: Path, adapter: Folders, name: str, message: str
+) -> None:
+    engine = an_engine(model, adapters=updatable())
+    load(engine, "a", adapter(1))
+    load(engine, "b", adapter(2))
+    before = tokens(engine, "a"), engine.state().adapters
+    status, said = load(engine, name, adapter(3))
+    assert status == 400
+    assert message in said
+    assert (tokens(engine, "a"), engine.state().adapters) == before
+
+
+def test_an_adapter_that_does_not_fit_leaves_its_place_free(model: Path, adapter: Folders, tmp_path: Path) -> None:
+    engine = an_engine(model, adapters=updatable(max_cpu_loras=1))
+    for folder, message in (
+        (adapter(1, rank=17), "its rank is 17, above --max-lora-rank 16"),
+        (an_adapter(tmp_path / "strange", {"model.layers.9.self_attn.q_proj": (64, 64)}), "which this model does not"),
+        (str(tmp_path / "nowhere"), "is no folder here"),
+    ):
+        status, said = load(engine, "a", folder)
+        assert status == 400
+        assert message in said
+    assert load(engine, "a", adapter(2))[0] == 200
+
+
+def test_one_that_is_not_there_cannot_be_unloaded(model: Path) -> None:
+    engine = an_engine(model, adapters=updatable())
+    status, body = engine.unload_adapter(UnloadLora("a"))
+    assert (status, body["message"]) == (404, "the adapter a is not loaded; loaded are none")
+
+
+def test_adapters_come_back_with_the_weights(model: Path, adapter: Folders) -> None:
+    engine = an_engine(model, adapters=updatable())
+    load(engine, "a", adapter(1))
+    load(engine, "b", adapter(2))
+    before = tokens(engine, "a"), tokens(engine, "b")
+    gone = Path(adapter(3))
+    engine.unload_adapter(UnloadLora("b"))
+    load(engine, "c", str(gone))
+    engine.unload_adapter(UnloadLora("c"))
+    for file in gone.iterdir():
+        file.unlink()  # what is not served any more is not read again
+    assert engine.lifecycle(Sleep(2, "abort"))[0] == 200
+    engine.step()
+    assert load(engine, "d", adapter(4)) == (409, "the engine sleeps and has no weights: wake it up first")
+    assert engine.lifecycle(WakeUp(["weights", "kv_cache", "scheduling"]))[0] == 200
+    assert tokens(engine, "a") == before[0]
+    assert load(engine, "b", adapter(2))[0] == 200
+    assert tokens(engine, "b") == before[1]
+
+
+def test_what_runs_and_waits_is_told_about_once_a_second(model: Path, adapter: Folders) -> None:
+    engine = an_engine(model, adapters=served_from_start(adapter(1), adapter(2)))
+    engine.add(asked("a", "first", 40))
+    engine.add(asked("b", "second"))
+    told = engine.step().stats.adapters
+    assert told is not None
+    assert (told.max_loras, told.running, told.waiting) == (1, ["a"], ["b"])

@@ -1,0 +1,135 @@
+"""The flags of adapters, and what contradicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapter_folders import an_adapter
+from trimtab_engine.cli import main
+from trimtab_engine.config.adapters import AdapterConfig, AdapterModule
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.flags.adapters import adapter_config
+from trimtab_engine.flags.parser import OneLineParser
+from trimtab_engine.flags.serve import add_serve_flags
+
+
+def config_of(*flags: str) -> AdapterConfig | None:
+    parser = OneLineParser(prog="serve")
+    add_serve_flags(parser)
+    return adapter_config(parser.parse_args(["/model", *flags]))
+
+
+def a_module(name: str, path: str = "/a", **fields: Any) -> AdapterModule:
+    return AdapterModule(name=name, path=path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("flags", "config"),
+    [
+        ((), None),
+        (("--no-enable-lora",), None),
+        (("--enable-lora",), AdapterConfig()),
+        (("--enable-lora", "--max-loras", "3", "--max-lora-rank", "64"), AdapterConfig(max_loras=3, max_lora_rank=64)),
+        (
+            ("--enable-lora", "--lora-modules", "a=/a", "b=/b=c"),
+            AdapterConfig(modules=(a_module("a"), a_module("b", "/b=c"))),
+        ),
+        (
+            ("--enable-lora", "--lora-modules", '{"name": "a", "path": "/a", "base_model_name": "m"}'),
+            AdapterConfig(modules=(a_module("a", base_model_name="m"),)),
+        ),
+        (
+            ("--enable-lora", "--lora-modules", '[{"name": "a", "path": "/a"}, {"name": "b", "path": "/b"}]'),
+            AdapterConfig(modules=(a_module("a"), a_module("b", "/b"))),
+        ),
+        (
+            ("--enable-lora", "--max-cpu-loras", "4", "--allow-runtime-lora-updating"),
+            AdapterConfig(max_cpu_loras=4, is_updatable=True),
+        ),
+    ],
+)  # fmt: skip
+def test_flags_are_vllm_s(flags: tuple[str, ...], config: AdapterConfig | None) -> None:
+    assert config_of(*flags) == config
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--lora-modules", "a=/a"), "--lora-modules is about adapters, and none are served; add --enable-lora"),
+        (("--max-loras", "2"), "--max-loras is about adapters"),
+        (("--allow-runtime-lora-updating",), "--allow-runtime-lora-updating is about adapters"),
+        (("--enable-lora", "--lora-modules", "a"), "'a' names no adapter; write NAME=PATH"),
+        (("--enable-lora", "--lora-modules", "a="), "'a=' names no adapter"),
+        (("--enable-lora", "--lora-modules", "=/a"), "'' cannot be an adapter's name"),
+        (("--enable-lora", "--lora-modules", "{"), "--lora-modules is not JSON"),
+        (("--enable-lora", "--lora-modules", "[1]"), "must name each adapter by a JSON object"),
+        (("--enable-lora", "--lora-modules", '{"name": "a"}'), "missing required field `path`"),
+        (("--enable-lora", "--lora-modules", '{"name": "a", "path": "/a", "x": 1}'), "x is not built; the fields are"),
+        (("--enable-lora", "--lora-modules", '{"name": 1, "path": "/a"}'), "Expected `str`, got `int`"),
+        (("--enable-lora", "--lora-modules", "a=/a", "a=/b"), "names the adapter a twice"),
+        (("--enable-lora", "--lora-modules", "a=hf://o/a"), "a is at hf://o/a, and adapters are not fetched"),
+        (("--enable-lora", "--max-loras", "2000"), "--max-loras is 2000; it must be between 1 and 1024"),
+        (("--enable-lora", "--max-lora-rank", "9000"), "--max-lora-rank is 9000"),
+        (
+            ("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "1"),
+            "--max-cpu-loras is 1, but --max-loras is 2 and --lora-modules names 0",
+        ),
+        (
+            ("--enable-lora", "--max-cpu-loras", "1", "--lora-modules", "a=/a", "b=/b"),
+            "names 2: all of them are kept in memory; raise it to 2, or leave it out",
+        ),
+    ],
+)
+def test_what_contradicts_is_said_with_the_flag(flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config_of(*flags)
+    assert message in str(error.value)
+
+
+def test_as_many_are_kept_as_are_named_and_at_least_as_many_as_a_step_has() -> None:
+    modules = (a_module("a"), a_module("b"), a_module("c"))
+    assert AdapterConfig(modules=modules).capacity == 3
+    assert AdapterConfig(modules=modules, max_loras=5).capacity == 5
+    assert AdapterConfig(max_cpu_loras=7).capacity == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "cuda"}, "--enable-lora is not built on CUDA: the graphs of its steps have no place for adapters"),
+        (
+            {"adapters": AdapterConfig(is_updatable=True), "data_parallel_size_cap": 2},
+            "--allow-runtime-lora-updating with --data-parallel-size-cap is not built",
+        ),
+    ],
+)
+def test_where_adapters_are_not_served_they_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotBuiltError, match=message):
+        EngineConfig(**{"model": "/model", "adapters": AdapterConfig(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("stub={}", "--lora-modules: stub is the model's own name; give the adapter another one"),
+        ('{{"name": "a", "path": "{}", "base_model_name": "b"}}', "base_model_name of a is b, and the model is served"),
+        ("a=/nowhere", "adapter /nowhere: is no folder here"),
+    ],
+)  # fmt: skip
+def test_serve_refuses_adapters_before_anything_starts(
+    tiny_model: Path, tmp_path: Path, module: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = an_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (64, 64)})
+    flags = ["--served-model-name", "stub", "--device", "cpu", "--load-format", "dummy", "--enable-lora"]
+    assert main(["serve", str(tiny_model), *flags, "--lora-modules", module.format(folder)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--fully-sharded-loras", "--enable-lora-bias", "--default-mm-loras"])
+def test_what_else_vllm_has_is_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config_of("--enable-lora", flag)
+    assert f"{flag} is not built yet" in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""PEFT's folders: what they say, and what of it is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_folders import an_adapter
+from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.weights.adapter_files import AdaptedShape, PeftAdapter
+
+QUERY, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+MODULES = {QUERY: (6, 8), DOWN: (8, 10)}
+
+
+def opened(folder: Path, **changes: Any) -> PeftAdapter:
+    return PeftAdapter(Path(an_adapter(folder / "adapter", MODULES, **changes)))
+
+
+def test_modules_ranks_and_scales_are_told(tmp_path: Path) -> None:
+    adapter = opened(tmp_path, rank=4, alpha=6)
+    assert adapter.modules == {QUERY: AdaptedShape(4, 8, 6, 1.5), DOWN: AdaptedShape(4, 10, 8, 1.5)}
+    assert (adapter.max_rank, adapter.target_modules) == (4, ("down_proj", "q_proj"))
+    down, up = adapter.factors(QUERY)
+    assert (down.shape, up.shape) == ((4, 8), (6, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "scales"),
+    [
+        ({"use_rslora": True}, [4.0, 4.0]),  # 8 / sqrt(4)
+        ({"alpha_pattern": {"q_proj": 2}}, [0.5, 2.0]),
+        ({"alpha_pattern": {"^model.layers.0.self_attn.q_proj": 2}}, [0.5, 2.0]),
+        ({"alpha_pattern": {"^q_proj": 2}}, [2.0, 2.0]),  # it begins elsewhere
+        ({"alpha_pattern": {"0.self_attn.q_proj": 3, "q_proj": 2}}, [0.75, 2.0]),  # the first that names it
+        ({"alpha_pattern": {"proj": 2}}, [2.0, 2.0]),  # no whole word
+        ({"alpha_pattern": {r"self_attn\.q_proj": 2}}, [0.5, 2.0]),
+        ({"ranks": {QUERY: 2}}, [4.0, 2.0]),
+        ({"ranks": {QUERY: 2}, "rank_pattern": {"q_proj": 2}}, [4.0, 2.0]),
+    ],
+)
+def test_scales_are_peft_s(tmp_path: Path, changes: dict[str, Any], scales: list[float]) -> None:
+    adapter = opened(tmp_path, rank=4, alpha=8, **changes)
+    assert [adapter.modules[module].scale for module in (QUERY, DOWN)] == scales
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.layers.", "language_model.model.layers."])
+def test_the_text_half_of_a_model_that_sees_is_named_as_ours_is(tmp_path: Path, prefix: str) -> None:
+    folder = an_adapter(tmp_path / "adapter", {f"{prefix}3.self_attn.v_proj": (6, 8)})
+    assert list(PeftAdapter(Path(folder)).modules) == ["model.layers.3.self_attn.v_proj"]
+
+
+def test_equal_files_are_one_adapter_and_others_are_another(tmp_path: Path) -> None:
+    first = opened(tmp_path / "a", seed=1)
+    assert opened(tmp_path / "b", seed=1).digest == first.digest
+    assert opened(tmp_path / "c", seed=2).digest != first.digest
+    assert opened(tmp_path / "d", seed=1, alpha=9).digest != first.digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', which is not built; built is LORA"),
+        ({"peft_type": None}, "peft_type is None"),
+        ({"use_dora": True}, "use_dora is True, which is not built; merge the adapter into the model"),
+        ({"use_qalora": True}, "use_qalora is True"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"bias": "all"}, "bias is all"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication is"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices is"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters is"),
+        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens is"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is pissa"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is pissa_niter_16"),
+        ({"alpha_pattern": {r".*\d": 2}}, "alpha_pattern has the pattern '.*.d'; built are names of modules"),
+        ({"alpha_pattern": {"a|b": 2}}, r"alpha_pattern has the pattern 'a\|b'"),
+        ({"tensors": {f"base_model.model.{QUERY}.lora_magnitude_vector": torch.ones(6)}}, "has the tensor base_model"),
+        ({"tensors": {"base_model.model.lm_head.weight": torch.ones(6, 8)}}, "has the tensor base_model.model.lm_head"),
+        ({"tensors": {f"{QUERY}.lora_A.weight": torch.ones(6, 8)}}, "has the tensor model.layers.0"),
+    ],
+)
+def test_what_is_more_than_two_factors_is_refused_by_name(tmp_path: Path, changes: Any, message: str) -> None:
+    with pytest.raises(NotBuiltError, match=message):
+        opened(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_lora_weights": "gaussian"},
+        {"modules_to_save": []},
+        {"layers_to_transform": [0, 1]},
+        {"target_modules": "all-linear"},
+        {"a_field_of_a_later_peft": {"x": 1}},
+        {"lora_bias": None},
+    ],
+)
+def test_what_makes_no_difference_to_the_product_is_taken(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert len(opened(tmp_path, **changes).modules) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 3}, "says rank 3 for model.layers.0.self_attn.q_proj, whose tensors have 4"),
+        ({"r": 0}, "r is 0; it must be a number above 0"),
+        ({"r": True}, "r is True"),
+        ({"lora_alpha": "8"}, "lora_alpha is 8; it must be a number"),
+        ({"lora_alpha": -1}, "lora_alpha is -1"),
+        ({"rank_pattern": [1]}, "rank_pattern is no object of numbers by module"),
+        ({"rank_pattern": {"q_proj": "4"}}, "q_proj is 4; it must be a number"),
+        (
+            {"tensors": {"base_model.model.model.norm.lora_A.weight": torch.ones(4, 8)}},
+            "of model.norm only one of the two factors",
+        ),
+        (
+            {
+                "tensors": {
+                    "base_model.model.x.lora_A.weight": torch.ones(4, 8),
+                    "base_model.model.x.lora_B.weight": torch.ones(6, 5),
+                }
+            },
+            r"the factors of x are \[4, 8\] and \[6, 5\]; \[rank, in\] and \[out, rank\] are needed",
+        ),
+        (
+            {
+                "tensors": {
+                    "base_model.model.x.lora_A.weight": torch.ones(4, 8).to(torch.float8_e4m3fn),
+                    "base_model.model.x.lora_B.weight": torch.ones(6, 4),
+                }
+            },
+            "x.lora_A.weight is F8_E4M3; built are F32, F16, BF16",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_the_place(tmp_path: Path, changes: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        opened(tmp_path, **changes)
+
+
+def test_a_pickle_is_refused_by_its_name(tmp_path: Path) -> None:
+    folder = Path(an_adapter(tmp_path / "adapter", MODULES))
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(NotBuiltError, match=r"its tensors are in adapter_model.bin, a pickle, which can run code"):
+        PeftAdapter(folder)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    folder = Path(an_adapter(tmp_path / "adapter", MODULES))
+    (folder / name).unlink()
+    with pytest.raises(ModelError, match=f"adapter {folder}: no {name} in it"):
+        PeftAdapter(folder)
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"is no folder here; give one with adapter_config.json"):
+        PeftAdapter(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(("cut", "message"), [(-8, "is truncated"), (4, "is truncated or no safetensors file")])
+def test_a_damaged_file_is_refused(tmp_path: Path, cut: int, message: str) -> None:
+    folder = Path(an_adapter(tmp_path / "adapter", MODULES))
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(ModelError, match=message):
+        PeftAdapter(folder)
+
+
+def test_a_configuration_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    folder = Path(an_adapter(tmp_path / "adapter", MODULES))
+    (folder / "adapter_config.json").write_text(json.dumps([1]))
+    with pytest.raises(ModelError, match="holds no JSON object"):
+        PeftAdapter(folder)
+
+
+def test_an_adapter_of_nothing_is_refused(tmp_path: Path) -> None:
+    folder = an_adapter(tmp_path / "adapter", {})
+    with pytest.raises(ModelError, match="holds no tensors of an adapter"):
+        PeftAdapter(Path(folder))
