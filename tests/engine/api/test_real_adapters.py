@@ -39,6 +39,13 @@ def text_of(engine: RealEngine, model: str) -> str:
     return text
 
 
+def vector_of(engine: RealEngine, model: str) -> list[float]:
+    answer = engine.http.post("/v1/embeddings", json={"model": model, "input": PROMPT})
+    assert answer.status_code == 200, answer.text
+    vector: list[float] = answer.json()["data"][0]["embedding"]
+    return vector
+
+
 def names_of(engine: RealEngine) -> list[str]:
     return [model["id"] for model in engine.http.get("/v1/models").json()["data"]]
 
@@ -57,6 +64,7 @@ def test_adapters_are_models_that_clients_ask_for_by_name(
     ]
     assert engine.http.get("/v1/models/sql").json()["parent"] == "tiny"
     assert len({text_of(engine, name) for name in ("tiny", "sql", "law")}) == 3
+    assert len({tuple(vector_of(engine, name)) for name in ("tiny", "sql", "law")}) == 3
     with openai.OpenAI(base_url=f"{engine.http.base_url}/v1", api_key="none", max_retries=0) as client:
         chunks = client.chat.completions.create(
             model="sql", messages=[{"role": "user", "content": PROMPT}], max_tokens=4, stream=True, temperature=0
