@@ -93,8 +93,8 @@ def check_not_mxfp4(config: Mapping[str, Any], architecture: object, where: str)
     """Raise ModelError where a family that stores its experts one by one is said to have them in mxfp4."""
     if isinstance(stored_form(config, where), Mxfp4):
         raise ModelError(
-            f"{where}: quantization_config: quant_method {MXFP4!r} is not built for {architecture}, only for "
-            f"GptOssForCausalLM; use a checkpoint with its weights as they are"
+            f"{where}: quantization_config: quant_method {MXFP4!r} is not built for {architecture}, only for gpt-oss; "
+            f"use a checkpoint with its weights as they are"
         )
 
 

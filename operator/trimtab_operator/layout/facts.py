@@ -125,6 +125,7 @@ class ModelFacts:
         Raises ValueError that names what is missing or malformed.
         """
         reader = _Reader(facts)
+        weights = _weights(facts, "weights_by_part", reader.hint)
         num_experts = reader.count("num_experts")
         num_layers, num_kv_heads = reader.count("num_layers", least=1), reader.count("num_kv_heads", least=1)
         head_size, latent = reader.count("head_size", least=1), reader.count("latent_kv_size")
@@ -153,7 +154,7 @@ class ModelFacts:
             tower_bytes=reader.count("tower_bytes") if "tower_bytes" in facts else 0,
             is_by_transformers=facts.get("computed_by") == "transformers",
             tensor_sizes=(reader.counts("tensor_parallel_sizes") if "tensor_parallel_sizes" in facts else ()) or (1,),
-            weights=_weights(facts, "weights_by_part", reader.hint),
+            weights=weights,
             weights_at_dtype=_weights(facts, "weights_at_dtype", reader.hint) if "weights_at_dtype" in facts else None,
         )
         if found.dtype not in DTYPE_BYTES:

@@ -227,12 +227,14 @@ def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transform
             )
             for name, family in (("gpt-oss", "GptOssForCausalLM"), ("llama4", "Llama4ForCausalLM"))
             for scheme in (
-                {"quant_method": "mxfp4"},
+                {"quant_method": "compressed-tensors"},
                 {"quant_method": "awq", "bits": 4},
                 {"quant_method": "gptq", "bits": 4},
                 {"quant_method": "fp8", "weight_block_size": [128, 128]},
             )
         ),
+        ("llama4", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4' is not built for Llama4"),
+        ("deepseek", {"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4' is not built for DeepseekV3"),
         ("deepseek", {"rope_interleave": False}, "rope_interleave False is not built"),
         ("deepseek", {"topk_group": 5}, "topk_group 5 no more than n_group"),
         ("deepseek", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is above the 4 of topk_group groups"),

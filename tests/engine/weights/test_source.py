@@ -119,13 +119,16 @@ def test_a_config_that_is_no_json_is_one_clear_line(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
         (
             {"quantization_config": {"quant_method": "hqq"}},
-            "quant_method 'hqq' is not built; built: fp8 in blocks, awq",
+            "quant_method 'hqq' is not built; built: fp8, awq, gptq, compressed-tensors",
         ),
         ({"quantization_config": {"quant_method": "awq", "bits": 8}}, "bits 8 is not built, only 4"),
         ({"quantization_config": {"quant_method": "awq", "zero_point": False}}, "zero_point False is not built"),
         ({"quantization_config": {"quant_method": "awq", "group_size": "all"}}, "group_size is 'all'; a whole number"),
         ({"quantization_config": {"quant_method": "gptq", "is_marlin_format": True}}, "is_marlin_format True is not"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8 with weight_block_size None is not built"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            "fp8 with weight_block_size [64, 64] is not built",
+        ),
         ({"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme 'static' is not built"),
         ({"quantization_config": "fp8"}, "an object is needed"),
         ({"hidden_size": "8"}, "hidden_size is '8'"),

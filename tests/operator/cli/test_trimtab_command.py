@@ -147,7 +147,7 @@ def test_an_architecture_that_the_engine_does_not_run_on_gpus_is_planned_with_a_
 
 
 def test_fp8_in_a_form_that_the_engine_does_not_run_is_planned_with_the_form_that_is_built(tmp_path: Path) -> None:
-    quantized = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3.1-8B"] | quantized))
     result = plan(str(tmp_path), "--gpu", "H200")
     assert "does not run LlamaForCausalLM with fp8 as its config.json has it (built: fp8 in blocks" in result.output
