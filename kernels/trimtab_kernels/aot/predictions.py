@@ -34,6 +34,15 @@ PREDICTIONS: tuple[Prediction, ...] = (
         "0.35 to 0.45; above 0.60 only with one producer and two consumer warp groups",
     ),
     Prediction(
+        "the same in Gluon (TRIMTAB_GPU_WAYS=gluon-prefill)",
+        "0.60 of 990 TFLOP/s",
+        "0.60 to 0.70: counted, the matrix units bind (1.0), shared memory is at 0.88 of them, the L2 cache at 0.83, "
+        "the softmax at 0.52 and in the shadow of both groups' products; a bf16 product reaches 0.80 on random data, "
+        "and a causal tile's ends are a tenth. Below that if 32 copies of 2 KiB per pass are too many for the "
+        "accelerator: then rows with blocks of 128 are faster than those of 16",
+        "above 0.60",
+    ),
+    Prediction(
         "memory-bound kernels",
         "0.90 of copy bandwidth",
         "0.88 to 0.95 at 16k tokens: each byte is read and written once, in vectors of 16 bytes",
@@ -62,6 +71,13 @@ PREDICTIONS: tuple[Prediction, ...] = (
         "0.40 to 0.55; more only with persistent programs of two consumer groups",
     ),
     Prediction(
+        "the same in Gluon (TRIMTAB_GPU_WAYS=gluon-float8)",
+        "0.70 of the measured fp8 peak",
+        "0.70 to 0.85: counted, the L2 cache binds at 0.81 of 1,979 TFLOP/s, by A100's figure for it, shared memory "
+        "leaves 0.89, and additions hide behind the other group's products",
+        "more than 0.55",
+    ),
+    Prediction(
         "fp8 block product, 32 tokens and fewer",
         "0.80 of weight-read bandwidth",
         "0.60 to 0.80: matrices of 16 MiB take 4 µs, of which the second launch of a shared sum is a good part; above "
@@ -82,6 +98,13 @@ PREDICTIONS: tuple[Prediction, ...] = (
         "without CUDA graphs 0.3, 0.5 and 0.6: about 300 launches per step at 5 to 8 µs of host time. With them 0.80 "
         "to 0.88, 0.75 and 0.65: what is left are gaps of about 1 µs between kernels, and attention",
         "0.74 to 0.80, 0.70 to 0.76, 0.66 to 0.72; two phases that follow one another leave 0.89 at 256 at best",
+    ),
+    Prediction(
+        "four layers of Llama-3.1-8B, 1 and 16 rows, one launch behind another and dependent",
+        "0.85 of weight-read bandwidth",
+        "0.75 to 0.85, and 0.03 to 0.06 more with dependent launches (TRIMTAB_GPU_WAYS=dependent-launches): a layer is "
+        "101 µs of weights and six launches, whose gaps of about 1 µs and first reads then lie beside the one before",
+        "names the lever and no figure",
     ),
     Prediction(
         "Llama-3.1-8B, prefill",

@@ -1,0 +1,37 @@
+"""Kernels that begin while the one before them ends compute what they compute one after another. The order is a GPU's:
+in the interpreter there is none, and what the compiled code does before it waits is read in aot/test_dependence.py."""
+
+import os
+
+import pytest
+import torch
+from benchmarks.layer import rows
+from benchmarks.row import check
+
+ON_GPU = os.environ["TRITON_INTERPRET"] == "0"
+REPETITIONS = 50
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU that starts kernels ahead")
+@pytest.mark.parametrize("in_a_graph", [False, True])
+def test_layers_are_the_same_however_they_are_launched(in_a_graph: bool) -> None:
+    found = list(rows(torch.device("cuda"), tiny=True))
+    if len(found) < 2:
+        pytest.skip("before Hopper no kernel is started ahead")
+    one_by_one, ahead = found
+    check(one_by_one)
+    check(ahead)
+    expected = one_by_one.ours().clone()
+    run = ahead.ours
+    if in_a_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = ahead.ours()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        run = replay
+    for _ in range(REPETITIONS):
+        assert torch.equal(run(), expected)
