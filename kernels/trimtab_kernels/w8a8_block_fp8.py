@@ -27,10 +27,8 @@ from trimtab_kernels.launch.switches import ways
 from trimtab_kernels.reshape_and_cache import FLOAT8, FLOAT8_MAX, clamped
 from trimtab_kernels.w8a8_block_fp8_gluon import suits, w8a8_block_fp8_gluon
 
-GROUP = 128
-"""Values of one activation scale, and side of a block of weights."""
-SMALLEST_SCALE = 1e-10
-"""Of a group that is all zeros: keeps the division finite."""
+GROUP = 128  # values of one activation scale, and side of a block of weights
+SMALLEST_SCALE = 1e-10  # of a group that is all zeros: keeps the division finite
 
 
 def quantize_groups_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -95,6 +95,7 @@ WORKLOADS = {
     ("", "configmaps", ("get", "list", "watch", "create", "patch")),
     ("", "secrets", ("get", "create", "patch")),  # the one of each resource's groups of several pods
     ("", "pods", ("list", "watch", "delete")),
+    ("", "pods/eviction", ("create",)),
     ("", "serviceaccounts", ("get", "list", "watch", "create", "patch")),
     ("policy", "poddisruptionbudgets", ("get", "list", "watch", "create", "patch")),
     ("networking.k8s.io", "networkpolicies", ("get", "list", "watch", "create", "patch", "delete")),

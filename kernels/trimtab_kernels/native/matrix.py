@@ -54,9 +54,11 @@ class PackedMatrix:
         self._check(x)
         half, width = self.view.out // 2, self.library.panel
         panels = -(-half // width)  # of each; they take turns, and behind the last outputs there are zeros
-        whole = MatrixView(self.view.panels, None, 2 * panels * width, self.view.in_, self.view.is_quantised)
+        view = self.view
+        whole = MatrixView(view.panels, None, None, view.order, 2 * panels * width, view.in_, view.is_quantised)
         turns = self._multiply(x, whole, is_gated=False).view(-1, panels, 2, width)
-        y = turns.transpose(1, 2).reshape(-1, 2, panels * width)[:, :, :half].reshape(-1, self.view.out)
+        y = turns.transpose(1, 2).reshape(-1, 2, panels * width)[:, :, :half].reshape(-1, view.out)
+        y = y if self.scales is None else y.mul_(self.scales)
         return y if self.bias is None else y.add_(self.bias)
 
     def _multiply(self, x: torch.Tensor, view: MatrixView, *, is_gated: bool) -> torch.Tensor:

@@ -6,7 +6,7 @@ from trimtab_engine.api.metrics.factory import FamilyFactory
 from trimtab_engine.messages import StepStats
 
 KINDS = ("full", "piecewise")
-REASONS = ("off", "too_large", "mixed")
+REASONS = ("off", "too_large", "mixed", "images")
 
 
 class GraphMetrics:

@@ -17,7 +17,7 @@ def test_every_reason_of_an_eager_step_exists_from_the_start() -> None:
     registry = CollectorRegistry()
     GraphMetrics(FamilyFactory(registry, "m", "0", {}))
     assert tuple(reason.value for reason in Eager) == REASONS
-    assert [value(registry, "trimtab_eager_steps_total", reason=reason) for reason in REASONS] == [0, 0, 0]
+    assert [value(registry, "trimtab_eager_steps_total", reason=reason) for reason in REASONS] == [0] * len(REASONS)
     assert value(registry, "trimtab_graph_steps_total", kind="full") == 0
 
 
