@@ -151,11 +151,17 @@ def test_the_gated_product_and_biases(library: NativeLibrary) -> None:
     torch.testing.assert_close(gated, expected, rtol=1e-3, atol=1e-2)
 
 
-def test_before_the_gate_both_halves_are_the_product(library: NativeLibrary) -> None:
+@pytest.mark.parametrize("is_scaled", [False, True], ids=["as it is", "with scales and an order"])
+def test_before_the_gate_both_halves_are_the_product(library: NativeLibrary, is_scaled: bool) -> None:
     blocks, _ = a_weight("Q4_1", 66, 64)
+    if is_scaled:
+        generator = torch.Generator().manual_seed(4)
+        scales, order = torch.rand(66, generator=generator), torch.randperm(64, generator=generator).int()
+        blocks = QuantisedBlocks(blocks.form, blocks.data, scales, order)
     bias, x = torch.randn(66), rows_of(26, 64) * 1e-2
     whole = pack_blocks(library, blocks, bias)(x)
-    assert torch.equal(pack_blocks(library, blocks, bias, is_gated=True).before_gate(x), whole)
+    before = pack_blocks(library, blocks, bias, is_gated=True).before_gate(x)
+    torch.testing.assert_close(before, whole, rtol=1e-6, atol=1e-6 if is_scaled else 0.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
