@@ -3,6 +3,7 @@ rank's parts of them: a part is cut out of each tensor of the checkpoint before 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from trimtab_engine.models.loading import Loader
 
 Divide = Callable[[Any], Mapping[str, Cut]]
 """Makes a model that is built without weights one rank's, and says what of each parameter is to be read."""
+
+BUILDING = Lock()
+"""While transformers reads a model it has switched off, for the whole process, that weights get first values and are
+tied: of two that are read at once the second would leave it so for good."""
 
 
 class _Unread:
@@ -68,16 +73,17 @@ def _read(model_class: Any, config: Any, load: Loader, cuts: Mapping[str, Cut]) 
     logging_of_transformers.disable_progress_bar()
     logging_of_transformers.set_verbosity_error()
     try:
-        whole, info = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict={name: _Unread(load, name, cuts) for name in load.names()},
-            dtype=load.dtype,
-            attn_implementation=config._attn_implementation,
-            output_loading_info=True,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+        with BUILDING:
+            whole, info = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict={name: _Unread(load, name, cuts) for name in load.names()},
+                dtype=load.dtype,
+                attn_implementation=config._attn_implementation,
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
     except (RuntimeError, ValueError) as error:
         said = str(error).strip().split("\n")[0]
         name = model_class.__name__
