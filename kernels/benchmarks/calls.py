@@ -1,13 +1,14 @@
 """`python3 -m benchmarks.calls gate|rows|rest`: the three commands of a borrowed GPU's half hour, each ten minutes.
 
-gate    is it right: mapped memory and swap, every kernel, the sanitizer, graphs, layouts
+gate    is it right: mapped memory and swap, every kernel, the sanitizer, graphs, layouts, real sizes; nothing is
+        timed, so its steps run side by side in lanes, and what they compile is there for `rows` on the same machine
 rows    how fast is it: limits, kernels, engine, peers
 rest    what was not reached, then the tuner, and the float8 rows again with what it has found
 
 Every step is a process group with a time of its own; one that fails or hangs does not keep the next from running. All
-output goes into call-NAME.log from the first second on, and what came of each step into call-NAME.json after it, so
-that a machine which is taken away has left what it found. Eight files at most, flat, with plain names: some machines
-give back no more.
+output goes into call-NAME.log (call-NAME-2.log of the second lane) from the first second on, and what came of each step
+into call-NAME.json after it, so that a machine which is taken away has left what it found. Eight files at most, with
+plain names: some machines give back no more.
 """
 
 import argparse
@@ -19,11 +20,14 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.engine_rows import GROUPS
 from benchmarks.machine import what_is_missing
 from benchmarks.phase import DONE, FAILED, NO_GPU, OUT_OF_TIME
 
@@ -42,13 +46,15 @@ SHAPES = "kernels/benchmarks/shapes"
 @dataclass(frozen=True, slots=True)
 class Step:
     """One command and the seconds that it may take at most. `needs`: a program that must be there, else the step is
-    left out and says so. `ok`: exit codes that are no failure."""
+    left out and says so. `ok`: exit codes that are no failure. `lane`: from 1; steps of a lane run one after the other,
+    lanes side by side."""
 
     name: str
     command: tuple[str, ...]
     seconds: float
     needs: str = ""
     ok: tuple[int, ...] = (DONE, NO_TESTS)
+    lane: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +90,25 @@ def steps_of(call: str, output: Path, *, jobs: int) -> list[Step]:
     tune = (PYTHON, "-m", "benchmarks.wheels", "build/wheels", "trimtab_kernels.tune")
     place = (PYTHON, "-m", "benchmarks.calls", "install", "--output", str(output))
     batches = ("--batch-size", "1", "32", "256", "1024", "4096", "--save-path", str(output / "configs"))
+    rehearsal, beside = (("--output", str(output / folder)) for folder in ("engine", "kernels"))
+    # Their rates say nothing: the device is shared. Memory for the tests beside it, and for what the kernels take.
+    engine = (PYTHON, "-m", "benchmarks.end_to_end", *rehearsal, "--gpu-memory-utilization", "0.4")
     steps = {
         "gate": [
             Step("driver", ("nvidia-smi",), 20, needs="nvidia-smi"),
             Step("versions", (PYTHON, "-m", "benchmarks.machine", "gate"), 40),
             Step("mapped memory and swap", _pytest(f"{cuda}/test_mapped_memory.py", f"{cuda}/test_swap_cache.py"), 60),
-            Step("kernels", _pytest(kernels, *without, jobs=jobs), 170),
-            Step("memcheck", (*sanitized, "--tool", "memcheck", *_pytest(*small, "-x")), 60, "compute-sanitizer"),
-            Step("racecheck", (*sanitized, "--tool", "racecheck", *_pytest(*small, "-x")), 40, "compute-sanitizer"),
-            Step("graphs", _pytest(f"{cuda}/test_graphs.py", jobs=min(jobs, 3)), 120),
-            Step("layouts", _pytest(f"{cuda}/test_layouts.py", jobs=min(jobs, 2)), 120),
+            Step("graphs", _pytest(f"{cuda}/test_graphs.py", jobs=min(jobs, 3)), 200),
+            Step("layouts", _pytest(f"{cuda}/test_layouts.py", f"{cuda}/test_images.py", jobs=min(jobs, 3)), 200),
+            Step("kernels", _pytest(kernels, *without, jobs=jobs), 300, lane=2),
+            Step("memcheck", (*sanitized, "--tool", "memcheck", *_pytest(*small, "-x")), 150, "compute-sanitizer",
+                 lane=3),
+            Step("racecheck", (*sanitized, "--tool", "racecheck", *_pytest(*small, "-x")), 150, "compute-sanitizer",
+                 lane=3),
+            Step("limits", (PYTHON, "-m", "benchmarks.limits", *rehearsal), 60, lane=4),
+            *(Step(f"engine {group.shape.name}", (*engine, "--group", str(number)), 200, lane=4)
+              for number, group in enumerate(GROUPS[:2])),
+            Step("kernels at real sizes", (PYTHON, "-m", "benchmarks.kernel_rows", *beside), 300, lane=5),
         ],
         "rows": [Step("rows", (*benchmarks, "--budget-seconds", "550"), 560, ok=(DONE, OUT_OF_TIME))],
         "rest": [
@@ -146,31 +161,43 @@ def run_step(step: Step, log: Path, seconds: float, environment: Mapping[str, st
 def run_call(
     call: str, steps: list[Step], output: Path, say: Callable[[str], None], *, budget: float = CALL_SECONDS
 ) -> int:
-    """All steps in their order within the budget. Exit code 0, 1 where a step failed, 3 where time ran out first."""
+    """All steps within the budget, in their order in each lane. Exit code 0, 1 where one failed, 3 out of time."""
     output.mkdir(parents=True, exist_ok=True)
-    log, summary = output / f"call-{call}.log", output / f"call-{call}.json"
-    log.write_bytes(b"")
+    lanes = sorted({step.lane for step in steps})
+    logs = {lane: output / f"call-{call}{f'-{lane}' if lane > 1 else ''}.log" for lane in lanes}
+    for log in logs.values():
+        log.write_bytes(b"")
     paths = [str(REPOSITORY / "kernels"), str(REPOSITORY / "engine-image"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     end = time.monotonic() + budget - LAST_SECONDS
-    outcomes: list[Outcome] = []
+    found: dict[str, Outcome] = {}
+    writing = threading.Lock()
+
+    def run_lane(lane: int) -> None:
+        for step in (step for step in steps if step.lane == lane):
+            left = end - time.monotonic()
+            if left <= 1:
+                outcome = Outcome(step.name, "", None, 0.0, "left out: the time is over")
+            else:
+                say(f"{step.name}: {min(step.seconds, left):.0f} s at most, {left:.0f} s left")
+                outcome = run_step(step, logs[lane], min(step.seconds, left), environment)
+            with writing:
+                found[step.name] = outcome
+                came = outcome.said or ("passed" if outcome.code == DONE else f"exit code {outcome.code}")
+                say(f"  {step.name}: {came}, {outcome.seconds:.0f} s")
+                ended = [asdict(found[step.name]) for step in steps if step.name in found]
+                (output / f"call-{call}.json").write_text(json.dumps(ended, indent=1) + "\n")
+                _archive(output / "configs", output / "configs.tar.gz")
+
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        for ended in [pool.submit(run_lane, lane) for lane in lanes]:
+            ended.result()
     for step in steps:
-        left = end - time.monotonic()
-        if left <= 1:
-            outcomes.append(Outcome(step.name, "", None, 0.0, "left out: the time is over"))
-        else:
-            say(f"{step.name}: {min(step.seconds, left):.0f} s at most, {left:.0f} s left")
-            outcomes.append(run_step(step, log, min(step.seconds, left), environment))
-        last = outcomes[-1]
-        say(f"  {last.said or ('passed' if last.code == DONE else f'exit code {last.code}')}, {last.seconds:.0f} s")
-        summary.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
-        _archive(output / "configs", output / "configs.tar.gz")
-    for outcome in outcomes:
-        if outcome.is_bad:
-            say(f"failed: {outcome.step}; its output begins at '=== {outcome.step}' in {log.name}")
-    if any(outcome.is_bad for outcome in outcomes):
+        if found[step.name].is_bad:
+            say(f"failed: {step.name}; its output begins at '=== {step.name}' in {logs[step.lane].name}")
+    if any(outcome.is_bad for outcome in found.values()):
         return FAILED
-    return OUT_OF_TIME if any("the time is over" in outcome.said for outcome in outcomes) else DONE
+    return OUT_OF_TIME if any("the time is over" in outcome.said for outcome in found.values()) else DONE
 
 
 def _archive(folder: Path, target: Path) -> None:
@@ -186,7 +213,7 @@ def _archive(folder: Path, target: Path) -> None:
 def dry(steps: list[Step]) -> list[Step]:
     """The same steps, each only saying what it would run: the order, the log and the summary are the real ones."""
     return [
-        Step(step.name, (PYTHON, "-c", "import sys; print('would run:', *sys.argv[1:])", *step.command), step.seconds)
+        replace(step, command=(PYTHON, "-c", "import sys; print('would run:', *sys.argv[1:])", *step.command), needs="")
         for step in steps
     ]
 
@@ -197,6 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("call", choices=("gate", "rows", "rest", "install"), help="install: tuned files to their place")
     parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder for all that is found")
     parser.add_argument("--jobs", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 2)), help="test processes")
+    parser.add_argument("--budget-seconds", type=float, default=CALL_SECONDS, help="after that the call has ended")
     parser.add_argument("--dry-run", action="store_true", help="say what would be run, with log and summary; no GPU")
     options = parser.parse_args(arguments)
     output: Path = options.output.absolute()
@@ -208,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif (missing := what_is_missing()) is not None:
         print(f"{options.call}: {missing}; nothing was run", file=sys.stderr)
         return NO_GPU
-    return run_call(options.call, steps, output, lambda text: print(text, flush=True))
+    return run_call(options.call, steps, output, lambda text: print(text, flush=True), budget=options.budget_seconds)
 
 
 if __name__ == "__main__":

@@ -181,6 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code 0 when every row of the group ran, 1 when one failed, 3 out of time."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.end_to_end", description=__doc__.split("\n")[0])
     parser.add_argument("--group", type=int, required=True, choices=range(len(GROUPS)), help="which engine")
+    parser.add_argument("--gpu-memory-utilization", default="0.9", help="less where others use the device (0.9)")
     phase = parse_phase(parser, arguments)
     use_wheels(phase.rest.wheels)
     group = GROUPS[phase.rest.group]
@@ -209,7 +210,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def start_and_measure(group: Group, rows: list[EngineRow], phase: Phase) -> list[str]:
     """Returns the names of rows for which no time was left."""
-    memory = {"gpu_memory_utilization": RESIZE_START, "gpu_memory_utilization_cap": RESIZE_CAP} if group.resizes else {}
+    memory = {"gpu_memory_utilization": phase.rest.gpu_memory_utilization}
+    if group.resizes:
+        memory = {"gpu_memory_utilization": RESIZE_START, "gpu_memory_utilization_cap": RESIZE_CAP}
     phase.report.begin(rows[0].name, seconds=phase.clock.seconds_for(START_SECONDS))
     with an_engine(group.shape, **memory) as engine:
         phase.clock.say(f"engine {group.shape.name} is ready after {seconds_since_start():.0f} s")

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def test_a_dry_run_goes_through_all_steps_and_leaves_log_and_summary(
     assert main([call, "--dry-run", "--output", str(tmp_path)]) == DONE
     names = [step.name for step in steps_of(call, tmp_path, jobs=2)]
     assert list(results(tmp_path, call)) == names
-    log = (tmp_path / f"call-{call}.log").read_text()
+    log = "".join(path.read_text() for path in sorted(tmp_path.glob(f"call-{call}*.log")))
     assert all(f"=== {name}: " in log for name in names)
     assert log.count("would run:") == 2 * len(names), "in the command that is told, and by it"
     assert capsys.readouterr().out.count("passed") == len(names)
@@ -56,7 +57,25 @@ def test_what_is_run_exists(call: str, tmp_path: Path) -> None:
 
 def test_the_riskiest_questions_come_first() -> None:
     names = [step.name for step in steps_of("gate", Path(), jobs=2)]
-    assert names.index("mapped memory and swap") < names.index("kernels") < names.index("graphs")
+    assert names.index("mapped memory and swap") < names.index("graphs") < names.index("layouts")
+
+
+def test_lanes_run_side_by_side_and_steps_of_one_in_their_order(tmp_path: Path) -> None:
+    """Each step of the one lane waits for a step of the other that runs after it would have, were there one lane."""
+    met = tmp_path / "met"
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(met)!r}).exists(): time.sleep(0.01)"
+    meets = f"import pathlib; pathlib.Path({str(met)!r}).touch()"
+    steps = [
+        python("first", waits),
+        python("second", "raise SystemExit('wrong')"),
+        replace(python("beside", meets), lane=2),
+    ]
+    said: list[str] = []
+    assert run_call("gate", steps, tmp_path / "found", said.append) == FAILED
+    assert results(tmp_path / "found") == {"first": "0", "second": "1", "beside": "0"}
+    assert "wrong" in (tmp_path / "found" / "call-gate.log").read_text()
+    assert "=== beside" in (tmp_path / "found" / "call-gate-2.log").read_text()
+    assert said[-1] == "failed: second; its output begins at '=== second' in call-gate.log"
 
 
 def test_a_step_that_fails_does_not_keep_the_next_from_running(
