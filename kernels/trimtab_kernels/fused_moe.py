@@ -14,13 +14,13 @@ w13_bias       [num_local_experts, 2 * intermediate_size], w2_bias [num_local_ex
 clamps         (alpha, limit): gate and up are cut off at the limit, and (up + 1) * gate * sigmoid(alpha * gate) takes
                the place of silu_and_mul (gpt-oss)
 sigmoid        how experts are chosen by sigmoids (Llama 4, DeepSeek-V3): moe/sigmoid_routing.py
-Biases, clamps and sigmoids are built for the CPU. Without the latter the softmax over all experts is taken in fp32
-before the top_k are chosen; `renormalize` divides by their sum.
-The weights may be float8 with block scales (w8a8_block_fp8). On CUDA four kernels of `moe/` do it.
+Without the latter the softmax over all experts is taken in fp32 before the top_k are chosen; `renormalize` divides by
+their sum. The weights may be float8 with block scales (w8a8_block_fp8). On CUDA four kernels of `moe/` do it.
 Bound by memory for few tokens: the weights of the experts that are hit. Source: own.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +31,9 @@ from trimtab_kernels.moe.alignment import align_triton
 from trimtab_kernels.moe.combination import combine_triton
 from trimtab_kernels.moe.grouped_gemm import grouped_gemm_triton, moe_config
 from trimtab_kernels.moe.routing import route_triton
-from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting, route_by_sigmoid
+from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting, route_by_sigmoid, route_by_sigmoid_triton
 from trimtab_kernels.reshape_and_cache import FLOAT8
-from trimtab_kernels.silu_and_mul import silu_and_mul, silu_and_mul_triton
+from trimtab_kernels.silu_and_mul import clamped_gate, silu_and_mul, silu_and_mul_triton
 from trimtab_kernels.w8a8_block_fp8 import dequantize_blocks, quantize_groups_triton
 
 Expert = Callable[[int, torch.Tensor], torch.Tensor]
@@ -110,13 +110,6 @@ def sum_of_experts(
     return y
 
 
-def clamped_gate(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """gate_up [rows, 2 * width] -> [rows, width]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    return (up + 1) * gate * torch.sigmoid(gate * alpha)
-
-
 def fused_moe_triton(
     x: torch.Tensor,
     router_logits: torch.Tensor,
@@ -128,6 +121,10 @@ def fused_moe_triton(
     *,
     w13_scales: torch.Tensor | None = None,
     w2_scales: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    clamps: tuple[float, float] | None = None,
+    sigmoid: SigmoidRouting | None = None,
     config: GemmConfig | None = None,
     facts: DeviceFacts | None = None,
 ) -> torch.Tensor:
@@ -138,16 +135,27 @@ def fused_moe_triton(
         return torch.empty_like(x)
     num_experts, n, k = w13.shape
     config = config or moe_config(num_tokens, top_k, num_experts, n, k, w13.dtype, facts or device_facts(x.device))
-    weights, experts = route_triton(router_logits, top_k, renormalize, expert_map)
+    if sigmoid is None:
+        weights, experts = route_triton(router_logits, top_k, renormalize, expert_map)
+    else:
+        weights, experts = route_by_sigmoid_triton(router_logits, top_k, renormalize, sigmoid, expert_map)
     alignment = align_triton(experts, num_experts, config.block_m)
     num_slots = num_tokens * top_k
 
-    def product(rows: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor | None) -> torch.Tensor:
+    def product(
+        rows: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         a, a_scales = quantize_groups_triton(rows) if b.dtype == FLOAT8 else (rows.contiguous(), None)
-        return grouped_gemm_triton(a, b, alignment, num_slots, config, x.dtype, a_scales=a_scales, b_scales=b_scales)
+        return grouped_gemm_triton(
+            a, b, alignment, num_slots, config, x.dtype, a_scales=a_scales, b_scales=b_scales, bias=bias
+        )
 
-    wide = silu_and_mul_triton(product(x, w13, w13_scales))
-    return combine_triton(product(wide, w2, w2_scales), weights, experts)
+    rows = x
+    if sigmoid is not None and sigmoid.weighs_inputs:  # a row per slot then
+        rows = (x.unsqueeze(1) * weights.to(x.dtype).unsqueeze(2)).view(num_slots, -1)
+        weights = torch.ones_like(weights)
+    wide = silu_and_mul_triton(product(rows, w13, w13_scales, w13_bias), clamps)
+    return combine_triton(product(wide, w2, w2_scales, w2_bias), weights, experts)
 
 
 def fused_moe(
@@ -166,8 +174,7 @@ def fused_moe(
     clamps: tuple[float, float] | None = None,
     sigmoid: SigmoidRouting | None = None,
 ) -> torch.Tensor:
-    """The mixture of the experts that w13 and w2 hold. Raises ValueError where shapes do not fit, and on CUDA for
-    biases, clamps and sigmoids."""
+    """The mixture of the experts that w13 and w2 hold. Raises ValueError where shapes do not fit."""
     num_experts = router_logits.shape[1]
     known = num_experts if expert_map is None else expert_map.shape[-1]
     if w13.shape[2] != x.shape[1] or 2 * w2.shape[2] != w13.shape[1] or known != num_experts or top_k > num_experts:
@@ -175,15 +182,10 @@ def fused_moe(
             f"fused_moe: x {list(x.shape)}, router_logits {list(router_logits.shape)}, w13 {list(w13.shape)}, "
             f"w2 {list(w2.shape)}, top_k {top_k} do not fit together"
         )
+    more: dict[str, Any] = {"w13_bias": w13_bias, "w2_bias": w2_bias, "clamps": clamps, "sigmoid": sigmoid}
     if x.is_cuda:
-        if w13_bias is not None or w2_bias is not None or clamps is not None or sigmoid is not None:
-            raise ValueError("fused_moe: biases, clamped gates and routing by sigmoids are not built on CUDA")
-        return fused_moe_triton(
-            x, router_logits, w13, w2, top_k, renormalize, expert_map, w13_scales=w13_scales, w2_scales=w2_scales
-        )
+        more |= {"w13_scales": w13_scales, "w2_scales": w2_scales}
+        return fused_moe_triton(x, router_logits, w13, w2, top_k, renormalize, expert_map, **more)
     if w13_scales is not None and w2_scales is not None:
         w13, w2 = dequantize_blocks(w13, w13_scales, x.dtype), dequantize_blocks(w2, w2_scales, x.dtype)
-    more = {"w13_bias": w13_bias, "w2_bias": w2_bias}
-    return fused_moe_reference(
-        x, router_logits, w13, w2, top_k, renormalize, expert_map, clamps=clamps, sigmoid=sigmoid, **more
-    )
+    return fused_moe_reference(x, router_logits, w13, w2, top_k, renormalize, expert_map, **more)

@@ -131,6 +131,8 @@ class AttentionMetadata:
     """Takes the query and does the layer's attention itself: outside of the graph that is being captured."""
     window: int | None = None
     """How many tokens each token sees, itself included; None: all before it."""
+    chunk_size: int | None = None
+    """Of the chunks of positions that each token sees its own of, where a step goes to the Triton kernels."""
 
 
 def max_decode_tokens(device: torch.device) -> int:
@@ -182,13 +184,13 @@ def build_attention_metadata(
     GATHER_TOKENS long; chunks: (block table, tokens before, tokens now). `slots`: one per real token, in this order.
     is_native: the compiled layers of the CPU will take it, which know no window. Under a window tables and lengths may
     begin where the first of the tokens sees; so they may where positions are cut into chunks of chunk_size, and `gone`
-    then counts the tokens before each table (empty: none anywhere). Chunks are built for the CPU alone.
+    then counts the tokens before each table (empty: none anywhere).
     """
     slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
     if device.type == "cuda":
-        assert chunk_size is None
-        paged = build_paged_batch(decodes, chunks, block_size=block_size, device=device)
-        return AttentionMetadata(paged.num_tokens, slot_mapping, (), (), paged, window=window)
+        moved = None if chunk_size is None else gone or [0] * (len(decodes) + len(chunks))
+        paged = build_paged_batch(decodes, chunks, block_size=block_size, device=device, gone=moved)
+        return AttentionMetadata(paged.num_tokens, slot_mapping, (), (), paged, window=window, chunk_size=chunk_size)
     if is_native:
         assert window is None
         assert chunk_size is None
@@ -639,6 +641,7 @@ def paged_attention(
     attend = partial(
         attend_paged_batch if query.is_cuda else attend_paged_batch_reference,
         window=metadata.window,
+        chunk_size=metadata.chunk_size,
         sinks=sinks,
         key_scale=key_scale,
         value_scale=value_scale,

@@ -8,6 +8,7 @@ All integers of a step travel to the device in one copy. `attend_paged_batch_ref
 the CPU, where the engine plans attention otherwise: so a step with inputs at fixed places is checked without a GPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,8 @@ class PagedBatch:
     """Sequences [0, num_decodes) have one query row each; the others [query_starts[i], query_starts[i + 1]) after them.
 
     block_tables [num_seqs, width], seq_lens [num_seqs], query_starts [num_seqs - num_decodes + 1]: int32, on the
-    device. max_query_len is the longest chunk; 0 where there is none.
+    device. max_query_len is the longest chunk; 0 where there is none. gone [num_seqs] int32: how many tokens lie before
+    each table, where tokens see chunks of positions.
     """
 
     num_tokens: int
@@ -31,6 +33,13 @@ class PagedBatch:
     seq_lens: torch.Tensor
     query_starts: torch.Tensor
     max_query_len: int
+    gone: torch.Tensor | None = None
+
+    def split_gone(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of the decodes, and of the others."""
+        if self.gone is None:
+            return None, None
+        return self.gone[: self.num_decodes], self.gone[self.num_decodes :]
 
 
 def build_paged_batch(
@@ -39,8 +48,10 @@ def build_paged_batch(
     *,
     block_size: int,
     device: torch.device,
+    gone: Sequence[int] | None = None,
 ) -> PagedBatch:
-    """decodes: (block table, context length with the new token); chunks: (block table, tokens before, tokens now)."""
+    """decodes: (block table, context length with the new token); chunks: (block table, tokens before, tokens now).
+    `gone`: how many tokens lie before each one's table, of decodes and then of chunks."""
     tables = [table for table, _ in decodes] + [table for table, _, _ in chunks]
     lengths = [length for _, length in decodes] + [before + now for _, before, now in chunks]
     starts = [0]
@@ -53,7 +64,7 @@ def build_paged_batch(
         values += table[:count]
         values += [0] * (width - count)
     num_seqs = len(lengths)
-    packed = torch.tensor(values + lengths + starts, dtype=torch.int32)
+    packed = torch.tensor([*values, *lengths, *(gone or ()), *starts], dtype=torch.int32)
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
     return PagedBatch(
@@ -61,8 +72,9 @@ def build_paged_batch(
         num_decodes=len(decodes),
         block_tables=packed[: num_seqs * width].view(num_seqs, width),
         seq_lens=packed[num_seqs * width : num_seqs * (width + 1)],
-        query_starts=packed[num_seqs * (width + 1) :],
+        query_starts=packed[len(packed) - len(starts) :],
         max_query_len=max((now for _, _, now in chunks), default=0),
+        gone=None if gone is None else packed[num_seqs * (width + 1) : num_seqs * (width + 2)],
     )
 
 
@@ -74,6 +86,7 @@ def attend_paged_batch(
     scale: float,
     *,
     window: int | None = None,
+    chunk_size: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
@@ -85,6 +98,7 @@ def attend_paged_batch(
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     first, last = batch.num_decodes, batch.num_tokens
+    gone_of_decodes, gone_of_chunks = batch.split_gone()
     if first:
         paged_decode_triton(
             query[:first],
@@ -94,6 +108,8 @@ def attend_paged_batch(
             batch.seq_lens[:first],
             scale=scale,
             window=window,
+            chunk_size=chunk_size,
+            gone=gone_of_decodes,
             soft_cap=soft_cap,
             sinks=sinks,
             key_scale=key_scale,
@@ -111,6 +127,8 @@ def attend_paged_batch(
             max_query_len=batch.max_query_len,
             scale=scale,
             window=window,
+            chunk_size=chunk_size,
+            gone=gone_of_chunks,
             soft_cap=soft_cap,
             sinks=sinks,
             key_scale=key_scale,
@@ -130,6 +148,7 @@ def attend_paged_batch_reference(
     scale: float,
     *,
     window: int | None = None,
+    chunk_size: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
@@ -139,6 +158,7 @@ def attend_paged_batch_reference(
     """The same by the kernels' references, a sequence at a time."""
     output = torch.zeros_like(query) if output is None else output.zero_()
     first, last = batch.num_decodes, batch.num_tokens
+    gone_of_decodes, gone_of_chunks = batch.split_gone()
     tables, lengths = batch.block_tables, batch.seq_lens
     scales = {"key_scale": key_scale, "value_scale": value_scale}
     if first:
@@ -150,6 +170,8 @@ def attend_paged_batch_reference(
             lengths[:first],
             scale=scale,
             window=window,
+            chunk_size=chunk_size,
+            gone=gone_of_decodes,
             soft_cap=soft_cap,
             sinks=sinks,
             **scales,
@@ -164,6 +186,8 @@ def attend_paged_batch_reference(
             batch.query_starts,
             scale=scale,
             window=window,
+            chunk_size=chunk_size,
+            gone=gone_of_chunks,
             soft_cap=soft_cap,
             sinks=sinks,
             **scales,
@@ -171,14 +195,33 @@ def attend_paged_batch_reference(
     return output
 
 
-def warm_up_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Launch every variant that a step may choose, on a row of padding, so that serving compiles nothing.
+def warm_up_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    window: int | None = None,
+    chunk_size: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Launch every variant that a step's layers of one KV group may choose, on a row of padding, so that serving
+    compiles nothing.
 
     query [1, num_heads, head_size]. Neither reads nor changes the cache, which may not be mapped yet.
     """
     tables = torch.zeros(1, 1, dtype=torch.int32, device=query.device)
-    lengths = torch.zeros(1, dtype=torch.int32, device=query.device)
-    paged_decode_triton(query, key_cache, value_cache, tables, lengths, scale=1.0)
-    starts = torch.zeros(2, dtype=torch.int32, device=query.device)
+    lengths, starts = (torch.zeros(count, dtype=torch.int32, device=query.device) for count in (1, 2))
+    gone = None if chunk_size is None else lengths
+    sequences = (query, key_cache, value_cache, tables, lengths)
+    paged_decode_triton(*sequences, scale=1.0, window=window, chunk_size=chunk_size, gone=gone, sinks=sinks)
     for longest in (1, 2, 4, 8, 16, 32, 64, 128):
-        prefill(query, key_cache, value_cache, tables, lengths, starts, max_query_len=longest, scale=1.0)
+        prefill(
+            *sequences,
+            starts,
+            max_query_len=longest,
+            scale=1.0,
+            window=window,
+            chunk_size=chunk_size,
+            gone=gone,
+            sinks=sinks,
+        )

@@ -28,6 +28,7 @@ from trimtab_kernels.paged_prefill import (
     MIN_ROWS,
     capped,
     check_attention_shapes,
+    check_chunks,
     paged_prefill_reference,
     score_scale,
     slots_of,
@@ -56,6 +57,8 @@ def paged_decode_reference(
     *,
     scale: float,
     window: int | None = None,
+    chunk_size: int | None = None,
+    gone: torch.Tensor | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
@@ -72,6 +75,8 @@ def paged_decode_reference(
         starts,
         scale=scale,
         window=window,
+        chunk_size=chunk_size,
+        gone=gone,
         soft_cap=soft_cap,
         sinks=sinks,
         key_scale=key_scale,
@@ -105,36 +110,48 @@ def beside_float8(queries: tl.tensor, score_scale: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _tiles_of(lengths: tl.tensor, WINDOW: tl.constexpr, KEYS: tl.constexpr) -> tl.tensor:
-    """(first tile that is seen, how many there are from it on). A row of padding counts as a tile: its zeros are
-    written by whoever has it."""
+def _tiles_of(
+    lengths: tl.tensor, gone: tl.tensor, WINDOW: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr
+) -> tl.tensor:
+    """(first key of the first tile that is seen, how many tiles there are from it on). Tiles of a chunk of positions
+    begin with it, so that all their keys are seen. A row of padding counts as a tile: its zeros are written by whoever
+    has it."""
     first = lengths * 0
     if WINDOW is not None:
-        first = tl.maximum(lengths - WINDOW, 0) // KEYS
-    return first, tl.maximum(tl.cdiv(lengths, KEYS) - first, 1)
+        first = tl.maximum(lengths - WINDOW, 0) // KEYS * KEYS
+    if CHUNK is not None:
+        first = tl.maximum((lengths - 1 + gone) // CHUNK * CHUNK - gone, 0)
+    return first, tl.maximum(tl.cdiv(lengths - first, KEYS), 1)
 
 
 @jit
 def _tiles_of_rows(
     seq_lens: tl.tensor,
+    gone: tl.tensor,
     first_row: tl.tensor,
     num_seqs: tl.tensor,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
     """Tiles of the sequences from first_row on; 0 behind the last one."""
     rows = first_row + tl.arange(0, ROWS)
     lengths = tl.load(seq_lens + rows, mask=rows < num_seqs, other=0)
-    _, tiles = _tiles_of(lengths, WINDOW, KEYS)
+    moved = lengths
+    if CHUNK is not None:
+        moved = tl.load(gone + rows, mask=rows < num_seqs, other=0)
+    _, tiles = _tiles_of(lengths, moved, WINDOW, CHUNK, KEYS)
     return tl.where(rows < num_seqs, tiles, 0)
 
 
 @jit
 def _share_of(
     seq_lens: tl.tensor,
+    gone: tl.tensor,
     num_seqs: tl.tensor,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -145,7 +162,7 @@ def _share_of(
     total = 0
     longest = 0
     for first_row in tl.range(0, num_seqs, ROWS):
-        tiles = _tiles_of_rows(seq_lens, first_row, num_seqs, WINDOW, KEYS, ROWS)
+        tiles = _tiles_of_rows(seq_lens, gone, first_row, num_seqs, WINDOW, CHUNK, KEYS, ROWS)
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
     share = tl.maximum(tl.cdiv(total, PROGRAMS), tl.cdiv(longest, MAX_PARTS))
@@ -156,8 +173,10 @@ def _share_of(
 def _sequence_at(
     tile: tl.tensor,
     seq_lens: tl.tensor,
+    gone: tl.tensor,
     num_seqs: tl.tensor,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
@@ -166,7 +185,7 @@ def _sequence_at(
     before = 0
     seen = 0
     for first_row in tl.range(0, num_seqs, ROWS):
-        tiles = _tiles_of_rows(seq_lens, first_row, num_seqs, WINDOW, KEYS, ROWS)
+        tiles = _tiles_of_rows(seq_lens, gone, first_row, num_seqs, WINDOW, CHUNK, KEYS, ROWS)
         ends = seen + tl.cumsum(tiles, 0)
         has_ended = (tiles > 0) & (ends <= tile)
         sequence += tl.sum(has_ended.to(tl.int32), 0)
@@ -213,7 +232,7 @@ def _merged_parts(
     return sums, total
 
 
-@kernel("block_tables", "seq_lens", "num_seqs", "table_stride")
+@kernel("block_tables", "seq_lens", "gone", "num_seqs", "table_stride")
 def _paged_decode(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -225,6 +244,7 @@ def _paged_decode(
     arrivals: tl.tensor,
     block_tables: tl.tensor,
     seq_lens: tl.tensor,
+    gone: tl.tensor,
     num_seqs: tl.tensor,
     table_stride: tl.tensor,
     query_stride: tl.tensor,
@@ -245,6 +265,7 @@ def _paged_decode(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
@@ -262,14 +283,17 @@ def _paged_decode(
     in_group = places < GROUP
     inside = in_group[:, None] & in_head[None, :]
     offsets = heads[:, None] * HEAD_SIZE + columns[None, :]
-    num_tiles, share = _share_of(seq_lens, num_seqs, WINDOW, KEYS, PROGRAMS, MIN_TILES, MAX_PARTS, ROWS)
+    num_tiles, share = _share_of(seq_lens, gone, num_seqs, WINDOW, CHUNK, KEYS, PROGRAMS, MIN_TILES, MAX_PARTS, ROWS)
     tile = program * share
     last_tile = tl.minimum(tile + share, num_tiles)
-    sequence, before = _sequence_at(tile, seq_lens, num_seqs, WINDOW, KEYS, ROWS)
+    sequence, before = _sequence_at(tile, seq_lens, gone, num_seqs, WINDOW, CHUNK, KEYS, ROWS)
     while tile < last_tile:
         row = sequence.to(tl.int64)
         length = tl.load(seq_lens + row)
-        first_seen, tiles = _tiles_of(length, WINDOW, KEYS)
+        moved = length
+        if CHUNK is not None:
+            moved = tl.load(gone + row)
+        first_seen, tiles = _tiles_of(length, moved, WINDOW, CHUNK, KEYS)
         stop = tl.minimum(before + tiles, last_tile)
         queries = tl.load(query + row * query_stride + offsets, mask=inside, other=0.0)
         row_scale = score_scale
@@ -283,8 +307,8 @@ def _paged_decode(
             own = tl.load(sinks + heads, mask=in_group, other=0.0) * 1.4426950408889634
             highest = tl.where(tile == before, own, highest)
             total += tl.where(tile == before, 1.0, 0.0)
-        first = (first_seen + tile - before) * KEYS
-        last = tl.minimum((first_seen + stop - before) * KEYS, length)
+        first = first_seen + (tile - before) * KEYS
+        last = tl.minimum(first_seen + (stop - before) * KEYS, length)
         for start in tl.range(first, last, KEYS):
             positions = start + tl.arange(0, KEYS)
             is_seen = positions < length
@@ -348,6 +372,8 @@ def paged_decode_triton(
     *,
     scale: float,
     window: int | None = None,
+    chunk_size: int | None = None,
+    gone: torch.Tensor | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
@@ -358,6 +384,7 @@ def paged_decode_triton(
 ) -> torch.Tensor:
     """Launch the kernel. Raises ValueError where shapes do not fit. `programs` per kv head overrides the choice."""
     check_attention_shapes("paged_decode", query, key_cache, block_tables, seq_lens)
+    check_chunks("paged_decode", chunk_size, gone, seq_lens, window)
     num_seqs, num_heads, head_size = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = num_heads // num_kv_heads
@@ -383,6 +410,7 @@ def paged_decode_triton(
         arrival_counters(query.device, num_kv_heads * programs),
         block_tables,
         seq_lens,
+        gone,
         num_seqs,
         block_tables.stride(0),
         query.stride(0),
@@ -403,6 +431,7 @@ def paged_decode_triton(
         PARTS=min(MERGED_PARTS, max(1, MERGED_VALUES // (block_g * block_d))),
         ROWS=SEARCHED_LENGTHS,
         WINDOW=window,
+        CHUNK=chunk_size,
         SOFT_CAP=soft_cap,
         num_warps=4,
         num_stages=stages,

@@ -5,13 +5,16 @@ key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size]  conti
 block_tables            [num_seqs, width] int32: blocks of each sequence
 seq_lens                [num_seqs] int32: tokens in the cache, the query's own included
 query_starts            [num_seqs + 1] int32: sequence i has the query's rows [query_starts[i], query_starts[i + 1])
+gone                    [num_seqs] int32, with chunk_size: tokens of the sequence before those in its table
 y                       like query
 
-Query row r of a sequence stands at position seq_len - query_len + r and sees the keys up to its own: all of them, or
-the last `window`. Scores are scaled, then softly capped: cap * tanh(score / cap) (Gemma 2). Sinks [num_heads] float32
-are scores in the softmax that no value has (gpt-oss). A float8 cache holds x / scale. float32 is multiplied as three
-tf32 products, nearly exactly; softmax statistics are fp32 (online softmax: Dao et al. 2022, arXiv:2205.14135; the block
-layout of the queries follows the unified attention kernel of vLLM, arXiv:2511.11581).
+Query row r of a sequence stands at position seq_len - query_len + r and sees the keys up to its own: all of them, the
+last `window`, or those of its chunk, where positions, counted from the sequence's own beginning, are cut into chunks of
+chunk_size (Llama 4). Tables may begin where the first row sees. Scores are scaled, then softly capped: cap * tanh(score
+/ cap) (Gemma 2). Sinks [num_heads] float32 are scores in the softmax that no value has (gpt-oss). A float8 cache holds
+x / scale. float32 is multiplied as three tf32 products, nearly exactly; softmax statistics are fp32 (online softmax:
+Dao et al. 2022, arXiv:2205.14135; the block layout of the queries follows the unified attention kernel of vLLM,
+arXiv:2511.11581).
 
 A program takes BLOCK_Q consecutive query rows with all query heads of one kv head, so that keys are read once for the
 whole group:
@@ -45,6 +48,8 @@ def paged_prefill_reference(
     *,
     scale: float,
     window: int | None = None,
+    chunk_size: int | None = None,
+    gone: torch.Tensor | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
@@ -71,6 +76,9 @@ def paged_prefill_reference(
         hidden = seen > positions
         if window is not None:
             hidden |= seen <= positions - window
+        if chunk_size is not None:
+            before = 0 if gone is None else int(gone[index])
+            hidden |= seen + before < (positions + before) // chunk_size * chunk_size
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is not None:
             scores = torch.cat([sinks.float().view(-1, 1, 1).expand(-1, scores.shape[1], 1), scores], dim=-1)
@@ -130,6 +138,7 @@ def _attend_keys(
     total: tl.tensor,
     queries: tl.tensor,
     row_positions: tl.tensor,
+    row_firsts: tl.tensor,
     key_cache: tl.tensor,
     value_cache: tl.tensor,
     table: tl.tensor,
@@ -144,10 +153,12 @@ def _attend_keys(
     BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Continue the online softmax over the keys [first, last), whole tiles. MASKED: some keys are hidden from rows."""
+    """Continue the online softmax over the keys [first, last), whole tiles. MASKED: some keys are hidden from rows.
+    row_firsts: where each row's chunk begins, with CHUNK."""
     columns = tl.arange(0, BLOCK_D)
     in_head = columns < HEAD_SIZE
     for start in tl.range(first, last, KEYS):
@@ -170,6 +181,8 @@ def _attend_keys(
             is_seen = positions[None, :] <= row_positions[:, None]
             if WINDOW is not None:
                 is_seen &= positions[None, :] > row_positions[:, None] - WINDOW
+            if CHUNK is not None:
+                is_seen &= positions[None, :] >= row_firsts[:, None]
             scores = tl.where(is_seen, scores, float("-inf"))
         # The factor comes after the maximum, so that scaling and subtracting are one instruction per score.
         factor = 1.4426950408889634 if SOFT_CAP is not None else score_scale
@@ -185,7 +198,7 @@ def _attend_keys(
     return accumulator, highest, total
 
 
-@kernel("block_tables", "seq_lens", "query_starts", "num_seqs", "num_q_blocks", "table_stride")
+@kernel("block_tables", "seq_lens", "query_starts", "gone", "num_seqs", "num_q_blocks", "table_stride")
 def _paged_prefill(
     query: tl.tensor,
     key_cache: tl.tensor,
@@ -195,6 +208,7 @@ def _paged_prefill(
     block_tables: tl.tensor,
     seq_lens: tl.tensor,
     query_starts: tl.tensor,
+    gone: tl.tensor,
     num_seqs: tl.tensor,
     num_q_blocks: tl.tensor,
     table_stride: tl.tensor,
@@ -210,6 +224,7 @@ def _paged_prefill(
     BLOCK_M: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ) -> None:
     """Program (kv head of a q block), the last blocks first: under causality they have the most keys. The grid has one
@@ -247,6 +262,16 @@ def _paged_prefill(
         if WINDOW is not None:
             first = tl.maximum(before + first_row - WINDOW + 1, 0) // KEYS * KEYS
             seen_by_all = first
+        row_firsts = row_positions
+        if CHUNK is not None:
+            # Tiles begin with the first row's chunk, so that most are whole; where another one begins among the rows,
+            # all of them are masked.
+            moved = tl.load(gone + low)
+            row_firsts = (row_positions + moved) // CHUNK * CHUNK - moved
+            chunk = (before + first_row + moved) // CHUNK
+            first = tl.maximum(chunk * CHUNK - moved, 0)
+            whole = first + (before + first_row + 1 - first) // KEYS * KEYS
+            seen_by_all = tl.where((end - 1 + moved) // CHUNK == chunk, whole, first)
         accumulator = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -258,15 +283,15 @@ def _paged_prefill(
         # definition, and then ptxas lets every product wait for the one before it.
         if WINDOW is None and first < seen_by_all:
             accumulator, highest, total = _attend_keys(
-                accumulator, highest, total, queries, row_positions, key_cache, value_cache, table, kv_head,
+                accumulator, highest, total, queries, row_positions, row_firsts, key_cache, value_cache, table, kv_head,
                 first, seen_by_all, length, score_scale,
-                NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, KEYS, WINDOW, SOFT_CAP, MASKED=False,
+                NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, KEYS, WINDOW, CHUNK, SOFT_CAP, MASKED=False,
             )  # fmt: skip
         if seen_by_all < end:
             accumulator, highest, total = _attend_keys(
-                accumulator, highest, total, queries, row_positions, key_cache, value_cache, table, kv_head,
+                accumulator, highest, total, queries, row_positions, row_firsts, key_cache, value_cache, table, kv_head,
                 seen_by_all, end, length, score_scale,
-                NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, KEYS, WINDOW, SOFT_CAP, MASKED=True,
+                NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, KEYS, WINDOW, CHUNK, SOFT_CAP, MASKED=True,
             )  # fmt: skip
         # Rows of padding may have seen no key under a window.
         result = accumulator * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
@@ -284,6 +309,8 @@ def paged_prefill_triton(
     max_query_len: int,
     scale: float,
     window: int | None = None,
+    chunk_size: int | None = None,
+    gone: torch.Tensor | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
@@ -294,6 +321,7 @@ def paged_prefill_triton(
     """Launch the kernel. Raises ValueError where shapes do not fit. `max_query_len` chooses the tile, and may be more
     than any sequence has; `output` may be a slice of a larger batch's."""
     check_attention_shapes("paged_prefill", query, key_cache, block_tables, seq_lens)
+    check_chunks("paged_prefill", chunk_size, gone, seq_lens, window)
     num_tokens, num_heads, head_size = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     group, num_seqs = num_heads // num_kv_heads, seq_lens.shape[0]
@@ -311,6 +339,7 @@ def paged_prefill_triton(
         block_tables,
         seq_lens,
         query_starts,
+        gone,
         num_seqs,
         num_q_blocks,
         block_tables.stride(0),
@@ -326,6 +355,7 @@ def paged_prefill_triton(
         BLOCK_M=config.rows,
         KEYS=config.keys,
         WINDOW=window,
+        CHUNK=chunk_size,
         SOFT_CAP=soft_cap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -353,4 +383,18 @@ def check_attention_shapes(
             f"{name}: block_tables is {list(block_tables.shape)} {block_tables.dtype}, seq_lens "
             f"{list(seq_lens.shape)}, head_size {head_size}; tables and lengths are int32, one row per sequence, heads "
             f"256 at most"
+        )
+
+
+def check_chunks(
+    name: str, chunk_size: int | None, gone: torch.Tensor | None, seq_lens: torch.Tensor, window: int | None
+) -> None:
+    """Raises ValueError, naming the kernel."""
+    if chunk_size is None and gone is None:
+        return
+    if chunk_size is None or gone is None or window is not None or gone.shape != seq_lens.shape:
+        raise ValueError(
+            f"{name}: chunk_size is {chunk_size}, window {window}, gone "
+            f"{None if gone is None else list(gone.shape)}; chunks need how many tokens are gone of each of the "
+            f"{seq_lens.shape[0]} sequences, and have no window"
         )

@@ -513,6 +513,8 @@ def prefill(
     max_query_len: int,
     scale: float,
     window: int | None = None,
+    chunk_size: int | None = None,
+    gone: torch.Tensor | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     key_scale: float = 1.0,
@@ -521,7 +523,8 @@ def prefill(
 ) -> torch.Tensor:
     """By this kernel where `ways` ask for it and it suits, else by paged_prefill_triton."""
     tensors = (query, key_cache, value_cache, block_tables, seq_lens, query_starts)
-    if ways().gluon_prefill and suits(query, key_cache, max_query_len=max_query_len, soft_cap=soft_cap):
+    takes = ways().gluon_prefill and chunk_size is None
+    if takes and suits(query, key_cache, max_query_len=max_query_len, soft_cap=soft_cap):
         return paged_prefill_gluon(
             *tensors,
             scale=scale,
@@ -536,6 +539,8 @@ def prefill(
         max_query_len=max_query_len,
         scale=scale,
         window=window,
+        chunk_size=chunk_size,
+        gone=gone,
         soft_cap=soft_cap,
         sinks=sinks,
         key_scale=key_scale,

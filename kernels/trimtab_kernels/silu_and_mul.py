@@ -2,6 +2,7 @@
 
 x  [num_tokens, 2 * intermediate_size]  fp32 | bf16 | fp16: gate, then up
 y  [num_tokens, intermediate_size]      dtype of x
+clamped_gate is gpt-oss's: gate and up are cut off at a limit, then y = (up + 1) * gate * sigmoid(alpha * gate).
 Bound by memory: 3 * num_tokens * intermediate_size * itemsize bytes. Source: own.
 """
 
@@ -21,6 +22,13 @@ def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
     return (wide * torch.sigmoid(wide)).to(x.dtype) * up
 
 
+def clamped_gate(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """The definition of the other gate, in torch's operators."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1) * gate * torch.sigmoid(gate * alpha)
+
+
 def silu_and_mul_fused(x: torch.Tensor) -> torch.Tensor:
     """Two operators, the product in place."""
     gate, up = x.chunk(2, dim=-1)
@@ -28,26 +36,43 @@ def silu_and_mul_fused(x: torch.Tensor) -> torch.Tensor:
 
 
 @kernel()
-def _silu_and_mul(x: tl.tensor, y: tl.tensor, x_stride: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _silu_and_mul(
+    x: tl.tensor,
+    y: tl.tensor,
+    x_stride: tl.tensor,
+    size: tl.tensor,
+    BLOCK: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+) -> None:
+    """ALPHA and LIMIT are the clamped gate's, or None."""
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < size
     row = x + token * x_stride
     gate = tl.load(row + offsets, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + size + offsets, mask=inside, other=0.0)
-    activated = (gate * tl.sigmoid(gate)).to(up.dtype)
-    # Rounded once more after the product, which is exact in float32 for 16-bit factors.
-    product = activated.to(tl.float32) * up.to(tl.float32)
+    if LIMIT is None:
+        activated = (gate * tl.sigmoid(gate)).to(up.dtype)
+        # Rounded once more after the product, which is exact in float32 for 16-bit factors.
+        product = activated.to(tl.float32) * up.to(tl.float32)
+    else:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        wide = tl.clamp(up.to(tl.float32), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        product = (wide + 1.0) * gate * tl.sigmoid(gate * ALPHA)
     tl.store(y + token * size + offsets, product.to(up.dtype), mask=inside)
 
 
-def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
-    """Launch the kernel. x's rows may lie apart."""
+def silu_and_mul_triton(x: torch.Tensor, clamps: tuple[float, float] | None = None) -> torch.Tensor:
+    """Launch the kernel. x's rows may lie apart. `clamps`: (alpha, limit) of the clamped gate."""
     num_tokens, size = x.shape[0], x.shape[1] // 2
     y = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if num_tokens:
         block = min(BLOCK_COLUMNS, next_power_of_2(size))
-        _silu_and_mul[(num_tokens, cdiv(size, block))](x, y, x.stride(0), size, BLOCK=block, num_warps=4)
+        alpha, limit = (None, None) if clamps is None else clamps
+        _silu_and_mul[(num_tokens, cdiv(size, block))](
+            x, y, x.stride(0), size, BLOCK=block, ALPHA=alpha, LIMIT=limit, num_warps=4
+        )
     return y
 
 

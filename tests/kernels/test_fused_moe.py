@@ -1,5 +1,7 @@
 """fused_moe against a plain sum over tokens and their experts."""
 
+from typing import Any
+
 import pytest
 import torch
 from trimtab_kernels.fused_moe import fused_moe, fused_moe_reference, fused_moe_triton
@@ -121,3 +123,31 @@ def test_tokens_take_turns_among_the_copies_of_an_expert(num_tokens: int) -> Non
 def test_the_kernels_choose_a_configuration_of_their_own() -> None:
     inputs = an_input(5)
     torch.testing.assert_close(fused_moe_triton(*inputs, TOP_K, True), by_token(*inputs, True), rtol=1e-5, atol=1e-4)
+
+
+BIASES = {"w13_bias": torch.linspace(-1, 1, 6 * 40).view(6, 40), "w2_bias": torch.linspace(2, -2, 6 * 12).view(6, 12)}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        BIASES,
+        {"clamps": (1.702, 1.5)},
+        BIASES | {"clamps": (1.702, 1.5)},  # gpt-oss
+        {"sigmoid": SigmoidRouting(weighs_inputs=True)},  # Llama 4
+        {"sigmoid": SigmoidRouting(bias=torch.linspace(1, -1, 6), num_groups=3, num_top_groups=2, factor=2.5)},
+    ],
+    ids=["biases", "clamps", "both", "weighted inputs", "groups"],
+)
+@pytest.mark.parametrize("held", [None, [4, 1, 3]], ids=["", "some held"])
+def test_the_kernels_know_what_other_mixtures_have(more: dict[str, Any], held: list[int] | None) -> None:
+    x, logits, w13, w2 = an_input(17)
+    expert_map = None
+    if held is not None:
+        expert_map = torch.full((NUM_EXPERTS,), -1)
+        expert_map[held] = torch.arange(len(held))
+        w13, w2 = w13[held], w2[held]
+        more = {name: value[held] if name.endswith("_bias") else value for name, value in more.items()}
+    expected = fused_moe_reference(x, logits, w13, w2, TOP_K, True, expert_map, **more)
+    ours = fused_moe_triton(x, logits, w13, w2, TOP_K, True, expert_map, config=CONFIG, **more)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-4)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,41 @@ def test_head_sizes(size: int) -> None:
 @pytest.mark.parametrize("window", [1, 5, 64, 1000])
 def test_a_sliding_window_hides_older_keys(window: int, programs: int) -> None:
     check(lengths=[150, 64, 900, 2, 0], window=window, programs=programs)
+
+
+def counts(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("chunk_size", [1, 5, 64, 300, 1000])
+def test_what_lies_before_a_token_s_chunk_of_positions_is_hidden(chunk_size: int, programs: int) -> None:
+    """Chunks are counted from where the sequence begins, which may be long before its table does."""
+    gone = counts(0, 16, 304, 2048, 0)
+    check(lengths=[150, 64, 900, 2, 0], chunk_size=chunk_size, gone=gone, programs=programs)
+
+
+@pytest.mark.parametrize("programs", [1, 5])
+def test_keys_before_a_chunk_are_not_even_read(programs: int) -> None:
+    """Their blocks may be another request's by then."""
+    caches = [torch.randn(40, 16, 2, 32) for _ in range(2)]
+    for cache in caches:
+        cache[:13] = float("nan")
+    tables = torch.arange(40, dtype=torch.int32).unsqueeze(0)
+    query, lengths = torch.randn(1, 4, 32), counts(500)
+    tensors = (query, *caches, tables, lengths)
+    ours = paged_decode_triton(*tensors, scale=0.25, chunk_size=300, gone=counts(92), programs=programs)
+    begun = (query, *(cache[13:] for cache in caches), tables[:, :27], lengths - 208)
+    torch.testing.assert_close(ours, paged_decode_reference(*begun, scale=0.25), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"chunk_size": 8}, {"gone": counts(0)}, {"chunk_size": 8, "gone": counts(0), "window": 4}], ids=str
+)
+def test_chunks_without_a_count_of_what_is_gone_are_refused(wrong: dict[str, Any]) -> None:
+    cache = torch.zeros(2, 8, 1, 16)
+    with pytest.raises(ValueError, match="chunks need how many tokens are gone of each of the 1 sequences"):
+        paged_decode_triton(torch.zeros(1, 1, 16), cache, cache, counts(1)[None], counts(3), scale=1.0, **wrong)
 
 
 @pytest.mark.parametrize("programs", [1, 5])

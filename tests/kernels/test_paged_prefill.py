@@ -98,6 +98,21 @@ def test_a_sliding_window_hides_older_keys(window: int) -> None:
     check(a_batch([(150, 40), (2, 1), (0, 90)]), window=window)
 
 
+@pytest.mark.parametrize("gone", [(0, 0, 0), (48, 0, 8), (1000, 2048, 96)])
+@pytest.mark.parametrize("chunk_size", [1, 5, 64, 100, 1000])
+def test_what_lies_before_a_row_s_chunk_of_positions_is_hidden(chunk_size: int, gone: tuple[int, ...]) -> None:
+    """A step's rows may lie in several chunks; these are counted from where the sequence begins."""
+    batch = a_batch([(150, 40), (2, 1), (0, 90)])
+    check(batch, chunk_size=chunk_size, gone=torch.tensor(gone, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-2.0, 0.0, 1.0, 9.0])], ids=["", "sinks"])
+def test_many_rows_of_one_chunk_and_of_two(sinks: torch.Tensor | None) -> None:
+    """Tiles that all rows of a block see, tiles that some see, and blocks in which another chunk begins."""
+    batch = a_batch([(300, 150), (20, 200)], dtype=torch.float16)
+    check(batch, chunk_size=256, gone=torch.tensor([16, 0], dtype=torch.int32), sinks=sinks)
+
+
 def test_scores_are_softly_capped() -> None:
     check(a_batch([(70, 9), (0, 20)]), scale=2.0, soft_cap=5.0)
 

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from trimtab_kernels.fused_moe import clamped_gate
+from trimtab_kernels.silu_and_mul import clamped_gate
 
 from trimtab_engine.config.model import ClampedGate
 from trimtab_engine.layers.quantized import Projection

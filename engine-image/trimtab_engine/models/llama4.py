@@ -130,7 +130,6 @@ FAMILY = Family(
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     multimodal=("Llama4ForConditionalGeneration",),
     tower=TowerKind(parse_vision, tower_tensors, build_tower, modalities=("image",)),
-    not_on_cuda="routing by sigmoids and chunks of positions",
     parse=parse,
     tensors=tensors,
     build=build,

@@ -19,6 +19,7 @@ import numpy as np
 
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.sight import SEES_ALL, Sight
 from trimtab_engine.scheduling.step_inputs import StepShape
 
 Array = np.ndarray[Any, Any]
@@ -52,15 +53,25 @@ def _rope_deltas(requests: list[Request]) -> Array | None:
     return np.array([0 if request.rope is None else request.rope.delta for request in requests], np.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """What the layers of one KV group read and write, in the order of the tokens. `gone`: how many tokens lie before
+    each table; None: before none."""
+
+    tables: list[list[int]]
+    gone: Array | None = None
+
+
 @dataclass(slots=True)
 class DecodeStep:
-    """It reads like StepInputs of one KV group, for who computes it in this process. `token_ids` and `sources` mean
-    something once it has begun: fill_in() or feed_from()."""
+    """It reads like StepInputs, for who computes it in this process. `token_ids` and `sources` mean something once it
+    has begun: fill_in() or feed_from()."""
 
     by: Order
-    tables: list[list[int]]
-    """In the order of the tokens, as all that follows."""
+    groups: list[DecodeGroup]
+    """Per KV group, at least one."""
     positions: Array
+    """In the order of the tokens, as all that follows."""
     token_ids: Array
     sources: Array
     """Rows of the tokens that the step before sampled, or KNOWN."""
@@ -79,15 +90,15 @@ class DecodeStep:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tables)
+        return len(self.positions)
 
     @property
     def num_sampled(self) -> int:
-        return len(self.tables)
+        return len(self.positions)
 
     @property
     def shape(self) -> StepShape:
-        return StepShape(len(self.tables), 1)
+        return StepShape(len(self.positions), 1)
 
     @property
     def num_context_tokens(self) -> int:
@@ -121,18 +132,19 @@ class DecodeStep:
                 self.sources[index] = rows[request]
 
     def written_slots(self, block_size: int) -> Iterator[int]:
-        """Slots that it writes; found only when they are asked for."""
-        return (
-            table[position // block_size] * block_size + position % block_size
-            for table, position in zip(self.tables, self.positions.tolist(), strict=True)
-        )
+        """Slots of all groups that it writes; found only when they are asked for."""
+        for group in self.groups:
+            places = self.positions if group.gone is None else self.positions - group.gone
+            for table, place in zip(group.tables, places.tolist(), strict=True):
+                yield table[place // block_size] * block_size + place % block_size
 
 
 class DecodeLayout:
-    """Lays out one such step after another."""
+    """Lays out one such step after another, for KV groups that see so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int, sights: Sequence[Sight] = (SEES_ALL,)) -> None:
         self._last: Order | None = None
+        self._block_size, self._sights = block_size, sights
 
     def lay_out(self, batch: Batch) -> DecodeStep:
         """`batch` has only decodes."""
@@ -140,6 +152,13 @@ class DecodeLayout:
         by = self._last
         if by is None or by.sampling != batch.sampling:
             by = self._last = Order.of(batch.sampling, starts)
-        tables = [request.block_tables[0] for request in by.requests]
-        token_ids, sources = np.zeros((2, len(tables)), np.int64)
-        return DecodeStep(by, tables, starts[by.order], token_ids, sources)
+        groups = [self._group(group, by.requests) for group in range(len(self._sights))]
+        token_ids, sources = np.zeros((2, len(starts)), np.int64)
+        return DecodeStep(by, groups, starts[by.order], token_ids, sources)
+
+    def _group(self, group: int, requests: list[Request]) -> DecodeGroup:
+        tables = [request.block_tables[group] for request in requests]
+        if self._sights[group].window is None:
+            return DecodeGroup(tables)
+        gone = np.array([request.num_gone[group] for request in requests], np.int64)
+        return DecodeGroup(tables, gone * self._block_size)

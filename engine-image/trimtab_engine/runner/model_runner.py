@@ -78,6 +78,7 @@ from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_engine.scheduling.sight import Sight
 from trimtab_engine.scheduling.step_inputs import StepInputs, Unknown, flatten
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.four_bits import FourBitsSource
@@ -159,8 +160,8 @@ class ModelRunner:
         self.facts = facts
         (self._model, self._tower), self._rebuild, self.shard, self.groups = loaded, rebuild, shard, groups
         self._items = ItemEncoder(device.torch, groups.tensor if divides_items else None)
-        self._decodes = DecodeLayout()
         self._device, self._block_size, self._dtype = device, block_size, dtype
+        self._decodes = DecodeLayout(block_size, self._sights)
         self._kv_dtype = kv_dtype
         self._scores: ScoresInFlight | None = None
         self._pooled: PooledInFlight | None = None
@@ -196,7 +197,7 @@ class ModelRunner:
             num_redundant_experts=config.num_redundant_experts,
         )
         _check_device(model_config, device)
-        kv_groups = _kv_groups(model_config, shard, layout, device)
+        kv_groups = _kv_groups(model_config, shard, layout)
         dtype = DTYPES[_dtype_name(config, model_config, device)]
         kv_dtype_name = _kv_dtype_name(config, dtype, device)
         kv_dtype = KV_DTYPES[kv_dtype_name]
@@ -378,9 +379,18 @@ class ModelRunner:
 
     def _warm_up_attention(self) -> None:
         if self._device.kind == "cuda":
-            shape = (1, self.facts.num_attention_heads, self.facts.head_size)
-            query = torch.zeros(shape, dtype=self._dtype, device=self._device.torch)
-            warm_up_attention(query, self._kv_tensors.keys[0], self._kv_tensors.values[0])
+            num_heads = self.facts.num_attention_heads
+            query = torch.zeros((1, num_heads, self.facts.head_size), dtype=self._dtype, device=self._device.torch)
+            sinks = torch.zeros(num_heads, device=self._device.torch) if self.facts.whole.has_sinks else None
+            for sight in {group.sight for group in self.facts.kv_groups if group.layers}:
+                warm_up_attention(
+                    query,
+                    self._kv_tensors.keys[0],
+                    self._kv_tensors.values[0],
+                    window=None if sight.is_chunked else sight.window,
+                    chunk_size=sight.window if sight.is_chunked else None,
+                    sinks=sinks,
+                )
 
     def _warm_up_copies(self, other: KVCache) -> None:
         """On CUDA copies to and from the KV cache are compiled here, not when the first block moves; and host memory
@@ -399,6 +409,7 @@ class ModelRunner:
             max_model_len=facts.max_model_len,
             block_size=self._block_size,
             num_axes=1 if facts.vision is None else facts.vision.num_axes,
+            sights=self._sights,
         )
         shape = AttentionShape(facts.num_attention_heads, facts.head_size, whole.hidden_size, self._dtype)
         device = self._device.torch
@@ -420,6 +431,11 @@ class ModelRunner:
             sampler=sampler,
         )
         return self.steps
+
+    @property
+    def _sights(self) -> tuple[Sight, ...]:
+        """How far the tokens of each KV group see."""
+        return tuple(group.sight for group in self.facts.kv_groups)
 
     @property
     def kv_rounding_bytes(self) -> int:
@@ -516,7 +532,7 @@ class ModelRunner:
     def lay_out(self, batch: Batch) -> tuple[StepInputs | DecodeStep, list[Unknown]]:
         """As flatten(), in columns where that is enough: on a device beside the host, with no other rank to tell."""
         in_columns = batch.only_decodes and batch.sequences and self.steps is not None and not self.drives_others
-        if in_columns and len(self.facts.kv_groups) == 1 and not (batch.displaced or batch.missing):
+        if in_columns and not (batch.displaced or batch.missing):
             return self._decodes.lay_out(batch), []
         return self.flatten(batch.sequences)
 
@@ -763,10 +779,9 @@ def _check_device(model: ModelConfig, device: Device) -> None:
         raise NotBuiltError(f"{model.architecture} is not built on CUDA: {lacking}; use --device cpu")
 
 
-def _kv_groups(model: ModelConfig, shard: ModelShard, layout: Layout, device: Device) -> tuple[KVGroup, ...]:
+def _kv_groups(model: ModelConfig, shard: ModelShard, layout: Layout) -> tuple[KVGroup, ...]:
     """What this rank keeps of each token. Raises NotBuiltError for another geometry than those that attention and the
-    KV cache have: keys and values of one size in all groups, or latent vectors that are both; on CUDA one group, whose
-    tokens see all before them."""
+    KV cache have: keys and values of one size in all groups, or latent vectors that are both."""
     groups = kv_groups_of(model)
     said = ", ".join(map(_in_words, groups))
     if len({replace(group.each, window=None, is_chunked=False) for group in groups}) > 1 or any(
@@ -775,11 +790,6 @@ def _kv_groups(model: ModelConfig, shard: ModelShard, layout: Layout, device: De
         raise NotBuiltError(
             f"the KV cache of {model.architecture} is not built: {said}; built are keys and values of one size, or "
             f"latent vectors"
-        )
-    if device.kind == "cuda" and (len(groups) > 1 or groups[0].each.window is not None):
-        raise NotBuiltError(
-            f"{model.architecture} is not built on CUDA: {said}; built there is one group that sees all; use "
-            f"--device cpu"
         )
     return tuple(group.on_rank(shard.layers, layout.tensor) for group in groups)
 

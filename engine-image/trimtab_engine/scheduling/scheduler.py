@@ -525,6 +525,8 @@ class Scheduler:
         request, end = sequence.request, sequence.start + sequence.num_tokens
         room = min(self._policy.num_speculative_tokens, budget, request.max_num_tokens - request.num_tokens - 1)
         num_drafts = max(0, min(len(request.draft_token_ids), room)) if end == request.num_tokens else 0
+        if num_drafts and self._blocks.has_windows:  # where guesses stand, nothing else asks for room
+            self._blocks.let_go(request, sequence.start)
         if num_drafts and not self._blocks.allocate(request, end + num_drafts):
             num_drafts = min(num_drafts, request.num_blocks * self._blocks.block_size - end)
         request.draft_token_ids = request.draft_token_ids[:num_drafts]

@@ -6,6 +6,7 @@ one that every test run compiles.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from trimtab_kernels.launch.jit import Launch, record_launches
 from trimtab_kernels.launch.switches import Ways, taking
 from trimtab_kernels.likeliest import likeliest_triton
 from trimtab_kernels.moe.grouped_gemm import default_moe_config
+from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting, route_by_sigmoid_triton
 from trimtab_kernels.paged_decode import paged_decode_triton
 from trimtab_kernels.paged_prefill import paged_prefill_triton
 from trimtab_kernels.paged_prefill_gluon import paged_prefill_gluon
@@ -119,7 +121,7 @@ def _cache() -> Iterator[Case]:
                 in_sample=(heads, size) == (8, 128),
             )
     for shape in HEADS:
-        if shape.block_size == 16 and shape.window is None and shape.soft_cap is None:
+        if shape.block_size == 16 and shape.sees_all and shape.soft_cap is None:
             yield from _rope_and_cache(shape)
     yield Case(
         "copy_blocks 16x8x128",
@@ -141,11 +143,26 @@ class Heads:
     window: int | None = None
     soft_cap: float | None = None
     cache_dtype: torch.dtype = BF16
+    chunk_size: int | None = None
+    has_sinks: bool = False
+
+    @property
+    def sees_all(self) -> bool:
+        return self.window is None and self.chunk_size is None
+
+    def options(self, num_seqs: int) -> dict[str, Any]:
+        """What their attention is asked for beside the tensors."""
+        gone = None if self.chunk_size is None else empty(num_seqs, dtype=torch.int32)
+        sinks = empty(self.num_heads, dtype=torch.float32) if self.has_sinks else None
+        sight = {"window": self.window, "chunk_size": self.chunk_size, "gone": gone}
+        return {"scale": 0.1, "soft_cap": self.soft_cap, "sinks": sinks, **sight}
 
     @property
     def name(self) -> str:
         parts = [f"{self.num_heads}/{self.num_kv_heads}x{self.size} block {self.block_size}"]
         parts += [f"window {self.window}"] * (self.window is not None)
+        parts += [f"chunks {self.chunk_size}"] * (self.chunk_size is not None)
+        parts += ["sinks"] * self.has_sinks
         parts += ["soft cap"] * (self.soft_cap is not None)
         parts += ["float8"] * (self.cache_dtype == FLOAT8)
         parts += ["float8_e5m2"] * (self.cache_dtype == torch.float8_e5m2)
@@ -171,6 +188,10 @@ HEADS = (
     Heads(16, 8, 192),
     Heads(16, 8, 256, window=4096, soft_cap=50.0),  # Gemma-2-9B
     Heads(8, 4, 256, soft_cap=50.0),
+    Heads(32, 16, 128, window=1024),  # Gemma-3-27B
+    Heads(64, 8, 64, has_sinks=True),  # gpt-oss
+    Heads(64, 8, 64, window=128, has_sinks=True),
+    Heads(40, 8, 128, chunk_size=8192),  # Llama-4-Scout
 )
 
 
@@ -218,10 +239,8 @@ def _decode(heads: Heads, *, in_sample: bool) -> Case:
             cache,
             empty(NUM_TOKENS, 512, dtype=torch.int32),
             empty(NUM_TOKENS, dtype=torch.int32),
-            scale=0.1,
-            window=heads.window,
-            soft_cap=heads.soft_cap,
             facts=facts,
+            **heads.options(NUM_TOKENS),
         )
 
     return Case(f"paged_decode {heads.name}", launch, needs_float8=heads.cache_dtype == FLOAT8, in_sample=in_sample)
@@ -238,10 +257,8 @@ def _prefill(heads: Heads, max_query_len: int, *, in_sample: bool) -> Case:
             empty(2, dtype=torch.int32),
             empty(3, dtype=torch.int32),
             max_query_len=max_query_len,
-            scale=0.1,
-            window=heads.window,
-            soft_cap=heads.soft_cap,
             facts=facts,
+            **heads.options(2),
         )
 
     name = f"paged_prefill {heads.name}, chunks of {max_query_len}"
@@ -375,12 +392,25 @@ class Mixture:
     hidden: int
     wide: int
     dtype: torch.dtype
+    has_biases: bool = False
+    clamps: tuple[float, float] | None = None
+    sigmoid: SigmoidRouting | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What they have beyond others."""
+        e, h, w = self.num_experts, self.hidden, self.wide
+        biases = {"w13_bias": empty(e, 2 * w), "w2_bias": empty(e, h)} if self.has_biases else {}
+        return {"clamps": self.clamps, "sigmoid": self.sigmoid, **biases}
 
 
+DEEPSEEK_ROUTING = SigmoidRouting(bias=empty(256, dtype=torch.float32), num_groups=8, num_top_groups=4, factor=2.5)
 MIXTURES = (
     Mixture("Qwen3-30B-A3B", 128, 8, 2048, 768, BF16),
     Mixture("Qwen3-30B-A3B float8", 128, 8, 2048, 768, FLOAT8),
     Mixture("DeepSeek-V3 of 8", 32, 8, 7168, 2048, FLOAT8),  # 256 experts over 8 ranks
+    Mixture("gpt-oss-20b", 32, 4, 2880, 2880, BF16, has_biases=True, clamps=(1.702, 7.0)),
+    Mixture("Llama-4-Scout of 2", 16, 1, 5120, 4096, BF16, sigmoid=SigmoidRouting(weighs_inputs=True)),  # by columns
 )
 
 
@@ -402,11 +432,12 @@ def _mixture(mixture: Mixture, num_tokens: int) -> Case:
             w2_scales=scales(h, w),
             config=default_moe_config(num_tokens, mixture.top_k, e, mixture.dtype.itemsize, facts),
             facts=facts,
+            **mixture.options,
         )
 
     is_float8 = mixture.dtype == FLOAT8
     name = f"fused_moe {mixture.name}, {num_tokens} tokens"
-    in_sample = num_tokens == 4096 and mixture.hidden == 2048
+    in_sample = (num_tokens == 4096 and mixture.hidden == 2048) or (num_tokens == 1 and mixture.sigmoid is not None)
     return Case(name, launch, needs_float8=is_float8, in_sample=in_sample)
 
 
@@ -414,6 +445,11 @@ def _mixtures() -> Iterator[Case]:
     for mixture in MIXTURES:
         for num_tokens in (1, 256, 4096):
             yield _mixture(mixture, num_tokens)
+    yield Case("route_by_sigmoid 8 of 256 in 4 of 8 groups", _route_in_groups)  # DeepSeek-V3
+
+
+def _route_in_groups(_: DeviceFacts) -> object:
+    return route_by_sigmoid_triton(empty(NUM_TOKENS, 256), 8, True, DEEPSEEK_ROUTING)
 
 
 def _dependent() -> Iterator[Case]:

@@ -2,6 +2,7 @@
 
 a         [num_tokens, K] (rows_per_a = top_k: each token feeds all its slots) or [num_slots, K] (rows_per_a = 1)
 b         [num_experts, N, K]
+bias      [num_experts, N] of any of these dtypes, or None: added to each row of its expert
 y         [num_slots, N]: slots whose expert is elsewhere are not written
 a, b of one dtype fp32 | bf16 | fp16, or float8_e4m3fn with a_scales [rows of a, ceil(K / 128)] and
 b_scales [num_experts, ceil(N / 128), ceil(K / 128)] (see w8a8_block_fp8)
@@ -52,6 +53,7 @@ def _grouped_gemm(
     a_scales: tl.tensor,
     b: tl.tensor,
     b_scales: tl.tensor,
+    bias: tl.tensor,
     y: tl.tensor,
     sorted_slots: tl.tensor,
     tile_experts: tl.tensor,
@@ -99,6 +101,8 @@ def _grouped_gemm(
             BLOCK_K,
             IS_FLOAT8,
         )
+        if bias is not None:
+            total += tl.load(bias + expert * N + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
         places = y + slots[:, None] * N + columns[None, :]
         tl.store(places, total.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
@@ -113,6 +117,7 @@ def grouped_gemm_triton(
     *,
     a_scales: torch.Tensor | None = None,
     b_scales: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch the kernel. All tensors are contiguous; the alignment was made with the config's block_m."""
     _, n, k = b.shape
@@ -122,6 +127,7 @@ def grouped_gemm_triton(
         a_scales,
         b,
         b_scales,
+        bias,
         y,
         alignment.sorted_slots,
         alignment.tile_experts,

@@ -13,7 +13,35 @@ The reference is fused_moe's `route`. Bound by latency: a few hundred values per
 
 import torch
 
-from trimtab_kernels.launch.jit import kernel, next_power_of_2, tl
+from trimtab_kernels.launch.jit import jit, kernel, next_power_of_2, tl
+
+
+@jit
+def store_choice(
+    values: tl.tensor,
+    chosen: tl.tensor,
+    token: tl.tensor,
+    expert_map: tl.tensor,
+    weights: tl.tensor,
+    experts: tl.tensor,
+    num_patterns: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """A token's experts, as this rank calls them, and their weights. expert_map may be None."""
+    places = tl.arange(0, BLOCK_K)
+    is_place = places < TOP_K
+    if expert_map is not None:
+        row = expert_map + token % num_patterns * NUM_EXPERTS
+        chosen = tl.maximum(tl.load(row + chosen, mask=is_place, other=-1), -1).to(tl.int32)
+    tl.store(weights + token * TOP_K + places, values, mask=is_place)
+    tl.store(experts + token * TOP_K + places, chosen, mask=is_place)
+
+
+def num_patterns_of(expert_map: torch.Tensor | None) -> int:
+    """Rows of an expert map, of which each token reads one."""
+    return 1 if expert_map is None or expert_map.dim() == 1 else expert_map.shape[0]
 
 
 @kernel()
@@ -49,12 +77,7 @@ def _route(
     if RENORMALIZE:
         values = values / tl.sum(values, 0)
     rounded = values.to(router_logits.dtype.element_ty).to(tl.float32)
-    is_place = places < TOP_K
-    if expert_map is not None:
-        row = expert_map + token % num_patterns * NUM_EXPERTS
-        chosen = tl.maximum(tl.load(row + chosen, mask=is_place, other=-1), -1).to(tl.int32)
-    tl.store(weights + token * TOP_K + places, rounded, mask=is_place)
-    tl.store(experts + token * TOP_K + places, chosen, mask=is_place)
+    store_choice(rounded, chosen, token, expert_map, weights, experts, num_patterns, NUM_EXPERTS, TOP_K, BLOCK_K)
 
 
 def route_triton(
@@ -71,7 +94,7 @@ def route_triton(
             weights,
             experts,
             router_logits.stride(0),
-            1 if expert_map is None or expert_map.dim() == 1 else expert_map.shape[0],
+            num_patterns_of(expert_map),
             NUM_EXPERTS=num_experts,
             BLOCK=next_power_of_2(num_experts),
             TOP_K=top_k,

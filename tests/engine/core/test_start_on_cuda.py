@@ -69,6 +69,36 @@ MIXTURE = DENSE | {
     "moe_intermediate_size": 128,
     "norm_topk_prob": True,
 }
+WINDOW = DENSE | {"architectures": ["MistralForCausalLM"], "sliding_window": 40}
+LOCAL_AND_GLOBAL = DENSE | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 40,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+SINKS = DENSE | {
+    "architectures": ["GptOssForCausalLM"],
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 32,
+    "sliding_window": 40,
+    "attention_bias": True,
+}
+CHUNKS = DENSE | {
+    "architectures": ["Llama4ForCausalLM"],
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 40,
+    "no_rope_layers": [1, 0],
+    "floor_scale": 16,
+}
 SEEING: dict[str, Any] = {
     "architectures": ["LlavaForConditionalGeneration"],
     "model_type": "llava",
@@ -92,6 +122,8 @@ DRAFTS = {
     "num_speculative_tokens_cap": 2,
 }
 METHODS: tuple[PoolingMethod, ...] = get_args(PoolingMethod)
+FOUR_GROUPS = {"num_gpu_blocks_override": 48}
+"""Of one request of the longest length they take 40."""
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
 TORCH_CUDA: dict[str, Any] = {
     "is_available": lambda: True,
@@ -199,6 +231,13 @@ def a_config(model: dict[str, Any], folder: Path, changes: dict[str, Any]) -> En
         pytest.param(MIXTURE, {}, id="mixture"),
         pytest.param(SEEING, {}, id="text half"),
         pytest.param(DENSE, SWAP, id="swap"),
+        pytest.param(WINDOW, {}, id="window"),
+        pytest.param(LOCAL_AND_GLOBAL, SWAP | FOUR_GROUPS, id="local and global, swap"),
+        pytest.param(LOCAL_AND_GLOBAL, {"kv_cache_dtype": "fp8"} | FOUR_GROUPS, id="local and global, float8 cache"),
+        pytest.param(SINKS, DRAFTS, id="sinks, drafts"),
+        pytest.param(SINKS, {"enforce_eager": True, "async_scheduling": False}, id="sinks, eager"),
+        pytest.param(CHUNKS, {}, id="chunks"),
+        pytest.param(CHUNKS, {"kv_cache_dtype": "fp8"} | DRAFTS, id="chunks, float8 cache and drafts"),
     ],
 )
 def test_an_engine_starts_serves_and_compiles_nothing_then(
@@ -210,7 +249,7 @@ def test_an_engine_starts_serves_and_compiles_nothing_then(
             engine, ready = start_engine(config, lambda stage, percent: None, lambda: 0.0)
         with record_launches() as served:
             assert 0 < serve(engine) < 500
-        assert ready.num_blocks == 24
+        assert ready.num_blocks == config.num_gpu_blocks_override
         assert engine.ledger().kinds["kv_mapped"] <= driver.mapped_bytes
         engine.close()
     assert served
@@ -460,6 +499,21 @@ A_FORMULA = MemoryFormula(
             id="mixture tp2 ep",
         ),
         pytest.param(DENSE, {"pipeline_parallel_size": 2}, set(), {"recv"}, id="dense pp2"),
+        pytest.param(
+            LOCAL_AND_GLOBAL,
+            {"tensor_parallel_size": 2} | FOUR_GROUPS,
+            {"all_reduce"},
+            {"all_reduce", "broadcast", "gather"},
+            id="windows tp2",
+        ),
+        pytest.param(
+            SINKS,
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            {"all_reduce"},
+            {"all_reduce", "broadcast", "gather"},
+            id="sinks tp2 ep",
+        ),
+        pytest.param(CHUNKS, {"pipeline_parallel_size": 2}, set(), {"recv"}, id="chunks pp2"),
     ],
 )
 def test_the_core_s_rank_of_several_does_so_too(

@@ -74,7 +74,8 @@ class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's,
 
 
 class FakeCuda(TorchFunctionMode):
-    """Slices and fills of fake tensors by operators: torch's own methods ask for the device before anything else."""
+    """Slices, fills and copies of fake tensors by operators: torch's own methods ask for the device before anything
+    else."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__setitem__ and args[0].is_cuda:
@@ -83,6 +84,8 @@ class FakeCuda(TorchFunctionMode):
         if func in (torch.Tensor.copy_, torch.Tensor.zero_) and args[0].is_cuda:
             assert all(tensor.is_cuda for tensor in args if isinstance(tensor, torch.Tensor)), "a copy from the host"
             return args[0]
+        if func is torch.Tensor.contiguous and args[0].is_cuda:
+            return args[0] if args[0].is_contiguous() else args[0].new_empty(args[0].shape)
         if func is not torch.Tensor.__getitem__ or not args[0].is_cuda:
             return func(*args, **(kwargs or {}))
         tensor, dimension = args[0], 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from calling_recorder import steps_of_a_device
 from engine_benchmarks.parity import Reference, compare, greedy_generator, load_runner, reference_tokens
 from safetensors.torch import save_file
 from served import served_twice_with_resizes
@@ -22,6 +23,8 @@ from transformers import (
     MistralForCausalLM,
 )
 from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
+from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ModelError, NotBuiltError
 from trimtab_engine.memory.reserved import RANK_BYTES
@@ -181,15 +184,15 @@ def test_the_number_of_parameters_is_the_checkpoints(checkpoint: tuple[Path, Any
 
 
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
+DRAFTS: dict[str, Any] = {
+    "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1),
+    "num_speculative_tokens": 3,
+    "num_speculative_tokens_cap": 3,
+}
 
 
-@pytest.mark.parametrize("changes", [{}, SWAP, {"async_scheduling": True}], ids=["recompute", "swap", "overlapping"])
-def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transformers(
-    checkpoint: tuple[Path, Any], references: list[Reference], changes: dict[str, Any]
-) -> None:
-    """In chunks, preempted, from the prefix cache in the second round, while the KV cache shrinks and grows."""
-    folder, _ = checkpoint
-    config = EngineConfig(
+def a_config(folder: Path, changes: dict[str, Any]) -> EngineConfig:
+    return EngineConfig(
         model=str(folder),
         device_memory_bytes=DEVICE_BYTES,
         cpu_threads=1,
@@ -203,11 +206,41 @@ def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transform
         gpu_memory_utilization_cap="0.95",
         **changes,
     )
-    engine, _ = start_engine(config, lambda stage, percent: None, lambda: 0.0)
+
+
+@pytest.mark.parametrize("changes", [{}, SWAP, {"async_scheduling": True}], ids=["recompute", "swap", "overlapping"])
+def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transformers(
+    checkpoint: tuple[Path, Any], references: list[Reference], changes: dict[str, Any]
+) -> None:
+    """In chunks, preempted, from the prefix cache in the second round, while the KV cache shrinks and grows."""
+    engine, _ = start_engine(a_config(checkpoint[0], changes), lambda stage, percent: None, lambda: 0.0)
     served = served_twice_with_resizes(engine, references)
     assert any(batch.preempted[changes.get("preemption_mode", "recompute")] for batch in served)
     assert any(batch.prefix_cache_hits for batch in served)
     engine.close()
+
+
+ON_A_DEVICE: dict[str, dict[str, Any]] = {
+    "mistral": {"async_scheduling": True},
+    "gemma3": SWAP | {"async_scheduling": True},
+    "gpt-oss": DRAFTS | {"compilation": CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)},
+    "llama4": DRAFTS | {"async_scheduling": True},
+}
+
+
+@pytest.mark.parametrize("checkpoint", ON_A_DEVICE, indirect=True)
+def test_steps_of_a_device_give_them_the_same(
+    checkpoint: tuple[Path, Any], references: list[Reference], request: pytest.FixtureRequest
+) -> None:
+    """Inputs at fixed places, a table per KV group, graphs that a double replays; the rest as above."""
+    changes = ON_A_DEVICE[request.node.callspec.params["checkpoint"]]
+    with steps_of_a_device() as recorder:
+        engine, _ = start_engine(a_config(checkpoint[0], changes), lambda stage, percent: None, lambda: 0.0)
+        served = served_twice_with_resizes(engine, references)
+        engine.close()
+    assert any(batch.preempted[changes.get("preemption_mode", "recompute")] for batch in served)
+    assert any(batch.prefix_cache_hits for batch in served)
+    assert recorder.num_replays > 0
 
 
 @pytest.mark.parametrize(
@@ -300,7 +333,6 @@ def test_experts_in_one_tensor_per_projection_are_no_tensors_of_their_own(tmp_pa
 def test_a_draft_model_beside_windows_is_refused_by_name(checkpoint: tuple[Path, Any]) -> None:
     if not any(group.each.window for group in load_runner(str(checkpoint[0])).facts.kv_groups):
         pytest.skip("it has none")
-    from trimtab_engine.config.speculation import SpeculativeConfig
     from trimtab_engine.device.device import Device
     from trimtab_engine.runner.model_runner import ModelRunner
     from trimtab_engine.speculative.loading import Speculation

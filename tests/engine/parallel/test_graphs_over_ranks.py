@@ -31,6 +31,8 @@ DRAFTS = {
     "num_speculative_tokens_cap": 3,
 }
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
+SEVERAL_GROUPS = {"num_gpu_blocks_override": 48, "max_num_batched_tokens_cap": 24}
+"""Blocks for one or two requests, of which windows hold part."""
 EPLB = {"eplb": EplbConfig(window_size=16, step_interval=8, num_redundant_experts=4)}
 LAZY = {"compilation": CompilationConfig(cudagraph_lazy_capture=True)}
 ONLY_FULL = {"compilation": CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)}
@@ -58,6 +60,9 @@ def kinds(steps: list[StepStats]) -> set[str]:
         pytest.param("dense", TP2 | PP2 | ONLY_FULL, id="dense tp2 pp2, only decodes"),
         pytest.param("moe", TP2 | EP | OVERLAPPED, id="moe tp2 ep overlapped"),
         pytest.param("skewed", TP2 | EP | EPLB | OVERLAPPED, id="skewed moe tp2 ep balanced"),
+        pytest.param("windows", TP2 | OVERLAPPED | SWAP | SEVERAL_GROUPS, id="windows tp2 overlapped, swapping"),
+        pytest.param("sinks", TP2 | EP | DRAFTS | SEVERAL_GROUPS, id="sinks tp2 ep with drafts"),
+        pytest.param("chunks", PP2 | SEVERAL_GROUPS, id="chunks pp2"),
     ],
 )
 def test_tokens_equal_those_of_one_rank(
@@ -76,7 +81,7 @@ def test_tokens_equal_those_of_one_rank(
         expected[model] = serve(start(models[model]), asked)
     steps: list[StepStats] = []
     with steps_of_a_device(notes):
-        engine = start(models[model], **tight, **layout)
+        engine = start(models[model], **(tight | layout))
         assert serve(engine, asked, steps) == expected[model]
         assert serve(engine, asked, steps) == expected[model], "again, with whatever the cache has kept"
         engine.close()

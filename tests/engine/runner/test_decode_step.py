@@ -24,7 +24,7 @@ def a_batch(*requests: Request, ahead: int = 0) -> Batch:
 
 
 def laid_out(batch: Batch) -> DecodeStep:
-    return DecodeLayout().lay_out(batch)
+    return DecodeLayout(BLOCK_SIZE).lay_out(batch)
 
 
 def test_the_columns_are_what_any_step_is_laid_out_to() -> None:
@@ -35,7 +35,7 @@ def test_the_columns_are_what_any_step_is_laid_out_to() -> None:
     assert step.token_ids.tolist() == expected.token_ids
     assert step.positions.tolist() == expected.positions
     assert step.sampled.tolist() == expected.sampled
-    assert step.tables == [table for table, _ in expected.groups[0].decodes]
+    assert step.groups[0].tables == [table for table, _ in expected.groups[0].decodes]
     assert step.shape == expected.shape
     assert list(step.written_slots(BLOCK_SIZE)) == list(expected.written_slots(BLOCK_SIZE))
     assert step.num_context_tokens == batch.num_context_tokens
@@ -43,7 +43,7 @@ def test_the_columns_are_what_any_step_is_laid_out_to() -> None:
 
 
 def test_the_order_is_kept_while_the_requests_are_the_same() -> None:
-    layout, requests = DecodeLayout(), [a_decode("a", 3), a_decode("b", 9)]
+    layout, requests = DecodeLayout(BLOCK_SIZE), [a_decode("a", 3), a_decode("b", 9)]
     first, second = layout.lay_out(a_batch(*requests)), layout.lay_out(a_batch(*requests, ahead=1))
     assert second.by is first.by
     assert second.positions.tolist() == [9, 3]
@@ -60,10 +60,10 @@ def test_a_rope_takes_tokens_behind_images_to_be_elsewhere() -> None:
 
 
 def test_a_table_that_was_exchanged_is_the_one_that_is_read() -> None:
-    layout, request = DecodeLayout(), a_decode("a", 3)
+    layout, request = DecodeLayout(BLOCK_SIZE), a_decode("a", 3)
     layout.lay_out(a_batch(request))
     request.block_tables[0] = [7, 8, 9]
-    assert layout.lay_out(a_batch(request)).tables == [[7, 8, 9]]
+    assert layout.lay_out(a_batch(request)).groups[0].tables == [[7, 8, 9]]
 
 
 def test_behind_a_step_of_the_same_requests_all_tokens_are_on_the_device() -> None:

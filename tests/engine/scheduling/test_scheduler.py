@@ -18,6 +18,7 @@ from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
+from trimtab_engine.scheduling.sight import SEES_ALL, Sight
 from trimtab_engine.scheduling.swap_space import SwapSpace
 
 EOS = 2
@@ -37,10 +38,11 @@ def a_scheduler(
     swap: int = 0,
     caching: bool = False,
     stages: int = 1,
+    sights: tuple[Sight, ...] = (SEES_ALL,),
     **policy: Any,
 ) -> Scheduler:
     return Scheduler(
-        BlockManager(blocks, cap or blocks, BLOCK_SIZE, SwapSpace(swap, swap)),
+        BlockManager(blocks, cap or blocks, BLOCK_SIZE, SwapSpace(swap, swap), sights=sights),
         SchedulingPolicy(max_num_seqs=seqs, max_num_batched_tokens=tokens, enable_prefix_caching=caching, **policy),
         max_model_len=length,
         enable_chunked_prefill=chunked,
@@ -202,6 +204,26 @@ def test_guesses_take_what_everything_known_has_left() -> None:
     held = [(s.request.request_id, s.num_tokens, len(s.draft_token_ids)) for s in batch.sequences]
     assert held == [("a", 4, 3), ("b", 1, 0), ("c", 1, 0), ("d", 1, 0), ("late", 5, 0)]
     assert batch.num_tokens == 12
+
+
+@pytest.mark.parametrize("sight", [Sight(6), Sight(6, is_chunked=True)], ids=["window", "chunks"])
+def test_a_window_lets_go_of_blocks_though_guesses_always_stand(sight: Sight) -> None:
+    """Then the room for known tokens is there already, and nobody asks for it."""
+    scheduler = a_scheduler(200, tokens=12, length=80, num_speculative_tokens=4, sights=(sight, SEES_ALL))
+    request = a_request("a", 2, max_tokens=70, ignore_eos=True)
+    add(scheduler, request)
+    held = []
+    while not scheduler.is_idle:
+        request.draft_token_ids = [WORD] * 4
+        batch = scheduler.schedule(0.0)
+        held.append(len(request.block_tables[0]))
+        tokens: list[int | list[int]] = [
+            [WORD] * (1 + len(s.draft_token_ids)) if s.draft_token_ids else WORD for s in batch.sequences
+        ]
+        scheduler.update(batch, tokens, 0.0)
+        scheduler.check_integrity()
+    assert len(held) > 10
+    assert max(held) <= sight.num_blocks(72, BLOCK_SIZE, 5)
 
 
 def test_guesses_starve_nobody_where_they_would_take_the_whole_budget() -> None:

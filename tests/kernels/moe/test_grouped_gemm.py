@@ -32,6 +32,16 @@ def test_each_slot_is_multiplied_by_its_expert(rows_per_a: int, dtype: torch.dty
             )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_each_row_gets_its_expert_s_bias(dtype: torch.dtype) -> None:
+    a, b, bias = torch.randn(5, 70).to(dtype), torch.randn(3, 45, 70).to(dtype), torch.randn(3, 45).to(dtype)
+    config = GemmConfig(16, 32, 32, 2, 4, 2)
+    plain, ours = (grouped_gemm_triton(a, b, aligned(), 10, config, torch.float32, bias=x) for x in (None, bias))
+    for slot, expert in enumerate(chain.from_iterable(EXPERTS)):
+        if expert >= 0:
+            assert torch.equal(ours[slot], plain[slot] + bias[expert].float())
+
+
 def test_float8_weights_are_scaled_by_blocks() -> None:
     a, b = torch.randn(5, 256).to(FLOAT8), torch.randn(3, 140, 256).to(FLOAT8)
     a_scales, b_scales = torch.rand(5, 2) + 0.1, torch.rand(3, 2, 2) + 0.1

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting, route_by_sigmoid
+from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting, route_by_sigmoid, route_by_sigmoid_triton
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -28,3 +28,41 @@ def test_experts_are_the_best_of_the_best_groups_by_score_and_bias(
 def test_without_a_bias_logits_decide_where_scores_are_rounded_alike() -> None:
     _, experts = route_by_sigmoid(torch.tensor([[40.0, 42.0, 41.0]]), 2, False, SigmoidRouting())
     assert experts.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "num_groups", "num_top_groups"),
+    [(1, 1, 1, 1), (6, 1, 1, 1), (6, 2, 3, 2), (16, 1, 1, 1), (200, 3, 5, 2), (256, 8, 8, 4)],
+)
+def test_the_kernel_matches_the_reference(
+    num_experts: int, top_k: int, num_groups: int, num_top_groups: int, has_bias: bool, renormalize: bool
+) -> None:
+    generator = torch.Generator().manual_seed(num_experts)
+    logits = torch.randn(5, num_experts, generator=generator)
+    bias = torch.randn(num_experts, generator=generator) if has_bias else None
+    routing = SigmoidRouting(bias=bias, num_groups=num_groups, num_top_groups=num_top_groups, factor=2.5)
+    weights, experts = route_by_sigmoid_triton(logits, top_k, renormalize, routing)
+    expected_weights, expected = route_by_sigmoid(logits, top_k, renormalize, routing)
+    assert torch.equal(experts.long(), expected)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+
+
+def test_experts_get_their_local_index() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
+    _, experts = route_by_sigmoid_triton(logits, 3, True, SigmoidRouting(), torch.tensor([0, -1, 1, -5]))
+    assert experts.tolist() == [[-1, 1, -1]]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize("routing", [SigmoidRouting(), SigmoidRouting(num_groups=3, num_top_groups=2)], ids=str)
+@pytest.mark.parametrize("wrong", [[1], [0, 5], range(6)])
+def test_a_token_with_nan_among_its_logits_gets_experts_that_exist_and_nan_for_weights(
+    wrong: list[int], routing: SigmoidRouting
+) -> None:
+    logits = torch.randn(3, 6)
+    logits[1, wrong] = torch.nan
+    weights, experts = route_by_sigmoid_triton(logits, 2, True, routing)
+    assert bool(((experts >= 0) & (experts < 6)).all())
+    assert weights.isnan().tolist() == [[False, False], [True, True], [False, False]]

@@ -34,6 +34,7 @@ from trimtab_engine.sampling.failures import failures_of
 from trimtab_engine.sampling.sampler import SampledTokens, TokenMasks, apply_masks
 from trimtab_engine.sampling.token_table import DeviceRow
 from trimtab_engine.scheduling.sampling import TokenLogprobs
+from trimtab_engine.scheduling.sight import SEES_ALL, Sight
 from trimtab_engine.scheduling.step_inputs import NO_INPUTS, StepInputs
 
 TOKEN_BYTES, LOGIT_BYTES = 8, 4
@@ -67,6 +68,8 @@ class StepLimits:
     block_size: int
     num_axes: int = 1
     """Positions of each token: over time, height and width where a rope tells them apart."""
+    sights: tuple[Sight, ...] = (SEES_ALL,)
+    """How far the tokens of each KV group see."""
 
     def capacity(self, max_tokens: int) -> Capacity:
         """How large buffers are for steps of up to so many tokens."""
@@ -74,9 +77,15 @@ class StepLimits:
             max_tokens=max_tokens,
             max_seqs=min(self.max_num_seqs, max_tokens),
             max_rows=min(self.max_num_rows, max_tokens),
-            max_blocks=-(-self.max_model_len // self.block_size),
+            max_blocks=tuple(self._max_blocks(sight) for sight in self.sights),
+            chunked=frozenset(group for group, sight in enumerate(self.sights) if sight.is_chunked),
             num_axes=self.num_axes,
         )
+
+    def _max_blocks(self, sight: Sight) -> int:
+        """Of one table: a window gives a block back when the next one is wanted, and so may be one late."""
+        held = sight.num_blocks(self.max_model_len, self.block_size, self.max_num_batched_tokens)
+        return min(held + 1, -(-self.max_model_len // self.block_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +159,8 @@ class DeviceSteps:
         self._large = StepBuffers(largest, self._seated, device)
         most = plan.max_tokens
         self._small = StepBuffers(limits.capacity(most), self._seated, device) if most else self._large
-        self._batch = self._small.uniform_batch(0, 1)
-        """The batch of the step at hand: what attention outside of graphs reads."""
+        self._batches = self._small.uniform_batches(0, 1)
+        """The batches of the step at hand, per KV group: what attention outside of graphs reads."""
         heads = (max(plan.piecewise, default=0), shape.num_heads, shape.head_size)
         self._query = torch.zeros(heads, dtype=shape.dtype, device=device)
         self._attended = torch.zeros_like(self._query)
@@ -168,7 +177,7 @@ class DeviceSteps:
     @property
     def num_bytes(self) -> int:
         """Bytes of the fixed buffers on the device; graphs are not included."""
-        own = [self._query, self._attended, self._hidden, self.last_tokens, self._seated.rows]
+        own = [self._query, self._attended, self._hidden, self.last_tokens, self._seated.whole]
         own += [] if self._before is None else [self._before]
         buffers = {id(b): b.num_bytes for b in (self._large, self._small)}
         sampling = 0 if self.sampler is None else self.sampler.num_bytes
@@ -186,8 +195,8 @@ class DeviceSteps:
     def warm_up(self) -> None:
         """Compile what steps of any size need, by steps of nothing but padding."""
         for rows in warm_up_sizes(self._limits.max_num_batched_tokens):
-            self._batch = self._large.fill(NO_INPUTS, (), GraphKey(rows), self._limits.block_size)
-            self._forward(self._large, rows, self._metadata(self._large, rows, self._batch, is_padded=True))
+            self._batches = self._large.fill(NO_INPUTS, (), GraphKey(rows), self._limits.block_size)
+            self._forward(self._large, rows, self._metadata(self._large, rows, self._batches, is_padded=True))
         if self.sampler is not None:
             self.sampler.warm_up(self.last_tokens, self._hidden.dtype)
 
@@ -202,16 +211,16 @@ class DeviceSteps:
     def capture(self, key: GraphKey) -> None:
         """Record one graph, on inputs that are all padding: no block is written."""
         rows, buffers = key.num_tokens, self._small
-        self._batch = buffers.fill(NO_INPUTS, (), key, self._limits.block_size)
+        self._batches = buffers.fill(NO_INPUTS, (), key, self._limits.block_size)
 
         def run(outside: Outside) -> None:
             if key.tokens_per_sequence is None:
                 metadata = self._metadata(buffers, rows, None, is_padded=True, outside=outside)
             else:
-                batch = buffers.uniform_batch(rows, key.tokens_per_sequence)
-                metadata = self._metadata(buffers, rows, batch, is_padded=True)
+                batches = buffers.uniform_batches(rows, key.tokens_per_sequence)
+                metadata = self._metadata(buffers, rows, batches, is_padded=True)
             before = None if self._before is None else self._before[:rows]
-            hidden = self._model.compute(*self._inputs(buffers, rows), self._kv_cache, [metadata], before=before)
+            hidden = self._model.compute(*self._inputs(buffers, rows), self._kv_cache, metadata, before=before)
             self._hidden[:rows].copy_(hidden)
 
         run(lambda call: call())  # compiles, and lets libraries allocate: neither may happen while recording
@@ -261,15 +270,15 @@ class DeviceSteps:
         if isinstance(choice, Eager):
             self._counts.eager[choice.value] = self._counts.eager.get(choice.value, 0) + 1
             buffers, rows = self._large, shape.num_tokens
-            batch = buffers.fill(inputs, feed, GraphKey(rows), self._limits.block_size)
-            metadata = self._metadata(buffers, rows, batch, is_padded=rows > num_tokens)
+            batches = buffers.fill(inputs, feed, GraphKey(rows), self._limits.block_size)
+            metadata = self._metadata(buffers, rows, batches, is_padded=rows > num_tokens)
             hidden = self._forward(buffers, rows, metadata, placed)
         else:
             assert placed is None  # a shape with items has no graph
             if choice not in self._graphs:
                 self.capture(choice)
             buffers = self._small
-            self._batch = buffers.fill(inputs, feed, choice, self._limits.block_size)
+            self._batches = buffers.fill(inputs, feed, choice, self._limits.block_size)
             if self._before is not None:
                 self._model.receive(self._before[: choice.num_tokens])
             self._graphs[choice]()
@@ -305,9 +314,9 @@ class DeviceSteps:
             self._tensor.broadcast(self.last_tokens[: 1 + max(row for _, row in feed)])
 
     def _forward(
-        self, buffers: StepBuffers, rows: int, metadata: AttentionMetadata, placed: Placed | None = None
+        self, buffers: StepBuffers, rows: int, metadata: list[AttentionMetadata], placed: Placed | None = None
     ) -> torch.Tensor:
-        return self._model.forward(*self._inputs(buffers, rows), self._kv_cache, [metadata], placed=placed)
+        return self._model.forward(*self._inputs(buffers, rows), self._kv_cache, metadata, placed=placed)
 
     def _inputs(self, buffers: StepBuffers, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids, some of which are known here only, and positions."""
@@ -320,22 +329,34 @@ class DeviceSteps:
         self,
         buffers: StepBuffers,
         rows: int,
-        batch: PagedBatch | None,
+        batches: list[PagedBatch] | None,
         *,
         is_padded: bool = False,
         outside: Outside | None = None,
-    ) -> AttentionMetadata:
-        slots = buffers.longs["slots"][:rows]
-        if outside is None:
-            return AttentionMetadata(rows, slots, (), (), batch, is_padded=is_padded)
+    ) -> list[AttentionMetadata]:
+        """Per KV group; without batches attention runs `outside`, on those of the step at hand."""
 
-        def attend_outside(query: torch.Tensor, attend: Attend) -> torch.Tensor:
-            kept, attended = self._query[:rows], self._attended[:rows]
-            kept.copy_(query)
-            outside(lambda: _discard(attend(kept, self._batch, attended)))
-            return attended
+        def of_group(group: int, sight: Sight) -> AttentionMetadata:
+            def attend_outside(query: torch.Tensor, attend: Attend) -> torch.Tensor:
+                assert outside is not None
+                kept, attended = self._query[:rows], self._attended[:rows]
+                kept.copy_(query)
+                outside(lambda: _discard(attend(kept, self._batches[group], attended)))
+                return attended
 
-        return AttentionMetadata(rows, slots, (), (), is_padded=is_padded, outside=attend_outside)
+            return AttentionMetadata(
+                rows,
+                buffers.slots[group][:rows],
+                (),
+                (),
+                None if batches is None else batches[group],
+                is_padded=is_padded,
+                outside=None if outside is None else attend_outside,
+                window=None if sight.is_chunked else sight.window,
+                chunk_size=sight.window if sight.is_chunked else None,
+            )
+
+        return [of_group(group, sight) for group, sight in enumerate(self._limits.sights)]
 
 
 def warm_up_sizes(most: int) -> list[int]:

@@ -10,6 +10,10 @@ device       | token_ids positions slots sources sampled | seq_lens query_starts
 Block tables stay on the device (seated_tables.py): the new blocks go into the seats' rows, then the rows of the step's
 sequences are gathered in their order. Both happen on the device.
 
+Slots, lengths, seats and tables are there once per KV group: where a window has let go of blocks, a table, and what is
+counted in it, begins behind them. Groups whose tokens see chunks of positions also say how many tokens those are
+(`gone`).
+
 There are two pinned buffers, taken in turn: the host writes one while the device may still read the other, and waits
 only for a copy that was begun two steps ago.
 
@@ -29,7 +33,7 @@ from trimtab_kernels.paged_batch import PagedBatch
 from trimtab_engine.device.transfer import Leading, Mark, copy_to_device, pinned_bytes, send_together
 from trimtab_engine.runner.decode_step import KNOWN, DecodeStep
 from trimtab_engine.runner.graphs.plan import GraphKey
-from trimtab_engine.runner.graphs.seated_tables import NewBlocks, SeatedTables
+from trimtab_engine.runner.graphs.seated_tables import NewBlocks, SeatedTables, all_new
 from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs
 
 Array = np.ndarray[Any, Any]
@@ -38,40 +42,50 @@ Feed = Sequence[tuple[int, int]]
 NO_SLOT = -1
 NEW_BLOCK_BYTES = 8 + 4  # its place, int64, and itself, int32
 NEW_PER_SEQUENCE, MORE_NEW = 2, 1024  # new blocks that travel with a step; more, as prompts bring, travel apart
+PER_GROUP = ("seq_lens", "seats", "gone")
+"""Of the int32 values those that each KV group has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The largest step that fits. `max_blocks`: of one sequence's block table. `num_axes`: positions of each token."""
+    """The largest step that fits. `max_blocks`: of one sequence's block table, per KV group; `chunked`: the groups
+    whose tokens see chunks of positions; `num_axes`: positions of each token."""
 
     max_tokens: int
     max_seqs: int
     max_rows: int
-    max_blocks: int
+    max_blocks: tuple[int, ...]
+    chunked: frozenset[int] = frozenset()
     num_axes: int = 1
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.max_blocks)
 
     @property
     def max_new_blocks(self) -> int:
         """How many new blocks travel in the step's one copy."""
-        return NEW_PER_SEQUENCE * self.max_seqs + MORE_NEW
+        return NEW_PER_SEQUENCE * self.max_seqs * self.num_groups + MORE_NEW
 
     @property
     def longs(self) -> dict[str, int]:
         """int64 values by name."""
         # Even counts: every part starts on 16 bytes, as kernels were compiled for.
         tokens, rows = self.max_tokens + self.max_tokens % 2, self.max_rows + self.max_rows % 2
-        positions = tokens * self.num_axes  # one axis after the other
-        return {"token_ids": tokens, "positions": positions, "slots": tokens, "sources": tokens, "sampled": rows}
+        positions, slots = tokens * self.num_axes, self.num_groups * tokens  # one axis, or group, after the other
+        return {"token_ids": tokens, "positions": positions, "slots": slots, "sources": tokens, "sampled": rows}
 
     @property
     def ints(self) -> dict[str, int]:
         """int32 values by name."""
         seqs = -(-self.max_seqs // 4) * 4  # likewise
-        return {"seq_lens": seqs, "query_starts": seqs + 4, "seats": seqs}
+        of_groups = self.num_groups * seqs
+        gone = of_groups if self.chunked else 0
+        return {"seq_lens": of_groups, "query_starts": seqs + 4, "seats": of_groups, "gone": gone}
 
 
 class StepBuffers:
-    """The inputs of one step at a time, for steps up to `capacity`, of a model whose layers are one KV group."""
+    """The inputs of one step at a time, for steps up to `capacity`."""
 
     def __init__(self, capacity: Capacity, seated: SeatedTables, device: torch.device) -> None:
         self._capacity, self._seated = capacity, seated
@@ -84,8 +98,13 @@ class StepBuffers:
         self.longs = _views(self._bytes[: 8 * num_longs].view(torch.int64), capacity.longs)
         self.sampled = Leading(self.longs["sampled"])
         self.ints = _views(self._bytes[8 * num_longs : self._fixed_bytes].view(torch.int32), capacity.ints)
-        self._tables = torch.zeros(capacity.max_seqs, capacity.max_blocks, dtype=torch.int32, device=device)
-        self._uniform: dict[tuple[int, int], PagedBatch] = {}
+        self.slots = self.longs["slots"].view(capacity.num_groups, -1)
+        """[KV groups, tokens]"""
+        self._per_group = {name: self.ints[name].view(capacity.num_groups, -1) for name in PER_GROUP}
+        self._tables = [
+            torch.zeros(capacity.max_seqs, width, dtype=torch.int32, device=device) for width in capacity.max_blocks
+        ]
+        self._uniform: dict[tuple[int, int], list[PagedBatch]] = {}
         """Batches of equal sequences: what they say does not change, and where the rest is does not, either."""
 
     def positions(self, rows: int) -> torch.Tensor:
@@ -96,38 +115,46 @@ class StepBuffers:
     @property
     def num_bytes(self) -> int:
         """On the device, but for the seated tables, which several buffers share."""
-        return self._bytes.nbytes + self._tables.nbytes
+        return self._bytes.nbytes + sum(tables.nbytes for tables in self._tables)
 
-    def fill(self, inputs: StepInputs | DecodeStep, feed: Feed, key: GraphKey | None, block_size: int) -> PagedBatch:
-        """Write a step's inputs and start their copy. Returns the step as attention takes it: with `key` up to its
-        size. Raises ValueError where the step is larger than the capacity."""
-        own = Sequences.of(inputs)
-        num_tokens, num_seqs = inputs.num_tokens, len(own.tables)
+    def fill(
+        self, inputs: StepInputs | DecodeStep, feed: Feed, key: GraphKey | None, block_size: int
+    ) -> list[PagedBatch]:
+        """Write a step's inputs and start their copy. Returns the step as attention takes it, per KV group: with `key`
+        up to its size. Raises ValueError where the step is larger than the capacity."""
+        groups = sequences_of(inputs, self._capacity)
+        num_tokens, num_seqs = inputs.num_tokens, len(groups[0].tables)
         if num_tokens > self._capacity.max_tokens or num_seqs > self._capacity.max_seqs:
             raise ValueError(f"{num_tokens} tokens of {num_seqs} sequences do not fit {self._capacity}")
         host = self._next_host()
         rows = num_tokens if key is None else key.num_tokens
         host.write_tokens(inputs, feed, rows)
-        newest, offsets = np.divmod(own.lengths - 1, block_size)  # where each one's newest token is: block, and place
-        counts = newest + 1
-        seats, new = self._seated.seat(own.tables, counts)
-        decodes = slice(own.num_decodes)
-        blocks = self._seated.blocks_of(seats[decodes], newest[decodes])
-        host.write_slots(own, rows, blocks * block_size + offsets[decodes], block_size)
         per_sequence = None if key is None else key.tokens_per_sequence
         padded_seqs = num_seqs if per_sequence is None else rows // per_sequence
         padding_length = per_sequence if per_sequence is not None and per_sequence > 1 else 0
-        host.write_sequences(own, padded_seqs, padding_length)
-        host.write_seats(seats, self._seated.empty_seat, padded_seqs)
-        width = int(counts.max(initial=0))
-        if padded_seqs > num_seqs:
-            width = max(width, -(-padding_length // block_size))
-        self._to_device(host, new, padded_seqs, width)
+        least_width = -(-padding_length // block_size) if padded_seqs > num_seqs else 0
+        host.write_starts(groups[0].chunks)
+        news, widths = [], []
+        for number, own in enumerate(groups):
+            newest, offsets = np.divmod(own.lengths - 1, block_size)  # each one's newest token: its block, its place
+            counts = newest + 1
+            most = int(counts.max(initial=0))
+            if most > self._capacity.max_blocks[number]:  # they would lie in the next seat's row
+                raise ValueError(f"a table of {most} blocks does not fit {self._capacity}")
+            seats, new = self._seated.seat(number, own.tables, counts)
+            decodes = slice(own.num_decodes)
+            blocks = self._seated.blocks_of(number, seats[decodes], newest[decodes])
+            host.write_slots(number, own, rows, blocks * block_size + offsets[decodes], block_size)
+            host.write_sequences(number, own, padded_seqs, padding_length)
+            host.write_seats(number, seats, self._seated.empty_seat, padded_seqs)
+            news.append(new)
+            widths.append(max(most, least_width))
+        self._to_device(host, all_new(news), padded_seqs, widths)
         if per_sequence is not None:
-            return self.uniform_batch(rows, per_sequence)
-        return self._batch(num_tokens, own)
+            return self.uniform_batches(rows, per_sequence)
+        return self._batches(num_tokens, groups[0])
 
-    def _to_device(self, host: "_Host", new: NewBlocks, num_seqs: int, width: int) -> None:
+    def _to_device(self, host: "_Host", new: NewBlocks, num_seqs: int, widths: Sequence[int]) -> None:
         """Begin the copy of what the host has written, and what the device makes of it."""
         count = len(new)
         travels_along = count <= self._capacity.max_new_blocks
@@ -144,38 +171,49 @@ class StepBuffers:
             told = [torch.tensor(new.places), torch.tensor(new.blocks)]
             places, blocks = send_together(told, self._bytes.device)
         if count:
-            self._seated.rows.view(-1).index_copy_(0, places, blocks)
-        if num_seqs and width:
-            rows, tables = self._seated.rows[:, :width], self._tables[:num_seqs, :width]
-            torch.index_select(rows, 0, self.ints["seats"][:num_seqs], out=tables)
+            self._seated.whole.index_copy_(0, places, blocks)
+        for group, width in enumerate(widths):
+            if num_seqs and width:
+                rows, tables = self._seated.rows[group][:, :width], self._tables[group][:num_seqs, :width]
+                torch.index_select(rows, 0, self._per_group["seats"][group][:num_seqs], out=tables)
 
-    def uniform_batch(self, rows: int, tokens_per_sequence: int) -> PagedBatch:
-        """A batch of equally many rows per sequence, as a whole-decode graph reads it."""
+    def uniform_batches(self, rows: int, tokens_per_sequence: int) -> list[PagedBatch]:
+        """Per KV group a batch of equally many rows per sequence, as a whole-decode graph reads it."""
         key = rows, tokens_per_sequence
-        batch = self._uniform.get(key)
-        if batch is None:
-            batch = self._uniform[key] = self._new_uniform_batch(*key)
-        return batch
+        batches = self._uniform.get(key)
+        if batches is None:
+            batches = self._uniform[key] = self._new_uniform_batches(*key)
+        return batches
 
-    def _new_uniform_batch(self, rows: int, tokens_per_sequence: int) -> PagedBatch:
+    def _new_uniform_batches(self, rows: int, tokens_per_sequence: int) -> list[PagedBatch]:
         num_seqs = rows // tokens_per_sequence
-        tables, lengths = self._tables[:num_seqs], self.ints["seq_lens"][:num_seqs]
         if tokens_per_sequence == 1:
-            return PagedBatch(rows, num_seqs, tables, lengths, self.ints["query_starts"][:1], 0)
+            return self._views_of(rows, num_seqs, num_seqs, self.ints["query_starts"][:1], 0)
         starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=self._bytes.device) * tokens_per_sequence
-        return PagedBatch(rows, 0, tables, lengths, starts, tokens_per_sequence)
+        return self._views_of(rows, num_seqs, 0, starts, tokens_per_sequence)
 
-    def _batch(self, num_tokens: int, own: "Sequences") -> PagedBatch:
+    def _batches(self, num_tokens: int, own: "Sequences") -> list[PagedBatch]:
         """Any mix of decodes and chunks, of exactly the step's size."""
-        num_decodes, num_seqs = own.num_decodes, len(own.tables)
-        return PagedBatch(
-            num_tokens=num_tokens,
-            num_decodes=num_decodes,
-            block_tables=self._tables[:num_seqs],
-            seq_lens=self.ints["seq_lens"][:num_seqs],
-            query_starts=self.ints["query_starts"][: len(own.chunks) + 1],
-            max_query_len=max((now for _, _, now in own.chunks), default=0),
-        )
+        starts = self.ints["query_starts"][: len(own.chunks) + 1]
+        longest = max((now for _, _, now in own.chunks), default=0)
+        return self._views_of(num_tokens, len(own.tables), own.num_decodes, starts, longest)
+
+    def _views_of(
+        self, num_tokens: int, num_seqs: int, num_decodes: int, query_starts: torch.Tensor, max_query_len: int
+    ) -> list[PagedBatch]:
+        lengths, gone = self._per_group["seq_lens"], self._per_group["gone"]
+        return [
+            PagedBatch(
+                num_tokens=num_tokens,
+                num_decodes=num_decodes,
+                block_tables=tables[:num_seqs],
+                seq_lens=lengths[group][:num_seqs],
+                query_starts=query_starts,
+                max_query_len=max_query_len,
+                gone=gone[group][:num_seqs] if group in self._capacity.chunked else None,
+            )
+            for group, tables in enumerate(self._tables)
+        ]
 
     def _next_host(self) -> "_Host":
         self._turn = 1 - self._turn
@@ -186,21 +224,34 @@ class StepBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """A step's sequences, decodes first: their block tables, and [sequences] how long they are with the new tokens."""
+    """A step's sequences in one KV group, decodes first: their block tables, and [sequences] how long they are with the
+    new tokens, and where it is asked for how many tokens lie before their tables."""
 
     tables: list[list[int]]
     lengths: Array
     num_decodes: int
     chunks: Sequence[tuple[list[int], int, int]]
+    gone: Array | list[int] | None = None
 
-    @classmethod
-    def of(cls, inputs: StepInputs | DecodeStep) -> "Sequences":
-        if isinstance(inputs, DecodeStep):
-            return cls(inputs.tables, inputs.positions + 1, len(inputs.tables), ())
-        own = inputs.groups[0]
-        lengths = [length for _, length in own.decodes] + [before + now for _, before, now in own.chunks]
-        tables = [table for table, _ in own.decodes] + [table for table, _, _ in own.chunks]
-        return cls(tables, np.array(lengths, np.int64), len(own.decodes), own.chunks)
+
+def sequences_of(inputs: StepInputs | DecodeStep, capacity: Capacity) -> list[Sequences]:
+    """Per KV group. Inputs of no sequence say nothing of groups."""
+    if isinstance(inputs, DecodeStep):
+        lengths, count = inputs.positions + 1, inputs.num_tokens
+        return [
+            Sequences(own.tables, lengths if own.gone is None else lengths - own.gone, count, (), own.gone)
+            for own in inputs.groups
+        ]
+    groups = inputs.groups if inputs.num_tokens else inputs.groups[:1] * capacity.num_groups
+    return [
+        _sequences(own, inputs.gone(own) if number in capacity.chunked else None) for number, own in enumerate(groups)
+    ]
+
+
+def _sequences(own: GroupInputs, gone: list[int] | None) -> Sequences:
+    lengths = [length for _, length in own.decodes] + [before + now for _, before, now in own.chunks]
+    tables = [table for table, _ in own.decodes] + [table for table, _, _ in own.chunks]
+    return Sequences(tables, np.array(lengths, np.int64), len(own.decodes), own.chunks, gone)
 
 
 class _Host:
@@ -215,6 +266,9 @@ class _Host:
         self._longs = _arrays(whole[: 8 * num_longs].view(np.int64), capacity.longs)
         self._positions = self._longs["positions"].reshape(capacity.num_axes, -1)
         self._ints = _arrays(whole[8 * num_longs : last].view(np.int32), capacity.ints)
+        self._slots = self._longs["slots"].reshape(capacity.num_groups, -1)
+        self._per_group = {name: self._ints[name].reshape(capacity.num_groups, -1) for name in PER_GROUP}
+        self._chunked = capacity.chunked
 
     def write_tokens(self, inputs: StepInputs | DecodeStep, feed: Feed, rows: int) -> None:
         """Token by token, padded to `rows`."""
@@ -232,9 +286,9 @@ class _Host:
             sources[pairs[:, 0]] = pairs[:, 1]
         self._longs["sampled"][: inputs.num_sampled] = inputs.sampled
 
-    def write_slots(self, own: Sequences, rows: int, of_decodes: Array, block_size: int) -> None:
+    def write_slots(self, group: int, own: Sequences, rows: int, of_decodes: Array, block_size: int) -> None:
         """Where each token's keys and values go, padded to `rows`."""
-        slots, count = self._longs["slots"], len(of_decodes)
+        slots, count = self._slots[group], len(of_decodes)
         slots[:count] = of_decodes
         if own.chunks:
             of_chunks = GroupInputs([], list(own.chunks)).slots(block_size)
@@ -242,19 +296,26 @@ class _Host:
             count += len(of_chunks)
         slots[count:rows] = NO_SLOT
 
-    def write_sequences(self, own: Sequences, padded_seqs: int, padding_length: int) -> None:
+    def write_sequences(self, group: int, own: Sequences, padded_seqs: int, padding_length: int) -> None:
         """Sequence by sequence, padded to `padded_seqs`."""
-        lengths, num_seqs = self._ints["seq_lens"], len(own.tables)
+        lengths, num_seqs = self._per_group["seq_lens"][group], len(own.tables)
         lengths[:num_seqs] = own.lengths
         lengths[num_seqs:padded_seqs] = padding_length
+        if group in self._chunked:
+            gone = self._per_group["gone"][group]
+            gone[:num_seqs] = own.gone
+            gone[num_seqs:padded_seqs] = 0
+
+    def write_starts(self, chunks: Sequence[tuple[list[int], int, int]]) -> None:
+        """Where each chunk's rows begin: the same in all groups."""
         starts = self._ints["query_starts"]
         starts[0] = 0
-        if own.chunks:
-            starts[1 : len(own.chunks) + 1] = np.cumsum([now for _, _, now in own.chunks], dtype=np.int32)
+        if chunks:
+            starts[1 : len(chunks) + 1] = np.cumsum([now for _, _, now in chunks], dtype=np.int32)
 
-    def write_seats(self, seats: Array, empty_seat: int, padded_seqs: int) -> None:
+    def write_seats(self, group: int, seats: Array, empty_seat: int, padded_seqs: int) -> None:
         """Whose rows the step's tables are."""
-        own, num_seqs = self._ints["seats"], len(seats)
+        own, num_seqs = self._per_group["seats"][group], len(seats)
         own[:num_seqs] = seats
         own[num_seqs:padded_seqs] = empty_seat
 

@@ -21,7 +21,7 @@ from trimtab_engine.device.transfer import Mark
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.family import Model
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.models.registry import family_of, parse_model_config
+from trimtab_engine.models.registry import family_of, kv_groups_of, parse_model_config
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.runner.graphs.device_steps import AttentionShape, DeviceSteps, StepLimits
@@ -64,6 +64,34 @@ MIXTURE = DENSE | {
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
     "mlp_only_layers": [],
+}
+WINDOW = DENSE | {"architectures": ["MistralForCausalLM"], "sliding_window": 24}
+LOCAL_AND_GLOBAL = DENSE | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+SINKS = MIXTURE | {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 8,
+    "intermediate_size": 32,
+    "sliding_window": 24,
+    "attention_bias": True,
+}
+CHUNKS = {key: value for key, value in MIXTURE.items() if key != "num_experts"} | {
+    "architectures": ["Llama4ForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 24,
+    "no_rope_layers": [1, 0],
+    "floor_scale": 16,
 }
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 WIDE_MIXTURE = MIXTURE | {"moe_intermediate_size": 128}  # whole fp8 blocks
@@ -124,8 +152,10 @@ def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype, ran
     source: Any = FakeSource(shapes)
     load = Loader(source, torch.bfloat16, CUDA, lambda count: None, stored)
     model = family_of(model_config.architecture).build(model_config, load, shard, groups)
+    kv_groups = [group.on_rank(shard.layers, ranks.layout.tensor) for group in kv_groups_of(model_config)]
     block = (64, BLOCK_SIZE, shard.num_kv_heads, 16)
-    keys, values = ([torch.empty(block, dtype=kv_dtype, device=CUDA) for _ in range(shard.num_layers)] for _ in "kv")
+    most = max(group.num_layers for group in kv_groups)
+    keys, values = ([torch.empty(block, dtype=kv_dtype, device=CUDA) for _ in range(most)] for _ in "kv")
     plan = plan_graphs(
         CompilationConfig(cudagraph_capture_sizes=(4, 8, 40)),
         enforce_eager=False,
@@ -135,7 +165,12 @@ def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype, ran
         num_drafts=2,
     )
     limits = StepLimits(
-        max_num_batched_tokens=64, max_num_seqs=8, max_num_rows=24, max_model_len=MAX_LEN, block_size=BLOCK_SIZE
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        max_num_rows=24,
+        max_model_len=MAX_LEN,
+        block_size=BLOCK_SIZE,
+        sights=tuple(group.sight for group in kv_groups),
     )
     sampler = DeviceSampler(304, (2,), max_num_seqs=8, device=CUDA)
     steps = DeviceSteps(
@@ -153,12 +188,13 @@ def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype, ran
     return steps, model
 
 
-def sequences(*spans: tuple[int, int]) -> list[ScheduledSequence]:
+def sequences(*spans: tuple[int, int], num_groups: int = 1) -> list[ScheduledSequence]:
     """(tokens before, tokens now) of each."""
     made = []
     for number, (before, now) in enumerate(spans):
         request = Request.of(str(number), [1] * (before + now), Sampling(), arrival_time=0.0)
-        request.block_tables[0] = list(range(1 + 4 * number, 5 + 4 * number))
+        request.block_tables = [list(range(1 + 4 * number, 5 + 4 * number))] * num_groups
+        request.num_gone = [0] * num_groups
         made.append(ScheduledSequence(request, before, now, samples=True))
     return made
 
@@ -166,7 +202,8 @@ def sequences(*spans: tuple[int, int]) -> list[ScheduledSequence]:
 def run_step(steps: DeviceSteps, model: Model, batch: list[ScheduledSequence], **sampling: Any) -> list[str]:
     """From inputs to tokens on their way, as Execution queues them; the kernels that were launched in the second of two
     steps, whose newest tokens the host does not know."""
-    inputs, _ = flatten(batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30)
+    num_groups = len(batch[0].request.block_tables)
+    inputs, _ = flatten(batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30, num_groups=num_groups)
     params = Sampling(**{"temperature": 0.0, **sampling})
     requests = [Request.of("r", [1, 5, 5], params, arrival_time=0.0) for _ in batch]
     for is_fed in (False, True):
@@ -192,6 +229,29 @@ def test_a_step_waits_for_nothing(config: dict[str, Any], spans: tuple[tuple[int
         steps, model = some_steps(config, tmp_path)
         launched = run_step(steps, model, sequences(*spans))
     assert {"_rope_and_cache", "_rms_norm"} <= set(launched), "the CUDA path was taken"
+    assert ("_paged_decode" in launched) == any(now == 1 for _, now in spans)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_groups", "kernels"),
+    [
+        (WINDOW, 1, {"_few_rows"}),
+        (LOCAL_AND_GLOBAL, 3, set()),
+        (SINKS, 2, {"_route", "_grouped_gemm"}),
+        (CHUNKS, 2, {"_route_by_sigmoid", "_grouped_gemm"}),
+    ],
+    ids=["window", "local and global", "sinks", "chunks"],
+)
+@pytest.mark.parametrize("spans", [DECODES, MIXED, LARGE, DRAFTS], ids=["decode", "mixed", "eager", "drafts"])
+def test_a_step_of_several_kv_groups_waits_for_nothing_either(
+    config: dict[str, Any], num_groups: int, kernels: set[str], spans: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    with a_fake_device():
+        steps, model = some_steps(config, tmp_path)
+        launched = run_step(steps, model, sequences(*spans, num_groups=num_groups))
+    assert len(steps._limits.sights) == num_groups
+    of_few_rows = {"_few_rows"} if spans in (MIXED, LARGE) else set()
+    assert {"_rope_and_cache", "_rms_norm", *(kernels - of_few_rows)} <= set(launched)
     assert ("_paged_decode" in launched) == any(now == 1 for _, now in spans)
 
 
