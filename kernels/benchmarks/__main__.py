@@ -68,6 +68,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder of gpu.json, .md and .svg")
     parser.add_argument("--only", default="", help="only rows whose name contains this")
     parser.add_argument("--resume", action="store_true", help="keep the rows of an earlier run on this device")
+    parser.add_argument("--kernels", action="store_true", help="only the kernels' rows: no engine, no long peers")
     parser.add_argument("--seed", type=int, default=None, help="of the random inputs (default: the clock)")
     parser.add_argument("--budget-seconds", type=float, default=RUN_SECONDS, help="after that the run has ended")
     parser.add_argument("--wheels", type=Path, default=Path("build/wheels"), help="folder with wheels that are missing")
@@ -77,6 +78,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def measure_ours(run: Run, seed: int) -> list[int]:
     """Exit codes of the parts. Kernels that the engine's turn cut off go on behind it."""
     kernels = ("kernel_rows", "--seed", str(seed))
+    if run.options.kernels:
+        return [run(*kernels)]
     codes = [run(*kernels, share=KERNELS_SHARE)]
     for number, group in enumerate(GROUPS):
         if group.wanted(run.options.only, run.report().has):
@@ -117,7 +120,7 @@ def main(arguments: list[str] | None = None, part: RunPart = run_part) -> int:
     clock = Clock(run.started, run.deadline, run.deadline)
     measured = sum("run" in row for row in report.rows.values()) - len(failed)  # a row may have peers alone
     clock.say(f"our own rows: {measured} measured, {len(failed)} failed")
-    unmeasured_peers = measure_peers(run, seed)
+    unmeasured_peers = [] if options.kernels else measure_peers(run, seed)
     if not write_pages(run.report(), options.output):
         clock.say("no picture: matplotlib is not installed")
     if OUT_OF_TIME in codes:

@@ -92,6 +92,12 @@ def test_a_part_alone_and_resumed(tmp_path: Path) -> None:
     assert parts.names() == ["limits", "kernel_rows", "limits", "kernel_rows"], "no row of the engine is called so"
 
 
+def test_kernels_alone(tmp_path: Path) -> None:
+    parts = Parts()
+    assert a_run(tmp_path, parts, "--kernels") == DONE
+    assert parts.names() == ["limits", "kernel_rows", "limits"]
+
+
 def test_peers_that_are_not_installed_are_noted_without_a_process(tmp_path: Path) -> None:
     parts = Parts()
     a_run(tmp_path, parts)
