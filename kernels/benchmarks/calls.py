@@ -1,7 +1,8 @@
 """`python3 -m benchmarks.calls gate|rows|rest`: the three commands of a borrowed GPU's half hour, each ten minutes.
 
-gate    is it right: mapped memory and swap, every kernel, the sanitizer, graphs, layouts, real sizes; nothing is
-        timed, so its steps run side by side in lanes, and what they compile is there for `rows` on the same machine
+gate    is it right: mapped memory and swap, graphs, layouts and images, which count the memory of the whole device and
+        so have it alone; then, side by side in lanes, as nothing is timed, every kernel, the sanitizer, the engine,
+        real sizes. What they compile is there for `rows` on the same machine
 rows    how fast is it: limits, kernels, engine, peers
 rest    what was not reached, then the tuner, and the float8 rows again with what it has found
 
@@ -46,8 +47,8 @@ SHAPES = "kernels/benchmarks/shapes"
 @dataclass(frozen=True, slots=True)
 class Step:
     """One command and the seconds that it may take at most. `needs`: a program that must be there, else the step is
-    left out and says so. `ok`: exit codes that are no failure. `lane`: from 1; steps of a lane run one after the other,
-    lanes side by side."""
+    left out and says so. `ok`: exit codes that are no failure. `lane`: from 1; steps of a lane run one after the other.
+    The first lane has the device alone, and when it has ended the others begin, side by side."""
 
     name: str
     command: tuple[str, ...]
@@ -92,14 +93,15 @@ def steps_of(call: str, output: Path, *, jobs: int) -> list[Step]:
     batches = ("--batch-size", "1", "32", "256", "1024", "4096", "--save-path", str(output / "configs"))
     rehearsal, beside = (("--output", str(output / folder)) for folder in ("engine", "kernels"))
     # Their rates say nothing: the device is shared. Memory for the tests beside it, and for what the kernels take.
-    engine = (PYTHON, "-m", "benchmarks.end_to_end", *rehearsal, "--gpu-memory-utilization", "0.4")
+    engine = (PYTHON, "-m", "benchmarks.end_to_end", *rehearsal, "--gpu-memory-utilization", "0.5")
     steps = {
         "gate": [
             Step("driver", ("nvidia-smi",), 20, needs="nvidia-smi"),
             Step("versions", (PYTHON, "-m", "benchmarks.machine", "gate"), 40),
             Step("mapped memory and swap", _pytest(f"{cuda}/test_mapped_memory.py", f"{cuda}/test_swap_cache.py"), 60),
-            Step("graphs", _pytest(f"{cuda}/test_graphs.py", jobs=min(jobs, 3)), 200),
-            Step("layouts", _pytest(f"{cuda}/test_layouts.py", f"{cuda}/test_images.py", jobs=min(jobs, 3)), 200),
+            Step("graphs", _pytest(f"{cuda}/test_graphs.py", jobs=1), 90),
+            Step("layouts", _pytest(f"{cuda}/test_layouts.py", jobs=min(jobs, 3)), 90),
+            Step("images", _pytest(f"{cuda}/test_images.py", jobs=1), 90),
             Step("kernels", _pytest(kernels, *without, jobs=jobs), 300, lane=2),
             Step("memcheck", (*sanitized, "--tool", "memcheck", *_pytest(*small, "-x")), 150, "compute-sanitizer",
                  lane=3),
@@ -162,7 +164,8 @@ def run_step(step: Step, log: Path, seconds: float, environment: Mapping[str, st
 def run_call(
     call: str, steps: list[Step], output: Path, say: Callable[[str], None], *, budget: float = CALL_SECONDS
 ) -> int:
-    """All steps within the budget, in their order in each lane. Exit code 0, 1 where one failed, 3 out of time."""
+    """All steps within the budget, in their order in each lane, the first lane before the others. Exit code 0, 1 where
+    one failed, 3 out of time."""
     output.mkdir(parents=True, exist_ok=True)
     lanes = sorted({step.lane for step in steps})
     logs = {lane: output / f"call-{call}{f'-{lane}' if lane > 1 else ''}.log" for lane in lanes}
@@ -190,8 +193,10 @@ def run_call(
                 (output / f"call-{call}.json").write_text(json.dumps(ended, indent=1) + "\n")
                 _archive(output / "configs", output / "configs.tar.gz")
 
-    with ThreadPoolExecutor(len(lanes)) as pool:
-        for ended in [pool.submit(run_lane, lane) for lane in lanes]:
+    alone, *beside = lanes
+    run_lane(alone)
+    with ThreadPoolExecutor(max(1, len(beside))) as pool:
+        for ended in [pool.submit(run_lane, lane) for lane in beside]:
             ended.result()
     for step in steps:
         if found[step.name].is_bad:

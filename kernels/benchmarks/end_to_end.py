@@ -51,12 +51,17 @@ RESTART = "a restart (process start to ready; random weights, so nothing is read
 WORKLOAD_TEMPERATURE = 0.6  # nano-vllm's
 
 
+class TooLittleMemory(Exception):
+    """The KV cache holds less than the batch: its requests never decode all at once."""
+
+
 def decode(engine: "Engine", batch: int, *, context: int = CONTEXT, steps: int = STEPS) -> float:
-    """Tokens/s of so many requests, once all of them decode. Each step returns when its tokens are on the host."""
+    """Tokens/s of so many requests, once all of them decode. Each step returns when its tokens are on the host. Raises
+    TooLittleMemory."""
     add(engine, decode_load(batch, context, steps))
     _until_all_decode(engine, batch)
     started = time.perf_counter()
-    outputs: list[StepOutputs] = [checked(engine.step()) for _ in range(steps)]
+    outputs = [_step_of_all(engine, batch) for _ in range(steps)]
     seconds = time.perf_counter() - started
     drop_all(engine)
     return sum(tokens_of(step) for step in outputs) / seconds
@@ -65,8 +70,22 @@ def decode(engine: "Engine", batch: int, *, context: int = CONTEXT, steps: int =
 def _until_all_decode(engine: "Engine", batch: int) -> None:
     decodes = 0
     while decodes < WARM_UP_STEPS:
-        stats = checked(engine.step()).stats
+        stats = _step_of_all(engine, batch).stats
         decodes = decodes + 1 if stats.kind == "decode" and stats.num_batch_requests == batch else 0
+
+
+def _step_of_all(engine: "Engine", batch: int) -> "StepOutputs":
+    """A step of requests that shall decode together. Raises TooLittleMemory where one is preempted, or where all have
+    ended one after the other."""
+    step = checked(engine.step()) if engine.has_work else None
+    if step is None or step.stats.preempted:
+        happened = "they ended one after the other" if step is None else "some were preempted"
+        blocks = f" of {step.stats.kv_blocks_total} blocks" if step else ""
+        raise TooLittleMemory(
+            f"{batch} requests cannot decode at once: the KV cache{blocks} is too small for them ({happened}); "
+            "give the engine more memory with a higher --gpu-memory-utilization"
+        )
+    return step
 
 
 def busy_share(engine: "Engine", batch: int) -> float:
@@ -77,7 +96,7 @@ def busy_share(engine: "Engine", batch: int) -> float:
     _until_all_decode(engine, batch)
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         for _ in range(PROFILED_STEPS):
-            checked(engine.step())
+            _step_of_all(engine, batch)
         torch.cuda.synchronize()
     drop_all(engine)
     events: list[Any] = recorded.events() or []
@@ -216,6 +235,7 @@ def start_and_measure(group: Group, rows: list[EngineRow], phase: Phase) -> list
     phase.report.begin(rows[0].name, seconds=phase.clock.seconds_for(START_SECONDS))
     with an_engine(group.shape, **memory) as engine:
         phase.clock.say(f"engine {group.shape.name} is ready after {seconds_since_start():.0f} s")
+        phase.report.drop_running()  # the start is what was begun: no row fails where no time is left for one
         return measure_rows(engine, rows, phase)
 
 

@@ -71,6 +71,10 @@ class _Step:
         self.num_bytes = sum(w.nbytes for layer in self.layers for w in layer.weights) + num_layers * keys
 
     def run(self) -> torch.Tensor:
+        with taking(Ways()):
+            return self._run()
+
+    def _run(self) -> torch.Tensor:
         hidden = self.hidden.copy_(self.start)
         for layer in self.layers:
             qkv = few_rows_triton(hidden, layer.qkv, norm=layer.norms[0], eps=EPS)
@@ -83,7 +87,7 @@ class _Step:
 
     def run_dependent(self) -> torch.Tensor:
         with taking(Ways(dependent_launches=True)):
-            return self.run()
+            return self._run()
 
     def reference(self) -> torch.Tensor:
         hidden, dtype = self.start.float(), self.start.dtype

@@ -12,6 +12,8 @@ from benchmarks.row import Row
 
 SPREAD, FLAT = 3.0, 0.5
 """Of normal logits: at 3, and 0.8 for temperature, the best of 128256 has one or two percent."""
+MASS_ERROR = 1e-4
+"""How far sums of probabilities may be apart."""
 
 
 def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
@@ -42,7 +44,8 @@ def _random(num_rows: int, vocab: int, top_k: int, top_p: float, spread: float, 
     most = torch.full((num_rows,), top_k, dtype=torch.int32, device=device)
     mass = torch.full((num_rows,), top_p, device=device)
     least = torch.zeros(num_rows, device=device)
-    draw = partial(sample_triton, logits, temperature, most, mass, least, torch.arange(num_rows, device=device))
+    limits = (logits, temperature, most, mass, least)
+    draw = partial(sample_triton, *limits, torch.arange(num_rows, device=device))
     flat = ", flat" if spread == FLAT else ""
     return Row(
         f"sample {num_rows}x{vocab}, top_k {top_k}, top_p {top_p}{flat}",
@@ -50,7 +53,7 @@ def _random(num_rows: int, vocab: int, top_k: int, top_p: float, spread: float, 
         logits.numel() * logits.itemsize,
         0.0,  # instructions bind, and how many there are hangs on the logits (docs/results/kernel-notes.md)
         partial(_tokens, draw),
-        partial(_tokens_that_are_kept, draw, partial(sample_reference, logits, temperature, most, mass, least)),
+        partial(tokens_that_may_be_drawn, draw, *limits),
         0.0,
         {"torch.sort": partial(torch.sort, logits, dim=-1)},
     )
@@ -60,9 +63,28 @@ def _tokens(draw: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tens
     return draw()[0]
 
 
-def _tokens_that_are_kept(
-    draw: Callable[[], tuple[torch.Tensor, torch.Tensor]], kept: Callable[[], torch.Tensor]
+def tokens_that_may_be_drawn(
+    draw: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """The tokens drawn, and NaN where the reference does not keep one."""
+    """The tokens drawn, and NaN where one may not be. Temperatures are above 0.
+
+    The reference drops by their order tokens that tie with one that it keeps; the kernel keeps ties, so a token may be
+    drawn whose logit is not below the smallest that the reference keeps. And where the mass of all those is top_p but
+    for MASS_ERROR, the next lower logit of what top-k and min-p leave may be drawn too: the reference sums up to 128256
+    float32 numbers, the kernel integers, and they may differ by a logit in where top_p is reached.
+    """
     tokens = draw()[0].unsqueeze(1)
-    return tokens.float().masked_fill(~kept().gather(1, tokens), float("nan")).squeeze(1)
+    limits = (temperature, top_k, top_p, min_p)
+    lowest = logits.masked_fill(~sample_reference(logits, *limits), float("inf")).amin(dim=-1, keepdim=True)
+    left = sample_reference(logits, temperature, top_k, torch.ones_like(top_p), min_p)
+    scaled = (logits.double() / temperature.unsqueeze(1)).masked_fill_(~left, float("-inf"))
+    mass = scaled.softmax(dim=-1).masked_fill_(logits < lowest, 0).sum(dim=-1)
+    lower = logits.masked_fill(~left | (logits >= lowest), float("-inf")).amax(dim=-1, keepdim=True)
+    is_at_the_border = ((mass - top_p).abs() <= MASS_ERROR) & (lower.squeeze(1) > float("-inf"))
+    least = torch.where(is_at_the_border.unsqueeze(1), lower, lowest)
+    return tokens.float().masked_fill(logits.gather(1, tokens) < least, float("nan")).squeeze(1)

@@ -13,6 +13,7 @@ residual += x Wᵀ + b        behind attention and MLP  (product + residual)
 ```
 So a layer takes six launches: these (twice the last), rotation with the KV cache, attention. The factor of a row's norm
 comes behind the product, because rows are whole only then: sum(w * v) / rms instead of sum(w * (v / rms)).
+A gated tile has as many rows of the gate's weights as of up's, so that one product computes both.
 k is split over programs until they fill the device. Each leaves its sums, and the one that comes last adds them up, in
 the order of the slices: equal inputs give equal outputs, and it is one launch.
 Bound by memory: the weights, once. Source: own.
@@ -31,14 +32,36 @@ from trimtab_kernels.rms_norm import rms_norm_reference
 
 MAX_ROWS = 16
 """The narrow side of a product of the matrix units."""
-OUTPUTS, COLUMNS, STAGES = 64, 128, 4
-"""Of a tile of weights, 16 KiB: three are under way while one is multiplied."""
-PROGRAMS_PER_SM = 2
 MIN_SLICE = 512
 PREFETCHED_LINES = tl.constexpr(8)
 """Of 128 bytes of each output of a program that has been started ahead: 64 KiB, four tiles."""
 SLICE_OVERHEAD = 256
 """What beginning and ending a slice costs, in columns of its weights; a guess that no GPU has judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Rows and columns of a tile of weights, stages of its pipeline, and programs that share a multiprocessor: at 64 x
+    128 in four stages, three tiles of 16 KiB are under way while one is multiplied."""
+
+    rows: int = 64
+    columns: int = 128
+    stages: int = 4
+    programs_per_sm: int = 2
+
+
+TILING = Tiling()
+"""Where a block has less shared memory than Hopper's."""
+PLAIN, NORMED, GATED = Tiling(64, 128, 6, 1), Tiling(64, 128, 3, 3), Tiling(128, 128, 3, 2)
+"""The fastest of 32 on an H200, at the shapes of Llama-3.1-8B: without a norm, with one, and gated."""
+HOPPER_SHARED_BYTES = 200 << 10
+
+
+def tiling_of(*, has_norm: bool, is_gated: bool, facts: DeviceFacts) -> Tiling:
+    """Which tiling a product takes."""
+    if facts.shared_bytes < HOPPER_SHARED_BYTES:
+        return TILING
+    return GATED if is_gated else NORMED if has_norm else PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +74,13 @@ class Split:
     slices: int
 
 
-def split_of(n: int, k: int, *, is_gated: bool, facts: DeviceFacts) -> Split:
+def split_of(n: int, k: int, *, is_gated: bool, facts: DeviceFacts, tiling: Tiling) -> Split:
     """Slices of k so that the last round of programs is full and slices are long."""
-    outputs = OUTPUTS // 2 if is_gated else OUTPUTS
-    tiles, at_once = cdiv(n, outputs), PROGRAMS_PER_SM * facts.num_sms
+    outputs = tiling.rows // 2 if is_gated else tiling.rows
+    tiles, at_once = cdiv(n, outputs), tiling.programs_per_sm * facts.num_sms
 
     def columns(slices: int) -> int:
-        return cdiv(cdiv(k, slices), COLUMNS) * COLUMNS
+        return cdiv(cdiv(k, slices), tiling.columns) * tiling.columns
 
     def cost(slices: int) -> int:
         return cdiv(tiles * slices, at_once) * (columns(slices) + SLICE_OVERHEAD)
@@ -85,37 +108,29 @@ def few_rows_reference(
 
 
 @jit
-def _weights_at(
-    weight: tl.tensor,
-    outputs: tl.tensor,
-    columns: tl.tensor,
-    last: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> tl.tensor:
-    """A tile of weights: whole in the middle of the matrix."""
-    inside = (outputs < N)[:, None] & (columns < last)[None, :]
-    return tl.load(weight + outputs[:, None].to(tl.int64) * K + columns[None, :], mask=inside, other=0.0)
-
-
-@jit
 def _prefetch(
     weight: tl.tensor,
-    outputs: tl.tensor,
+    weight_rows: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
-    N: tl.constexpr,
     K: tl.constexpr,
     LINES: tl.constexpr,
 ) -> None:
-    """A slice's first weights into the L2 cache, LINES lines of 128 bytes of each output; nothing waits for them."""
+    """A slice's first weights into the L2 cache, LINES lines of 128 bytes of each row; nothing waits for them."""
     width: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
     columns = tl.minimum(first + tl.arange(0, LINES) * width, last - 1)
-    places = weight + tl.minimum(outputs, N - 1)[:, None].to(tl.int64) * K + columns[None, :]
+    places = weight + weight_rows[:, None].to(tl.int64) * K + columns[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@jit
+def _at_columns(places: tl.tensor, columns: tl.tensor, last: tl.tensor, IS_WHOLE: tl.constexpr) -> tl.tensor:
+    """What is there; 0 behind the last column, where tiles are not whole."""
+    if IS_WHOLE:
+        return tl.load(places)
+    return tl.load(places, mask=columns < last, other=0.0)
 
 
 @jit
@@ -124,14 +139,14 @@ def _summed_slices(
     first: tl.tensor,
     rows: tl.tensor,
     num_rows: tl.tensor,
-    OUTPUTS: tl.constexpr,
+    TILE: tl.constexpr,
     SLICES: tl.constexpr,
 ) -> tl.tensor:
-    """[OUTPUTS, rows] of all slices from `first` on, in their order."""
-    outputs = tl.arange(0, OUTPUTS)
-    places = rows[None, :] * OUTPUTS + outputs[:, None]
-    is_real = (rows < num_rows)[None, :] & (outputs >= 0)[:, None]
-    size = rows.shape[0] * OUTPUTS
+    """[TILE, rows] of all slices from `first` on, in their order."""
+    own = tl.arange(0, TILE)
+    places = rows[None, :] * TILE + own[:, None]
+    is_real = (rows < num_rows)[None, :] & (own >= 0)[:, None]
+    size = rows.shape[0] * TILE
     sums = tl.load(parts + first * size + places, mask=is_real, other=0.0)
     for part in tl.range(1, SLICES):
         sums += tl.load(parts + (first + part) * size + places, mask=is_real, other=0.0)
@@ -147,7 +162,6 @@ def _few_rows(
     residual: tl.tensor,
     y: tl.tensor,
     parts: tl.tensor,
-    up_parts: tl.tensor,
     squares: tl.tensor,
     arrivals: tl.tensor,
     num_rows: tl.tensor,
@@ -156,90 +170,90 @@ def _few_rows(
     N: tl.constexpr,
     K: tl.constexpr,
     IS_GATED: tl.constexpr,
-    OUTPUTS: tl.constexpr,
+    TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     SLICE: tl.constexpr,
     SLICES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Program (tile of outputs, slice of k). DEPENDENT: it may begin before the kernel before it has ended."""
+    """Program (tile of TILE rows of weights, slice of k). DEPENDENT: it may begin before the kernel before it has
+    ended."""
     tile = tl.program_id(0)
     own_slice = tl.program_id(1)
-    outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    own = tl.arange(0, TILE)
+    outputs = tile * TILE + own
+    if IS_GATED:
+        outputs = tile * (TILE // 2) + own % (TILE // 2)
+    weight_rows = tl.minimum(outputs, N - 1)
+    if IS_GATED:
+        weight_rows += (own // (TILE // 2)) * N
+    first = own_slice * SLICE
+    last = tl.minimum(first + SLICE, K)
     if DEPENDENT:
         gdc_launch_dependents()
-        own_last = tl.minimum(own_slice * SLICE + SLICE, K)
-        _prefetch(weight, outputs, own_slice * SLICE, own_last, N, K, PREFETCHED_LINES)
-        if IS_GATED:
-            _prefetch(weight + N * K, outputs, own_slice * SLICE, own_last, N, K, PREFETCHED_LINES)
+        _prefetch(weight, weight_rows, first, last, K, PREFETCHED_LINES)
         gdc_wait()
     rows = tl.arange(0, ROWS)
     is_row = rows < num_rows
-    sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
-    up_sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
-    square_sums = tl.zeros([ROWS], dtype=tl.float32)
-    first = own_slice * SLICE
-    last = tl.minimum(first + SLICE, K)
+    sums = tl.zeros([TILE, ROWS], dtype=tl.float32)
+    # Summed over columns behind the loop: within it, threads would wait for each other.
+    wide_squares = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    # What is behind the last row, of weights or of x, is read of that row, and never stored.
+    row_starts = weight_rows[:, None].to(tl.int64) * K
+    x_rows = tl.minimum(rows, num_rows - 1)[:, None] * x_stride
+    # A tile ahead, by hand: no copy brings what lies so narrow, and a load that is waited for costs more than a tile.
+    next_factor = tl.zeros([COLUMNS], dtype=tl.float32)
+    if norm is not None:
+        next_factor = _at_columns(norm + first + tl.arange(0, COLUMNS), first + tl.arange(0, COLUMNS), K, False)
     for start in tl.range(first, last, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        is_column = columns < last
-        tile_of_x = tl.load(
-            x + rows[:, None] * x_stride + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0
-        )
-        weights = _weights_at(weight, outputs, columns, last, N, K, COLUMNS)
+        weights = _at_columns(weight + row_starts + columns[None, :], columns[None, :], last, K % COLUMNS == 0)
+        tile_of_x = _at_columns(x + x_rows + columns[None, :], columns[None, :], last, K % COLUMNS == 0)
         if norm is not None:
             wide = tile_of_x.to(tl.float32)
-            square_sums += tl.sum(wide * wide, 1)
-            factor = tl.load(norm + columns, mask=is_column, other=0.0)
+            wide_squares += wide * wide
+            factor = next_factor
+            next_factor = _at_columns(norm + columns + COLUMNS, columns + COLUMNS, K, False)
             tile_of_x = (wide * factor.to(tl.float32)[None, :]).to(tile_of_x.dtype)
-        transposed = tl.trans(tile_of_x)
-        sums = tl.dot(weights, transposed, sums, input_precision="tf32x3")
-        if IS_GATED:
-            ups = _weights_at(weight + N * K, outputs, columns, last, N, K, COLUMNS)
-            up_sums = tl.dot(ups, transposed, up_sums, input_precision="tf32x3")
+        sums = tl.dot(weights, tl.trans(tile_of_x), sums, input_precision="tf32x3")
+    square_sums = tl.sum(wide_squares, 1)
     is_last = True
     if SLICES > 1:
-        own = (tile * SLICES + own_slice).to(tl.int64)
-        inside = is_row[None, :] & (outputs >= 0)[:, None]
-        left = own * (ROWS * OUTPUTS) + rows[None, :] * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
-        tl.store(parts + left, sums, mask=inside)
-        if IS_GATED:
-            tl.store(up_parts + left, up_sums, mask=inside)
+        part = (tile * SLICES + own_slice).to(tl.int64)
+        left = part * (ROWS * TILE) + rows[None, :] * TILE + own[:, None]
+        tl.store(parts + left, sums, mask=is_row[None, :] & (own >= 0)[:, None])
         if norm is not None:
-            tl.store(squares + own * ROWS + rows, square_sums)
+            tl.store(squares + part * ROWS + rows, square_sums)
         # All threads have stored before one tells of it, and whoever hears it reads what was stored before.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SLICES - 1
     if is_last:
         if SLICES > 1:
             before = (tile * SLICES).to(tl.int64)
-            sums = _summed_slices(parts, before, rows, num_rows, OUTPUTS, SLICES)
-            if IS_GATED:
-                up_sums = _summed_slices(up_parts, before, rows, num_rows, OUTPUTS, SLICES)
+            sums = _summed_slices(parts, before, rows, num_rows, TILE, SLICES)
             if norm is not None:
                 square_sums = tl.load(squares + before * ROWS + rows)
-                for part in tl.range(1, SLICES):
-                    square_sums += tl.load(squares + (before + part) * ROWS + rows)
+                for other in tl.range(1, SLICES):
+                    square_sums += tl.load(squares + (before + other) * ROWS + rows)
             tl.store(arrivals + tile, 0)  # for the next launch
         if norm is not None:
-            factors = tl.rsqrt(square_sums / K + eps)
-            sums *= factors[None, :]
-            up_sums *= factors[None, :]
-        is_output = outputs < N
+            sums *= tl.rsqrt(square_sums / K + eps)[None, :]
         if bias is not None:
-            sums += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
-            if IS_GATED:
-                up_sums += tl.load(bias + N + outputs, mask=is_output, other=0.0).to(tl.float32)[:, None]
+            sums += tl.load(bias + weight_rows).to(tl.float32)[:, None]
+        results = sums
+        written = outputs
         if IS_GATED:
-            sums = sums / (1.0 + tl.exp(-sums)) * up_sums
-        is_real = is_output[:, None] & is_row[None, :]
-        places = rows[None, :] * N + outputs[:, None]
+            gate, up = tl.split(tl.permute(tl.reshape(sums, [2, TILE // 2, ROWS]), (1, 2, 0)))
+            results = gate / (1.0 + tl.exp(-gate)) * up
+            written = tile * (TILE // 2) + tl.arange(0, TILE // 2)
+        is_real = (written < N)[:, None] & is_row[None, :]
+        places = rows[None, :] * N + written[:, None]
         if residual is not None:
-            sums += tl.load(residual + places, mask=is_real, other=0.0).to(tl.float32)
-            tl.store(residual + places, sums.to(residual.dtype.element_ty), mask=is_real)
+            results += tl.load(residual + places, mask=is_real, other=0.0).to(tl.float32)
+            tl.store(residual + places, results.to(residual.dtype.element_ty), mask=is_real)
         else:
-            tl.store(y + places, sums.to(y.dtype.element_ty), mask=is_real)
+            tl.store(y + places, results.to(y.dtype.element_ty), mask=is_real)
 
 
 def few_rows_triton(
@@ -252,6 +266,7 @@ def few_rows_triton(
     is_gated: bool = False,
     residual: torch.Tensor | None = None,
     facts: DeviceFacts | None = None,
+    tiling: Tiling | None = None,
 ) -> torch.Tensor:
     """Launch the kernel. Returns y, or the residual. Raises ValueError where shapes or dtypes do not fit."""
     num_rows, k = x.shape
@@ -260,7 +275,9 @@ def few_rows_triton(
     y = torch.empty(num_rows, n, dtype=x.dtype, device=x.device) if residual is None else residual
     if not num_rows:
         return y
-    split = split_of(n, k, is_gated=is_gated, facts=facts or device_facts(x.device))
+    device = facts or device_facts(x.device)
+    tiling = tiling or tiling_of(has_norm=norm is not None, is_gated=is_gated, facts=device)
+    split = split_of(n, k, is_gated=is_gated, facts=device, tiling=tiling)
 
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(split.tiles * split.slices, MAX_ROWS, *shape, dtype=torch.float32, device=x.device)
@@ -272,8 +289,7 @@ def few_rows_triton(
         bias,
         residual,
         None if residual is not None else y,
-        floats(split.outputs),
-        floats(split.outputs) if is_gated else None,
+        floats(tiling.rows),
         floats(),
         arrival_counters(x.device, split.tiles),
         num_rows,
@@ -282,13 +298,13 @@ def few_rows_triton(
         N=n,
         K=k,
         IS_GATED=is_gated,
-        OUTPUTS=split.outputs,
-        COLUMNS=COLUMNS,
+        TILE=tiling.rows,
+        COLUMNS=tiling.columns,
         ROWS=MAX_ROWS,
         SLICE=split.slice_columns,
         SLICES=split.slices,
         num_warps=4,
-        num_stages=STAGES,
+        num_stages=tiling.stages,
         **dependence(x.device, facts),
     )
     return y

@@ -20,7 +20,8 @@ BLOCK_TOKENS = 2048
 TILE_TOKENS = 4 * BLOCK_TOKENS
 """Four blocks are under way at once: 32 KiB of 16-bit logits by two programs of a multiprocessor."""
 NUM_WARPS = 8
-PROGRAMS_PER_SM = 2
+PROGRAMS_PER_SM, SAMPLING_PROGRAMS_PER_SM = 5, 2
+"""As many as run at once, by their registers."""
 MAX_PARTS = 64
 """Of a row: one program reads what all of them left."""
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,10 +33,12 @@ def likeliest_reference(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return token_ids, logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).float()
 
 
-def parts_of_row(num_rows: int, vocab_size: int, facts: DeviceFacts) -> tuple[int, int]:
+def parts_of_row(
+    num_rows: int, vocab_size: int, facts: DeviceFacts, *, per_sm: int = PROGRAMS_PER_SM
+) -> tuple[int, int]:
     """(programs that share a row, tokens of each one's part): as many as run at once, in whole tiles."""
     tiles = cdiv(vocab_size, TILE_TOKENS)
-    parts = max(1, min(tiles, MAX_PARTS, PROGRAMS_PER_SM * facts.num_sms // num_rows))
+    parts = max(1, min(tiles, MAX_PARTS, per_sm * facts.num_sms // num_rows))
     size = cdiv(tiles, parts) * TILE_TOKENS
     return cdiv(vocab_size, size), size
 

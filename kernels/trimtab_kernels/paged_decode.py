@@ -40,12 +40,18 @@ MAX_PARTS = 64
 """Of a sequence: one program merges them all, while the others may have ended."""
 MERGED_VALUES, MERGED_PARTS = 8192, 16
 """Read at once: values, 64 per thread, and parts. More would take the registers of the third program."""
+NUM_WARPS = 4
 SEARCHED_LENGTHS = 256
 """Lengths that a program looks at in one go."""
+PROGRAMS_PER_SM = 2
+"""With 128 KiB on their way they read at 0.99 of a copy's bandwidth on an H200. Of three, one has to wait: a thread
+takes 217 registers by triton 3.6 (144 by 3.9)."""
+FLOAT8_PROGRAMS_PER_SM, FLOAT8_REGISTERS = 3, 168
+"""Conversions keep programs of a float8 cache waiting, so a third one helps: at so many registers it fits."""
 HOPPER_SHARED_BYTES = 200 << 10
 """As much shared memory holds the tiles of three programs, less those of two."""
 LARGE_GROUP, LARGE_HEAD = 32, 128
-"""More query heads to a kv head, and larger heads, take so many registers, or shared memory, that two programs fit."""
+"""More query heads to a kv head, and larger heads, would lose too much with FLOAT8_REGISTERS."""
 
 
 def paged_decode_reference(
@@ -84,10 +90,14 @@ def paged_decode_reference(
     )
 
 
-def decode_programs(num_kv_heads: int, group: int, head_size: int, facts: DeviceFacts) -> int:
-    """Programs per kv head: as many as run at once, so that all shares end together."""
-    per_sm = 3 if facts.shared_bytes > HOPPER_SHARED_BYTES and group <= LARGE_GROUP and head_size <= LARGE_HEAD else 2
-    return max(1, per_sm * facts.num_sms // num_kv_heads)
+def decode_programs(
+    num_kv_heads: int, group: int, head_size: int, facts: DeviceFacts, *, is_float8: bool = False
+) -> tuple[int, int | None]:
+    """(programs per kv head, registers of a thread at most): as many programs as run at once, so that all shares end
+    together."""
+    fits = facts.shared_bytes > HOPPER_SHARED_BYTES and group <= LARGE_GROUP and head_size <= LARGE_HEAD
+    per_sm, registers = (FLOAT8_PROGRAMS_PER_SM, FLOAT8_REGISTERS) if is_float8 and fits else (PROGRAMS_PER_SM, None)
+    return max(1, per_sm * facts.num_sms // num_kv_heads), registers
 
 
 def decode_tile(head_size: int, itemsize: int, facts: DeviceFacts) -> tuple[int, int]:
@@ -392,7 +402,9 @@ def paged_decode_triton(
     if num_seqs == 0:
         return output
     facts = facts or device_facts(query.device)
-    programs = programs or decode_programs(num_kv_heads, group, head_size, facts)
+    is_float8 = key_cache.element_size() == 1
+    most, registers = decode_programs(num_kv_heads, group, head_size, facts, is_float8=is_float8)
+    programs = programs or most
     keys, stages = decode_tile(head_size, query.element_size(), facts)
     min_tiles = cdiv(MIN_SHARE_TOKENS, keys)
     most_tiles = num_seqs * max(1, cdiv(block_tables.shape[1] * block_size, keys))  # as far as block tables go
@@ -433,8 +445,9 @@ def paged_decode_triton(
         WINDOW=window,
         CHUNK=chunk_size,
         SOFT_CAP=soft_cap,
-        num_warps=4,
+        num_warps=NUM_WARPS,
         num_stages=stages,
+        **({} if registers is None else {"maxnreg": registers}),
         **dependence(query.device, facts),
     )
     return output

@@ -35,6 +35,7 @@ from trimtab_kernels.likeliest import (
     LOGIT_DTYPES,
     MAX_PARTS,
     NUM_WARPS,
+    SAMPLING_PROGRAMS_PER_SM,
     TILE_TOKENS,
     best_of_parts,
     better,
@@ -490,7 +491,8 @@ def sample_triton(
     token_ids = torch.empty(rows, dtype=torch.int64, device=device)
     thresholds = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
-        num_parts, part_size = parts_of_row(rows, vocab_size, facts or device_facts(device))
+        device_of_rows = facts or device_facts(device)
+        num_parts, part_size = parts_of_row(rows, vocab_size, device_of_rows, per_sm=SAMPLING_PROGRAMS_PER_SM)
         _sample[(rows, num_parts)](
             logits,
             *limits,

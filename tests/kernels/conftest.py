@@ -4,11 +4,13 @@ Triton's interpreter must know the bounds of loops: before 3.9 it hands numpy's 
 numpy refuses from 2.4 on (and warns of before). Triton 3.9 takes the element out of them first; here the older ones do.
 
 The same tests run on a GPU (`make test-gpu`, TRITON_INTERPRET=0): tensors that a test makes are then made on the CPU,
-so that they hold the same values, and moved. Tests of what only the CPU does are marked `cpu`.
+so that they hold the same values, and moved. Tests of what only the CPU does are marked `cpu`. Parameters are made at
+import and would stay on the CPU: a tensor among them is refused, on CPUs too, where nothing else would show it.
 """
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any
 
@@ -19,8 +21,8 @@ from trimtab_kernels.launch.jit import HAS_TRITON, triton
 
 ON_GPU = os.environ["TRITON_INTERPRET"] == "0"
 CONSTRUCTORS = (
-    torch.arange, torch.empty, torch.full, torch.ones, torch.rand, torch.randint, torch.randn, torch.randperm,
-    torch.tensor, torch.zeros,
+    torch.arange, torch.empty, torch.full, torch.linspace, torch.ones, torch.rand, torch.randint, torch.randn,
+    torch.randperm, torch.tensor, torch.zeros,
 )  # fmt: skip
 
 
@@ -52,6 +54,23 @@ class MadeOn(TorchFunctionMode):
         made = function(*args, **(kwargs or {}))
         moves = function in CONSTRUCTORS and (kwargs or {}).get("device") is None
         return made.to(self._device) if moves else made
+
+
+def has_tensor_of_the_cpu(value: Any) -> bool:
+    """In itself, or in what it holds."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type == "cpu"
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(map(has_tensor_of_the_cpu, values))
+
+
+@pytest.fixture(autouse=True)
+def made_in_the_test(request: pytest.FixtureRequest) -> None:
+    call = getattr(request.node, "callspec", None)
+    if call and not request.node.get_closest_marker("cpu") and has_tensor_of_the_cpu(call.params):
+        pytest.fail("a parameter has a tensor, which stays on the CPU on a GPU too: make it in the test")
 
 
 @pytest.fixture(autouse=True)

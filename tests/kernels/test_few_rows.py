@@ -6,9 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from trimtab_kernels.few_rows import MAX_ROWS, MIN_SLICE, few_rows_reference, few_rows_triton, split_of
+from trimtab_kernels.few_rows import (
+    GATED,
+    MAX_ROWS,
+    MIN_SLICE,
+    NORMED,
+    PLAIN,
+    TILING,
+    Tiling,
+    few_rows_reference,
+    few_rows_triton,
+    split_of,
+    tiling_of,
+)
 from trimtab_kernels.launch.arrivals import arrival_counters
-from trimtab_kernels.launch.device_facts import H200, DeviceFacts
+from trimtab_kernels.launch.device_facts import H200, L40, DeviceFacts
 
 ONE_MULTIPROCESSOR = replace(H200, num_sms=1)
 SHAPES = [(96, 64), (40, 1200), (200, 2 * MIN_SLICE), (33, 2 * MIN_SLICE + 1)]
@@ -36,7 +48,8 @@ def test_it_is_norm_product_bias_and_gate(
     asked: dict[str, Any] = {"norm": norm * 3 if has_norm else None, "bias": bias, "is_gated": is_gated, "eps": 1e-5}
     y = few_rows_triton(x, weight, **asked, facts=facts)
     torch.testing.assert_close(y, few_rows_reference(x, weight, **asked), atol=2e-5, rtol=2e-5)
-    tiles = split_of(n, k, is_gated=is_gated, facts=facts).tiles
+    tiling = tiling_of(has_norm=has_norm, is_gated=is_gated, facts=facts)
+    tiles = split_of(n, k, is_gated=is_gated, facts=facts, tiling=tiling).tiles
     assert not arrival_counters(x.device, tiles).any(), "the next launch counts from 0"
 
 
@@ -66,17 +79,26 @@ def test_equal_inputs_give_equal_outputs_and_rows_do_not_meet() -> None:
 
 @pytest.mark.parametrize("facts", [H200, ONE_MULTIPROCESSOR])
 @pytest.mark.parametrize(
-    ("n", "k", "is_gated"),
-    [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (1, 8, False)],
+    ("n", "k", "tiling"),
+    [(6144, 4096, NORMED), (4096, 4096, PLAIN), (14336, 4096, GATED), (4096, 14336, PLAIN), (1, 8, TILING)],
 )
-def test_slices_cover_k_and_fill_the_device(n: int, k: int, is_gated: bool, facts: DeviceFacts) -> None:
-    split = split_of(n, k, is_gated=is_gated, facts=facts)
+def test_slices_cover_k_and_fill_the_device(n: int, k: int, tiling: Tiling, facts: DeviceFacts) -> None:
+    split = split_of(n, k, is_gated=tiling is GATED, facts=facts, tiling=tiling)
     assert (split.slices - 1) * split.slice_columns < k <= split.slices * split.slice_columns
     assert split.tiles * split.outputs >= n
     assert split.slices == 1 or split.slice_columns >= MIN_SLICE
     if n > 1:
-        programs, at_once = split.tiles * split.slices, 2 * facts.num_sms
+        programs, at_once = split.tiles * split.slices, tiling.programs_per_sm * facts.num_sms
         assert programs / (-(-programs // at_once) * at_once) > 0.7, "of the last round most programs have work"
+
+
+def test_a_device_with_less_shared_memory_takes_smaller_tiles() -> None:
+    for has_norm, is_gated in ((False, False), (True, False), (True, True)):
+        for facts in (L40, H200):
+            tiling = tiling_of(has_norm=has_norm, is_gated=is_gated, facts=facts)
+            in_flight = tiling.stages * 2 * tiling.columns * (tiling.rows + MAX_ROWS)
+            assert tiling.programs_per_sm * in_flight <= 232_448 or tiling is TILING
+            assert in_flight <= facts.shared_bytes
 
 
 def test_wrong_shapes_are_refused() -> None:

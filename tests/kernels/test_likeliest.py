@@ -8,6 +8,8 @@ from trimtab_kernels.launch.arrivals import arrival_counters
 from trimtab_kernels.launch.device_facts import H200
 from trimtab_kernels.likeliest import (
     MAX_PARTS,
+    PROGRAMS_PER_SM,
+    SAMPLING_PROGRAMS_PER_SM,
     TILE_TOKENS,
     likeliest,
     likeliest_reference,
@@ -54,12 +56,13 @@ def test_the_first_of_equals_wins_over_parts_and_lanes() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 300, 4096])
 @pytest.mark.parametrize("vocab", [1, 32000, 128256, 262144, 10**6])
-def test_parts_cover_the_row_and_fill_the_device(rows: int, vocab: int) -> None:
-    parts, size = parts_of_row(rows, vocab, H200)
+@pytest.mark.parametrize("per_sm", [PROGRAMS_PER_SM, SAMPLING_PROGRAMS_PER_SM])
+def test_parts_cover_the_row_and_fill_the_device(rows: int, vocab: int, per_sm: int) -> None:
+    parts, size = parts_of_row(rows, vocab, H200, per_sm=per_sm)
     assert (parts - 1) * size < vocab <= parts * size
     assert size % TILE_TOKENS == 0
     assert parts <= MAX_PARTS
-    assert rows * parts <= max(rows, 2 * H200.num_sms)
+    assert rows * parts <= max(rows, per_sm * H200.num_sms)
 
 
 def test_the_cpu_asks_torch_and_wrong_shapes_are_refused() -> None:

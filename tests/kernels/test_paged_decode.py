@@ -111,10 +111,12 @@ def test_keys_before_a_chunk_are_not_even_read(programs: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"chunk_size": 8}, {"gone": counts(0)}, {"chunk_size": 8, "gone": counts(0), "window": 4}], ids=str
+    ("wrong", "has_gone"), [({"chunk_size": 8}, False), ({}, True), ({"chunk_size": 8, "window": 4}, True)], ids=str
 )
-def test_chunks_without_a_count_of_what_is_gone_are_refused(wrong: dict[str, Any]) -> None:
+def test_chunks_without_a_count_of_what_is_gone_are_refused(wrong: dict[str, Any], has_gone: bool) -> None:
     cache = torch.zeros(2, 8, 1, 16)
+    if has_gone:
+        wrong = wrong | {"gone": counts(0)}
     with pytest.raises(ValueError, match="chunks need how many tokens are gone of each of the 1 sequences"):
         paged_decode_triton(torch.zeros(1, 1, 16), cache, cache, counts(1)[None], counts(3), scale=1.0, **wrong)
 
@@ -209,11 +211,16 @@ def test_equal_inputs_give_equal_outputs() -> None:
 
 
 @pytest.mark.parametrize("facts", [A100, L40, H200, B200])
+@pytest.mark.parametrize("is_float8", [False, True])
 @pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 8), (1, 64), (3, 3), (8, 4), (32, 1), (2000, 1)])
-def test_all_programs_run_at_once(facts: DeviceFacts, num_kv_heads: int, group: int, head_size: int) -> None:
-    programs = decode_programs(num_kv_heads, group, head_size, facts)
-    most = (3 if facts in (H200, B200) and group < 64 and head_size <= 128 else 2) * facts.num_sms
+def test_all_programs_run_at_once(
+    facts: DeviceFacts, num_kv_heads: int, group: int, head_size: int, is_float8: bool
+) -> None:
+    programs, registers = decode_programs(num_kv_heads, group, head_size, facts, is_float8=is_float8)
+    has_three = is_float8 and facts in (H200, B200) and group < 64 and head_size <= 128
+    assert registers == (168 if has_three else None)
+    most = (3 if has_three else 2) * facts.num_sms
     assert programs == 1 or programs * num_kv_heads <= most < (programs + 1) * num_kv_heads
     assert programs * num_kv_heads >= MAX_PARTS, "a single sequence still has many readers"
 
@@ -227,5 +234,5 @@ def test_a_multiprocessor_has_room_for_as_many_programs_as_run_at_once() -> None
     for heads in judged:
         entry = compiled[f"paged_decode {heads.name}"]
         room = programs_per_sm(entry["registers"], entry["shared_bytes"], entry["num_warps"]) * H200.num_sms
-        programs = decode_programs(heads.num_kv_heads, heads.num_heads // heads.num_kv_heads, heads.size, H200)
+        programs, _ = decode_programs(heads.num_kv_heads, heads.num_heads // heads.num_kv_heads, heads.size, H200)
         assert programs * heads.num_kv_heads <= room, heads.name

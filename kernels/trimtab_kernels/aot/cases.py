@@ -53,10 +53,10 @@ class Case:
     in_sample: bool = False
 
     def launches(self, facts: DeviceFacts) -> list[Launch]:
-        """What the launcher launches on such a device."""
+        """What the launcher launches on such a device, in the plain way where the case asks for no other."""
         if (self.needs_float8 and not facts.has_float8) or (self.needs_hopper and facts.capability != HOPPER):
             return []
-        with record_launches() as recorded:
+        with taking(Ways()), record_launches() as recorded:
             self.launch(facts)
         return recorded
 

@@ -1,5 +1,5 @@
 """Programmatic dependent launch: a kernel's programs are started while the kernel before it still runs, and wait where
-they first need what it writes. Hopper and later; off until a GPU has measured it (`switches`).
+they first need what it writes. Hopper and later (`switches`).
 
 What holds for every kernel that is launched so:
 - All its programs wait (`gdc_wait`) before they read or write anything that another kernel writes, counters of arrivals
@@ -27,8 +27,9 @@ FIRST_CAPABILITY = 90
 
 
 def dependence(device: torch.device, facts: DeviceFacts | None = None) -> dict[str, bool]:
-    """Keywords of a launch: the kernel's DEPENDENT, and the launcher's option where it is on."""
+    """Keywords of a launch: the kernel's DEPENDENT, and the launcher's option where it is on. The interpreter starts
+    nothing ahead."""
     facts = facts or device_facts(device)
-    if ways().dependent_launches and facts.capability >= FIRST_CAPABILITY:
+    if ways().dependent_launches and device.type != "cpu" and facts.capability >= FIRST_CAPABILITY:
         return {"DEPENDENT": True, "launch_pdl": True}
     return {"DEPENDENT": False}

@@ -152,9 +152,9 @@ def test_resizing_the_kv_cache_leaves_graphs_right(model: Path) -> None:
     requests = some_requests(24)
     expected, _ = generate(an_engine(model, enforce_eager=True), requests)
     engine = an_engine(
-        model, num_gpu_blocks_override=None, gpu_memory_utilization="0.1", gpu_memory_utilization_cap="0.3"
+        model, num_gpu_blocks_override=None, gpu_memory_utilization="0.6", gpu_memory_utilization_cap="0.8"
     )
-    for utilization in (0.3, 0.1, 0.2):
+    for utilization in (0.8, 0.6, 0.7):
         status, _ = engine.patch_config(PatchConfig({"gpu_memory_utilization": utilization}))
         assert status == 200
         assert generate(engine, requests)[0] == expected
@@ -173,7 +173,7 @@ def test_graphs_are_recorded_again_after_the_weights_were_dropped(model: Path) -
 
 
 def test_an_engine_that_is_dropped_gives_its_kv_cache_back(model: Path) -> None:
-    engine: Engine | None = an_engine(model, num_gpu_blocks_override=None, gpu_memory_utilization="0.3")
+    engine: Engine | None = an_engine(model, num_gpu_blocks_override=None, gpu_memory_utilization="0.6")
     assert engine is not None
     mapped = engine.ledger().kinds["kv_mapped"]
     used = engine.ledger().driver_used_bytes

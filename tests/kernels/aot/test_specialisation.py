@@ -17,6 +17,7 @@ def _example(specialised: tl.tensor, varying: tl.tensor) -> None:
     """Never launched."""
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     "value",
     [

@@ -17,6 +17,7 @@ CALLS = ("gate", "rows", "rest")
 BACK = re.compile(r"[A-Za-z0-9._-]+")
 """Names of files that every machine gives back."""
 FILES_BACK = 8
+ROOT = Path(__file__).parents[3]
 
 
 def python(name: str, program: str, seconds: float = 30.0) -> Step:
@@ -52,7 +53,7 @@ def test_what_is_run_exists(call: str, tmp_path: Path) -> None:
     for step in steps_of(call, tmp_path, jobs=2):
         for part in step.command:
             if part.startswith(("tests/", "kernels/", "--ignore=")):
-                assert (Path(__file__).parents[3] / part.removeprefix("--ignore=")).exists(), part
+                assert (ROOT / part.removeprefix("--ignore=")).exists(), part
 
 
 def test_the_riskiest_questions_come_first() -> None:
@@ -60,22 +61,38 @@ def test_the_riskiest_questions_come_first() -> None:
     assert names.index("mapped memory and swap") < names.index("graphs") < names.index("layouts")
 
 
-def test_lanes_run_side_by_side_and_steps_of_one_in_their_order(tmp_path: Path) -> None:
-    """Each step of the one lane waits for a step of the other that runs after it would have, were there one lane."""
-    met = tmp_path / "met"
+def test_what_counts_the_memory_of_the_device_has_it_alone_and_leaves_time_for_the_others() -> None:
+    """In one process where its tests count that of other processes too."""
+    steps = steps_of("gate", Path(), jobs=8)
+    alone = [step for step in steps if step.lane == 1]
+    files = {f"tests/engine/cuda/{path.name}" for path in (ROOT / "tests" / "engine" / "cuda").glob("test_*.py")}
+    assert files == {part for step in alone for part in step.command if part.startswith("tests/")}
+    assert not [part for step in steps if step.lane > 1 for part in step.command if "engine/cuda" in part]
+    jobs = {step.name: step.command[step.command.index("-n") + 1] for step in alone if "-n" in step.command}
+    assert jobs == {"graphs": "1", "layouts": "3", "images": "1"}
+    assert sum(step.seconds for step in alone) <= 0.7 * CALL_SECONDS
+
+
+def test_the_first_lane_runs_alone_and_the_others_side_by_side_behind_it(tmp_path: Path) -> None:
+    """Each step of the second lane waits for a step of the third that would run after it, were there one lane. The
+    first lane's last step takes long enough for another to begin, if one might."""
+    ended, met = tmp_path / "ended", tmp_path / "met"
+    ends = f"import pathlib, time; time.sleep(0.3); pathlib.Path({str(ended)!r}).touch()"
     waits = f"import pathlib, time\nwhile not pathlib.Path({str(met)!r}).exists(): time.sleep(0.01)"
-    meets = f"import pathlib; pathlib.Path({str(met)!r}).touch()"
+    meets = f"import pathlib; assert pathlib.Path({str(ended)!r}).exists(); pathlib.Path({str(met)!r}).touch()"
     steps = [
-        python("first", waits),
-        python("second", "raise SystemExit('wrong')"),
-        replace(python("beside", meets), lane=2),
+        python("alone", ends),
+        replace(python("first", waits), lane=2),
+        replace(python("second", "raise SystemExit('wrong')"), lane=2),
+        replace(python("beside", meets), lane=3),
     ]
     said: list[str] = []
     assert run_call("gate", steps, tmp_path / "found", said.append) == FAILED
-    assert results(tmp_path / "found") == {"first": "0", "second": "1", "beside": "0"}
-    assert "wrong" in (tmp_path / "found" / "call-gate.log").read_text()
-    assert "=== beside" in (tmp_path / "found" / "call-gate-2.log").read_text()
-    assert said[-1] == "failed: second; its output begins at '=== second' in call-gate.log"
+    assert results(tmp_path / "found") == {"alone": "0", "first": "0", "second": "1", "beside": "0"}
+    assert "=== alone" in (tmp_path / "found" / "call-gate.log").read_text()
+    assert "wrong" in (tmp_path / "found" / "call-gate-2.log").read_text()
+    assert "=== beside" in (tmp_path / "found" / "call-gate-3.log").read_text()
+    assert said[-1] == "failed: second; its output begins at '=== second' in call-gate-2.log"
 
 
 def test_a_step_that_fails_does_not_keep_the_next_from_running(

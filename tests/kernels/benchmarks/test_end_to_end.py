@@ -5,22 +5,25 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from benchmarks.end_to_end import (
+    TooLittleMemory,
     covered,
     decode,
     main,
     measure_rows,
     prefill,
     seconds_since_start,
+    start_and_measure,
     workload_rate,
 )
-from benchmarks.engine_rows import GROUPS, EngineRow, Kind
+from benchmarks.engine_rows import GROUPS, EngineRow, Group, Kind
 from benchmarks.ideal import ModelShape
-from benchmarks.load import Compiled, add, an_engine, checked
+from benchmarks.load import Compiled, add, an_engine, checked, drop_all
 from benchmarks.phase import DONE, OUT_OF_TIME, Clock, Phase
 from benchmarks.report import FILE, Entry, Report
 from trimtab_engine.messages import StepOutputs, StepStats
@@ -34,6 +37,19 @@ TINY = ModelShape("tiny", 2, 64, 96, 4, 2, 16, 10_001, False, False)
 def a_phase(folder: Path, seconds: float = 60.0) -> Phase:
     report, now = Report(folder / FILE, "1"), time.time()
     return Phase("", report, Clock(now, now + seconds, now + seconds), argparse.Namespace())
+
+
+def test_a_row_for_which_no_time_is_left_behind_the_start_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = partial(an_engine, device="cpu", device_memory_bytes=4 << 30, num_gpu_blocks_override=200)
+    monkeypatch.setattr("benchmarks.end_to_end.an_engine", lambda shape, **memory: started(shape))
+    phase = a_phase(tmp_path, -1.0)
+    phase.rest.gpu_memory_utilization = "0.9"
+    group = Group(TINY, False)
+    row = EngineRow(TINY, Kind.PREFILL, 0.5)
+    assert start_and_measure(group, [row], phase) == [row.name]
+    assert not Report(phase.report.path, "1").fail_running("it ended"), "nothing is under way"
 
 
 def test_every_rate_comes_out_of_one_engine(tmp_path: Path) -> None:
@@ -57,6 +73,16 @@ def test_every_rate_comes_out_of_one_engine(tmp_path: Path) -> None:
         assert measure_rows(engine, [bad, good], a_phase(tmp_path, -1.0), measured) == [bad.name, good.name]
     assert phase.report.rows[good.name]["share"] == 0.7
     assert "ZeroDivisionError" in phase.report.rows[bad.name]["error"]
+
+
+@pytest.mark.parametrize(("blocks", "happened"), [(10, "some were preempted"), (5, "they ended one after the other")])
+def test_a_batch_that_the_kv_cache_does_not_hold_is_an_error(blocks: int, happened: str) -> None:
+    """Each of three requests needs four blocks and more in the end: two find room, or one alone."""
+    changes = {"device_memory_bytes": 4 << 30, "num_gpu_blocks_override": blocks, "max_model_len": 80}
+    with an_engine(TINY, device="cpu", max_num_seqs=8, **changes) as engine:
+        with pytest.raises(TooLittleMemory, match=f"3 requests cannot .*{happened}.* --gpu-memory-utilization"):
+            decode(engine, 3, context=40, steps=4)
+        drop_all(engine)
 
 
 def test_rows_that_are_there_need_no_engine(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from benchmarks.paged_peers import flex_paged
 from benchmarks.phase import Clock, Phase
 from benchmarks.report import FILE, Report
 from benchmarks.row import Row, Wrong, check
+from benchmarks.sample import tokens_that_may_be_drawn
 
 CPU = torch.device("cpu")
 
@@ -46,6 +47,20 @@ def test_every_kernels_rows_pass_their_check(module: Any) -> None:
     assert rows
     for row in rows:
         check(row)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "allowed"),
+    [(8, 0.5, 4), (8, 0.7505, 5), (8, 0.74995, 5), (8, 0.7495, 4), (4, 1.0, 4), (4, 0.59995, 4)],
+    ids=["ties", "above the border", "at the border", "below the border", "top-k alone", "of what top-k leaves"],
+)
+def test_a_token_that_ties_with_one_that_is_kept_may_be_drawn(top_k: int, top_p: float, allowed: int) -> None:
+    """Row i draws token i. The next lower one may be drawn only where sums that are rounded may take it in."""
+    logits = torch.tensor([0.45, 0.1, 0.1, 0.1, 0.09, 0.08, 0.05, 0.03]).log().repeat(8, 1)
+    limits = [torch.full((8,), value) for value in (1.0, top_k, top_p, 0.0)]
+    found = tokens_that_may_be_drawn(lambda: (torch.arange(8), torch.zeros(8)), logits, *limits)
+    assert found[:allowed].tolist() == list(range(allowed))
+    assert bool(found[allowed:].isnan().all())
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

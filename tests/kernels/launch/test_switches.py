@@ -1,11 +1,12 @@
-"""Ways that no GPU has judged are asked for by name."""
+"""Which ways of the kernels a process takes: those that a GPU has found right and faster, or what it names."""
 
 import pytest
 from trimtab_kernels.launch.switches import Ways, parse, taking, ways
 
 
-def test_none_is_taken_that_nobody_asked_for() -> None:
-    assert parse("") == Ways(gluon_prefill=False, gluon_float8=False, dependent_launches=False)
+def test_what_a_gpu_has_judged_is_the_default_and_none_turns_it_off() -> None:
+    assert parse("") == Ways(gluon_prefill=True, gluon_float8=True, dependent_launches=False)
+    assert parse("none") == Ways(gluon_prefill=False, gluon_float8=False, dependent_launches=False)
 
 
 def test_names_are_separated_by_commas() -> None:
@@ -16,6 +17,8 @@ def test_names_are_separated_by_commas() -> None:
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match="TRIMTAB_GPU_WAYS names gluon; there are gluon-prefill, gluon-float8, dep"):
         parse("gluon")
+    with pytest.raises(ValueError, match="names none"):
+        parse("none, gluon-prefill")
 
 
 def test_a_block_takes_its_own_and_leaves_the_others_behind_it() -> None:
