@@ -34,9 +34,9 @@ MAX_ROWS = 16
 """The narrow side of a product of the matrix units."""
 MIN_SLICE = 512
 PREFETCHED_LINES = tl.constexpr(8)
-"""Of 128 bytes of each output of a program that has been started ahead: 64 KiB, four tiles."""
+"""Of 128 bytes of each row of a tile of a program that has been started ahead: 64 KiB, four tiles; gated 128 KiB."""
 SLICE_OVERHEAD = 256
-"""What beginning and ending a slice costs, in columns of its weights; a guess that no GPU has judged."""
+"""What beginning and ending a slice costs, in columns of its weights: a guess, which was not measured by itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ NUM_WARPS = 4
 SEARCHED_LENGTHS = 256
 """Lengths that a program looks at in one go."""
 PROGRAMS_PER_SM = 2
-"""With 128 KiB on their way they read at 0.99 of a copy's bandwidth on an H200. Of three, one has to wait: a thread
+"""With 128 KiB on their way they read at 0.96 of a copy's bandwidth on an H200. Of three, one has to wait: a thread
 takes 217 registers by triton 3.6 (144 by 3.9)."""
 FLOAT8_PROGRAMS_PER_SM, FLOAT8_REGISTERS = 3, 168
 """Conversions keep programs of a float8 cache waiting, so a third one helps: at so many registers it fits."""
@@ -103,8 +103,8 @@ def decode_programs(
 def decode_tile(head_size: int, itemsize: int, facts: DeviceFacts) -> tuple[int, int]:
     """(keys of a tile, stages of its pipeline). Keys and values of a tile take 32 KiB.
 
-    A tile's address comes from the block table, so three stages keep one tile in flight and five keep two. Two let
-    three programs share a Hopper multiprocessor, with 192 KiB in flight; Ada has room for one each.
+    A tile's address comes from the block table, so three stages keep one tile in flight and five keep two: on Hopper
+    128 KiB by two programs of a multiprocessor, 96 KiB of float8 by three; Ada has room for one each.
     """
     bytes_per_key = next_power_of_2(head_size) * itemsize
     keys = min(128, max(16, 16384 // bytes_per_key))

@@ -1,4 +1,4 @@
-"""Mapped KV memory on a real CUDA device. Skipped without one: these have not been run yet."""
+"""Mapped KV memory on a real CUDA device. Skipped without one."""
 
 import time
 

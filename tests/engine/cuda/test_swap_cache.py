@@ -1,4 +1,4 @@
-"""Swapping on a real CUDA device, through pinned memory. Skipped without one: this has not been run yet."""
+"""Swapping on a real CUDA device, through pinned memory. Skipped without one."""
 
 import pytest
 import torch
