@@ -8,8 +8,8 @@ rest    what was not reached, then the tuner, and the float8 rows again with wha
 
 Every step is a process group with a time of its own; one that fails or hangs does not keep the next from running. All
 output goes into call-NAME.log (call-NAME-2.log of the second lane) from the first second on, and what came of each step
-into call-NAME.json after it, so that a machine which is taken away has left what it found. Eight files at most, with
-plain names: some machines give back no more.
+into call-NAME.json after it, so that a machine which is taken away has left what it found. call-NAME.tar.gz has all of
+it: some machines give back a few files with plain names, and no more.
 """
 
 import argparse
@@ -191,7 +191,7 @@ def run_call(
                 say(f"  {step.name}: {came}, {outcome.seconds:.0f} s")
                 ended = [asdict(found[step.name]) for step in steps if step.name in found]
                 (output / f"call-{call}.json").write_text(json.dumps(ended, indent=1) + "\n")
-                _archive(output / "configs", output / "configs.tar.gz")
+                _archive(output, output / f"call-{call}.tar.gz")
 
     alone, *beside = lanes
     run_lane(alone)
@@ -207,13 +207,13 @@ def run_call(
 
 
 def _archive(folder: Path, target: Path) -> None:
-    """All of a folder as one file: names of tuned configurations have signs that some machines do not give back."""
-    if not folder.is_dir():
-        return
+    """All of a folder but its archives as one file. Whoever reads it meanwhile finds the one before."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as archive:
-        archive.add(folder, arcname=folder.name)
-    target.write_bytes(content.getvalue())
+        archive.add(folder, arcname=".", filter=lambda member: None if member.name.endswith(".tar.gz") else member)
+    beside = target.with_suffix(".part")
+    beside.write_bytes(content.getvalue())
+    beside.replace(target)
 
 
 def dry(steps: list[Step]) -> list[Step]:

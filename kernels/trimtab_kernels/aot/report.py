@@ -14,8 +14,9 @@ from trimtab_kernels.aot.predictions import PREDICTIONS
 from trimtab_kernels.launch.jit import triton
 
 COMMAND = "make aot"
-INTRODUCTION = """No GPU was at hand: **nothing on this page is measured on a device.** Registers, spills and shared
-memory are those of the compiled machine code. `make bench-gpu` measures."""
+INTRODUCTION = """**Nothing on this page is measured on a device:** registers, spills and shared memory are those of the
+compiled machine code. What a GPU measured (`make bench-gpu`) stands in [gpu.md](gpu.md), and beside the predictions in
+[gpu-notes.md](gpu-notes.md)."""
 LEGEND = """Per target (sm_80 A100, sm_89 L40, sm_90 H200, sm_100 B200): registers per thread · shared memory in KiB,
 and bytes spilled per thread where there are any. `w` marks warp-group matrix instructions (sm_90).
 A dash: not compiled for that target, or it lacks float8. A run of some targets (`--targets`) keeps the others' figures,
@@ -66,9 +67,9 @@ def markdown(version: str, compiled: Sequence[Entry]) -> str:
         "",
         "## What is asked, and what is predicted",
         "",
-        "| what | bar | measured | prediction, and why | the audit's |",
-        "| --- | --- | --- | --- | --- |",
-        *[f"| {p.what} | {p.bar} | not measured | {p.prediction} | {p.audit} |" for p in PREDICTIONS],
+        "| what | bar | prediction, and why | the audit's |",
+        "| --- | --- | --- | --- |",
+        *[f"| {p.what} | {p.bar} | {p.prediction} | {p.audit} |" for p in PREDICTIONS],
         "",
         "## Resources",
         "",

@@ -135,8 +135,10 @@ def test_tuned_configurations_come_back_as_one_file(tmp_path: Path) -> None:
     made = tmp_path / "configs" / "N=4096,K=4096,device_name=H100.json"
     program = f"import pathlib; p = pathlib.Path({str(made)!r}); p.parent.mkdir(); p.write_text('{{}}')"
     assert run_call("rest", [python("tune", program)], tmp_path, print) == DONE
-    with tarfile.open(tmp_path / "configs.tar.gz") as archive:
-        assert "configs/N=4096,K=4096,device_name=H100.json" in archive.getnames()
+    with tarfile.open(tmp_path / "call-rest.tar.gz") as archive:
+        names = archive.getnames()
+    assert {"./configs/N=4096,K=4096,device_name=H100.json", "./call-rest.log", "./call-rest.json"} <= set(names)
+    assert not [name for name in names if name.endswith(".tar.gz")], "the archive before is not in the next"
 
 
 def test_all_steps_fit_the_time_where_they_are_as_quick_as_planned() -> None:
