@@ -9,7 +9,8 @@ rest    what was not reached, then the tuner, and the float8 rows again with wha
 Every step is a process group with a time of its own; one that fails or hangs does not keep the next from running. All
 output goes into call-NAME.log (call-NAME-2.log of the second lane) from the first second on, and what came of each step
 into call-NAME.json after it, so that a machine which is taken away has left what it found. call-NAME.tar.gz has all of
-it: some machines give back a few files with plain names, and no more.
+it: some machines give back a few files with plain names, and no more. triton-cache.tar.xz has the kernels that were
+compiled; where the output has it at the begin, they are not compiled again (compiled.py).
 """
 
 import argparse
@@ -28,14 +29,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks import compiled
 from benchmarks.engine_rows import GROUPS
 from benchmarks.machine import what_is_missing
 from benchmarks.phase import DONE, FAILED, NO_GPU, OUT_OF_TIME
 
 CALL_SECONDS = 570.0
 """Below the ten minutes that a command may take on machines lent by the half hour."""
-LAST_SECONDS = 5.0
-"""Kept for the archive and the summary."""
+LAST_SECONDS = 15.0
+"""Kept for the archives and the summary."""
 PYTHON = sys.executable
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {"TRITON_INTERPRET": "0", "PYTHONUNBUFFERED": "1"}
@@ -162,7 +164,13 @@ def run_step(step: Step, log: Path, seconds: float, environment: Mapping[str, st
 
 
 def run_call(
-    call: str, steps: list[Step], output: Path, say: Callable[[str], None], *, budget: float = CALL_SECONDS
+    call: str,
+    steps: list[Step],
+    output: Path,
+    say: Callable[[str], None],
+    *,
+    budget: float = CALL_SECONDS,
+    kernels: Path = compiled.FOLDER,
 ) -> int:
     """All steps within the budget, in their order in each lane, the first lane before the others. Exit code 0, 1 where
     one failed, 3 out of time."""
@@ -173,6 +181,8 @@ def run_call(
         log.write_bytes(b"")
     paths = [str(REPOSITORY / "kernels"), str(REPOSITORY / "engine-image"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment[compiled.VARIABLE] = str(kernels)
+    say(f"{compiled.unpack(output / compiled.ARCHIVE, kernels)} files of compiled kernels were carried here")
     end = time.monotonic() + budget - LAST_SECONDS
     found: dict[str, Outcome] = {}
     writing = threading.Lock()
@@ -198,6 +208,7 @@ def run_call(
     with ThreadPoolExecutor(max(1, len(beside))) as pool:
         for ended in [pool.submit(run_lane, lane) for lane in beside]:
             ended.result()
+    say(f"{compiled.pack(output / compiled.ARCHIVE, kernels)} files of compiled kernels to carry on")
     for step in steps:
         if found[step.name].is_bad:
             say(f"failed: {step.name}; its output begins at '=== {step.name}' in {logs[step.lane].name}")
@@ -210,7 +221,7 @@ def _archive(folder: Path, target: Path) -> None:
     """All of a folder but its archives as one file. Whoever reads it meanwhile finds the one before."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as archive:
-        archive.add(folder, arcname=".", filter=lambda member: None if member.name.endswith(".tar.gz") else member)
+        archive.add(folder, arcname=".", filter=lambda member: None if ".tar." in member.name else member)
     beside = target.with_suffix(".part")
     beside.write_bytes(content.getvalue())
     beside.replace(target)
@@ -236,13 +247,20 @@ def main(arguments: list[str] | None = None) -> int:
     output: Path = options.output.absolute()
     if options.call == "install":
         return install(output)
-    steps = steps_of(options.call, output, jobs=options.jobs)
+    steps, kernels = steps_of(options.call, output, jobs=options.jobs), compiled.FOLDER
     if options.dry_run:
-        steps = dry(steps)
+        steps, kernels = dry(steps), output / "triton-cache"
     elif (missing := what_is_missing()) is not None:
         print(f"{options.call}: {missing}; nothing was run", file=sys.stderr)
         return NO_GPU
-    return run_call(options.call, steps, output, lambda text: print(text, flush=True), budget=options.budget_seconds)
+    return run_call(
+        options.call,
+        steps,
+        output,
+        lambda text: print(text, flush=True),
+        budget=options.budget_seconds,
+        kernels=kernels,
+    )
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def test_the_first_lane_runs_alone_and_the_others_side_by_side_behind_it(tmp_pat
         replace(python("beside", meets), lane=3),
     ]
     said: list[str] = []
-    assert run_call("gate", steps, tmp_path / "found", said.append) == FAILED
+    assert run_call("gate", steps, tmp_path / "found", said.append, kernels=tmp_path / "kernels") == FAILED
     assert results(tmp_path / "found") == {"alone": "0", "first": "0", "second": "1", "beside": "0"}
     assert "=== alone" in (tmp_path / "found" / "call-gate.log").read_text()
     assert "wrong" in (tmp_path / "found" / "call-gate-2.log").read_text()
@@ -99,7 +99,7 @@ def test_a_step_that_fails_does_not_keep_the_next_from_running(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = [python("bad", "raise SystemExit('the kernel is wrong')"), python("good", "print('right')")]
-    assert run_call("gate", steps, tmp_path, print) == FAILED
+    assert run_call("gate", steps, tmp_path, print, kernels=tmp_path / "kernels") == FAILED
     assert results(tmp_path) == {"bad": "1", "good": "0"}
     assert "the kernel is wrong" in (tmp_path / "call-gate.log").read_text()
     assert "failed: bad; its output begins at '=== bad' in call-gate.log" in capsys.readouterr().out
@@ -114,27 +114,30 @@ open({str(pids)!r}, "w").write(f"{{child.pid}}\\n")
 time.sleep(600)
 """
     hangs = python("hangs", program, seconds=2.0)
-    assert run_call("gate", [hangs, python("good", "pass")], tmp_path, print) == FAILED
+    assert run_call("gate", [hangs, python("good", "pass")], tmp_path, print, kernels=tmp_path / "kernels") == FAILED
     assert results(tmp_path) == {"hangs": "ended after its 2 s", "good": "0"}
     if pids.exists():  # in two seconds most machines start it
         waiting.until_gone(map(int, pids.read_text().split()))
 
 
 def test_what_the_time_does_not_suffice_for_is_named(tmp_path: Path) -> None:
-    assert run_call("gate", [python("late", "pass")], tmp_path, print, budget=5.5) == OUT_OF_TIME
+    assert (
+        run_call("gate", [python("late", "pass")], tmp_path, print, budget=15.5, kernels=tmp_path / "kernels")
+        == OUT_OF_TIME
+    )
     assert results(tmp_path) == {"late": "left out: the time is over"}
 
 
 def test_a_program_that_is_not_there_leaves_its_step_out(tmp_path: Path) -> None:
     step = Step("checked", ("no-such-program",), 9.0, needs="no-such-program")
-    assert run_call("gate", [step], tmp_path, print) == DONE
+    assert run_call("gate", [step], tmp_path, print, kernels=tmp_path / "kernels") == DONE
     assert results(tmp_path) == {"checked": "left out: there is no no-such-program"}
 
 
 def test_tuned_configurations_come_back_as_one_file(tmp_path: Path) -> None:
     made = tmp_path / "configs" / "N=4096,K=4096,device_name=H100.json"
     program = f"import pathlib; p = pathlib.Path({str(made)!r}); p.parent.mkdir(); p.write_text('{{}}')"
-    assert run_call("rest", [python("tune", program)], tmp_path, print) == DONE
+    assert run_call("rest", [python("tune", program)], tmp_path, print, kernels=tmp_path / "kernels") == DONE
     with tarfile.open(tmp_path / "call-rest.tar.gz") as archive:
         names = archive.getnames()
     assert {"./configs/N=4096,K=4096,device_name=H100.json", "./call-rest.log", "./call-rest.json"} <= set(names)
