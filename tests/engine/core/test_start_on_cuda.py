@@ -4,8 +4,9 @@ starts, that start-up launches every variant of a kernel that serving does, and 
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -107,15 +108,25 @@ SEEING: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 """Of which its text is served, unless a limit asks for images."""
+TOWER_LAYERS = 3
 WATCHING: dict[str, Any] = DENSE | {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
     "vision_config": {
-        "hidden_size": 48, "intermediate_size": 72, "depth": 3, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
-        "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1],
+        "hidden_size": 48, "intermediate_size": 72, "depth": TOWER_LAYERS, "num_heads": 2, "out_hidden_size": 64,
+        "patch_size": 4, "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1],
     },
 }  # fmt: skip
 SEES = {"limit_mm_per_prompt": {"image": 4, "video": 1}, "max_num_encoder_input_tokens": 40, "encoder_cache_size": 60}
+TILED: dict[str, Any] = CHUNKS | {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": TOWER_LAYERS, "num_attention_heads": 2,
+        "image_size": 32, "patch_size": 4, "vision_output_dim": 24, "projector_input_dim": 24,
+        "projector_output_dim": 24,
+    },
+}  # fmt: skip
+SEES_TILES = SEES | {"limit_mm_per_prompt": {"image": 4}}
 DRAFTS = {
     "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2),
     "num_speculative_tokens": 2,
@@ -257,22 +268,31 @@ def test_an_engine_starts_serves_and_compiles_nothing_then(
 
 
 GRIDS = ((1, 2, 2), (1, 4, 6), (1, 8, 8), (1, 10, 6), (1, 2, 14), (1, 8, 20), (2, 4, 6), (3, 2, 10))
-ROW_SIZE = 3 * 2 * 4 * 4
+NUM_PROMPTS = 2 * len(GRIDS)
 
 
 def an_item(number: int) -> MultiModalItem:
-    grid = GRIDS[number % len(GRIDS)]
+    return _black(number, GRIDS[number % len(GRIDS)], row_size=3 * 2 * 4 * 4)
+
+
+def a_tile(number: int) -> MultiModalItem:
+    return _black(number, (1, 8, 8), row_size=3 * 4 * 4)
+
+
+def _black(number: int, grid: tuple[int, int, int], row_size: int) -> MultiModalItem:
     num_patches = grid[0] * grid[1] * grid[2]
-    patches = Patches(ROW_SIZE, bytes(num_patches * ROW_SIZE), bytes(3 * MEANINGS_BYTES))
+    patches = Patches(row_size, bytes(num_patches * row_size), bytes(3 * MEANINGS_BYTES))
     kind: Modality = "video" if grid[0] > 1 else "image"
     return MultiModalItem(kind, str(number).encode(), num_patches // 4, grid, patches)
 
 
-def serve_images(engine: Engine, most_items: int = 2) -> dict[str, dict[str, int]]:
-    """Prompts with images and videos of many sizes, and prompts of text; what was counted. Nothing is waited for."""
-    for number in range(2 * len(GRIDS)):
+def serve_images(
+    engine: Engine, item_of: Callable[[int], MultiModalItem], most_items: int = 2
+) -> dict[str, dict[str, int]]:
+    """Prompts with images and videos of all sizes, and prompts of text; what was counted. Nothing is waited for."""
+    for number in range(NUM_PROMPTS):
         token_ids, spans = [5] * (2 + number), list[ItemSpan]()
-        for item in (an_item(number + more) for more in range(number % (1 + most_items))):
+        for item in (item_of(number + more) for more in range(number % (1 + most_items))):
             spans.append(ItemSpan(len(token_ids), item))
             token_ids += [90] * item.num_tokens + [5, 6]
         sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -289,33 +309,54 @@ def serve_images(engine: Engine, most_items: int = 2) -> dict[str, dict[str, int
             break
     engine.check_integrity()
     assert set(reasons.values()) == {"length"}
-    assert len(reasons) == 2 * len(GRIDS)
+    assert len(reasons) == NUM_PROMPTS
     return counted
 
 
+@dataclass(frozen=True)
+class Sight:
+    """A model that sees, how much of it is asked for, and what comes to it."""
+
+    model: dict[str, Any]
+    limits: dict[str, Any]
+    item_of: Callable[[int], MultiModalItem]
+    modalities: tuple[Modality, ...]
+
+
+OF_WINDOWS = Sight(WATCHING, SEES, an_item, ("image", "video"))
+OF_TILES = Sight(TILED, SEES_TILES, a_tile, ("image",))
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("sight", "changes"),
     [
-        pytest.param({}, id="graphs"),
-        pytest.param({"enforce_eager": True, "async_scheduling": False}, id="eager"),
-        pytest.param(DRAFTS, id="drafts"),
-        pytest.param({"dtype": "float32"}, id="float32"),
+        pytest.param(OF_WINDOWS, {}, id="graphs"),
+        pytest.param(OF_WINDOWS, {"enforce_eager": True, "async_scheduling": False}, id="eager"),
+        pytest.param(OF_WINDOWS, DRAFTS, id="drafts"),
+        pytest.param(OF_WINDOWS, {"dtype": "float32"}, id="float32"),
+        pytest.param(OF_TILES, {}, id="tiles"),
+        pytest.param(OF_TILES, {"enforce_eager": True, "async_scheduling": False}, id="tiles, eager"),
+        pytest.param(OF_TILES, DRAFTS, id="tiles, drafts"),
+        pytest.param(OF_TILES, {"dtype": "float32"}, id="tiles, float32"),
+        pytest.param(OF_TILES, {"kv_cache_dtype": "fp8"}, id="tiles, float8 cache"),
     ],
 )
-def test_an_engine_that_sees_starts_serves_and_compiles_nothing_then(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_an_engine_that_sees_starts_serves_and_compiles_nothing_then(
+    sight: Sight, changes: dict[str, Any], tmp_path: Path
+) -> None:
     """Images and videos of any size, while text decodes beside them."""
     with a_fake_gpu():
         with record_launches() as at_start:
             engine, ready = start_engine(
-                a_config(WATCHING, tmp_path, SEES | changes), lambda stage, percent: None, lambda: 0.0
+                a_config(sight.model, tmp_path, sight.limits | changes), lambda stage, percent: None, lambda: 0.0
             )
         waits = (
             "speculative" in changes or "async_scheduling" in changes
         )  # for what is chosen, not for what is computed
         with record_launches() as served, nullcontext() if waits else NoWaiting():
-            counted = serve_images(engine)
+            counted = serve_images(engine, sight.item_of)
         engine.close()
-    assert ready.modalities == ["image", "video"]
+    assert ready.modalities == list(sight.modalities)
     assert variants(served) <= variants(at_start)
     if "enforce_eager" in changes:
         assert counted["eager_steps"].keys() == {"off"}
@@ -540,7 +581,8 @@ def test_the_core_s_rank_of_several_does_so_too(
 
 
 @pytest.mark.parametrize("mode", ["weights", "data"])
-def test_the_core_s_rank_of_two_that_see_does_so_too(mode: EncoderMode, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sight", [OF_WINDOWS, OF_TILES], ids=["windows", "tiles"])
+def test_the_core_s_rank_of_two_that_see_does_so_too(sight: Sight, mode: EncoderMode, tmp_path: Path) -> None:
     """Ranks that share a tower sum twice in each of its layers; those that share items once in a step, beside the
     embedding and twice in each of the text half's layers."""
     recorder = CallingRecorder()
@@ -548,12 +590,12 @@ def test_the_core_s_rank_of_two_that_see_does_so_too(mode: EncoderMode, tmp_path
         patch.setattr(start, "recorder_of", lambda device: recorder)
         patch.setattr(torch.cuda, "set_device", lambda device: None)
         patch.setattr(rank_start, "Workers", OtherRank)
-        config = a_config(WATCHING, tmp_path, SEES | {"tensor_parallel_size": 2, "mm_encoder_tp_mode": mode})
+        config = a_config(sight.model, tmp_path, sight.limits | {"tensor_parallel_size": 2, "mm_encoder_tp_mode": mode})
         with record_launches() as at_start:
             engine, _ = start_engine(config, lambda stage, percent: None, lambda: 0.0)
         calls.clear()
         with record_launches() as served, NoWaiting():
-            counted = serve_images(engine)
+            counted = serve_images(engine, sight.item_of)
         engine.close()
     assert not variants(served) - variants(at_start), "compiled while serving"
     assert {name for name, is_inside in calls if is_inside} == {"all_reduce"}
@@ -563,7 +605,7 @@ def test_the_core_s_rank_of_two_that_see_does_so_too(mode: EncoderMode, tmp_path
     num_outside = sum(name == "all_reduce" and not is_inside for name, is_inside in calls)
     num_eager = sum(counted["eager_steps"].values())
     computing = num_items if mode == "weights" else sum(bool(step.inputs.missing) for step in steps)
-    per_item = 2 * WATCHING["vision_config"]["depth"] if mode == "weights" else 1
+    per_item = 2 * TOWER_LAYERS if mode == "weights" else 1
     assert num_outside == 5 * num_eager + per_item * computing
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import engine_builders
 import pytest
 import torch
+from calling_recorder import noted, steps_of_a_device
 from engine_benchmarks.parity import Reference
 from seeing_model import SeeingPrompt, a_prompt, reference_of, save
 from seeing_runs import NUM_TOKENS, Run, defects
 from tiled_model import a_tile, the_reference, what_transformers_gets
+from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import AddRequest, PatchConfig
@@ -27,6 +29,11 @@ PROMPTS: dict[str, SeeingPrompt] = {
 }
 TIGHT = {"max_model_len": 96, "num_gpu_blocks_override": 28, "max_num_batched_tokens": 16, "encoder_cache_size": 8}
 SWAP = {"swap_space_bytes": 64 << 20, "swap_space_bytes_cap": 64 << 20, "preemption_mode": "swap"}
+DRAFTS = {
+    "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1),
+    "num_speculative_tokens": 3,
+    "num_speculative_tokens_cap": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +121,54 @@ def test_while_the_kv_cache_is_resized(checkpoint: Path, expected: dict[str, Ref
             assert engine.patch_config(PatchConfig(sizes))[0] == 200
         run.step()
     assert defects(run.tokens, expected) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"async_scheduling": True},
+        {"enforce_eager": True},
+        TIGHT | SWAP | {"async_scheduling": True},
+        DRAFTS | {"enable_prefix_caching": False, "max_num_batched_tokens": 16},
+    ],
+    ids=["overlapping", "eager", "swapped, overlapping", "drafts, chunked"],
+)
+def test_with_the_steps_of_a_device(changes: dict[str, Any], checkpoint: Path, expected: dict[str, Reference]) -> None:
+    """Steps that compute or place tiles are eager, and all others replay graphs, of the same prompts' answers too."""
+    with steps_of_a_device():
+        run = Run(an_engine(checkpoint, **changes))
+        run.add(PROMPTS)
+        assert defects(run.to_the_end().tokens, expected) == []
+    assert run.num_graphs == 0 if "enforce_eager" in changes else run.num_graphs > 60
+    assert (run.num_eager.keys() >= {"images"}) == ("enforce_eager" not in changes)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "mm_encoder_tp_mode": "data", "enable_expert_parallel": True},
+        {"pipeline_parallel_size": 2},
+    ],
+    ids=["tp2", "tp2 with a tower each, ep", "pp2"],
+)
+@pytest.mark.usefixtures("forked")
+def test_with_the_steps_of_devices_over_ranks(
+    layout: dict[str, Any], checkpoint: Path, expected: dict[str, Reference], tmp_path: Path
+) -> None:
+    """Every rank takes the same graph, or none."""
+    with steps_of_a_device(tmp_path):
+        engine = an_engine(checkpoint, async_scheduling=True, **layout)
+        try:
+            run = Run(engine)
+            run.add(PROMPTS)
+            assert defects(run.to_the_end().tokens, expected) == []
+        finally:
+            engine.close()
+    one, other = noted(tmp_path)
+    assert one == other
+    assert "Eager.IMAGES" in one
+    assert any(graph.endswith("tokens_per_sequence=1)") for graph in one)
 
 
 def test_a_tower_that_so_many_ranks_cannot_share_is_refused_with_what_would_do(checkpoint: Path) -> None:

@@ -5,10 +5,12 @@ from typing import Any
 
 import engine_builders
 import pytest
+import tiled_model
 import torch
 from engine_benchmarks.parity import Reference
 from seeing_model import CONFIG, SeeingPrompt, a_prompt, an_item, reference_of, save, the_reference
 from seeing_runs import NUM_TOKENS, Run, defects
+from tiled_model import a_tile
 from trimtab_engine.core.engine import Engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -21,6 +23,10 @@ WIDE = CONFIG | {
     "vision_config": CONFIG["vision_config"] | {"hidden_size": 64, "intermediate_size": 72, "out_hidden_size": 64},
 }
 """Heads of 16, as narrow as matrix instructions take them."""
+WIDE_TILES = tiled_model.CONFIG | {
+    "text_config": tiled_model.CONFIG["text_config"] | {"hidden_size": 64, "head_dim": 16, "intermediate_size": 32},
+    "vision_config": tiled_model.CONFIG["vision_config"] | {"hidden_size": 32, "intermediate_size": 128},
+}
 A_PICTURE = an_item((1, 10, 6), seed=3)
 # Seconds are whole: of others, releases of transformers before ours make other positions.
 PROMPTS: dict[str, SeeingPrompt] = {
@@ -28,6 +34,12 @@ PROMPTS: dict[str, SeeingPrompt] = {
     "three interleaved": a_prompt(A_PICTURE, 2, an_item((1, 4, 6), seed=1), 1, an_item((1, 2, 8), seed=4), 3),
     "a video": a_prompt(3, an_item((4, 4, 6), kind="video", seed=5, seconds=1.0), 6),
     "one image twice": a_prompt(1, A_PICTURE, 1, A_PICTURE, 2),
+    "no image": a_prompt(20),
+}
+OF_TILES: dict[str, SeeingPrompt] = {
+    "one tile": a_prompt(4, a_tile(1), 5),
+    "two tiles and the whole": a_prompt(3, a_tile(2), 1, a_tile(3), 2, a_tile(4), 3),
+    "two pictures": a_prompt(a_tile(5), 2, a_tile(1), 3),
     "no image": a_prompt(20),
 }
 
@@ -42,6 +54,17 @@ def expected(reference: Any) -> dict[str, Reference]:
     return {name: reference_of(reference, prompt, NUM_TOKENS) for name, prompt in PROMPTS.items()}
 
 
+@pytest.fixture(scope="module")
+def reference_of_tiles() -> Any:
+    return tiled_model.the_reference(WIDE_TILES)
+
+
+@pytest.fixture(scope="module")
+def expected_of_tiles(reference_of_tiles: Any) -> dict[str, Reference]:
+    given = tiled_model.what_transformers_gets
+    return {name: reference_of(reference_of_tiles, prompt, NUM_TOKENS, given) for name, prompt in OF_TILES.items()}
+
+
 def an_engine(reference: Any, folder: Path, **changes: Any) -> Engine:
     values: dict[str, Any] = {
         "load_format": "auto",
@@ -54,7 +77,7 @@ def an_engine(reference: Any, folder: Path, **changes: Any) -> Engine:
     return engine_builders.an_engine(Path(save(reference, folder)), **values | changes)
 
 
-@pytest.mark.parametrize(
+WAYS = pytest.mark.parametrize(
     "changes",
     [
         {"enforce_eager": True},
@@ -63,16 +86,35 @@ def an_engine(reference: Any, folder: Path, **changes: Any) -> Engine:
     ],
     ids=["eager", "overlapping", "overlapping chunks"],
 )
+
+
+@WAYS
 def test_tokens_are_those_of_transformers_and_nothing_is_compiled(
     changes: dict[str, Any], reference: Any, expected: dict[str, Reference], tmp_path: Path
 ) -> None:
-    run = Run(an_engine(reference, tmp_path, **changes))
+    run = served_twice(an_engine(reference, tmp_path, **changes), PROMPTS, expected)
+    assert ("images" in run.num_eager) == ("enforce_eager" not in changes)
+
+
+@WAYS
+def test_tokens_of_tiles_are_too(
+    changes: dict[str, Any], reference_of_tiles: Any, expected_of_tiles: dict[str, Reference], tmp_path: Path
+) -> None:
+    """Llama 4's, whose text half sees chunks of positions that begin and end within tiles."""
+    limits = {"limit_mm_per_prompt": {"image": 4}}
+    run = served_twice(an_engine(reference_of_tiles, tmp_path, **limits | changes), OF_TILES, expected_of_tiles)
+    assert ("images" in run.num_eager) == ("enforce_eager" not in changes)
+
+
+def served_twice(engine: Engine, prompts: dict[str, SeeingPrompt], expected: dict[str, Reference]) -> Run:
+    """All prompts together, and again with what is kept of them; then the engine is closed."""
+    run = Run(engine)
     for _ in range(2):
-        run.add(PROMPTS)
+        run.add(prompts)
         assert defects(run.to_the_end().tokens, expected) == []
     assert run.num_compiled == 0
-    assert ("images" in run.num_eager) == ("enforce_eager" not in changes)
-    run.engine.close()
+    engine.close()
+    return run
 
 
 def test_what_the_largest_picture_takes_was_measured(reference: Any, tmp_path: Path) -> None:

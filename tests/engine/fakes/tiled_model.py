@@ -32,10 +32,10 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def the_reference() -> Any:
+def the_reference(config: dict[str, Any] = CONFIG) -> Any:
     """Random weights that leave no branch without effect."""
     torch.manual_seed(0)
-    model: Any = Llama4ForConditionalGeneration(Llama4Config(**CONFIG))
+    model: Any = Llama4ForConditionalGeneration(Llama4Config(**config))
     model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
