@@ -7,6 +7,7 @@ Debian's docker-registry. Both run on this machine, over the real model (`harnes
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,7 +97,15 @@ def test_a_model_of_a_bucket_is_served_through_a_cut_by_keys_of_a_secret(
     apply: Apply, remove: Remove, bucket: BucketServer, kube: Kube, namespace: str
 ) -> None:
     bucket.faults.cuts[WEIGHTS] = [CUT_BYTES]
+    goes_on = bucket.faults.held[WEIGHTS] = threading.Event()
     deployment = apply("from-bucket", model=_of_bucket(bucket), template=TEMPLATE)
+
+    def is_told() -> None:
+        if "DownloadStarted" not in (told := _told(kube, namespace, deployment)):
+            raise NotYet(f"Events: {sorted(told)}")
+
+    deployment.waiter.until("an Event tells of the download", is_told, deadline_seconds=READY_SECONDS)
+    goes_on.set()  # however quick a store is, its download has been seen by then
     deployment.ready(deadline_seconds=READY_SECONDS)
     assert EXPECTED in ask(deployment).text
     pin = deployment.status()["modelRevision"]

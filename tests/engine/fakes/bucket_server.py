@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
 
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIDTESTS", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+HELD_SECONDS = 50.0  # less than clients wait for
 ERROR = '<?xml version="1.0"?><Error><Code>{code}</Code><Message>as asked</Message></Error>'
 
 
@@ -39,6 +40,8 @@ class Faults:
 
     cuts: dict[str, list[int]] = field(default_factory=dict)
     """By file: the connection ends when it has given so many bytes; one entry per connection."""
+    held: dict[str, threading.Event] = field(default_factory=dict)
+    """By file: what no connection cuts is not given before the event is set, or HELD_SECONDS have passed."""
     wrong: dict[str, int] = field(default_factory=dict)
     """By file: how many times its bytes come with one changed."""
     errors: list[tuple[int, str]] = field(default_factory=list)
@@ -115,6 +118,8 @@ class BucketServer:
         with self._lock:  # an answer that ends before the cut is none
             cuts = self.faults.cuts.get(name, []) if method == "GET" else []
             cut = cuts.pop(0) if cuts and len(body) > cuts[0] else None
+        if cut is None and method == "GET" and name in self.faults.held:
+            self.faults.held[name].wait(HELD_SECONDS)
         return [body] if cut is None else _cut_off(body, cut)
 
 
