@@ -115,9 +115,9 @@ def steps_of(call: str, output: Path, *, jobs: int) -> list[Step]:
             Step("kernels at real sizes", (PYTHON, "-m", "benchmarks", "--kernels", *beside), 300, lane=5,
                  ok=(DONE, OUT_OF_TIME)),
         ],
-        "rows": [Step("rows", (*benchmarks, "--budget-seconds", "550"), 560, ok=(DONE, OUT_OF_TIME))],
+        "rows": [Step("rows", (*benchmarks, "--budget-seconds", "545"), 555, ok=(DONE, OUT_OF_TIME))],
         "rest": [
-            Step("rows", (*benchmarks, "--budget-seconds", "280"), 290, ok=(DONE, OUT_OF_TIME)),
+            Step("rows", (*benchmarks, "--budget-seconds", "265"), 275, ok=(DONE, OUT_OF_TIME)),
             *(
                 Step(f"tune {model}", (*tune, f"{SHAPES}/{model}.json", *batches, "--budget-seconds", "90"), 100,
                      ok=(DONE, OUT_OF_TIME))
