@@ -54,12 +54,11 @@ TILING = Tiling()
 """Where a block has less shared memory than Hopper's."""
 PLAIN, NORMED, GATED = Tiling(64, 128, 6, 1), Tiling(64, 128, 3, 3), Tiling(128, 128, 3, 2)
 """The fastest of 32 on an H200, at the shapes of Llama-3.1-8B: without a norm, with one, and gated."""
-HOPPER_SHARED_BYTES = 200 << 10
 
 
 def tiling_of(*, has_norm: bool, is_gated: bool, facts: DeviceFacts) -> Tiling:
     """Which tiling a product takes."""
-    if facts.shared_bytes < HOPPER_SHARED_BYTES:
+    if not facts.has_hoppers_memory:
         return TILING
     return GATED if is_gated else NORMED if has_norm else PLAIN
 
@@ -275,9 +274,9 @@ def few_rows_triton(
     y = torch.empty(num_rows, n, dtype=x.dtype, device=x.device) if residual is None else residual
     if not num_rows:
         return y
-    device = facts or device_facts(x.device)
-    tiling = tiling or tiling_of(has_norm=norm is not None, is_gated=is_gated, facts=device)
-    split = split_of(n, k, is_gated=is_gated, facts=device, tiling=tiling)
+    facts = facts or device_facts(x.device)
+    tiling = tiling or tiling_of(has_norm=norm is not None, is_gated=is_gated, facts=facts)
+    split = split_of(n, k, is_gated=is_gated, facts=facts, tiling=tiling)
 
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(split.tiles * split.slices, MAX_ROWS, *shape, dtype=torch.float32, device=x.device)

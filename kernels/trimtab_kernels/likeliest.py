@@ -20,7 +20,7 @@ BLOCK_TOKENS = 2048
 TILE_TOKENS = 4 * BLOCK_TOKENS
 """Four blocks are under way at once: 32 KiB of 16-bit logits by two programs of a multiprocessor."""
 NUM_WARPS = 8
-PROGRAMS_PER_SM, SAMPLING_PROGRAMS_PER_SM = 5, 2
+PROGRAMS_PER_SM = 5
 """As many as run at once, by their registers."""
 MAX_PARTS = 64
 """Of a row: one program reads what all of them left."""

@@ -48,8 +48,6 @@ PROGRAMS_PER_SM = 2
 takes 217 registers by triton 3.6 (144 by 3.9)."""
 FLOAT8_PROGRAMS_PER_SM, FLOAT8_REGISTERS = 3, 168
 """Conversions keep programs of a float8 cache waiting, so a third one helps: at so many registers it fits."""
-HOPPER_SHARED_BYTES = 200 << 10
-"""As much shared memory holds the tiles of three programs, less those of two."""
 LARGE_GROUP, LARGE_HEAD = 32, 128
 """More query heads to a kv head, and larger heads, would lose too much with FLOAT8_REGISTERS."""
 
@@ -95,7 +93,7 @@ def decode_programs(
 ) -> tuple[int, int | None]:
     """(programs per kv head, registers of a thread at most): as many programs as run at once, so that all shares end
     together."""
-    fits = facts.shared_bytes > HOPPER_SHARED_BYTES and group <= LARGE_GROUP and head_size <= LARGE_HEAD
+    fits = facts.has_hoppers_memory and group <= LARGE_GROUP and head_size <= LARGE_HEAD
     per_sm, registers = (FLOAT8_PROGRAMS_PER_SM, FLOAT8_REGISTERS) if is_float8 and fits else (PROGRAMS_PER_SM, None)
     return max(1, per_sm * facts.num_sms // num_kv_heads), registers
 

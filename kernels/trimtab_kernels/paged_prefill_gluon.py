@@ -74,13 +74,14 @@ def suits(
     *,
     max_query_len: int,
     soft_cap: float | None = None,
+    chunk_size: int | None = None,
     facts: DeviceFacts | None = None,
 ) -> bool:
     """Whether this kernel can take the step."""
     facts = facts or device_facts(query.device)
     block_size, num_kv_heads, head_size = key_cache.shape[1:]
     group = query.shape[1] // num_kv_heads
-    fits = facts.capability == HOPPER and soft_cap is None and head_size in HEAD_SIZES
+    fits = facts.capability == HOPPER and soft_cap is None and chunk_size is None and head_size in HEAD_SIZES
     fits = fits and block_size >= MIN_BLOCK and block_size & (block_size - 1) == 0
     fits = fits and query.dtype == key_cache.dtype and query.element_size() == 2
     return fits and group <= ROWS and max_query_len * group > ROWS // GROUPS
@@ -523,8 +524,9 @@ def prefill(
 ) -> torch.Tensor:
     """By this kernel where `ways` ask for it and it suits, else by paged_prefill_triton."""
     tensors = (query, key_cache, value_cache, block_tables, seq_lens, query_starts)
-    takes = ways().gluon_prefill and chunk_size is None
-    if takes and suits(query, key_cache, max_query_len=max_query_len, soft_cap=soft_cap):
+    if ways().gluon_prefill and suits(
+        query, key_cache, max_query_len=max_query_len, soft_cap=soft_cap, chunk_size=chunk_size
+    ):
         return paged_prefill_gluon(
             *tensors,
             scale=scale,

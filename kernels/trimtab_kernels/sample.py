@@ -35,7 +35,6 @@ from trimtab_kernels.likeliest import (
     LOGIT_DTYPES,
     MAX_PARTS,
     NUM_WARPS,
-    SAMPLING_PROGRAMS_PER_SM,
     TILE_TOKENS,
     best_of_parts,
     better,
@@ -47,6 +46,7 @@ from trimtab_kernels.likeliest import (
 
 MOST_CANDIDATES = 4096
 """Of a row: 32 KiB that the last program reads at each step of its search, from the L2 cache."""
+PROGRAMS_PER_SM = 2
 MAX_REGISTERS = 128
 """Of a thread: two programs of eight warps share a multiprocessor."""
 SAMPLED_TOKENS, SAMPLED_TOGETHER = 4096, 64
@@ -491,8 +491,8 @@ def sample_triton(
     token_ids = torch.empty(rows, dtype=torch.int64, device=device)
     thresholds = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
-        device_of_rows = facts or device_facts(device)
-        num_parts, part_size = parts_of_row(rows, vocab_size, device_of_rows, per_sm=SAMPLING_PROGRAMS_PER_SM)
+        facts = facts or device_facts(device)
+        num_parts, part_size = parts_of_row(rows, vocab_size, facts, per_sm=PROGRAMS_PER_SM)
         _sample[(rows, num_parts)](
             logits,
             *limits,

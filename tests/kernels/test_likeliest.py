@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from trimtab_kernels import sample
 from trimtab_kernels.launch.arrivals import arrival_counters
 from trimtab_kernels.launch.device_facts import H200
 from trimtab_kernels.likeliest import (
     MAX_PARTS,
     PROGRAMS_PER_SM,
-    SAMPLING_PROGRAMS_PER_SM,
     TILE_TOKENS,
     likeliest,
     likeliest_reference,
@@ -56,7 +56,7 @@ def test_the_first_of_equals_wins_over_parts_and_lanes() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 300, 4096])
 @pytest.mark.parametrize("vocab", [1, 32000, 128256, 262144, 10**6])
-@pytest.mark.parametrize("per_sm", [PROGRAMS_PER_SM, SAMPLING_PROGRAMS_PER_SM])
+@pytest.mark.parametrize("per_sm", [PROGRAMS_PER_SM, sample.PROGRAMS_PER_SM])
 def test_parts_cover_the_row_and_fill_the_device(rows: int, vocab: int, per_sm: int) -> None:
     parts, size = parts_of_row(rows, vocab, H200, per_sm=per_sm)
     assert (parts - 1) * size < vocab <= parts * size

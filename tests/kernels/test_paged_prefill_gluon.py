@@ -217,6 +217,7 @@ def test_it_takes_what_it_was_made_for_and_leaves_the_rest() -> None:
     assert not suits(query, keys, max_query_len=16, facts=H200), "64 rows: one group has them all"
     assert not suits(query, keys, max_query_len=8192, facts=A100)
     assert not suits(query, keys, max_query_len=8192, soft_cap=50.0, facts=H200)
+    assert not suits(query, keys, max_query_len=8192, chunk_size=64, facts=H200)
     assert not suits(query.float(), keys.float(), max_query_len=8192, facts=H200)
     assert not suits(query, keys.to(torch.float8_e4m3fn), max_query_len=8192, facts=H200)
     assert not suits(query, keys.view(4, 8, 8, 128), max_query_len=8192, facts=H200)

@@ -23,6 +23,11 @@ class DeviceFacts:
         """Ada and later convert and multiply float8_e4m3 in hardware; Ampere's compiler refuses the type."""
         return self.capability >= 89
 
+    @property
+    def has_hoppers_memory(self) -> bool:
+        """As much shared memory as Hopper and later have: tiles of three programs, less those of two."""
+        return self.shared_bytes > 200 << 10
+
 
 HOPPER = 90
 """The capability whose warp groups multiply together (wgmma)."""

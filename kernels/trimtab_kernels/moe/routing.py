@@ -80,13 +80,24 @@ def _route(
     store_choice(rounded, chosen, token, expert_map, weights, experts, num_patterns, NUM_EXPERTS, TOP_K, BLOCK_K)
 
 
+def empty_choice(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights [num_tokens, top_k] float32, experts likewise int32), to be written."""
+    shape = router_logits.shape[0], top_k
+    weights = torch.empty(shape, dtype=torch.float32, device=router_logits.device)
+    return weights, torch.empty(shape, dtype=torch.int32, device=router_logits.device)
+
+
+def warps_for(num_experts: int) -> int:
+    """Of a program that has a token's experts in its registers."""
+    return 1 if num_experts <= 128 else 4
+
+
 def route_triton(
     router_logits: torch.Tensor, top_k: int, renormalize: bool, expert_map: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights, experts)."""
     num_tokens, num_experts = router_logits.shape
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
-    experts = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
+    weights, experts = empty_choice(router_logits, top_k)
     if num_tokens:
         _route[(num_tokens,)](
             router_logits,
@@ -100,6 +111,6 @@ def route_triton(
             TOP_K=top_k,
             BLOCK_K=next_power_of_2(top_k),
             RENORMALIZE=renormalize,
-            num_warps=1 if num_experts <= 128 else 4,
+            num_warps=warps_for(num_experts),
         )
     return weights, experts

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from trimtab_kernels.launch.jit import jit, kernel, next_power_of_2, tl
-from trimtab_kernels.moe.routing import num_patterns_of, store_choice
+from trimtab_kernels.moe.routing import empty_choice, num_patterns_of, store_choice, warps_for
 
 LEAST_SUM = 1e-20  # by which weights are divided at least, as in the released code
 
@@ -142,8 +142,7 @@ def route_by_sigmoid_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel: (weights, experts) as in the module's words."""
     num_tokens, num_experts = router_logits.shape
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=router_logits.device)
-    experts = torch.empty(num_tokens, top_k, dtype=torch.int32, device=router_logits.device)
+    weights, experts = empty_choice(router_logits, top_k)
     if num_tokens:
         _route_by_sigmoid[(num_tokens,)](
             router_logits,
@@ -162,6 +161,6 @@ def route_by_sigmoid_triton(
             NUM_GROUPS=routing.num_groups,
             NUM_TOP_GROUPS=routing.num_top_groups,
             BLOCK_GROUPS=next_power_of_2(routing.num_groups),
-            num_warps=1 if num_experts <= 128 else 4,
+            num_warps=warps_for(num_experts),
         )
     return weights, experts

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import engine_builders
 import pytest
 import torch
-from calling_recorder import noted, steps_of_a_device
 from engine_benchmarks.parity import Reference
 from seeing_model import (
     SeeingPrompt,
@@ -22,7 +22,7 @@ from seeing_model import (
     the_reference,
     what_transformers_gets,
 )
-from seeing_runs import NUM_TOKENS, Run, defects
+from seeing_runs import NUM_TOKENS, Run, check_with_the_steps_of_a_device, defects, graphs_over_ranks
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
@@ -260,14 +260,9 @@ def test_drafts_from_hidden_states_beside_images_are_refused_by_name(checkpoint:
     ids=["overlapping", "eager", "swapped, overlapping", "drafts, chunked"],
 )
 def test_with_the_steps_of_a_device(changes: dict[str, Any], checkpoint: Path, expected: dict[str, Reference]) -> None:
-    """Steps that compute or place images are eager, and all others replay graphs, of the same prompts' answers too."""
     drafting = drafts("ngram", checkpoint) if "num_speculative_tokens" in changes else {}
-    with steps_of_a_device():
-        run = Run(an_engine(checkpoint, **changes | drafting))
-        run.add(PROMPTS)
-        assert defects(run.to_the_end().tokens, expected) == []
-    assert run.num_graphs == 0 if "enforce_eager" in changes else run.num_graphs > 60
-    assert (run.num_eager.keys() >= {"images"}) == ("enforce_eager" not in changes)
+    engine = partial(an_engine, checkpoint, **changes | drafting)
+    check_with_the_steps_of_a_device(engine, PROMPTS, expected, is_eager="enforce_eager" in changes)
 
 
 @pytest.mark.parametrize(
@@ -284,14 +279,6 @@ def test_with_the_steps_of_devices_over_ranks(
     layout: dict[str, Any], checkpoint: Path, expected: dict[str, Reference], tmp_path: Path
 ) -> None:
     """Every rank takes the same graph, or none."""
-    with steps_of_a_device(tmp_path):
-        engine = an_engine(checkpoint, async_scheduling=True, **SHORT | layout)
-        try:
-            run = Run(engine)
-            run.add(PROMPTS)
-            assert defects(run.to_the_end().tokens, expected) == []
-        finally:
-            engine.close()
-    one, other = noted(tmp_path)
-    assert one == other
-    assert {"Eager.IMAGES", "GraphKey(num_tokens=1, tokens_per_sequence=1)"} <= set(one)
+    engine = partial(an_engine, checkpoint, async_scheduling=True, **SHORT | layout)
+    graphs = graphs_over_ranks(engine, PROMPTS, expected, tmp_path)
+    assert {"Eager.IMAGES", "GraphKey(num_tokens=1, tokens_per_sequence=1)"} <= set(graphs)

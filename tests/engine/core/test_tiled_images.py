@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import engine_builders
 import pytest
 import torch
-from calling_recorder import noted, steps_of_a_device
 from engine_benchmarks.parity import Reference
 from seeing_model import SeeingPrompt, a_prompt, reference_of, save
-from seeing_runs import NUM_TOKENS, Run, defects
+from seeing_runs import NUM_TOKENS, Run, check_with_the_steps_of_a_device, defects, graphs_over_ranks
 from tiled_model import a_tile, the_reference, what_transformers_gets
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
@@ -134,13 +134,8 @@ def test_while_the_kv_cache_is_resized(checkpoint: Path, expected: dict[str, Ref
     ids=["overlapping", "eager", "swapped, overlapping", "drafts, chunked"],
 )
 def test_with_the_steps_of_a_device(changes: dict[str, Any], checkpoint: Path, expected: dict[str, Reference]) -> None:
-    """Steps that compute or place tiles are eager, and all others replay graphs, of the same prompts' answers too."""
-    with steps_of_a_device():
-        run = Run(an_engine(checkpoint, **changes))
-        run.add(PROMPTS)
-        assert defects(run.to_the_end().tokens, expected) == []
-    assert run.num_graphs == 0 if "enforce_eager" in changes else run.num_graphs > 60
-    assert (run.num_eager.keys() >= {"images"}) == ("enforce_eager" not in changes)
+    engine = partial(an_engine, checkpoint, **changes)
+    check_with_the_steps_of_a_device(engine, PROMPTS, expected, is_eager="enforce_eager" in changes)
 
 
 @pytest.mark.parametrize(
@@ -157,18 +152,10 @@ def test_with_the_steps_of_devices_over_ranks(
     layout: dict[str, Any], checkpoint: Path, expected: dict[str, Reference], tmp_path: Path
 ) -> None:
     """Every rank takes the same graph, or none."""
-    with steps_of_a_device(tmp_path):
-        engine = an_engine(checkpoint, async_scheduling=True, **layout)
-        try:
-            run = Run(engine)
-            run.add(PROMPTS)
-            assert defects(run.to_the_end().tokens, expected) == []
-        finally:
-            engine.close()
-    one, other = noted(tmp_path)
-    assert one == other
-    assert "Eager.IMAGES" in one
-    assert any(graph.endswith("tokens_per_sequence=1)") for graph in one)
+    engine = partial(an_engine, checkpoint, async_scheduling=True, **layout)
+    graphs = graphs_over_ranks(engine, PROMPTS, expected, tmp_path)
+    assert "Eager.IMAGES" in graphs
+    assert any(graph.endswith("tokens_per_sequence=1)") for graph in graphs)
 
 
 def test_a_tower_that_so_many_ranks_cannot_share_is_refused_with_what_would_do(checkpoint: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from calling_recorder import noted, steps_of_a_device
 from engine_benchmarks.parity import NEAR_TIE, Reference
 from seeing_model import SeeingPrompt
 from trimtab_engine.core.engine import Engine
@@ -62,3 +65,33 @@ def defects(tokens: dict[str, list[int]], expected: dict[str, Reference]) -> lis
         if first is not None and first[1] >= NEAR_TIE:
             found.append(f"{name}: token {first[0]} differs, where the gap is {first[1]:.1e}")
     return found
+
+
+def check_with_the_steps_of_a_device(
+    an_engine: Callable[[], Engine], prompts: dict[str, SeeingPrompt], expected: dict[str, Reference], *, is_eager: bool
+) -> None:
+    """The reference's tokens; steps that compute or place images are eager, and all others replay graphs, unless all
+    are eager."""
+    with steps_of_a_device():
+        run = Run(an_engine())
+        run.add(prompts)
+        assert defects(run.to_the_end().tokens, expected) == []
+    assert run.num_graphs == 0 if is_eager else run.num_graphs > 60
+    assert (run.num_eager.keys() >= {"images"}) != is_eager
+
+
+def graphs_over_ranks(
+    an_engine: Callable[[], Engine], prompts: dict[str, SeeingPrompt], expected: dict[str, Reference], folder: Path
+) -> list[str]:
+    """What each of two ranks noted of its steps, the same on both, of an engine that gives the reference's tokens."""
+    with steps_of_a_device(folder):
+        engine = an_engine()
+        try:
+            run = Run(engine)
+            run.add(prompts)
+            assert defects(run.to_the_end().tokens, expected) == []
+        finally:
+            engine.close()
+    one, other = noted(folder)
+    assert one == other
+    return one
