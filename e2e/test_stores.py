@@ -18,7 +18,7 @@ from conftest import Apply, Remove
 from harness.answer import EXPECTED, ask
 from harness.deployment import Deployment
 from harness.kube import Kube, Manifest, condition
-from harness.stores import PROGRAM, Registry, docker_registry, has_registry, own_address
+from harness.stores import Registry, docker_registry, own_address
 from harness.target import Target
 from harness.wait import NotYet
 
@@ -65,8 +65,6 @@ def bucket(address: str, kube: Kube, namespace: str) -> Iterator[BucketServer]:
 @pytest.fixture(scope="module")
 def registry(address: str, kube: Kube, namespace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
     """One that asks for an account, which a Secret of the namespace has."""
-    if not has_registry():
-        pytest.skip(f"{PROGRAM} is not installed: apt-get install {PROGRAM}")
     with docker_registry(address, tmp_path_factory.mktemp("registry")) as store:
         kube.apply(store.pull_secret("registry-account"), namespace=namespace)
         yield store

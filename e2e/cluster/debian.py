@@ -125,6 +125,12 @@ def unpack(package: str, folder: Path, *, suite: str = BASE_SUITE) -> None:
     shutil.rmtree(scratch)
 
 
+def program(package: str) -> Path:
+    """The program of the package that has its name, kept in the cache."""
+    folder = entry(f"tools/{package}", lambda making: unpack(package, making))
+    return folder / "usr" / "bin" / package
+
+
 def bootstrap(folder: Path, packages: Sequence[str], *, log: str) -> None:
     """A minimal Debian root file system with `packages`, in `folder`."""
     install(["debootstrap"])

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from . import debian, docker_daemon, model
-from .cache import entry, key_of, locked, remove_tree, tree_key
+from .cache import key_of, locked, remove_tree, tree_key
 from .errors import ClusterError
 from .process import output_of, run
 from .progress import in_parallel, say, stage
@@ -261,15 +261,9 @@ def _model(docker: dict[str, str], engine: str) -> str:
     return image
 
 
-def prometheus_program() -> Path:
-    """The program of Debian's package, in the cache."""
-    folder = entry("tools/prometheus", lambda making: debian.unpack("prometheus", making))
-    return folder / "usr" / "bin" / "prometheus"
-
-
 def _prometheus(docker: dict[str, str], base: str) -> str:
     recipe = RECIPES / "Dockerfile.prometheus"
-    program = prometheus_program()
+    program = debian.program("prometheus")
     image = f"trimtab-prometheus:{key_of(base, str(program.stat().st_size), recipe.read_bytes())}"
     if docker_daemon.has_image(docker, image):
         return image

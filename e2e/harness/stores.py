@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from cluster import debian
 from registry_server import IMAGE, TITLE, Layer, digest_of, manifest_of
 
 from harness.kube import Kube, Manifest
@@ -30,8 +31,10 @@ START_SECONDS = 20.0
 PUSH_SECONDS = 300.0  # half a gigabyte, on a machine that also runs the cluster
 
 
-def has_registry() -> bool:
-    return shutil.which(PROGRAM) is not None
+def registry_program() -> str:
+    """The one on PATH, else that of Debian's package, in the cache. Raises ClusterError where there is no such
+    package."""
+    return shutil.which(PROGRAM) or str(debian.program(PROGRAM))
 
 
 def own_address(kube: Kube) -> str:
@@ -94,7 +97,7 @@ def docker_registry(address: str, folder: Path) -> Iterator[Registry]:
     }
     (folder / "config.yml").write_text(json.dumps(settings))
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([PROGRAM, "serve", str(folder / "config.yml")], stdout=log, stderr=log)
+        process = subprocess.Popen([registry_program(), "serve", str(folder / "config.yml")], stdout=log, stderr=log)
     try:
         _await_answer(process, host, folder / "log")
         yield Registry(host)

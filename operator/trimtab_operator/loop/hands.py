@@ -36,6 +36,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Done:
+    """What was carried out of a turn, and what kept the rest from it."""
+
+    actions: tuple[Action, ...]
+    refused: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
 class Hands:
     """Act for all loops."""
 
@@ -61,10 +69,8 @@ class Hands:
         await self.execute(world.deployment, turn.care)
         await self.execute(world.deployment, turn.remember)
 
-    async def act(self, world: World, turn: Turn, engines: Engines, *, is_status_due: bool = True) -> Mapping[str, Any]:
-        """Do the rest, and tell of it; the status, which is written if `is_status_due`. A child that is refused keeps
-        nobody from hearing of the others, nor an engine from its values; the status is the caller's then. Raises what
-        refused it."""
+    async def act(self, world: World, turn: Turn, engines: Engines) -> Done:
+        """Do the rest. A child that is refused keeps no engine from its values."""
         deployment = world.deployment
         refused: Exception | None = None
         done: list[Action] = []
@@ -79,12 +85,18 @@ class Hands:
 
         self._must_lead()
         await engines.patch(turn.patches, world.tokens, on_answer)
+        return Done(tuple(done), refused)
+
+    async def report(self, world: World, turn: Turn, done: Done, *, is_status_due: bool = True) -> Mapping[str, Any]:
+        """Tell of what was done; the status, which is written if `is_status_due`. A child that was refused keeps nobody
+        from hearing of the others; the status is the caller's then. Raises what refused it."""
+        deployment = world.deployment
         for decision in turn.decisions:
             await self._announce(deployment, decision)
-        for note in joined((*turn.notes, *(note for action in done if (note := note_of(action)) is not None))):
+        for note in joined((*turn.notes, *(note for action in done.actions if (note := note_of(action)) is not None))):
             await self.tell(deployment, note)
-        if refused is not None:
-            raise refused
+        if done.refused is not None:
+            raise done.refused
         status = status_of(deployment, turn.findings, now=self._now())
         return await self._write_status(deployment, status) if is_status_due else status
 

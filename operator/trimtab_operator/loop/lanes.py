@@ -18,6 +18,7 @@ class Place:
     """Somebody's place: in line, inside, or left."""
 
     urgent: bool = False
+    is_inside: bool = False
     _turn: asyncio.Future[None] | None = None
 
 
@@ -35,12 +36,25 @@ class Lanes:
     async def entered(self, place: Place) -> AsyncIterator[None]:
         """Wait for room, and hold it."""
         await self._enter(place)
-        urgent = place.urgent
         try:
             yield
         finally:
-            self._inside[urgent] -= 1
-            self._admit()
+            self._leave(place)
+
+    def is_waited_for(self, place: Place) -> bool:
+        """Whether somebody else who is urgent is there or in line, while this one is inside and urgent."""
+        return place.urgent and place.is_inside and (self._inside[True] > 1 or bool(self._in_line[True]))
+
+    async def step_back(self, place: Place, seconds: float) -> None:
+        """Hold the room as one who can wait, from now on: who is inside leaves it to those who are urgent, and is back
+        in turn; as urgent again where that takes longer. Cancelled meanwhile, it is in no line and holds nothing."""
+        self._leave(place)
+        place.urgent = False
+        timer = asyncio.get_running_loop().call_later(seconds, self.hurry, place)
+        try:
+            await self._enter(place)
+        finally:
+            timer.cancel()
 
     def hurry(self, place: Place) -> None:
         """Let somebody who stands in line be urgent from now on; who is inside stays what it was."""
@@ -52,7 +66,7 @@ class Lanes:
 
     async def _enter(self, place: Place) -> None:
         if not self._in_line[place.urgent] and self._has_room(place.urgent):
-            self._inside[place.urgent] += 1
+            self._let_in(place)
             return
         place._turn = asyncio.get_running_loop().create_future()
         self._in_line[place.urgent].append(place)
@@ -61,20 +75,31 @@ class Lanes:
         except asyncio.CancelledError:
             if place in self._in_line[place.urgent]:
                 self._in_line[place.urgent].remove(place)
+                self._admit()
             else:  # it was let in while it was being cancelled
-                self._inside[place.urgent] -= 1
-            self._admit()
+                self._leave(place)
             raise
+
+    def _let_in(self, place: Place) -> None:
+        self._inside[place.urgent] += 1
+        place.is_inside = True
+
+    def _leave(self, place: Place) -> None:
+        """Leave the room, where it is held."""
+        if place.is_inside:
+            place.is_inside = False
+            self._inside[place.urgent] -= 1
+            self._admit()
 
     def _admit(self) -> None:
         """Let in whoever has room now, the urgent first."""
         for urgent in (True, False):
             while self._in_line[urgent] and self._has_room(urgent):
-                turn = self._in_line[urgent].popleft()._turn
-                self._inside[urgent] += 1
-                assert turn is not None
-                if not turn.done():  # one that was cancelled leaves by itself
-                    turn.set_result(None)
+                place = self._in_line[urgent].popleft()
+                self._let_in(place)
+                assert place._turn is not None
+                if not place._turn.done():  # one that was cancelled leaves by itself
+                    place._turn.set_result(None)
 
     def _has_room(self, urgent: bool) -> bool:
         if sum(self._inside.values()) >= self._at_once:

@@ -41,10 +41,12 @@ RESTING_SECONDS = 60.0  # between looks at a resource that is well, whose engine
 MAX_BACKOFF_SECONDS = 60.0  # between ticks that fail
 FAILURES_TO_SHOW = 3  # in a row, before the status says so: one lost connection is no news
 GATHER_SECONDS = 0.2  # wake-ups come in bursts: one tick serves all
+GATHER_EDITS_SECONDS = 0.05  # what somebody waits for is one write, or two
 STAKES_TRIED = 5  # times that others may take a part of the GPU budget while a turn is taken
 MAX_TICKS_AT_ONCE = 32  # a thousand at once would all be late
+TOLD_SECONDS = 20.0  # for which what a tick has done may go untold while others do what they were asked for
 BRIEF_SECONDS = 0.02  # of processor time: a turn that took no longer needs no thread of its own
-MAX_BESIDE_EDITS = 4  # of the ticks that nobody waits for, while what somebody asked for is being brought about
+MAX_BESIDE_EDITS = 2  # of the ticks that nobody waits for, while what somebody asked for is being brought about
 MAX_TURNS_AT_ONCE = 3  # a turn may predict for a second: it is taken beside the event loop, which must get its share
 
 
@@ -67,8 +69,8 @@ class Loop:
     """Processor time of the last turn; None: none was taken yet."""
     owes_status: bool = False
     """Whether the last tick left its status to this one."""
-    is_awaited: bool = False
-    """Whether this tick brings about what somebody has just asked for."""
+    place: Place = field(default_factory=Place)
+    """Of this tick, in the line of all; urgent while it brings about what somebody has just asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ class Reconciler:
                 self.heartbeats.beat(str(loop.key))
                 if rang or not await self.rests(loop):
                     delay = await self.guarded_tick(loop)
-                rang = await _wait(alarm, delay)
+                if rang := await _rang(alarm, delay):
+                    await asyncio.sleep(GATHER_EDITS_SECONDS if self._is_asked_anew(loop) else GATHER_SECONDS)
         except Gone:
             is_gone = True
             logger.info("resource is gone; its children follow by ownership", extra={"resource": str(loop.key)})
@@ -129,7 +132,7 @@ class Reconciler:
         rest, loop.rest = loop.rest, None
         world = await self.eyes.look(loop.key, loop.memory, loop.engines)
         if rest is not None and rest.ended_in(world):
-            async with self._thinking.entered(Place(loop.is_awaited)):
+            async with self._thinking.entered(Place(loop.place.urgent)):
                 loop.memory = await asyncio.to_thread(caught_up, rest, loop.memory)
         world, decided = await self._confirmed(loop, world, await self._decided(loop, world))
         world, decided = await self._staked(loop, world, decided)
@@ -138,7 +141,9 @@ class Reconciler:
         loop.memory = decided.memory  # only now: what could not be written is decided again
         before = self.hands.said(world.deployment)
         leaves_it = not loop.owes_status and _is_soon_said_better(world, decided)
-        status = await self.hands.act(world, decided, loop.engines, is_status_due=not leaves_it)
+        done = await self.hands.act(world, decided, loop.engines)
+        await self._let_others_act(loop)
+        status = await self.hands.report(world, decided, done, is_status_due=not leaves_it)
         loop.owes_status = leaves_it
         loop.memory = replace(decided.memory, futile=decided.futile)
         if not decided.is_idle or _is_moving(status):
@@ -147,6 +152,13 @@ class Reconciler:
             return RESTING_SECONDS
         loop.rest = rest_of(world, decided, status, before=before)
         return self.eyes.tick_seconds
+
+    async def _let_others_act(self, loop: Loop) -> None:
+        """What was asked for is done: telling of it waits while what others have asked for is not."""
+        if self._ticking.is_waited_for(loop.place):
+            self.heartbeats.wait_in_line(str(loop.key))
+            await self._ticking.step_back(loop.place, TOLD_SECONDS)
+            self.heartbeats.beat(str(loop.key))
 
     async def _confirmed(self, loop: Loop, world: World, decided: Turn) -> tuple[World, Turn]:
         """Make sure of what a turn rests on; where the cache lagged, decide again by what is so now."""
@@ -175,7 +187,7 @@ class Reconciler:
         if loop.turn_seconds is not None and loop.turn_seconds <= BRIEF_SECONDS and _foresees_nothing(world):
             found, loop.turn_seconds = _timed_turn(world, loop.memory)
             return found
-        async with self._thinking.entered(Place(loop.is_awaited)):
+        async with self._thinking.entered(Place(loop.place.urgent)):
             found, loop.turn_seconds = await asyncio.to_thread(_timed_turn, world, loop.memory)
         return found
 
@@ -191,7 +203,7 @@ class Reconciler:
         with self.wake_ups.listening(loop.key.namespace, loop.key.name, listen):
             async with self._ticking.entered(place):
                 self.heartbeats.beat(str(loop.key))
-                loop.is_awaited, loop.generation = place.urgent, self.eyes.unanswered(loop.key) or loop.generation
+                loop.place, loop.generation = place, self.eyes.unanswered(loop.key) or loop.generation
                 return await self._guarded_tick(loop)
 
     def _is_asked_anew(self, loop: Loop) -> bool:
@@ -288,12 +300,11 @@ def _may_rest(world: World, status: Mapping[str, Any]) -> bool:
     return world.remembered is not None and is_well and spec.tuning.mode == "Off" and spec.scaling is None
 
 
-async def _wait(alarm: asyncio.Event, seconds: float) -> bool:
-    """Until the alarm rings or time is up; whether it rang. Rings come in bursts: the burst is let pass."""
+async def _rang(alarm: asyncio.Event, seconds: float) -> bool:
+    """Wait until the alarm rings or time is up; whether it rang."""
     try:
         async with asyncio.timeout(seconds):
             await alarm.wait()
     except TimeoutError:
         return alarm.is_set()  # it may have rung just as time was up, and whoever clears it must look
-    await asyncio.sleep(GATHER_SECONDS)
     return True

@@ -154,3 +154,56 @@ async def test_however_they_come_and_go_all_are_served_and_never_more_than_there
     assert inside == [0, 0]
     async with lanes.entered(Place()), lanes.entered(Place(urgent=True)), lanes.entered(Place(urgent=True)):
         pass  # nobody who gave up is still counted
+
+
+async def steps_back(crowd: Crowd, name: str, seconds: float) -> asyncio.Task[None]:
+    task = asyncio.create_task(crowd.lanes.step_back(crowd._places[name], seconds))
+    await settle()
+    return task
+
+
+async def test_who_steps_back_leaves_the_room_to_the_urgent_and_is_back_in_turn() -> None:
+    crowd = Crowd(Lanes(2, beside=1))
+    await crowd.comes("u", "v", "w", urgent=True)
+    assert crowd.lanes.is_waited_for(crowd._places["u"])
+    back = await steps_back(crowd, "u", 60.0)
+    await crowd.comes("a")
+    assert "w" in crowd.inside  # where "u" was
+    assert not back.done()
+    await crowd.goes("v")
+    await back
+    assert not crowd.lanes.is_waited_for(crowd._places["u"])
+    assert "a" not in crowd.inside  # "u" stands beside the urgent one, and came before
+    await crowd.goes("u")
+    assert crowd.inside == ["w", "a"]
+    assert not crowd.lanes.is_waited_for(crowd._places["w"])  # nobody else is urgent
+
+
+async def test_who_steps_back_for_too_long_is_urgent_again() -> None:
+    crowd = Crowd(Lanes(1, beside=0))
+    await crowd.comes("u", "v", "w", urgent=True)
+    back = await steps_back(crowd, "u", 0.0)
+    for _ in range(3):
+        await asyncio.sleep(0.001)
+    assert crowd._places["u"].urgent
+    await crowd.goes("v")
+    await crowd.goes("w")
+    await back
+    assert crowd.lanes._inside == {True: 1, False: 0}
+
+
+async def test_who_gives_up_having_stepped_back_holds_nothing() -> None:
+    crowd = Crowd(Lanes(1, beside=1))
+
+    async def visit() -> None:
+        async with crowd.lanes.entered(place):
+            await crowd.lanes.step_back(place, 60.0)
+
+    place = Place(urgent=True)
+    crowd._tasks["u"] = asyncio.create_task(visit())
+    await crowd.comes("v", urgent=True)
+    await crowd.gives_up("u")
+    await crowd.goes("v")
+    assert crowd.lanes._inside == {True: 0, False: 0}
+    await crowd.comes("a")
+    assert crowd.inside == ["a"]

@@ -28,7 +28,7 @@ from trimtab_operator.edge.look import Key
 from trimtab_operator.errors import Gone, NameTaken
 from trimtab_operator.loop import reconciler as reconciler_module
 from trimtab_operator.loop.lanes import Lanes, Place
-from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS, MAX_TICKS_AT_ONCE, Loop, Reconciler, _wait
+from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS, MAX_TICKS_AT_ONCE, Loop, Reconciler, _rang
 from trimtab_operator.loop.wake_ups import WakeUps
 from trimtab_operator.observed.engines import EngineSeen, Target
 from trimtab_operator.observed.groups import Observed
@@ -302,9 +302,37 @@ async def test_what_was_just_asked_for_is_brought_about_before_what_follows_from
     cache.changed(store, "MODIFIED", a_body("e", 2, version=2))
     await asyncio.gather(*ticks)
     assert reconciler.order == ["a", "d", "e", "b", "c"]
-    assert [loop.is_awaited for loop in loops.values()] == [False, False, False, True, True]
+    assert [loop.place.urgent for loop in loops.values()] == [False, False, False, True, True]
     await reconciler.guarded_tick(loops["d"])  # once: what follows, and what keeps failing, stands in line with others
-    assert not loops["d"].is_awaited
+    assert not loops["d"].place.urgent
+
+
+async def test_who_has_done_what_it_was_asked_for_tells_of_it_when_others_have_too() -> None:
+    cluster, lanes = FakeCluster(), Lanes(3, beside=1)
+    reconciler, loop, other = replace(a_reconciler(cluster), _ticking=lanes), a_loop(cluster), Place(urgent=True)
+    doors = {name: asyncio.Event() for name in ("other", "follower")}
+
+    async def stay(place: Place, name: str) -> None:
+        async with lanes.entered(place):
+            await doors[name].wait()
+
+    async def ticked() -> float:
+        async with lanes.entered(loop.place):
+            return await reconciler.tick(loop)
+
+    loop.place.urgent = True
+    crowd = [asyncio.create_task(stay(other, "other")), asyncio.create_task(stay(Place(), "follower"))]
+    ticking = asyncio.create_task(ticked())
+    for _ in range(500):
+        await asyncio.sleep(0.001 if ("StatefulSet", "m-g0") not in cluster.objects else 0)
+    assert ("StatefulSet", "m-g0") in cluster.objects
+    assert (cluster.events, "conditions" in cluster.status, ticking.done()) == ([], False, False)
+    doors["other"].set()
+    await ticking
+    assert cluster.events == ["ReplicaCreated"]
+    assert cluster.condition("Ready")["status"] == "False"
+    doors["follower"].set()
+    await asyncio.gather(*crowd)
 
 
 @pytest.mark.parametrize(
@@ -360,8 +388,8 @@ class RingsLate(asyncio.Event):
 
 async def test_an_alarm_that_rings_just_as_time_is_up_is_heard() -> None:
     """Who has waited clears it next: what it rang for would be looked at a tick later, or a rest later."""
-    assert await _wait(RingsLate(), 0.0) is True
-    assert await _wait(asyncio.Event(), 0.0) is False
+    assert await _rang(RingsLate(), 0.0) is True
+    assert await _rang(asyncio.Event(), 0.0) is False
 
 
 async def test_at_rest_a_tick_compares_pages_alone_until_a_look_is_due() -> None:
