@@ -410,6 +410,7 @@ class ModelRunner:
             block_size=self._block_size,
             num_axes=1 if facts.vision is None else facts.vision.num_axes,
             sights=self._sights,
+            with_adapters=self._adapters is not None,
         )
         shape = AttentionShape(facts.num_attention_heads, facts.head_size, whole.hidden_size, self._dtype)
         device = self._device.torch
@@ -429,6 +430,7 @@ class ModelRunner:
             groups=self.groups,
             is_first_stage=self.shard.is_first_stage,
             sampler=sampler,
+            adapter_rows=None if self._adapters is None else self._adapters.rows,
         )
         return self.steps
 
@@ -610,7 +612,8 @@ class ModelRunner:
             )
             for own, group in zip(inputs.groups, self.facts.kv_groups, strict=True)
         ]
-        with nullcontext() if self._adapters is None else self._adapters.rows.of_step(inputs.adapters):
+        spans, num_computed = inputs.adapters, num_tokens + len(padding)
+        with nullcontext() if self._adapters is None else self._adapters.rows.of_step(spans, num_computed):
             hidden = self._model.forward(
                 torch.tensor(inputs.token_ids + padding, dtype=torch.int64, device=device),
                 torch.tensor(

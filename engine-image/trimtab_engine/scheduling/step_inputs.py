@@ -75,6 +75,10 @@ class StepInputs(msgspec.Struct, array_like=True):
         return len(self.token_ids)
 
     @property
+    def has_adapters(self) -> bool:
+        return bool(self.adapters)
+
+    @property
     def rope_positions(self) -> list[int] | list[list[int]]:
         """Where a rope takes the tokens to be: an entry each, or over each axis."""
         return self.axes or self.positions

@@ -18,7 +18,7 @@ import pytest
 from trimtab_engine.core import process
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.launch import started_core
-from trimtab_engine.runner import start
+from trimtab_engine.runner import adapters, start
 from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
 from trimtab_engine.runner.graphs.plan import GraphKey, cuda_graph_plan
 from trimtab_engine.runner.graphs.recorder import Outside, Replay
@@ -72,6 +72,7 @@ def steps_of_a_device(notes: Path | None = None) -> Iterator[CallingRecorder]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "recorder_of", lambda device: recorder)
         patch.setattr(start, "graph_plan", cuda_graph_plan)
+        patch.setattr(adapters, "reads_slots", lambda device: True)
         if notes is not None:
             patch.setattr(workers, "WORKER_COMMAND", (sys.executable, __file__, "worker", str(notes)))
             patch.setattr(started_core, "CORE_COMMAND", (sys.executable, __file__, "core", str(notes)))
@@ -102,11 +103,11 @@ def all_steps_follow(engine: Engine, run: Callable[[], Result]) -> Result:
     return result
 
 
-def noting(dispatch: Callable[[Dispatcher, StepShape], GraphKey | Eager], folder: Path) -> Any:
+def noting(dispatch: Callable[..., GraphKey | Eager], folder: Path) -> Any:
     """The same, with a line for each step in this process's file."""
 
-    def dispatch_and_note(dispatcher: Dispatcher, shape: StepShape) -> GraphKey | Eager:
-        choice = dispatch(dispatcher, shape)
+    def dispatch_and_note(dispatcher: Dispatcher, shape: StepShape, **details: bool) -> GraphKey | Eager:
+        choice = dispatch(dispatcher, shape, **details)
         with (folder / str(os.getpid())).open("a") as file:
             file.write(f"{choice}\n")
         return choice

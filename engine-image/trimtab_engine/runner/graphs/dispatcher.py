@@ -31,8 +31,9 @@ class Dispatcher:
         self._piecewise = plan.piecewise
         self._largest = plan.max_tokens
 
-    def dispatch(self, shape: StepShape) -> GraphKey | Eager:
-        """The smallest graph that holds the step, or why there is none."""
+    def dispatch(self, shape: StepShape, *, with_adapters: bool = False) -> GraphKey | Eager:
+        """The smallest graph that holds the step, or why there is none. `with_adapters`: some rows have one. Cores whose
+        steps are one shape may differ in that: what they do together is the same."""
         if not self._largest or not shape.num_tokens:
             return Eager.OFF
         if shape.has_items:
@@ -40,10 +41,10 @@ class Dispatcher:
         tokens = shape.tokens_per_sequence
         size = None if tokens is None else _first_at_least(self._full.get(tokens, ()), shape.num_tokens)
         if size is not None:
-            return GraphKey(size, tokens)
+            return GraphKey(size, tokens, with_adapters)
         size = _first_at_least(self._piecewise, shape.num_tokens)
         if size is not None:
-            return GraphKey(size)
+            return GraphKey(size, None, with_adapters)
         if shape.num_tokens > self._largest or self._piecewise or tokens in self._full:
             return Eager.TOO_LARGE
         return Eager.MIXED
