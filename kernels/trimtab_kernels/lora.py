@@ -157,7 +157,7 @@ def lora_triton(
     (num_rows, k), n, rank = x.shape, up.shape[1], up.shape[2]
     if not num_rows:
         return
-    own_rows = FEW_ROWS if num_rows <= MANY_ROWS * FEW_ROWS else MANY_ROWS
+    own_rows, num_warps = (FEW_ROWS, 4) if num_rows <= MANY_ROWS * FEW_ROWS else (MANY_ROWS, 8)
     ranks = min(MAX_RANKS, next_power_of_2(rank))
     tiles, rank_blocks = cdiv(num_rows, own_rows), cdiv(rank, ranks)
     slices = slices_of(tiles * rank_blocks, k, facts or device_facts(x.device))
@@ -175,7 +175,7 @@ def lora_triton(
         COLUMNS=COLUMNS,
         RANKS=ranks,
         SLICE=cdiv(cdiv(k, slices), COLUMNS) * COLUMNS,
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=3,
     )
     _lora_expand[(tiles, cdiv(n, OUTPUTS))](
@@ -191,7 +191,7 @@ def lora_triton(
         OUTPUTS=OUTPUTS,
         RANKS=ranks,
         SLICES=slices,
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=2,
     )
 

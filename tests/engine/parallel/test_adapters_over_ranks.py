@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from adapter_folders import EVERY, an_adapter, merged, modules_of
+from calling_recorder import noted, steps_of_a_device
 from trimtab_engine.config.adapters import AdapterConfig, AdapterModule
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
@@ -59,6 +60,39 @@ def with_adapters(asked: list[AddRequest]) -> list[AddRequest]:
     """None, the one, the other: four each, of which two share a beginning."""
     names = ("", "a", "b")
     return [msgspec.structs.replace(request, adapter=names[place // 4 % 3]) for place, request in enumerate(asked)]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param("dense", {"tensor_parallel_size": 2, "async_scheduling": True}, id="dense tp2 overlapped"),
+        pytest.param("dense", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2} | DRAFTS, id="dense tp2 pp2"),
+        pytest.param("moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, id="moe tp2 ep"),
+    ],
+)
+def test_with_the_steps_of_a_device_they_are_too(
+    model: str,
+    layout: dict[str, Any],
+    models: dict[str, str],
+    adapters: Callable[[str], AdapterConfig],
+    start: Callable[..., Engine],
+    serving: Any,
+    expected: dict[str, dict[str, list[int]]],
+    tmp_path: Path,
+) -> None:
+    """Every rank takes the same graphs, those with adapters' products among them."""
+    serve, requests, _ = serving
+    asked = with_adapters(requests())
+    if model not in expected:
+        expected[model] = serve(start(models[model], adapters=adapters(model)), asked)
+    with steps_of_a_device(tmp_path):
+        engine = start(models[model], adapters=adapters(model), **layout)
+        assert serve(engine, asked) == expected[model]
+        engine.close()
+    taken = noted(tmp_path)
+    assert len(taken) == layout.get("tensor_parallel_size", 1) * layout.get("pipeline_parallel_size", 1)
+    assert all(of_rank == taken[0] for of_rank in taken)
+    assert any("with_adapters=True" in graph for graph in taken[0])
 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)

@@ -38,6 +38,13 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(
     assert Dispatcher(plan).dispatch(StepShape(num_tokens, per_sequence)) == expected
 
 
+def test_steps_with_adapters_have_graphs_of_their_own() -> None:
+    dispatcher = Dispatcher(BOTH)
+    assert dispatcher.dispatch(StepShape(3, 1), with_adapters=True) == GraphKey(4, 1, with_adapters=True)
+    assert dispatcher.dispatch(StepShape(7, None), with_adapters=True) == GraphKey(16, with_adapters=True)
+    assert dispatcher.dispatch(StepShape(17, None), with_adapters=True) == Eager.TOO_LARGE
+
+
 def test_steps_with_images_are_eager_whatever_their_size() -> None:
     shape = StepShape(4, None, has_items=True)
     assert {Dispatcher(plan).dispatch(shape) for plan in (BOTH, DECODE_ONLY, PIECEWISE)} == {Eager.IMAGES}
