@@ -49,12 +49,14 @@ def lora_reference(
     return wide
 
 
-def lora_cpu(y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, slots: torch.Tensor) -> None:
-    """One slot at a time."""
-    for slot in slots.unique().tolist():
-        if slot != NONE:
-            rows = (slots == slot).nonzero().flatten()
-            y.index_add_(0, rows, (x[rows] @ down[slot].t()) @ up[slot].t())
+def lora_cpu(
+    y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """One slot at a time. Returns y."""
+    for slot in sorted(set(slots.tolist()) - {NONE}):
+        rows = (slots == slot).nonzero().flatten()
+        y.index_add_(0, rows, (x[rows] @ down[slot].t()) @ up[slot].t())
+    return y
 
 
 @kernel("num_rows", "slots")
@@ -151,12 +153,12 @@ def lora_triton(
     slots: torch.Tensor,
     *,
     facts: DeviceFacts | None = None,
-) -> None:
-    """Launch the kernels. Raises ValueError where shapes or dtypes do not fit."""
+) -> torch.Tensor:
+    """Launch the kernels. Returns y. Raises ValueError where shapes or dtypes do not fit."""
     _check(y, x, down, up, slots)
     (num_rows, k), n, rank = x.shape, up.shape[1], up.shape[2]
     if not num_rows:
-        return
+        return y
     own_rows, num_warps = (FEW_ROWS, 4) if num_rows <= MANY_ROWS * FEW_ROWS else (MANY_ROWS, 8)
     ranks = min(MAX_RANKS, next_power_of_2(rank))
     tiles, rank_blocks = cdiv(num_rows, own_rows), cdiv(rank, ranks)
@@ -194,6 +196,7 @@ def lora_triton(
         num_warps=num_warps,
         num_stages=2,
     )
+    return y
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, slots: torch.Tensor) -> None:

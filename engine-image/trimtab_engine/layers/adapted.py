@@ -259,6 +259,8 @@ class Adapting(Protocol):
 
     rows: AdapterRows
 
-    def take(self, projection: Linear | BlockFp8Linear, parts: Sequence[AdaptedPart], num_rows: Sequence[int]) -> Projection:
+    def take(
+        self, projection: Linear | BlockFp8Linear, parts: Sequence[AdaptedPart], num_rows: Sequence[int]
+    ) -> Projection:
         """The projection that the model is to have in its place."""
         ...

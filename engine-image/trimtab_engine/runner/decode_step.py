@@ -91,10 +91,6 @@ class DecodeStep:
         return self.by.sampled
 
     @property
-    def has_adapters(self) -> bool:
-        return self.by.adapters is not None
-
-    @property
     def rope_positions(self) -> Array:
         """Where a rope takes the tokens to be, on each of its axes."""
         deltas = self.by.rope_deltas
@@ -110,7 +106,7 @@ class DecodeStep:
 
     @property
     def shape(self) -> StepShape:
-        return StepShape(len(self.positions), 1)
+        return StepShape(len(self.positions), 1, has_adapters=self.by.adapters is not None)
 
     @property
     def num_context_tokens(self) -> int:

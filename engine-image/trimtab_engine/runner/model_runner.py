@@ -63,7 +63,7 @@ from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import ModelShard, shard_model
 from trimtab_engine.parallel.wave import Wave
-from trimtab_engine.runner.adapters import AdapterSlots, LoadedAdapter
+from trimtab_engine.runner.adapters import AdapterSlots, LoadedAdapter, reads_slots
 from trimtab_engine.runner.decode_step import DecodeLayout, DecodeStep
 from trimtab_engine.runner.graphs.device_steps import AttentionShape, DeviceSteps, GraphCounts, StepLimits
 from trimtab_engine.runner.graphs.plan import GraphPlan
@@ -211,6 +211,12 @@ class ModelRunner:
         num_parameters = -(
             -num_elements(tensors.values()) // layout.ranks_per_engine
         )  # about: ranks are not quite equal
+        adapters_bytes = 0
+        if config.adapters is not None:
+            are_of_one_rank = reads_slots(device.torch)
+            adapters_bytes = bytes_of_adapters(
+                config.adapters, tensors, dtype.itemsize, are_of_one_rank=are_of_one_rank
+            )
         unmeasured = Unmeasured(
             device_bytes=device.total_bytes,
             other_bytes=(
@@ -219,7 +225,7 @@ class ModelRunner:
             limit_bytes=device.limit_bytes,
             weights_bytes=(
                 bytes_to_hold(source, tensors, quantization, dtype, device.torch, config=model_config, shard=shard)
-                + (0 if config.adapters is None else bytes_of_adapters(config.adapters, tensors, dtype.itemsize))
+                + adapters_bytes
             )
             // layout.ranks_per_engine,
             tower_bytes=tower_bytes,

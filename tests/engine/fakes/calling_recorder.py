@@ -103,11 +103,11 @@ def all_steps_follow(engine: Engine, run: Callable[[], Result]) -> Result:
     return result
 
 
-def noting(dispatch: Callable[..., GraphKey | Eager], folder: Path) -> Any:
+def noting(dispatch: Callable[[Dispatcher, StepShape], GraphKey | Eager], folder: Path) -> Any:
     """The same, with a line for each step in this process's file."""
 
-    def dispatch_and_note(dispatcher: Dispatcher, shape: StepShape, **details: bool) -> GraphKey | Eager:
-        choice = dispatch(dispatcher, shape, **details)
+    def dispatch_and_note(dispatcher: Dispatcher, shape: StepShape) -> GraphKey | Eager:
+        choice = dispatch(dispatcher, shape)
         with (folder / str(os.getpid())).open("a") as file:
             file.write(f"{choice}\n")
         return choice

@@ -34,7 +34,9 @@ def some_factors(outputs: int, inputs: int = IN, rank: int = RANK) -> Factors:
     return Factors(random(rank, inputs), random(outputs, rank))
 
 
-def adapted(base: Linear | BlockFp8Linear, parts: list[AdaptedPart], num_rows: list[int], **slots: dict[str, Factors]) -> AdaptedLinear:
+def adapted(
+    base: Linear | BlockFp8Linear, parts: list[AdaptedPart], num_rows: list[int], **slots: dict[str, Factors]
+) -> AdaptedLinear:
     """With these adapters: slot0, slot1, ..."""
     by_slot = {int(name.removeprefix("slot")): factors for name, factors in slots.items()}
     projection = with_room(base, parts, num_rows, list(by_slot))

@@ -11,7 +11,6 @@ from typing import Any
 
 import engine_builders
 import pytest
-import torch
 from adapter_folders import EVERY, an_adapter, modules_of
 from calling_recorder import all_steps_follow, steps_of_a_device
 from trimtab_engine.config.adapters import AdapterConfig, AdapterModule
@@ -50,6 +49,15 @@ def an_engine(model: Path, **changes: Any) -> Engine:
     return startup.start_engine(config, lambda stage, percent: None, engine_builders.ticking())[0]
 
 
+def projections_of(engine: Engine) -> list[StackedAdaptedLinear]:
+    """All of them are for kernels."""
+    slots = engine._runner._adapters
+    assert slots is not None
+    own = [each for each in slots._projections if isinstance(each, StackedAdaptedLinear)]
+    assert len(own) == len(slots._projections)
+    return own
+
+
 def requests(number: int = 1, names: tuple[str, ...] = NAMES) -> list[AddRequest]:
     """Prompts of 1 to 40 tokens, so that chunks, decodes and mixed steps all come, with adapters in turns."""
     dice = random.Random(number)
@@ -71,8 +79,8 @@ def generate(engine: Engine, asked: list[AddRequest], graphs: dict[str, int] | N
         engine.add(request)
     while engine.has_work:
         step = engine.step()
-        for kind, count in step.stats.graph_steps.items() if graphs is not None else ():
-            graphs[kind] = graphs.get(kind, 0) + count
+        if graphs is not None:
+            graphs |= step.stats.graph_steps
         for output in step.outputs:
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
     engine.check_integrity()
@@ -111,8 +119,7 @@ def test_tokens_are_those_of_the_cpus_own_steps(
     graphs: dict[str, int] = {}
     with steps_of_a_device():
         engine = an_engine(model, adapters=adapters, **changes)
-        projections = engine._runner._adapters._projections
-        assert all(isinstance(projection, StackedAdaptedLinear) for projection in projections)
+        assert projections_of(engine)
         assert generate(engine, requests(), graphs) == expected
     assert bool(graphs) != ("enforce_eager" in changes)
 
@@ -172,6 +179,5 @@ def test_after_a_deep_sleep_adapters_are_where_graphs_are_recorded_anew(
 def test_what_room_there_is_holds_the_largest_rank(model: Path, adapters: AdapterConfig) -> None:
     with steps_of_a_device():
         engine = an_engine(model, adapters=adapters)
-        sizes = {tuple(p._down.shape[:2]) for p in engine._runner._adapters._projections if p._down is not None}
+    sizes = {tuple(own._down.shape[:2]) for own in projections_of(engine) if own._down is not None}
     assert sizes == {(2, 64), (2, 48), (2, 32)}, "three parts of rank 20, two, and one, in steps of 16"
-    assert torch.is_tensor(engine._runner._adapters._projections[0]._up)

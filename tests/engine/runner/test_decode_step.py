@@ -56,7 +56,7 @@ def test_each_token_has_the_slot_of_its_requests_adapter() -> None:
     assert laid_out(a_batch(adapted, plain)).by.adapters is None
     adapted.adapter = Adapter("sql", 2, b"")
     step = laid_out(a_batch(adapted, plain))
-    assert step.has_adapters
+    assert step.shape.has_adapters
     assert step.by.adapters is not None
     assert step.by.adapters.tolist() == [-1, 2], "the longest comes first"
 

@@ -274,13 +274,12 @@ class DeviceSteps:
         the first stage takes for embeddings of tokens that are no text; the step's shape says whether there are any."""
         self._share(feed)
         shape = inputs.shape
-        with_adapters = self._adapter_rows is not None and inputs.has_adapters
-        choice = self._dispatcher.dispatch(shape, with_adapters=with_adapters)
+        choice = self._dispatcher.dispatch(shape)
         num_tokens = inputs.num_tokens
         if isinstance(choice, Eager):
             self._counts.eager[choice.value] = self._counts.eager.get(choice.value, 0) + 1
             buffers, rows = self._large, shape.num_tokens
-            key = GraphKey(rows, with_adapters=with_adapters)
+            key = GraphKey(rows, with_adapters=shape.has_adapters and self._adapter_rows is not None)
             batches = buffers.fill(inputs, feed, key, self._limits.block_size)
             metadata = self._metadata(buffers, rows, batches, is_padded=rows > num_tokens)
             hidden = self._forward(buffers, key, metadata, placed)

@@ -30,15 +30,15 @@ class Dispatcher:
         self._full = dict(plan.full)
         self._piecewise = plan.piecewise
         self._largest = plan.max_tokens
+        self._with_adapters = plan.with_adapters
 
-    def dispatch(self, shape: StepShape, *, with_adapters: bool = False) -> GraphKey | Eager:
-        """The smallest graph that holds the step, or why there is none. `with_adapters`: some rows have one. Cores whose
-        steps are one shape may differ in that: what they do together is the same."""
+    def dispatch(self, shape: StepShape) -> GraphKey | Eager:
+        """The smallest graph that holds the step, or why there is none."""
         if not self._largest or not shape.num_tokens:
             return Eager.OFF
         if shape.has_items:
             return Eager.IMAGES
-        tokens = shape.tokens_per_sequence
+        tokens, with_adapters = shape.tokens_per_sequence, shape.has_adapters and self._with_adapters
         size = None if tokens is None else _first_at_least(self._full.get(tokens, ()), shape.num_tokens)
         if size is not None:
             return GraphKey(size, tokens, with_adapters)

@@ -300,7 +300,7 @@ class _Host:
         own = self._ints["adapters"]
         own[:rows] = NONE
         if isinstance(inputs, DecodeStep):
-            own[: inputs.num_tokens] = inputs.by.adapters
+            own[: inputs.num_tokens] = NONE if inputs.by.adapters is None else inputs.by.adapters
             return
         for first, count, slot in inputs.adapters:
             own[first : first + count] = slot

@@ -311,7 +311,7 @@ def test_adapters_wait_for_nothing_and_are_launched_where_a_row_has_one(
 
 def test_what_adapters_launch_is_compiled_before_the_first_request(tmp_path: Path) -> None:
     with a_fake_device():
-        steps, model = some_steps(DENSE, tmp_path, adapters=ROOM)
+        steps, _ = some_steps(DENSE, tmp_path, adapters=ROOM)
         with record_launches() as launches, NoWaiting():
             steps.warm_up()
         compiled = variants([launch for launch in launches if "lora" in launch.kernel.name])

@@ -150,7 +150,7 @@ def test_graphs_are_captured_largest_first_and_piecewise_before_whole() -> None:
 def test_where_adapters_are_served_each_graph_is_there_with_them_and_without() -> None:
     config = EngineConfig(model="/model", device="cuda", adapters=AdapterConfig(), max_num_seqs=4)
     with_adapters, without = cuda_graph_plan(config), cuda_graph_plan(msgspec.structs.replace(config, adapters=None))
-    assert set(with_adapters.keys) == {replace(key, with_adapters=w) for key in without.keys for w in (False, True)}  # noqa: SIM118  # no mapping
+    assert set(with_adapters.keys) == {replace(key, with_adapters=w) for key in without.keys for w in (False, True)}
     assert with_adapters.max_tokens == without.max_tokens
-    sizes = [key.num_tokens for key in with_adapters.keys if key.kind == "full"]  # noqa: SIM118
+    sizes = [key.num_tokens for key in with_adapters.keys if key.kind == "full"]
     assert sizes == sorted(sizes, reverse=True)

@@ -176,7 +176,9 @@ def test_positions_over_several_axes_lie_one_behind_the_other(max_tokens: int) -
 
 def test_each_row_has_the_slot_of_its_adapter_and_padding_has_none() -> None:
     """Whatever rows lay there before."""
-    buffers = StepBuffers(Capacity(8, 4, 4, (MAX_BLOCKS,), with_adapters=True), SeatedTables(4, (MAX_BLOCKS,), CPU), CPU)
+    buffers = StepBuffers(
+        Capacity(8, 4, 4, (MAX_BLOCKS,), with_adapters=True), SeatedTables(4, (MAX_BLOCKS,), CPU), CPU
+    )
     adapters, key = buffers.ints["adapters"], GraphKey(8, with_adapters=True)
     inputs = inputs_of(GroupInputs([([1], 2), ([2], 3)], [([3], 0, 4)]))
     inputs.adapters = [(1, 1, 5), (2, 4, 0)]
