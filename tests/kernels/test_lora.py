@@ -1,5 +1,6 @@
 """lora, in the interpreter: what adapters add, however rows, slots, ranks and columns are cut."""
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,9 @@ SHAPES = [(40, 72, 16), (130, 257, 48), (33, 2 * MIN_SLICE + 1, 16), (48, 80, 80
 """(n, k, rank): of one tile; of tiles that are not full, and a rank that is no power of two; of several slices; of a
 rank that takes two tiles."""
 TOLERANCES = {torch.float32: 3e-5, torch.float16: 4e-3}
-"""Relative: about four roundings of the dtype. The interpreter has no products of bfloat16."""
+"""Relative: about four roundings of the dtype."""
+if os.environ["TRITON_INTERPRET"] == "0":  # the interpreter has no products of bfloat16
+    TOLERANCES[torch.bfloat16] = 3e-2
 
 
 def inputs(
