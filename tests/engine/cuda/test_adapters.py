@@ -13,6 +13,7 @@ import torch
 from adapter_folders import EVERY, an_adapter, merged, modules_of
 from safetensors.torch import save_file
 from trimtab_engine.config.adapters import AdapterConfig
+from trimtab_engine.config.graphs import CompilationConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.messages import AddRequest, LoadLora, UnloadLora
 from trimtab_engine.models.checkpoint import expected_shapes
@@ -101,7 +102,10 @@ def generate(engine: Engine, asked: list[AddRequest]) -> tuple[list[list[int]], 
     return tokens, made
 
 
-@pytest.mark.parametrize("changes", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
+FEW_GRAPHS = {"compilation": CompilationConfig(cudagraph_capture_sizes=(4, 24, 128))}
+
+
+@pytest.mark.parametrize("changes", [FEW_GRAPHS, {"enforce_eager": True}], ids=["graphs", "eager"])
 def test_tokens_are_those_of_merged_weights_while_adapters_come_and_go(
     folders: dict[str, Path], changes: dict[str, Any]
 ) -> None:
