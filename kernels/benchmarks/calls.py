@@ -101,7 +101,7 @@ def steps_of(call: str, output: Path, *, jobs: int) -> list[Step]:
             Step("driver", ("nvidia-smi",), 20, needs="nvidia-smi"),
             Step("versions", (PYTHON, "-m", "benchmarks.machine", "gate"), 40),
             Step("mapped memory and swap", _pytest(f"{cuda}/test_mapped_memory.py", f"{cuda}/test_swap_cache.py"), 60),
-            Step("graphs", _pytest(f"{cuda}/test_graphs.py", jobs=1), 90),
+            Step("graphs", _pytest(f"{cuda}/test_graphs.py", f"{cuda}/test_adapters.py", jobs=1), 99),
             Step("layouts", _pytest(f"{cuda}/test_layouts.py", jobs=min(jobs, 3)), 90),
             Step("images", _pytest(f"{cuda}/test_images.py", jobs=1), 90),
             Step("kernels", _pytest(kernels, *without, jobs=jobs), 300, lane=2),

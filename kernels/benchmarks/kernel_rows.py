@@ -17,6 +17,7 @@ from benchmarks import (
     few_rows,
     fused_moe,
     layer,
+    lora,
     paged_decode,
     paged_prefill,
     reshape_and_cache,
@@ -35,7 +36,7 @@ from benchmarks.wheels import use_wheels
 
 MODULES = (
     paged_decode, paged_prefill, rms_norm, rope_and_cache, rotary_embedding, silu_and_mul, reshape_and_cache,
-    copy_blocks, few_rows, layer, sample, edit_logits, fused_moe, w8a8_block_fp8,
+    copy_blocks, few_rows, lora, layer, sample, edit_logits, fused_moe, w8a8_block_fp8,
 )  # fmt: skip
 ROW_SECONDS, PEER_SECONDS = 60.0, 120.0
 """After that a row counts as hung, and a peer as too slow to compile. FlashInfer compiles for a minute."""

@@ -374,11 +374,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Raise NotBuiltError where adapters are not served yet."""
         if self.adapters is None:
             return
-        if self.device == "cuda":
-            raise NotBuiltError(
-                "--enable-lora is not built on CUDA: the graphs of its steps have no place for adapters' products; use "
-                "--device cpu, or serve a model that the adapter was merged into"
-            )
         if self.adapters.is_updatable and self.max_cores > self.data_parallel_size:
             raise NotBuiltError(
                 "--allow-runtime-lora-updating with --data-parallel-size-cap is not built: an engine core that joins "

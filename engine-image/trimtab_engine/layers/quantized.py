@@ -80,22 +80,30 @@ class BlockFp8Linear:
     def __init__(
         self, parts: list[BlockFp8], bias: torch.Tensor | None, dtype: torch.dtype, group: RankGroup | None = None
     ) -> None:
+        self.out_features, self.in_features = sum(part.values.shape[0] for part in parts), parts[0].values.shape[1]
         self._parts = [BlockFp8(part.values.contiguous(), part.scales.contiguous()) for part in parts]
         self._bias = bias if group is None or group.index == 0 else None
         self._dtype, self._group = dtype, group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in_features] -> [rows, out_features]."""
+        return self.finish(self.product(x))
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
         a, a_scales = quantize_groups(x)
         products = [w8a8_block_fp8(a, a_scales, part.values, part.scales, self._dtype) for part in self._parts]
         y = products[0] if len(products) == 1 else torch.cat(products, dim=1)
-        y = y if self._bias is None else y.add_(self._bias)
+        return y if self._bias is None else y.add_(self._bias)
+
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
         return y if self._group is None else self._group.all_reduce(y)
 
 
 class GatedBlockFp8Linear(BlockFp8Linear):
-    """A GatedLinear: silu of the first half of the rows times the second."""
+    """A GatedLinear: silu of the first half of the rows times the second; half of out_features come out."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in_features] -> [rows, out_features / 2]."""
-        return silu_and_mul(super().__call__(x))
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        return silu_and_mul(y)

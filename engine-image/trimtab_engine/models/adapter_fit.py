@@ -49,12 +49,15 @@ def check_fit(name: str, adapter: PeftAdapter, tensors: Tensors, max_rank: int) 
         )
 
 
-def bytes_of_adapters(config: AdapterConfig, tensors: Tensors, item_bytes: int) -> int:
-    """About what they take of all ranks together: the files that are named, or, where clients load others, room for as
-    many as there may be."""
+def bytes_of_adapters(
+    config: AdapterConfig, tensors: Tensors, item_bytes: int, *, are_of_one_rank: bool = False
+) -> int:
+    """About what they take of all ranks together: the files that are named, each as much as the largest where they are
+    held `are_of_one_rank`; or, where clients load others, room for as many as there may be."""
     if not config.is_updatable:
         files = [Path(module.folder) / TENSORS_FILE for module in config.modules]
-        return sum(file.stat().st_size for file in files if file.exists())  # one that is not there is said by name
+        sizes = [file.stat().st_size for file in files if file.exists()]  # one that is not there is said by name
+        return len(sizes) * max(sizes, default=0) if are_of_one_rank else sum(sizes)
     sides = sum(
         sum(tensor.shape)
         for name, tensor in tensors.items()

@@ -26,6 +26,7 @@ from trimtab_kernels.rotary_embedding import interleave_pairs
 
 from trimtab_engine.config.model import ModelConfig, MoeConfig
 from trimtab_engine.device.kv_cache import KVTensors
+from trimtab_engine.layers.adapted import AdaptedLinear
 from trimtab_engine.layers.attention import Attention, KVScales
 from trimtab_engine.layers.gated_mlp import ClampedMlp, GatedMlp, GeluMlp
 from trimtab_engine.layers.latent_attention import LatentAttention
@@ -241,12 +242,13 @@ class DecoderLayer:
         self._few_rows = self._joined_products()
 
     def _joined_products(self) -> JoinedProducts | None:
-        """What steps of few rows take; None where a product is quantised, or its ranks' results are summed, or more
-        stands between products than they know."""
+        """What steps of few rows take, while none of them has an adapter; None where a product is quantised, or its
+        ranks' results are summed, or more stands between products than they know."""
         attention, mlp = self.attention, self.feed_forward
         if type(self) is not DecoderLayer or type(attention) is not Attention or type(mlp) is not GatedMlp:
             return None
-        products = [attention.qkv, attention.output, mlp.gate_up, mlp.down]
+        adapted = [attention.qkv, attention.output, mlp.gate_up, mlp.down]
+        products = [product.base if isinstance(product, AdaptedLinear) else product for product in adapted]
         linear = [product for product in products if isinstance(product, Linear) and product.joins_few_rows]
         return JoinedProducts(attention, *linear) if len(linear) == len(products) else None
 
@@ -280,7 +282,9 @@ class DecoderLayer:
     ) -> torch.Tensor | None:
         """hidden [num_tokens, hidden_size], changed in place. `delta`: what the layer before has still to add to it, so
         that the sum and the norm are one pass over memory; returned is what this one has. None: it has been added."""
-        if self._few_rows is not None and self._input_norm is not None and hidden.shape[0] <= MAX_FEW_ROWS:
+        joins = self._few_rows is not None and not self._adapter_rows.has_any
+        if joins and self._input_norm is not None and hidden.shape[0] <= MAX_FEW_ROWS:
+            assert self._few_rows is not None
             self._compute_few_rows(self._few_rows, hidden, delta, turns, kv_cache, metadata)
             return None
         attended = self._attend(hidden, delta, turns, kv_cache, metadata)

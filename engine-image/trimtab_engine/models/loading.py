@@ -185,10 +185,13 @@ class Loader:
         names = [f"{prefix}{name}.weight" for name in (gate, up)]
         weight = self._as_computed(names, [self._weight(name, rows=rows) for name in names])
         bias = torch.cat([self(f"{prefix}{name}.bias", rows=rows) for name in (gate, up)]) if has_bias else None
+        projection: Linear | BlockFp8Linear
         if isinstance(weight, list):
-            return GatedBlockFp8Linear(weight, bias, self.dtype)
+            projection = GatedBlockFp8Linear(weight, bias, self.dtype)
+        else:
+            projection = GatedLinear(weight, bias)
         own = [AdaptedPart(prefix + name, rows) for name in (gate, up)]
-        return self._adapted(GatedLinear(weight, bias), own, [rows[1] - rows[0]] * 2)
+        return self._adapted(projection, own, [rows[1] - rows[0]] * 2)
 
     def router(self, name: str, num_experts: int, *, bias: str | None = None) -> Linear:
         """A mixture's, never quantised: which experts a token gets hangs on small differences."""
@@ -198,9 +201,11 @@ class Loader:
         """Columns of a projection whose products the group sums."""
         bias = self(f"{name}.bias") if has_bias else None
         weight = self._projection(f"{name}.weight", None if group is None else columns)
+        projection: Linear | BlockFp8Linear
         if isinstance(weight, list):
-            return BlockFp8Linear(weight, bias, self.dtype, group)
-        projection = Linear(weight, bias) if group is None else RowParallelLinear(weight, bias, group)
+            projection = BlockFp8Linear(weight, bias, self.dtype, group)
+        else:
+            projection = Linear(weight, bias) if group is None else RowParallelLinear(weight, bias, group)
         part = AdaptedPart(name, columns=None if group is None else columns)
         return self._adapted(projection, [part], [projection.out_features])
 
@@ -208,16 +213,14 @@ class Loader:
         """Columns of a projection without a bias, whose product is this rank's part of a sum that somebody else
         makes."""
         weight = self._projection(f"{name}.weight", columns)
-        if isinstance(weight, list):
-            return BlockFp8Linear(weight, None, self.dtype)
-        projection = Linear(weight)
+        projection = BlockFp8Linear(weight, None, self.dtype) if isinstance(weight, list) else Linear(weight)
         return self._adapted(projection, [AdaptedPart(name, columns=columns)], [projection.out_features])
 
     def _adapted(
         self, projection: Linear | BlockFp8Linear, parts: Sequence[AdaptedPart], num_rows: Sequence[int]
     ) -> Projection:
-        """With room for adapters where there are some. Experts have none; float8 is CUDA's, where none are served."""
-        if self._adapting is None or isinstance(projection, BlockFp8Linear) or EXPERT in parts[0].name:
+        """With room for adapters where there are some. Experts have none."""
+        if self._adapting is None or EXPERT in parts[0].name:
             return projection
         return self._adapting.take(projection, parts, num_rows)
 

@@ -51,7 +51,11 @@ class Wave:
         if not self.is_on:
             self.announce(self._number)
         self._runs = True
-        said = torch.tensor([[own.num_tokens, _kind(own, can_be_uniform)]], device=self._group.device)
+        said = torch.tensor(
+            [[own.num_tokens, _kind(own, can_be_uniform), own.has_adapters]],
+            dtype=torch.int64,
+            device=self._group.device,
+        )
         agreed = agreed_shape(self._group.all_gather(said).tolist())
         if agreed.num_tokens == 0:
             self._runs = False
@@ -60,11 +64,13 @@ class Wave:
 
 
 def agreed_shape(said: list[list[int]]) -> StepShape:
-    """The shape that all cores take, from every core's tokens and tokens per sequence, ANY, MIXED or ITEMS."""
-    kinds = {per_sequence for _, per_sequence in said} - {ANY}
-    num_tokens, has_items = max(rows for rows, _ in said), ITEMS in kinds
+    """The shape that all cores take, from every core's tokens, tokens per sequence (ANY, MIXED or ITEMS), and whether
+    it has adapters."""
+    kinds = {per_sequence for _, per_sequence, _ in said} - {ANY}
+    num_tokens, has_items = max(rows for rows, _, _ in said), ITEMS in kinds
     is_uniform = len(kinds) == 1 and kinds.isdisjoint((MIXED, ITEMS))
-    return StepShape(num_tokens, kinds.pop() if is_uniform else None, has_items)
+    has_adapters = any(own for _, _, own in said)
+    return StepShape(num_tokens, kinds.pop() if is_uniform else None, has_items, has_adapters)
 
 
 def _kind(own: StepShape, can_be_uniform: bool) -> int:

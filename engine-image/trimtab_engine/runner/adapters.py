@@ -1,7 +1,8 @@
 """A rank's adapters: the projections that may have some, room for as many as may be loaded, and their factors.
 
-Those that are served from the start take what they need. Where clients load some, room for as many as may be loaded, of
-the highest rank and in every projection, is set aside with the weights: what comes later takes no more of the device.
+Those that are served from the start take what they need; for kernels all of them as much as the one of the highest
+rank, in every projection that one of them adapts. Where clients load some, room for as many as may be loaded, of the
+highest rank and in every projection, is set aside with the weights: what comes later takes no more of the device.
 """
 
 import logging
@@ -13,9 +14,9 @@ import torch
 
 from trimtab_engine.config.adapters import AdapterConfig
 from trimtab_engine.errors import ModelError, NotBuiltError
-from trimtab_engine.layers.adapted import AdaptedLinear, AdaptedPart, AdapterRows, Factors
+from trimtab_engine.layers.adapted import AdaptedLinear, AdaptedPart, AdapterRows, Factors, StackedAdaptedLinear
 from trimtab_engine.layers.linear import Linear
-from trimtab_engine.layers.quantized import Projection
+from trimtab_engine.layers.quantized import BlockFp8Linear, Projection
 from trimtab_engine.models.adapter_fit import check_fit
 from trimtab_engine.models.tensors import Tensors
 from trimtab_engine.parallel.shard import ModelShard
@@ -23,6 +24,11 @@ from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.weights.adapter_files import PeftAdapter
 
 logger = logging.getLogger("trimtab_engine.core")
+
+
+def reads_slots(device: torch.device) -> bool:
+    """Whether kernels read each row's slot there."""
+    return device.type == "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,8 @@ class AdapterSlots:
         self, config: AdapterConfig, tensors: Tensors, shard: ModelShard, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         """`tensors`: all of the model's; what this rank has of them the shard says."""
-        self.rows = AdapterRows()
+        self._is_stacked = reads_slots(device)
+        self.rows = AdapterRows(device if self._is_stacked else None)
         self._config, self._tensors, self._shard = config, tensors, shard
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._projections: list[AdaptedLinear] = []
@@ -54,9 +61,12 @@ class AdapterSlots:
 
     # --- as the model loads -----------------------------------------------------------------------------------------
 
-    def take(self, projection: Linear, parts: Sequence[AdaptedPart], num_rows: Sequence[int]) -> Projection:
+    def take(
+        self, projection: Linear | BlockFp8Linear, parts: Sequence[AdaptedPart], num_rows: Sequence[int]
+    ) -> Projection:
         """See Adapting."""
-        adapted = AdaptedLinear(projection, parts, self.rows, num_rows)
+        make = StackedAdaptedLinear if self._is_stacked else AdaptedLinear
+        adapted = make(projection, parts, self.rows, num_rows)
         self._projections.append(adapted)
         return adapted
 
@@ -65,20 +75,30 @@ class AdapterSlots:
         that it had. Raises ConfigError, or MemoryError."""
         if not self._projections:
             raise NotBuiltError(f"--enable-lora is not built for {model}: none of its products has room for adapters")
-        if self._config.is_updatable:
-            for slot in range(self._config.capacity):
-                for projection in self._projections:
-                    projection.make_room(slot, self._config.max_lora_rank, self._like)
         before = self._loaded
         wanted = (
             [(slot, each.adapter.name, each.folder) for slot, each in before.items()]
             if before
             else [(slot, each.name, each.folder) for slot, each in enumerate(self._config.modules)]
         )
+        self._make_rooms([folder for _, _, folder in wanted])
         for slot, name, folder in wanted:
             digest = self.load(slot, name, folder)
             if slot in before and digest != before[slot].adapter.digest:
                 raise ModelError(f"adapter {name} ({folder}): is another one than when it was loaded; load it again")
+
+    def _make_rooms(self, folders: Sequence[str]) -> None:
+        """What is taken before adapters are read: for those that clients load, and for kernels. Raises ConfigError."""
+        if self._config.is_updatable:
+            for projection in self._projections:
+                _make_rooms(projection, self._config.capacity, self._config.max_lora_rank, self._like)
+        elif self._is_stacked and folders:
+            opened = [PeftAdapter(Path(folder)) for folder in folders]
+            adapted = {module for each in opened for module in each.modules}
+            rank = min(max(each.max_rank for each in opened), self._config.max_lora_rank)  # more is refused
+            for projection in self._projections:
+                if any(part.name in adapted for part in projection.parts):
+                    _make_rooms(projection, len(folders), rank, self._like)
 
     def close(self) -> None:
         """Let the weights go; what was loaded is read again by open()."""
@@ -94,7 +114,8 @@ class AdapterSlots:
         own = self._own_modules(name, opened)
         factors = {module: self._factors(opened, module) for module in own}
         for projection in self._projections:
-            if not self._config.is_updatable and any(part.name in own for part in projection.parts):
+            makes_room = not (self._config.is_updatable or self._is_stacked)
+            if makes_room and any(part.name in own for part in projection.parts):
                 rank = max(factors[part.name].down.shape[0] for part in projection.parts if part.name in own)
                 projection.make_room(slot, rank, self._like)
             projection.fill(slot, factors)
@@ -133,3 +154,11 @@ class AdapterSlots:
         slots = {slot for projection in self._projections for slot in projection.sizes}
         sizes = {slot: sum(projection.sizes.get(slot, 0) for projection in self._projections) for slot in slots}
         return Adapter("", max(sizes, key=sizes.__getitem__), b"") if sizes else None
+
+
+def _make_rooms(projection: AdaptedLinear, num_slots: int, rank: int, like: torch.Tensor) -> None:
+    if isinstance(projection, StackedAdaptedLinear):
+        projection.make_rooms(num_slots, rank, like)
+        return
+    for slot in range(num_slots):
+        projection.make_room(slot, rank, like)

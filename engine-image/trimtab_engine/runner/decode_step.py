@@ -37,6 +37,8 @@ class Order:
     rope_deltas: Array | None
     """How far behind its place among the tokens a rope takes each one's to be, in the order of the tokens; None: for
     all of them where it is. Images make a difference, of prompts that have some."""
+    adapters: Array | None = None
+    """The slot of each one's adapter, or -1, in the order of the tokens; None: nobody has one."""
 
     @classmethod
     def of(cls, sampling: list[Request], starts: Array) -> "Order":
@@ -44,13 +46,19 @@ class Order:
         sampled = np.empty_like(order)
         sampled[order] = np.arange(len(order))
         requests = [sampling[place] for place in order.tolist()]
-        return cls(sampling, requests, order, sampled, _rope_deltas(requests))
+        return cls(sampling, requests, order, sampled, _rope_deltas(requests), _adapters(requests))
 
 
 def _rope_deltas(requests: list[Request]) -> Array | None:
     if all(request.rope is None for request in requests):
         return None
     return np.array([0 if request.rope is None else request.rope.delta for request in requests], np.int64)
+
+
+def _adapters(requests: list[Request]) -> Array | None:
+    if all(request.adapter is None for request in requests):
+        return None
+    return np.array([-1 if request.adapter is None else request.adapter.slot for request in requests], np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,7 @@ class DecodeStep:
 
     @property
     def shape(self) -> StepShape:
-        return StepShape(len(self.positions), 1)
+        return StepShape(len(self.positions), 1, has_adapters=self.by.adapters is not None)
 
     @property
     def num_context_tokens(self) -> int:

@@ -63,7 +63,7 @@ from trimtab_engine.parallel.groups import ALONE, RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import ModelShard, shard_model
 from trimtab_engine.parallel.wave import Wave
-from trimtab_engine.runner.adapters import AdapterSlots, LoadedAdapter
+from trimtab_engine.runner.adapters import AdapterSlots, LoadedAdapter, reads_slots
 from trimtab_engine.runner.decode_step import DecodeLayout, DecodeStep
 from trimtab_engine.runner.graphs.device_steps import AttentionShape, DeviceSteps, GraphCounts, StepLimits
 from trimtab_engine.runner.graphs.plan import GraphPlan
@@ -211,6 +211,12 @@ class ModelRunner:
         num_parameters = -(
             -num_elements(tensors.values()) // layout.ranks_per_engine
         )  # about: ranks are not quite equal
+        adapters_bytes = 0
+        if config.adapters is not None:
+            are_of_one_rank = reads_slots(device.torch)
+            adapters_bytes = bytes_of_adapters(
+                config.adapters, tensors, dtype.itemsize, are_of_one_rank=are_of_one_rank
+            )
         unmeasured = Unmeasured(
             device_bytes=device.total_bytes,
             other_bytes=(
@@ -219,7 +225,7 @@ class ModelRunner:
             limit_bytes=device.limit_bytes,
             weights_bytes=(
                 bytes_to_hold(source, tensors, quantization, dtype, device.torch, config=model_config, shard=shard)
-                + (0 if config.adapters is None else bytes_of_adapters(config.adapters, tensors, dtype.itemsize))
+                + adapters_bytes
             )
             // layout.ranks_per_engine,
             tower_bytes=tower_bytes,
@@ -410,6 +416,7 @@ class ModelRunner:
             block_size=self._block_size,
             num_axes=1 if facts.vision is None else facts.vision.num_axes,
             sights=self._sights,
+            with_adapters=self._adapters is not None,
         )
         shape = AttentionShape(facts.num_attention_heads, facts.head_size, whole.hidden_size, self._dtype)
         device = self._device.torch
@@ -429,6 +436,7 @@ class ModelRunner:
             groups=self.groups,
             is_first_stage=self.shard.is_first_stage,
             sampler=sampler,
+            adapter_rows=None if self._adapters is None else self._adapters.rows,
         )
         return self.steps
 
@@ -610,7 +618,8 @@ class ModelRunner:
             )
             for own, group in zip(inputs.groups, self.facts.kv_groups, strict=True)
         ]
-        with nullcontext() if self._adapters is None else self._adapters.rows.of_step(inputs.adapters):
+        spans, num_computed = inputs.adapters, num_tokens + len(padding)
+        with nullcontext() if self._adapters is None else self._adapters.rows.of_step(spans, num_computed):
             hidden = self._model.forward(
                 torch.tensor(inputs.token_ids + padding, dtype=torch.int64, device=device),
                 torch.tensor(

@@ -15,11 +15,13 @@ Unknown = tuple[int, Request, int]
 
 class StepShape(msgspec.Struct, array_like=True, frozen=True):
     """num_tokens of a step. `tokens_per_sequence` when all its sequences have equally many, else None. `has_items`:
-    tokens of it take their embeddings from images and videos; then nothing is said of its sequences."""
+    tokens of it take their embeddings from images and videos; then nothing is said of its sequences. `has_adapters`:
+    some of its tokens are of requests with an adapter."""
 
     num_tokens: int
     tokens_per_sequence: int | None
     has_items: bool = False
+    has_adapters: bool = False
 
 
 class GroupInputs(msgspec.Struct, array_like=True):
@@ -54,8 +56,8 @@ class StepInputs(msgspec.Struct, array_like=True):
     """(index in token_ids, next token of the prompt, how many likely tokens) of every token whose logits are to judge
     the next one, in the order of the scheduled sequences."""
     agreed: StepShape | None = None
-    """What data-parallel ranks in lockstep have agreed on: rows to compute at least, padding included, and whether all
-    of their steps are uniform. None: this step is its core's own."""
+    """What data-parallel ranks in lockstep have agreed on: rows to compute at least, padding included, whether all of
+    their steps are uniform, and whether any has adapters. None: this step is its core's own."""
     axes: list[list[int]] = []
     """Positions over time, height and width, each with an entry per token; none: all three are `positions`."""
     displaced: list[bytes] = []
@@ -90,13 +92,14 @@ class StepInputs(msgspec.Struct, array_like=True):
         if self.agreed is not None:
             return self.agreed
         num_tokens, decodes, chunks = len(self.token_ids), self.groups[0].decodes, self.groups[0].chunks
+        has_adapters = bool(self.adapters)
         if self.placed:
-            return StepShape(num_tokens, None, has_items=True)
+            return StepShape(num_tokens, None, has_items=True, has_adapters=has_adapters)
         if not chunks:
-            return StepShape(num_tokens, 1 if decodes else None)
+            return StepShape(num_tokens, 1 if decodes else None, has_adapters=has_adapters)
         longest = chunks[0][2]
         is_uniform = not decodes and all(now == longest for _, _, now in chunks)
-        return StepShape(num_tokens, longest if is_uniform else None)
+        return StepShape(num_tokens, longest if is_uniform else None, has_adapters=has_adapters)
 
     def gone(self, group: GroupInputs) -> list[int]:
         """How many tokens lie before each table of a group, of its decodes and then of its chunks."""

@@ -19,6 +19,7 @@ from trimtab_kernels.launch.gemm_config import default_config
 from trimtab_kernels.launch.jit import Launch, record_launches
 from trimtab_kernels.launch.switches import Ways, taking
 from trimtab_kernels.likeliest import likeliest_triton
+from trimtab_kernels.lora import lora_triton
 from trimtab_kernels.moe.grouped_gemm import default_moe_config
 from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting, route_by_sigmoid_triton
 from trimtab_kernels.paged_decode import paged_decode_triton
@@ -337,6 +338,23 @@ def _product_of_few_rows(n: int, k: int, beside: str) -> Case:
     return Case(f"few_rows {n}x{k} {beside}", launch, in_sample=k == 4096)
 
 
+def _lora() -> Iterator[Case]:
+    for n, k in ((6144, 4096), (4096, 14336)):  # of Llama-3.1-8B: q, k and v together, and down
+        for rank in (16, 64) if k == 14336 else (48, 192):
+            for rows in (16, 4096):
+                yield _products_of_adapters(n, k, rank, rows)
+
+
+def _products_of_adapters(n: int, k: int, rank: int, rows: int) -> Case:
+    """Of four adapters beside a product."""
+
+    def launch(facts: DeviceFacts) -> object:
+        y, x, slots = empty(rows, n), empty(rows, k), empty(rows, dtype=torch.int32)
+        return lora_triton(y, x, empty(4, rank, k), empty(4, n, rank), slots, facts=facts)
+
+    return Case(f"lora {n}x{k} rank {rank}, {rows} rows", launch, in_sample=rank == 16)
+
+
 def _block_fp8() -> Iterator[Case]:
     for size in (4096, 7168, 14336):
         yield Case(
@@ -475,6 +493,7 @@ def all_cases() -> list[Case]:
         *_elementwise(),
         *_sampling(),
         *_few_rows(),
+        *_lora(),
         *_dependent(),
         *_block_fp8(),
         *_mixtures(),

@@ -18,7 +18,7 @@ import pytest
 from trimtab_engine.core import process
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.launch import started_core
-from trimtab_engine.runner import start
+from trimtab_engine.runner import adapters, start
 from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
 from trimtab_engine.runner.graphs.plan import GraphKey, cuda_graph_plan
 from trimtab_engine.runner.graphs.recorder import Outside, Replay
@@ -72,6 +72,7 @@ def steps_of_a_device(notes: Path | None = None) -> Iterator[CallingRecorder]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "recorder_of", lambda device: recorder)
         patch.setattr(start, "graph_plan", cuda_graph_plan)
+        patch.setattr(adapters, "reads_slots", lambda device: True)
         if notes is not None:
             patch.setattr(workers, "WORKER_COMMAND", (sys.executable, __file__, "worker", str(notes)))
             patch.setattr(started_core, "CORE_COMMAND", (sys.executable, __file__, "core", str(notes)))

@@ -99,7 +99,6 @@ def test_as_many_are_kept_as_are_named_and_at_least_as_many_as_a_step_has() -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device": "cuda"}, "--enable-lora is not built on CUDA: the graphs of its steps have no place for adapters"),
         (
             {"adapters": AdapterConfig(is_updatable=True), "data_parallel_size_cap": 2},
             "--allow-runtime-lora-updating with --data-parallel-size-cap is not built",

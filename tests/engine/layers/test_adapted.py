@@ -7,12 +7,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from trimtab_engine.layers.adapted import AdaptedLinear, AdaptedPart, AdapterRows, Factors
+from trimtab_engine.layers.adapted import AdaptedLinear, AdaptedPart, AdapterRows, Factors, StackedAdaptedLinear
 from trimtab_engine.layers.linear import GatedLinear, Linear, RowParallelLinear
+from trimtab_engine.layers.quantized import BlockFp8, BlockFp8Linear, GatedBlockFp8Linear
 from trimtab_kernels.rotary_embedding import interleave_pairs
 
 IN, OUT, RANK = 20, 24, 3
 GENERATOR = torch.Generator().manual_seed(3)
+
+
+@pytest.fixture(autouse=True, params=["grouped", "stacked"])
+def for_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds of slots of their own, and of those that lie one behind the other, as kernels read them."""
+    monkeypatch.setattr(adapted, "is_stacked", request.param == "stacked", raising=False)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -27,18 +34,32 @@ def some_factors(outputs: int, inputs: int = IN, rank: int = RANK) -> Factors:
     return Factors(random(rank, inputs), random(outputs, rank))
 
 
-def adapted(base: Linear, parts: list[AdaptedPart], num_rows: list[int], **slots: dict[str, Factors]) -> AdaptedLinear:
+def adapted(
+    base: Linear | BlockFp8Linear, parts: list[AdaptedPart], num_rows: list[int], **slots: dict[str, Factors]
+) -> AdaptedLinear:
     """With these adapters: slot0, slot1, ..."""
-    projection = AdaptedLinear(base, parts, AdapterRows(), num_rows)
-    for name, factors in slots.items():
-        slot = int(name.removeprefix("slot"))
-        projection.make_room(slot, RANK, torch.empty(0))
+    by_slot = {int(name.removeprefix("slot")): factors for name, factors in slots.items()}
+    projection = with_room(base, parts, num_rows, list(by_slot))
+    for slot, factors in by_slot.items():
         projection.fill(slot, factors)
     return projection
 
 
+def with_room(
+    base: Linear | BlockFp8Linear, parts: list[AdaptedPart], num_rows: list[int], slots: list[int]
+) -> AdaptedLinear:
+    if vars(adapted)["is_stacked"]:
+        stacked = StackedAdaptedLinear(base, parts, AdapterRows(torch.device("cpu")), num_rows)
+        stacked.make_rooms(1 + max(slots), RANK, torch.empty(0))
+        return stacked
+    projection = AdaptedLinear(base, parts, AdapterRows(), num_rows)
+    for slot in slots:
+        projection.make_room(slot, RANK, torch.empty(0))
+    return projection
+
+
 def with_spans(projection: AdaptedLinear, x: torch.Tensor, *spans: tuple[int, int, int]) -> torch.Tensor:
-    with projection._rows.of_step(spans):
+    with projection._rows.of_step(spans, x.shape[0]):
         return projection(x)
 
 
@@ -80,8 +101,7 @@ def test_a_projection_that_the_adapter_leaves_alone_is_computed_as_it_is() -> No
 
 
 def test_room_that_nobody_has_filled_adds_nothing() -> None:
-    projection = AdaptedLinear(Linear(random(OUT, IN)), [AdaptedPart("q")], AdapterRows(), [OUT])
-    projection.make_room(2, RANK, torch.empty(0))
+    projection = with_room(Linear(random(OUT, IN)), [AdaptedPart("q")], [OUT], [2])
     x = random(5, IN)
     torch.testing.assert_close(with_spans(projection, x, (0, 5, 2)), projection.base(x))
 
@@ -95,6 +115,22 @@ def test_what_was_in_a_slot_before_leaves_nothing_behind() -> None:
     x = random(4, IN)
     merged = weight + torch.cat([torch.zeros(16, IN), one.up @ one.down])
     close(with_spans(projection, x, (0, 4, 0)), x @ merged.t())
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_products_of_float8_have_adapters_beside_them_too(is_gated: bool) -> None:
+    """Before the gate, behind the bias; what the product itself is does not change."""
+    blocks, bias = BlockFp8.of(random(128, IN)), random(128)
+    make = GatedBlockFp8Linear if is_gated else BlockFp8Linear
+    base, factors = make([blocks], bias, torch.float32), some_factors(128)
+    projection = adapted(base, [AdaptedPart("q")], [128], slot1={"q": factors})
+    x = random(4, IN)
+    product = base.product(x)
+    product[1:3] += x[1:3] @ (factors.up @ factors.down).t()
+    found = with_spans(projection, x, (1, 2, 1))
+    close(found, base.finish(product))
+    assert found.shape == (4, 64 if is_gated else 128)
+    assert (base.out_features, base.in_features) == (128, IN)
 
 
 def test_rotary_pairs_of_an_adapter_are_interleaved_as_the_weight_s_are() -> None:

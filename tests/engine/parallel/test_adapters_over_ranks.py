@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 from adapter_folders import EVERY, an_adapter, merged, modules_of
+from calling_recorder import noted, steps_of_a_device
 from trimtab_engine.config.adapters import AdapterConfig, AdapterModule
 from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.graphs import CompilationConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.messages import AddRequest, LoadLora, StepStats, UnloadLora
@@ -59,6 +61,39 @@ def with_adapters(asked: list[AddRequest]) -> list[AddRequest]:
     """None, the one, the other: four each, of which two share a beginning."""
     names = ("", "a", "b")
     return [msgspec.structs.replace(request, adapter=names[place // 4 % 3]) for place, request in enumerate(asked)]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param("dense", {"tensor_parallel_size": 2, "async_scheduling": True}, id="dense tp2 overlapped"),
+        pytest.param("dense", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2} | DRAFTS, id="dense tp2 pp2"),
+        pytest.param("moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, id="moe tp2 ep"),
+    ],
+)
+def test_with_the_steps_of_a_device_they_are_too(
+    model: str,
+    layout: dict[str, Any],
+    models: dict[str, str],
+    adapters: Callable[[str], AdapterConfig],
+    start: Callable[..., Engine],
+    serving: Any,
+    expected: dict[str, dict[str, list[int]]],
+    tmp_path: Path,
+) -> None:
+    """Every rank takes the same graphs, those with adapters' products among them."""
+    serve, requests, _ = serving
+    asked = with_adapters(requests())
+    if model not in expected:
+        expected[model] = serve(start(models[model], adapters=adapters(model)), asked)
+    with steps_of_a_device(tmp_path):
+        engine = start(models[model], adapters=adapters(model), **layout)
+        assert serve(engine, asked) == expected[model]
+        engine.close()
+    taken = noted(tmp_path)
+    assert len(taken) == layout.get("tensor_parallel_size", 1) * layout.get("pipeline_parallel_size", 1)
+    assert all(of_rank == taken[0] for of_rank in taken)
+    assert any("with_adapters=True" in graph for graph in taken[0])
 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)
@@ -189,3 +224,34 @@ def test_cores_have_an_adapter_together(
             assert (await cores.call(UnloadLora("b"))).status == 404
 
     asyncio.run(live())
+
+
+def test_cores_in_lockstep_take_graphs_with_adapters_together(
+    models: dict[str, str],
+    adapters: Callable[[str], AdapterConfig],
+    start: Callable[..., Engine],
+    serving: Any,
+    cores_of: Any,
+    config_of: Callable[..., EngineConfig],
+    expected: dict[str, dict[str, list[int]]],
+    tmp_path: Path,
+) -> None:
+    """Recorded when they are wanted, so by all at once, whichever core has a request with an adapter."""
+    serve, requests, _ = serving
+    asked = with_adapters(requests())
+    if "moe" not in expected:
+        expected["moe"] = serve(start(models["moe"], adapters=adapters("moe")), asked)
+    lazy = CompilationConfig(cudagraph_lazy_capture=True)
+    layout = {"data_parallel_size": 2, "enable_expert_parallel": True, "compilation": lazy}
+
+    async def live() -> None:
+        async with cores_of(config_of(models["moe"], adapters=adapters("moe"), **layout)) as cores:
+            assert await cores.serve(asked) == expected["moe"]
+            one = [asked[5]]
+            assert await cores.serve(one) == {one[0].request_id: expected["moe"][one[0].request_id]}
+
+    with steps_of_a_device(tmp_path):
+        asyncio.run(live())
+    first, second = noted(tmp_path)
+    assert first == second
+    assert {"with_adapters=True" in graph for graph in first} == {True, False}

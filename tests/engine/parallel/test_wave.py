@@ -77,15 +77,20 @@ def test_an_announcement_that_comes_early_is_joined_when_the_wave_before_has_end
 @pytest.mark.parametrize(
     ("said", "agreed"),
     [
-        ([[3, 1], [5, 1]], StepShape(5, 1)),
-        ([[3, 1], [0, ANY]], StepShape(3, 1)),  # a core without work computes padding of that kind
-        ([[0, ANY], [8, 4]], StepShape(8, 4)),
-        ([[3, 1], [8, 4]], StepShape(8, None)),  # decodes there, drafts to be verified here
-        ([[3, 1], [30, MIXED]], StepShape(30, None)),
-        ([[3, 1], [0, MIXED]], StepShape(3, None)),  # a core that sleeps
-        ([[0, ANY], [0, ANY]], StepShape(0, None)),
-        ([[3, 1], [30, ITEMS]], StepShape(30, None, has_items=True)),  # images there, so that no core replays a graph
-        ([[4, ITEMS], [0, ANY], [9, MIXED]], StepShape(9, None, has_items=True)),
+        ([[3, 1, 0], [5, 1, 0]], StepShape(5, 1)),
+        ([[3, 1, 0], [0, ANY, 0]], StepShape(3, 1)),  # a core without work computes padding of that kind
+        ([[0, ANY, 0], [8, 4, 0]], StepShape(8, 4)),
+        ([[3, 1, 0], [8, 4, 0]], StepShape(8, None)),  # decodes there, drafts to be verified here
+        ([[3, 1, 0], [30, MIXED, 0]], StepShape(30, None)),
+        ([[3, 1, 0], [0, MIXED, 0]], StepShape(3, None)),  # a core that sleeps
+        ([[0, ANY, 0], [0, ANY, 0]], StepShape(0, None)),
+        (
+            [[3, 1, 0], [30, ITEMS, 0]],
+            StepShape(30, None, has_items=True),
+        ),  # images there, so that no core replays a graph
+        ([[4, ITEMS, 0], [0, ANY, 0], [9, MIXED, 0]], StepShape(9, None, has_items=True)),
+        ([[3, 1, 0], [5, 1, 1]], StepShape(5, 1, has_adapters=True)),  # adapters there, so that both take one graph
+        ([[0, ANY, 0], [8, MIXED, 1]], StepShape(8, None, has_adapters=True)),
     ],
 )
 def test_a_step_is_uniform_when_every_core_s_tokens_are(said: list[list[int]], agreed: StepShape) -> None:
@@ -98,6 +103,7 @@ def test_a_core_says_what_it_has() -> None:
     assert wave.agree(StepShape(6, None)) == StepShape(6, None)
     assert wave.agree(StepShape(6, 3), can_be_uniform=False) == StepShape(6, None)
     assert wave.agree(StepShape(0, None)) == StepShape(0, None)
+    assert wave.agree(StepShape(6, 3, has_adapters=True)) == StepShape(6, 3, has_adapters=True)
 
 
 def test_cores_that_get_requests_at_random_times_never_wait_for_ever() -> None:

@@ -3,6 +3,7 @@
 from engine_builders import a_request
 from trimtab_engine.multimodal.positions import RopePositions
 from trimtab_engine.runner.decode_step import KNOWN, DecodeLayout, DecodeStep
+from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.step_inputs import flatten
@@ -48,6 +49,16 @@ def test_the_order_is_kept_while_the_requests_are_the_same() -> None:
     assert second.by is first.by
     assert second.positions.tolist() == [9, 3]
     assert layout.lay_out(a_batch(requests[0])).by is not first.by
+
+
+def test_each_token_has_the_slot_of_its_requests_adapter() -> None:
+    adapted, plain = a_decode("a", 3), a_decode("b", 9)
+    assert laid_out(a_batch(adapted, plain)).by.adapters is None
+    adapted.adapter = Adapter("sql", 2, b"")
+    step = laid_out(a_batch(adapted, plain))
+    assert step.shape.has_adapters
+    assert step.by.adapters is not None
+    assert step.by.adapters.tolist() == [-1, 2], "the longest comes first"
 
 
 def test_a_rope_takes_tokens_behind_images_to_be_elsewhere() -> None:

@@ -18,7 +18,7 @@ class OtherCore:
     device = "cpu"
 
     def __init__(self, num_tokens: int, per_sequence: int) -> None:
-        self._other = torch.tensor([[num_tokens, per_sequence]])
+        self._other = torch.tensor([[num_tokens, per_sequence, 0]])
 
     def all_gather(self, said: torch.Tensor) -> torch.Tensor:
         return torch.cat((said, self._other))

@@ -6,6 +6,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; uvicorn's other parser has the same bound
 TLS_HANDSHAKE = b"\x16\x03"  # how TLS begins; no HTTP method does
+FLOW = "trimtab.flow"
+"""The extension of a request's ASGI scope that is its connection's flow control: whoever sends may look beforehand
+whether it would wait."""
 NO_TLS = "This port speaks plain HTTP: write http:// for https://."
 
 logger = logging.getLogger("trimtab_engine.api")
@@ -44,6 +47,7 @@ class BoundedHeadProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._reads_body = self._completed = True
+        self.scope["extensions"] = {FLOW: {"control": self.flow}}
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

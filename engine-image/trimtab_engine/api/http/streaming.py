@@ -15,8 +15,10 @@ import anyio
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from trimtab_engine.api.http.errors import ApiError, ClientGone
+from trimtab_engine.api.http.protocol import FLOW
 from trimtab_engine.errors import EngineDead
 
 Answer = TypeVar("Answer")
@@ -53,11 +55,15 @@ class EventTemplate:
 class EventStream(StreamingResponse):
     """Server-sent events that stop as soon as the client goes away, also while there is nothing to send.
 
-    `until` is closed when the stream has ended, however it ends.
+    `until` is closed when the stream has ended, however it ends. `on_slow_client` is called each time when there are
+    events that the connection does not take yet.
     """
 
-    def __init__(self, events: AsyncGenerator[str, None], until: ExitStack) -> None:
-        self._events, self._until = events, until
+    def __init__(
+        self, events: AsyncGenerator[str, None], until: ExitStack, on_slow_client: Callable[[], None] = lambda: None
+    ) -> None:
+        self._events, self._until, self._on_slow_client = events, until, on_slow_client
+        self._flow: FlowControl | None = None
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def stream_response(self, send: Send) -> None:
@@ -66,6 +72,8 @@ class EventStream(StreamingResponse):
         last = DONE
         try:
             async for events in self._events:
+                if self._flow is not None and self._flow.write_paused:
+                    self._on_slow_client()
                 await send({"type": "http.response.body", "body": events.encode(), "more_body": True})
         except ApiError as error:
             last = event(error.body) + DONE
@@ -77,6 +85,7 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": last.encode(), "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._flow = scope.get("extensions", {}).get(FLOW, {}).get("control")
         try:
             async with anyio.create_task_group() as group:
 

@@ -18,6 +18,7 @@ from trimtab_engine.api.openai.forms import AnswerForm, Usage
 from trimtab_engine.api.openai.generation import GenerationPlan, Piece
 from trimtab_engine.api.openai.logprobs import prompt_logprobs
 from trimtab_engine.api.openai.protocol import MAX_REPORTED, GenerationRequest
+from trimtab_engine.api.openai.read_ahead import ReadAhead
 from trimtab_engine.api.openai.state import ServerState, Serving
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 
@@ -60,7 +61,8 @@ async def answer(
         _log(form, plan)
     plan = replace(plan, ticket=_admitted(state, plan, until))
     if body.stream:
-        return EventStream(_stream(state, body, form, plan, echo), until.pop_all())
+        pieces = ReadAhead(_require(state).generator.run(plan), form.request_id, keeps_ids=bool(body.return_token_ids))
+        return EventStream(_stream(pieces, body, form, plan, echo), until.pop_all(), pieces.begin)
     return await unless_gone(request, _whole(state, body, form, plan, echo))
 
 
@@ -128,7 +130,7 @@ async def _whole(
 
 
 async def _stream(
-    state: ServerState, body: GenerationRequest, form: AnswerForm, plan: GenerationPlan, echo: Echo | None
+    ahead: ReadAhead, body: GenerationRequest, form: AnswerForm, plan: GenerationPlan, echo: Echo | None
 ) -> AsyncGenerator[str, None]:
     options = body.stream_options
     includes_usage = options is not None and options.include_usage
@@ -148,10 +150,6 @@ async def _stream(
         if includes_usage:
             chunk["usage"] = usage.to_json() if counts_on else None
         return event(chunk)
-
-    for index in range(len(plan.sampling)):
-        for chunk in form.opening(index):
-            yield written(chunk, index)
 
     def events_of(piece: Piece) -> str | None:
         """The piece as a chunk; None: nothing to send yet."""
@@ -186,7 +184,10 @@ async def _stream(
     # Chunks that differ in their text alone: nearly all, and so kept short.
     are_alike = form.is_plain and not (wants_logprobs or body.return_token_ids or counts_on or echo is not None)
     templates: dict[int, EventTemplate] = {}
-    async with aclosing(_require(state).generator.run(plan)) as pieces:
+    async with aclosing(ahead) as pieces:
+        for index in range(len(plan.sampling)):
+            for chunk in form.opening(index):
+                yield written(chunk, index)
         async for piece in pieces:
             index = piece.index
             if are_alike and piece.texts is not None and piece.finish_reason is None and has_begun[index]:

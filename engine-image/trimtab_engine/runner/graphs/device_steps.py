@@ -9,6 +9,7 @@ stays outside: it lands where the graph reads it, and leaves from where the grap
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from trimtab_kernels.paged_batch import PagedBatch
 from trimtab_engine.device.inference import inferring
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.device.transfer import Leading, Mark, copy_to_host, pinned_bytes
+from trimtab_engine.layers.adapted import AdapterRows
 from trimtab_engine.layers.vocabulary import Placed
 from trimtab_engine.models.family import Model
 from trimtab_engine.parallel.groups import ALONE, RankGroups
@@ -70,6 +72,7 @@ class StepLimits:
     """Positions of each token: over time, height and width where a rope tells them apart."""
     sights: tuple[Sight, ...] = (SEES_ALL,)
     """How far the tokens of each KV group see."""
+    with_adapters: bool = False
 
     def capacity(self, max_tokens: int) -> Capacity:
         """How large buffers are for steps of up to so many tokens."""
@@ -80,6 +83,7 @@ class StepLimits:
             max_blocks=tuple(self._max_blocks(sight) for sight in self.sights),
             chunked=frozenset(group for group, sight in enumerate(self.sights) if sight.is_chunked),
             num_axes=self.num_axes,
+            with_adapters=self.with_adapters,
         )
 
     def _max_blocks(self, sight: Sight) -> int:
@@ -145,9 +149,11 @@ class DeviceSteps:
         groups: RankGroups = ALONE,
         is_first_stage: bool = True,
         sampler: DeviceSampler | None = None,
+        adapter_rows: AdapterRows | None = None,
     ) -> None:
-        """`sampler`: on the rank that samples."""
-        self.sampler = sampler
+        """`sampler`: on the rank that samples. `adapter_rows`: who tells the model's projections which rows have which
+        adapter; None: none is served."""
+        self.sampler, self._adapter_rows = sampler, adapter_rows
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._tensor, self._meter = groups.tensor, groups.meter
         self._limits, self.plan = limits, plan
@@ -195,8 +201,10 @@ class DeviceSteps:
     def warm_up(self) -> None:
         """Compile what steps of any size need, by steps of nothing but padding."""
         for rows in warm_up_sizes(self._limits.max_num_batched_tokens):
-            self._batches = self._large.fill(NO_INPUTS, (), GraphKey(rows), self._limits.block_size)
-            self._forward(self._large, rows, self._metadata(self._large, rows, self._batches, is_padded=True))
+            for key in (GraphKey(rows), GraphKey(rows, with_adapters=True))[: 2 if self._adapter_rows else 1]:
+                self._batches = self._large.fill(NO_INPUTS, (), key, self._limits.block_size)
+                metadata = self._metadata(self._large, rows, self._batches, is_padded=True)
+                self._forward(self._large, key, metadata)
         if self.sampler is not None:
             self.sampler.warm_up(self.last_tokens, self._hidden.dtype)
 
@@ -220,7 +228,8 @@ class DeviceSteps:
                 batches = buffers.uniform_batches(rows, key.tokens_per_sequence)
                 metadata = self._metadata(buffers, rows, batches, is_padded=True)
             before = None if self._before is None else self._before[:rows]
-            hidden = self._model.compute(*self._inputs(buffers, rows), self._kv_cache, metadata, before=before)
+            with self._adapting(buffers, key):
+                hidden = self._model.compute(*self._inputs(buffers, rows), self._kv_cache, metadata, before=before)
             self._hidden[:rows].copy_(hidden)
 
         run(lambda call: call())  # compiles, and lets libraries allocate: neither may happen while recording
@@ -270,9 +279,10 @@ class DeviceSteps:
         if isinstance(choice, Eager):
             self._counts.eager[choice.value] = self._counts.eager.get(choice.value, 0) + 1
             buffers, rows = self._large, shape.num_tokens
-            batches = buffers.fill(inputs, feed, GraphKey(rows), self._limits.block_size)
+            key = GraphKey(rows, with_adapters=shape.has_adapters and self._adapter_rows is not None)
+            batches = buffers.fill(inputs, feed, key, self._limits.block_size)
             metadata = self._metadata(buffers, rows, batches, is_padded=rows > num_tokens)
-            hidden = self._forward(buffers, rows, metadata, placed)
+            hidden = self._forward(buffers, key, metadata, placed)
         else:
             assert placed is None  # a shape with items has no graph
             if choice not in self._graphs:
@@ -314,9 +324,17 @@ class DeviceSteps:
             self._tensor.broadcast(self.last_tokens[: 1 + max(row for _, row in feed)])
 
     def _forward(
-        self, buffers: StepBuffers, rows: int, metadata: list[AttentionMetadata], placed: Placed | None = None
+        self, buffers: StepBuffers, key: GraphKey, metadata: list[AttentionMetadata], placed: Placed | None = None
     ) -> torch.Tensor:
-        return self._model.forward(*self._inputs(buffers, rows), self._kv_cache, metadata, placed=placed)
+        with self._adapting(buffers, key):
+            inputs = self._inputs(buffers, key.num_tokens)
+            return self._model.forward(*inputs, self._kv_cache, metadata, placed=placed)
+
+    def _adapting(self, buffers: StepBuffers, key: GraphKey) -> AbstractContextManager[None]:
+        """While it lasts projections add what the adapters of the step's rows do."""
+        if self._adapter_rows is None or not key.with_adapters:
+            return nullcontext()
+        return self._adapter_rows.of_slots(buffers.ints["adapters"][: key.num_tokens])
 
     def _inputs(self, buffers: StepBuffers, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids, some of which are known here only, and positions."""

@@ -30,6 +30,7 @@ class Dispatcher:
         self._full = dict(plan.full)
         self._piecewise = plan.piecewise
         self._largest = plan.max_tokens
+        self._with_adapters = plan.with_adapters
 
     def dispatch(self, shape: StepShape) -> GraphKey | Eager:
         """The smallest graph that holds the step, or why there is none."""
@@ -37,13 +38,13 @@ class Dispatcher:
             return Eager.OFF
         if shape.has_items:
             return Eager.IMAGES
-        tokens = shape.tokens_per_sequence
+        tokens, with_adapters = shape.tokens_per_sequence, shape.has_adapters and self._with_adapters
         size = None if tokens is None else _first_at_least(self._full.get(tokens, ()), shape.num_tokens)
         if size is not None:
-            return GraphKey(size, tokens)
+            return GraphKey(size, tokens, with_adapters)
         size = _first_at_least(self._piecewise, shape.num_tokens)
         if size is not None:
-            return GraphKey(size)
+            return GraphKey(size, None, with_adapters)
         if shape.num_tokens > self._largest or self._piecewise or tokens in self._full:
             return Eager.TOO_LARGE
         return Eager.MIXED

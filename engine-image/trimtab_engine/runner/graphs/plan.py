@@ -3,7 +3,7 @@
 vLLM's list: 1, 2, 4, then every 8 up to 256, then every 16 up to min(2 x max_num_seqs x (1 + drafts), 512), and none
 above the token budget. Whole-decode graphs end at the first size that holds every request, beyond that list by steps
 of an eighth, so that no decode step is eager for its size; with speculation they are captured at multiples of 1 +
-drafts as well.
+drafts as well. Where adapters are served there are all of them twice, with adapters' products and without.
 """
 
 from dataclasses import dataclass
@@ -23,6 +23,8 @@ class GraphKey:
 
     num_tokens: int
     tokens_per_sequence: int | None = None
+    with_adapters: bool = False
+    """Whether rows may have adapters."""
 
     @property
     def kind(self) -> str:
@@ -39,12 +41,14 @@ class GraphPlan:
     full: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(tokens per sequence, sizes): 1 for plain decode, 1 + drafts for verifying a full set of them."""
     is_lazy: bool = False
+    with_adapters: bool = False
 
     @property
     def keys(self) -> list[GraphKey]:
         """Every graph in the order of capture: the largest first, so that the smaller ones fit into its memory."""
-        mixed = [GraphKey(size) for size in self.piecewise]
-        decode = [GraphKey(size, tokens) for tokens, sizes in self.full for size in sizes]
+        kinds = (False, True) if self.with_adapters else (False,)
+        mixed = [GraphKey(size, None, kind) for size in self.piecewise for kind in kinds]
+        decode = [GraphKey(size, tokens, kind) for tokens, sizes in self.full for size in sizes for kind in kinds]
         return sorted(mixed, reverse=True) + sorted(decode, key=lambda key: -key.num_tokens)
 
     @property
@@ -70,6 +74,7 @@ def cuda_graph_plan(config: EngineConfig) -> GraphPlan:
         max_num_seqs=config.max_num_seqs_cap,
         max_num_batched_tokens=config.max_num_batched_tokens_cap,
         num_drafts=config.num_speculative_tokens_cap,
+        with_adapters=config.adapters is not None,
     )
 
 
@@ -81,6 +86,7 @@ def plan_graphs(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     num_drafts: int,
+    with_adapters: bool = False,
 ) -> GraphPlan:
     """The graphs of an engine whose caps these are. --enforce-eager wins over a level, a mode that is written too."""
     mode = compilation.cudagraph_mode or MODES_BY_LEVEL[optimization_level]
@@ -98,7 +104,8 @@ def plan_graphs(
             further = () if compilation.has_written_sizes else sizes_beyond(max(sizes), max_num_seqs * tokens)
             own = decode_sizes((*sizes, *further), tokens, max_num_seqs, max_num_batched_tokens)
             full += [(tokens, own)] if own else []
-    return GraphPlan(mode, sizes if mode.has_piecewise else (), tuple(full), compilation.cudagraph_lazy_capture)
+    pieces, is_lazy = sizes if mode.has_piecewise else (), compilation.cudagraph_lazy_capture
+    return GraphPlan(mode, pieces, tuple(full), is_lazy, with_adapters)
 
 
 def capture_sizes(

@@ -17,6 +17,8 @@ counted in it, begins behind them. Groups whose tokens see chunks of positions a
 There are two pinned buffers, taken in turn: the host writes one while the device may still read the other, and waits
 only for a copy that was begun two steps ago.
 
+Where adapters are served each row has the slot of its adapter beside that (`adapters`), or -1.
+
 Rows of padding, up to a graph's size, have slot -1 (nothing is written) and, as sequences, length 0 (nothing is read).
 Where a sequence of padding has several rows its length is their number, and it reads block 0.
 """
@@ -28,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from trimtab_kernels.lora import NONE
 from trimtab_kernels.paged_batch import PagedBatch
 
 from trimtab_engine.device.transfer import Leading, Mark, copy_to_device, pinned_bytes, send_together
@@ -57,6 +60,7 @@ class Capacity:
     max_blocks: tuple[int, ...]
     chunked: frozenset[int] = frozenset()
     num_axes: int = 1
+    with_adapters: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -81,7 +85,10 @@ class Capacity:
         seqs = -(-self.max_seqs // 4) * 4  # likewise
         of_groups = self.num_groups * seqs
         gone = of_groups if self.chunked else 0
-        return {"seq_lens": of_groups, "query_starts": seqs + 4, "seats": of_groups, "gone": gone}
+        adapters = -(-self.max_tokens // 4) * 4 if self.with_adapters else 0
+        return {
+            "seq_lens": of_groups, "query_starts": seqs + 4, "seats": of_groups, "gone": gone, "adapters": adapters
+        }  # fmt: skip
 
 
 class StepBuffers:
@@ -133,6 +140,8 @@ class StepBuffers:
         padded_seqs = num_seqs if per_sequence is None else rows // per_sequence
         padding_length = per_sequence if per_sequence is not None and per_sequence > 1 else 0
         least_width = -(-padding_length // block_size) if padded_seqs > num_seqs else 0
+        if key is not None and key.with_adapters:
+            host.write_adapters(inputs, rows)
         host.write_starts(groups[0].chunks)
         news, widths = [], []
         for number, own in enumerate(groups):
@@ -285,6 +294,16 @@ class _Host:
             pairs = np.fromiter(chain.from_iterable(feed), np.int64, 2 * len(feed)).reshape(-1, 2)
             sources[pairs[:, 0]] = pairs[:, 1]
         self._longs["sampled"][: inputs.num_sampled] = inputs.sampled
+
+    def write_adapters(self, inputs: StepInputs | DecodeStep, rows: int) -> None:
+        """The slot of each row's adapter, padded to `rows`."""
+        own = self._ints["adapters"]
+        own[:rows] = NONE
+        if isinstance(inputs, DecodeStep):
+            own[: inputs.num_tokens] = NONE if inputs.by.adapters is None else inputs.by.adapters
+            return
+        for first, count, slot in inputs.adapters:
+            own[first : first + count] = slot
 
     def write_slots(self, group: int, own: Sequences, rows: int, of_decodes: Array, block_size: int) -> None:
         """Where each token's keys and values go, padded to `rows`."""

@@ -1,5 +1,7 @@
 """One table from a step's shape to its graph."""
 
+from dataclasses import replace
+
 import pytest
 from trimtab_engine.config.graphs import CUDAGraphMode
 from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
@@ -36,6 +38,15 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(
     plan: GraphPlan, num_tokens: int, per_sequence: int | None, expected: GraphKey | Eager
 ) -> None:
     assert Dispatcher(plan).dispatch(StepShape(num_tokens, per_sequence)) == expected
+
+
+def test_steps_with_adapters_have_graphs_of_their_own_where_adapters_are_served() -> None:
+    dispatcher = Dispatcher(replace(BOTH, with_adapters=True))
+    assert dispatcher.dispatch(StepShape(3, 1, has_adapters=True)) == GraphKey(4, 1, with_adapters=True)
+    assert dispatcher.dispatch(StepShape(7, None, has_adapters=True)) == GraphKey(16, with_adapters=True)
+    assert dispatcher.dispatch(StepShape(17, None, has_adapters=True)) == Eager.TOO_LARGE
+    assert dispatcher.dispatch(StepShape(3, 1)) == GraphKey(4, 1)
+    assert Dispatcher(BOTH).dispatch(StepShape(3, 1, has_adapters=True)) == GraphKey(4, 1), "a draft model has none"
 
 
 def test_steps_with_images_are_eager_whatever_their_size() -> None:

@@ -14,22 +14,25 @@ import torch
 from calling_recorder import CallingRecorder
 from fake_device import CUDA, NoWaiting, Waited, a_fake_device, variants
 from fake_nccl import a_fake_nccl, groups_of
+from trimtab_engine.config.adapters import AdapterConfig
 from trimtab_engine.config.graphs import CompilationConfig
 from trimtab_engine.config.quantization import stored_quantization
 from trimtab_engine.device.kv_cache import LayerTensors
 from trimtab_engine.device.transfer import Mark
-from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
 from trimtab_engine.models.family import Model
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import family_of, kv_groups_of, parse_model_config
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
+from trimtab_engine.runner.adapters import AdapterSlots
 from trimtab_engine.runner.graphs.device_steps import AttentionShape, DeviceSteps, StepLimits
 from trimtab_engine.runner.graphs.plan import plan_graphs
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.sampling.logprobs import ScoresInFlight
 from trimtab_engine.sampling.sampler import choose_limited
 from trimtab_engine.sampling.token_table import DeviceRow
+from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
@@ -132,14 +135,20 @@ class Ranks:
 
 
 def some_steps(
-    config: dict[str, Any], folder: Path, kv_dtype: torch.dtype = torch.bfloat16, ranks: Ranks | None = None
+    config: dict[str, Any],
+    folder: Path,
+    kv_dtype: torch.dtype = torch.bfloat16,
+    ranks: Ranks | None = None,
+    adapters: AdapterConfig | None = None,
 ) -> tuple[DeviceSteps, Model]:
     """Inside a_fake_device()."""
     with NoWaiting(is_start_up=True):
-        return _some_steps(config, folder, kv_dtype, ranks or Ranks())
+        return _some_steps(config, folder, kv_dtype, ranks or Ranks(), adapters)
 
 
-def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype, ranks: Ranks) -> tuple[DeviceSteps, Model]:
+def _some_steps(
+    config: dict[str, Any], folder: Path, kv_dtype: torch.dtype, ranks: Ranks, adapters: AdapterConfig | None
+) -> tuple[DeviceSteps, Model]:
     model_config = parse_model_config(config, {}, str(folder))
     shard, groups = shard_model(model_config, ranks.layout, ranks.rank), groups_of(ranks.layout, ranks.rank)
     shapes, stored = dict(expected_shapes(model_config)), stored_quantization(config, str(folder))
@@ -150,8 +159,13 @@ def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype, ran
             if name.endswith("_proj.weight")
         }
     source: Any = FakeSource(shapes)
-    load = Loader(source, torch.bfloat16, CUDA, lambda count: None, stored)
+    slots = None
+    if adapters is not None:
+        slots = AdapterSlots(adapters, expected_tensors(model_config), shard, dtype=torch.bfloat16, device=CUDA)
+    load = Loader(source, torch.bfloat16, CUDA, lambda count: None, stored, slots)
     model = family_of(model_config.architecture).build(model_config, load, shard, groups)
+    if slots is not None:
+        slots.open("a model")
     kv_groups = [group.on_rank(shard.layers, ranks.layout.tensor) for group in kv_groups_of(model_config)]
     block = (64, BLOCK_SIZE, shard.num_kv_heads, 16)
     most = max(group.num_layers for group in kv_groups)
@@ -163,6 +177,7 @@ def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype, ran
         max_num_seqs=8,
         max_num_batched_tokens=64,
         num_drafts=2,
+        with_adapters=adapters is not None,
     )
     limits = StepLimits(
         max_num_batched_tokens=64,
@@ -171,6 +186,7 @@ def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype, ran
         max_model_len=MAX_LEN,
         block_size=BLOCK_SIZE,
         sights=tuple(group.sight for group in kv_groups),
+        with_adapters=adapters is not None,
     )
     sampler = DeviceSampler(304, (2,), max_num_seqs=8, device=CUDA)
     steps = DeviceSteps(
@@ -184,6 +200,7 @@ def _some_steps(config: dict[str, Any], folder: Path, kv_dtype: torch.dtype, ran
         groups=groups,
         is_first_stage=shard.is_first_stage,
         sampler=sampler,
+        adapter_rows=None if slots is None else slots.rows,
     )
     return steps, model
 
@@ -203,7 +220,9 @@ def run_step(steps: DeviceSteps, model: Model, batch: list[ScheduledSequence], *
     """From inputs to tokens on their way, as Execution queues them; the kernels that were launched in the second of two
     steps, whose newest tokens the host does not know."""
     num_groups = len(batch[0].request.block_tables)
-    inputs, _ = flatten(batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30, num_groups=num_groups)
+    inputs, _ = flatten(
+        batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30, num_groups=num_groups, with_adapters=True
+    )
     params = Sampling(**{"temperature": 0.0, **sampling})
     requests = [Request.of("r", [1, 5, 5], params, arrival_time=0.0) for _ in batch]
     for is_fed in (False, True):
@@ -264,6 +283,45 @@ def test_a_layer_takes_six_launches_for_few_rows(tmp_path: Path) -> None:
     assert few[: num_layers * len(layer)] == layer * num_layers
     assert not {"_few_rows", "_silu_and_mul"} & set(few[num_layers * len(layer) :])
     assert "_few_rows" not in many, "many rows are the matrix library's"
+
+
+ROOM = AdapterConfig(max_loras=2, max_cpu_loras=2, is_updatable=True)
+
+
+@pytest.mark.parametrize("config", [DENSE, DENSE | FP8, MIXTURE, LOCAL_AND_GLOBAL, SINKS])
+@pytest.mark.parametrize("spans", [DECODES, MIXED, LARGE, DRAFTS], ids=["decode", "mixed", "eager", "drafts"])
+def test_adapters_wait_for_nothing_and_are_launched_where_a_row_has_one(
+    config: dict[str, Any], spans: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    with a_fake_device():
+        num_groups = len(kv_groups_of(parse_model_config(config, {}, "")))
+        plain, _ = some_steps(config, tmp_path)
+        steps, model = some_steps(config, tmp_path, adapters=ROOM)
+        batch = sequences(*spans, num_groups=num_groups)
+        without = run_step(steps, model, batch)
+        assert without == run_step(plain, plain._model, batch), "nobody has one: as if none were served"
+        batch[0].request.adapter = Adapter("a", 1, b"")
+        launched = run_step(steps, model, batch)
+    assert not {"_lora_shrink", "_lora_expand"} & set(without)
+    projections = 2 if "num_experts" in config else 4
+    count = config["num_hidden_layers"] * projections
+    assert (launched.count("_lora_shrink"), launched.count("_lora_expand")) == (count, count)
+    assert "_few_rows" not in launched
+
+
+def test_what_adapters_launch_is_compiled_before_the_first_request(tmp_path: Path) -> None:
+    with a_fake_device():
+        steps, _ = some_steps(DENSE, tmp_path, adapters=ROOM)
+        with record_launches() as launches, NoWaiting():
+            steps.warm_up()
+        compiled = variants([launch for launch in launches if "lora" in launch.kernel.name])
+        for spans in (DECODES, MIXED, LARGE, DRAFTS):
+            batch = sequences(*spans)
+            batch[0].request.adapter = Adapter("a", 1, b"")
+            inputs, _ = flatten(batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30, with_adapters=True)
+            with record_launches() as launches, NoWaiting():
+                steps.run(inputs)
+            assert variants([launch for launch in launches if "lora" in launch.kernel.name]) <= compiled
 
 
 @pytest.mark.parametrize("config", [DENSE | FP8, WIDE_MIXTURE | FP8], ids=["dense", "mixture"])

@@ -1,8 +1,21 @@
 """Which graphs there will be: vLLM's sizes, none above the budget, decode sizes that hold every request."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
+from trimtab_engine.config.adapters import AdapterConfig
+from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
-from trimtab_engine.runner.graphs.plan import NO_GRAPHS, GraphKey, GraphPlan, capture_sizes, decode_sizes, plan_graphs
+from trimtab_engine.runner.graphs.plan import (
+    NO_GRAPHS,
+    GraphKey,
+    GraphPlan,
+    capture_sizes,
+    cuda_graph_plan,
+    decode_sizes,
+    plan_graphs,
+)
 
 DEFAULT = CompilationConfig()
 
@@ -132,3 +145,12 @@ def test_graphs_are_captured_largest_first_and_piecewise_before_whole() -> None:
     plan = a_plan(CompilationConfig(cudagraph_capture_sizes=(1, 4)))
     assert plan.keys == [GraphKey(4), GraphKey(1), GraphKey(4, 1), GraphKey(1, 1)]
     assert plan.max_tokens == 4
+
+
+def test_where_adapters_are_served_each_graph_is_there_with_them_and_without() -> None:
+    config = EngineConfig(model="/model", device="cuda", adapters=AdapterConfig(), max_num_seqs=4)
+    with_adapters, without = cuda_graph_plan(config), cuda_graph_plan(msgspec.structs.replace(config, adapters=None))
+    assert set(with_adapters.keys) == {replace(key, with_adapters=w) for key in without.keys for w in (False, True)}
+    assert with_adapters.max_tokens == without.max_tokens
+    sizes = [key.num_tokens for key in with_adapters.keys if key.kind == "full"]
+    assert sizes == sorted(sizes, reverse=True)

@@ -10,6 +10,7 @@ from trimtab_engine.runner.graphs import step_buffers
 from trimtab_engine.runner.graphs.plan import GraphKey
 from trimtab_engine.runner.graphs.seated_tables import SeatedTables
 from trimtab_engine.runner.graphs.step_buffers import NO_SLOT, Capacity, StepBuffers
+from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.sight import Sight
 from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs, flatten
@@ -171,3 +172,26 @@ def test_positions_over_several_axes_lie_one_behind_the_other(max_tokens: int) -
     assert buffers.positions(5).tolist() == inputs.axes
     buffers.fill(inputs_of(GroupInputs([([3, 4], 8), ([5], 2)], [])), (), GraphKey(4, 1), BLOCK_SIZE)
     assert buffers.positions(4).tolist() == [[7, 1, 0, 0]] * 3
+
+
+def test_each_row_has_the_slot_of_its_adapter_and_padding_has_none() -> None:
+    """Whatever rows lay there before."""
+    buffers = StepBuffers(
+        Capacity(8, 4, 4, (MAX_BLOCKS,), with_adapters=True), SeatedTables(4, (MAX_BLOCKS,), CPU), CPU
+    )
+    adapters, key = buffers.ints["adapters"], GraphKey(8, with_adapters=True)
+    inputs = inputs_of(GroupInputs([([1], 2), ([2], 3)], [([3], 0, 4)]))
+    inputs.adapters = [(1, 1, 5), (2, 4, 0)]
+    buffers.fill(inputs, (), key, BLOCK_SIZE)
+    assert adapters.tolist() == [-1, 5, 0, 0, 0, 0, -1, -1]
+    inputs.adapters = [(0, 1, 1)]
+    buffers.fill(inputs, (), key, BLOCK_SIZE)
+    assert adapters.tolist() == [1] + [-1] * 7
+    requests = [a_request([1, 2, 3], request_id=name) for name in "ab"]
+    for number, request in enumerate(requests):
+        request.block_tables[0] = [4 + number]
+    requests[1].adapter = Adapter("sql", 3, b"")
+    sequences = [ScheduledSequence(request, 2, 1, samples=True) for request in requests]
+    batch = Batch(1, sequences, 2, [], sampling=requests, only_decodes=True)
+    buffers.fill(DecodeLayout(BLOCK_SIZE).lay_out(batch), (), GraphKey(4, 1, with_adapters=True), BLOCK_SIZE)
+    assert adapters[:4].tolist() == [-1, 3, -1, -1]
