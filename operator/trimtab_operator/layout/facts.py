@@ -23,7 +23,7 @@ RUN_BY_THE_ENGINE = (
     "Llama4ForConditionalGeneration",
     "DeepseekV3ForCausalLM",
 )
-ON_THE_CPU_ALONE = ("DeepseekV3ForCausalLM",)
+ON_THE_CPU_ALONE: tuple[str, ...] = ()
 """What of it the engine's kernels for GPUs do not have yet."""
 SEEING_ON_GPUS = ("Qwen2_5_VLForConditionalGeneration", "Llama4ForConditionalGeneration")
 """Whose images and videos the engine computes on GPUs, where it runs them there at all."""
