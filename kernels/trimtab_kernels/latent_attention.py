@@ -112,7 +112,9 @@ def latent_attention(
 ) -> torch.Tensor:
     """Attention of a step. Raises ValueError where shapes do not fit."""
     attend = partial(
-        attend_latent_batch if query.is_cuda else attend_latent_batch_reference, kv_rank=kv_rank, cache_scale=cache_scale
+        attend_latent_batch if query.is_cuda else attend_latent_batch_reference,
+        kv_rank=kv_rank,
+        cache_scale=cache_scale,
     )
     if metadata.outside is not None:
         return metadata.outside(query, lambda rows, batch, y: attend(rows, cache, batch, scale, output=y))

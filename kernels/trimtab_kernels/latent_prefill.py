@@ -115,14 +115,13 @@ def latent_queries(
     in_rotated = is_row[:, None] & (rotated < WIDTH - KV_RANK)[None, :]
     plain = tl.load(query + places[:, None] + latents[None, :], mask=in_latent, other=0.0)
     turned = tl.load(query + places[:, None] + KV_RANK + rotated[None, :], mask=in_rotated, other=0.0)
-    if IS_FLOAT8:
-        if plain.dtype != tl.float32:
-            largest = tl.max(tl.max(tl.abs(plain.to(tl.float32)), 1), 0)
-            largest = tl.maximum(largest, tl.max(tl.max(tl.abs(turned.to(tl.float32)), 1), 0))
-            largest = tl.maximum(largest, 1e-30)
-            plain = (plain.to(tl.float32) / largest).to(tl.float16)
-            turned = (turned.to(tl.float32) / largest).to(tl.float16)
-            scale = scale * largest
+    if IS_FLOAT8 and plain.dtype != tl.float32:
+        largest = tl.max(tl.max(tl.abs(plain.to(tl.float32)), 1), 0)
+        largest = tl.maximum(largest, tl.max(tl.max(tl.abs(turned.to(tl.float32)), 1), 0))
+        largest = tl.maximum(largest, 1e-30)
+        plain = (plain.to(tl.float32) / largest).to(tl.float16)
+        turned = (turned.to(tl.float32) / largest).to(tl.float16)
+        scale = scale * largest
     return plain, turned, scale
 
 

@@ -90,7 +90,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a piecewise graph hands to attention, [tokens, num_heads, query_size], what that gives it back, and the hidden
+    """What a piecewise graph hands to attention, [tokens, num_heads, query_size], what that gives back, and the hidden
     states' width."""
 
     num_heads: int
