@@ -11,6 +11,7 @@ A step is laid out as in paged_batch, whose metadata is the same for all kernels
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ def attend_latent_batch(
         output = torch.empty((*query.shape[:2], kv_rank), dtype=query.dtype, device=query.device)
     first, last, longest = batch.num_decodes, batch.num_tokens, batch.max_query_len
     num_chunks = batch.seq_lens.shape[0] - first
-    options = {"kv_rank": kv_rank, "scale": scale, "cache_scale": cache_scale}
+    options: dict[str, Any] = {"kv_rank": kv_rank, "scale": scale, "cache_scale": cache_scale}
     of_decodes = (cache, batch.block_tables[:first], batch.seq_lens[:first])
     of_chunks = (cache, batch.block_tables[first:], batch.seq_lens[first:])
     if first:
@@ -96,8 +97,9 @@ def warm_up_latent_attention(query: torch.Tensor, cache: torch.Tensor, *, kv_ran
         rows = query.expand(longest, -1, -1).contiguous()
         latent_decode_triton(rows, cache, tables, lengths, query_len=longest, kv_rank=kv_rank, scale=1.0)
     for exponent in range(7):  # up to a tile's rows of one head
-        options = {"max_query_len": 1 << exponent, "kv_rank": kv_rank, "scale": 1.0}
-        latent_prefill_triton(query, cache, tables, lengths, starts, **options)
+        latent_prefill_triton(
+            query, cache, tables, lengths, starts, max_query_len=1 << exponent, kv_rank=kv_rank, scale=1.0
+        )
 
 
 def latent_attention(
@@ -120,5 +122,7 @@ def latent_attention(
         return metadata.outside(query, lambda rows, batch, y: attend(rows, cache, batch, scale, output=y))
     if metadata.paged is not None:
         return attend(query, cache, metadata.paged, scale)
-    scales = {"key_scale": cache_scale, "value_scale": cache_scale}
-    return paged_attention(query, key, key, cache, cache, metadata, scale, **scales)[..., :kv_rank]
+    attended = paged_attention(
+        query, key, key, cache, cache, metadata, scale, key_scale=cache_scale, value_scale=cache_scale
+    )
+    return attended[..., :kv_rank]
