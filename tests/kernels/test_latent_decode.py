@@ -43,8 +43,8 @@ def check(
     query = torch.randn(len(lengths) * query_len, heads + 1, width, generator=generator).to(dtype)[:, :heads]
     tensors = (query, cache.to(cache_dtype or dtype), tables, torch.tensor(lengths, dtype=torch.int32))
     options = {"query_len": query_len, "kv_rank": kv_rank, "scale": width**-0.5, "cache_scale": cache_scale}
-    ours = latent_decode_triton(*tensors, programs=programs, **options)  # type: ignore[arg-type]
-    expected = latent_decode_reference(*tensors, **options)  # type: ignore[arg-type]
+    ours = latent_decode_triton(*tensors, programs=programs, **options)
+    expected = latent_decode_reference(*tensors, **options)
     tolerance = (64 if dtype == torch.float32 else 16) * torch.finfo(dtype).eps  # float32 is three TF32 on a GPU
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
     tile = latent_tile(query_len * heads, width, query.element_size(), (cache_dtype or dtype).itemsize, H200)

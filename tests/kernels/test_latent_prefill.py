@@ -43,8 +43,8 @@ def check(
     tensors = (query, cache.to(cache_dtype or dtype), tables, torch.tensor(lengths, dtype=torch.int32), starts)
     options = {"kv_rank": kv_rank, "scale": width**-0.5, "cache_scale": cache_scale}
     longest = max_query_len or max(now for _, now in spans)
-    ours = latent_prefill_triton(*tensors, max_query_len=longest, **options)  # type: ignore[arg-type]
-    expected = latent_prefill_reference(*tensors, **options)  # type: ignore[arg-type]
+    ours = latent_prefill_triton(*tensors, max_query_len=longest, **options)
+    expected = latent_prefill_reference(*tensors, **options)
     tolerance = (64 if dtype == torch.float32 else 16) * torch.finfo(dtype).eps  # float32 is three TF32 on a GPU
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 

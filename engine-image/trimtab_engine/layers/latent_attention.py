@@ -11,11 +11,10 @@ keys. For the tokens of a long prompt that is more arithmetic than unfolded keys
 """
 
 import torch
+from trimtab_kernels.latent_and_cache import latent_and_cache
 from trimtab_kernels.latent_attention import latent_attention
 from trimtab_kernels.paged_attention import AttentionMetadata
-from trimtab_kernels.reshape_and_cache import reshape_and_cache
 from trimtab_kernels.rms_norm import rms_norm
-from trimtab_kernels.rotary_embedding import rotary_embedding
 
 from trimtab_engine.layers.quantized import Projection
 from trimtab_engine.layers.rotary import Turn
@@ -70,16 +69,20 @@ class LatentAttention:
         rows, (num_heads, plain_size, kv_rank) = x.shape[0], self._keys.shape
         query = self._query(x).view(rows, num_heads, -1)
         plain, rotated = query[:, :, :plain_size], query[:, :, plain_size:]
-        folded = torch.einsum("thp,hpc->thc", plain, self._keys)
-        query = torch.cat([folded, rotary_embedding(rotated.contiguous(), turn.rotation)], dim=-1)
-        kept = self._keep(x)
-        latent = rms_norm(kept[:, :kv_rank].contiguous(), self._norm, self._eps)
-        shared = rotary_embedding(kept[:, None, kv_rank:].contiguous(), turn.rotation)
-        key = torch.cat([latent.unsqueeze(1), shared], dim=-1)
-        real = slice(metadata.slot_mapping.shape[0])
-        new = key[real]
-        scales = {"key_scale": self._kv_scale, "value_scale": self._kv_scale}
-        reshape_and_cache(new, new, keys, values, metadata.slot_mapping, is_padded=metadata.is_padded, **scales)
-        y = latent_attention(query, key, keys, metadata, self._scale, kv_rank=kv_rank, cache_scale=self._kv_scale)
+        whole = x.new_empty(rows, num_heads, kv_rank + rotated.shape[2])
+        torch.bmm(plain.transpose(0, 1), self._keys, out=whole[:, :, :kv_rank].transpose(0, 1))
+        key = latent_and_cache(
+            whole,
+            rotated,
+            self._keep(x),
+            self._norm,
+            self._eps,
+            turn.rotation,
+            keys,
+            metadata.slot_mapping,
+            scale=self._kv_scale,
+            is_padded=metadata.is_padded,
+        )
+        y = latent_attention(whole, key, keys, metadata, self._scale, kv_rank=kv_rank, cache_scale=self._kv_scale)
         unfolded = torch.einsum("thc,hcv->thv", y, self._values)
         return self._output(unfolded.reshape(rows, -1))

@@ -14,6 +14,7 @@ from trimtab_kernels.copy_blocks import copy_blocks_triton
 from trimtab_kernels.edit_logits import ban_tokens_triton, edit_logits_triton
 from trimtab_kernels.few_rows import few_rows_triton
 from trimtab_kernels.fused_moe import fused_moe_triton
+from trimtab_kernels.latent_and_cache import latent_and_cache_triton
 from trimtab_kernels.latent_decode import latent_decode_triton
 from trimtab_kernels.latent_prefill import latent_prefill_triton
 from trimtab_kernels.launch.device_facts import HOPPER, DeviceFacts
@@ -292,6 +293,25 @@ def _latents() -> Iterator[Case]:
         yield _latent_decode(heads, query_len, dtype)
     for heads, max_query_len, dtype in ((128, 8192, BF16), (16, 8192, BF16), (16, 1, BF16), (128, 8192, FLOAT8)):
         yield _latent_prefill(heads, max_query_len, dtype)
+    for heads, dtype in ((128, BF16), (16, BF16), (128, FLOAT8)):
+        yield _latent_and_cache(heads, dtype)
+
+
+def _latent_and_cache(heads: int, dtype: torch.dtype) -> Case:
+    def launch(_: DeviceFacts) -> object:
+        return latent_and_cache_triton(
+            empty(NUM_TOKENS, heads, 576),
+            empty(NUM_TOKENS, heads, 192)[:, :, 128:],
+            empty(NUM_TOKENS, 576),
+            empty(512),
+            1e-6,
+            empty(NUM_TOKENS, 32, dtype=torch.complex64),
+            empty(1024, 16, 1, 576, dtype=dtype),
+            empty(NUM_TOKENS, dtype=torch.int64),
+        )
+
+    name = f"latent_and_cache {heads} heads" + " float8" * (dtype == FLOAT8)
+    return Case(name, launch, needs_float8=dtype == FLOAT8, in_sample=heads == 16)
 
 
 def _latent_decode(heads: int, query_len: int, dtype: torch.dtype) -> Case:

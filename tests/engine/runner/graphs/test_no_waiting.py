@@ -285,7 +285,7 @@ def test_a_step_of_latent_vectors_waits_for_nothing_either(
     with a_fake_device():
         steps, model = some_steps(LATENT | quantised, tmp_path, kv_dtype)
         launched = run_step(steps, model, sequences(*spans))
-    assert {"_route_by_sigmoid", "_grouped_gemm", "_reshape_and_cache"} <= set(launched)
+    assert {"_route_by_sigmoid", "_grouped_gemm", "_latent_and_cache"} <= set(launched)
     assert ("_w8a8_block_fp8" in launched) == bool(quantised)
     assert ("_latent_decode" in launched) == (spans != LARGE), "of one token each, or of as many drafts"
     assert ("_latent_prefill" in launched) == (spans in (MIXED, LARGE))
