@@ -16,6 +16,7 @@ from benchmarks import (
     edit_logits,
     few_rows,
     fused_moe,
+    latent_attention,
     layer,
     lora,
     paged_decode,
@@ -35,8 +36,8 @@ from benchmarks.timing import DeviceLost, check_device, seconds_of
 from benchmarks.wheels import use_wheels
 
 MODULES = (
-    paged_decode, paged_prefill, rms_norm, rope_and_cache, rotary_embedding, silu_and_mul, reshape_and_cache,
-    copy_blocks, few_rows, lora, layer, sample, edit_logits, fused_moe, w8a8_block_fp8,
+    paged_decode, paged_prefill, latent_attention, rms_norm, rope_and_cache, rotary_embedding, silu_and_mul,
+    reshape_and_cache, copy_blocks, few_rows, lora, layer, sample, edit_logits, fused_moe, w8a8_block_fp8,
 )  # fmt: skip
 ROW_SECONDS, PEER_SECONDS = 60.0, 120.0
 """After that a row counts as hung, and a peer as too slow to compile. FlashInfer compiles for a minute."""

@@ -6,15 +6,15 @@ keys of c is moved to the queries, and that which makes values of c behind the s
 score(head) = plain query · (K[head] c) + rotated query · k      =  [K[head]ᵀ plain query | rotated query] · [c | k]
 y(head)     = sum of weight * (V[head] c)                        =  V[head] (sum of weight * c)
 ```
-To attention it is one kv head of kv_rank + rotary_size elements, whose values are its keys; of what it yields the first
-kv_rank elements are the sum of c. For the tokens of a long prompt that is more arithmetic than unfolded keys would be.
+To attention it is one kv head of kv_rank + rotary_size elements, whose values are the first kv_rank elements of its
+keys. For the tokens of a long prompt that is more arithmetic than unfolded keys would be.
 """
 
 import torch
-from trimtab_kernels.paged_attention import AttentionMetadata, paged_attention
-from trimtab_kernels.reshape_and_cache import reshape_and_cache
+from trimtab_kernels.latent_and_cache import latent_and_cache
+from trimtab_kernels.latent_attention import latent_attention
+from trimtab_kernels.paged_attention import AttentionMetadata
 from trimtab_kernels.rms_norm import rms_norm
-from trimtab_kernels.rotary_embedding import rotary_embedding
 
 from trimtab_engine.layers.quantized import Projection
 from trimtab_engine.layers.rotary import Turn
@@ -55,7 +55,7 @@ class LatentAttention:
         self._query, self._keep, self._norm = query, keep, norm
         self._keys, self._values, self._output = keys, values, output
         self._scale, self._eps = scale, eps
-        self._kv_scales = {"key_scale": kv_scale, "value_scale": kv_scale}
+        self._kv_scale = kv_scale
 
     def __call__(
         self,
@@ -68,18 +68,21 @@ class LatentAttention:
         """x [num_tokens, hidden_size] -> the same shape. keys: this layer's part of the KV cache, as is values."""
         rows, (num_heads, plain_size, kv_rank) = x.shape[0], self._keys.shape
         query = self._query(x).view(rows, num_heads, -1)
-        plain, rotated = query[..., :plain_size], query[..., plain_size:]
-        folded = torch.einsum("thp,hpc->thc", plain, self._keys)
-        query = torch.cat([folded, rotary_embedding(rotated.contiguous(), turn.rotation)], dim=-1)
-        kept = self._keep(x)
-        latent = rms_norm(kept[:, :kv_rank].contiguous(), self._norm, self._eps)
-        shared = rotary_embedding(kept[:, None, kv_rank:].contiguous(), turn.rotation)
-        key = torch.cat([latent.unsqueeze(1), shared], dim=-1)
-        real = slice(metadata.slot_mapping.shape[0])
-        new = key[real]
-        reshape_and_cache(
-            new, new, keys, values, metadata.slot_mapping, is_padded=metadata.is_padded, **self._kv_scales
+        plain, rotated = query[:, :, :plain_size], query[:, :, plain_size:]
+        whole = x.new_empty(rows, num_heads, kv_rank + rotated.shape[2])
+        torch.bmm(plain.transpose(0, 1), self._keys, out=whole[:, :, :kv_rank].transpose(0, 1))
+        key = latent_and_cache(
+            whole,
+            rotated,
+            self._keep(x),
+            self._norm,
+            self._eps,
+            turn.rotation,
+            keys,
+            metadata.slot_mapping,
+            scale=self._kv_scale,
+            is_padded=metadata.is_padded,
         )
-        y = paged_attention(query, key, key, keys, values, metadata, self._scale, sinks=None, **self._kv_scales)
-        unfolded = torch.einsum("thc,hcv->thv", y[..., :kv_rank], self._values)
+        y = latent_attention(whole, key, keys, metadata, self._scale, kv_rank=kv_rank, cache_scale=self._kv_scale)
+        unfolded = torch.einsum("thc,hcv->thv", y, self._values)
         return self._output(unfolded.reshape(rows, -1))

@@ -171,7 +171,6 @@ def build(config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "Ran
 
 FAMILY = Family(
     architectures=("DeepseekV3ForCausalLM",),
-    not_on_cuda="latent attention and routing by sigmoids",
     parse=parse,
     tensors=tensors,
     build=build,

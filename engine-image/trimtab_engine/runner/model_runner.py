@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+from trimtab_kernels.latent_attention import warm_up_latent_attention
 from trimtab_kernels.paged_attention import build_attention_metadata, max_decode_tokens, plan_cpu_reads
 from trimtab_kernels.paged_batch import warm_up_attention
 
@@ -385,8 +386,12 @@ class ModelRunner:
 
     def _warm_up_attention(self) -> None:
         if self._device.kind == "cuda":
-            num_heads = self.facts.num_attention_heads
-            query = torch.zeros((1, num_heads, self.facts.head_size), dtype=self._dtype, device=self._device.torch)
+            num_heads, latent = self.facts.num_attention_heads, self.facts.whole.latent
+            size = self.facts.head_size if latent is None else latent.kept_size
+            query = torch.zeros((1, num_heads, size), dtype=self._dtype, device=self._device.torch)
+            if latent is not None:
+                warm_up_latent_attention(query, self._kv_tensors.keys[0], kv_rank=latent.kv_rank)
+                return
             sinks = torch.zeros(num_heads, device=self._device.torch) if self.facts.whole.has_sinks else None
             for sight in {group.sight for group in self.facts.kv_groups if group.layers}:
                 warm_up_attention(
@@ -418,7 +423,9 @@ class ModelRunner:
             sights=self._sights,
             with_adapters=self._adapters is not None,
         )
-        shape = AttentionShape(facts.num_attention_heads, facts.head_size, whole.hidden_size, self._dtype)
+        latent = whole.latent
+        sizes = (facts.head_size, facts.head_size) if latent is None else (latent.kept_size, latent.kv_rank)
+        shape = AttentionShape(facts.num_attention_heads, *sizes, whole.hidden_size, self._dtype)
         device = self._device.torch
         sampler = None
         if self.shard.is_last_stage and (self.groups.tensor is None or self.groups.tensor.index == 0):

@@ -14,6 +14,9 @@ from trimtab_kernels.copy_blocks import copy_blocks_triton
 from trimtab_kernels.edit_logits import ban_tokens_triton, edit_logits_triton
 from trimtab_kernels.few_rows import few_rows_triton
 from trimtab_kernels.fused_moe import fused_moe_triton
+from trimtab_kernels.latent_and_cache import latent_and_cache_triton
+from trimtab_kernels.latent_decode import latent_decode_triton
+from trimtab_kernels.latent_prefill import latent_prefill_triton
 from trimtab_kernels.launch.device_facts import HOPPER, DeviceFacts
 from trimtab_kernels.launch.gemm_config import default_config
 from trimtab_kernels.launch.jit import Launch, record_launches
@@ -283,6 +286,70 @@ def _gluon_prefill(heads: Heads, *, in_sample: bool) -> Case:
     return Case(f"paged_prefill_gluon {heads.name}", launch, needs_hopper=True, in_sample=in_sample)
 
 
+def _latents() -> Iterator[Case]:
+    """DeepSeek-V3's heads on one GPU, and over four and eight: each has one tile's height."""
+    for heads, query_len, dtype in (
+        (128, 1, BF16), (32, 1, BF16), (16, 1, BF16), (16, 2, BF16), (128, 1, FLOAT8), (16, 1, FLOAT8),
+    ):  # fmt: skip
+        yield _latent_decode(heads, query_len, dtype)
+    for heads, max_query_len, dtype in ((128, 8192, BF16), (16, 8192, BF16), (16, 1, BF16), (128, 8192, FLOAT8)):
+        yield _latent_prefill(heads, max_query_len, dtype)
+    for heads, dtype in ((128, BF16), (16, BF16), (128, FLOAT8)):
+        yield _latent_and_cache(heads, dtype)
+
+
+def _latent_and_cache(heads: int, dtype: torch.dtype) -> Case:
+    def launch(_: DeviceFacts) -> object:
+        return latent_and_cache_triton(
+            empty(NUM_TOKENS, heads, 576),
+            empty(NUM_TOKENS, heads, 192)[:, :, 128:],
+            empty(NUM_TOKENS, 576),
+            empty(512),
+            1e-6,
+            empty(NUM_TOKENS, 32, dtype=torch.complex64),
+            empty(1024, 16, 1, 576, dtype=dtype),
+            empty(NUM_TOKENS, dtype=torch.int64),
+        )
+
+    name = f"latent_and_cache {heads} heads" + " float8" * (dtype == FLOAT8)
+    return Case(name, launch, needs_float8=dtype == FLOAT8, in_sample=heads == 16)
+
+
+def _latent_decode(heads: int, query_len: int, dtype: torch.dtype) -> Case:
+    def launch(facts: DeviceFacts) -> object:
+        return latent_decode_triton(
+            empty(NUM_TOKENS * query_len, heads, 576),
+            empty(64, 16, 1, 576, dtype=dtype),
+            empty(NUM_TOKENS, 512, dtype=torch.int32),
+            empty(NUM_TOKENS, dtype=torch.int32),
+            query_len=query_len,
+            kv_rank=512,
+            scale=0.1,
+            facts=facts,
+        )
+
+    name = f"latent_decode {heads} heads" + " float8" * (dtype == FLOAT8) + f", {query_len} tokens" * (query_len > 1)
+    return Case(name, launch, needs_float8=dtype == FLOAT8, in_sample=heads == 16 and query_len == 1 and dtype == BF16)
+
+
+def _latent_prefill(heads: int, max_query_len: int, dtype: torch.dtype) -> Case:
+    def launch(facts: DeviceFacts) -> object:
+        return latent_prefill_triton(
+            empty(2048, heads, 576),
+            empty(64, 16, 1, 576, dtype=dtype),
+            empty(2, 512, dtype=torch.int32),
+            empty(2, dtype=torch.int32),
+            empty(3, dtype=torch.int32),
+            max_query_len=max_query_len,
+            kv_rank=512,
+            scale=0.1,
+            facts=facts,
+        )
+
+    name = f"latent_prefill {heads} heads" + " float8" * (dtype == FLOAT8) + f", chunks of {max_query_len}"
+    return Case(name, launch, needs_float8=dtype == FLOAT8, in_sample=heads == 128 and dtype == BF16)
+
+
 def _sampling() -> Iterator[Case]:
     def draw(facts: DeviceFacts, dtype: torch.dtype) -> object:
         ints, floats = _eight()
@@ -489,6 +556,7 @@ def all_cases() -> list[Case]:
     """Every case, in the order of the report."""
     return [
         *_attention(),
+        *_latents(),
         *_cache(),
         *_elementwise(),
         *_sampling(),

@@ -23,8 +23,6 @@ RUN_BY_THE_ENGINE = (
     "Llama4ForConditionalGeneration",
     "DeepseekV3ForCausalLM",
 )
-ON_THE_CPU_ALONE = ("DeepseekV3ForCausalLM",)
-"""What of it the engine's kernels for GPUs do not have yet."""
 SEEING_ON_GPUS = ("Qwen2_5_VLForConditionalGeneration", "Llama4ForConditionalGeneration")
 """Whose images and videos the engine computes on GPUs, where it runs them there at all."""
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -106,8 +104,7 @@ class ModelFacts:
 
     def is_run_on(self, device: str) -> bool:
         """Whether Trimtab's engine runs it on `spec.runtime.device`."""
-        is_everywhere = self.architecture not in ON_THE_CPU_ALONE and not self.is_by_transformers
-        return self.supported and (device == "cpu" or is_everywhere)
+        return self.supported and (device == "cpu" or not self.is_by_transformers)
 
     @property
     def is_mixture(self) -> bool:

@@ -100,6 +100,24 @@ CHUNKS = DENSE | {
     "no_rope_layers": [1, 0],
     "floor_scale": 16,
 }
+LATENT = DENSE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
 SEEING: dict[str, Any] = {
     "architectures": ["LlavaForConditionalGeneration"],
     "model_type": "llava",
@@ -249,6 +267,10 @@ def a_config(model: dict[str, Any], folder: Path, changes: dict[str, Any]) -> En
         pytest.param(SINKS, {"enforce_eager": True, "async_scheduling": False}, id="sinks, eager"),
         pytest.param(CHUNKS, {}, id="chunks"),
         pytest.param(CHUNKS, {"kv_cache_dtype": "fp8"} | DRAFTS, id="chunks, float8 cache and drafts"),
+        pytest.param(LATENT, SWAP, id="latent, swap"),
+        pytest.param(LATENT, {"enforce_eager": True, "async_scheduling": False}, id="latent, eager"),
+        pytest.param(LATENT, {"kv_cache_dtype": "fp8"} | DRAFTS, id="latent, float8 cache and drafts"),
+        pytest.param(LATENT, {"quantization": "fp8"}, id="latent, float8 weights"),
     ],
 )
 def test_an_engine_starts_serves_and_compiles_nothing_then(
@@ -555,6 +577,14 @@ A_FORMULA = MemoryFormula(
             id="sinks tp2 ep",
         ),
         pytest.param(CHUNKS, {"pipeline_parallel_size": 2}, set(), {"recv"}, id="chunks pp2"),
+        pytest.param(
+            LATENT,
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            {"all_reduce"},
+            {"all_reduce", "broadcast", "gather"},
+            id="latent tp2 ep",
+        ),
+        pytest.param(LATENT, {"pipeline_parallel_size": 2}, set(), {"recv"}, id="latent pp2"),
     ],
 )
 def test_the_core_s_rank_of_several_does_so_too(

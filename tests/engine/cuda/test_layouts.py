@@ -40,6 +40,22 @@ MIXTURE = MODEL | {
     "moe_intermediate_size": 128,
     "norm_topk_prob": True,
 }
+LATENT = MODEL | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
 TP2, PP2, EP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}
 EPLB = {"eplb": EplbConfig(window_size=8, step_interval=8, num_redundant_experts=2)}
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 16 << 20, "swap_space_bytes_cap": 16 << 20}
@@ -83,6 +99,8 @@ def tokens_of(
         pytest.param(MIXTURE, TP2, id="moe tp2"),
         pytest.param(MIXTURE, TP2 | EP, id="moe tp2 ep"),
         pytest.param(MIXTURE, TP2 | EP | EPLB, id="moe tp2 ep balanced"),
+        pytest.param(LATENT, PP2 | SWAP, id="latent pp2 swapping"),
+        pytest.param(LATENT, TP2 | EP, id="latent tp2 ep"),
     ],
 )
 def test_ranks_yield_the_tokens_of_one_and_replay_graphs_where_collectives_can_be_captured(

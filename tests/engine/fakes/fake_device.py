@@ -89,7 +89,11 @@ class FakeCuda(TorchFunctionMode):
         if func is not torch.Tensor.__getitem__ or not args[0].is_cuda:
             return func(*args, **(kwargs or {}))
         tensor, dimension = args[0], 0
-        for part in args[1] if isinstance(args[1], tuple) else (args[1],):
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        for place, part in enumerate(parts):
+            if part is Ellipsis:
+                dimension = tensor.dim() - sum(later is not None for later in parts[place + 1 :])
+                continue
             if part is None:
                 tensor = tensor.unsqueeze(dimension)
             elif isinstance(part, int):

@@ -225,6 +225,8 @@ ON_A_DEVICE: dict[str, dict[str, Any]] = {
     "gemma3": SWAP | {"async_scheduling": True},
     "gpt-oss": DRAFTS | {"compilation": CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)},
     "llama4": DRAFTS | {"async_scheduling": True},
+    "deepseek": SWAP | {"async_scheduling": True},
+    "deepseek, direct": DRAFTS | {"compilation": CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)},
 }
 
 

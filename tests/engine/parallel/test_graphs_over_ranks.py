@@ -63,6 +63,8 @@ def kinds(steps: list[StepStats]) -> set[str]:
         pytest.param("windows", TP2 | OVERLAPPED | SWAP | SEVERAL_GROUPS, id="windows tp2 overlapped, swapping"),
         pytest.param("sinks", TP2 | EP | DRAFTS | SEVERAL_GROUPS, id="sinks tp2 ep with drafts"),
         pytest.param("chunks", PP2 | SEVERAL_GROUPS, id="chunks pp2"),
+        pytest.param("latent", TP2 | EP | OVERLAPPED | SWAP, id="latent tp2 ep overlapped, swapping"),
+        pytest.param("latent", PP2 | DRAFTS, id="latent pp2 with drafts"),
     ],
 )
 def test_tokens_equal_those_of_one_rank(

@@ -82,25 +82,22 @@ def test_published_models_on_known_gpus(
     assert (not refusals) == works, [str(refusal) for refusal in refusals]
 
 
-@pytest.mark.parametrize("model", ["DeepSeek-V3"])
-def test_an_architecture_that_the_engine_does_not_run_on_gpus_is_refused_by_name(
-    published: Published, model: str
-) -> None:
-    facts = published(model)
-    spec = Spec.model_validate({"model": {"uri": "file:///m"}, "parallelism": {"tensor": 8}})
+def test_an_architecture_that_the_engine_does_not_run_on_gpus_is_refused_by_name(published: Published) -> None:
+    facts = replace(published("Llama-3.1-8B"), architecture="Phi3ForCausalLM", is_by_transformers=True)
+    spec = Spec.model_validate({"model": {"uri": "file:///m"}})
     (refusal,) = check_layout(spec, facts, gpu_named("H200"))
     assert refusal.field == "spec.model.uri"
     assert facts.architecture in refusal.message
 
 
 def test_what_runs_on_the_cpu_alone_is_taken_there(published: Published) -> None:
-    facts = published("DeepSeek-V3")
+    facts = replace(published("Llama-3.1-8B"), architecture="Phi3ForCausalLM", is_by_transformers=True)
     spec = Spec.model_validate({"model": {"uri": "file:///m"}, "runtime": {"device": "cpu"}})
     assert check_layout(spec, facts) == ()
 
 
-@pytest.mark.parametrize("model", ["Llama-4-Scout", "Llama-4-Maverick"])
-def test_chunks_of_positions_and_routing_by_sigmoids_run_on_gpus(published: Published, model: str) -> None:
+@pytest.mark.parametrize("model", ["Llama-4-Scout", "Llama-4-Maverick", "DeepSeek-V3"])
+def test_chunks_latent_vectors_and_routing_by_sigmoids_run_on_gpus(published: Published, model: str) -> None:
     assert published(model).is_run_on("cuda")
 
 

@@ -94,10 +94,13 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a piecewise graph hands to attention: [tokens, num_heads, head_size], and the hidden states' width."""
+    """What a piecewise graph hands to attention, [tokens, num_heads, query_size], what that gives back, and the hidden
+    states' width."""
 
     num_heads: int
-    head_size: int
+    query_size: int
+    attended_size: int
+    """Of one head."""
     hidden_size: int
     dtype: torch.dtype
 
@@ -167,9 +170,9 @@ class DeviceSteps:
         self._small = StepBuffers(limits.capacity(most), self._seated, device) if most else self._large
         self._batches = self._small.uniform_batches(0, 1)
         """The batches of the step at hand, per KV group: what attention outside of graphs reads."""
-        heads = (max(plan.piecewise, default=0), shape.num_heads, shape.head_size)
-        self._query = torch.zeros(heads, dtype=shape.dtype, device=device)
-        self._attended = torch.zeros_like(self._query)
+        heads = (max(plan.piecewise, default=0), shape.num_heads)
+        self._query = torch.zeros((*heads, shape.query_size), dtype=shape.dtype, device=device)
+        self._attended = torch.zeros((*heads, shape.attended_size), dtype=shape.dtype, device=device)
         self._hidden = torch.zeros(most, shape.hidden_size, dtype=shape.dtype, device=device)
         self._before = None if is_first_stage else torch.zeros_like(self._hidden)
         """Hidden states of the stage before, for graphs."""

@@ -96,6 +96,24 @@ CHUNKS = {key: value for key, value in MIXTURE.items() if key != "num_experts"} 
     "no_rope_layers": [1, 0],
     "floor_scale": 16,
 }
+LATENT = DENSE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 WIDE_MIXTURE = MIXTURE | {"moe_intermediate_size": 128}  # whole fp8 blocks
 
@@ -167,9 +185,12 @@ def _some_steps(
     if slots is not None:
         slots.open("a model")
     kv_groups = [group.on_rank(shard.layers, ranks.layout.tensor) for group in kv_groups_of(model_config)]
-    block = (64, BLOCK_SIZE, shard.num_kv_heads, 16)
-    most = max(group.num_layers for group in kv_groups)
+    latent, most = model_config.latent, max(group.num_layers for group in kv_groups)
+    sizes = (16, 16) if latent is None else (latent.kept_size, latent.kv_rank)
+    block = (64, BLOCK_SIZE, kv_groups[0].each.num_kv_heads, sizes[0])
     keys, values = ([torch.empty(block, dtype=kv_dtype, device=CUDA) for _ in range(most)] for _ in "kv")
+    if latent is not None:
+        values = keys
     plan = plan_graphs(
         CompilationConfig(cudagraph_capture_sizes=(4, 8, 40)),
         enforce_eager=False,
@@ -195,7 +216,7 @@ def _some_steps(
         plan,
         ranks.recorder,
         limits=limits,
-        shape=AttentionShape(shard.num_heads, 16, 64, torch.bfloat16),
+        shape=AttentionShape(shard.num_heads, *sizes, 64, torch.bfloat16),
         device=CUDA,
         groups=groups,
         is_first_stage=shard.is_first_stage,
@@ -272,6 +293,22 @@ def test_a_step_of_several_kv_groups_waits_for_nothing_either(
     of_few_rows = {"_few_rows"} if spans in (MIXED, LARGE) else set()
     assert {"_rope_and_cache", "_rms_norm", *(kernels - of_few_rows)} <= set(launched)
     assert ("_paged_decode" in launched) == any(now == 1 for _, now in spans)
+
+
+@pytest.mark.parametrize("spans", [DECODES, MIXED, LARGE, DRAFTS], ids=["decode", "mixed", "eager", "drafts"])
+@pytest.mark.parametrize("quantised", [{}, FP8], ids=["", "float8 weights"])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_step_of_latent_vectors_waits_for_nothing_either(
+    spans: tuple[tuple[int, int], ...], quantised: dict[str, Any], kv_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    with a_fake_device():
+        steps, model = some_steps(LATENT | quantised, tmp_path, kv_dtype)
+        launched = run_step(steps, model, sequences(*spans))
+    assert {"_route_by_sigmoid", "_grouped_gemm", "_latent_and_cache"} <= set(launched)
+    assert ("_w8a8_block_fp8" in launched) == bool(quantised)
+    assert ("_latent_decode" in launched) == (spans != LARGE), "of one token each, or of as many drafts"
+    assert ("_latent_prefill" in launched) == (spans in (MIXED, LARGE))
+    assert not {"_paged_decode", "_paged_prefill"} & set(launched)
 
 
 def test_a_layer_takes_six_launches_for_few_rows(tmp_path: Path) -> None:
@@ -399,6 +436,9 @@ EP_CALLS = ["all_gather", "all_gather", "reduce_scatter"] * 2  # rows and router
         pytest.param(DENSE, TP2, 0, TP_CALLS, ["broadcast", "gather"], id="tp2"),
         pytest.param(DENSE, TP2, 1, TP_CALLS, ["broadcast", "gather"], id="tp2, the other"),
         pytest.param(MIXTURE, DP2_EP, 0, EP_CALLS, [], id="dp2 ep"),
+        pytest.param(LATENT, TP2, 0, ["all_reduce"] * 7, ["broadcast", "gather"], id="latent tp2"),
+        pytest.param(LATENT, DP2_EP, 1, EP_CALLS, [], id="latent dp2 ep"),
+        pytest.param(LATENT, PP2, 0, [], ["send"], id="latent pp2, first stage"),
         pytest.param(DENSE, PP2, 0, [], ["send"], id="pp2, first stage"),
         pytest.param(DENSE, PP2, 1, [], ["recv"], id="pp2, last stage"),
     ],

@@ -1,0 +1,294 @@
+"""Attention of a few new tokens per sequence, equally many of each, over a paged cache of latent vectors: decodes, and
+drafts that are verified.
+
+query         [num_seqs * query_len, num_heads, width]; everything else as in latent_prefill, query_len rows of tokens
+              per sequence, the last of them its newest
+seq_lens      [num_seqs] int32: tokens in the cache, the new ones included; 0 marks a row of padding, which yields zeros
+y             [num_seqs * query_len, num_heads, kv_rank]
+
+Programs share the tiles of keys of all sequences as paged_decode's do, and merge what they share likewise, in one
+launch; where a sequence has more rows (tokens times heads) than a tile, each BLOCK_M of them have programs of their
+own. Equal inputs give equal outputs.
+Bound by memory: sum(seq_lens) * width * cache itemsize bytes, up to some 100 heads; then by compute. Source: own.
+"""
+
+import torch
+
+from trimtab_kernels.latent_prefill import (
+    LatentTile,
+    attend_latents,
+    check_latent_shapes,
+    latent_prefill_reference,
+    latent_queries,
+    latent_tile,
+)
+from trimtab_kernels.launch.arrivals import arrival_counters
+from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
+from trimtab_kernels.launch.jit import cdiv, jit, kernel, next_power_of_2, tl
+from trimtab_kernels.paged_decode import MAX_PARTS, SEARCHED_LENGTHS, _sequence_at, _share_of, _tiles_of
+from trimtab_kernels.paged_prefill import MIN_ROWS, score_scale
+
+MIN_SHARE_TOKENS = 512
+"""A part of 16 rows, fp32, is written and read again in the time of 57 tokens, by one program for all parts."""
+TWO_PROGRAMS_BYTES = 2 * 56 << 10
+"""Of shared memory, that two programs of 16 rows take."""
+MERGED_COLUMNS, MERGED_PARTS = 64, 8
+"""Read at once of each row: 64 values per thread in a tile of 16 rows and 4 warps."""
+
+
+def latent_decode_reference(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    query_len: int,
+    kv_rank: int,
+    scale: float,
+    cache_scale: float = 1.0,
+) -> torch.Tensor:
+    """latent_prefill's, with as many rows of each sequence."""
+    starts = torch.arange(seq_lens.shape[0] + 1, dtype=torch.int32, device=query.device) * query_len
+    return latent_prefill_reference(
+        query, cache, block_tables, seq_lens, starts, kv_rank=kv_rank, scale=scale, cache_scale=cache_scale
+    )
+
+
+def latent_programs(num_row_groups: int, tile: LatentTile, facts: DeviceFacts) -> int:
+    """Programs per group of rows: as many as run at once, so that all shares end together. Four warps leave a second
+    program its registers, and shared memory but for Ada's; eight take most of the registers."""
+    per_sm = 2 if tile.num_warps == 4 and facts.shared_bytes > TWO_PROGRAMS_BYTES else 1
+    return max(1, per_sm * facts.num_sms // num_row_groups)
+
+
+@jit
+def _merged_columns(
+    part_sums: tl.tensor,
+    part_statistics: tl.tensor,
+    highest: tl.tensor,
+    first_part: tl.tensor,
+    num_parts: tl.tensor,
+    columns: tl.tensor,
+    is_row: tl.tensor,
+    KV_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_M, COLUMNS] sums of weighted values, relative to the highest scores [BLOCK_M] of all parts."""
+    members = tl.arange(0, BLOCK_M)
+    sums = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
+    for start in tl.range(0, num_parts, PARTS):
+        parts = start + tl.arange(0, PARTS)
+        is_real = (parts < num_parts)[:, None] & is_row[None, :]
+        rows = (first_part + tl.maximum(2 * parts - 1, 0))[:, None] * BLOCK_M + members[None, :]
+        own = tl.load(part_statistics + 2 * rows, mask=is_real, other=float("-inf"))
+        weights = tl.exp2(own - highest[None, :])
+        places = rows[:, :, None].to(tl.int64) * KV_RANK + columns[None, None, :]
+        inside = is_real[:, :, None] & (columns < KV_RANK)[None, None, :]
+        sums += tl.sum(tl.load(part_sums + places, mask=inside, other=0.0) * weights[:, :, None], 0)
+    return sums
+
+
+@jit
+def _merged_statistics(
+    part_statistics: tl.tensor,
+    first_part: tl.tensor,
+    num_parts: tl.tensor,
+    is_row: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> tl.tensor:
+    """([BLOCK_M] highest scores, finite; [BLOCK_M] totals of weights relative to them). The first part is its program's
+    last, and the others are their programs' first: every second one from first_part + 1 on."""
+    members = tl.arange(0, BLOCK_M)
+    highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for start in tl.range(0, num_parts, PARTS):
+        parts = start + tl.arange(0, PARTS)
+        is_real = (parts < num_parts)[:, None] & is_row[None, :]
+        rows = (first_part + tl.maximum(2 * parts - 1, 0))[:, None] * BLOCK_M + members[None, :]
+        own = tl.load(part_statistics + 2 * rows, mask=is_real, other=float("-inf"))
+        own_total = tl.load(part_statistics + 2 * rows + 1, mask=is_real, other=0.0)
+        new_highest = tl.maximum(highest, tl.max(own, 0))
+        finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        total = total * tl.exp2(highest - finite) + tl.sum(own_total * tl.exp2(own - finite[None, :]), 0)
+        highest = new_highest
+    return tl.where(highest == float("-inf"), 0.0, highest), total
+
+
+@kernel("block_tables", "seq_lens", "num_seqs", "table_stride", "query_len")
+def _latent_decode(
+    query: tl.tensor,
+    cache: tl.tensor,
+    output: tl.tensor,
+    part_sums: tl.tensor,
+    part_statistics: tl.tensor,
+    arrivals: tl.tensor,
+    block_tables: tl.tensor,
+    seq_lens: tl.tensor,
+    num_seqs: tl.tensor,
+    table_stride: tl.tensor,
+    query_len: tl.tensor,
+    query_stride: tl.tensor,
+    output_stride: tl.tensor,
+    score_scale: tl.tensor,
+    cache_scale: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    KV_RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    KEYS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Program (group of rows, share): neighbours read the same blocks at the same time."""
+    group = tl.program_id(0)
+    program = tl.program_id(1)
+    members = tl.arange(0, BLOCK_M)
+    rows = group * BLOCK_M + members
+    is_row = rows < query_len * NUM_HEADS
+    own_tokens = rows // NUM_HEADS
+    heads = rows % NUM_HEADS
+    latents = tl.arange(0, BLOCK_C)
+    is_float8: tl.constexpr = cache.dtype.element_ty.is_fp8()
+    num_tiles, share = _share_of(
+        seq_lens, seq_lens, num_seqs, None, None, KEYS, PROGRAMS, MIN_TILES, MOST_PARTS, LENGTHS
+    )
+    tile = program * share
+    last_tile = tl.minimum(tile + share, num_tiles)
+    sequence, before = _sequence_at(tile, seq_lens, seq_lens, num_seqs, None, None, KEYS, LENGTHS)
+    while tile < last_tile:
+        length = tl.load(seq_lens + sequence)
+        _, tiles = _tiles_of(length, length, None, None, KEYS)
+        stop = tl.minimum(before + tiles, last_tile)
+        tokens = sequence.to(tl.int64) * query_len + own_tokens
+        plain, turned, scale = latent_queries(
+            query, tokens * query_stride + heads * WIDTH, is_row, score_scale,
+            is_float8, KV_RANK, WIDTH, BLOCK_C, BLOCK_R,
+        )  # fmt: skip
+        limits = length - query_len + own_tokens + 1
+        accumulator = tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32)
+        highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        first = (tile - before) * KEYS
+        last = tl.minimum((stop - before) * KEYS, length)
+        table = block_tables + sequence.to(tl.int64) * table_stride
+        # Entered only where it runs, as in latent_prefill.
+        if first < last:
+            accumulator, highest, total = attend_latents(
+                accumulator, highest, total, plain, turned, limits, cache, table, first, last, scale,
+                KV_RANK, WIDTH, BLOCK_SIZE, BLOCK_C, BLOCK_R, KEYS,
+            )  # fmt: skip
+        target = output + tokens * output_stride + heads * KV_RANK
+        first_program = before // share
+        num_parts = (before + tiles - 1) // share - first_program + 1
+        if num_parts == 1:
+            result = accumulator * (cache_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+            inside = is_row[:, None] & (latents < KV_RANK)[None, :]
+            tl.store(target[:, None] + latents[None, :], result.to(output.dtype.element_ty), mask=inside)
+        else:
+            # Each program has at most two: of a sequence that began before its share, and of one that goes on behind.
+            first_part = 2 * (group * PROGRAMS + first_program) + 1
+            part = 2 * (group * PROGRAMS + program) + (tile == before).to(tl.int32)
+            part_rows = part * BLOCK_M + members
+            places = part_rows[:, None].to(tl.int64) * KV_RANK + latents[None, :]
+            tl.store(part_sums + places, accumulator, mask=is_row[:, None] & (latents < KV_RANK)[None, :])
+            tl.store(part_statistics + 2 * part_rows, highest, mask=is_row)
+            tl.store(part_statistics + 2 * part_rows + 1, total, mask=is_row)
+            # All threads have stored before one tells of it, and whoever hears it reads what was stored before.
+            tl.debug_barrier()
+            counter = arrivals + group * PROGRAMS + first_program
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+                merged_highest, totals = _merged_statistics(
+                    part_statistics, first_part, num_parts, is_row, BLOCK_M, PARTS
+                )
+                factor = cache_scale / tl.where(totals == 0.0, 1.0, totals)
+                for first_column in tl.range(0, KV_RANK, COLUMNS):
+                    columns = first_column + tl.arange(0, COLUMNS)
+                    sums = _merged_columns(
+                        part_sums, part_statistics, merged_highest, first_part, num_parts, columns, is_row,
+                        KV_RANK, BLOCK_M, COLUMNS, PARTS,
+                    )  # fmt: skip
+                    merged = (sums * factor[:, None]).to(output.dtype.element_ty)
+                    tl.store(
+                        target[:, None] + columns[None, :], merged, mask=is_row[:, None] & (columns < KV_RANK)[None, :]
+                    )
+                tl.store(counter, 0)  # for the next launch
+        tile = stop
+        before += tiles
+        sequence += 1
+
+
+def latent_decode_triton(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    query_len: int,
+    kv_rank: int,
+    scale: float,
+    cache_scale: float = 1.0,
+    output: torch.Tensor | None = None,
+    programs: int | None = None,
+    facts: DeviceFacts | None = None,
+) -> torch.Tensor:
+    """Launch the kernel. Raises ValueError where shapes do not fit. `programs` per group of rows overrides the
+    choice."""
+    check_latent_shapes("latent_decode", query, cache, block_tables, seq_lens, kv_rank)
+    num_tokens, num_heads, width = query.shape
+    num_seqs, block_size = seq_lens.shape[0], cache.shape[1]
+    if num_tokens != num_seqs * query_len:
+        raise ValueError(f"latent_decode: {num_tokens} rows are not {query_len} of each of {num_seqs} sequences")
+    output = query.new_empty((num_tokens, num_heads, kv_rank)) if output is None else output
+    if num_tokens == 0:
+        return output
+    facts = facts or device_facts(query.device)
+    tile = latent_tile(query_len * num_heads, width, query.element_size(), cache.element_size(), facts)
+    groups = cdiv(query_len * num_heads, tile.rows)
+    programs = programs or latent_programs(groups, tile, facts)
+    min_tiles = cdiv(MIN_SHARE_TOKENS, tile.keys)
+    most_tiles = num_seqs * max(1, cdiv(block_tables.shape[1] * block_size, tile.keys))  # as far as block tables go
+    parts = (groups * 2 * programs, tile.rows)
+    _latent_decode[(groups, min(programs, cdiv(most_tiles, min_tiles)))](
+        query,
+        cache,
+        output,
+        torch.empty(*parts, kv_rank, dtype=torch.float32, device=query.device),
+        torch.empty(*parts, 2, dtype=torch.float32, device=query.device),
+        arrival_counters(query.device, groups * programs),
+        block_tables,
+        seq_lens,
+        num_seqs,
+        block_tables.stride(0),
+        query_len,
+        query.stride(0),
+        output.stride(0),
+        score_scale(scale, cache_scale, None),
+        cache_scale,
+        NUM_HEADS=num_heads,
+        KV_RANK=kv_rank,
+        WIDTH=width,
+        BLOCK_SIZE=block_size,
+        BLOCK_C=max(MIN_ROWS, next_power_of_2(kv_rank)),
+        BLOCK_R=max(MIN_ROWS, next_power_of_2(width - kv_rank)),
+        BLOCK_M=tile.rows,
+        KEYS=tile.keys,
+        PROGRAMS=programs,
+        MIN_TILES=min_tiles,
+        MOST_PARTS=MAX_PARTS,
+        LENGTHS=SEARCHED_LENGTHS,
+        COLUMNS=MERGED_COLUMNS,
+        PARTS=max(1, MERGED_PARTS * MIN_ROWS * tile.num_warps // (4 * tile.rows)),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return output

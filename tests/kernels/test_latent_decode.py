@@ -1,0 +1,140 @@
+"""latent_decode, sequences whole and shared by programs, one token and several, against float32 attention of one
+sequence at a time."""
+
+import pytest
+import torch
+from trimtab_kernels.aot.bounds import programs_per_sm
+from trimtab_kernels.latent_decode import latent_decode_reference, latent_decode_triton, latent_programs
+from trimtab_kernels.latent_prefill import latent_tile
+from trimtab_kernels.launch.arrivals import arrival_counters
+from trimtab_kernels.launch.device_facts import A100, B200, H200, L40, DeviceFacts
+from trimtab_kernels.launch.jit import record_launches
+
+LENGTHS = [1, 65, 1100, 0, 33]
+"""Of which the long one is shared where there are several programs, and short ones lie beside its parts."""
+FLOAT8 = torch.float8_e4m3fn
+
+
+def check(
+    *,
+    lengths: list[int] = LENGTHS,
+    query_len: int = 1,
+    heads: int = 4,
+    kv_rank: int = 24,
+    rotary: int = 8,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    cache_scale: float = 1.0,
+    programs: int = 1,
+) -> None:
+    """Compute both ways. Every sequence's blocks are shuffled; slots beyond its length hold NaN."""
+    generator = torch.Generator().manual_seed(5)
+    counts = [-(-length // block_size) for length in lengths]
+    order = (torch.randperm(sum(counts), generator=generator) + 1).to(torch.int32)
+    tables = torch.zeros(len(lengths), max(1, *counts), dtype=torch.int32)
+    width = kv_rank + rotary
+    cache = torch.randn(sum(counts) + 1, block_size, 1, width, generator=generator)
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        first = sum(counts[:row])
+        tables[row, :count] = order[first : first + count]
+        if length % block_size:
+            cache[int(tables[row, count - 1]), length % block_size :] = float("nan")
+    query = torch.randn(len(lengths) * query_len, heads + 1, width, generator=generator).to(dtype)[:, :heads]
+    tensors = (query, cache.to(cache_dtype or dtype), tables, torch.tensor(lengths, dtype=torch.int32))
+    options = {"query_len": query_len, "kv_rank": kv_rank, "scale": width**-0.5, "cache_scale": cache_scale}
+    ours = latent_decode_triton(*tensors, programs=programs, **options)
+    expected = latent_decode_reference(*tensors, **options)
+    tolerance = (64 if dtype == torch.float32 else 16) * torch.finfo(dtype).eps  # float32 is three TF32 on a GPU
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+    tile = latent_tile(query_len * heads, width, query.element_size(), (cache_dtype or dtype).itemsize, H200)
+    groups = -(-query_len * heads // tile.rows)
+    if query.device.type == "cpu":
+        assert not arrival_counters(query.device, groups * programs).any(), "the next launch counts from 0"
+
+
+@pytest.mark.parametrize("programs", [1, 4])
+@pytest.mark.parametrize("heads", [1, 16, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_all_heads_read_one_vector(heads: int, programs: int, dtype: torch.dtype) -> None:
+    """More of them than a tile has rows are groups of their own, in float32 of 16."""
+    check(heads=heads, programs=programs, dtype=dtype)
+
+
+@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize(("query_len", "heads"), [(2, 4), (3, 8), (8, 3), (5, 16)])
+def test_drafts_see_the_tokens_up_to_their_own(query_len: int, heads: int, programs: int) -> None:
+    check(lengths=[8, 65, 1100, 33, 514], query_len=query_len, heads=heads, programs=programs, dtype=torch.float16)
+
+
+def test_a_part_in_which_a_row_sees_nothing_counts_nothing() -> None:
+    """The last tile of the second program has the newest key alone, which the older of two rows does not see."""
+    check(lengths=[1025], query_len=2, programs=3, dtype=torch.float16)
+    check(lengths=[513, 1026], query_len=3, programs=2)
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 128])
+def test_every_block_size(block_size: int, programs: int) -> None:
+    check(block_size=block_size, programs=programs, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(("kv_rank", "rotary"), [(512, 64), (10, 6), (48, 16), (100, 20)])
+def test_widths_that_are_powers_of_two_and_not(kv_rank: int, rotary: int) -> None:
+    check(lengths=[1100, 3], kv_rank=kv_rank, rotary=rotary, dtype=torch.float16, programs=2)
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_float8_cache_is_read_with_its_scale(dtype: torch.dtype, programs: int) -> None:
+    check(dtype=dtype, cache_dtype=FLOAT8, cache_scale=0.5, programs=programs)
+
+
+@pytest.mark.parametrize("lengths", [[0], [0, 0, 0], [0, 1030, 0], [1030, 0, 0, 0]])
+def test_rows_of_padding_are_zeros_wherever_they_stand(lengths: list[int]) -> None:
+    check(lengths=lengths, programs=3)
+
+
+def test_a_sequence_of_many_parts_is_merged_some_at_a_time() -> None:
+    check(lengths=[5500, 3, 7000], heads=3, programs=99, dtype=torch.float16)
+
+
+def test_one_launch_of_one_grid_serves_whatever_lengths_there_are() -> None:
+    """As a captured graph is replayed: nothing but the lengths on the device changes. Equal inputs give equal
+    outputs."""
+    generator = torch.Generator().manual_seed(8)
+    cache = torch.randn(129, 16, 1, 32, generator=generator)
+    tables = (torch.arange(128, dtype=torch.int32) + 1).repeat(3, 1)
+    query, output = torch.randn(3, 4, 32, generator=generator), torch.empty(3, 4, 24)
+    for lengths in ([1, 0, 0], [2048, 2048, 2048], [5, 2000, 0], [0, 0, 0], [2048, 1, 1]):
+        tensors = (query, cache, tables, torch.tensor(lengths, dtype=torch.int32))
+        expected = latent_decode_reference(*tensors, query_len=1, kv_rank=24, scale=0.2)
+        for _ in range(2):
+            latent_decode_triton(*tensors, query_len=1, kv_rank=24, scale=0.2, programs=4, output=output)
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    with record_launches() as launches:
+        for _ in range(2):
+            latent_decode_triton(*tensors, query_len=1, kv_rank=24, scale=0.2, programs=4, output=output)
+    assert len({launch.grid for launch in launches}) == 1
+
+
+def test_as_many_rows_as_sequences_have_tokens_are_asked_for() -> None:
+    zeros = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="latent_decode: 3 rows are not 2 of each of 2 sequences"):
+        latent_decode_triton(
+            torch.zeros(3, 4, 32), torch.zeros(2, 8, 1, 32), zeros[:, None], zeros, query_len=2, kv_rank=24, scale=1.0
+        )
+
+
+@pytest.mark.parametrize("facts", [A100, L40, H200, B200])
+@pytest.mark.parametrize("num_rows", [8, 16, 32, 128, 1024])
+def test_all_programs_run_at_once(facts: DeviceFacts, num_rows: int) -> None:
+    """By what tiles take of registers and shared memory where they were compiled."""
+    tile = latent_tile(num_rows, 576, 2, 2, facts)
+    groups = -(-num_rows // tile.rows)
+    programs = latent_programs(groups, tile, facts)
+    shared = {(16, 32): 56 << 10, (32, 32): 75 << 10, (32, 64): 113 << 10, (64, 64): 217 << 10}[tile.rows, tile.keys]
+    room = min(
+        programs_per_sm(248 if tile.num_warps == 4 else 255, shared, tile.num_warps), facts.shared_bytes // shared
+    )
+    assert 0 < programs * groups <= max(room * facts.num_sms, groups)
