@@ -45,6 +45,7 @@ ASKED = (
     ),
     Asked("products of 16 rows and fewer, bf16", "0.80 of read", lambda n: n.startswith("few_rows")),
     Asked("what adapters add to products", "none", lambda n: n.startswith("lora")),
+    Asked("attention over latent vectors", "none", lambda n: n.startswith("latent")),
     Asked("layers of few rows, one after another and dependent", "0.85 of read", lambda n: " layers of " in n),
     Asked(
         "fp8 block product", "0.70 of fp8 from 1024 tokens, 0.80 of read up to 32", lambda n: n.startswith("w8a8_block")
