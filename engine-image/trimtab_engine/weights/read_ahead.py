@@ -32,7 +32,8 @@ class _Place:
 
 
 class ReadAhead:
-    """What models load in the order of their layers, which is the order of names as people sort them."""
+    """What models load in the order of their layers, which is the order of names as people sort them; tables and what
+    else stands beside the layers come behind them."""
 
     def __init__(self, files: Mapping[Path, Mapping[str, Any]]) -> None:
         """`files`: each file's header (safetensors_files.read_header)."""
@@ -42,15 +43,15 @@ class ReadAhead:
             for first in (_data_begins(file),)
             for name, entry in header.items()
         ]
-        self._places = sorted(places, key=lambda place: _as_people_sort(place.name))
-        self._keys = [_as_people_sort(place.name) for place in self._places]
+        self._places = sorted(places, key=lambda place: _order(place.name))
+        self._keys = [_order(place.name) for place in self._places]
         self._asked: set[int] = set()
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
 
     def wanted(self, name: str) -> None:
         """Ask for this one and those behind it, once each."""
         room = AHEAD_BYTES
-        for index in range(bisect_left(self._keys, _as_people_sort(name)), len(self._places)):
+        for index in range(bisect_left(self._keys, _order(name)), len(self._places)):
             place = self._places[index]
             if place.name != name:
                 room -= place.num_bytes
@@ -61,9 +62,10 @@ class ReadAhead:
                 self._asking.submit(_ask, place)
 
 
-def _as_people_sort(name: str) -> list[tuple[int, str]]:
-    """layers.2 before layers.10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in NUMBER.split(name)]
+def _order(name: str) -> tuple[bool, list[tuple[int, str]]]:
+    """layers.2 before layers.10, and both before the embeddings."""
+    parts = NUMBER.split(name)
+    return len(parts) == 1, [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def _data_begins(file: Path) -> int:

@@ -67,6 +67,15 @@ def test_what_follows_is_asked_for_once_in_the_order_of_the_layers(
     assert layers(asked)[8:] == [5, 6, 7, 8]
 
 
+def test_tables_are_asked_for_behind_the_last_layer(folder: Path, asked: list[str]) -> None:
+    tables = {name: torch.zeros(ROWS, 8) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file(tables, folder / "tables.safetensors")
+    ahead = ReadAhead({file: read_header(file) for file in folder.glob("*.safetensors")})
+    ahead.wanted("model.layers.10.weight")
+    assert asked[:2] == ["model.layers.10.weight", "model.layers.11.weight"]
+    assert sorted(asked[2:]) == sorted(tables)
+
+
 def test_a_place_is_where_the_numbers_are(folder: Path) -> None:
     ahead = ReadAhead({file: read_header(file) for file in folder.glob("*.safetensors")})
     for place in ahead._places:
