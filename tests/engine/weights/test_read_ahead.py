@@ -1,5 +1,6 @@
 """What the disk is asked for before it is wanted: the next tensors in the order of the layers, once, not too far."""
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_all_of_a_large_tensor_is_asked_for_in_pieces_that_the_system_takes_whol
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces: list[tuple[int, int]] = []
-    monkeypatch.setattr(read_ahead.os, "posix_fadvise", lambda _, first, size, advice: pieces.append((first, size)))
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, first, size, advice: pieces.append((first, size)))
     size = 3 * read_ahead.PIECE_BYTES + 5
     read_ahead._ask(read_ahead._Place("large", next(folder.glob("*.safetensors")), 77, size))
     assert [first for first, _ in pieces] == [77 + number * read_ahead.PIECE_BYTES for number in range(4)]
