@@ -105,7 +105,6 @@ def resident_share(files: Sequence[Path]) -> float:
 
 def make_cold(files: Sequence[Path]) -> None:
     """Raises RuntimeError where the files' pages stay."""
-    gc.collect()  # of models that were loaded before, whose tables may be views of the files
     drop(files)
     share = resident_share(files)
     if share > MOST_RESIDENT:
@@ -144,8 +143,9 @@ def measure(folder: Path, ranks: int, rounds: int, threads: int, loads: Callable
         make_cold(files)
         measured.read_seconds.append(read_all(files))
         make_cold(files)
-        measured.cold_seconds.append(loads(folder, ranks, threads))
-        measured.warm_seconds.append(loads(folder, ranks, threads))
+        for seconds in (measured.cold_seconds, measured.warm_seconds):
+            seconds.append(loads(folder, ranks, threads))
+            gc.collect()  # of the model, whose memory the next one gets, and whose tables may be views of the files
     return measured
 
 

@@ -1,8 +1,9 @@
 """Milliseconds per decoded token of one GGUF file: its blocks multiplied as they are, the same model in float32,
 and llama.cpp, in one run.
 
-Contenders take turns; each one's best round counts, so that other work on the machine favours nobody. With one thread
-the processor time is told too, which other work changes less. llama.cpp is another Python's cyllama, a wheel on PyPI:
+Contenders take turns, after a round that is not counted; each one's best counts, so that other work on the machine
+favours nobody. With one thread the processor time is told too, which other work changes less. llama.cpp is another
+Python's cyllama, a wheel on PyPI:
 
     python -m venv peer && peer/bin/pip install cyllama
     python -m engine_benchmarks.packed_bench MODEL.gguf --plain FOLDER --peer peer/bin/python
@@ -12,13 +13,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from trimtab_kernels.native.library import Missing, native_library
 
@@ -26,6 +26,7 @@ from engine_benchmarks.parity import greedy_generator, load_runner
 
 PROMPT_TOKENS, SHORT, LONG = 16, 1, 33
 """A round generates SHORT and LONG tokens behind the prompt: the difference is decoding."""
+STEPS = LONG - SHORT
 ROUNDS = 5
 PEER = """
 import sys, time
@@ -44,28 +45,58 @@ for line in sys.stdin:
     wall, cpu = time.perf_counter(), time.process_time()
     for step in range(tokens):
         context.decode(llama.llama_batch_get_one([100 + step], len(prompt) + 1 + step))
-    print("took", (time.perf_counter() - wall) / tokens, (time.process_time() - cpu) / tokens, flush=True)
+    print("took", time.perf_counter() - wall, time.process_time() - cpu, flush=True)
     context.close()
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Of one token, in seconds."""
+    """Seconds."""
 
     wall: float
     processor: float
 
 
-Round = Callable[[], Spent]
+NOTHING = Spent(0.0, 0.0)
 
 
-def trimtab(model: Path, prompt: list[int]) -> tuple[Round, int]:
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One round: what `STEPS` tokens and all before them took, and what came before them took alone."""
+
+    before: Spent
+    whole: Spent
+
+
+Round = Callable[[], Timed]
+
+
+def of_one_token(rounds: Sequence[Timed]) -> Spent:
+    """The best whole less the best beginning. The best difference would be that of the round whose beginning was
+    disturbed most, and may be below zero."""
+
+    def least(read: Callable[[Spent], float]) -> float:
+        return (min(read(timed.whole) for timed in rounds) - min(read(timed.before) for timed in rounds)) / STEPS
+
+    return Spent(least(lambda spent: spent.wall), least(lambda spent: spent.processor))
+
+
+def take_turns(contenders: Mapping[str, Round], rounds: int) -> dict[str, Spent]:
+    """What a token takes each. The first round of all finds pages that nobody has touched yet, and is not counted."""
+    timed: dict[str, list[Timed]] = {name: [] for name in contenders}
+    for _ in range(rounds + 1):
+        for name, run in contenders.items():
+            timed[name].append(run())
+    return {name: of_one_token(all_[1:]) for name, all_ in timed.items()}
+
+
+def trimtab(model: Path, prompt: list[int], threads: int) -> tuple[Round, int]:
     """A round of our model runner, and the bytes that its weights take."""
     found = native_library()
     if isinstance(found, Missing):
         raise typer.BadParameter(f"the operators are not compiled: {found.reason}")
-    runner = load_runner(str(model))
+    runner = load_runner(str(model), cpu_threads=threads)
     generate = greedy_generator(runner, block_size=16, batch=1)
 
     def measured(num_tokens: int) -> Spent:
@@ -73,18 +104,13 @@ def trimtab(model: Path, prompt: list[int]) -> tuple[Round, int]:
         generate([prompt], num_tokens)
         return Spent(time.perf_counter() - wall, time.process_time() - processor)
 
-    def run() -> Spent:
-        short, long = measured(SHORT), measured(LONG)
-        steps = LONG - SHORT
-        return Spent((long.wall - short.wall) / steps, (long.processor - short.processor) / steps)
-
-    return run, runner.facts.weights_bytes
+    return lambda: Timed(measured(SHORT), measured(LONG)), runner.facts.weights_bytes
 
 
 @contextmanager
 def llama_cpp(python: Path, file: Path, prompt: list[int], threads: int) -> Iterator[Round]:
     """A round of llama.cpp, in a process of its own that waits meanwhile."""
-    words = [str(python), "-c", PEER, str(file), str(threads), ",".join(map(str, prompt)), str(LONG - SHORT)]
+    words = [str(python), "-c", PEER, str(file), str(threads), ",".join(map(str, prompt)), str(STEPS)]
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as peer:
@@ -92,12 +118,12 @@ def llama_cpp(python: Path, file: Path, prompt: list[int], threads: int) -> Iter
         assert asked is not None
         assert told is not None
 
-        def run() -> Spent:
+        def run() -> Timed:
             print("go", file=asked, flush=True)
             for line in told:
                 if line.startswith("took "):
                     wall, processor = line.split()[1:]
-                    return Spent(float(wall), float(processor))
+                    return Timed(NOTHING, Spent(float(wall), float(processor)))
             raise RuntimeError(f"llama.cpp ended with {peer.wait()}")
 
         yield run
@@ -112,20 +138,15 @@ def main(
     rounds: int = ROUNDS,
 ) -> None:
     """Prints JSON."""
-    torch.set_num_threads(threads)
     prompt = [(7 * i) % 4000 + 5 for i in range(PROMPT_TOKENS)]
     with ExitStack() as stack:
         contenders: dict[str, Round] = {}
         sizes: dict[str, int] = {}
         for name, model in (("packed", file), ("float32", plain)):
-            contenders[name], sizes[name] = trimtab(model, prompt)
+            contenders[name], sizes[name] = trimtab(model, prompt, threads)
         if peer is not None:
             contenders["llama.cpp"] = stack.enter_context(llama_cpp(peer, file, prompt, threads))
-        spent: dict[str, list[Spent]] = {name: [] for name in contenders}
-        for _ in range(rounds):
-            for name, run in contenders.items():
-                spent[name].append(run())
-    best = {name: Spent(min(s.wall for s in all_), min(s.processor for s in all_)) for name, all_ in spent.items()}
+        best = take_turns(contenders, rounds)
     told = {name: {key: round(1e3 * value, 3) for key, value in asdict(of).items()} for name, of in best.items()}
     json.dump({"threads": threads, "ms_per_token": told, "weights_bytes": sizes}, sys.stdout, indent=2)
     print()

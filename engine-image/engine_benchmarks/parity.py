@@ -195,10 +195,17 @@ def _generate_batch(runner: ModelRunner, requests: list[Request], num_tokens: in
                 request.token_ids.append(token)
 
 
-def load_runner(model: str, *, block_size: int = 16, num_blocks: int = 1024, load_format: str = "auto") -> ModelRunner:
-    """A model runner on the CPU in float32 with its KV cache mapped."""
+def load_runner(
+    model: str,
+    *,
+    block_size: int = 16,
+    num_blocks: int = 1024,
+    load_format: str = "auto",
+    cpu_threads: int | None = None,
+) -> ModelRunner:
+    """A model runner on the CPU in float32 with its KV cache mapped. `cpu_threads`: None for as many as CPUs."""
     config = EngineConfig(model=model, block_size=block_size, dtype="float32", load_format=load_format)  # type: ignore[arg-type]
-    runner = ModelRunner.load(config, Device("cpu"), lambda stage, percent: None)
+    runner = ModelRunner.load(config, Device("cpu", cpu_threads=cpu_threads), lambda stage, percent: None)
     runner.init_kv_cache(num_blocks)
     runner.kv_cache.map_blocks(num_blocks)
     return runner

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from trimtab_kernels.few_rows import few_rows_triton
 from trimtab_kernels.native.library import NativeLibrary, native_library
-from trimtab_kernels.native.matrix import PackedMatrix, pack_blocks, pack_matrix
+from trimtab_kernels.native.matrix import PackedMatrix, StoredRows, pack_blocks, pack_matrix
 from trimtab_kernels.native.quantised import MixedBlocks, QuantisedBlocks
 from trimtab_kernels.silu_and_mul import silu_and_mul
 
 from trimtab_engine.parallel.groups import RankGroup
 
-Weight = torch.Tensor | QuantisedBlocks | MixedBlocks
+Weight = torch.Tensor | StoredRows | QuantisedBlocks | MixedBlocks
 MAX_ROWS = 256  # of one product: 128 make a prompt 3% slower, 512 make the MLP's intermediate leave the cache
 CUDA_ROWS = 8192  # 110 MB at Qwen2.5-VL's width and 16 bits, and far more than fill a GPU
 PACK_ROWS = 32  # the layout hint: the layout chosen for 32 rows is the fastest for 1 and for 256 rows as well
@@ -70,6 +70,11 @@ def library_for(dtype: torch.dtype, device: torch.device) -> NativeLibrary | Non
     return library if isinstance(library, NativeLibrary) else None
 
 
+def takes_stored_rows(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a Linear that computes in this dtype joins and converts rows itself, while it packs them."""
+    return library_for(dtype, device) is not None
+
+
 def pads_rows(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether callers pad rows to few sizes: where oneDNN compiles code for each."""
     return can_pack(dtype, device) and library_for(dtype, device) is None
@@ -77,7 +82,7 @@ def pads_rows(dtype: torch.dtype, device: torch.device) -> bool:
 
 class Linear:
     """weight [out_features, in_features], bias [out_features] or None, of the computing dtype, on the device; or
-    blocks, where library_for float32 on the CPU is there."""
+    stored rows or blocks, where library_for float32 on the CPU is there."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, is_gated: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
@@ -85,9 +90,12 @@ class Linear:
         self.native: PackedMatrix | None = None
         """The weight packed for the compiled operators; then there is no other copy."""
         if not isinstance(weight, torch.Tensor):
-            library = library_for(torch.float32, weight.parts[0].data.device)
+            library = library_for(torch.float32, torch.device("cpu"))
             assert library is not None
-            self.native = pack_blocks(library, weight, bias, is_gated=is_gated)
+            if isinstance(weight, StoredRows):
+                self.native = pack_matrix(library, weight, bias, is_gated=is_gated)
+            else:
+                self.native = pack_blocks(library, weight, bias, is_gated=is_gated)
             return
         library = library_for(weight.dtype, weight.device)
         if library is not None:

@@ -1,9 +1,11 @@
 """The two layers that are as wide as the vocabulary, split by its rows among tensor-parallel ranks."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from trimtab_kernels.native.matrix import StoredRows
 from trimtab_kernels.native.quantised import QuantisedBlocks
 
 from trimtab_engine.layers.linear import Linear
@@ -11,12 +13,14 @@ from trimtab_engine.parallel.groups import RankGroup
 
 Placed = tuple[torch.Tensor, torch.Tensor]
 """What takes its embedding from elsewhere: (index [rows] int64 in a step, embeddings [rows, hidden_size])."""
+Table = torch.Tensor | StoredRows | QuantisedBlocks
+"""[rows, hidden_size]: in the computing dtype, or as the checkpoint has it, in one part."""
 
 
 class VocabularyEmbedding:
     """table: rows [first, first + rows) of the vocabulary. With a group each rank looks up its own, and they sum."""
 
-    def __init__(self, table: torch.Tensor | QuantisedBlocks, first: int, group: RankGroup | None) -> None:
+    def __init__(self, table: Table, first: int, group: RankGroup | None) -> None:
         self._table, self._first, self._group = table, first, group
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -31,17 +35,18 @@ class VocabularyEmbedding:
     def _rows(self, index: torch.Tensor) -> torch.Tensor:
         if isinstance(self._table, QuantisedBlocks):
             return self._table.of_rows(lambda rows: rows.index_select(0, index)).restored()
+        if isinstance(self._table, StoredRows):
+            return F.embedding(index, self._table.parts[0]).float()
         return F.embedding(index, self._table)
 
 
 class LmHead:
     """Hidden states to logits. With a group the first rank gets those of the whole vocabulary, the others none."""
 
-    def __init__(self, table: torch.Tensor | QuantisedBlocks, vocab_size: int, group: RankGroup | None) -> None:
+    def __init__(self, table: Table, vocab_size: int, group: RankGroup | None) -> None:
         if group is not None:  # the last part of the vocabulary may be short, but a gather wants equal shapes
             missing = -(-vocab_size // group.size) - table.shape[0]
-            pad = partial(_with_rows, missing=missing)
-            table = table.of_rows(pad) if isinstance(table, QuantisedBlocks) else pad(table)
+            table = _padded(table, partial(_with_rows, missing=missing))
         self._linear, self._vocab_size, self._group = Linear(table), vocab_size, group
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -52,6 +57,12 @@ class LmHead:
             return logits if logits.is_cuda else logits.float()
         whole = self._group.gather_columns(logits.float())
         return None if whole is None else whole[:, : self._vocab_size]
+
+
+def _padded(table: Table, pad: Callable[[torch.Tensor], torch.Tensor]) -> Table:
+    if isinstance(table, QuantisedBlocks):
+        return table.of_rows(pad)
+    return pad(table) if isinstance(table, torch.Tensor) else StoredRows((pad(table.parts[0]),))
 
 
 def _with_rows(tensor: torch.Tensor, missing: int) -> torch.Tensor:

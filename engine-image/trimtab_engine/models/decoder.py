@@ -394,7 +394,7 @@ class Decoder:
         rows = None if groups.tensor is None else shard.vocabulary
         if shard.is_first_stage or (shard.is_last_stage and tied):
             # On the CPU the table is looked up where it lies: in the page cache when the file has the computing dtype,
-            # so that a tied, packed lm_head is the only copy in anonymous memory.
+            # or one that is packed as it is, so that a tied, packed lm_head is the only copy in anonymous memory.
             table = load.vocabulary("model.embed_tokens.weight", rows=rows)
             self._embed = VocabularyEmbedding(table, shard.vocabulary[0], groups.tensor)
         if shard.is_last_stage:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
+from trimtab_kernels.native.matrix import StoredRows
 from trimtab_kernels.native.quantised import MixedBlocks, QuantisedBlocks
 from trimtab_kernels.native.quantised import joined as joined_rows
 from trimtab_kernels.reshape_and_cache import FLOAT8
@@ -13,7 +14,7 @@ from trimtab_kernels.rotary_embedding import interleave_pairs
 from trimtab_engine.config.quantization import BLOCK, SCALE_SUFFIX, Quantization, check_aligned
 from trimtab_engine.errors import ModelError, NotBuiltError
 from trimtab_engine.layers.adapted import AdaptedPart, AdapterRows, Adapting
-from trimtab_engine.layers.linear import GatedLinear, Linear, RowParallelLinear, library_for
+from trimtab_engine.layers.linear import GatedLinear, Linear, RowParallelLinear, library_for, takes_stored_rows
 from trimtab_engine.layers.quantized import (
     BlockFp8,
     BlockFp8Linear,
@@ -22,6 +23,7 @@ from trimtab_engine.layers.quantized import (
     joined_blocks,
     multiplies_float8,
 )
+from trimtab_engine.layers.vocabulary import Table
 from trimtab_engine.parallel.groups import RankGroup
 from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.gguf_file import GgufSource
@@ -33,7 +35,7 @@ Progress = Callable[[int], None]
 """Called with numbers of elements."""
 Weight = torch.Tensor | BlockFp8 | QuantisedBlocks
 """As it is stored, or in the computing dtype."""
-Joined = torch.Tensor | list[BlockFp8] | QuantisedBlocks | MixedBlocks
+Joined = torch.Tensor | StoredRows | list[BlockFp8] | QuantisedBlocks | MixedBlocks
 """Rows that are multiplied together."""
 NUMBER = re.compile(r"(?<=\blayers\.)\d+|(?<=\bexperts\.)\d+")
 EXPERT = ".experts."
@@ -74,6 +76,7 @@ class Loader:
         self._quantization = quantization
         self._multiplies_float8 = quantization is not None and multiplies_float8(device)
         self._packed = packed_source(source, dtype, device, quantization)
+        self._packs_rows = takes_stored_rows(dtype, device)
         self._restored_types: dict[str, str] = {}
         self._scratch = torch.empty(0, dtype=dtype)
 
@@ -147,10 +150,13 @@ class Loader:
         """Rows of a weight in the computing dtype, however it is stored."""
         return self._restored(self._weight(name, rows=rows))
 
-    def vocabulary(self, name: str, *, rows: Span | None) -> torch.Tensor | QuantisedBlocks:
+    def vocabulary(self, name: str, *, rows: Span | None) -> Table:
         """Rows of a table as wide as the vocabulary; it may be a view of the file."""
         blocks = self._blocks(name, rows=rows)
-        return self(name, rows=rows) if blocks is None else blocks
+        if blocks is not None:
+            return blocks
+        table = self._plain(name, rows=rows) if self._packs_rows else self(name, rows=rows)
+        return StoredRows((table,)) if self._packs_rows else table
 
     def wide(self, name: str) -> torch.Tensor:
         """A tensor in float32, whatever the computing dtype."""
@@ -170,7 +176,7 @@ class Loader:
         weights = [self._weight(name, rows=rows) for name, rows in zip(names, parts.values(), strict=True)]
         biases = [self(f"{prefix}{name}.bias", rows=rows) for name, rows in parts.items()] if has_bias else []
         if pairs is not None:
-            weights[:2] = [_interleaved(weight, pairs) for weight in weights[:2]]
+            weights[:2] = [self._interleaved(weight, pairs) for weight in weights[:2]]
             biases[:2] = [interleave_pairs(bias, pairs) for bias in biases[:2]]
         weight, bias = self._as_computed(names, weights), torch.cat(biases) if biases else None
         projection = BlockFp8Linear(weight, bias, self.dtype) if isinstance(weight, list) else Linear(weight, bias)
@@ -232,7 +238,7 @@ class Loader:
         weights = [self._weight(name, rows=rows, columns=columns) for name in whole]
         weights = [self._restored(weight) if isinstance(weight, QuantisedBlocks) else weight for weight in weights]
         weight = self._as_computed(whole, weights, is_expert=True)
-        assert not isinstance(weight, QuantisedBlocks | MixedBlocks)
+        assert not isinstance(weight, StoredRows | QuantisedBlocks | MixedBlocks)
         if isinstance(weight, list) and len(weight) > 1:
             raise NotBuiltError(
                 f"{prefix}: experts of {weight[0].values.shape[0]} rows per rank are no multiple of the fp8 block of "
@@ -314,9 +320,21 @@ class Loader:
         if self._multiplies_float8 and len(blocks) == len(weights):
             return joined_blocks(blocks)
         if self.device.type == "cpu" and not is_expert:
-            return self._in_scratch(weights)
+            return self._stored_rows(weights) if self._packs_rows else self._in_scratch(weights)
         restored = [self._restored(weight) for weight in weights]
         return restored[0] if len(restored) == 1 else torch.cat(restored)
+
+    def _stored_rows(self, weights: Sequence[Weight]) -> StoredRows:
+        """Rows one behind the other where they lie, for what joins and converts them while it packs them."""
+        return StoredRows(
+            tuple(each if isinstance(each, torch.Tensor) else each.restored(self.dtype) for each in weights)
+        )
+
+    def _interleaved(self, weight: Weight, head_size: int) -> Weight:
+        """Rows of each head in another order; where rows are packed from where they lie, of a view."""
+        if isinstance(weight, torch.Tensor) and self._packs_rows and self._quantization is None:
+            return weight.view(-1, 2, head_size // 2, weight.shape[1]).transpose(1, 2)
+        return _interleaved(weight, head_size)
 
     def _in_scratch(self, weights: Sequence[Weight]) -> torch.Tensor:
         """Rows one behind the other, in memory that the next ones overwrite: converting and joining is one pass, and no

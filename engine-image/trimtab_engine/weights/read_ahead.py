@@ -1,6 +1,9 @@
 """Asks the system for the parts of files that will be wanted next, so that the disk reads while weights are converted
 and packed. Mapped files are read as they are touched: without this the disk waits for the processor, and the processor
 for the disk, by turns.
+
+A thread asks, since the system lets whoever asks wait while the disk has enough to do; and by pieces, since of one that
+is larger than it reads ahead by itself Linux takes the beginning alone.
 """
 
 import os
@@ -8,12 +11,14 @@ import re
 import struct
 from bisect import bisect_left
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 AHEAD_BYTES = 256 << 20  # of the tensors behind the one that is wanted: what a disk reads in a tenth of a second or two
+PIECE_BYTES = 128 << 10  # what Linux reads ahead where nobody has set anything (queue/read_ahead_kb)
 NUMBER = re.compile(r"(\d+)")
 
 
@@ -27,7 +32,8 @@ class _Place:
 
 
 class ReadAhead:
-    """What models load in the order of their layers, which is the order of names as people sort them."""
+    """What models load in the order of their layers, which is the order of names as people sort them; tables and what
+    else stands beside the layers come behind them."""
 
     def __init__(self, files: Mapping[Path, Mapping[str, Any]]) -> None:
         """`files`: each file's header (safetensors_files.read_header)."""
@@ -37,14 +43,15 @@ class ReadAhead:
             for first in (_data_begins(file),)
             for name, entry in header.items()
         ]
-        self._places = sorted(places, key=lambda place: _as_people_sort(place.name))
-        self._keys = [_as_people_sort(place.name) for place in self._places]
+        self._places = sorted(places, key=lambda place: _order(place.name))
+        self._keys = [_order(place.name) for place in self._places]
         self._asked: set[int] = set()
+        self._asking = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
 
     def wanted(self, name: str) -> None:
         """Ask for this one and those behind it, once each."""
         room = AHEAD_BYTES
-        for index in range(bisect_left(self._keys, _as_people_sort(name)), len(self._places)):
+        for index in range(bisect_left(self._keys, _order(name)), len(self._places)):
             place = self._places[index]
             if place.name != name:
                 room -= place.num_bytes
@@ -52,12 +59,13 @@ class ReadAhead:
                     return
             if index not in self._asked:
                 self._asked.add(index)
-                _ask(place)
+                self._asking.submit(_ask, place)
 
 
-def _as_people_sort(name: str) -> list[tuple[int, str]]:
-    """layers.2 before layers.10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in NUMBER.split(name)]
+def _order(name: str) -> tuple[bool, list[tuple[int, str]]]:
+    """layers.2 before layers.10, and both before the embeddings."""
+    parts = NUMBER.split(name)
+    return len(parts) == 1, [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def _data_begins(file: Path) -> int:
@@ -71,6 +79,8 @@ def _ask(place: _Place) -> None:
     with suppress(OSError):
         descriptor = os.open(place.file, os.O_RDONLY)
         try:
-            os.posix_fadvise(descriptor, place.first, place.num_bytes, os.POSIX_FADV_WILLNEED)
+            last = place.first + place.num_bytes
+            for first in range(place.first, last, PIECE_BYTES):
+                os.posix_fadvise(descriptor, first, min(PIECE_BYTES, last - first), os.POSIX_FADV_WILLNEED)
         finally:
             os.close(descriptor)

@@ -16,6 +16,8 @@
 
 #include "product.h"
 
+#include "pack.h"
+
 #include "rows.h"
 
 #include "attention.h"
@@ -295,16 +297,17 @@ void trimtab_multiply(const Matrix *matrix, const float *x, long ldx, long rows,
     run_team(run_multiplication, &work, threads);
 }
 
-/* A weight [out, in], rows ldw apart, as panels. `step` panels lie between two of its panels: 2 where two weights take
- * turns. */
-void trimtab_pack(const float *weight, long ldw, long out, long in, float *packed, long step) {
-    for (long p = 0; p < panels_of(out); p++)
-        for (long c = 0; c < PANEL; c++) {
-            float *to = packed + p * step * PANEL * in + c;
-            const float *row = weight + (p * PANEL + c) * ldw;
-            int is_there = p * PANEL + c < out;
-            for (long i = 0; i < in; i++) to[i * PANEL] = is_there ? row[i] : 0.0f;
-        }
+/* A weight of rows [in] at these addresses as panels. `step` panels lie between two of its panels: 2 where two weights
+ * take turns. */
+void trimtab_pack(long stored, const char *const *rows, long out, long in, float *packed, long step) {
+    for (long p = 0; p < panels_of(out); p++) {
+        const char *const *own = rows + p * PANEL;
+        long outputs = at_most(PANEL, out - p * PANEL);
+        float *panel = packed + p * step * PANEL * in;
+        if (stored == STORED_FLOAT32) pack_stored(STORED_FLOAT32, own, outputs, in, panel);
+        if (stored == STORED_BFLOAT16) pack_stored(STORED_BFLOAT16, own, outputs, in, panel);
+        if (stored == STORED_FLOAT16) pack_stored(STORED_FLOAT16, own, outputs, in, panel);
+    }
 }
 
 /* Bytes of a panel, whatever the kind. */

@@ -104,7 +104,7 @@ def open_library(path: Path, name: str) -> NativeLibrary | Missing:
     functions.trimtab_layers.argtypes = (pointer, pointer, long, long, ctypes.c_int, pointer, pointer)
     functions.trimtab_multiply.argtypes = (pointer, pointer, long, long, pointer, long, ctypes.c_int, long, pointer)
     functions.trimtab_multiply.restype = None
-    functions.trimtab_pack.argtypes = (pointer, long, long, long, pointer, long)
+    functions.trimtab_pack.argtypes = (long, pointer, long, long, pointer, long)
     functions.trimtab_pack.restype = None
     functions.trimtab_product_scratch.argtypes = (pointer, long)
     functions.trimtab_product_scratch.restype = long

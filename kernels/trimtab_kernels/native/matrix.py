@@ -1,7 +1,7 @@
 """Weights packed for the compiled products, and those products.
 
-weight  [out_features, in_features]  fp32, rows contiguous, or blocks of 4 to 8 bits (quantised.py); packed once, zeros
-                                     behind the last output
+weight  [out_features, in_features]  fp32, bf16 or fp16, rows contiguous, packed as fp32, or blocks of 4 to 8 bits
+                                     (quantised.py); packed once, zeros behind the last output
 bias    [out_features] or None       fp32
 x       [rows, in_features]          fp32, rows contiguous, any distance apart
 y       [rows, out_features]         or, gated, silu(first half) * second half: [rows, out_features // 2]
@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 
+from trimtab_kernels.native.huge_pages import ask_for_huge_pages
 from trimtab_kernels.native.library import MatrixView, NativeLibrary
 from trimtab_kernels.native.quantised import FLOAT8, Form, MixedBlocks, QuantisedBlocks, scales_of
 
@@ -26,6 +27,48 @@ THREADED_BYTES = (
     4 << 20
 )  # of one weight that is packed by several threads: starting them takes a tenth of a millisecond
 FLOAT32 = 0  # `enum kind` of quantised.h; the others are the forms' own
+STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""`enum stored` of pack.h, by dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows one behind the other as a checkpoint has them: they are joined, and become float32, while they are packed.
+    Each part is [..., in_features] in float32, bfloat16 or float16, on the CPU; ValueError is raised where it is not.
+    """
+
+    parts: tuple[torch.Tensor, ...]
+
+    def __post_init__(self) -> None:
+        size = self.parts[0].shape[-1]
+        if any(part.dtype not in STORED or part.is_cuda or part.shape[-1] != size for part in self.parts):
+            raise ValueError(f"rows to pack: {[f'{list(part.shape)} {part.dtype}' for part in self.parts]} do not fit")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of all parts, and inputs."""
+        return sum(part.shape[:-1].numel() for part in self.parts), self.parts[0].shape[-1]
+
+    def alike(self) -> "StoredRows":
+        """The same in one dtype, each row contiguous; parts that are so are not copied."""
+        dtypes = {part.dtype for part in self.parts}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        return StoredRows(tuple(_with_contiguous_rows(part.to(dtype)) for part in self.parts))
+
+    def addresses(self) -> torch.Tensor:
+        """Of each row: [rows] int64."""
+        return torch.cat([_row_addresses(part) for part in self.parts])
+
+
+def _row_addresses(part: torch.Tensor) -> torch.Tensor:
+    at = torch.tensor([part.data_ptr()])
+    for extent, stride in zip(part.shape[:-1], part.stride()[:-1], strict=True):
+        at = (at.unsqueeze(1) + torch.arange(extent) * (stride * part.itemsize)).flatten()
+    return at
+
+
+def _with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +125,20 @@ class PackedMatrix:
 
 
 def pack_matrix(
-    library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_gated: bool = False
+    library: NativeLibrary,
+    weight: torch.Tensor | StoredRows,
+    bias: torch.Tensor | None = None,
+    *,
+    is_gated: bool = False,
 ) -> PackedMatrix:
     """Pack one weight; gated: its halves, gate's rows and up's. Raises ValueError where it does not fit."""
-    out, size = weight.shape
+    stored = StoredRows((weight,)) if isinstance(weight, torch.Tensor) else weight
+    out, size = stored.shape
     parts = 2 if is_gated else 1
-    if weight.dtype != torch.float32 or out % parts or (bias is not None and bias.shape != (out,)):
-        raise ValueError(f"pack_matrix: weight is {list(weight.shape)} {weight.dtype}, bias {bias}; float32 is needed")
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    if out % parts or (bias is not None and bias.shape != (out,)):
+        raise ValueError(f"pack_matrix: weight is {[out, size]}, gated: {is_gated}, bias {bias}; they do not fit")
+    stored = stored.alike()
+    rows, kind = stored.addresses(), STORED[stored.parts[0].dtype]
     panels = -(-out // parts // library.panel)
     packed = _aligned(parts * panels * library.panel * size)
     panel_bytes = FLOAT_BYTES * library.panel * size
@@ -98,8 +147,8 @@ def pack_matrix(
         """Panels of one part, from the first to before the last."""
         row, end = (min(panel * library.panel, out // parts) for panel in (first, last))
         library.functions.trimtab_pack(
-            weight.data_ptr() + FLOAT_BYTES * (part * (out // parts) + row) * weight.stride(0), weight.stride(0),
-            end - row, size, packed.data_ptr() + panel_bytes * (first * parts + part), parts,
+            kind, rows.data_ptr() + rows.itemsize * (part * (out // parts) + row), end - row, size,
+            packed.data_ptr() + panel_bytes * (first * parts + part), parts,
         )  # fmt: skip
 
     _in_threads(pack, parts, panels, library.num_threads if packed.nbytes >= THREADED_BYTES else 1)
@@ -216,9 +265,11 @@ def _matrix(
 
 
 def _aligned(num_floats: int) -> torch.Tensor:
-    """Memory that begins on a cache line, so that a vector never lies in two."""
+    """Memory that begins on a cache line, so that a vector never lies in two. Of what is large enough the system is
+    asked for huge pages: fewer to ask for while weights are packed, fewer to look up while they are read."""
     room = torch.empty(num_floats + ALIGNMENT // FLOAT_BYTES)
     skipped = -room.data_ptr() % ALIGNMENT // FLOAT_BYTES
+    ask_for_huge_pages(room)
     return room[skipped : skipped + num_floats]
 
 

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from trimtab_engine.layers.linear import Linear
+from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.weights.safetensors_files import SafetensorsSource
+from trimtab_kernels.rotary_embedding import interleave_pairs
 
 HIDDEN, OUT = 24, 8
 STORED = (torch.bfloat16, torch.float32)
@@ -48,3 +51,26 @@ def test_a_single_row_is_its_own_memory(tmp_path: Path) -> None:
     for layer, product in enumerate((first, second)):
         expected = tensors[f"{layer}.a.weight"][:1].half().float().sum()
         assert float(product(x)) == pytest.approx(float(expected), abs=0.05)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_table_as_wide_as_the_vocabulary_is_looked_up_and_multiplied_as_it_is_stored(
+    stored: torch.dtype, tmp_path: Path
+) -> None:
+    load, tensors = a_loader(tmp_path, stored, torch.float32)
+    table, expected = load.vocabulary("0.a.weight", rows=None), tensors["0.a.weight"].float()
+    index = torch.tensor([3, 0, 3, 7])
+    assert torch.equal(VocabularyEmbedding(table, 0, None)(index), expected[index])
+    x = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1))
+    logits = LmHead(table, OUT, None)(x)
+    assert logits is not None
+    torch.testing.assert_close(logits, x @ expected.t(), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_in_pairs_are_packed_like_rows_that_were_put_in_order_before(tmp_path: Path) -> None:
+    load, tensors = a_loader(tmp_path, torch.bfloat16, torch.float32)
+    product = load.joined("0.", {"a": (0, OUT), "b": (0, OUT), "c": (0, OUT)}, pairs=4)
+    weights = [tensors[f"0.{name}.weight"].float() for name in "abc"]
+    whole = torch.cat([*(interleave_pairs(weight, 4) for weight in weights[:2]), weights[2]])
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(product(x), Linear(whole)(x))

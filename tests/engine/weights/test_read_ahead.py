@@ -1,5 +1,8 @@
 """What the disk is asked for before it is wanted: the next tensors in the order of the layers, once, not too far."""
 
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ ROWS = 4  # of 8 floats: 128 bytes
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names that were asked for; the system is asked, too."""
+    """The names that were asked for, at once; the system is asked, too."""
     names: list[str] = []
     own = read_ahead._ask
 
@@ -22,6 +25,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(place.name)
         own(place)
 
+    class AtOnce:
+        def __init__(self, num_threads: int, thread_name_prefix: str) -> None:
+            pass
+
+        def submit(self, ask: Callable[[read_ahead._Place], None], place: read_ahead._Place) -> None:
+            ask(place)
+
+    monkeypatch.setattr(read_ahead, "ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr(read_ahead, "_ask", ask)
     return names
 
@@ -57,11 +68,48 @@ def test_what_follows_is_asked_for_once_in_the_order_of_the_layers(
     assert layers(asked)[8:] == [5, 6, 7, 8]
 
 
+def test_tables_are_asked_for_behind_the_last_layer(folder: Path, asked: list[str]) -> None:
+    tables = {name: torch.zeros(ROWS, 8) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file(tables, folder / "tables.safetensors")
+    ahead = ReadAhead({file: read_header(file) for file in folder.glob("*.safetensors")})
+    ahead.wanted("model.layers.10.weight")
+    assert asked[:2] == ["model.layers.10.weight", "model.layers.11.weight"]
+    assert sorted(asked[2:]) == sorted(tables)
+
+
 def test_a_place_is_where_the_numbers_are(folder: Path) -> None:
     ahead = ReadAhead({file: read_header(file) for file in folder.glob("*.safetensors")})
     for place in ahead._places:
         data = place.file.read_bytes()[place.first : place.first + place.num_bytes]
         assert torch.frombuffer(bytearray(data), dtype=torch.float32).tolist() == [float(place.name.split(".")[2])] * 32
+
+
+def test_all_of_a_large_tensor_is_asked_for_in_pieces_that_the_system_takes_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, first, size, advice: pieces.append((first, size)))
+    size = 3 * read_ahead.PIECE_BYTES + 5
+    read_ahead._ask(read_ahead._Place("large", next(folder.glob("*.safetensors")), 77, size))
+    assert [first for first, _ in pieces] == [77 + number * read_ahead.PIECE_BYTES for number in range(4)]
+    assert [num_bytes for _, num_bytes in pieces] == [read_ahead.PIECE_BYTES] * 3 + [5]
+
+
+def test_whoever_wants_a_tensor_does_not_wait_until_the_disk_takes_more(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_free, took = threading.Event(), threading.Event()
+
+    def ask(place: read_ahead._Place) -> None:
+        assert is_free.wait(30)
+        if place.name == "model.layers.11.weight":
+            took.set()
+
+    monkeypatch.setattr(read_ahead, "_ask", ask)
+    ahead = ReadAhead({file: read_header(file) for file in folder.glob("*.safetensors")})
+    ahead.wanted("model.layers.0.weight")
+    is_free.set()
+    assert took.wait(30)
 
 
 def test_only_a_checkpoint_that_is_about_to_be_loaded_is_asked_for(folder: Path, asked: list[str]) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from trimtab_kernels.native import matrix
 from trimtab_kernels.native.library import NativeLibrary
-from trimtab_kernels.native.matrix import multiply_reference, pack_matrix
+from trimtab_kernels.native.matrix import StoredRows, multiply_reference, pack_matrix
 
 EPSILON = torch.finfo(torch.float32).eps
 
@@ -76,6 +76,51 @@ def test_several_threads_pack_what_one_does(
     assert torch.equal(pack_matrix(library, weight, is_gated=is_gated).weight, one.weight)
 
 
+def panels_of(library: NativeLibrary, weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """What is packed, in plain torch: panels of each part by turns, zeros behind the last output."""
+    halves = [torch.nn.functional.pad(half, (0, 0, 0, -half.shape[0] % library.panel)) for half in weight.chunk(parts)]
+    panels = [half.view(-1, library.panel, half.shape[1]).transpose(1, 2) for half in halves]
+    return torch.stack(panels, dim=1).flatten()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("out", "size"), [(1, 1), (7, 3), (64, 48), (71, 577), (160, 64)])
+def test_every_number_lies_in_its_panel_whatever_it_is_stored_as(
+    library: NativeLibrary, dtype: torch.dtype, out: int, size: int
+) -> None:
+    weight = torch.randn(out, size).to(dtype)
+    packed = pack_matrix(library, weight)
+    assert torch.equal(packed.weight, panels_of(library, weight.float()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_numbers_of_16_bits_become_those_that_torch_makes(library: NativeLibrary, dtype: torch.dtype) -> None:
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).view(256, 256)
+    packed, expected = pack_matrix(library, every).weight, panels_of(library, every.float())
+    is_number = ~expected.isnan()
+    assert torch.equal(packed.view(torch.int32)[is_number], expected.view(torch.int32)[is_number])
+    assert bool(packed[~is_number].isnan().all())
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_rows_of_several_tensors_and_in_another_order_are_packed_from_where_they_lie(
+    library: NativeLibrary, is_gated: bool
+) -> None:
+    first, second = torch.randn(12, 50).bfloat16(), torch.randn(26, 100).bfloat16()[:, 50:]
+    pairs = first.view(-1, 2, 3, 50).transpose(1, 2)
+    packed = pack_matrix(library, StoredRows((pairs, second)), is_gated=is_gated)
+    whole = torch.cat([pairs.reshape(12, 50), second]).float()
+    assert torch.equal(packed.weight, panels_of(library, whole, 2 if is_gated else 1))
+
+
+def test_rows_of_two_dtypes_are_packed_too_and_of_two_widths_refused(library: NativeLibrary) -> None:
+    parts = torch.randn(5, 8).half(), torch.randn(9, 16)[:, ::2]
+    packed = pack_matrix(library, StoredRows(parts))
+    assert torch.equal(packed.weight, panels_of(library, torch.cat([part.float() for part in parts])))
+    with pytest.raises(ValueError, match="rows to pack"):
+        StoredRows((torch.randn(5, 8), torch.randn(5, 9)))
+
+
 def test_rows_may_lie_apart_and_columns_may_not(library: NativeLibrary) -> None:
     weight = torch.randn(9, 8)
     packed = pack_matrix(library, weight)
@@ -92,8 +137,8 @@ def test_what_does_not_fit_is_refused(library: NativeLibrary, size: int, dtype: 
 
 
 def test_weights_of_other_dtypes_and_odd_halves_are_refused(library: NativeLibrary) -> None:
-    with pytest.raises(ValueError, match="float32"):
-        pack_matrix(library, torch.randn(4, 4, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="float64"):
+        pack_matrix(library, torch.randn(4, 4, dtype=torch.float64))
     with pytest.raises(ValueError, match="pack_matrix"):
         pack_matrix(library, torch.randn(3, 4), is_gated=True)
 

@@ -1,0 +1,55 @@
+"""What a decoded token takes, out of rounds that other work disturbs, and by how many threads."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import engine_benchmarks.packed_bench as packed_bench
+import pytest
+import torch
+from engine_benchmarks.packed_bench import NOTHING, STEPS, Spent, Timed, of_one_token, take_turns, trimtab
+from engine_benchmarks.random_checkpoint import CONFIG, write
+
+
+def a_round(before: float, whole: float) -> Timed:
+    return Timed(Spent(before, before / 2), Spent(whole, whole / 2))
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_afterwards() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_beginning_that_was_disturbed_makes_no_token_faster() -> None:
+    rounds = [a_round(900.0, 1.0 + STEPS), a_round(1.0, 1.0 + 2 * STEPS), a_round(1.5, 1.5 + STEPS)]
+    assert of_one_token(rounds) == Spent(1.0, 0.5)
+
+
+def test_contenders_take_turns_and_the_first_round_is_not_counted() -> None:
+    asked: list[str] = []
+
+    def contender(name: str, *wholes: float) -> packed_bench.Round:
+        left = list(wholes)
+
+        def run() -> Timed:
+            asked.append(name)
+            return Timed(NOTHING, Spent(left.pop(0) * STEPS, 0.0))
+
+        return run
+
+    best = take_turns({"a": contender("a", 0.1, 3.0, 2.0), "b": contender("b", 9.0, 4.0, 5.0)}, 2)
+    assert asked == ["a", "b"] * 3
+    assert {name: spent.wall for name, spent in best.items()} == {"a": 2.0, "b": 4.0}
+
+
+def test_a_model_is_computed_by_as_many_threads_as_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "vocab_size": 97}
+    monkeypatch.setattr("engine_benchmarks.random_checkpoint.CONFIG", CONFIG | sizes)
+    monkeypatch.setattr(packed_bench, "native_library", lambda: None)  # which may not be compiled here
+    write(tmp_path / "made", 1)
+    run, _ = trimtab(tmp_path / "made", [5, 6, 7], threads=3)
+    assert torch.get_num_threads() == 3
+    assert run().whole.wall > 0

@@ -1,0 +1,64 @@
+"""Large weights have huge pages where the system gives them, and no page beyond their own."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from trimtab_kernels.native import huge_pages
+from trimtab_kernels.native.huge_pages import HUGE_PAGE_BYTES, ask_for_huge_pages
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """From where, and how many bytes; each time the system refuses."""
+    made: list[tuple[int, int]] = []
+
+    class Libc:
+        def madvise(self, address: ctypes.c_void_p, num_bytes: ctypes.c_size_t, advice: int) -> int:
+            made.append((address.value or 0, num_bytes.value))
+            return -1
+
+    monkeypatch.setattr(huge_pages, "ADVICE", 14)
+    monkeypatch.setattr(huge_pages, "_libc", Libc)
+    return made
+
+
+@pytest.mark.parametrize("num_bytes", [4, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES - 4, 8 * HUGE_PAGE_BYTES])
+def test_whole_huge_pages_within_the_tensor_are_asked_for(asked: list[tuple[int, int]], num_bytes: int) -> None:
+    tensor = torch.empty(num_bytes // 4)
+    ask_for_huge_pages(tensor)
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    for address, length in asked:
+        assert address % HUGE_PAGE_BYTES == length % HUGE_PAGE_BYTES == 0
+        assert first <= address < address + length <= last
+        assert tensor.nbytes - length < 2 * HUGE_PAGE_BYTES
+    assert bool(asked) == (first + -first % HUGE_PAGE_BYTES + HUGE_PAGE_BYTES <= last)
+
+
+def test_a_system_without_any_is_not_asked(asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "ADVICE", None)
+    ask_for_huge_pages(torch.empty(8 * HUGE_PAGE_BYTES))
+    assert asked == []
+
+
+@pytest.mark.skipif(not SETTING.exists() or "[never]" in SETTING.read_text(), reason="this system has none")
+def test_a_large_tensor_gets_them() -> None:
+    tensor = torch.empty(32 * HUGE_PAGE_BYTES // 4)
+    ask_for_huge_pages(tensor)
+    flags = _flags_of(tensor.data_ptr() + HUGE_PAGE_BYTES)
+    assert "hg" in flags
+
+
+def _flags_of(address: int) -> list[str]:
+    """Of the mapping that has this address."""
+    has_it = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition("-")
+        if rest and ":" not in first and "VmFlags" not in first:
+            has_it = int(first, 16) <= address < int(rest.split()[0], 16)
+        elif has_it and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
