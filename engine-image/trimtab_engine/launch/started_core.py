@@ -67,5 +67,10 @@ def cause_of_end(name: str, code: int, loading_stage: str | None) -> str:
             f"so: dmesg, or OOMKilled in the pod's status); lower --gpu-memory-utilization or --device-memory-bytes, "
             f"or raise the container's limit"
         )
+    if code == -signal.SIGBUS:
+        return (
+            f"{name} ended unexpectedly (killed by signal 7): most likely a file of the model was cut or written over "
+            f"while it was served, or the disk that has it is gone; replace files by renaming others to their names"
+        )
     cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return f"{name} ended unexpectedly ({cause})"

@@ -11,11 +11,13 @@ import re
 import struct
 from bisect import bisect_left
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
+from weakref import finalize
 
 AHEAD_BYTES = 256 << 20  # of the tensors behind the one that is wanted: what a disk reads in a tenth of a second or two
 PIECE_BYTES = 128 << 10  # what Linux reads ahead where nobody has set anything (queue/read_ahead_kb)
@@ -46,7 +48,10 @@ class ReadAhead:
         self._places = sorted(places, key=lambda place: _order(place.name))
         self._keys = [_order(place.name) for place in self._places]
         self._asked: set[int] = set()
-        self._asking = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._asking: SimpleQueue[_Place | None] = SimpleQueue()
+        # Nobody waits for the thread: a load that fails ends at once, whatever is still to be asked for.
+        Thread(target=_ask_in_turn, args=(self._asking,), name="read-ahead", daemon=True).start()
+        finalize(self, self._asking.put, None)
 
     def wanted(self, name: str) -> None:
         """Ask for this one and those behind it, once each."""
@@ -59,7 +64,7 @@ class ReadAhead:
                     return
             if index not in self._asked:
                 self._asked.add(index)
-                self._asking.submit(_ask, place)
+                self._asking.put(place)
 
 
 def _order(name: str) -> tuple[bool, list[tuple[int, str]]]:
@@ -72,6 +77,12 @@ def _data_begins(file: Path) -> int:
     with file.open("rb") as stream:
         length: int = struct.unpack("<Q", stream.read(8))[0]
     return 8 + length
+
+
+def _ask_in_turn(asking: "SimpleQueue[_Place | None]") -> None:
+    """What is put there, until None is."""
+    while (place := asking.get()) is not None:
+        _ask(place)
 
 
 def _ask(place: _Place) -> None:

@@ -154,11 +154,14 @@ class Reconciler:
         return self.eyes.tick_seconds
 
     async def _let_others_act(self, loop: Loop) -> None:
-        """What was asked for is done: telling of it waits while what others have asked for is not."""
-        if self._ticking.is_waited_for(loop.place):
+        """What was asked for is done: telling of it waits while what others have asked for is not. Who is asked anew by
+        now stays in front, to be done with this tick."""
+        if self._ticking.is_waited_for(loop.place) and not self._is_asked_anew(loop):
             self.heartbeats.wait_in_line(str(loop.key))
-            await self._ticking.step_back(loop.place, TOLD_SECONDS)
-            self.heartbeats.beat(str(loop.key))
+            try:
+                await self._ticking.step_back(loop.place, TOLD_SECONDS)
+            finally:
+                self.heartbeats.beat(str(loop.key))
 
     async def _confirmed(self, loop: Loop, world: World, decided: Turn) -> tuple[World, Turn]:
         """Make sure of what a turn rests on; where the cache lagged, decide again by what is so now."""

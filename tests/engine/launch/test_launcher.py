@@ -76,3 +76,9 @@ def test_a_core_that_is_killed_while_it_serves_may_have_run_out_of_memory() -> N
         started_core.cause_of_end("the engine core", -11, None)
         == "the engine core ended unexpectedly (killed by signal 11)"
     )
+
+
+def test_a_core_whose_mapped_file_was_cut_says_what_to_do_with_files() -> None:
+    told = started_core.cause_of_end("the engine core", -7, None)
+    assert "a file of the model was cut or written over" in told
+    assert "renaming" in told

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         own(place)
 
     class AtOnce:
-        def __init__(self, num_threads: int, thread_name_prefix: str) -> None:
-            pass
+        def put(self, place: read_ahead._Place | None) -> None:
+            if place is not None:
+                ask(place)
 
-        def submit(self, ask: Callable[[read_ahead._Place], None], place: read_ahead._Place) -> None:
-            ask(place)
+        def get(self) -> None:
+            """The thread has nothing to do."""
 
-    monkeypatch.setattr(read_ahead, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(read_ahead, "SimpleQueue", AtOnce)
     monkeypatch.setattr(read_ahead, "_ask", ask)
     return names
 
@@ -119,3 +119,17 @@ def test_only_a_checkpoint_that_is_about_to_be_loaded_is_asked_for(folder: Path,
     source.map_files()
     source.tensor("model.layers.2.weight", rows=(0, 2))
     assert layers(asked) == list(range(2, 12))
+
+
+def test_the_thread_ends_with_who_reads(folder: Path) -> None:
+    def asking() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+
+    before = asking()
+    ahead = ReadAhead({file: read_header(file) for file in folder.glob("*.safetensors")})
+    (own,) = (thread for thread in asking() if thread not in before)
+    assert own.daemon  # a process that ends by an error ends
+    ahead.wanted("model.layers.0.weight")
+    del ahead
+    own.join(timeout=10.0)
+    assert not own.is_alive()

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar, Literal, cast
 
 import aiohttp
@@ -24,9 +24,10 @@ from trimtab_operator.edge import metrics
 from trimtab_operator.edge.cache import Cache, Store
 from trimtab_operator.edge.engines import Engines
 from trimtab_operator.edge.health import Heartbeats
-from trimtab_operator.edge.look import Key
+from trimtab_operator.edge.look import Eyes, Key
 from trimtab_operator.errors import Gone, NameTaken
 from trimtab_operator.loop import reconciler as reconciler_module
+from trimtab_operator.loop.hands import Done, Hands
 from trimtab_operator.loop.lanes import Lanes, Place
 from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS, MAX_TICKS_AT_ONCE, Loop, Reconciler, _rang
 from trimtab_operator.loop.wake_ups import WakeUps
@@ -333,6 +334,43 @@ async def test_who_has_done_what_it_was_asked_for_tells_of_it_when_others_have_t
     assert cluster.condition("Ready")["status"] == "False"
     doors["follower"].set()
     await asyncio.gather(*crowd)
+
+
+async def test_who_is_edited_again_while_it_acts_waits_for_nobody() -> None:
+    """The next tick brings the second edit about, and begins when this one has told of the first."""
+    cluster, lanes, wake_ups = FakeCluster(), Lanes(2, beside=0), WakeUps()
+    store, like = Store(KIND), a_reconciler(cluster)
+    cache = Cache([store], wake_ups.ring)
+    cache.listed(store, [a_body(KEY.name, 2, version=1)], 1)
+    loop, door = a_loop(cluster), asyncio.Event()
+
+    class EditedMeanwhile(Hands):
+        async def act(self, world: World, turn: Turn, engines: Engines) -> Done:
+            cache.changed(store, "MODIFIED", a_body(KEY.name, 3, version=2))
+            return await like.hands.act(world, turn, engines)
+
+        async def remember(self, world: World, turn: Turn) -> None:
+            await like.hands.remember(world, turn)
+
+    class Sees(Eyes):
+        def unanswered(self, key: Key) -> int | None:
+            return replace(like.eyes, cache=cache).unanswered(Key(key.namespace, key.name, key.uid))
+
+    hands = EditedMeanwhile(like.hands.cluster, like.hands.metrics, like.hands.clock)
+    eyes = Sees(**{each.name: getattr(like.eyes, each.name) for each in fields(Eyes) if each.init})
+    reconciler = replace(like, eyes=eyes, hands=hands, wake_ups=wake_ups, _ticking=lanes)
+
+    async def stay() -> None:
+        async with lanes.entered(Place(urgent=True)):
+            await door.wait()
+
+    other = asyncio.create_task(stay())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10.0):
+        await reconciler.guarded_tick(loop)
+    assert (loop.generation, loop.failures, cluster.events) == (2, 0, ["ReplicaCreated"])
+    door.set()
+    await other
 
 
 @pytest.mark.parametrize(
