@@ -145,7 +145,7 @@ def _without_a_device() -> Iterator[None]:
         patch.object(start, "recorder_of", lambda device: _ReplaysNothing()),
         patch.object(start, "graph_plan", cuda_graph_plan),
         patch.object(ModelRunner, "profile", lambda *_: 0),
-        patch.object(DeviceSteps, "_forward", lambda _, buffers, rows, *rest: torch.zeros(rows, HIDDEN_SIZE)),
+        patch.object(DeviceSteps, "_forward", lambda _, buffers, key, *rest: torch.zeros(key.num_tokens, HIDDEN_SIZE)),
         patch.object(StepBuffers, "_to_device", lambda *_: None),
         patch.object(Decoder, "logits", lambda model, hidden, wanted: torch.zeros(len(wanted), VOCAB_SIZE)),
         patch.object(sampler, "sample_triton", lambda logits, *_: (logits.argmax(dim=-1), None)),

@@ -155,7 +155,7 @@ def test_with_the_steps_of_devices_over_ranks(
     engine = partial(an_engine, checkpoint, async_scheduling=True, **layout)
     graphs = graphs_over_ranks(engine, PROMPTS, expected, tmp_path)
     assert "Eager.IMAGES" in graphs
-    assert any(graph.endswith("tokens_per_sequence=1)") for graph in graphs)
+    assert any("tokens_per_sequence=1," in graph for graph in graphs)
 
 
 def test_a_tower_that_so_many_ranks_cannot_share_is_refused_with_what_would_do(checkpoint: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import EngineDead
+from trimtab_engine.launch import launcher as launcher_module
 from trimtab_engine.launch import started_core
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.launch.launcher import CoreLauncher
@@ -121,7 +122,8 @@ async def test_a_core_that_ends_before_it_reads_its_configuration_is_a_failure(r
     assert client.failure.exit_code == 1
 
 
-async def test_the_cores_own_words_are_the_failure(run_core: RunCore) -> None:
+async def test_the_cores_own_words_are_the_failure(run_core: RunCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_module, "DEAD_GRACE_SECONDS", 30.0)  # however busy the machine is
     client = await run_core('send(CoreFailed("no room; lower max_model_len", 2)); outbox.close(linger=1000)')
     await soon(client.ended.wait())
     assert client.failure is not None
