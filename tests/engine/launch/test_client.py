@@ -124,7 +124,7 @@ async def test_a_core_that_ends_before_it_reads_its_configuration_is_a_failure(r
 
 async def test_the_cores_own_words_are_the_failure(run_core: RunCore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_module, "DEAD_GRACE_SECONDS", 30.0)  # however busy the machine is
-    client = await run_core('send(CoreFailed("no room; lower max_model_len", 2)); outbox.close(linger=1000)')
+    client = await run_core('send(CoreFailed("no room; lower max_model_len", 2)); outbox.close(linger=30000)')
     await soon(client.ended.wait())
     assert client.failure is not None
     assert (client.failure.message, client.failure.exit_code) == ("no room; lower max_model_len", 2)
