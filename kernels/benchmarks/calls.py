@@ -105,6 +105,7 @@ def steps_of(call: str, output: Path, *, jobs: int) -> list[Step]:
             Step("layouts", _pytest(f"{cuda}/test_layouts.py", jobs=min(jobs, 3)), 90),
             Step("images", _pytest(f"{cuda}/test_images.py", jobs=1), 90),
             Step("kernels", _pytest(kernels, *without, jobs=jobs), 300, lane=2),
+            Step("families", _pytest(f"{cuda}/test_families.py", jobs=min(jobs, 3)), 200, lane=6),
             Step("memcheck", (*sanitized, "--tool", "memcheck", *_pytest(*small, "-x")), 150, "compute-sanitizer",
                  lane=3),
             Step("racecheck", (*sanitized, "--tool", "racecheck", *_pytest(*small, "-x")), 150, "compute-sanitizer",

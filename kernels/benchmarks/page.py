@@ -112,11 +112,12 @@ def markdown(report: Report, *, with_picture: bool) -> str:
 def _summary(asked: Asked, rows: dict[str, Entry]) -> str:
     found = [row for name, row in rows.items() if asked.answers(name)]
     verdicts = [verdict for row in found if (verdict := meets(row)) is not None]
-    shares = [row["share"] for row in found if "share" in row and row.get("bar")]
+    has_bar = any(row.get("bar") for row in found)
+    shares = [row["share"] for row in found if "share" in row and bool(row.get("bar")) == has_bar]
     spread = f"{min(shares):.2f} to {max(shares):.2f}" if shares else ""
     if not shares:
         spread = ", ".join(_ours(row) for row in found if row.get("limit") == "seconds" and "error" not in row)
-    met = f"{sum(verdicts)} of {len(verdicts)}" if verdicts else "not measured"
+    met = f"{sum(verdicts)} of {len(verdicts)}" if verdicts else f"{len(shares)} measured" if shares else "not measured"
     return f"| {asked.what} | {asked.bar} | {met} | {spread} |"
 
 

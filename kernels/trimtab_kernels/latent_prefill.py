@@ -26,6 +26,9 @@ from trimtab_kernels.launch.device_facts import HOPPER, DeviceFacts, device_fact
 from trimtab_kernels.launch.jit import jit, kernel, next_power_of_2, tl
 from trimtab_kernels.paged_prefill import MIN_ROWS, paged_prefill_reference, score_scale, slots_of
 
+ROW_BYTES = 16
+"""Of what is copied at once. Triton (3.6) takes a token's slot for a multiple of the block size when it asks where its
+row begins: rows of 168 bytes were read at addresses that do not allow it, and the device was lost."""
 NARROW_ROWS, WIDE_ROWS = 32, 64
 """Rows of a tile at most. 64 are for Hopper's warp-group products: their sums take half of the registers, and queries
 and two tiles of keys 216 KiB of shared memory. Elsewhere 32 do it without spills."""
@@ -71,7 +74,7 @@ def latent_tile(num_rows: int, width: int, itemsize: int, cache_itemsize: int, f
     """For up to so many rows of a sequence that read the same keys: tokens times heads.
 
     A key of DeepSeek-V3 has 576 elements and queries are read anew for each tile of keys, so high tiles take more keys
-    where the shared memory holds them. Tiles of 16 rows read at the memory's rate, with two programs to a
+    where the shared memory holds them. Tiles of 16 rows, and of 32 where all are that low, have two programs to a
     multiprocessor. Conversions of a float8 cache take the registers of more rows; float32 is for correctness only.
     Raises ValueError where that does not fit.
     """
@@ -87,6 +90,8 @@ def latent_tile(num_rows: int, width: int, itemsize: int, cache_itemsize: int, f
         return LatentTile(rows=MIN_ROWS, keys=32, num_warps=8, num_stages=2)
     rows = max(MIN_ROWS, next_power_of_2(num_rows))
     if rows == MIN_ROWS:
+        return LatentTile(rows, keys=32, num_warps=4, num_stages=3)
+    if rows == 2 * MIN_ROWS and facts.has_hoppers_memory:
         return LatentTile(rows, keys=32, num_warps=4, num_stages=3)
     rows = min(rows, WIDE_ROWS if facts.capability == HOPPER else NARROW_ROWS)
     if facts.has_hoppers_memory:
@@ -108,7 +113,7 @@ def latent_queries(
 ) -> tl.tensor:
     """Rows that begin at `places`: ([rows, BLOCK_C] that meets latent vectors, [rows, BLOCK_R] that meets the rotated
     part, scale of the scores). IS_FLOAT8: beside such a cache they are float16, divided by their largest value
-    (paged_decode's beside_float8)."""
+    (paged_decode's _paired_queries)."""
     latents = tl.arange(0, BLOCK_C)
     rotated = tl.arange(0, BLOCK_R)
     in_latent = is_row[:, None] & (latents < KV_RANK)[None, :]
@@ -312,6 +317,11 @@ def check_latent_shapes(
             f"{name}: query {list(query.shape)} and latent vectors of {kv_rank} do not fit the cache "
             f"{list(cache.shape)}: it has one head of what a query's head has, of which the vector is a part, and a "
             f"token's heads lie in a row"
+        )
+    if query.device.type != "cpu" and (width * min(cache.element_size(), query.element_size())) % ROW_BYTES:
+        raise ValueError(
+            f"{name}: a token's {width} elements take {width * cache.element_size()} bytes in the cache; a GPU reads "
+            f"{ROW_BYTES} at a time, so that they must be a multiple of {ROW_BYTES}"
         )
     if block_tables.shape[0] != seq_lens.shape[0] or block_tables.dtype != torch.int32:
         raise ValueError(

@@ -34,8 +34,9 @@ from trimtab_kernels.paged_prefill import (
     slots_of,
 )
 
-MIN_SHARE_TOKENS = 256
-"""A part costs its reader and writer 8 / tokens of the bytes of its keys (fp32, a group of 4): 3 % here."""
+MIN_SHARE_TOKENS = 64
+"""A tile: where there are so few keys that programs are left over, latency counts, and not the bytes of parts. One
+sequence of 1,024 takes 9.5 us on an H200, 12.7 in shares of 256."""
 MAX_PARTS = 64
 """Of a sequence: one program merges them all, while the others may have ended."""
 MERGED_VALUES, MERGED_PARTS = 8192, 16
@@ -48,6 +49,15 @@ PROGRAMS_PER_SM = 2
 takes 217 registers by triton 3.6 (144 by 3.9)."""
 FLOAT8_PROGRAMS_PER_SM, FLOAT8_REGISTERS = 3, 168
 """Conversions keep programs of a float8 cache waiting, so a third one helps: at so many registers it fits."""
+EVEN_E4M3, ODD_E4M3 = (
+    tl.constexpr(
+        "{ .reg .b32 both; .reg .b16 low, high; "
+        f"prmt.b32 both, $1, 0, {places}; mov.b32 {{low, high}}, both; cvt.rn.f16x2.e4m3x2 $0, low; }}"
+    )
+    for places in ("0x4420", "0x4431")
+)
+EVEN_E5M2, ODD_E5M2 = (tl.constexpr(f"prmt.b32 $0, $1, 0, {places};") for places in ("0x2404", "0x3414"))
+"""Of two registers' halves the bytes at even places, or at odd ones; float16 is e5m2 and eight bits more."""
 LARGE_GROUP, LARGE_HEAD = 32, 128
 """More query heads to a kv head, and larger heads, would lose too much with FLOAT8_REGISTERS."""
 
@@ -110,11 +120,31 @@ def decode_tile(head_size: int, itemsize: int, facts: DeviceFacts) -> tuple[int,
 
 
 @jit
-def beside_float8(queries: tl.tensor, score_scale: tl.tensor) -> tl.tensor:
-    """(queries, score_scale) for a float8 cache: float16 holds its values exactly and takes half the instructions that
-    bfloat16 takes to convert to. The queries are divided by their largest value, so that float16 holds them too."""
-    largest = tl.maximum(tl.max(tl.max(tl.abs(queries.to(tl.float32)), 1), 0), 1e-30)
-    return (queries.to(tl.float32) / largest).to(tl.float16), score_scale * largest
+def _by_assembler(pairs: tl.tensor, TEXT: tl.constexpr) -> tl.tensor:
+    return tl.inline_asm_elementwise(TEXT, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@jit
+def _float16_pairs(pairs: tl.tensor, FLOAT8: tl.constexpr, BY_ASSEMBLER: tl.constexpr) -> tl.tensor:
+    """(values at even places, at odd ones) in float16, which holds float8 exactly, of float8 values that were read two
+    by two as 16 bits. Neighbours along the other axis lie in one register so, as the matrix units want them; byte by
+    byte they would be gathered from shared memory. What the compiler makes of the plain way takes more instructions."""
+    if BY_ASSEMBLER and FLOAT8.is_fp8e5():
+        return _by_assembler(pairs, EVEN_E5M2), _by_assembler(pairs, ODD_E5M2)
+    if BY_ASSEMBLER:
+        return _by_assembler(pairs, EVEN_E4M3), _by_assembler(pairs, ODD_E4M3)
+    even = (pairs & 0xFF).to(tl.uint8).to(FLOAT8, bitcast=True).to(tl.float16)
+    return even, (pairs >> 8).to(tl.uint8).to(FLOAT8, bitcast=True).to(tl.float16)
+
+
+@jit
+def _paired_queries(places: tl.tensor, inside: tl.tensor, score_scale: tl.tensor) -> tl.tensor:
+    """(queries at even places, at odd ones, score_scale) for a float8 cache. The queries are divided by their largest
+    value, so that float16 holds them."""
+    even = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(places + 1, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1), 0), 1e-30)
+    return (even / largest).to(tl.float16), (odd / largest).to(tl.float16), score_scale * largest
 
 
 @jit
@@ -275,6 +305,8 @@ def _paged_decode(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
+    BY_ASSEMBLER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Program (kv head, share): neighbours read the same blocks at the same time. DEPENDENT: it may begin before the
@@ -290,6 +322,8 @@ def _paged_decode(
     in_head = columns < HEAD_SIZE
     in_group = places < GROUP
     inside = in_group[:, None] & in_head[None, :]
+    halves = tl.arange(0, BLOCK_D // 2)
+    in_half = halves < HEAD_SIZE // 2
     offsets = heads[:, None] * HEAD_SIZE + columns[None, :]
     num_tiles, share = _share_of(seq_lens, gone, num_seqs, WINDOW, CHUNK, KEYS, PROGRAMS, MIN_TILES, MAX_PARTS, ROWS)
     tile = program * share
@@ -303,12 +337,18 @@ def _paged_decode(
             moved = tl.load(gone + row)
         first_seen, tiles = _tiles_of(length, moved, WINDOW, CHUNK, KEYS)
         stop = tl.minimum(before + tiles, last_tile)
-        queries = tl.load(query + row * query_stride + offsets, mask=inside, other=0.0)
         row_scale = score_scale
-        if key_cache.dtype.element_ty.is_fp8() and queries.dtype != tl.float32:
-            queries, row_scale = beside_float8(queries, score_scale)
+        if IN_PAIRS:
+            query_places = query + row * query_stride + heads[:, None] * HEAD_SIZE + 2 * halves[None, :]
+            even_queries, odd_queries, row_scale = _paired_queries(
+                query_places, in_group[:, None] & in_half[None, :], score_scale
+            )
+        else:
+            queries = tl.load(query + row * query_stride + offsets, mask=inside, other=0.0)
         table = block_tables + row * table_stride
         accumulator = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        even_sums = tl.zeros([BLOCK_M, BLOCK_D // 2], dtype=tl.float32)
+        odd_sums = tl.zeros([BLOCK_M, BLOCK_D // 2], dtype=tl.float32)
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         if sinks is not None:  # as if its key came first
@@ -323,11 +363,19 @@ def _paged_decode(
             if WINDOW is not None:
                 is_seen &= positions >= length - WINDOW
             slots = slots_of(table, positions, is_seen, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_SIZE) + kv_head * HEAD_SIZE
-            cached = slots[:, None] + columns[None, :]
-            is_loaded = is_seen[:, None] & in_head[None, :]
-            keys = tl.load(key_cache + cached, mask=is_loaded, other=0.0)
-            values = tl.load(value_cache + cached, mask=is_loaded, other=0.0)
-            scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="tf32x3") * row_scale
+            if IN_PAIRS:
+                cached = (slots // 2)[:, None] + halves[None, :]
+                is_loaded = is_seen[:, None] & in_half[None, :]
+                keys = tl.load(key_cache.to(tl.pointer_type(tl.uint16)) + cached, mask=is_loaded, other=0)
+                values = tl.load(value_cache.to(tl.pointer_type(tl.uint16)) + cached, mask=is_loaded, other=0)
+                even_keys, odd_keys = _float16_pairs(keys, key_cache.dtype.element_ty, BY_ASSEMBLER)
+                scores = tl.dot(odd_queries, tl.trans(odd_keys), tl.dot(even_queries, tl.trans(even_keys))) * row_scale
+            else:
+                cached = slots[:, None] + columns[None, :]
+                is_loaded = is_seen[:, None] & in_head[None, :]
+                keys = tl.load(key_cache + cached, mask=is_loaded, other=0.0)
+                values = tl.load(value_cache + cached, mask=is_loaded, other=0.0)
+                scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="tf32x3") * row_scale
             if SOFT_CAP is not None:
                 scores = capped(scores, SOFT_CAP) * 1.4426950408889634
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
@@ -336,10 +384,17 @@ def _paged_decode(
             weights = tl.exp2(scores - new_highest[:, None])
             decay = tl.exp2(highest - new_highest)
             total = total * decay + tl.sum(weights, 1)
-            accumulator = accumulator * decay[:, None]
-            weights = weights.to(queries.dtype)
-            accumulator = tl.dot(weights, values.to(queries.dtype), accumulator, input_precision="tf32x3")
+            if IN_PAIRS:
+                even_values, odd_values = _float16_pairs(values, value_cache.dtype.element_ty, BY_ASSEMBLER)
+                even_sums = tl.dot(weights.to(tl.float16), even_values, even_sums * decay[:, None])
+                odd_sums = tl.dot(weights.to(tl.float16), odd_values, odd_sums * decay[:, None])
+            else:
+                weights = weights.to(queries.dtype)
+                accumulator = accumulator * decay[:, None]
+                accumulator = tl.dot(weights, values.to(queries.dtype), accumulator, input_precision="tf32x3")
             highest = new_highest
+        if IN_PAIRS:
+            accumulator = tl.reshape(tl.join(even_sums, odd_sums), [BLOCK_M, BLOCK_D])
         first_program = before // share
         num_parts = (before + tiles - 1) // share - first_program + 1
         if num_parts == 1:
@@ -403,7 +458,8 @@ def paged_decode_triton(
     is_float8 = key_cache.element_size() == 1
     most, registers = decode_programs(num_kv_heads, group, head_size, facts, is_float8=is_float8)
     programs = programs or most
-    keys, stages = decode_tile(head_size, query.element_size(), facts)
+    in_pairs = is_float8 and query.element_size() == 2
+    keys, stages = decode_tile(head_size, 1 if in_pairs else query.element_size(), facts)
     min_tiles = cdiv(MIN_SHARE_TOKENS, keys)
     most_tiles = num_seqs * max(1, cdiv(block_tables.shape[1] * block_size, keys))  # as far as block tables go
     block_d, block_g = max(MIN_ROWS, next_power_of_2(head_size)), next_power_of_2(group)
@@ -443,6 +499,8 @@ def paged_decode_triton(
         WINDOW=window,
         CHUNK=chunk_size,
         SOFT_CAP=soft_cap,
+        IN_PAIRS=in_pairs,
+        BY_ASSEMBLER=query.device.type != "cpu",
         num_warps=NUM_WARPS,
         num_stages=stages,
         **({} if registers is None else {"maxnreg": registers}),

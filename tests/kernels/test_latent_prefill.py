@@ -60,7 +60,7 @@ def test_every_block_size(block_size: int) -> None:
     check(block_size=block_size, dtype=torch.float16)
 
 
-@pytest.mark.parametrize(("kv_rank", "rotary"), [(512, 64), (10, 6), (48, 16), (64, 20)])
+@pytest.mark.parametrize(("kv_rank", "rotary"), [(512, 64), (10, 6), (48, 16), (64, 24)])
 def test_widths_that_are_powers_of_two_and_not(kv_rank: int, rotary: int) -> None:
     check([(0, 19), (40, 3), (9, 1)], kv_rank=kv_rank, rotary=rotary, dtype=torch.float16)
 
@@ -99,6 +99,14 @@ def test_what_does_not_fit_is_refused_by_name(shape: tuple[int, ...], kv_rank: i
             torch.zeros(1, 4, width), torch.zeros(shape), zeros[None], zeros, starts,
             max_query_len=1, kv_rank=kv_rank, scale=1.0,
         )  # fmt: skip
+
+
+@pytest.mark.cpu
+def test_rows_that_a_gpu_cannot_read_at_once_are_refused() -> None:
+    query, cache = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 4, 84), (2, 8, 1, 84)))
+    numbers = torch.empty(1, 1, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match=r"latent_prefill: a token's 84 elements take 168 bytes .* a multiple of 16"):
+        latent_prefill_triton(query, cache, numbers, numbers[0], numbers[0], max_query_len=1, kv_rank=64, scale=1.0)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ UPDATABLE = AdapterConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=32, is_upd
 an_engine = partial(
     engine_builders.an_engine,
     device="cuda",
+    device_memory_bytes=64 << 30,  # what other processes have of it counts as taken
     dtype="float32",
     load_format="auto",
     block_size=16,

@@ -57,6 +57,13 @@ def test_what_was_asked_and_not_measured_is_said(tmp_path: Path) -> None:
     assert "| live KV resize of 10 GiB under load | stall of 200 ms at most | 1 of 1 | 50 ms of 200 allowed |" in text
 
 
+def test_rows_without_a_bar_are_counted(tmp_path: Path) -> None:
+    report = a_report(tmp_path)
+    report.rows["lora 40x64 rank 16"] = {"limit": "read", "bar": 0.0, "seconds": 1e-5, "rate": 1e12, "share": 0.25}
+    text = markdown(report, with_picture=False)
+    assert "| what adapters add to products | none | 1 measured | 0.25 to 0.25 |" in text
+
+
 def test_every_row_that_is_measured_answers_something_that_is_asked() -> None:
     import torch
     from benchmarks.engine_rows import ROWS as engine_rows
