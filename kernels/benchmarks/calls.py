@@ -2,7 +2,7 @@
 
 gate    is it right: mapped memory and swap, graphs, layouts and images, which count the memory of the whole device and
         so have it alone; then, side by side in lanes, as nothing is timed, every kernel, the sanitizer, the engine,
-        real sizes. What they compile is there for `rows` on the same machine
+        real sizes, families. What they compile is there for `rows` on the same machine
 rows    how fast is it: limits, kernels, engine, peers
 rest    what was not reached, then the tuner, and the float8 rows again with what it has found
 

@@ -112,7 +112,7 @@ def markdown(report: Report, *, with_picture: bool) -> str:
 def _summary(asked: Asked, rows: dict[str, Entry]) -> str:
     found = [row for name, row in rows.items() if asked.answers(name)]
     verdicts = [verdict for row in found if (verdict := meets(row)) is not None]
-    has_bar = any(row.get("bar") for row in found)
+    has_bar = asked.bar != "none"
     shares = [row["share"] for row in found if "share" in row and bool(row.get("bar")) == has_bar]
     spread = f"{min(shares):.2f} to {max(shares):.2f}" if shares else ""
     if not shares:

@@ -31,7 +31,7 @@ from trimtab_kernels.paged_prefill import MIN_ROWS, score_scale
 MIN_SHARE_TOKENS = 512
 """A part of 16 rows, fp32, is written and read again in the time of 57 tokens, by one program for all parts."""
 TWO_PROGRAMS_BYTES = 2 * 56 << 10
-"""Of shared memory, that two programs of 16 rows take."""
+"""Of shared memory, that two programs of 16 rows take; those of 32 are there with Hopper's alone."""
 MERGED_COLUMNS, MERGED_PARTS = 64, 8
 """Read at once of each row: 64 values per thread in a tile of 16 rows and 4 warps."""
 

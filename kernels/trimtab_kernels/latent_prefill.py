@@ -31,7 +31,9 @@ ROW_BYTES = 16
 row begins: rows of 168 bytes were read at addresses that do not allow it, and the device was lost."""
 NARROW_ROWS, WIDE_ROWS = 32, 64
 """Rows of a tile at most. 64 are for Hopper's warp-group products: their sums take half of the registers, and queries
-and two tiles of keys 216 KiB of shared memory. Elsewhere 32 do it without spills."""
+and two tiles of keys 216 KiB of shared memory. Elsewhere 32 do it."""
+DEEPSEEK_WIDTH = 576
+"""Up to it two programs of 32 rows have the shared memory."""
 
 
 def latent_prefill_reference(
@@ -74,8 +76,9 @@ def latent_tile(num_rows: int, width: int, itemsize: int, cache_itemsize: int, f
     """For up to so many rows of a sequence that read the same keys: tokens times heads.
 
     A key of DeepSeek-V3 has 576 elements and queries are read anew for each tile of keys, so high tiles take more keys
-    where the shared memory holds them. Tiles of 16 rows, and of 32 where all are that low, have two programs to a
-    multiprocessor. Conversions of a float8 cache take the registers of more rows; float32 is for correctness only.
+    where the shared memory holds them. Tiles of 16 rows, and with Hopper's memory of 32 where all are that low, have
+    two programs to a multiprocessor. Conversions of a float8 cache take the registers of more rows; float32 is for
+    correctness only.
     Raises ValueError where that does not fit.
     """
     if itemsize == 4:
@@ -91,7 +94,7 @@ def latent_tile(num_rows: int, width: int, itemsize: int, cache_itemsize: int, f
     rows = max(MIN_ROWS, next_power_of_2(num_rows))
     if rows == MIN_ROWS:
         return LatentTile(rows, keys=32, num_warps=4, num_stages=3)
-    if rows == 2 * MIN_ROWS and facts.has_hoppers_memory:
+    if rows == 2 * MIN_ROWS and width <= DEEPSEEK_WIDTH and facts.has_hoppers_memory:
         return LatentTile(rows, keys=32, num_warps=4, num_stages=3)
     rows = min(rows, WIDE_ROWS if facts.capability == HOPPER else NARROW_ROWS)
     if facts.has_hoppers_memory:

@@ -34,9 +34,10 @@ from trimtab_kernels.paged_prefill import (
     slots_of,
 )
 
-MIN_SHARE_TOKENS = 64
-"""A tile: where there are so few keys that programs are left over, latency counts, and not the bytes of parts. One
-sequence of 1,024 takes 9.5 us on an H200, 12.7 in shares of 256."""
+LEAST_SHARE, MOST_LEAST_SHARE, SHARE_OF_A_HEAD = 64, 256, 16
+"""Tokens of a program's share at least: SHARE_OF_A_HEAD for each query head of a kv head, within these. Where keys are
+so few that programs are left over, latency counts more than the bytes of parts: one sequence of 1,024, a group of 4,
+takes 9.5 us on an H200 in shares of 64 and 12.7 in shares of 256. Parts of large groups are as large as their keys."""
 MAX_PARTS = 64
 """Of a sequence: one program merges them all, while the others may have ended."""
 MERGED_VALUES, MERGED_PARTS = 8192, 16
@@ -58,8 +59,9 @@ EVEN_E4M3, ODD_E4M3 = (
 )
 EVEN_E5M2, ODD_E5M2 = (tl.constexpr(f"prmt.b32 $0, $1, 0, {places};") for places in ("0x2404", "0x3414"))
 """Of two registers' halves the bytes at even places, or at odd ones; float16 is e5m2 and eight bits more."""
-LARGE_GROUP, LARGE_HEAD = 32, 128
-"""More query heads to a kv head, and larger heads, would lose too much with FLOAT8_REGISTERS."""
+LARGE_GROUP, LARGE_HEAD, HUGE_GROUP = 16, 128, 32
+"""More query heads to a kv head, and larger heads, would lose too much with FLOAT8_REGISTERS, or take the shared memory
+of the third program. More than HUGE_GROUP leave no room for a second one beside tiles of 128 keys."""
 
 
 def paged_decode_reference(
@@ -112,7 +114,7 @@ def decode_tile(head_size: int, itemsize: int, facts: DeviceFacts) -> tuple[int,
     """(keys of a tile, stages of its pipeline). Keys and values of a tile take 32 KiB.
 
     A tile's address comes from the block table, so three stages keep one tile in flight and five keep two: on Hopper
-    128 KiB by two programs of a multiprocessor, 96 KiB of float8 by three; Ada has room for one each.
+    128 KiB by two programs of a multiprocessor, 192 KiB of float8 by three; Ada has room for one each.
     """
     bytes_per_key = next_power_of_2(head_size) * itemsize
     keys = min(128, max(16, 16384 // bytes_per_key))
@@ -369,7 +371,8 @@ def _paged_decode(
                 keys = tl.load(key_cache.to(tl.pointer_type(tl.uint16)) + cached, mask=is_loaded, other=0)
                 values = tl.load(value_cache.to(tl.pointer_type(tl.uint16)) + cached, mask=is_loaded, other=0)
                 even_keys, odd_keys = _float16_pairs(keys, key_cache.dtype.element_ty, BY_ASSEMBLER)
-                scores = tl.dot(odd_queries, tl.trans(odd_keys), tl.dot(even_queries, tl.trans(even_keys))) * row_scale
+                scores = tl.dot(even_queries, tl.trans(even_keys), input_precision="tf32x3")
+                scores = tl.dot(odd_queries, tl.trans(odd_keys), scores, input_precision="tf32x3") * row_scale
             else:
                 cached = slots[:, None] + columns[None, :]
                 is_loaded = is_seen[:, None] & in_head[None, :]
@@ -386,8 +389,9 @@ def _paged_decode(
             total = total * decay + tl.sum(weights, 1)
             if IN_PAIRS:
                 even_values, odd_values = _float16_pairs(values, value_cache.dtype.element_ty, BY_ASSEMBLER)
-                even_sums = tl.dot(weights.to(tl.float16), even_values, even_sums * decay[:, None])
-                odd_sums = tl.dot(weights.to(tl.float16), odd_values, odd_sums * decay[:, None])
+                halved = weights.to(tl.float16)
+                even_sums = tl.dot(halved, even_values, even_sums * decay[:, None], input_precision="tf32x3")
+                odd_sums = tl.dot(halved, odd_values, odd_sums * decay[:, None], input_precision="tf32x3")
             else:
                 weights = weights.to(queries.dtype)
                 accumulator = accumulator * decay[:, None]
@@ -459,10 +463,14 @@ def paged_decode_triton(
     most, registers = decode_programs(num_kv_heads, group, head_size, facts, is_float8=is_float8)
     programs = programs or most
     in_pairs = is_float8 and query.element_size() == 2
-    keys, stages = decode_tile(head_size, 1 if in_pairs else query.element_size(), facts)
-    min_tiles = cdiv(MIN_SHARE_TOKENS, keys)
+    if in_pairs and head_size % 2:
+        raise ValueError(f"paged_decode: heads of {head_size} in a float8 cache, which is read two values at a time")
+    keys, stages = decode_tile(head_size, 1 if in_pairs and group <= HUGE_GROUP else query.element_size(), facts)
+    min_tiles = cdiv(min(MOST_LEAST_SHARE, max(LEAST_SHARE, SHARE_OF_A_HEAD * group)), keys)
     most_tiles = num_seqs * max(1, cdiv(block_tables.shape[1] * block_size, keys))  # as far as block tables go
-    block_d, block_g = max(MIN_ROWS, next_power_of_2(head_size)), next_power_of_2(group)
+    # A product sums over 16 values at least, of pairs over half of a head.
+    block_d = max(2 * MIN_ROWS if in_pairs else MIN_ROWS, next_power_of_2(head_size))
+    block_g = next_power_of_2(group)
     parts = torch.empty(num_kv_heads * 2 * programs, group, head_size, dtype=torch.float32, device=query.device)
     statistics = torch.empty(num_kv_heads * 2 * programs, group, 2, dtype=torch.float32, device=query.device)
     _paged_decode[(num_kv_heads, min(programs, cdiv(most_tiles, min_tiles)))](

@@ -182,6 +182,9 @@ HEADS = (
     Heads(32, 8, 128, cache_dtype=FLOAT8),
     Heads(32, 8, 128, block_size=32, cache_dtype=FLOAT8),
     Heads(32, 8, 128, cache_dtype=torch.float8_e5m2),
+    Heads(32, 1, 128, cache_dtype=FLOAT8),
+    Heads(64, 1, 128, cache_dtype=FLOAT8),
+    Heads(4, 2, 16, cache_dtype=FLOAT8),
     Heads(32, 8, 128, window=4096),  # Mistral
     Heads(16, 8, 128),  # Qwen3-0.6B
     Heads(32, 4, 128),  # Qwen3-30B-A3B
