@@ -92,9 +92,8 @@ def latent_tile(num_rows: int, width: int, itemsize: int, cache_itemsize: int, f
     if cache_itemsize == 1:
         return LatentTile(rows=MIN_ROWS, keys=32, num_warps=8, num_stages=2)
     rows = max(MIN_ROWS, next_power_of_2(num_rows))
-    if rows == MIN_ROWS:
-        return LatentTile(rows, keys=32, num_warps=4, num_stages=3)
-    if rows == 2 * MIN_ROWS and width <= DEEPSEEK_WIDTH and facts.has_hoppers_memory:
+    two_fit = rows == 2 * MIN_ROWS and width <= DEEPSEEK_WIDTH and facts.has_hoppers_memory
+    if rows == MIN_ROWS or two_fit:
         return LatentTile(rows, keys=32, num_warps=4, num_stages=3)
     rows = min(rows, WIDE_ROWS if facts.capability == HOPPER else NARROW_ROWS)
     if facts.has_hoppers_memory:
@@ -321,10 +320,11 @@ def check_latent_shapes(
             f"{list(cache.shape)}: it has one head of what a query's head has, of which the vector is a part, and a "
             f"token's heads lie in a row"
         )
-    if query.device.type != "cpu" and (width * min(cache.element_size(), query.element_size())) % ROW_BYTES:
+    row_bytes = width * min(cache.element_size(), query.element_size())
+    if query.device.type != "cpu" and row_bytes % ROW_BYTES:
         raise ValueError(
-            f"{name}: a token's {width} elements take {width * cache.element_size()} bytes in the cache; a GPU reads "
-            f"{ROW_BYTES} at a time, so that they must be a multiple of {ROW_BYTES}"
+            f"{name}: a token's {width} elements take {row_bytes} bytes in the cache; a GPU reads {ROW_BYTES} at a "
+            f"time, so that they must be a multiple of {ROW_BYTES}"
         )
     if block_tables.shape[0] != seq_lens.shape[0] or block_tables.dtype != torch.int32:
         raise ValueError(

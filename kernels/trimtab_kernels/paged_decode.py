@@ -348,9 +348,11 @@ def _paged_decode(
         else:
             queries = tl.load(query + row * query_stride + offsets, mask=inside, other=0.0)
         table = block_tables + row * table_stride
-        accumulator = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        even_sums = tl.zeros([BLOCK_M, BLOCK_D // 2], dtype=tl.float32)
-        odd_sums = tl.zeros([BLOCK_M, BLOCK_D // 2], dtype=tl.float32)
+        if IN_PAIRS:
+            even_sums = tl.zeros([BLOCK_M, BLOCK_D // 2], dtype=tl.float32)
+            odd_sums = tl.zeros([BLOCK_M, BLOCK_D // 2], dtype=tl.float32)
+        else:
+            accumulator = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         if sinks is not None:  # as if its key came first

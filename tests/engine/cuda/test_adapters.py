@@ -41,11 +41,7 @@ MODEL = {
 UPDATABLE = AdapterConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=32, is_updatable=True)
 an_engine = partial(
     engine_builders.an_engine,
-    device="cuda",
-    device_memory_bytes=64 << 30,  # what other processes have of it counts as taken
-    dtype="float32",
-    load_format="auto",
-    block_size=16,
+    **engine_builders.ON_A_GPU,
     num_gpu_blocks_override=512,
     max_model_len=512,
     max_num_seqs=24,

@@ -66,12 +66,7 @@ def expected_of_tiles(reference_of_tiles: Any) -> dict[str, Reference]:
 
 
 def an_engine(reference: Any, folder: Path, **changes: Any) -> Engine:
-    values: dict[str, Any] = {
-        "load_format": "auto",
-        "dtype": "float32",
-        "device": "cuda",
-        "device_memory_bytes": 64 << 30,  # what other processes have of it counts as taken
-        "block_size": 16,
+    values: dict[str, Any] = engine_builders.ON_A_GPU | {
         "num_gpu_blocks_override": 200,
         "limit_mm_per_prompt": {"image": 4, "video": 1},
     }

@@ -15,6 +15,15 @@ from trimtab_engine.messages import AddRequest
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 
+ON_A_GPU: dict[str, Any] = {
+    "load_format": "auto",
+    "dtype": "float32",
+    "device": "cuda",
+    "device_memory_bytes": 64 << 30,  # what other processes have of it counts as taken
+    "block_size": 16,
+}
+"""Of an engine on a GPU whose tokens are compared with transformers'."""
+
 
 def a_config(model: Path, **changes: Any) -> EngineConfig:
     """A small engine on the CPU with one thread and random weights; caps are where the knobs start, unless given."""

@@ -20,6 +20,7 @@ from transformers import (
 VOCABULARY = 211
 CORRECTION = "e_score_correction_bias"
 """Transformers keeps it as no parameter of the model, and stores it."""
+PROMPTS = [[5], [5, 6, 7, 8, 9, 10, 11], list(range(20, 60)), [*range(20, 50), 3, 4]]
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,

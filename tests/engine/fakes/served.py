@@ -52,9 +52,7 @@ def greedy_requests(prompts: Iterable[list[int]], num_tokens: int) -> list[AddRe
 
 
 def served_twice_with_resizes(engine: Engine, references: list[Reference]) -> list[Served]:
-    """Three of each reference's prompt together, and once more, while the KV cache shrinks and grows every 25 steps.
-    The tokens are the references'."""
-    served: list[Served] = []
+    """`served_twice` while the KV cache shrinks and grows every 25 steps."""
     least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
 
     def resize(step: int) -> None:
@@ -62,8 +60,17 @@ def served_twice_with_resizes(engine: Engine, references: list[Reference]) -> li
             size = least if step % 50 == 0 else round(least + 2e-4, 4)
             assert engine.patch_config(PatchConfig({"gpu_memory_utilization": size}))[0] == 200
 
+    return served_twice(engine, references, resize)
+
+
+def served_twice(
+    engine: Engine, references: list[Reference], before_step: Callable[[int], object] = lambda number: None
+) -> list[Served]:
+    """Three of each reference's prompt together, and once more. The tokens are the references'."""
+    served: list[Served] = []
+
     def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        served.append(serve(engine, greedy_requests(prompts, num_tokens), resize))
+        served.append(serve(engine, greedy_requests(prompts, num_tokens), before_step))
         return list(served[-1].tokens.values())
 
     for _ in range(2):

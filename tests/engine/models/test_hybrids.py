@@ -8,7 +8,7 @@ import pytest
 import torch
 from calling_recorder import steps_of_a_device
 from engine_benchmarks.parity import Reference, compare, greedy_generator, load_runner, reference_tokens
-from hybrid_families import CORRECTION, DEEPSEEK, FAMILIES, LLAMA4, SIZES, save_family
+from hybrid_families import CORRECTION, DEEPSEEK, FAMILIES, LLAMA4, PROMPTS, SIZES, save_family
 from safetensors.torch import save_file
 from served import served_twice_with_resizes
 from trimtab_engine.config.engine import EngineConfig
@@ -26,7 +26,6 @@ from trimtab_engine.scheduling.sampling import Sampling
 NUM_TOKENS = 64
 DEVICE_BYTES = RANK_BYTES + (256 << 20)  # of which the least step of the utilisation is a few KV blocks
 BLOCK_SIZE = 8
-PROMPTS = [[5], [5, 6, 7, 8, 9, 10, 11], list(range(20, 60)), [*range(20, 50), 3, 4]]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
