@@ -6,14 +6,16 @@ query         [num_seqs * query_len, num_heads, width]; everything else as in la
 seq_lens      [num_seqs] int32: tokens in the cache, the new ones included; 0 marks a row of padding, which yields zeros
 y             [num_seqs * query_len, num_heads, kv_rank]
 
-Programs share the tiles of keys of all sequences as paged_decode's do, and merge what they share likewise, in one
-launch; where a sequence has more rows (tokens times heads) than a tile, each BLOCK_M of them have programs of their
-own. Equal inputs give equal outputs.
+Programs share the tiles of keys of all sequences as paged_decode's do; where a sequence has more rows (tokens times
+heads) than a tile, each BLOCK_M of them have programs of their own. What they share is merged likewise, by whoever
+comes last, or by a launch of its own (latent_merge) where few sequences are in many parts. Equal inputs give equal
+outputs.
 Bound by memory: sum(seq_lens) * width * cache itemsize bytes, up to some 100 heads; then by compute. Source: own.
 """
 
 import torch
 
+from trimtab_kernels.latent_merge import merge_latents
 from trimtab_kernels.latent_prefill import (
     LatentTile,
     attend_latents,
@@ -28,8 +30,12 @@ from trimtab_kernels.launch.jit import cdiv, jit, kernel, next_power_of_2, tl
 from trimtab_kernels.paged_decode import MAX_PARTS, SEARCHED_LENGTHS, _sequence_at, _share_of, _tiles_of
 from trimtab_kernels.paged_prefill import MIN_ROWS, score_scale
 
-MIN_SHARE_TOKENS = 512
-"""A part of 16 rows, fp32, is written and read again in the time of 57 tokens, by one program for all parts."""
+MIN_SHARE_TOKENS, MIN_SHARE_OF_MANY = 512, 128
+"""Where one program merges all parts, and where many do. A part of 16 rows, fp32, is written and read again in the time
+of 57 tokens."""
+MANY_PARTS = 2
+"""Programs for each sequence, from which on a launch of its own merges: one program takes 3.3 us for each part on an
+H200, and a launch about as much for all."""
 TWO_PROGRAMS_BYTES = 2 * 56 << 10
 """Of shared memory, that two programs of 16 rows take; those of 32 are there with Hopper's alone."""
 MERGED_COLUMNS, MERGED_PARTS = 64, 8
@@ -52,6 +58,11 @@ def latent_decode_reference(
     return latent_prefill_reference(
         query, cache, block_tables, seq_lens, starts, kv_rank=kv_rank, scale=scale, cache_scale=cache_scale
     )
+
+
+def merges_apart(num_seqs: int, programs: int) -> bool:
+    """Whether a launch of its own merges the parts of so many sequences, which `programs` per group of rows share."""
+    return num_seqs * MANY_PARTS <= programs
 
 
 def latent_programs(num_row_groups: int, tile: LatentTile, facts: DeviceFacts) -> int:
@@ -148,8 +159,10 @@ def _latent_decode(
     LENGTHS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
+    MERGES: tl.constexpr,
 ) -> None:
-    """Program (group of rows, share): neighbours read the same blocks at the same time."""
+    """Program (group of rows, share): neighbours read the same blocks at the same time. MERGES: whoever comes last
+    merges the parts; else they are left as they are."""
     group = tl.program_id(0)
     program = tl.program_id(1)
     members = tl.arange(0, BLOCK_M)
@@ -203,25 +216,28 @@ def _latent_decode(
             tl.store(part_sums + places, accumulator, mask=is_row[:, None] & (latents < KV_RANK)[None, :])
             tl.store(part_statistics + 2 * part_rows, highest, mask=is_row)
             tl.store(part_statistics + 2 * part_rows + 1, total, mask=is_row)
-            # All threads have stored before one tells of it, and whoever hears it reads what was stored before.
-            tl.debug_barrier()
-            counter = arrivals + group * PROGRAMS + first_program
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
-                merged_highest, totals = _merged_statistics(
-                    part_statistics, first_part, num_parts, is_row, BLOCK_M, PARTS
-                )
-                factor = cache_scale / tl.where(totals == 0.0, 1.0, totals)
-                for first_column in tl.range(0, KV_RANK, COLUMNS):
-                    columns = first_column + tl.arange(0, COLUMNS)
-                    sums = _merged_columns(
-                        part_sums, part_statistics, merged_highest, first_part, num_parts, columns, is_row,
-                        KV_RANK, BLOCK_M, COLUMNS, PARTS,
-                    )  # fmt: skip
-                    merged = (sums * factor[:, None]).to(output.dtype.element_ty)
-                    tl.store(
-                        target[:, None] + columns[None, :], merged, mask=is_row[:, None] & (columns < KV_RANK)[None, :]
+            if MERGES:
+                # All threads have stored before one tells of it, and whoever hears it reads what was stored before.
+                tl.debug_barrier()
+                counter = arrivals + group * PROGRAMS + first_program
+                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+                    merged_highest, totals = _merged_statistics(
+                        part_statistics, first_part, num_parts, is_row, BLOCK_M, PARTS
                     )
-                tl.store(counter, 0)  # for the next launch
+                    factor = cache_scale / tl.where(totals == 0.0, 1.0, totals)
+                    for first_column in tl.range(0, KV_RANK, COLUMNS):
+                        columns = first_column + tl.arange(0, COLUMNS)
+                        sums = _merged_columns(
+                            part_sums, part_statistics, merged_highest, first_part, num_parts, columns, is_row,
+                            KV_RANK, BLOCK_M, COLUMNS, PARTS,
+                        )  # fmt: skip
+                        merged = (sums * factor[:, None]).to(output.dtype.element_ty)
+                        tl.store(
+                            target[:, None] + columns[None, :],
+                            merged,
+                            mask=is_row[:, None] & (columns < KV_RANK)[None, :],
+                        )
+                    tl.store(counter, 0)  # for the next launch
         tile = stop
         before += tiles
         sequence += 1
@@ -240,9 +256,10 @@ def latent_decode_triton(
     output: torch.Tensor | None = None,
     programs: int | None = None,
     facts: DeviceFacts | None = None,
+    apart: bool | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel. Raises ValueError where shapes do not fit. `programs` per group of rows overrides the
-    choice."""
+    """Launch the kernel. Raises ValueError where shapes do not fit. `programs` per group of rows and whether parts are
+    merged `apart` override the choice."""
     check_latent_shapes("latent_decode", query, cache, block_tables, seq_lens, kv_rank)
     num_tokens, num_heads, width = query.shape
     num_seqs, block_size = seq_lens.shape[0], cache.shape[1]
@@ -255,15 +272,19 @@ def latent_decode_triton(
     tile = latent_tile(query_len * num_heads, width, query.element_size(), cache.element_size(), facts)
     groups = cdiv(query_len * num_heads, tile.rows)
     programs = programs or latent_programs(groups, tile, facts)
-    min_tiles = cdiv(MIN_SHARE_TOKENS, tile.keys)
+    apart = merges_apart(num_seqs, programs) if apart is None else apart
+    min_tiles = cdiv(MIN_SHARE_OF_MANY if apart else MIN_SHARE_TOKENS, tile.keys)
     most_tiles = num_seqs * max(1, cdiv(block_tables.shape[1] * block_size, tile.keys))  # as far as block tables go
     parts = (groups * 2 * programs, tile.rows)
+    part_sums = torch.empty(*parts, kv_rank, dtype=torch.float32, device=query.device)
+    part_statistics = torch.empty(*parts, 2, dtype=torch.float32, device=query.device)
+    most_parts = programs if apart else MAX_PARTS
     _latent_decode[(groups, min(programs, cdiv(most_tiles, min_tiles)))](
         query,
         cache,
         output,
-        torch.empty(*parts, kv_rank, dtype=torch.float32, device=query.device),
-        torch.empty(*parts, 2, dtype=torch.float32, device=query.device),
+        part_sums,
+        part_statistics,
         arrival_counters(query.device, groups * programs),
         block_tables,
         seq_lens,
@@ -284,11 +305,24 @@ def latent_decode_triton(
         KEYS=tile.keys,
         PROGRAMS=programs,
         MIN_TILES=min_tiles,
-        MOST_PARTS=MAX_PARTS,
+        MOST_PARTS=most_parts,
         LENGTHS=SEARCHED_LENGTHS,
         COLUMNS=MERGED_COLUMNS,
         PARTS=max(1, MERGED_PARTS * MIN_ROWS * tile.num_warps // (4 * tile.rows)),
+        MERGES=not apart,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+    if apart:
+        merge_latents(
+            part_sums,
+            part_statistics,
+            seq_lens,
+            output,
+            query_len=query_len,
+            cache_scale=cache_scale,
+            tile=tile,
+            programs=programs,
+            min_tiles=min_tiles,
+        )
     return output

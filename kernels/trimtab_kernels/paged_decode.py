@@ -366,7 +366,8 @@ def _paged_decode(
             is_seen = positions < length
             if WINDOW is not None:
                 is_seen &= positions >= length - WINDOW
-            slots = slots_of(table, positions, is_seen, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_SIZE) + kv_head * HEAD_SIZE
+            slots = slots_of(table, positions, is_seen, BLOCK_SIZE, BY_MASK=True)
+            slots = slots * (NUM_KV_HEADS * HEAD_SIZE) + kv_head * HEAD_SIZE
             if IN_PAIRS:
                 cached = (slots // 2)[:, None] + halves[None, :]
                 is_loaded = is_seen[:, None] & in_half[None, :]

@@ -30,15 +30,19 @@ def a_batch(
         return build_paged_batch(decodes, chunks, block_size=BLOCK_SIZE, device=device)
 
 
+DECODED = ["_latent_decode", "_latent_merge"]
+"""Of few sequences."""
+
+
 @pytest.mark.parametrize(
     ("decodes", "chunks", "kernels"),
     [
-        (DECODES, [], ["_latent_decode"]),
+        (DECODES, [], DECODED),
         ([], CHUNKS, ["_latent_prefill"]),
-        (DECODES, CHUNKS, ["_latent_decode", "_latent_prefill"]),
-        ([], DRAFTS, ["_latent_decode"]),
-        (DECODES[:1], DRAFTS, ["_latent_decode", "_latent_decode"]),
-        (DECODES, DRAFTS[:1] + CHUNKS, ["_latent_decode", "_latent_prefill"]),
+        (DECODES, CHUNKS, [*DECODED, "_latent_prefill"]),
+        ([], DRAFTS, DECODED),
+        (DECODES[:1], DRAFTS, [*DECODED, *DECODED]),
+        (DECODES, DRAFTS[:1] + CHUNKS, [*DECODED, "_latent_prefill"]),
     ],
     ids=["decodes", "chunks", "mixed", "drafts", "drafts beside a decode", "all"],
 )

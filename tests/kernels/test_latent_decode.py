@@ -4,7 +4,7 @@ sequence at a time."""
 import pytest
 import torch
 from trimtab_kernels.aot.bounds import programs_per_sm
-from trimtab_kernels.latent_decode import latent_decode_reference, latent_decode_triton, latent_programs
+from trimtab_kernels.latent_decode import latent_decode_reference, latent_decode_triton, latent_programs, merges_apart
 from trimtab_kernels.latent_prefill import latent_tile
 from trimtab_kernels.launch.arrivals import arrival_counters
 from trimtab_kernels.launch.device_facts import A100, B200, H200, L40, DeviceFacts
@@ -43,10 +43,11 @@ def check(
     query = torch.randn(len(lengths) * query_len, heads + 1, width, generator=generator).to(dtype)[:, :heads]
     tensors = (query, cache.to(cache_dtype or dtype), tables, torch.tensor(lengths, dtype=torch.int32))
     options = {"query_len": query_len, "kv_rank": kv_rank, "scale": width**-0.5, "cache_scale": cache_scale}
-    ours = latent_decode_triton(*tensors, programs=programs, **options)
     expected = latent_decode_reference(*tensors, **options)
     tolerance = (64 if dtype == torch.float32 else 16) * torch.finfo(dtype).eps  # float32 is three TF32 on a GPU
-    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+    for apart in (False, True):
+        ours = latent_decode_triton(*tensors, programs=programs, apart=apart, **options)
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
     tile = latent_tile(query_len * heads, width, query.element_size(), (cache_dtype or dtype).itemsize, H200)
     groups = -(-query_len * heads // tile.rows)
     if query.device.type == "cpu":
@@ -99,7 +100,42 @@ def test_a_sequence_of_many_parts_is_merged_some_at_a_time() -> None:
     check(lengths=[5500, 3, 7000], heads=3, programs=99, dtype=torch.float16)
 
 
-def test_one_launch_of_one_grid_serves_whatever_lengths_there_are() -> None:
+def test_columns_and_rows_that_fill_no_program() -> None:
+    check(lengths=[1300, 0, 2], kv_rank=200, rotary=20, programs=5, dtype=torch.float16, query_len=2)
+
+
+def test_only_what_is_shared_is_merged_apart() -> None:
+    """A result that lies where nothing has to be merged stays as the first launch wrote it."""
+    generator = torch.Generator().manual_seed(8)
+    tensors = (
+        torch.randn(3, 4, 32, generator=generator),
+        torch.randn(81, 16, 1, 32, generator=generator),
+        (torch.arange(80, dtype=torch.int32) + 1).repeat(3, 1),
+        torch.tensor([1280, 60, 0], dtype=torch.int32),
+    )
+    with record_launches() as launches:
+        latent_decode_triton(*tensors, query_len=1, kv_rank=24, scale=0.2, programs=6, apart=True)
+    first, second = launches
+    first.kernel[first.grid](**first.arguments, **first.options)
+    output = second.arguments["output"]
+    output[1:] = 7.0
+    second.kernel[second.grid](**second.arguments, **second.options)
+    expected = latent_decode_reference(*tensors, query_len=1, kv_rank=24, scale=0.2)
+    torch.testing.assert_close(output[:1], expected[:1], rtol=1e-5, atol=1e-5)
+    assert (output[1:] == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "programs", "expected"), [(1, 2, True), (1, 1, False), (8, 33, True), (17, 33, False)]
+)
+def test_parts_are_merged_apart_where_a_sequence_has_several_programs(
+    num_seqs: int, programs: int, expected: bool
+) -> None:
+    assert merges_apart(num_seqs, programs) is expected
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_one_launch_of_one_grid_serves_whatever_lengths_there_are(apart: bool) -> None:
     """As a captured graph is replayed: nothing but the lengths on the device changes. Equal inputs give equal
     outputs."""
     generator = torch.Generator().manual_seed(8)
@@ -109,13 +145,17 @@ def test_one_launch_of_one_grid_serves_whatever_lengths_there_are() -> None:
     for lengths in ([1, 0, 0], [2048, 2048, 2048], [5, 2000, 0], [0, 0, 0], [2048, 1, 1]):
         tensors = (query, cache, tables, torch.tensor(lengths, dtype=torch.int32))
         expected = latent_decode_reference(*tensors, query_len=1, kv_rank=24, scale=0.2)
+        results = []
         for _ in range(2):
-            latent_decode_triton(*tensors, query_len=1, kv_rank=24, scale=0.2, programs=4, output=output)
+            output.fill_(float("nan"))
+            latent_decode_triton(*tensors, query_len=1, kv_rank=24, scale=0.2, programs=4, output=output, apart=apart)
             torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+            results.append(output.clone())
+        assert results[0].equal(results[1])
     with record_launches() as launches:
         for _ in range(2):
-            latent_decode_triton(*tensors, query_len=1, kv_rank=24, scale=0.2, programs=4, output=output)
-    assert len({launch.grid for launch in launches}) == 1
+            latent_decode_triton(*tensors, query_len=1, kv_rank=24, scale=0.2, programs=4, output=output, apart=apart)
+    assert len({launch.grid for launch in launches}) == 1 + apart
 
 
 def test_as_many_rows_as_sequences_have_tokens_are_asked_for() -> None:

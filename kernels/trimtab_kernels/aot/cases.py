@@ -295,6 +295,8 @@ def _latents() -> Iterator[Case]:
         (128, 1, BF16), (32, 1, BF16), (16, 1, BF16), (16, 2, BF16), (128, 1, FLOAT8), (16, 1, FLOAT8),
     ):  # fmt: skip
         yield _latent_decode(heads, query_len, dtype)
+    for heads in (128, 16):
+        yield _latent_decode(heads, 1, BF16, apart=True)
     for heads, max_query_len, dtype in ((128, 8192, BF16), (16, 8192, BF16), (16, 1, BF16), (128, 8192, FLOAT8)):
         yield _latent_prefill(heads, max_query_len, dtype)
     for heads, dtype in ((128, BF16), (16, BF16), (128, FLOAT8)):
@@ -318,7 +320,7 @@ def _latent_and_cache(heads: int, dtype: torch.dtype) -> Case:
     return Case(name, launch, needs_float8=dtype == FLOAT8, in_sample=heads == 16)
 
 
-def _latent_decode(heads: int, query_len: int, dtype: torch.dtype) -> Case:
+def _latent_decode(heads: int, query_len: int, dtype: torch.dtype, *, apart: bool = False) -> Case:
     def launch(facts: DeviceFacts) -> object:
         return latent_decode_triton(
             empty(NUM_TOKENS * query_len, heads, 576),
@@ -329,10 +331,12 @@ def _latent_decode(heads: int, query_len: int, dtype: torch.dtype) -> Case:
             kv_rank=512,
             scale=0.1,
             facts=facts,
+            apart=apart,
         )
 
     name = f"latent_decode {heads} heads" + " float8" * (dtype == FLOAT8) + f", {query_len} tokens" * (query_len > 1)
-    return Case(name, launch, needs_float8=dtype == FLOAT8, in_sample=heads == 16 and query_len == 1 and dtype == BF16)
+    is_sampled = heads == 16 and query_len == 1 and dtype == BF16
+    return Case(name + ", merged apart" * apart, launch, needs_float8=dtype == FLOAT8, in_sample=is_sampled)
 
 
 def _latent_prefill(heads: int, max_query_len: int, dtype: torch.dtype) -> Case:

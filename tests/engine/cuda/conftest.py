@@ -6,6 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# References on the CPU by many processes at once: with a thread for each core they took most of the time.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def on_an_empty_device(request: pytest.FixtureRequest) -> Iterator[None]:

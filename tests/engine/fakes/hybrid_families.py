@@ -124,5 +124,8 @@ def save_family(name: str, folder: Path) -> Any:
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith(CORRECTION):
                 buffer.normal_(0.0, 0.3)
+    for module in model.modules():
+        if hasattr(module, "limit"):  # transformers before 5.19 has 7.0 whatever the configuration says
+            module.limit = config["swiglu_limit"]
     model.save_pretrained(folder)
     return model
