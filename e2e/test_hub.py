@@ -147,7 +147,7 @@ def test_its_commit_and_its_download_are_told(served: Deployment, kube: Kube, na
     assert served.pod()["spec"]["containers"][0]["args"][1] == f"hf://{REPO}@{commit}"
     told = {event["reason"]: event.get("message", "") for event in kube.events(namespace, served.name)}
     assert commit in told.get("DownloadStarted", ""), told
-    assert "Downloaded" in told
+    assert ": Downloaded " in told["Downloaded"], "what came, in what time"
 
 
 def test_a_second_replica_starts_from_the_cache(served: Deployment, kube: Kube, namespace: str) -> None:

@@ -13,12 +13,15 @@ from harness.deployment import READY_SECONDS, Deployment
 from harness.install import NAMESPACE, Installation
 from harness.kube import CRD_KIND, Kube, condition, is_true
 from harness.pages import blocks, run_blocks
-from harness.target import REPOSITORY
+from harness.prometheus import NAME as PROMETHEUS
+from harness.prometheus import PrometheusServer
+from harness.target import REPOSITORY, prometheus_in_cluster
 from harness.wait import NotYet
 
 DOCS = REPOSITORY / "docs"
 COMMAND_SECONDS = READY_SECONDS + 300.0
 DRAIN_SECONDS = 120.0  # the sample's drainTimeout, and what kubelets take
+KEDA_CRD, KEDA_PROMETHEUS = "scaledobjects.keda.sh", "http://prometheus.monitoring.svc:9090"
 AUTOSCALING = ("autoscaling/v2", "autoscaling/v2beta2")  # newest first; the page is written for the first
 
 
@@ -33,7 +36,8 @@ def page(name: str) -> Path:
 
 
 def test_installed_by_its_page_it_serves(bare_cluster: Installation, smollm2: Deployment) -> None:
-    run_blocks(bare_cluster, list(blocks(page("install")).values()), timeout_seconds=COMMAND_SECONDS)
+    of_a_pipeline = blocks(page("gitops"))["wait"]
+    run_blocks(bare_cluster, [*blocks(page("install")).values(), of_a_pipeline], timeout_seconds=COMMAND_SECONDS)
     assert EXPECTED in ask(smollm2).text
 
 
@@ -50,6 +54,23 @@ def test_the_clusters_own_autoscaler_reads_and_writes_the_replica_count(
     text = text.replace("apiVersion: autoscaling/v2\n", f"apiVersion: {api}\n").replace("lers.v2.", f"lers.{version}.")
     run_blocks(bare_cluster, [text], timeout_seconds=COMMAND_SECONDS)
     assert is_true(smollm2.get(), "Ready")
+
+
+def test_keda_reads_and_writes_the_replica_count(bare_cluster: Installation, kube: Kube, smollm2: Deployment) -> None:
+    """Where the cluster has KEDA, which asks a Prometheus of the story for the engines' queue."""
+    if kube.get("crd", KEDA_CRD) is None:
+        pytest.skip(f"the cluster has no KEDA: it serves no {KEDA_CRD}")
+    server = PrometheusServer(kube, "default", prometheus_in_cluster())
+    server.scrape(smollm2.pods())
+    found = {name: text.replace(KEDA_PROMETHEUS, server.url) for name, text in blocks(page("keda")).items()}
+    assert server.url in found["scale"], "the page names another Prometheus than the story replaces"
+    try:
+        run_blocks(bare_cluster, list(found.values()), timeout_seconds=COMMAND_SECONDS)
+    finally:
+        server.stop()
+        kube.delete("service", PROMETHEUS, "default")
+        kube.delete("configmap", PROMETHEUS, "default")
+    smollm2.ready()
 
 
 def test_a_change_that_cannot_work_is_taken_back_and_mended(bare_cluster: Installation, smollm2: Deployment) -> None:

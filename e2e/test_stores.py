@@ -111,7 +111,7 @@ def test_a_model_of_a_bucket_is_served_through_a_cut_by_keys_of_a_secret(
     assert deployment.pod()["spec"]["containers"][0]["args"][1] == f"s3://{BUCKET}/{PREFIX}@{pin}"
     told = _told(kube, namespace, deployment)
     assert pin in told.get("DownloadStarted", ""), told
-    assert "Downloaded" in told
+    assert ": Downloaded " in told["Downloaded"], "what came, in what time"
     assert all(one.is_signed for one in bucket.asked if BUCKET in one.path), "somebody asked without the Secret's keys"
     assert bucket.faults.cuts[WEIGHTS] == [], "the download was never cut"
     firsts = [int(one.range.removeprefix("bytes=").split("-")[0]) for one in bucket.asked_for(WEIGHTS) if one.range]

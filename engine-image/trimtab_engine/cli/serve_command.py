@@ -22,6 +22,7 @@ from trimtab_engine.processes.end import prepare_to_leave
 from trimtab_engine.processes.network import any_address
 from trimtab_engine.processes.shared_secret import SharedSecret
 from trimtab_engine.sources.fetch import Fetched
+from trimtab_engine.sources.progress import Downloaded
 from trimtab_engine.text.shipped_templates import SHIPPED, shipped_template
 from trimtab_engine.weights.adapter_files import PeftAdapter
 from trimtab_engine.weights.open import check_is_there, model_path
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the last line of a log should be why it ended
     arguments, fetched = _with_model(arguments)
     try:
-        return _serve(arguments)
+        return _serve(arguments, None if fetched is None else fetched.downloaded)
     finally:
         if fetched is not None:
             fetched.close()
@@ -83,8 +84,8 @@ def _with_model(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Fetc
         return local_model(arguments, state.note)
 
 
-def _serve(arguments: argparse.Namespace) -> int:
-    """Serve a model that is here."""
+def _serve(arguments: argparse.Namespace, downloaded: Downloaded | None) -> int:
+    """Serve a model that is here. `downloaded`: what was fetched of it just now."""
     from trimtab_engine.api.serving.life import Listen, run_server
 
     config, names = _served_config(arguments), served_names(arguments)
@@ -121,6 +122,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         api_key_for_metrics=arguments.api_key_for_metrics,
         media_sources=media_sources(arguments),
         allow_runtime_lora_updating=config.adapters is not None and config.adapters.is_updatable,
+        downloaded=downloaded,
     )
     host = arguments.host or any_address()
     admin_host = host if arguments.admin_token_sha256 else LOOPBACK

@@ -3,11 +3,12 @@
 import argparse
 import logging
 import time
+from dataclasses import replace
 
 from trimtab_engine.flags.engine import engine_config, named_model
 from trimtab_engine.flags.sources import bring, model_elsewhere
 from trimtab_engine.sources.fetch import Fetched, OnProgress
-from trimtab_engine.sources.progress import Progress
+from trimtab_engine.sources.progress import Downloaded, Progress
 
 SAY_SECONDS = 10.0  # between two lines of the log
 
@@ -30,13 +31,22 @@ def local_model(
     if arguments.block_size != "auto":  # which is chosen by the model itself
         engine_config(arguments)
     log = ProgressLog()
+    begun = time.monotonic()
+    own: Progress | None = None
 
     def tell(progress: Progress) -> None:
+        nonlocal own
+        if progress.total_bytes and not progress.elsewhere:
+            own = progress
         log.note(progress, time.monotonic())
         if on_progress is not None:
             on_progress(progress)
 
     local, fetched = bring(model, arguments, tell)
+    if own is not None:
+        downloaded = Downloaded(own.done_bytes - own.begun_bytes, time.monotonic() - begun)
+        fetched = replace(fetched, downloaded=downloaded)
+        logger.info("%s", downloaded.sentence)
     logger.info("model %s is in %s", fetched.model, fetched.path)
     return local, fetched
 

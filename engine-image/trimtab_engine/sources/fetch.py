@@ -12,7 +12,7 @@ from trimtab_engine.sources.cache import Shelf, make_room
 from trimtab_engine.sources.files import Listing, RemoteFile, texts, weights
 from trimtab_engine.sources.locks import FolderLock
 from trimtab_engine.sources.name import RemoteModel
-from trimtab_engine.sources.progress import Meter, Progress
+from trimtab_engine.sources.progress import Downloaded, Meter, Progress
 from trimtab_engine.sources.source import FetchOptions, PackedSource, Source, SourceSilent
 from trimtab_engine.weights.safetensors_files import INDEX_FILE
 from trimtab_engine.weights.source import CONFIG_FILE, GENERATION_FILE
@@ -33,6 +33,8 @@ class Fetched:
     path: Path
     commit: str
     lease: FolderLock | None
+    downloaded: Downloaded | None = None
+    """None: all of it was here, or another engine has fetched it."""
 
     def close(self) -> None:
         """Nobody runs on it any more."""
@@ -211,6 +213,7 @@ def _transferred(
             on_progress(meter.read(now))
 
     transfer(source, listing, files, shelf, note=meter.note, waiting=waiting)
+    on_progress(meter.read(time.monotonic()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ class Progress:
     rate: float | None = None
     elsewhere: bool = False
     """Another engine fetches it into the same cache; this one waits for it."""
+    begun_bytes: int = 0
+    """Of done_bytes, what an earlier process had fetched."""
 
     @property
     def percent(self) -> float:
@@ -33,6 +35,19 @@ class Progress:
         size = f"{self.percent:.0f} %, {said_bytes(self.done_bytes)} of {said_bytes(self.total_bytes)}"
         left = "" if not self.rate else f", {said_seconds((self.total_bytes - self.done_bytes) / self.rate)} left"
         return f"{begin} {size}{left}"
+
+
+@dataclass(frozen=True, slots=True)
+class Downloaded:
+    """What this process has fetched of its model."""
+
+    num_bytes: int
+    seconds: float
+
+    @property
+    def sentence(self) -> str:
+        """Such as `Downloaded 28.0 GB in 4 min`."""
+        return f"Downloaded {said_bytes(self.num_bytes)} in {said_seconds(self.seconds)}"
 
 
 def said_bytes(count: int) -> str:
@@ -50,6 +65,7 @@ class Meter:
 
     def __init__(self, model: str, total_bytes: int, begun_bytes: int, now: float) -> None:
         self._model, self._total, self._done = model, total_bytes, begun_bytes
+        self._begun = begun_bytes
         self._lock = threading.Lock()
         self._seen = deque([(now, begun_bytes)])
 
@@ -67,4 +83,5 @@ class Meter:
             self._seen.popleft()
         then, before = self._seen[0]
         rate = (done - before) / (now - then) if now - then >= LEAST_SECONDS else None
-        return Progress(self._model, done, self._total, rate if rate and rate > 0 else None)
+        rate = rate if rate and rate > 0 else None
+        return Progress(self._model, done, self._total, rate, begun_bytes=self._begun)

@@ -75,6 +75,8 @@ class LoadProgress:
     stage: str
     percent: float
     message: str | None = None
+    downloaded_bytes: int | None = None
+    """What it fetched of its model before it began to load."""
 
 
 async def ask(
@@ -97,7 +99,10 @@ async def ask(
         seen, queue = (config.for_tuner(), config.queue()) if isinstance(config, ConfigReport) else (None, None)
         load = None if progress is None else (progress.stage, round(progress.percent))
         said = None if progress is None else progress.message
-        return EngineSeen(False, "not ready", config=seen, queue=queue, load=load, load_message=said)
+        fetched = None if progress is None else progress.downloaded_bytes
+        return EngineSeen(
+            False, "not ready", config=seen, queue=queue, load=load, load_message=said, downloaded_bytes=fetched
+        )
     read, told, config, memory, layout = await asyncio.gather(
         _read(http, api, stored, clock=clock),
         _requests(client, after_request, clock=clock),
@@ -296,10 +301,11 @@ async def load_progress(http: aiohttp.ClientSession, api_url: str) -> LoadProgre
         body = _StartupBody.model_validate_json(reply.body)
     except ValidationError:
         return None
-    return LoadProgress(body.stage, body.percent, body.message)
+    return LoadProgress(body.stage, body.percent, body.message, body.downloaded_bytes)
 
 
 class _StartupBody(BaseModel):
     stage: str = Field(max_length=40)
     percent: float = Field(ge=0, le=100, allow_inf_nan=False)
     message: str | None = Field(default=None, max_length=256)
+    downloaded_bytes: int | None = Field(default=None, ge=0, le=1 << 60)

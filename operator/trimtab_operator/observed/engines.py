@@ -78,6 +78,8 @@ class EngineSeen:
     """Stage and percent, while it loads."""
     load_message: str | None = None
     """The same in its own words."""
+    downloaded_bytes: int | None = None
+    """What it fetched of its model before that; None: nothing, or it does not say."""
     applied: Mapping[str, Value] | None = None
     """Every number in force, not only the tuner's."""
     queue: QueueSeen | None = None
@@ -129,6 +131,7 @@ def view_of(group: Group, seen: EngineSeen | None, layout: Degrees | None) -> En
     return EngineView(
         load=seen.load,
         load_message=seen.load_message,
+        downloaded_bytes=seen.downloaded_bytes,
         instance=instance,
         config_generation=seen.config.generation if seen.config is not None else None,
         applied=seen.applied if group.is_ready else None,

@@ -22,10 +22,11 @@ DOWNLOAD = "download"  # the stage in which an engine fetches its model
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """What one engine said of itself; None where it did not answer. `load` is (stage, percent), `load_message` the same
-    in the engine's words, `instance` its leader's uid."""
+    in the engine's words, `downloaded_bytes` what it fetched before that, `instance` its leader's uid."""
 
     load: tuple[str, int] | None = None
     load_message: str | None = None
+    downloaded_bytes: int | None = None
     instance: str = ""
     config_generation: int | None = None
     applied: Mapping[str, Value] | None = None

@@ -133,7 +133,11 @@ def _load(deployment: InferenceDeployment, group: Group, view: EngineView) -> di
         said: dict[str, Any] | None = next((g.get("load") for g in groups if g.get("name") == group.name), None)
         return None if said is None or said.get("stage") == "ready" else said
     load: dict[str, Any] = {"stage": view.load[0], "percent": view.load[1]}
-    return {**load, "message": view.load_message} if view.load_message else load
+    if view.load_message:
+        load["message"] = view.load_message
+    if view.downloaded_bytes is not None:
+        load["downloadedBytes"] = view.downloaded_bytes
+    return load
 
 
 def draining_status(pod: Manifest) -> dict[str, Any]:

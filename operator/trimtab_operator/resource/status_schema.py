@@ -35,6 +35,9 @@ class LoadStatus(Model):
     message: str | None = Field(
         default=None, max_length=256, description="The same as a sentence: sizes, and the time that is left."
     )
+    downloaded_bytes: int | None = Field(
+        default=None, ge=0, description="What the engine fetched of its model before it began to load."
+    )
 
 
 class GroupStatus(Model):

@@ -110,8 +110,13 @@ def test_serve_gets_a_path_and_the_models_own_name(llama: HubServer) -> None:
     assert local.served_model_name == ["llama"]
     assert told
     assert not is_elsewhere(local)
+    assert fetched.downloaded is not None
+    assert fetched.downloaded.num_bytes == told[-1].total_bytes > 0
     fetched.close()
-    assert local_model(serve_arguments("--served-model-name", "chat"))[0].served_model_name == ["chat"]
+    local, again = local_model(serve_arguments("--served-model-name", "chat"))
+    assert local.served_model_name == ["chat"]
+    assert again is not None
+    assert again.downloaded is None, "it was in the cache"
 
 
 def test_a_wrong_flag_is_told_before_anything_is_fetched(llama: HubServer) -> None:

@@ -1,7 +1,7 @@
 """How far a download is, in words."""
 
 import pytest
-from trimtab_engine.sources.progress import RATE_SECONDS, Meter, Progress
+from trimtab_engine.sources.progress import RATE_SECONDS, Downloaded, Meter, Progress
 
 GB = 10**9
 
@@ -42,7 +42,14 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
 
 def test_what_was_here_before_says_nothing_of_the_rate() -> None:
     meter = Meter("m", 1000, 900, now=0.0)
-    assert meter.read(10.0) == Progress("m", 900, 1000)
+    assert meter.read(10.0) == Progress("m", 900, 1000, begun_bytes=900)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds", "said"), [(28 * GB, 240.0, "28.0 GB in 4 min"), (3 * 10**6, 0.2, "3 MB in 0 s")]
+)
+def test_what_has_come_is_told_with_its_time(num_bytes: int, seconds: float, said: str) -> None:
+    assert Downloaded(num_bytes, seconds).sentence == f"Downloaded {said}"
 
 
 def test_bytes_that_were_thrown_away_are_not_here() -> None:

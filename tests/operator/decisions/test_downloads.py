@@ -132,8 +132,12 @@ def a_deployment(stage: str | None) -> InferenceDeployment:
         ("download", DOWNLOADING, []),
         ("download", EngineView(), []),  # it does not answer: nobody knows
         ("download", EngineView(load=("weights", 3)), ["Downloaded"]),
+        ("download", EngineView(applied={}), ["Downloaded"]),  # it serves already
         ("weights", EngineView(load=("ready", 100)), []),
         (None, EngineView(load=("weights", 3)), []),  # it was in the cache
+        (None, EngineView(load=("weights", 3), downloaded_bytes=9), ["Downloaded"]),  # quicker than two looks
+        ("ready", EngineView(load=("weights", 3), downloaded_bytes=9), ["Downloaded"]),  # its next container's
+        ("download", EngineView(load=("weights", 3), downloaded_bytes=9), ["Downloaded"]),
     ],
 )
 def test_an_event_tells_when_a_download_begins_and_when_it_has_ended(
@@ -142,6 +146,29 @@ def test_an_event_tells_when_a_download_begins_and_when_it_has_ended(
     notes = download_notes(a_deployment(before), {"m-0": now})
     assert [note.reason for note in notes] == told
     assert all(f"hf://org/name, pinned to {FIRST}" in note.message for note in notes)
+
+
+def test_a_download_that_was_told_is_not_told_again() -> None:
+    deployment = a_deployment("weights")
+    deployment.status["groups"][0]["load"]["downloadedBytes"] = 9
+    assert download_notes(deployment, {"m-0": EngineView(load=("profile", 3), downloaded_bytes=9)}) == ()
+
+
+def test_a_download_that_nobody_saw_is_told_with_what_came_and_stands_in_status() -> None:
+    cluster = a_cluster()
+    cluster.start_seconds = 600.0
+    while not cluster.pods:
+        cluster.tick()
+    cluster.tick()
+    world = cluster.look()
+    said = EngineSeen(
+        False, "not ready", load=("weights", 3), load_message="Downloaded 3 MB in 0 s", downloaded_bytes=9
+    )
+    decided = turn(replace(world, engines={group.name: said for group in cluster.groups}), cluster.memory)
+    status = status_of(world.deployment, decided.findings, now=datetime.fromtimestamp(cluster.now, UTC))
+    assert status["groups"][0]["load"]["downloadedBytes"] == 9
+    (told,) = {note.message for note in decided.notes if note.reason == "Downloaded"}
+    assert told.endswith(": Downloaded 3 MB in 0 s")
 
 
 def test_status_says_how_far_a_download_is() -> None:

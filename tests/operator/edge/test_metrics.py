@@ -214,6 +214,7 @@ async def test_an_engine_that_is_not_ready_is_asked_how_far_it_is_and_not_for_me
     engine.loading = True
     seen = await ask(a_target(engine, ready=False), http=http, token="right")
     assert seen.load == ("weights", 40)
+    assert (seen.load_message, seen.downloaded_bytes) == ("Downloaded 9 MB in 1 s", 9 * 10**6)
     assert (seen.config, seen.sample) == (None, None)
     assert sorted(engine.calls) == ["GET /admin/v1/config", "GET /startupz"]
 

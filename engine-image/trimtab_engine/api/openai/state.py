@@ -17,6 +17,7 @@ from trimtab_engine.api.openai.media import PromptMedia
 from trimtab_engine.launch.client import CoreClient
 from trimtab_engine.messages import AdapterCard, CoreReady, EngineState
 from trimtab_engine.multimodal.sources import NOTHING_ELSE, AllowedSources
+from trimtab_engine.sources.progress import Downloaded
 from trimtab_engine.text.tokenizer import Tokenizer
 
 RETRY_SECONDS = 5  # in Retry-After: about what a drain or the end of a load takes to show elsewhere
@@ -49,6 +50,8 @@ class ServerOptions:
     """Where images and videos may come from besides the request itself."""
     allow_runtime_lora_updating: bool = False
     """Whether clients load and unload adapters."""
+    downloaded: Downloaded | None = None
+    """What was fetched of the model before it was loaded."""
 
 
 @dataclass(frozen=True, slots=True)

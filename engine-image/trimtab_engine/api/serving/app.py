@@ -77,7 +77,10 @@ def _probes(state: ServerState) -> APIRouter:
     async def startupz() -> Response:
         progress = state.core.progress
         ready = state.serving is not None and state.core.is_alive
-        body = {"stage": progress.stage, "percent": round(progress.percent, 1)}
+        body: dict[str, Any] = {"stage": progress.stage, "percent": round(progress.percent, 1)}
+        downloaded = state.options.downloaded
+        if downloaded is not None:
+            body |= {"message": downloaded.sentence, "downloaded_bytes": downloaded.num_bytes}
         return JSONResponse(body, 200 if ready else 503)
 
     @look(router, "/health")
