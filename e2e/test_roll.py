@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from conftest import Apply
 from harness.deployment import Deployment, seconds_since
 from harness.install import NAMESPACE, Installation
-from harness.kube import CRD_KIND, Kube, Manifest
+from harness.kube import CRD_KIND, Kube, KubectlError, Manifest
 from harness.layouts import needs_workers
 from harness.nodes import drained, node_of
 from harness.report import measured
 from harness.traffic import LoadOptions, load
 from harness.wait import NotYet
+from harness.watch import Watched, watch
 
 CLIENTS = 4
 ASKS_PER_SECOND = 25.0  # each over a connection of its own: a gap of a tenth of a second would be seen
@@ -124,3 +126,32 @@ def test_a_node_is_drained_under_load_without_a_failed_request(
     assert node_of(pods[leaving["metadata"]["name"]]) != node
     assert pods[staying["metadata"]["name"]]["metadata"]["uid"] == staying["metadata"]["uid"]
     measured(f"a node is drained under load, its replica serves elsewhere after {took:.0f} s: {report}")
+
+
+def _let_go(watched: Watched) -> list[str]:
+    """The pods that the API server has evicted by a PodDisruptionBudget, in that order. Raises NotYet."""
+    found = dict.fromkeys(pod for state in watched.states for pod in state.get("status", {}).get("disruptedPods", {}))
+    if not found:
+        raise NotYet("nobody was evicted")
+    return list(found)
+
+
+def test_while_a_replica_is_replaced_in_place_nobody_else_may_take_the_other(
+    apply: Apply, kube: Kube, namespace: str
+) -> None:
+    if not kube.serves("policy/v1"):
+        pytest.skip("clusters before 1.21 serve no budget")
+    deployment = apply("turns", replicas=2, tuning={"mode": "Off", "bounds": None}, rollout={"maxSurge": 0})
+    before = deployment.settled(deadline_seconds=SETTLED_SECONDS)
+    pods = {pod["metadata"]["name"] for pod in deployment.pods()}
+    with watch(kube, "poddisruptionbudget", deployment.name, namespace) as watched:
+        length = int(before["spec"]["engine"]["maxModelLen"]) - 16
+        kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"engine": {"maxModelLen": length}}})
+        (gone,) = deployment.waiter.until(
+            "the first replica is replaced", lambda: _let_go(watched), deadline_seconds=60.0, every_seconds=0.2
+        )
+        (other,) = pods - {gone}
+        with pytest.raises(KubectlError, match="violate the pod's disruption budget"):
+            kube.evict(namespace, other)
+        deployment.settled(deadline_seconds=SETTLED_SECONDS)
+    assert _let_go(watched) == [gone, other]

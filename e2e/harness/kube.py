@@ -115,6 +115,16 @@ class Kube:
         options += [f"--grace-period={grace}"] if grace is not None else []
         self.run("delete", kind, name, *options, *_in(namespace), timeout_seconds=180.0)
 
+    def evict(self, namespace: str, pod: str) -> None:
+        """As `kubectl drain` does; raises KubectlError where a PodDisruptionBudget does not let it go now."""
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+        path = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
+        self.run("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+
+    def serves(self, group_version: str) -> bool:
+        """Whether the cluster serves anything of an API, such as policy/v1."""
+        return group_version in self.run("api-versions").split()
+
     def exec(self, namespace: str, pod: str, *command: str, container: str | None = None) -> str:
         chosen = ["-c", container] if container else []
         return self.run("exec", pod, *chosen, *_in(namespace), "--", *command)
