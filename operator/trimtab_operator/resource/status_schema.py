@@ -33,7 +33,9 @@ class LoadStatus(Model):
     stage: str = Field(max_length=32, description="download, starting, weights, profile, kv_cache, graphs or ready.")
     percent: int = Field(ge=0, le=100, description="Progress of loading; of a download, of its bytes.")
     message: str | None = Field(
-        default=None, max_length=256, description="The same as a sentence: sizes, and the time that is left."
+        default=None,
+        max_length=256,
+        description="A download as a sentence: sizes and the time that is left; behind it, what came in what time.",
     )
     downloaded_bytes: int | None = Field(
         default=None, ge=0, description="What the engine fetched of its model before it began to load."

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from operator_builders import MODEL_FACTS
 from operator_cluster import FakeCluster
+from trimtab_operator.decisions.actions import Note
 from trimtab_operator.decisions.downloads import download_notes
 from trimtab_operator.decisions.turn import turn
 from trimtab_operator.observed.engines import EngineSeen
@@ -154,33 +155,31 @@ def test_a_download_that_was_told_is_not_told_again() -> None:
     assert download_notes(deployment, {"m-0": EngineView(load=("profile", 3), downloaded_bytes=9)}) == ()
 
 
-def test_a_download_that_nobody_saw_is_told_with_what_came_and_stands_in_status() -> None:
+def told_while_loading(seen: EngineSeen) -> tuple[dict[str, Any], list[Note]]:
+    """(status, what is told of downloads) of a turn in which the engines say this."""
     cluster = a_cluster()
     cluster.start_seconds = 600.0
     while not cluster.pods:
         cluster.tick()
     cluster.tick()
     world = cluster.look()
-    said = EngineSeen(
-        False, "not ready", load=("weights", 3), load_message="Downloaded 3 MB in 0 s", downloaded_bytes=9
-    )
-    decided = turn(replace(world, engines={group.name: said for group in cluster.groups}), cluster.memory)
+    decided = turn(replace(world, engines={group.name: seen for group in cluster.groups}), cluster.memory)
     status = status_of(world.deployment, decided.findings, now=datetime.fromtimestamp(cluster.now, UTC))
+    return status, [note for note in decided.notes if note.reason.startswith("Download")]
+
+
+def test_a_download_that_nobody_saw_is_told_with_what_came_and_stands_in_status() -> None:
+    sentence = "Downloaded 3 MB in 0 s"
+    status, notes = told_while_loading(
+        EngineSeen(False, "not ready", load=("weights", 3), load_message=sentence, downloaded_bytes=9)
+    )
     assert status["groups"][0]["load"]["downloadedBytes"] == 9
-    (told,) = {note.message for note in decided.notes if note.reason == "Downloaded"}
-    assert told.endswith(": Downloaded 3 MB in 0 s")
+    (told,) = {note.message for note in notes if note.reason == "Downloaded"}
+    assert told.endswith(f": {sentence}")
 
 
 def test_status_says_how_far_a_download_is() -> None:
-    cluster = a_cluster()
-    cluster.start_seconds = 600.0
-    while not cluster.pods:
-        cluster.tick()
-    cluster.tick()
-    world = cluster.look()
-    loading = EngineSeen(False, "not ready", load=("download", 43), load_message=SENTENCE)
-    decided = turn(replace(world, engines={group.name: loading for group in cluster.groups}), cluster.memory)
-    status = status_of(world.deployment, decided.findings, now=datetime.fromtimestamp(cluster.now, UTC))
+    status, notes = told_while_loading(EngineSeen(False, "not ready", load=("download", 43), load_message=SENTENCE))
     assert status["groups"][0]["load"] == {"stage": "download", "percent": 43, "message": SENTENCE}
     assert status["phase"] == "Downloading"
-    assert [note.reason for note in decided.notes if note.reason.startswith("Download")] == ["DownloadStarted"]
+    assert [note.reason for note in notes] == ["DownloadStarted"]
