@@ -54,7 +54,7 @@ def test_readme_s_two_minutes_serve_answer_and_grow_live(tmp_path: Path, ports: 
     assert "Paris" in said, said
     assert "Mercury" in said or "planets" in said, said
     before, after = (float(total) for total in re.findall(r'trimtab_kv_blocks\{.*"total"\} ([\d.e+]+)', said))
-    assert after > before, "the PATCH has made the KV cache larger"
+    assert after > before, f"the PATCH has not made the KV cache larger:\n{said}"
 
 
 def run(script: str, log: Path) -> tuple[int, str]:

@@ -228,7 +228,7 @@ class Engine:
         self._abort_past_drain_deadline(started)
         self._fill_pipeline(started)
         if not self._flights:
-            return self._report(None, StepResult(), 0.0)
+            return self.report()
         flight = self._flights.popleft()
         ahead = self._prepare(self._clock()) if self._schedules_ahead else None
         flight.choose()
@@ -386,6 +386,10 @@ class Engine:
         while self._flights:
             flight = self._flights.popleft()
             self._land(flight, flight.result())
+
+    def report(self) -> StepOutputs:
+        """The state as it is, and what has landed that nobody was told: of no step."""
+        return self._report(None, StepResult(), 0.0)
 
     def _report(self, step: PreparedStep | None, result: StepResult, seconds: float) -> StepOutputs:
         """What has landed, by a step that took so long: until it landed, as the next one may have begun since."""

@@ -98,7 +98,9 @@ def serve(
                     if (seconds := busy_seconds(call)) is not None:
                         clients.broadcast(CoreBusy(seconds))
                     reply = answer(engine, profiler, call, call_id)
-                    reporter.report()  # first, so that who reads the answer finds it in force
+                    # First, so that who reads the answer finds it in force, in the metrics too.
+                    reporter.report()
+                    clients.send_step(engine.report())
                     clients.send(reply, index)
                 case StartWave():
                     engine.join_wave(message.number)

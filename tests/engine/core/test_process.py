@@ -1,17 +1,36 @@
 """What the core's process says of an admin call, and what it hands its engine in the middle of a step."""
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-from trimtab_engine.core.process import Inbox, what_changed
-from trimtab_engine.messages import AbortRequests, AddRequest, AdminCall, GetConfig, ToCore
+import engine_builders
+import pytest
+from trimtab_engine.core.process import Inbox, Membership, serve, what_changed
+from trimtab_engine.device.profiler import Profiler
+from trimtab_engine.messages import (
+    AbortRequests,
+    AddRequest,
+    AdminCall,
+    AdminReply,
+    Call,
+    CoreReady,
+    EngineState,
+    FromCore,
+    GetConfig,
+    PatchConfig,
+    Shutdown,
+    Sleep,
+    StepOutputs,
+    ToCore,
+)
 from trimtab_engine.scheduling.sampling import Sampling
 
 if TYPE_CHECKING:
     from trimtab_engine.core.clients import Clients
     from trimtab_engine.core.engine import Engine
-    from trimtab_engine.core.process import Membership
 
 
 def test_a_change_is_told_by_what_has_another_value() -> None:
@@ -92,3 +111,52 @@ def test_who_finds_no_room_or_a_core_that_retires_is_refused_in_the_middle_of_a_
     inbox, engine, clients = an_inbox([a_request("a")], is_retiring=True)
     inbox.hand_over_requests()
     assert (engine.told, clients.refused) == ([], ["a"])
+
+
+class RecordingClients:
+    """One client that asks these things one after another, and keeps what it is told."""
+
+    def __init__(self, asks: list[ToCore]) -> None:
+        self.asks, self.told = asks, list[FromCore]()
+
+    def receive(self, timeout_milliseconds: int) -> list[ToCore]:
+        return [self.asks.pop(0)]
+
+    def send(self, message: FromCore, client_index: int = 0) -> None:
+        self.told.append(message)
+
+    broadcast = send_step = send
+
+
+@pytest.fixture
+def model(model_of: Callable[..., Path]) -> Path:
+    return model_of(vocab_size=128)
+
+
+@pytest.mark.parametrize("work", ["idle", "at work"])
+def test_who_reads_the_answer_to_a_change_finds_it_in_state_and_metrics(model: Path, work: str) -> None:
+    """They are told before the answer, also while requests run."""
+    engine = engine_builders.an_engine(model)
+    least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
+    calls: list[Call] = [PatchConfig({"gpu_memory_utilization": least, "max_num_seqs": 3}), Sleep(1, "abort")]
+    asks: list[ToCore] = [engine_builders.a_new_request("r", range(20), max_tokens=100)] if work == "at work" else []
+    clients = RecordingClients([*asks, *(AdminCall(str(n), call) for n, call in enumerate(calls)), Shutdown()])
+    before = engine.ledger().blocks_total
+    membership = Membership(cast("Clients", clients), 1, cast("CoreReady", None))
+    serve(engine, cast("Clients", clients), Profiler(None), itertools.count(1.0).__next__, membership)
+
+    def told_before_the_answer(to: str) -> tuple[EngineState, StepOutputs]:
+        answer = next(n for n, told in enumerate(clients.told) if isinstance(told, AdminReply) and told.call_id == to)
+        told = clients.told[:answer]
+        return (
+            [message for message in told if isinstance(message, EngineState)][-1],
+            [message for message in told if isinstance(message, StepOutputs)][-1],
+        )
+
+    state, step = told_before_the_answer("0")
+    assert state.max_num_seqs == 3
+    assert step.stats.config_generation == 2
+    assert (step.stats.config_values or {})["max_num_seqs"] == 3
+    assert 0 < step.stats.kv_blocks_total < before
+    state, step = told_before_the_answer("1")
+    assert (state.sleep_level, step.stats.kv_blocks_total) == (1, 0)
