@@ -70,6 +70,7 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
     ),
 }
 
+OF_NOTHING = {"resourceVersion": "1"}  # etcd counts from 1, when it is empty: no object has this version
 LEASES = "/apis/coordination.k8s.io/"
 OPTIONAL = ("PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "PrometheusRule")  # engines do without them
 OPTIONAL_FRESH_SECONDS = 60.0  # what only guards and watches engines is looked at once a minute
@@ -105,6 +106,8 @@ class Cluster:
         self._served: dict[str, tuple[float, bool]] = {}
         self._optional: dict[str, tuple[float, Mapping[str, tuple[Manifest, ...]]]] = {}
         self._meeting: dict[str, tuple[float, tuple[Manifest, ...]]] = {}
+        self._unversioned: set[str] = set()
+        """Kinds of which this API server makes none whose version is given, such as Services of Kubernetes 1.20."""
 
     async def __aenter__(self) -> Cluster:
         """Connect: from inside a pod by its service account, else by KUBECONFIG. Raises MisconfiguredOperator."""
@@ -206,32 +209,53 @@ class Cluster:
     async def apply(self, manifest: Manifest, owner: InferenceDeployment, *, is_new: bool) -> None:
         """Server-side apply of a child. A new one must not exist under somebody else's ownership (NameTaken)."""
         metadata = {**manifest["metadata"], "ownerReferences": [owner_reference(owner)]}
-        if is_new:
-            present = await self.get(manifest["kind"], metadata["namespace"], metadata["name"])
-            if present is not None and is_of_a_former_namesake(present, owner):
-                raise NotYet(
-                    f"{manifest['kind']} {metadata['name']} belongs to the InferenceDeployment that had this name "
-                    "before; it is waited for until Kubernetes has removed it"
-                )
-            if present is not None and not is_owned(present, owner.uid):
-                raise NameTaken(
-                    f"{manifest['kind']} {metadata['name']} exists and belongs to somebody else; "
-                    "delete it, or give the InferenceDeployment another name"
-                )
-            if present is not None and manifest["kind"] == "StatefulSet" and _is_labelled(present, owner):
-                raise NotYet(f"StatefulSet {metadata['name']} is there already; it is looked at again")
         body = {**manifest, "metadata": metadata}
         if manifest["kind"] not in OPTIONAL:
             self._meeting.pop(owner.uid, None)
-            self._wrote(body, owner, await self._apply(body, FIELD_MANAGER))
+            self._wrote(body, owner, await self._made_or_changed(body, owner, is_new=is_new))
             return
         self._optional.pop(owner.uid, None)
         try:
-            self._wrote(body, owner, await self._apply(body, FIELD_MANAGER))
+            self._wrote(body, owner, await self._made_or_changed(body, owner, is_new=is_new))
         except API_ERRORS as error:
             if missing_right(error) is None:
                 raise
             self._do_without(str(manifest["kind"]), missing_right(error))
+
+    async def _made_or_changed(self, body: Manifest, owner: InferenceDeployment, *, is_new: bool) -> Manifest:
+        """Apply a child; a new one in one call, which makes it only if there is no such object. What is there already
+        is looked at before it is written over: docs/decisions/made-only-where-nothing-is.md."""
+        if is_new and body["kind"] not in self._unversioned:
+            try:
+                return await self._apply({**body, "metadata": {**body["metadata"], **OF_NOTHING}}, FIELD_MANAGER)
+            except ConflictError:
+                pass
+            except API_ERRORS as error:
+                if "resourceVersion" not in str(getattr(error, "body", None)):
+                    raise
+                self._unversioned.add(body["kind"])
+        if is_new:
+            await self._must_be_free(body, owner)
+        return await self._apply(body, FIELD_MANAGER)
+
+    async def _must_be_free(self, manifest: Manifest, owner: InferenceDeployment) -> None:
+        """Raise NameTaken or NotYet where an object of this name is not to be written over now."""
+        metadata = manifest["metadata"]
+        present = await self.get(manifest["kind"], metadata["namespace"], metadata["name"])
+        if present is None:
+            return
+        if is_of_a_former_namesake(present, owner):
+            raise NotYet(
+                f"{manifest['kind']} {metadata['name']} belongs to the InferenceDeployment that had this name before; "
+                "it is waited for until Kubernetes has removed it"
+            )
+        if not is_owned(present, owner.uid):
+            raise NameTaken(
+                f"{manifest['kind']} {metadata['name']} exists and belongs to somebody else; "
+                "delete it, or give the InferenceDeployment another name"
+            )
+        if manifest["kind"] == "StatefulSet" and _is_labelled(present, owner):
+            raise NotYet(f"StatefulSet {metadata['name']} is there already; it is looked at again")
 
     async def apply_status(self, deployment: InferenceDeployment, status: Mapping[str, Any]) -> Mapping[str, Any]:
         """Replace what we said in `/status`, and return what became of it: an API server keeps what its schema knows.

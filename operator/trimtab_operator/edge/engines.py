@@ -89,16 +89,24 @@ class Engines:
     _gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_ASKED_AT_ONCE))
 
     async def look(
-        self, targets: Iterable[Target], tokens: Tokens, asked: MetricsAsked | None = None
+        self,
+        targets: Iterable[Target],
+        tokens: Tokens,
+        asked: MetricsAsked | None = None,
+        *,
+        believes_last_words: bool = False,
     ) -> dict[str, EngineSeen]:
         """Ask every engine at once, and Prometheus where `asked` says so; by group, what they said in time. Engines
-        that are gone are forgotten."""
+        that are gone are forgotten. Who `believes_last_words` asks only those whose last word would not stand if they
+        were late."""
         wanted = list(targets)
         reachable = {target.instance: target for target in wanted if target.address is not None}
         for gone in self._with.keys() - reachable.keys():
             self._with.pop(gone).end()
         late = {uid: said for uid, target in reachable.items() if (said := self._taken_up(target)) is not None}
         free = [target for target in reachable.values() if not self._is_asked(target)]
+        if believes_last_words:
+            free = [target for target in free if self._repeated(target) is None]
         stored = self._stored(free, asked or MetricsAsked())
         begun = [self._begin(target, tokens, stored.get(target.pod)) for target in free]
         if begun:

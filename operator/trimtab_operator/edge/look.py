@@ -72,15 +72,16 @@ class Eyes:
     _read: dict[Owner, _Read] = field(default_factory=dict)
     """What of the cache was read last, of each resource."""
 
-    async def look(self, key: Key, memory: Memory, engines: Engines) -> World:
-        """See the resource, its children, its engines and what else matters now. Raises Gone."""
+    async def look(self, key: Key, memory: Memory, engines: Engines, *, believes_last_words: bool = False) -> World:
+        """See the resource, its children, its engines and what else matters now. Raises Gone. Who
+        `believes_last_words` does not wait for an engine that has just spoken."""
         world = await self.glance(key)
         asked = questions_of(world.deployment, world.children, memory, now=world.at)
         nodes, rivals, refused, said = await asyncio.gather(
             self._nodes(asked.nodes_fresh_seconds),
             self._rivals() if asked.rivals else _nothing(),
             self._refused_creations(key.namespace) if asked.refused_creations else _nothing(),
-            engines.look(asked.engines, world.tokens, asked.metrics),
+            engines.look(asked.engines, world.tokens, asked.metrics, believes_last_words=believes_last_words),
         )
         return replace(
             self.with_stakes(key, world),

@@ -41,6 +41,11 @@ class Lanes:
         finally:
             self._leave(place)
 
+    @property
+    def is_anybody_urgent(self) -> bool:
+        """Whether somebody urgent is there or in line."""
+        return self._inside[True] > 0 or bool(self._in_line[True])
+
     def is_waited_for(self, place: Place) -> bool:
         """Whether somebody else who is urgent is there or in line, while this one is inside and urgent."""
         return place.urgent and place.is_inside and (self._inside[True] > 1 or bool(self._in_line[True]))
@@ -104,5 +109,5 @@ class Lanes:
     def _has_room(self, urgent: bool) -> bool:
         if sum(self._inside.values()) >= self._at_once:
             return False
-        is_overtaken = self._inside[True] > 0 or bool(self._in_line[True])
-        return urgent or self._inside[False] < (self._beside if is_overtaken else self._at_once - self._kept)
+        beside = self._beside if self.is_anybody_urgent else self._at_once - self._kept
+        return urgent or self._inside[False] < beside

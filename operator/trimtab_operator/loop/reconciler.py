@@ -46,7 +46,8 @@ STAKES_TRIED = 5  # times that others may take a part of the GPU budget while a 
 MAX_TICKS_AT_ONCE = 32  # a thousand at once would all be late
 TOLD_SECONDS = 20.0  # for which what a tick has done may go untold while others do what they were asked for
 BRIEF_SECONDS = 0.02  # of processor time: a turn that took no longer needs no thread of its own
-MAX_BESIDE_EDITS = 2  # of the ticks that nobody waits for, while what somebody asked for is being brought about
+MAX_BESIDE_EDITS = 1  # of the ticks that nobody waits for, while what somebody asked for is being brought about
+UNSEEN_SECONDS = 15.0  # for which pages of engines at rest may go unread meanwhile
 MAX_TURNS_AT_ONCE = 3  # a turn may predict for a second: it is taken beside the event loop, which must get its share
 
 
@@ -119,10 +120,20 @@ class Reconciler:
             self.hands.metrics.forget(key.namespace, key.name)
             self.eyes.forget(key)
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether something that somebody asked for is still to be brought about."""
+        return self._ticking.is_anybody_urgent
+
     async def rests(self, loop: Loop) -> bool:
-        """Whether nothing has happened since the last tick that nobody rang for, and the next look can wait."""
-        rest = loop.rest
-        if rest is None or self.eyes.clock() >= rest.until or not await loop.engines.say_the_same(rest.engines):
+        """Whether nothing has happened since the last tick that nobody rang for, and the next look can wait. While
+        what somebody asked for is being brought about, a page may go unread once or twice."""
+        rest, now = loop.rest, self.eyes.clock()
+        if rest is None or now >= rest.until:
+            return False
+        if self.is_waited_for and 0 <= now - rest.seen_at < UNSEEN_SECONDS:
+            return True
+        if not await loop.engines.say_the_same(rest.engines):
             return False
         loop.rest = rest.later(self.eyes.clock())
         return True
@@ -130,7 +141,7 @@ class Reconciler:
     async def tick(self, loop: Loop) -> float:
         """Bring the resource one step nearer to what is wanted; seconds until the next tick."""
         rest, loop.rest = loop.rest, None
-        world = await self.eyes.look(loop.key, loop.memory, loop.engines)
+        world = await self.eyes.look(loop.key, loop.memory, loop.engines, believes_last_words=loop.place.urgent)
         if rest is not None and rest.ended_in(world):
             async with self._thinking.entered(Place(loop.place.urgent)):
                 loop.memory = await asyncio.to_thread(caught_up, rest, loop.memory)

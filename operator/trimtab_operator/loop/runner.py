@@ -28,6 +28,7 @@ from trimtab_operator.edge.prometheus import Connection, Prometheus
 from trimtab_operator.edge.stakes import Stakes
 from trimtab_operator.edge.webhook import Webhook
 from trimtab_operator.errors import MisconfiguredOperator
+from trimtab_operator.loop.garbage import collect_when_quiet
 from trimtab_operator.loop.handlers import build_registry, build_settings
 from trimtab_operator.loop.hands import Hands
 from trimtab_operator.loop.reconciler import Reconciler
@@ -218,7 +219,8 @@ async def _lead(
         )
         hands = Hands(cluster, metrics, eyes.clock, is_leading)
         reconciler = Reconciler(eyes, hands, http, heartbeats, wake_ups)
-        await stack.enter_async_context(_running([watching.keep(cluster, cache)]))
+        background = [watching.keep(cluster, cache), collect_when_quiet(lambda: reconciler.is_waited_for)]
+        await stack.enter_async_context(_running(background))
         code = await _work(leadership, reconciler, options, stop)
     metrics.leader.set(0)
     await leadership.release()

@@ -11,7 +11,13 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import NotFoundError, api_exception
 from operator_builders import a_deployment
 from trimtab_operator.builders.labels import common_labels
-from trimtab_operator.edge.cluster import MAX_CALLS_AT_ONCE, Cluster, is_of_a_former_namesake, is_of_workload
+from trimtab_operator.edge.cluster import (
+    API_ERRORS,
+    MAX_CALLS_AT_ONCE,
+    Cluster,
+    is_of_a_former_namesake,
+    is_of_workload,
+)
 from trimtab_operator.errors import NameTaken, NotYet
 
 
@@ -89,6 +95,75 @@ async def test_a_404_of_an_api_server_that_does_not_serve_the_kind_yet_says_noth
         await Answers(not_found(body)).get("InferenceDeployment", "n", "m")
 
 
+def refused(status: int, reason: str = "", message: str = "", **details: Any) -> Exception:
+    error = ApiException(status=status, reason=reason)
+    error.body = json.dumps(
+        {"kind": "Status", "reason": reason, "details": details, "message": message, "code": status}
+    )
+    translated: Any = api_exception
+    found = translated(error)
+    assert isinstance(found, Exception)
+    return found
+
+
+class Keeps(Cluster):
+    """A door behind which the API server has one object, or none, and notes what it is asked. Where `makes_versioned`
+    is not so, it makes no object whose version is given."""
+
+    def __init__(self, present: dict[str, Any] | None, *, makes_versioned: bool = True) -> None:
+        super().__init__()
+        self.present, self.makes_versioned = present, makes_versioned
+        self.asked: list[str] = []
+
+    def _path(self, kind: str, namespace: str | None, name: str | None) -> str:
+        return f"/{kind}/{namespace}/{name}"
+
+    async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        self.asked.append(method)
+        if method == "get":
+            if self.present is None:
+                raise not_found(a_status("m-g0"))
+            return self.present
+        version = options["body"]["metadata"].get("resourceVersion")
+        if version is not None and self.present is not None:
+            raise refused(409, "Conflict")
+        if version is not None and not self.makes_versioned:
+            raise refused(500, message="resourceVersion should not be set on objects to be created")
+        self.present = {**options["body"], "metadata": {**options["body"]["metadata"], "resourceVersion": "7"}}
+        return self.present
+
+
+SET = {"kind": "StatefulSet", "metadata": {"namespace": "n", "name": "m-g0"}}
+
+
+async def test_a_child_is_made_in_one_call_which_makes_nothing_where_something_is() -> None:
+    door = Keeps(None)
+    await door.apply(SET, a_deployment(), is_new=True)
+    assert door.asked == ["patch"]
+    assert door.present is not None
+    door.asked.clear()
+    made = {**door.present}
+    with pytest.raises(NameTaken):  # by a resource of another uid
+        await door.apply({**SET, "spec": {}}, a_deployment(name="other"), is_new=True)
+    assert (door.present, door.asked) == (made, ["patch", "get"])
+
+
+async def test_an_api_server_that_makes_nothing_with_a_version_is_asked_without() -> None:
+    door = Keeps(None, makes_versioned=False)
+    await door.apply(SET, a_deployment(), is_new=True)
+    assert door.asked == ["patch", "get", "patch"]
+    assert door.present is not None
+    door.asked, door.present = [], None
+    await door.apply(SET, a_deployment(), is_new=True)
+    assert door.asked == ["get", "patch"], "it is known by now"
+
+
+async def test_another_refusal_is_told_as_it_is() -> None:
+    door = Answers(refused(422, "Invalid", 'StatefulSet.apps "m-g0" is invalid: spec.template: Invalid value'))
+    with pytest.raises(API_ERRORS, match="Invalid value"):
+        await door.apply(SET, a_deployment(), is_new=True)
+
+
 def owned_by(**owner: Any) -> dict[str, Any]:
     reference = {"kind": "InferenceDeployment", "name": "m", "uid": "u-m", "controller": True, **owner}
     return {"metadata": {"name": "m-g0", "ownerReferences": [reference]}}
@@ -108,17 +183,17 @@ async def test_a_child_that_is_there_already_is_waited_for_if_it_is_about_to_go(
 ) -> None:
     manifest = {"kind": "StatefulSet", "metadata": {"namespace": "n", "name": "m-g0"}}
     with pytest.raises(error):
-        await Answers(present).apply(manifest, a_deployment(), is_new=True)
+        await Keeps(present).apply(manifest, a_deployment(), is_new=True)
 
 
 async def test_a_replica_that_is_there_already_is_looked_at_before_it_is_written_over() -> None:
     """Watches are about to tell of it; without its labels they never would."""
     manifest = {"kind": "StatefulSet", "metadata": {"namespace": "n", "name": "m-g0"}}
     present = owned_by()
-    await Answers(present).apply(manifest, a_deployment(), is_new=True)
+    await Keeps(present).apply(manifest, a_deployment(), is_new=True)
     present["metadata"]["labels"] = common_labels(a_deployment())
     with pytest.raises(NotYet):
-        await Answers(present).apply(manifest, a_deployment(), is_new=True)
+        await Keeps(present).apply(manifest, a_deployment(), is_new=True)
 
 
 def test_its_own_child_is_of_no_former_namesake() -> None:
@@ -192,15 +267,6 @@ class Evicts(Answers):
             return {}
         assert options["body"]["deleteOptions"] == {"preconditions": {"uid": "u"}}
         return await super()._call(method, path, **options)
-
-
-def refused(status: int, reason: str = "", **details: Any) -> Exception:
-    error = ApiException(status=status, reason=reason)
-    error.body = json.dumps({"kind": "Status", "reason": reason, "details": details, "code": status})
-    translated: Any = api_exception
-    found = translated(error)
-    assert isinstance(found, Exception)
-    return found
 
 
 def forbidding(budget: str) -> dict[str, Any]:

@@ -189,6 +189,26 @@ async def test_an_engine_that_is_late_for_once_says_what_it_said_last(
     engines.close()
 
 
+async def test_who_believes_last_words_asks_those_alone_whose_words_would_not_stand(
+    engine: ContractEngine, other_engine: ContractEngine, http: aiohttp.ClientSession
+) -> None:
+    now = [1000.0]
+    engines = Engines(http, clock=lambda: now[0], patience_seconds=IN_TIME_SECONDS)
+    known, other = a_target(engine, "a"), a_target(other_engine, "b")
+    before = (await engines.look([known], TOKEN))["a"]
+    engine.hangs = True  # whoever asks it waits
+    now[0] += REPEATED_SECONDS - 1.0
+    said = await engines.look([known, other], TOKEN, believes_last_words=True)
+    assert before.sample is not None
+    assert said["a"] == replace(before, sample=replace(before.sample, requests=None))
+    assert said["b"].problem is None
+    engine.hangs, engine.metrics = False, "nonsense"
+    now[0] += 1.0
+    said = await engines.look([known, other], TOKEN, believes_last_words=True)
+    assert said["a"].sample is None, "it was asked"
+    engines.close()
+
+
 async def test_one_that_stays_silent_is_said_to_be_silent(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     now = [1000.0]
     engines = Engines(http, clock=lambda: now[0], patience_seconds=IN_TIME_SECONDS)

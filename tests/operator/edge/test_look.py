@@ -49,7 +49,9 @@ class ListingCluster:
 class SilentEngines:
     """Nobody answers."""
 
-    async def look(self, _targets: tuple[Target, ...], _tokens: Tokens, _asked: MetricsAsked) -> dict[str, EngineSeen]:
+    async def look(
+        self, _targets: tuple[Target, ...], _tokens: Tokens, _asked: MetricsAsked, *, believes_last_words: bool
+    ) -> dict[str, EngineSeen]:
         return {}
 
 

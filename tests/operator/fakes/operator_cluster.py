@@ -586,10 +586,18 @@ class FakeEngines:
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
+        self.believed: list[bool] = []
+        """Of each look, whether last words were believed."""
 
     async def look(
-        self, targets: Iterable[Target], _tokens: Tokens, _asked: MetricsAsked | None = None
+        self,
+        targets: Iterable[Target],
+        _tokens: Tokens,
+        _asked: MetricsAsked | None = None,
+        *,
+        believes_last_words: bool = False,
     ) -> dict[str, EngineSeen]:
+        self.believed.append(believes_last_words)
         return {target.group: self.cluster.said(target) for target in targets}
 
     async def patch(self, orders: Iterable[Patch], _tokens: Tokens, on_answer: OnAnswer) -> None:

@@ -145,11 +145,11 @@ class EnginesThatAreThere(FakeEngines):
     """Engines of pods that are gone by now answer nobody."""
 
     async def look(
-        self, targets: Iterable[Target], tokens: Tokens, asked: MetricsAsked | None = None
+        self, targets: Iterable[Target], tokens: Tokens, asked: MetricsAsked | None = None, **options: bool
     ) -> dict[str, EngineSeen]:
         there = {pod["metadata"]["uid"] for pod in self.cluster.pods.values()}
         wanted = list(targets)
-        said = await super().look([target for target in wanted if target.instance in there], tokens, asked)
+        said = await super().look([target for target in wanted if target.instance in there], tokens, asked, **options)
         return {target.group: said.get(target.group, EngineSeen(target.ready, "no answer")) for target in wanted}
 
 

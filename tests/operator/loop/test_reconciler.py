@@ -29,7 +29,14 @@ from trimtab_operator.errors import Gone, NameTaken
 from trimtab_operator.loop import reconciler as reconciler_module
 from trimtab_operator.loop.hands import Done, Hands
 from trimtab_operator.loop.lanes import Lanes, Place
-from trimtab_operator.loop.reconciler import BUSY_TICK_SECONDS, MAX_TICKS_AT_ONCE, Loop, Reconciler, _rang
+from trimtab_operator.loop.reconciler import (
+    BUSY_TICK_SECONDS,
+    MAX_TICKS_AT_ONCE,
+    UNSEEN_SECONDS,
+    Loop,
+    Reconciler,
+    _rang,
+)
 from trimtab_operator.loop.wake_ups import WakeUps
 from trimtab_operator.observed.engines import EngineSeen, Target
 from trimtab_operator.observed.groups import Observed
@@ -95,8 +102,8 @@ async def test_who_was_read_without_a_cache_is_looked_at_once_more_before_anothe
     assert any(action.name == "m-g0-0" for action in cluster.decide().care)
 
     class Blinks(FakeEngines):
-        async def look(self, *arguments: Any) -> dict[str, EngineSeen]:
-            said = await super().look(*arguments)
+        async def look(self, *arguments: Any, **options: Any) -> dict[str, EngineSeen]:
+            said = await super().look(*arguments, **options)
             cluster.set_ready("m-g1-0", ready=False)
             return said
 
@@ -444,6 +451,34 @@ async def test_at_rest_a_tick_compares_pages_alone_until_a_look_is_due() -> None
     pages.same = True
     cluster.now += REST_SECONDS / 2
     assert not await reconciler.rests(loop)
+
+
+async def test_while_others_wait_for_edits_a_page_goes_unread_for_a_quarter_of_a_minute_at_most() -> None:
+    cluster = FakeCluster()
+    reconciler, pages = a_reconciler(cluster), Pages(cluster)
+    loop = Loop(KEY, cast("Engines", pages))
+    loop.rest = Rest(cluster.look(), (), cluster.now)
+    pages.same = False
+    async with reconciler._ticking.entered(Place(urgent=True)):
+        assert reconciler.is_waited_for
+        cluster.now += UNSEEN_SECONDS - 1.0
+        assert await reconciler.rests(loop)
+        cluster.now += 1.0
+        assert not await reconciler.rests(loop)
+    pages.same = True
+    assert await reconciler.rests(loop)
+    pages.same = False
+    assert not await reconciler.rests(loop), "nobody waits"
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+async def test_who_was_just_edited_is_not_kept_by_engines_that_have_just_spoken(urgent: bool) -> None:
+    cluster = FakeCluster()
+    engines = FakeEngines(cluster)
+    loop = Loop(KEY, cast("Engines", engines))
+    loop.place.urgent = urgent
+    await a_reconciler(cluster).tick(loop)
+    assert engines.believed == [urgent]
 
 
 async def test_a_failing_tick_is_tried_again_and_shown_when_it_keeps_failing() -> None:

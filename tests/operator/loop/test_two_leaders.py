@@ -89,7 +89,7 @@ async def both(cluster: FakeCluster, first: tuple[Reconciler, Loop], second: tup
     looks = [await reconciler.eyes.look(loop.key, loop.memory, loop.engines) for reconciler, loop in (first, second)]
     for (reconciler, loop), seen in zip((first, second), looks, strict=True):
 
-        async def look(*_: object, seen: Any = seen) -> Any:
+        async def look(*_: object, seen: Any = seen, **__: object) -> Any:
             return seen
 
         blind = replace(reconciler, eyes=_Looking(reconciler, look))  # type: ignore[arg-type]
