@@ -145,11 +145,16 @@ class EnginesThatAreThere(FakeEngines):
     """Engines of pods that are gone by now answer nobody."""
 
     async def look(
-        self, targets: Iterable[Target], tokens: Tokens, asked: MetricsAsked | None = None, **options: bool
+        self,
+        targets: Iterable[Target],
+        tokens: Tokens,
+        asked: MetricsAsked | None = None,
+        *,
+        believes_last_words: bool = False,
     ) -> dict[str, EngineSeen]:
         there = {pod["metadata"]["uid"] for pod in self.cluster.pods.values()}
         wanted = list(targets)
-        said = await super().look([target for target in wanted if target.instance in there], tokens, asked, **options)
+        said = await super().look([target for target in wanted if target.instance in there], tokens, asked)
         return {target.group: said.get(target.group, EngineSeen(target.ready, "no answer")) for target in wanted}
 
 
