@@ -2,7 +2,7 @@
 
 A cache lags, and what was read is seconds old once engines were asked and a turn was taken. What a turn takes away or
 writes over rests on who else serves: that is confirmed. What a turn only adds rests on nothing but the resource itself,
-and a creation looks first whether there is such an object (docs/decisions/cache-fed-by-watches.md).
+and a creation makes nothing where there is such an object (docs/decisions/made-only-where-nothing-is.md).
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
     ),
 }
 
-OF_NOTHING = {"resourceVersion": "1"}  # etcd counts from 1, when it is empty: no object has this version
+OF_NOTHING = "1"  # etcd counts from 1, when it is empty: no object has this version
+NO_VERSION_PLEASE = "should not be set on objects to be created"
 LEASES = "/apis/coordination.k8s.io/"
 OPTIONAL = ("PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "PrometheusRule")  # engines do without them
 OPTIONAL_FRESH_SECONDS = 60.0  # what only guards and watches engines is looked at once a minute
@@ -225,25 +226,34 @@ class Cluster:
     async def _made_or_changed(self, body: Manifest, owner: InferenceDeployment, *, is_new: bool) -> Manifest:
         """Apply a child; a new one in one call, which makes it only if there is no such object. What is there already
         is looked at before it is written over: docs/decisions/made-only-where-nothing-is.md."""
-        if is_new and body["kind"] not in self._unversioned:
+        if not is_new:
+            return await self._apply(body, FIELD_MANAGER)
+        kind = str(body["kind"])
+        if kind not in self._unversioned:
             try:
-                return await self._apply({**body, "metadata": {**body["metadata"], **OF_NOTHING}}, FIELD_MANAGER)
+                return await self._apply(_of_version(body, OF_NOTHING), FIELD_MANAGER)
             except ConflictError:
                 pass
             except API_ERRORS as error:
-                if "resourceVersion" not in str(getattr(error, "body", None)):
+                if NO_VERSION_PLEASE not in str(getattr(error, "body", None)):
                     raise
-                self._unversioned.add(body["kind"])
-        if is_new:
-            await self._must_be_free(body, owner)
-        return await self._apply(body, FIELD_MANAGER)
+                self._unversioned.add(kind)
+        present = await self._looked_at(body, owner)
+        if present is not None:
+            version = present["metadata"].get("resourceVersion")
+        else:
+            version = None if kind in self._unversioned else OF_NOTHING
+        try:
+            return await self._apply(_of_version(body, version), FIELD_MANAGER)
+        except ConflictError as error:
+            raise NotYet(f"{kind} {body['metadata']['name']} changes; it is looked at again") from error
 
-    async def _must_be_free(self, manifest: Manifest, owner: InferenceDeployment) -> None:
-        """Raise NameTaken or NotYet where an object of this name is not to be written over now."""
+    async def _looked_at(self, manifest: Manifest, owner: InferenceDeployment) -> Manifest | None:
+        """The object of this name, if there is one. Raises NameTaken or NotYet where it is not to be written over."""
         metadata = manifest["metadata"]
         present = await self.get(manifest["kind"], metadata["namespace"], metadata["name"])
         if present is None:
-            return
+            return None
         if is_of_a_former_namesake(present, owner):
             raise NotYet(
                 f"{manifest['kind']} {metadata['name']} belongs to the InferenceDeployment that had this name before; "
@@ -256,6 +266,7 @@ class Cluster:
             )
         if manifest["kind"] == "StatefulSet" and _is_labelled(present, owner):
             raise NotYet(f"StatefulSet {metadata['name']} is there already; it is looked at again")
+        return present
 
     async def apply_status(self, deployment: InferenceDeployment, status: Mapping[str, Any]) -> Mapping[str, Any]:
         """Replace what we said in `/status`, and return what became of it: an API server keeps what its schema knows.
@@ -608,6 +619,13 @@ def is_of_a_former_namesake(manifest: Manifest, owner: InferenceDeployment) -> b
         for reference in references
         if reference.get("controller")
     )
+
+
+def _of_version(manifest: Manifest, version: str | None) -> Manifest:
+    """A manifest that is applied to an object of this version alone; None: to whatever there is."""
+    if version is None:
+        return manifest
+    return {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": version}}
 
 
 def _speaks_of(error: NotFoundError, name: str) -> bool:

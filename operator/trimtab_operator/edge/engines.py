@@ -82,6 +82,8 @@ class Engines:
     prometheus: Prometheus | None = None
     may_write: Callable[[], bool] = lambda: True
     """Asked before every change."""
+    _asked: MetricsAsked = field(default_factory=MetricsAsked)
+    """Where the last look had metrics read."""
     _with: dict[str, _Conversation] = field(default_factory=dict)
     """What is under way, by the uid of the leader's pod."""
     _reading: set[asyncio.Task[Mapping[str, Sample | ScrapeFailure]]] = field(default_factory=set)
@@ -97,17 +99,22 @@ class Engines:
         believes_last_words: bool = False,
     ) -> dict[str, EngineSeen]:
         """Ask every engine at once, and Prometheus where `asked` says so; by group, what they said in time. Engines
-        that are gone are forgotten. Who `believes_last_words` asks only those whose last word would not stand if they
-        were late."""
+        that are gone are forgotten. Who `believes_last_words` does not ask those that had no request when they spoke
+        last, where that word would stand if they were late."""
         wanted = list(targets)
         reachable = {target.instance: target for target in wanted if target.address is not None}
         for gone in self._with.keys() - reachable.keys():
             self._with.pop(gone).end()
         late = {uid: said for uid, target in reachable.items() if (said := self._taken_up(target)) is not None}
+        asked = asked or MetricsAsked()
+        if asked != self._asked:  # what they said before answers another question
+            self._asked = asked
+            for conversation in self._with.values():
+                conversation.word = None
         free = [target for target in reachable.values() if not self._is_asked(target)]
         if believes_last_words:
-            free = [target for target in free if self._repeated(target) is None]
-        stored = self._stored(free, asked or MetricsAsked())
+            free = [target for target in free if not _is_at_rest(self._repeated(target))]
+        stored = self._stored(free, asked)
         begun = [self._begin(target, tokens, stored.get(target.pod)) for target in free]
         if begun:
             await asyncio.wait(begun, timeout=self.patience_seconds)
@@ -278,6 +285,12 @@ async def _samples(
     if prometheus is None:
         return dict.fromkeys(pods, ScrapeFailure(NO_PROMETHEUS, Reason.PROMETHEUS_UNAVAILABLE))
     return await prometheus.samples(asked.namespace, pods, asked.labels)
+
+
+def _is_at_rest(said: EngineSeen | None) -> bool:
+    """Whether an engine said that it has no request."""
+    gauges = None if said is None or said.sample is None else said.sample.gauges
+    return gauges is not None and gauges.running == 0 and gauges.waiting == 0
 
 
 def _unsaid(target: Target, why: str) -> EngineSeen:

@@ -10,26 +10,31 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 from collections.abc import Callable
 
 COLLECT_SECONDS = 60.0
 PATIENCE_SECONDS = 600.0  # for which edits that do not end may put it off
-TIMES_TO_ALL = 60  # that what is new is looked through, to one time of all
+ALL_SECONDS = 3_600.0
 NEVER = 1_000_000_000  # collections of what is young
 
 
 async def collect_when_quiet(is_busy: Callable[[], bool]) -> None:
-    """Look for garbage, now and whenever it is due, until cancelled."""
-    young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, NEVER)
-    for time in itertools.count():
-        if time % TIMES_TO_ALL == 0:
-            gc.unfreeze()
-        gc.collect()
-        gc.freeze()
-        await asyncio.sleep(COLLECT_SECONDS)
-        await _quiet(is_busy)
+    """Look for garbage, now and whenever it is due, until cancelled; then Python does so by itself as before."""
+    before, now = gc.get_threshold(), asyncio.get_running_loop().time
+    gc.set_threshold(*before[:2], NEVER)
+    all_due = now()
+    try:
+        while True:
+            if now() >= all_due:
+                gc.unfreeze()
+                all_due = now() + ALL_SECONDS
+            gc.collect()
+            gc.freeze()
+            await asyncio.sleep(COLLECT_SECONDS)
+            await _quiet(is_busy)
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
 
 
 async def _quiet(is_busy: Callable[[], bool]) -> None:

@@ -24,7 +24,8 @@ class Place:
 
 class Lanes:
     """Room for `at_once`. Those that can wait have all of it but `kept`, and while anybody urgent is there or in line,
-    no more than `beside`: few enough to be overtaken, and never none, so that nobody waits for ever."""
+    `beside` of it and one place less for each of the urgent but the first; never none, so that nobody waits for ever,
+    and so that somebody urgent who is held up holds up nobody."""
 
     def __init__(self, at_once: int, *, beside: int, kept: int = 0) -> None:
         self._at_once, self._beside, self._kept = at_once, beside, kept
@@ -42,9 +43,14 @@ class Lanes:
             self._leave(place)
 
     @property
-    def is_anybody_urgent(self) -> bool:
-        """Whether somebody urgent is there or in line."""
-        return self._inside[True] > 0 or bool(self._in_line[True])
+    def num_urgent(self) -> int:
+        """How many who are urgent are there or in line."""
+        return self._inside[True] + len(self._in_line[True])
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many are urgent that one place is left to those that can wait."""
+        return self.num_urgent >= self._beside > 0
 
     def is_waited_for(self, place: Place) -> bool:
         """Whether somebody else who is urgent is there or in line, while this one is inside and urgent."""
@@ -109,5 +115,8 @@ class Lanes:
     def _has_room(self, urgent: bool) -> bool:
         if sum(self._inside.values()) >= self._at_once:
             return False
-        beside = self._beside if self.is_anybody_urgent else self._at_once - self._kept
-        return urgent or self._inside[False] < beside
+        if urgent:
+            return True
+        if self.num_urgent == 0:
+            return self._inside[False] < self._at_once - self._kept
+        return self._inside[False] < max(min(1, self._beside), self._beside + 1 - self.num_urgent)

@@ -46,8 +46,10 @@ STAKES_TRIED = 5  # times that others may take a part of the GPU budget while a 
 MAX_TICKS_AT_ONCE = 32  # a thousand at once would all be late
 TOLD_SECONDS = 20.0  # for which what a tick has done may go untold while others do what they were asked for
 BRIEF_SECONDS = 0.02  # of processor time: a turn that took no longer needs no thread of its own
-MAX_BESIDE_EDITS = 1  # of the ticks that nobody waits for, while what somebody asked for is being brought about
-UNSEEN_SECONDS = 15.0  # for which pages of engines at rest may go unread meanwhile
+MAX_BESIDE_EDITS = 3  # of the ticks that nobody waits for, beside one that somebody waits for; beside many, one
+UNREAD_SECONDS = (
+    10.0  # for which pages of engines at rest may go unread then; what they said last stands for twice that
+)
 MAX_TURNS_AT_ONCE = 3  # a turn may predict for a second: it is taken beside the event loop, which must get its share
 
 
@@ -123,15 +125,15 @@ class Reconciler:
     @property
     def is_waited_for(self) -> bool:
         """Whether something that somebody asked for is still to be brought about."""
-        return self._ticking.is_anybody_urgent
+        return self._ticking.num_urgent > 0
 
     async def rests(self, loop: Loop) -> bool:
         """Whether nothing has happened since the last tick that nobody rang for, and the next look can wait. While
-        what somebody asked for is being brought about, a page may go unread once or twice."""
+        many wait for what they asked for, a page may go unread if it is read in time by the next tick."""
         rest, now = loop.rest, self.eyes.clock()
         if rest is None or now >= rest.until:
             return False
-        if self.is_waited_for and 0 <= now - rest.seen_at < UNSEEN_SECONDS:
+        if self._ticking.is_crowded and 0 <= now + self.eyes.tick_seconds - rest.seen_at <= UNREAD_SECONDS:
             return True
         if not await loop.engines.say_the_same(rest.engines):
             return False
@@ -140,8 +142,8 @@ class Reconciler:
 
     async def tick(self, loop: Loop) -> float:
         """Bring the resource one step nearer to what is wanted; seconds until the next tick."""
-        rest, loop.rest = loop.rest, None
-        world = await self.eyes.look(loop.key, loop.memory, loop.engines, believes_last_words=loop.place.urgent)
+        rest, loop.rest, is_hurried = loop.rest, None, loop.place.urgent
+        world = await self.eyes.look(loop.key, loop.memory, loop.engines, believes_last_words=is_hurried)
         if rest is not None and rest.ended_in(world):
             async with self._thinking.entered(Place(loop.place.urgent)):
                 loop.memory = await asyncio.to_thread(caught_up, rest, loop.memory)
@@ -159,6 +161,8 @@ class Reconciler:
         loop.memory = replace(decided.memory, futile=decided.futile)
         if not decided.is_idle or _is_moving(status):
             return min(BUSY_TICK_SECONDS, self.eyes.tick_seconds)
+        if is_hurried:  # the engines were not asked
+            return self.eyes.tick_seconds
         if _may_rest(world, status):
             return RESTING_SECONDS
         loop.rest = rest_of(world, decided, status, before=before)

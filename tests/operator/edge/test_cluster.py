@@ -125,7 +125,11 @@ class Keeps(Cluster):
                 raise not_found(a_status("m-g0"))
             return self.present
         version = options["body"]["metadata"].get("resourceVersion")
-        if version is not None and self.present is not None:
+        if (
+            version is not None
+            and self.present is not None
+            and version != self.present["metadata"].get("resourceVersion")
+        ):
             raise refused(409, "Conflict")
         if version is not None and not self.makes_versioned:
             raise refused(500, message="resourceVersion should not be set on objects to be created")
@@ -146,6 +150,22 @@ async def test_a_child_is_made_in_one_call_which_makes_nothing_where_something_i
     with pytest.raises(NameTaken):  # by a resource of another uid
         await door.apply({**SET, "spec": {}}, a_deployment(name="other"), is_new=True)
     assert (door.present, door.asked) == (made, ["patch", "get"])
+
+
+async def test_what_comes_between_a_look_and_a_write_is_not_written_over() -> None:
+    class Busy(Keeps):
+        """Whenever somebody has looked, it is another object."""
+
+        async def get(self, kind: str, namespace: str | None, name: str) -> dict[str, Any] | None:
+            seen, self.present = self.present, owned_by(uid="u-other")
+            return seen
+
+    door = Busy(owned_by())
+    assert door.present is not None
+    door.present["metadata"]["resourceVersion"] = "3"
+    with pytest.raises(NotYet):
+        await door.apply(SET, a_deployment(), is_new=True)
+    assert door.present == owned_by(uid="u-other")
 
 
 async def test_an_api_server_that_makes_nothing_with_a_version_is_asked_without() -> None:

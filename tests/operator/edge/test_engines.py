@@ -17,7 +17,7 @@ from trimtab_operator.decisions.actions import Patch
 from trimtab_operator.edge import metrics
 from trimtab_operator.edge.engine_client import OutOfBounds, Patched
 from trimtab_operator.edge.engines import REFUSED_SECONDS, REPEATED_SECONDS, Engines, PatchAnswer
-from trimtab_operator.observed.engines import EngineSeen, Target
+from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, Target
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.looks import Source
 
@@ -189,12 +189,25 @@ async def test_an_engine_that_is_late_for_once_says_what_it_said_last(
     engines.close()
 
 
-async def test_who_believes_last_words_asks_those_alone_whose_words_would_not_stand(
+AT_REST = """\
+vllm:num_requests_running{engine="0",model_name="m"} 0.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
+"""
+
+
+def at_rest(page: str) -> str:
+    """A page of metrics of an engine without a request."""
+    gauges = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+    return "\n".join(line for line in page.splitlines() if not line.startswith(gauges)) + "\n" + AT_REST
+
+
+async def test_who_believes_last_words_asks_nobody_whose_word_stands_and_who_was_at_rest(
     engine: ContractEngine, other_engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     now = [1000.0]
     engines = Engines(http, clock=lambda: now[0], patience_seconds=IN_TIME_SECONDS)
     known, other = a_target(engine, "a"), a_target(other_engine, "b")
+    engine.metrics = at_rest(engine.metrics)
     before = (await engines.look([known], TOKEN))["a"]
     engine.hangs = True  # whoever asks it waits
     now[0] += REPEATED_SECONDS - 1.0
@@ -207,6 +220,29 @@ async def test_who_believes_last_words_asks_those_alone_whose_words_would_not_st
     said = await engines.look([known, other], TOKEN, believes_last_words=True)
     assert said["a"].sample is None, "it was asked"
     engines.close()
+
+
+async def test_an_engine_with_requests_is_asked_whoever_looks(
+    engine: ContractEngine, http: aiohttp.ClientSession
+) -> None:
+    engines, target = engines_at(http), a_target(engine)
+    engine.metrics = at_rest(engine.metrics).replace(
+        'waiting{engine="0",model_name="m"} 0.0', 'waiting{engine="0",model_name="m"} 1.0'
+    )
+    await engines.look([target], TOKEN)
+    engine.calls.clear()
+    await engines.look([target], TOKEN, believes_last_words=True)
+    assert "GET /metrics" in engine.calls
+
+
+async def test_what_was_read_elsewhere_before_an_edit_does_not_stand(
+    engine: ContractEngine, http: aiohttp.ClientSession
+) -> None:
+    engines, target = engines_at(http), a_target(engine)
+    engine.metrics = at_rest(engine.metrics)
+    assert (await engines.look([target], TOKEN, MetricsAsked("Pods")))["u"].problem is None
+    said = await engines.look([target], TOKEN, MetricsAsked("Prometheus"), believes_last_words=True)
+    assert said["u"].sample is None, "there is no Prometheus"
 
 
 async def test_one_that_stays_silent_is_said_to_be_silent(engine: ContractEngine, http: aiohttp.ClientSession) -> None:

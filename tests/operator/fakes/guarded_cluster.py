@@ -141,7 +141,10 @@ class GuardedDoor(Cluster):
         if asked.verb == "patch":
             if name not in store:  # server-side apply creates what is not there
                 self._authorize(Asked(asked.group, asked.resource, "create", asked.namespace, name))
-            elif "resourceVersion" in body["metadata"]:
+            elif body["metadata"].get("resourceVersion") not in (
+                None,
+                versioned(store[name])["metadata"]["resourceVersion"],
+            ):
                 raise answer(409, "the object has been modified", name)
             world.apply_now(Apply(body, name not in store, "", None))
             return world.objects[kind, name]

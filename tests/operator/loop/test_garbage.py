@@ -30,14 +30,29 @@ async def collect_for(seconds: float, busy: tuple[float, float] = (0.0, 0.0)) ->
     collecting = asyncio.create_task(garbage.collect_when_quiet(lambda: busy[0] <= now() < busy[1]))
     await asyncio.sleep(seconds)
     collecting.cancel()
+    await asyncio.wait({collecting})
 
 
 def test_what_is_new_is_looked_through_once_a_minute_and_all_once_an_hour(done: list[tuple[str, float]]) -> None:
     virtual_time.run(collect_for(3_700.0))
-    assert [at for what, at in done if what == "unfreeze"] == [0.0, 3_600.0]
+    assert [at for what, at in done if what == "unfreeze"] == [0.0, 3_600.0, 3_700.0]
     assert [at for what, at in done if what == "collect"] == [60.0 * minute for minute in range(62)]
-    assert [what for what, _ in done[-2:]] == ["collect", "freeze"]
-    assert gc.get_threshold()[2] == garbage.NEVER
+    assert [what for what, _ in done[-3:]] == ["collect", "freeze", "unfreeze"], "it is left as it was"
+
+
+def test_python_looks_at_what_is_young_alone_meanwhile(done: list[tuple[str, float]]) -> None:
+    before = gc.get_threshold()
+
+    async def seen() -> tuple[int, int, int]:
+        collecting = asyncio.create_task(garbage.collect_when_quiet(lambda: False))
+        await asyncio.sleep(1.0)
+        found = gc.get_threshold()
+        collecting.cancel()
+        await asyncio.wait({collecting})
+        return found
+
+    assert virtual_time.run(seen()) == (*before[:2], garbage.NEVER)
+    assert gc.get_threshold() == before
 
 
 def test_while_somebody_waits_it_is_put_off_for_ten_minutes_at_most(done: list[tuple[str, float]]) -> None:

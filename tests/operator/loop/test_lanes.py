@@ -68,15 +68,22 @@ async def test_who_is_urgent_goes_before_all_who_came_earlier() -> None:
 
 
 async def test_while_somebody_urgent_is_there_few_others_come_in_but_never_none() -> None:
-    crowd = Crowd(Lanes(8, beside=2))
-    await crowd.comes("u", "v", urgent=True)
-    await crowd.comes("a", "b", "c", "d")
-    assert crowd.inside == ["u", "v", "a", "b"]
+    lanes = Lanes(8, beside=2)
+    crowd = Crowd(lanes)
+    await crowd.comes("u", urgent=True)
+    await crowd.comes("a", "b", "c", "d", "e")
+    assert crowd.inside == ["u", "a", "b"]
+    assert not lanes.is_crowded
+    await crowd.comes("v", "w", urgent=True)
+    assert (crowd.inside, lanes.is_crowded) == (["u", "a", "b", "v", "w"], True)
     await crowd.goes("a")
-    assert crowd.inside == ["u", "v", "b", "c"]
+    await crowd.goes("b")
+    assert crowd.inside == ["u", "v", "w", "c"]
     await crowd.goes("u")
     await crowd.goes("v")
-    assert crowd.inside == ["b", "c", "d"]
+    assert crowd.inside == ["w", "c", "d"]
+    await crowd.goes("w")
+    assert crowd.inside == ["c", "d", "e"]
 
 
 async def test_what_is_kept_for_the_urgent_nobody_else_takes() -> None:

@@ -32,7 +32,7 @@ from trimtab_operator.loop.lanes import Lanes, Place
 from trimtab_operator.loop.reconciler import (
     BUSY_TICK_SECONDS,
     MAX_TICKS_AT_ONCE,
-    UNSEEN_SECONDS,
+    UNREAD_SECONDS,
     Loop,
     Reconciler,
     _rang,
@@ -453,22 +453,26 @@ async def test_at_rest_a_tick_compares_pages_alone_until_a_look_is_due() -> None
     assert not await reconciler.rests(loop)
 
 
-async def test_while_others_wait_for_edits_a_page_goes_unread_for_a_quarter_of_a_minute_at_most() -> None:
+@pytest.mark.parametrize(("tick_seconds", "unread"), [(3.0, 2), (5.0, 1), (6.0, 0), (15.0, 0)])
+async def test_while_many_wait_for_edits_a_page_goes_unread_that_the_next_tick_reads_in_time(
+    tick_seconds: float, unread: int
+) -> None:
     cluster = FakeCluster()
     reconciler, pages = a_reconciler(cluster), Pages(cluster)
+    reconciler = replace(reconciler, eyes=replace(reconciler.eyes, tick_seconds=tick_seconds))
     loop = Loop(KEY, cast("Engines", pages))
     loop.rest = Rest(cluster.look(), (), cluster.now)
     pages.same = False
-    async with reconciler._ticking.entered(Place(urgent=True)):
-        assert reconciler.is_waited_for
-        cluster.now += UNSEEN_SECONDS - 1.0
-        assert await reconciler.rests(loop)
-        cluster.now += 1.0
-        assert not await reconciler.rests(loop)
-    pages.same = True
-    assert await reconciler.rests(loop)
-    pages.same = False
-    assert not await reconciler.rests(loop), "nobody waits"
+    lanes = reconciler._ticking
+    async with lanes.entered(Place(urgent=True)), lanes.entered(Place(urgent=True)):
+        cluster.now += tick_seconds
+        assert not await reconciler.rests(loop), "two are not many"
+        async with lanes.entered(Place(urgent=True)):
+            for _ in range(unread):
+                assert await reconciler.rests(loop)
+                cluster.now += tick_seconds
+            assert not await reconciler.rests(loop)
+            assert cluster.now - loop.rest.seen_at <= max(tick_seconds, UNREAD_SECONDS)
 
 
 @pytest.mark.parametrize("urgent", [True, False])
@@ -477,8 +481,13 @@ async def test_who_was_just_edited_is_not_kept_by_engines_that_have_just_spoken(
     engines = FakeEngines(cluster)
     loop = Loop(KEY, cast("Engines", engines))
     loop.place.urgent = urgent
-    await a_reconciler(cluster).tick(loop)
-    assert engines.believed == [urgent]
+    cluster.settle()
+    loop.memory = cluster.memory
+    reconciler = a_reconciler(cluster)
+    await reconciler.tick(loop)
+    loop.place.urgent = urgent
+    assert await reconciler.tick(loop) == reconciler.eyes.tick_seconds
+    assert engines.believed == [urgent, urgent]
 
 
 async def test_a_failing_tick_is_tried_again_and_shown_when_it_keeps_failing() -> None:
