@@ -307,6 +307,7 @@ class Bench:
         used, passed = self.operator.cpu_seconds - before, time.monotonic() - began
         self.tell("processor time of the operator while edits came", f"{used:.1f} s in {passed:.0f} s")
         await self.until(lambda: all(f"{name}=2" in self.seen.ready for name in self.names), self.options.limit)
+        self.tell("the first edit → all Ready again", f"{time.monotonic() - began:.1f} s")
         await asyncio.sleep(self.options.settle)
         used, turns = self.operator.cpu_seconds - before, self.operator.turns - turns
         each = f"{used / len(self.names) * 1000:.0f} ms in {turns / len(self.names):.1f} turns"

@@ -15,7 +15,7 @@ from typing import Any
 from trimtab_operator.decisions.memory import Memory
 from trimtab_operator.decisions.turn import Turn, turn
 from trimtab_operator.decisions.world import World
-from trimtab_operator.observed.engines import EngineSeen, Target, target_of
+from trimtab_operator.observed.engines import Target, target_of
 
 REST_SECONDS = 30.0  # between two looks at a resource at rest: as long as the tuner believes a sample, at the least
 
@@ -53,7 +53,7 @@ def rest_of(world: World, decided: Turn, status: Mapping[str, Any], *, before: M
     engines = []
     for group in decided.findings.groups:
         target, seen = target_of(group, decided.memory.layouts), world.engines.get(group.name)
-        if not group.is_ready or target.address is None or seen is None or seen.page is None or not _is_at_rest(seen):
+        if not group.is_ready or target.address is None or seen is None or seen.page is None or not seen.is_at_rest:
             return None
         engines.append((target, seen.page))
     return Rest(world, tuple(engines), world.at) if engines else None
@@ -85,16 +85,6 @@ def _has_open_questions(world: World, decided: Turn) -> bool:
     may_scale_in = scaling is not None and decided.desired_replicas > scaling.min_replicas
     is_awaited = len(decided.findings.groups) != decided.desired_replicas or bool(decided.findings.draining)
     return is_tried or may_scale_in or is_awaited or memory.comparison is not None or bool(memory.missing)
-
-
-def _is_at_rest(seen: EngineSeen) -> bool:
-    """Whether an engine has no request, and runs what it says that it does."""
-    sample, config = seen.sample, seen.config
-    if sample is None or config is None or sample.gauges.config_generation != config.generation:
-        return False
-    told = sample.requests
-    is_empty = told is None or not (told.finished or told.unfinished or told.missed)
-    return is_empty and sample.gauges.running == 0 and sample.gauges.waiting == 0
 
 
 def _page_in(world: World, target: Target) -> bytes | None:

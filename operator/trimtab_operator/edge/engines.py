@@ -113,7 +113,7 @@ class Engines:
                 conversation.word = None
         free = [target for target in reachable.values() if not self._is_asked(target)]
         if believes_last_words:
-            free = [target for target in free if not _is_at_rest(self._repeated(target))]
+            free = [target for target in free if (said := self._repeated(target)) is None or not said.is_at_rest]
         stored = self._stored(free, asked)
         begun = [self._begin(target, tokens, stored.get(target.pod)) for target in free]
         if begun:
@@ -285,12 +285,6 @@ async def _samples(
     if prometheus is None:
         return dict.fromkeys(pods, ScrapeFailure(NO_PROMETHEUS, Reason.PROMETHEUS_UNAVAILABLE))
     return await prometheus.samples(asked.namespace, pods, asked.labels)
-
-
-def _is_at_rest(said: EngineSeen | None) -> bool:
-    """Whether an engine said that it has no request."""
-    gauges = None if said is None or said.sample is None else said.sample.gauges
-    return gauges is not None and gauges.running == 0 and gauges.waiting == 0
 
 
 def _unsaid(target: Target, why: str) -> EngineSeen:

@@ -47,9 +47,7 @@ MAX_TICKS_AT_ONCE = 32  # a thousand at once would all be late
 TOLD_SECONDS = 20.0  # for which what a tick has done may go untold while others do what they were asked for
 BRIEF_SECONDS = 0.02  # of processor time: a turn that took no longer needs no thread of its own
 MAX_BESIDE_EDITS = 3  # of the ticks that nobody waits for, beside one that somebody waits for; beside many, one
-UNREAD_SECONDS = (
-    10.0  # for which pages of engines at rest may go unread then; what they said last stands for twice that
-)
+UNREAD_SECONDS = 10.0  # for which pages of engines at rest may go unread then: half of what their last word stands for
 MAX_TURNS_AT_ONCE = 3  # a turn may predict for a second: it is taken beside the event loop, which must get its share
 
 

@@ -92,6 +92,16 @@ class EngineSeen:
     """A hash of all that is read of its page of metrics, where its pod was asked itself and nothing was amiss: as long
     as a page has the same, nothing happens in the engine."""
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it has no request, and runs what it says that it does."""
+        sample, config = self.sample, self.config
+        if sample is None or config is None or sample.gauges.config_generation != config.generation:
+            return False
+        told = sample.requests
+        is_empty = told is None or not (told.finished or told.unfinished or told.missed)
+        return is_empty and sample.gauges.running == 0 and sample.gauges.waiting == 0
+
     def again(self, at: float) -> EngineSeen:
         """The same at a later time (Unix): nothing has happened in the engine since."""
         if self.sample is None:
