@@ -3,10 +3,16 @@
  * Compiled once per instruction set (build.py) and called by ctypes with plain addresses (library.py): neither
  * Python's ABI nor torch's. Whoever calls has checked shapes; nothing here fails but for want of memory.
  *
- * A step's rows are taken SLICE_ROWS at a time, so that the scratch memory does not grow with the step. The threads
- * run through all of it together and meet where one reads what another wrote:
+ * A step's rows are computed SLICE_ROWS at a time, so that the scratch memory does not grow with the step. All threads
+ * run through the slices together and wait for each other where one reads what another wrote:
  *
- *     norm | q, k, v | heads: norm, turn, write k and v | attention | output, add | norm | gate, up | down, add |
+ *     norm | q, k, v | heads: norm, rotate, write k and v | attention | output, add | norm | gate, up | down, add |
+ *
+ * Requests of one step may share KV blocks that this step computes, and their rows come in any order. So a layer writes
+ * k and v of all slices before the attention of the first; a step of several slices normalises its rows twice for it:
+ *
+ *     for each slice: norm | k, v | heads: norm, rotate, write |
+ *     for each slice: norm | q | heads: norm, rotate | attention | output, add | norm | gate, up | down, add |
  */
 #include "vectors.h"
 
@@ -79,6 +85,8 @@ const char *trimtab_sources(void) { return SOURCES_HASH; }
 
 long trimtab_panel(void) { return PANEL; }
 
+INLINE int has_slices(const Step *step) { return step->num_tokens > SLICE_ROWS; }
+
 INLINE long qkv_size(const Shape *s) { return (s->num_heads + 2 * s->num_kv_heads) * s->head_size; }
 
 /* The most inputs of a layer's products. */
@@ -124,14 +132,15 @@ static const float *normalise_slice(Team team, const Work *work, const float *we
     return y;
 }
 
-/* Every head of q and k normalised (if the model does) and turned in place; k and v written to their slots. */
+/* Heads [first_head, last_head) of q, k and v, in this order, of every row: q and k are normalised (if the model does) and
+ * rotated in place; k and v are written to their slots. */
 static void place_heads(Team team, const Shape *s, const Layer *layer, const Step *step, long layer_index, long slice,
-                        long rows, float *qkv) {
-    long heads = s->num_heads + 2 * s->num_kv_heads, size = s->head_size, first, last;
+                        long rows, long first_head, long last_head, float *qkv) {
+    long heads = last_head - first_head, size = s->head_size, first, last;
     share_of(team, rows * heads, &first, &last);
     for (long i = first; i < last; i++) {
-        long row = i / heads, head = i % heads, kv_head = head - s->num_heads;
-        float *x = qkv + i * size;
+        long row = i / heads, head = first_head + i % heads, kv_head = head - s->num_heads;
+        float *x = qkv + row * qkv_size(s) + head * size;
         if (kv_head < s->num_kv_heads) {
             const float *norm = kv_head < 0 ? layer->query_norm : layer->key_norm;
             if (norm) normalise(x, norm, size, s->eps, x);
@@ -143,6 +152,24 @@ static void place_heads(Team team, const Shape *s, const Layer *layer, const Ste
             long place = step->slots[slice + row] * s->num_kv_heads + kv_head - (is_value ? s->num_kv_heads : 0);
             memcpy(cache + place * size, x, sizeof(float) * size);
         }
+    }
+}
+
+/* Write k and v of all rows of the step. A panel that has outputs of q, too, writes those to scratch, where nobody reads
+ * them. */
+static void write_keys_and_values(Team team, const Work *work, long index, const Scratch *at) {
+    const Shape *s = work->shape;
+    const Step *step = work->step;
+    const Layer *layer = work->layers + index;
+    long first_panel = s->num_heads * s->head_size / PANEL, heads = s->num_heads + 2 * s->num_kv_heads;
+    for (long slice = 0; slice < step->num_tokens; slice += SLICE_ROWS) {
+        long rows = at_most(SLICE_ROWS, step->num_tokens - slice);
+        const float *x = normalise_slice(team, work, layer->input_norm, slice, rows, at);
+        multiply_panels(team, &layer->qkv, first_panel, panels_of(layer->qkv.out), x, s->hidden_size, rows, at->qkv,
+                        qkv_size(s), 0, at->of_thread);
+        wait_for(team);
+        place_heads(team, s, layer, step, index, slice, rows, s->num_heads, heads, at->qkv);
+        wait_for(team);
     }
 }
 
@@ -173,10 +200,14 @@ static void attention_half(Team team, const Work *work, long index, long number,
     const Shape *s = work->shape;
     const Layer *layer = work->layers + index;
     const float *x = normalise_slice(team, work, layer->input_norm, slice, rows, at);
-    multiply(team, &layer->qkv, x, s->hidden_size, rows, at->qkv, qkv_size(s), 0, at->of_thread);
+    /* In a step of several slices k and v are in the cache already: see write_keys_and_values. */
+    long outputs = has_slices(work->step) ? s->num_heads * s->head_size : layer->qkv.out;
+    long heads = s->num_heads + (has_slices(work->step) ? 0 : 2 * s->num_kv_heads);
+    multiply_panels(team, &layer->qkv, 0, panels_of(outputs), x, s->hidden_size, rows, at->qkv, qkv_size(s), 0,
+                    at->of_thread);
     if (team.index == 0) work->taken[number] = 0;
     wait_for(team);
-    place_heads(team, s, layer, work->step, index, slice, rows, at->qkv);
+    place_heads(team, s, layer, work->step, index, slice, rows, 0, heads, at->qkv);
     wait_for(team);
     attend(work, index, number, slice, at);
     wait_for(team);
@@ -202,12 +233,14 @@ static void run_layers(void *data) {
     const Step *step = work->step;
     Team team = own_team(step->threads);
     Scratch at = scratch_at(work->shape, step->scratch, team.index);
-    for (long index = work->first; index < work->first + work->count; index++)
+    for (long index = work->first; index < work->first + work->count; index++) {
+        if (work->parts & ATTENTION && has_slices(step)) write_keys_and_values(team, work, index, &at);
         for (long slice = 0, number = 0; slice < step->num_tokens; slice += SLICE_ROWS, number++) {
             long rows = at_most(SLICE_ROWS, step->num_tokens - slice);
             if (work->parts & ATTENTION) attention_half(team, work, index, number, slice, rows, &at);
             if (work->parts & MLP) mlp_half(team, work, index, slice, rows, &at);
         }
+    }
 }
 
 /* The units of the tokens of `q` that lie in [first, last); returns how many. `units` may be NULL, to count them. */

@@ -210,16 +210,17 @@ INLINE void scale_panel(const Matrix *m, long output, long rows, float *sums) {
 /* How many rows are multiplied at once. */
 INLINE long rows_at_once(const Matrix *m, long rows) { return m->is_quantised ? at_most(ROWS_AT_ONCE, rows) : rows; }
 
-/* y[rows][out] = x . m, or y += x . m. This thread's panels; at most SLICE_ROWS rows. No barrier. */
-static void multiply(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy, int adds,
-                     float *scratch) {
+/* Columns of y[rows][out] = x . m, or y += x . m: those of the panels [first_panel, last_panel). Each thread computes its
+ * share of them. At most SLICE_ROWS rows. No barrier. */
+static void multiply_panels(Team team, const Matrix *m, long first_panel, long last_panel, const float *x, long ldx,
+                            long rows, float *y, long ldy, int adds, float *scratch) {
     float sums[SLICE_ROWS * PANEL] __attribute__((aligned(64)));
     long first, last, step = rows_at_once(m, rows);
-    share_of(team, panels_of(m->out), &first, &last);
+    share_of(team, last_panel - first_panel, &first, &last);
     for (long r = 0; r < rows; r += step) {
         long count = at_most(step, rows - r);
         Rows taken = rows_for(m, x + r * ldx, ldx, count, scratch);
-        for (long p = first; p < last; p++) {
+        for (long p = first_panel + first; p < first_panel + last; p++) {
             long column = p * PANEL;
             sums_of_panel(m, &taken, p, sums);
             scale_panel(m, column, count, sums);
@@ -227,6 +228,12 @@ static void multiply(Team team, const Matrix *m, const float *x, long ldx, long 
                          y + r * ldy + column, ldy, adds);
         }
     }
+}
+
+/* All columns of y. */
+INLINE void multiply(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy, int adds,
+                     float *scratch) {
+    multiply_panels(team, m, 0, panels_of(m->out), x, ldx, rows, y, ldy, adds, scratch);
 }
 
 /* y[count][PANEL or fewer] = silu(gates) * ups, both [count][PANEL], changed. `column`: their place in m's halves. */
