@@ -1,7 +1,7 @@
 """--compilation-config as a typed value. Names are vLLM's, of its present version (mode) and of its guides (level).
 
 No mode uses torch.compile: what Inductor would fuse, the engine's kernels are written fused, and what remains of the
-host's work is taken by CUDA graphs (docs/decisions/graphs-without-torch-compile.md). Mode 0 and mode 3 therefore differ
+host's work is taken by CUDA graphs (ADR-0009). Mode 0 and mode 3 therefore differ
 in nothing; modes 1 and 2, which are torch.compile and nothing else, are refused by name.
 
 Knows no tensor: the API server's process reads it as well.

@@ -2,7 +2,7 @@
 
 The kernel's figures for a process (resident memory, its high-water mark) differ by some hundred KiB from start to
 start: heaps grow in steps, threads bring arenas, pages are rounded. What the code asks torch for is the same every
-time. The number of KV blocks is computed from it, and so it is the same (docs/decisions/the-same-start-twice.md).
+time. The number of KV blocks is computed from it, and so it is the same (ADR-0017).
 """
 
 from collections.abc import Iterator

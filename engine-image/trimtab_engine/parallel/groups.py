@@ -2,7 +2,7 @@
 
 gloo on the CPU, NCCL on CUDA; a group whose backend knows only host memory stages a device's tensors through it. Such
 a group cannot be part of a CUDA graph; NCCL's can, in all but what goes from one rank to one other
-(docs/decisions/what-graphs-of-ranks-contain.md).
+(ADR-0014).
 Counted is what a rank sends in a ring, whatever the backend's own algorithm, for n ranks with s bytes each; and at both
 ends what goes one way only:
 

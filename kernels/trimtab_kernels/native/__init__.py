@@ -1,1 +1,1 @@
-"""A decoder layer's whole work compiled from C for the CPU: docs/decisions/cpu-native-operators.md says why."""
+"""A decoder layer's whole work compiled from C for the CPU: ADR-0010 says why."""
