@@ -23,12 +23,12 @@ E2E_SECONDS := 1700
 DEMO_SECONDS := 250
 MODEL ?= $(TRIMTAB_CACHE)/models/SmolLM2-135M-Instruct
 NATIVE := kernels/trimtab_kernels/native
-SOURCES := operator engine-image kernels tests e2e
+SOURCES := operator engine-image kernels simulator tests e2e
 CRD := crds/trimtab.dev_inferencedeployments.yaml
 CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu tune-gpu aot clients lives soak crds map schema-current clean
+.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu tune-gpu aot clients lives soak crds docs schema-current clean
 
 .DEFAULT:
 	@echo "there is no target '$@'; make help lists what there is" >&2; exit 2
@@ -46,7 +46,7 @@ setup: ## virtual environment and model (SmolLM2-135M, in the cache, converted o
 
 model: setup
 
-check: venv ## format, lint, types, import contracts, CRD and chart drift (4 min at most)
+check: venv ## format, lint, types, import contracts, CRD and chart drift, docs (4 min at most)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -55,6 +55,7 @@ check: venv ## format, lint, types, import contracts, CRD and chart drift (4 min
 	$(BIN)/lint-imports
 	$(BIN)/python -m trimtab_operator.resource.crd --check
 	diff -u $(CRD) $(CHART_CRD)
+	$(MKDOCS) build --quiet --strict --site-dir build/site
 
 format: venv ## format the sources
 	$(BIN)/ruff format .
@@ -64,8 +65,10 @@ crds: venv ## write the CRD and the chart's copy of it from spec.py
 	$(BIN)/python -m trimtab_operator.resource.crd --write
 	cp $(CRD) $(CHART_CRD)
 
-map: venv ## write docs/architecture.md's list of every file
-	$(BIN)/python e2e/file_index.py
+# MkDocs Material prints an advertisement about MkDocs 2 unless this is set.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+docs: venv ## the documentation site in build/site (SERVE=1: on http://127.0.0.1:8002, rebuilt on changes)
+	$(MKDOCS) $(if $(SERVE),serve --dev-addr 127.0.0.1:8002,build --strict --site-dir build/site)
 
 schema-current: venv ## the CRD and all refusals before the code of a current API server (6 min the first time, then 10 s)
 	PYTHONPATH=e2e $(BIN)/python e2e/current_schema.py
@@ -102,7 +105,7 @@ bench: setup ## measurements on this machine, into docs/results/
 	PYTHONPATH=engine-image $(BIN)/python -m engine_benchmarks $(MODEL) --output docs/results $(addprefix --only ,$(ONLY))
 
 aot: venv ## every GPU kernel compiled ahead of time for sm_80 to sm_100, figures into docs/results/
-	$(BIN)/python -m trimtab_kernels.aot --cache $(TRIMTAB_CACHE)/aot --results docs/results $(addprefix --only ,$(ONLY))
+	PYTHONPATH=kernels $(BIN)/python -m kernel_benchmarks.aot --cache $(TRIMTAB_CACHE)/aot --results docs/results $(addprefix --only ,$(ONLY))
 
 # guidellm and aiperf pin packages that exclude ours: each lives in a virtual environment of its own.
 GUIDELLM ?= guidellm
@@ -126,28 +129,28 @@ bench-gpu-wheels: ## wheels that bench-gpu needs beside torch on a machine witho
 # Either half is interrupted after GPU_SECONDS and then tells what it has found. 5: no test is called so.
 GPU_JOBS ?= 12
 GPU_SECONDS ?= 270
-GPU_PYTEST := PYTHONPATH=kernels:engine-image TRITON_INTERPRET=0 timeout --signal=INT --kill-after=15 $(GPU_SECONDS) $(BENCH_PYTHON) -m benchmarks.wheels build/wheels pytest -q \
+GPU_PYTEST := PYTHONPATH=kernels:engine-image TRITON_INTERPRET=0 timeout --signal=INT --kill-after=15 $(GPU_SECONDS) $(BENCH_PYTHON) -m kernel_benchmarks.wheels build/wheels pytest -q \
     -o addopts=--import-mode=importlib -W default -p no:cacheprovider -m "not cpu" --durations=5 $(addprefix -k ,$(ONLY))
 test-gpu: ## engine and kernels against their references on this machine's GPU (10 min at most; ONLY=paged_decode)
-	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks.machine test-gpu
+	@PYTHONPATH=kernels $(BENCH_PYTHON) -m kernel_benchmarks.machine test-gpu
 	@workers=$$($(BENCH_PYTHON) -c 'import xdist' 2>/dev/null && printf -- '-n '); \
 	$(GPU_PYTEST) $${workers:+$$workers 1} tests/engine/cuda; engine=$$?; \
 	$(GPU_PYTEST) $${workers:+$$workers $(GPU_JOBS)} tests/kernels \
-	    $(addprefix --ignore=tests/kernels/,aot native benchmarks); kernels=$$?; \
+	    $(addprefix --ignore=tests/kernels/,native kernel_benchmarks); kernels=$$?; \
 	for code in $$engine $$kernels; do case $$code in 0|5) ;; *) exit $$code;; esac; done
 
 # Where measurements are written, from the first second on; what a borrowed machine gives back may be another folder.
 OUTPUT ?= docs/results
 bench-gpu: ## kernels and engine measured on this machine's GPU, peers beside them (10 min at most; ONLY=paged RESUME=1)
-	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks.machine bench-gpu
-	@PYTHONPATH=kernels:engine-image $(BENCH_PYTHON) -m benchmarks --output $(OUTPUT) $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume)
+	@PYTHONPATH=kernels $(BENCH_PYTHON) -m kernel_benchmarks.machine bench-gpu
+	@PYTHONPATH=kernels:engine-image $(BENCH_PYTHON) -m kernel_benchmarks --output $(OUTPUT) $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume)
 
 # Seconds for each model.
 TUNE_SECONDS ?= 200
 TUNE_MODELS ?= llama-3.1-8b deepseek-v3
 tune-gpu: ## launch configurations of fp8 products for this machine's GPU, into kernels/trimtab_kernels/configs (7 min at most)
-	@PYTHONPATH=kernels $(BENCH_PYTHON) -m benchmarks.machine tune-gpu
-	@for model in $(TUNE_MODELS); do PYTHONPATH=kernels $(BENCH_PYTHON) -m trimtab_kernels.tune kernels/benchmarks/shapes/$$model.json \
+	@PYTHONPATH=kernels $(BENCH_PYTHON) -m kernel_benchmarks.machine tune-gpu
+	@for model in $(TUNE_MODELS); do PYTHONPATH=kernels $(BENCH_PYTHON) -m trimtab_kernels.tune kernels/kernel_benchmarks/shapes/$$model.json \
 	    --batch-size 1 32 256 1024 4096 --budget-seconds $(TUNE_SECONDS) || [ $$? = 3 ] || exit 1; done
 
 # Lives of each kind of scheduler: KV groups of two kinds (windows and all, chunks and all), images, short steps.
@@ -157,7 +160,7 @@ lives: ## the scheduler's property tests over many more random lives (about an h
 
 soak: ## longer runs of the same stories, and more of the random worlds
 	@$(CLUSTER_TOOL) set-up $(NODES) python model cluster images prometheus
-	$(BIN)/pytest tests/operator/loop/test_any_world.py tests/operator/loop/test_lagging_cache.py --worlds 10000 --timeout 1800
+	$(BIN)/pytest tests/operator/reconcile/test_any_world.py tests/operator/reconcile/test_lagging_cache.py --worlds 10000 --timeout 1800
 	$(BIN)/pytest tests --all -m soak
 	$(BIN)/pytest e2e --soak
 

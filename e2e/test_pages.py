@@ -32,18 +32,18 @@ def smollm2(kube: Kube) -> Deployment:
 
 
 def page(name: str) -> Path:
-    return DOCS / f"{name}.md"
+    """Return the file of a page, in the folder of its section."""
+    (path,) = DOCS.glob(f"*/{name}.md")
+    return path
 
 
-def test_installed_by_its_page_it_serves(bare_cluster: Installation, smollm2: Deployment) -> None:
+def test_install_page_commands_serve_model(bare_cluster: Installation, smollm2: Deployment) -> None:
     of_a_pipeline = blocks(page("gitops"))["wait"]
     run_blocks(bare_cluster, [*blocks(page("install")).values(), of_a_pipeline], timeout_seconds=COMMAND_SECONDS)
     assert EXPECTED in ask(smollm2).text
 
 
-def test_the_clusters_own_autoscaler_reads_and_writes_the_replica_count(
-    bare_cluster: Installation, kube: Kube, smollm2: Deployment
-) -> None:
+def test_hpa_reads_and_writes_scale(bare_cluster: Installation, kube: Kube, smollm2: Deployment) -> None:
     """It is able to scale though nothing serves its metric here: it has read /scale with its selector."""
     api = next((version for version in AUTOSCALING if kube.serves(version)), None)
     if api is None:
@@ -55,7 +55,7 @@ def test_the_clusters_own_autoscaler_reads_and_writes_the_replica_count(
     assert is_true(smollm2.get(), "Ready")
 
 
-def test_keda_reads_and_writes_the_replica_count(bare_cluster: Installation, kube: Kube, smollm2: Deployment) -> None:
+def test_keda_reads_and_writes_scale(bare_cluster: Installation, kube: Kube, smollm2: Deployment) -> None:
     """Where the cluster has KEDA, which asks a Prometheus of the story for the engines' queue."""
     if kube.get("crd", KEDA_CRD) is None:
         pytest.skip(f"the cluster has no KEDA: it serves no {KEDA_CRD}")
@@ -72,7 +72,7 @@ def test_keda_reads_and_writes_the_replica_count(bare_cluster: Installation, kub
     smollm2.ready()
 
 
-def test_a_change_that_cannot_work_is_taken_back_and_mended(bare_cluster: Installation, smollm2: Deployment) -> None:
+def test_rollback_page_commands_recover(bare_cluster: Installation, smollm2: Deployment) -> None:
     found = blocks(page("rollback"))
     run_blocks(bare_cluster, [found["break"]], timeout_seconds=COMMAND_SECONDS)
     broken = smollm2.get()
@@ -85,9 +85,7 @@ def test_a_change_that_cannot_work_is_taken_back_and_mended(bare_cluster: Instal
     assert EXPECTED in ask(smollm2).text
 
 
-def test_an_upgrade_leaves_engines_alone_and_new_pods_come_when_asked_for(
-    bare_cluster: Installation, smollm2: Deployment
-) -> None:
+def test_upgrade_page_keeps_pods_until_restart_is_requested(bare_cluster: Installation, smollm2: Deployment) -> None:
     found = blocks(page("upgrade"))
     assert "the same pods" in run_blocks(bare_cluster, [found["upgrade"]], timeout_seconds=COMMAND_SECONDS)
     before = smollm2.restarts()
@@ -101,7 +99,7 @@ def test_an_upgrade_leaves_engines_alone_and_new_pods_come_when_asked_for(
     smollm2.waiter.until("the pods of before are gone", drained, deadline_seconds=DRAIN_SECONDS)
 
 
-def test_uninstalled_by_its_page_nothing_is_left(bare_cluster: Installation, kube: Kube) -> None:
+def test_uninstall_page_commands_remove_everything(bare_cluster: Installation, kube: Kube) -> None:
     run_blocks(bare_cluster, list(blocks(page("uninstall")).values()), timeout_seconds=COMMAND_SECONDS)
     assert kube.get("namespace", NAMESPACE) is None
     assert kube.get("crd", CRD_KIND) is None

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 from cluster import model
-from trimtab_engine.processes.network import ReservedPorts
+from trimtab_engine.ipc.network import ReservedPorts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"
 # <!-- laptop: NAME --> before a fenced block: this test runs it.
 BLOCK = re.compile(r"<!--\s*laptop:\s*([a-z-]+)\s*-->\s*```bash\n(.*?)```", re.DOTALL)
 BLOCKS = dict(BLOCK.findall(README.read_text()))
-LIVE_PAGE = REPOSITORY / "docs" / "live-configuration.md"
+LIVE_PAGE = REPOSITORY / "docs" / "concepts" / "live-configuration.md"
 LIVE_BLOCK = re.compile(r"<!--\s*live:\s*([a-z-]+)\s*-->\s*```sh\n(.*?)```", re.DOTALL)
 SECONDS = 240.0  # a dozen on two idle cores
 

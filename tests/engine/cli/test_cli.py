@@ -247,7 +247,7 @@ def test_help_shows_every_flag_of_the_contract(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     shown = capsys.readouterr().out
-    contract = (Path(__file__).parents[3] / "docs" / "contract.md").read_text()
+    contract = (Path(__file__).parents[3] / "docs" / "reference" / "contract.md").read_text()
     table = contract.split("## 1.")[1].split("## 2.")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `--")]
     flags = {word.strip("`, ") for row in rows for word in row.replace("[no-]", "").split()}

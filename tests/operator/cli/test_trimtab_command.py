@@ -16,7 +16,7 @@ from trimtab_operator.layout.config_facts import facts_of_config
 from typer.testing import CliRunner, Result
 
 CONFIGS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "golden/published_configs.json").read_text())
-DOCUMENT = Path(__file__).parents[3] / "docs/layout-planning.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/guides/layout-planning.md"
 
 
 def plan(*arguments: str, stdin: str | None = None) -> Result:
@@ -66,7 +66,7 @@ def test_in_80_columns_no_line_is_longer_and_reasons_stand_below(folder: Path, m
     below_heading = result.output.splitlines()[2:]
     table, legend = below_heading[:3], below_heading[below_heading.index("weights/GPU  of the fullest rank") :]
     assert [line for line in (*table, *legend) if len(line) > 80] == []
-    assert legend[-1] == "Times and rates are estimates for comparing rows (docs/layout-planning.md)."
+    assert legend[-1] == "Times and rates are estimates for comparing rows (docs/guides/layout-planning.md)."
     assert table[0].split()[:3] == ["TP", "PP", "GPUs"]
     assert "\n2: " in result.output
     assert "every layer over 4 GPUs of one node" in " ".join(result.output.split())
@@ -88,7 +88,7 @@ def test_json_holds_what_the_page_documents(folder: Path) -> None:
     assert refused["problems"][0].keys() == {"field", "value", "limit", "message"}
     page = DOCUMENT.read_text()
     for key in {*answer, *best, *refused, *answer["assumed"]}:
-        assert f"`{key}`" in page, f"docs/layout-planning.md does not say what {key} is"
+        assert f"`{key}`" in page, f"docs/guides/layout-planning.md does not say what {key} is"
 
 
 def test_the_weights_of_the_heading_are_those_that_the_gpu_holds_and_the_json_has_them_too(folder: Path) -> None:

@@ -91,7 +91,7 @@ def test_the_envelope_is_the_specs_caps_and_else_the_engines_defaults(
     assert (small.max_num_batched_tokens, small.max_num_seqs) == (2048, 256)
     engine = {"maxNumSeqs": 100, "maxNumBatchedTokens": 3000, "maxModelLen": 4096, "enforceEager": True}
     given = Envelope.of_spec(a_spec(facts, engine=engine), facts, H100)
-    assert (given.max_num_seqs, given.max_num_batched_tokens) == (200, 6000)  # caps: twice the start, docs/tuning.md
+    assert (given.max_num_seqs, given.max_num_batched_tokens) == (200, 6000)  # twice the start
     assert (given.max_model_len, given.captures_graphs) == (4096, False)
 
 

@@ -15,7 +15,7 @@ from operator_builders import a_spec
 from operator_cluster import BROKEN, FakeCluster
 
 QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}
-GITOPS = Path(__file__).parents[3] / "docs" / "gitops.md"
+GITOPS = Path(__file__).parents[3] / "docs" / "install" / "gitops.md"
 IN_ARGO_CD = {"Current": "Healthy", "Failed": "Degraded", "InProgress": "Progressing"}
 
 

@@ -10,23 +10,23 @@ from typing import Any
 import operator_builders
 import pytest
 from operator_builders import ONE_RANK, READY, RUNNING, a_pod
-from trimtab_operator.decisions.findings import Findings
-from trimtab_operator.decisions.model_facts import Unreadable
-from trimtab_operator.decisions.rollback import FailedChange
-from trimtab_operator.decisions.tuning import applied_values
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.phases import EngineView
+from trimtab_operator.planning.model_facts import Unreadable
+from trimtab_operator.planning.status_inputs import Findings
+from trimtab_operator.planning.tuning import applied_values
 from trimtab_operator.report.conditions import Reason, changed_conditions
 from trimtab_operator.report.status import status_of
-from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import InferenceDeployment, ModelSource
+from trimtab_operator.resource.validation_error import Refusal
+from trimtab_operator.rollout.rollback import FailedChange
 from trimtab_operator.tuner.decide import Condition, Outcome
 from trimtab_operator.tuner.moves import Reason as TunerReason
 from trimtab_operator.tuner.state import Memory as TunerMemory
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-DOCUMENT = Path(__file__).parents[3] / "docs/resource.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/reference/resource.md"
 
 
 def a_deployment(replicas: int = 1, status: dict[str, Any] | None = None, **spec: Any) -> InferenceDeployment:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
-from trimtab_operator.decisions.admission import refusals_of
+from trimtab_operator.planning.admission import refusals_of
 from trimtab_operator.resource.spec import GROUP, KIND, VERSION
 
-PAGE = Path(__file__).parents[3] / "docs" / "autoscaling.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "autoscaling.md"
 SHOWN: list[dict[str, Any]] = [
     yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 ]

@@ -10,7 +10,7 @@ from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.moves import Move, Reason
 from trimtab_operator.tuner.settings import Mode
 
-PAGE = Path(__file__).parents[3] / "docs" / "tuning.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "tuning.md"
 FIRST_CELLS = re.compile(r"^\| (`[A-Z][^|]*) \|", re.MULTILINE)
 NAMES = re.compile(r"`([A-Z][a-zA-Z]+)`")
 

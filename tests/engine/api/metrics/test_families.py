@@ -1,4 +1,4 @@
-"""The metric families of docs/contract.md section 4: names, labels, buckets, and what moves them."""
+"""The metric families of docs/reference/contract.md section 4: names, labels, buckets, and what moves them."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages import StepStats
 
-CONTRACT = Path(__file__).parents[4] / "docs" / "contract.md"
+CONTRACT = Path(__file__).parents[4] / "docs" / "reference" / "contract.md"
 LABELS = {"model_name": "m", "engine": "0"}
 
 

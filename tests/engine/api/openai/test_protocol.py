@@ -15,7 +15,7 @@ from trimtab_engine.api.openai.protocol import (
     TokenizeRequest,
 )
 
-API = Path(__file__).parents[4] / "docs" / "api.md"
+API = Path(__file__).parents[4] / "docs" / "reference" / "api.md"
 MANY = 200_000  # a report on each of them took 10 s and 800 MB
 MAX_FINDINGS = 10
 CPU_SECONDS = 1.0
