@@ -1,5 +1,5 @@
 """Triton reads this when it is imported, so it is set before any test module is: kernels then run in its interpreter,
-on CPU tensors. Compilation has its own processes (tests/kernels/aot). `make test-gpu` sets 0: kernels then run on the
+on CPU tensors. Compilation has its own processes (tests/kernels/kernel_benchmarks/aot). `make test-gpu` sets 0: kernels then run on the
 GPU.
 
 No test is left to luck: dice begin at the same number for the same test, whatever ran before it in its process, and

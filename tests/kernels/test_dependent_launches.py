@@ -5,8 +5,8 @@ import os
 
 import pytest
 import torch
-from benchmarks.layer import rows
-from benchmarks.row import check
+from kernel_benchmarks.layer import rows
+from kernel_benchmarks.row import check
 
 ON_GPU = os.environ["TRITON_INTERPRET"] == "0"
 REPETITIONS = 50

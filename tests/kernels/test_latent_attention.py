@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from trimtab_kernels.aot.specialisation import specialise
+from kernel_benchmarks.aot.specialisation import specialise
 from trimtab_kernels.latent_attention import (
     attend_latent_batch,
     attend_latent_batch_reference,

@@ -3,7 +3,7 @@ sequence at a time."""
 
 import pytest
 import torch
-from trimtab_kernels.aot.bounds import programs_per_sm
+from kernel_benchmarks.aot.bounds import programs_per_sm
 from trimtab_kernels.latent_decode import latent_decode_reference, latent_decode_triton, latent_programs, merges_apart
 from trimtab_kernels.latent_prefill import latent_tile
 from trimtab_kernels.launch.arrivals import arrival_counters

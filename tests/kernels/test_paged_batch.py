@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from trimtab_kernels.aot.specialisation import specialise
+from kernel_benchmarks.aot.specialisation import specialise
 from trimtab_kernels.launch.jit import record_launches
 from trimtab_kernels.paged_attention import build_attention_metadata, paged_attention
 from trimtab_kernels.paged_batch import (

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from trimtab_kernels.aot.bounds import programs_per_sm
-from trimtab_kernels.aot.cases import HEADS, Heads
+from kernel_benchmarks.aot.bounds import programs_per_sm
+from kernel_benchmarks.aot.cases import HEADS, Heads
 from trimtab_kernels.launch.arrivals import arrival_counters
 from trimtab_kernels.launch.device_facts import A100, B200, H200, L40, DeviceFacts
 from trimtab_kernels.launch.jit import record_launches

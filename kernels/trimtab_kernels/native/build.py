@@ -45,8 +45,12 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CC", "cc"))
 
 
-def build(folder: Path = FOLDER) -> list[Path]:
-    """Compile for every instruction set of this machine's kind. Raises RuntimeError with the compiler's words."""
+def build(folder: Path = FOLDER, only: str | None = None) -> list[Path]:
+    """Compile for every instruction set of this machine's architecture, or for `only` one of them.
+
+    Raises:
+        RuntimeError: no compiler is available, or it failed; the message contains its output.
+    """
     command = compiler()
     if command is None:
         raise RuntimeError("no C compiler: install one, or name it in CC; the engine runs without, at torch's speed")
@@ -54,6 +58,8 @@ def build(folder: Path = FOLDER) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for name, flags in INSTRUCTION_SETS.get(platform.machine(), {}).items():
+        if only is not None and name != only:
+            continue
         target = folder / library_name(name)
         draft = target.with_suffix(f".{os.getpid()}")
         done = subprocess.run(

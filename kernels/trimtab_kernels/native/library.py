@@ -5,6 +5,9 @@ the OpenMP runtime that torch has loaded: a second pool would spin beside the fi
 """
 
 import ctypes
+import fcntl
+import logging
+import os
 import platform
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +16,9 @@ from typing import Any
 
 import torch
 
-from trimtab_kernels.native.build import FOLDER, INSTRUCTION_SETS, library_name, sources_hash
+from trimtab_kernels.native.build import FOLDER, INSTRUCTION_SETS, build, library_name, sources_hash
+
+logger = logging.getLogger(__name__)
 
 NEEDED_FLAGS = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
@@ -64,8 +69,39 @@ class NativeLibrary:
 
 @cache
 def native_library() -> NativeLibrary | Missing:
-    """The compiled operators for this CPU, looked for once per process."""
-    return load_library(FOLDER)
+    """Return the compiled operators for this CPU: of the package, of the user's cache, or compiled now into the cache.
+
+    Cached per process. A source tree and a wheel that was built without a compiler contain no libraries.
+    """
+    packaged = load_library(FOLDER)
+    if isinstance(packaged, NativeLibrary) or not usable_instruction_sets():
+        return packaged
+    return compiled_in_cache(cache_folder())
+
+
+def cache_folder() -> Path:
+    """Return the user's folder for libraries of these sources: $TRIMTAB_CACHE, else $XDG_CACHE_HOME/trimtab."""
+    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("TRIMTAB_CACHE") or f"{user_cache}/trimtab") / "native" / sources_hash()[:16]
+
+
+def compiled_in_cache(folder: Path) -> NativeLibrary | Missing:
+    """Return the library in `folder`, after compiling it for the best instruction set of this CPU if it is not there.
+
+    A lock makes the ranks of one engine compile once.
+    """
+    best = usable_instruction_sets()[0]
+    path = folder / library_name(best)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.is_file():
+                logger.info("CPU operators: compiling for %s into %s (once per version, some seconds)", best, folder)
+                build(folder, only=best)
+    except (RuntimeError, OSError) as error:
+        return Missing(f"the package contains none, and compiling them failed: {error}")
+    return open_library(path, best)
 
 
 def load_library(folder: Path) -> NativeLibrary | Missing:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_benchmarks.aot.specialisation import specialise
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -17,7 +18,6 @@ from trimtab_engine.device.transfer import Mark
 from trimtab_engine.runner import item_encoder, model_runner
 from trimtab_engine.runner.graphs import device_steps, step_buffers
 from trimtab_engine.sampling import choice_columns, device_sampler, logprobs, pooling, sampler, token_table
-from trimtab_kernels.aot.specialisation import specialise
 from trimtab_kernels.launch.jit import Launch
 
 CUDA = torch.device("cuda")

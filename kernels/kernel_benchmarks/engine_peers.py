@@ -1,0 +1,87 @@
+"""The part of a run that measures another engine beside the engine's rows: one process per engine and model."""
+
+import argparse
+import os
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+from kernel_benchmarks.engine_rows import ROWS, EngineRow
+from kernel_benchmarks.ideal import ModelShape
+from kernel_benchmarks.peers import PEERS, Peer
+from kernel_benchmarks.peers.served import Served
+from kernel_benchmarks.phase import DONE, OUT_OF_TIME, Phase, parse_phase
+from kernel_benchmarks.report import Report, in_words
+from kernel_benchmarks.wheels import use_wheels
+
+START_SECONDS, ROW_SECONDS = 180.0, 90.0
+"""After that its start (it may compile), or a row, is given up."""
+SHAPES = tuple(dict.fromkeys(row.shape for row in ROWS if row.has_peers))
+
+
+def wanted(peer: Peer, shape: ModelShape, only: str, report: Report) -> list[EngineRow]:
+    """Rows of this model that it has not been asked for."""
+    rows = [row for row in ROWS if row.shape == shape and row.has_peers and only in row.name]
+    return [row for row in rows if not report.has_peer(row.name, peer.name)]
+
+
+def note_absent(peer: Peer, shape: ModelShape, only: str, report: Report) -> bool:
+    """Whether it does not run here; its rows then say why."""
+    why = peer.why_not(shape)
+    for row in wanted(peer, shape, only, report) if why else ():
+        report.add_peer(row.name, peer.name, {"not_run": why})
+    return bool(why)
+
+
+def measure_rows(peer: Peer, served: Served, rows: list[EngineRow], phase: Phase) -> list[str]:
+    """Each row that still has time into the report; returns the names of the others."""
+    left: list[str] = []
+    for row in rows:
+        if phase.clock.is_up:
+            left.append(row.name)
+            continue
+        phase.report.begin(row.name, peer.name, seconds=phase.clock.seconds_for(ROW_SECONDS))
+        try:
+            rate = served.rate(row)
+        except Exception as error:  # of any kind: it is not ours to mend
+            told = in_words(error, 160)
+            phase.report.add_peer(row.name, peer.name, {"not_run": told})
+        else:
+            phase.report.add_peer(row.name, peer.name, {"rate": rate})
+            told = f"{rate:.4g} tokens/s"
+        phase.clock.say(f"{row.name}, {peer.name}: {told}")
+    return left
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 0, or 3 out of time. A peer that cannot run is no failure."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kernel_benchmarks.engine_peers", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--peer", required=True, choices=[peer.name for peer in PEERS])
+    parser.add_argument("--shape", required=True, choices=[shape.name for shape in SHAPES])
+    phase = parse_phase(parser, arguments)
+    use_wheels(phase.rest.wheels)
+    peer = next(peer for peer in PEERS if peer.name == phase.rest.peer)
+    shape = next(shape for shape in SHAPES if shape.name == phase.rest.shape)
+    rows = wanted(peer, shape, phase.only, phase.report)
+    if not rows or note_absent(peer, shape, phase.only, phase.report):
+        return DONE
+    if phase.clock.is_up:
+        return OUT_OF_TIME
+    phase.report.begin(rows[0].name, peer.name, seconds=phase.clock.seconds_for(START_SECONDS))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            served: Served = import_module(f"kernel_benchmarks.peers.{peer.adapter}").start(shape, Path(folder))
+        except Exception as error:  # it needs something else that is not here
+            for row in rows:
+                phase.report.add_peer(row.name, peer.name, {"not_run": in_words(error, 160)})
+            return DONE
+        return OUT_OF_TIME if measure_rows(peer, served, rows, phase) else DONE
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # whatever threads the other engine has left

@@ -1,0 +1,65 @@
+"""few_rows: the four products of a layer of Llama-3.1-8B for 1 and 16 rows, beside what they replace."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from trimtab_kernels.few_rows import few_rows_reference, few_rows_triton
+from trimtab_kernels.rms_norm import rms_norm_reference
+
+from kernel_benchmarks.row import Row, tolerance_of
+
+SHAPES = ((6144, 4096, "norm"), (4096, 4096, "residual"), (14336, 4096, "gate"), (4096, 14336, "residual"))
+EPS = 1e-5
+
+
+def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
+    # The interpreter multiplies no bfloat16.
+    dtype = torch.float32 if tiny else torch.bfloat16
+    for n, k, beside in ((40, 64, "norm"), (40, 64, "residual"), (40, 64, "gate")) if tiny else SHAPES:
+        for num_rows in (3,) if tiny else (1, 16):
+            yield _row(num_rows, n, k, beside, dtype, device)
+
+
+def _row(num_rows: int, n: int, k: int, beside: str, dtype: torch.dtype, device: torch.device) -> Row:
+    is_gated = beside == "gate"
+    x = torch.randn(num_rows, k, device=device).to(dtype)
+    weight = (torch.randn(2 * n if is_gated else n, k, device=device) / k**0.5).to(dtype)
+    norm = None if beside == "residual" else torch.rand(k, device=device).to(dtype)
+    residual = torch.zeros(num_rows, n, device=device, dtype=dtype) if beside == "residual" else None
+    return Row(
+        f"few_rows {n}x{k} {beside}, {num_rows} rows",
+        "read",
+        weight.numel() * weight.itemsize,
+        0.80,
+        partial(few_rows_triton, x, weight, norm=norm, eps=EPS, is_gated=is_gated, residual=residual),
+        # The residual is summed up by every call: what is compared is the product alone.
+        partial(few_rows_reference, x, weight, norm=norm, eps=EPS, is_gated=is_gated),
+        4 * tolerance_of(dtype),
+        {"torch": partial(_by_torch, x, weight, norm, residual, is_gated=is_gated)},
+        read=None if residual is None else _product_alone(residual, x, weight),
+    )
+
+
+def _product_alone(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        residual.zero_()
+        return few_rows_triton(x, weight, residual=residual)
+
+    return read
+
+
+def _by_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    *,
+    is_gated: bool,
+) -> object:
+    y = F.linear(x if norm is None else rms_norm_reference(x, norm, EPS), weight)
+    if is_gated:
+        gate, up = y.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return y if residual is None else residual.add_(y)

@@ -1,0 +1,186 @@
+"""docs/results/gpu.md and gpu.svg from gpu.json: what is asked, and what was measured beside it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernel_benchmarks.report import Entry, Report
+
+UNITS = {"copy": "TB/s", "read": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s", "sheet": "TFLOP/s", "model": "tokens/s"}
+LIMITS = {
+    "copy": "copy",
+    "read": "read",
+    "bf16": "bf16 products",
+    "fp8": "fp8 products",
+    "fp8 precise": "fp8 products with sums in float32",
+    "sheet": "bf16 by the data sheet",
+    "model": "the model's, computed from copy and bf16",
+    "time": "all the time",
+    "seconds": "",
+}
+TERA = 1e12
+MEMORY_BOUND = (
+    "rms_norm", "rope", "rotary", "silu", "reshape", "copy_blocks", "likeliest", "sample", "edit_logits",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One line of what is asked: which rows answer it. Rows without a bar are shown and answer nothing."""
+
+    what: str
+    bar: str
+    answers: Callable[[str], bool]
+
+
+ASKED = (
+    Asked("paged decode attention, 64k tokens or more in all", "0.85 of copy", lambda n: n.startswith("paged_decode")),
+    Asked(
+        "prefill attention, 8k, causal, heads of 128", "0.60 of 990 TFLOP/s", lambda n: n.startswith("paged_prefill")
+    ),
+    Asked(
+        "memory-bound kernels",
+        "0.90 of copy",
+        lambda n: n.startswith(MEMORY_BOUND),
+    ),
+    Asked("products of 16 rows and fewer, bf16", "0.80 of read", lambda n: n.startswith("few_rows")),
+    Asked("what adapters add to products", "none", lambda n: n.startswith("lora")),
+    Asked("attention over latent vectors", "none", lambda n: n.startswith("latent")),
+    Asked("layers of few rows, one after another and dependent", "0.85 of read", lambda n: " layers of " in n),
+    Asked(
+        "fp8 block product", "0.70 of fp8 from 1024 tokens, 0.80 of read up to 32", lambda n: n.startswith("w8a8_block")
+    ),
+    Asked("fused MoE", "0.65 of the binding limit", lambda n: n.startswith("fused_moe")),
+    Asked("Llama-3.1-8B decode, 1, 32, 256 at 1k", "0.90, 0.85, 0.75 of the limit", lambda n: " decode " in n),
+    Asked("Llama-3.1-8B prefill", "0.70 of the limit", lambda n: n.endswith(" prefill")),
+    Asked("nano-vllm's workload, Qwen3-0.6B and 8B", "0.60 of the ideal", lambda n: "workload" in n),
+    Asked("GPU busy at 32 requests", "0.97", lambda n: "GPU busy" in n),
+    Asked("live KV resize of 10 GiB under load", "stall of 200 ms at most", lambda n: "KV resize" in n),
+)
+
+
+def meets(row: Entry) -> bool | None:
+    """Whether the bar is met; None where there is none, or no figure."""
+    if "error" in row:
+        return False
+    if row.get("limit") == "seconds":
+        return bool(row["seconds"] <= row["bar"])
+    if not row.get("bar") or "share" not in row:
+        return None
+    return bool(row["share"] >= row["bar"])
+
+
+def write_pages(report: Report, folder: Path) -> bool:
+    """Both files. False where matplotlib is missing: then there is no picture."""
+    drawn = plot(report.rows, folder / "gpu.svg")
+    (folder / "gpu.md").write_text(markdown(report, with_picture=drawn))
+    return drawn
+
+
+def markdown(report: Report, *, with_picture: bool) -> str:
+    """The page: summary by what is asked, then each row with its peers."""
+    about = report.identity
+    limits = ", ".join(f"{LIMITS[name]} {value / TERA:.3g} T/s" for name, value in report.limits.items())
+    drift = ", ".join(
+        f"{LIMITS[name]} {value / report.limits[name] - 1:+.1%}"
+        for name, value in report.limits_at_end.items()
+        if name in report.limits and name != "sheet"
+    )
+    versions = f"torch {about.get('torch')}, triton {about.get('triton')}, Python {about.get('python')}"
+    dates = sorted({row["date"] for row in report.rows.values() if "date" in row})
+    span = " to ".join(dates[:1] + dates[1:][-1:])
+    lines = [
+        "# Measured on a GPU",
+        "",
+        f"Made by `{report.command}`; do not edit. {about.get('device')}, {versions}; {span}.",
+        f"Limits of the newest run: {limits}. Shares are of the limits measured in a row's own run."
+        + (f" At its end: {drift}." if drift else ""),
+        "",
+        *(["![shares of the limits](gpu.svg)", ""] if with_picture else []),
+        "| what | bar | rows that meet it | shares |",
+        "| --- | --- | --- | --- |",
+        *[_summary(asked, report.rows) for asked in ASKED],
+        _compilations(report.rows),
+        "",
+        "| row | ours | share | bar | limit | beside it |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *[_line(name, row) for name, row in report.rows.items()],
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(asked: Asked, rows: dict[str, Entry]) -> str:
+    found = [row for name, row in rows.items() if asked.answers(name)]
+    verdicts = [verdict for row in found if (verdict := meets(row)) is not None]
+    has_bar = asked.bar != "none"
+    shares = [row["share"] for row in found if "share" in row and bool(row.get("bar")) == has_bar]
+    spread = f"{min(shares):.2f} to {max(shares):.2f}" if shares else ""
+    if not shares:
+        spread = ", ".join(_ours(row) for row in found if row.get("limit") == "seconds" and "error" not in row)
+    met = f"{sum(verdicts)} of {len(verdicts)}" if verdicts else f"{len(shares)} measured" if shares else "not measured"
+    return f"| {asked.what} | {asked.bar} | {met} | {spread} |"
+
+
+def _compilations(rows: dict[str, Entry]) -> str:
+    """Of the engine's rows: one in which a kernel was compiled is an error that says so."""
+    compiled = sum(row.get("error", "").startswith("Compiled") for row in rows.values())
+    none = sum("kernel_compilations" in row for row in rows.values())
+    met = f"{none} of {none + compiled}" if none + compiled else "not measured"
+    return f"| no kernel compiled after warm-up | 0 in every row of the engine | {met} |  |"
+
+
+def _line(name: str, row: Entry) -> str:
+    share = f"{row['share']:.3f}" if "share" in row else ""
+    mark = {True: " ✓", False: " ✗", None: ""}[meets(row)] if share else ""
+    bar = f"{row['bar']:.2f}" if row.get("bar") and row.get("limit") != "seconds" else ""
+    peers = "; ".join(f"{peer}: {_peer(entry, row)}" for peer, entry in row.get("peers", {}).items())
+    return f"| {name} | {_ours(row)} | {share}{mark} | {bar} | {LIMITS.get(row.get('limit', ''), '')} | {peers} |"
+
+
+def _ours(row: Entry) -> str:
+    if "error" in row:
+        return f"failed: {_cell(row['error'])}"
+    if row.get("limit") == "seconds":
+        return f"{1e3 * row['seconds']:.0f} ms of {1e3 * row['bar']:.0f} allowed"
+    if row.get("limit") == "model":
+        return f"{row['rate']:,.0f} tokens/s"
+    if "seconds" not in row:
+        return "" if "share" in row else "not measured"
+    return f"{1e6 * row['seconds']:.1f} µs, {row['rate'] / TERA:.3g} {UNITS[row['limit']]}"
+
+
+def _peer(entry: Entry, row: Entry) -> str:
+    if "not_run" in entry:
+        return f"not run ({_cell(entry['not_run'])})"
+    if "rate" in entry:
+        times = f", ours {row['rate'] / entry['rate']:.2f} times as fast" if "rate" in row else ""
+        return f"{entry['rate']:,.0f} tokens/s{times}"
+    if row.get("limit") == "seconds":
+        return f"{entry['seconds']:.1f} s"
+    times = f", ours {entry['seconds'] / row['seconds']:.2f} times as fast" if "seconds" in row else ""
+    return f"{1e6 * entry['seconds']:.1f} µs{times}"
+
+
+def _cell(text: str) -> str:
+    """One line without the table's own character."""
+    return " ".join(text.replace("|", "/").split())
+
+
+def plot(rows: dict[str, Entry], path: Path) -> bool:
+    """Shares of the limit as bars, with the bar that is asked. False where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    shown = [(name, row["share"], row.get("bar", 0.0)) for name, row in rows.items() if "share" in row]
+    figure = Figure(figsize=(9, 0.28 * len(shown) + 1.2), layout="constrained")
+    axes = figure.add_subplot()
+    places = range(len(shown))
+    axes.barh(places, [share for _, share, _ in shown], color=["#2a7" if s >= b else "#c73" for _, s, b in shown])
+    axes.plot([bar for _, _, bar in shown], places, "k|", markersize=12, label="asked")
+    axes.set_yticks(list(places), [name for name, _, _ in shown], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("share of the limit measured in the same run")
+    axes.legend()
+    figure.savefig(path)
+    return True

@@ -1,0 +1,64 @@
+"""A kernel that is started ahead touches nothing before it has waited: read in the code that the device gets."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trimtab_kernels
+
+COMPILE = """
+from kernel_benchmarks.aot.__main__ import find_jobs
+from trimtab_kernels.launch.gluon import source_of
+from trimtab_kernels.launch.jit import triton
+
+(job,) = find_jobs(only="{case}", targets=[90])
+special = job.specialisation
+source = source_of(job.launch.kernel, special.signature, special.constants, special.attributes)
+target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+compiled = triton.compile(source, target=target, options=dict(job.launch.options))
+print(compiled.metadata.launch_pdl)
+print(compiled.asm["ptx"])
+"""
+INSTRUCTION = re.compile(
+    r"^\s*(?:@!?%p\d+ )?(griddepcontrol\.\w+|prefetch\.global|cp\.async\S*|atom|st\.global|ld\.global)", re.MULTILINE
+)
+
+
+def instructions(case: str) -> tuple[str, list[str]]:
+    """(whether it is launched ahead, what touches memory or other kernels, in the order of the code)."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(trimtab_kernels.__file__).parents[1])
+    program = COMPILE.format(case=case)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    is_ahead, code = done.stdout.split("\n", 1)
+    return is_ahead, INSTRUCTION.findall(code)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "few_rows dependent, 6144x4096",
+        "few_rows dependent, 14336x4096",
+        "rope_and_cache dependent",
+        "paged_decode dependent",
+    ],
+)
+def test_a_dependent_kernel_touches_nothing_but_weights_before_it_has_waited(case: str) -> None:
+    is_ahead, found = instructions(case)
+    assert is_ahead == "True"
+    assert found.count("griddepcontrol.wait") == 1
+    at = found.index("griddepcontrol.wait")
+    assert found[0] == "griddepcontrol.launch_dependents"
+    assert set(found[1:at]) <= {"prefetch.global"}
+    assert ("prefetch.global" in found) == case.startswith("few_rows")
+    assert {"ld.global", "cp.async.cg.shared.global"} & set(found[at:])
+
+
+def test_without_the_way_nothing_of_it_is_there() -> None:
+    is_ahead, found = instructions("few_rows 6144x4096")
+    assert is_ahead == "False"
+    assert not {"griddepcontrol.wait", "griddepcontrol.launch_dependents", "prefetch.global"} & set(found)
