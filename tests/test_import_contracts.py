@@ -24,15 +24,15 @@ LINT = "from importlinter.cli import lint_imports_command as lint; lint()"
 
 BROKEN = re.compile(r"(.*) BROKEN(?: \(\d+ ignored imports?\))?")
 
-ROOMS = "Operator: every room is in its place, and rooms import downwards"
-NO_CLIENT = "Operator: what decides has no client"
-ENGINE_ROOMS = "Engine: every room is in its place, and rooms import downwards"
-NO_CIRCLE = "Engine and kernels: no two modules import each other, whatever lies between them"
-LAPTOP = "Engine: the scheduler runs on any laptop"
-SAID = "Engine: what is configured, sized and said between processes knows no tensor"
-ITEMS = "Engine: what images and videos are to a request are plain values"
-SERVER = "Engine: a server knows no tensor; it reaches the core by messages"
-LAUNCH = "Kernels: what launches them is no kernel and imports none"
+ROOMS = "Operator: packages import only lower layers"
+NO_CLIENT = "Operator: planning packages import no client"
+ENGINE_ROOMS = "Engine: packages import only lower layers"
+NO_CIRCLE = "Engine and kernels: no import cycles between packages"
+LAPTOP = "Engine: the scheduler imports only the standard library"
+SAID = "Engine: configuration, memory sizing and messages import no torch"
+ITEMS = "Engine: multimodal items are plain values"
+SERVER = "Engine: the API server imports no torch and no core"
+LAUNCH = "Kernels: launch helpers import no kernel"
 
 
 def broken_contracts(packages: Sequence[str], folder: Path) -> list[str]:
@@ -77,14 +77,14 @@ def test_the_operator_as_it_is_keeps_its_contracts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "wrong", "contract"),
     [
-        ("decisions/plan.py", "import asyncio", NO_CLIENT),
+        ("planning/children.py", "import asyncio", NO_CLIENT),
         ("tuner/__init__.py", "import httpx", NO_CLIENT),
         ("layout/check.py", "import kubernetes", NO_CLIENT),
         ("resource/spec.py", "from trimtab_operator.builders import labels", ROOMS),
-        ("decisions/plan.py", "from trimtab_operator.report import conditions", ROOMS),
-        ("decisions/plan.py", "from trimtab_operator.edge import nodes", ROOMS),
+        ("planning/children.py", "from trimtab_operator.report import conditions", ROOMS),
+        ("planning/children.py", "from trimtab_operator.kube import nodes", ROOMS),
         ("tuner/__init__.py", "from trimtab_operator.resource import spec", ROOMS),
-        ("report/status.py", "from trimtab_operator.loop import wake_ups", ROOMS),
+        ("report/status.py", "from trimtab_operator.reconcile import wakeups", ROOMS),
         ("somewhere.py", "import json", ROOMS),  # a module without a room
     ],
 )

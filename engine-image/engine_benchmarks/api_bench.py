@@ -35,7 +35,7 @@ ROUNDS = 5
 START_SECONDS = 120.0
 DETOKENIZED = 20_000
 SERVE = (
-    "import sys; from trimtab_engine.launch import started_core; "
+    "import sys; from trimtab_engine.engine_client import started_core; "
     "started_core.CORE_COMMAND = (sys.executable, '-m', 'engine_benchmarks.stub_core'); "
     "from trimtab_engine.cli import main; sys.exit(main())"
 )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trimtab_engine.bench.serving.traces import Cut, TraceRequest, fit, read_trace
-from trimtab_engine.launch.balancer import CoreBalancer
+from trimtab_engine.engine_client.balancer import CoreBalancer
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager
 from trimtab_engine.scheduling.policy import SchedulingPolicy
@@ -84,8 +84,8 @@ def round_robin(cluster: Cluster, request: Request) -> int:
 
 
 def exact_admission(cluster: Cluster, request: Request) -> int:
-    """As launch/client.py: the least loaded is asked first; who cannot run it at once refuses; where all do, the least
-    loaded queues it."""
+    """As engine_client/client.py: the least loaded is asked first; who cannot run it at once refuses; where all do,
+    the least loaded queues it."""
     refused: frozenset[int] = frozenset()
     while True:
         core = cluster.balancer.choose(refused)

@@ -31,9 +31,9 @@ from trimtab_engine.config.graphs import CompilationConfig
 from trimtab_engine.core.clients import Clients
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
+from trimtab_engine.ipc.garbage import keep_what_is_there
 from trimtab_engine.messages import AddRequest, ClientAddresses
 from trimtab_engine.models.decoder import Decoder
-from trimtab_engine.processes.garbage import keep_what_is_there
 from trimtab_engine.runner import start
 from trimtab_engine.runner.graphs.device_steps import DeviceSteps
 from trimtab_engine.runner.graphs.plan import cuda_graph_plan

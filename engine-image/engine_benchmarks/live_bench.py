@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from trimtab_engine.processes.network import ReservedPorts
+from trimtab_engine.ipc.network import ReservedPorts
 
 START_SECONDS = 300.0  # until the server must be ready
 NUM_STREAMS = 8

@@ -30,7 +30,7 @@ from typing import Annotated
 
 import typer
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.workers.start import load_rank
+from trimtab_engine.executor.start import load_rank
 
 PIECE_BYTES = 8 << 20
 NUM_PROBES, PAGE_BYTES = 64, 4096

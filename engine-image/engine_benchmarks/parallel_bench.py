@@ -23,9 +23,9 @@ from typing import Annotated, Any
 
 import typer
 from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.engine_client.client import CoreClient
+from trimtab_engine.engine_client.launcher import CoreLauncher
 from trimtab_engine.errors import EngineDead
-from trimtab_engine.launch.client import CoreClient
-from trimtab_engine.launch.launcher import CoreLauncher
 from trimtab_engine.messages import AddRequest, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 

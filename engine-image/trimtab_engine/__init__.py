@@ -1,6 +1,6 @@
 """The Trimtab engine: an LLM server whose memory and batch knobs are live.
 
-`from trimtab_engine import LLM, SamplingParams` runs the engine in this process (docs/offline.md). All names are
+`from trimtab_engine import LLM, SamplingParams` runs the engine in this process (docs/guides/offline.md). All names are
 imported when they are first asked for: importing the package alone stays cheap, and never imports torch.
 """
 

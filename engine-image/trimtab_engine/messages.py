@@ -249,7 +249,8 @@ ToCore = AddRequest | AbortRequests | AdminCall | StartWave | ForgetMedia | Reti
 
 
 class LoadProgress(msgspec.Struct, tag="progress"):
-    """How far start-up is; stages as in docs/contract.md section 3. `percent` is of the whole start-up, 0..100."""
+    """How far start-up is; stages as in docs/reference/contract.md section 3. `percent` is of the whole start-up,
+    0..100."""
 
     stage: str
     percent: float
@@ -559,7 +560,7 @@ class EngineState(msgspec.Struct, tag="engine_state", frozen=True, kw_only=True)
 
 
 class AdminReply(msgspec.Struct, tag="admin_reply"):
-    """Answer to one AdminCall: HTTP status and JSON body as docs/contract.md section 2 has them."""
+    """Answer to one AdminCall: HTTP status and JSON body as docs/reference/contract.md section 2 has them."""
 
     call_id: str
     status: int

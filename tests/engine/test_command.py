@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from trimtab_engine import command
-from trimtab_engine.processes import end
+from trimtab_engine.ipc import end
 
 PROBE = """
 import signal, sys

@@ -1,4 +1,5 @@
-"""A real HTTP server on loopback that speaks the engine's side of docs/contract.md, for tests of the operator's I/O."""
+"""A real HTTP server on loopback that speaks the engine's side of docs/reference/contract.md, for tests of the
+operator's I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import pytest
 from aiohttp import web
-from trimtab_operator.edge.bounded_http import new_client
+from trimtab_operator.engines.http import new_client
 
 METRICS = """\
 # TYPE vllm:num_requests_running gauge

@@ -12,8 +12,8 @@ import yaml
 from pod_security import violations
 from prometheus_client import generate_latest
 from rendered_chart import CHART, HELM, NAMESPACE, NO_HELM, REPOSITORY, helm, one, render, rights
+from trimtab_operator.resource.allowed_privileges import POWERS
 from trimtab_operator.resource.installation import Alerts, GpuBudget, NetworkAccess, PodMonitoring
-from trimtab_operator.resource.powers import POWERS
 
 CRD = REPOSITORY / "crds" / "trimtab.dev_inferencedeployments.yaml"
 pytestmark = pytest.mark.skipif(HELM is None, reason=NO_HELM)
@@ -258,7 +258,7 @@ def test_the_operator_is_watched_where_the_cluster_serves_the_kind_and_nobody_mi
 
 
 def test_alerts_on_the_operator_name_metrics_that_it_has() -> None:
-    from trimtab_operator.edge.health import OperatorMetrics
+    from trimtab_operator.reconcile.health import OperatorMetrics
 
     text = generate_latest(OperatorMetrics().registry).decode()
     (rules,) = [m for m in render(options=SERVES_MONITORING) if m["kind"] == "PrometheusRule"]

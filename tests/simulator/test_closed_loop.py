@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.knobs import Knob
-from trimtab_operator.tuner.twin import StepCost
 from trimtab_simulator.closed_loop import LOOK_SECONDS, Clients, play_clients
 from trimtab_simulator.hot_knobs.loads import one_replica
 from trimtab_simulator.plant.fleet import FleetSettings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from trimtab_operator.tuner.twin import Sequence
+from trimtab_operator.tuner.engine_model import Sequence
 from trimtab_simulator.errors import BadRequest
 from trimtab_simulator.objectives import Objectives, parse_duration, parse_ttft
 

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 
 import pytest
+from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.knobs import Knob, Value
-from trimtab_operator.tuner.looks import Phase
-from trimtab_operator.tuner.twin import StepCost
+from trimtab_operator.tuner.samples import Phase
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import Machine

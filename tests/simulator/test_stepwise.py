@@ -8,8 +8,8 @@ from dataclasses import astuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trimtab_operator.tuner.twin import Allowance, Gaps, KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
-from trimtab_operator.tuner.twin.gaps import fine_edges
+from trimtab_operator.tuner.engine_model import Allowance, Gaps, KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
+from trimtab_operator.tuner.engine_model.gaps import fine_edges
 from trimtab_simulator.plant.shared_blocks import SharedBlocks
 from trimtab_simulator.stepwise import StepwiseEngine
 

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from trimtab_engine.errors import ConfigError, EngineDead
-from trimtab_engine.processes.network import ReservedPorts
+from trimtab_engine.ipc.network import ReservedPorts
 
 START_SECONDS = 300.0
 STOP_SECONDS = 10.0

@@ -25,7 +25,7 @@ EXAMPLES = """examples:
 Ctrl-C ends it at any moment; the same command goes on where it was. The start values are put back unless --keep.
 
 exit codes: 0 found and confirmed by a final run, 1 nothing keeps the limits or the engine ended, 2 not possible as
-asked, 130 Ctrl-C. docs/autotune.md has what it does step by step."""
+asked, 130 Ctrl-C. docs/benchmark/autotune.md has what it does step by step."""
 NOT_BUILT = {
     "--trace-path": "a recorded load has its own rate; use --dataset-name custom or sharegpt",
     "--request-rate": "the rate is what is searched; bound it by --limits",

@@ -1,4 +1,4 @@
-"""`trimtab-engine inspect MODEL`: the model facts of docs/contract.md section 6, from headers only."""
+"""`trimtab-engine inspect MODEL`: the model facts of docs/reference/contract.md section 6, from headers only."""
 
 import argparse
 import json

@@ -18,16 +18,16 @@ from trimtab_engine.flags.engine import engine_config, named_model
 from trimtab_engine.flags.local_model import is_elsewhere, local_model
 from trimtab_engine.flags.media import media_sources
 from trimtab_engine.flags.serve import add_serve_flags
-from trimtab_engine.processes.end import prepare_to_leave
-from trimtab_engine.processes.network import any_address
-from trimtab_engine.processes.shared_secret import SharedSecret
+from trimtab_engine.ipc.end import prepare_to_leave
+from trimtab_engine.ipc.network import any_address
+from trimtab_engine.ipc.shared_secret import SharedSecret
 from trimtab_engine.sources.fetch import Fetched
 from trimtab_engine.sources.progress import Downloaded
 from trimtab_engine.text.shipped_templates import SHIPPED, shipped_template
 from trimtab_engine.weights.adapter_files import PeftAdapter
 from trimtab_engine.weights.open import check_is_there, model_path
 
-EXAMPLES = """what says live may change while serving, through the admin API (docs/live-configuration.md)
+EXAMPLES = """what says live may change while serving, through the admin API (docs/concepts/live-configuration.md)
 
 examples:
   on the CPU, in 4 GiB, for this machine alone:
@@ -95,11 +95,11 @@ def _serve(arguments: argparse.Namespace, downloaded: Downloaded | None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are tokenised in threads of our own
     config = with_device_memory(config)
     if config.node_rank > 0 and config.data_parallel_size > 1:
-        from trimtab_engine.launch.nodes.member import run_member
+        from trimtab_engine.engine_client.nodes.member import run_member
 
         return run_member(config, arguments.shutdown_timeout)
     if config.node_rank > 0:
-        from trimtab_engine.workers.node import run_node
+        from trimtab_engine.executor.node import run_node
 
         return run_node(config)
     from trimtab_engine.api.openai.state import ServerOptions

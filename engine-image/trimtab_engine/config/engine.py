@@ -56,8 +56,8 @@ long that decode all but stops when other processes want the same CPUs; this cos
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine core is started with. Sizes in bytes per rank, lengths in tokens. None: decided at start-up.
 
-    The caps are the envelope: what start-up reserves. The starts lie inside it and are live (docs/contract.md).
-    `gpu_memory_utilization` is a decimal string, so that 0.29 of 100 bytes is 29 bytes.
+    The caps are the envelope: what start-up reserves. The starts lie inside it and are live
+    (docs/reference/contract.md). `gpu_memory_utilization` is a decimal string, so that 0.29 of 100 bytes is 29 bytes.
     """
 
     model: str
@@ -131,7 +131,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int = 0
     """Which of the data-parallel cores this one is; set by whoever starts them, with the place where they meet."""
     data_parallel_rendezvous: str | None = None
-    """As workers/rendezvous.py has it: file:PATH on one node, tcp:HOST:PORT over several."""
+    """As executor/rendezvous.py has it: file:PATH on one node, tcp:HOST:PORT over several."""
     enable_expert_parallel: bool = False
     expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
     eplb: EplbConfig | None = None

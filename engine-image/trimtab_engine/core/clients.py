@@ -7,6 +7,8 @@ import msgspec
 import zmq
 
 from trimtab_engine.errors import IntegrityError, InvalidRequest
+from trimtab_engine.ipc.network import is_ipv6_url, is_on_network
+from trimtab_engine.ipc.shared_secret import SharedSecret
 from trimtab_engine.messages import (
     REFUSED,
     AbortRequests,
@@ -22,8 +24,6 @@ from trimtab_engine.messages import (
     ToCore,
 )
 from trimtab_engine.multimodal.mirror import Receiver
-from trimtab_engine.processes.network import is_ipv6_url, is_on_network
-from trimtab_engine.processes.shared_secret import SharedSecret
 
 LINGER_MILLISECONDS = 2000  # for the last message to leave before the process ends
 

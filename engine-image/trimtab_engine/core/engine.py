@@ -480,7 +480,8 @@ class Engine:
     # --- live configuration ---------------------------------------------------------------------------------------
 
     def patch_config(self, call: PatchConfig) -> tuple[int, dict[str, Any]]:
-        """Judge and apply one PATCH between two steps. Returns HTTP status and body (docs/contract.md section 2)."""
+        """Judge and apply one PATCH between two steps. Returns HTTP status and body (docs/reference/contract.md
+        section 2)."""
         before = self._live
         after, status, answer = before.patch(
             call.values,

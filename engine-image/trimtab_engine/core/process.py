@@ -22,6 +22,10 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import Progress, start_engine
 from trimtab_engine.device.profiler import Profiler
 from trimtab_engine.errors import ConfigError, TrimtabError
+from trimtab_engine.ipc.end import leave
+from trimtab_engine.ipc.garbage import keep_what_is_there
+from trimtab_engine.ipc.shared_secret import SharedSecret
+from trimtab_engine.ipc.tie import end_with_parent
 from trimtab_engine.messages import (
     AbandonPatch,
     AbortRequests,
@@ -62,10 +66,6 @@ from trimtab_engine.messages import (
     UnloadLora,
     WakeUp,
 )
-from trimtab_engine.processes.end import leave
-from trimtab_engine.processes.garbage import keep_what_is_there
-from trimtab_engine.processes.shared_secret import SharedSecret
-from trimtab_engine.processes.tie import end_with_parent
 
 IDLE_REPORT_MILLISECONDS = 1000  # an idle engine reports its state this often, so that gauges stay true
 SIGN_OF_LIFE_SECONDS = 1.0  # how often every client hears from a core that serves, at least

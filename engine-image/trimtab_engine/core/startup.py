@@ -21,6 +21,9 @@ from trimtab_engine.core.loading_log import LoadingLog
 from trimtab_engine.device.device import is_out_of_memory
 from trimtab_engine.device.host_memory import family_bytes, room_bytes
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.executor.messages import RankReport
+from trimtab_engine.executor.start import LoadedRank, load_rank
+from trimtab_engine.executor.workers import OnDeath
 from trimtab_engine.memory.encoder import EncoderLimits
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.plan import PlanBase
@@ -37,12 +40,9 @@ from trimtab_engine.scheduling.swap_space import SwapSpace
 from trimtab_engine.speculative.loading import Speculation
 from trimtab_engine.structured.compiler import GrammarCompiler
 from trimtab_engine.structured.vocabulary import read_vocabulary
-from trimtab_engine.workers.messages import RankReport
-from trimtab_engine.workers.start import LoadedRank, load_rank
-from trimtab_engine.workers.workers import OnDeath
 
 Progress = Callable[[str, float], None]
-"""Called with the stage of docs/contract.md section 3 and the percentage of the whole start-up."""
+"""Called with the stage of docs/reference/contract.md section 3 and the percentage of the whole start-up."""
 
 WEIGHTS_PERCENT = (5.0, 70.0)  # loading weights is by far the longest stage
 PROFILE_PERCENT = 75.0

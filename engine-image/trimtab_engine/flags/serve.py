@@ -1,4 +1,5 @@
-"""The flags of `trimtab-engine serve` (docs/contract.md section 1): the engine's, the server's and the admin API's."""
+"""The flags of `trimtab-engine serve` (docs/reference/contract.md section 1): the engine's, the server's and the
+admin API's."""
 
 import argparse
 from typing import Any

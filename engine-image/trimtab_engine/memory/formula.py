@@ -1,4 +1,4 @@
-"""Where the device's bytes go: the memory formula of docs/contract.md section 5, and the ledger. Values only.
+"""Where the device's bytes go: the memory formula of docs/reference/contract.md section 5, and the ledger. Values only.
 
 The operator has the same formula; both are tested against tests/golden/memory_formula.json. Measuring is the caller's.
 """

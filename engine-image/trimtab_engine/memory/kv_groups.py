@@ -7,7 +7,8 @@ layers     0 1 2 3 4 5   6 7 8 9 10 11          w: sees a window, f: sees all
 kind       w w w w w f   w w w w w  f
 groups     a b c d e F   a b c d e  F           five groups of windows, one that sees all, two layers in each
 ```
-A model whose layers are all alike is one group. The operator has the same rules (docs/contract.md, section 5).
+A model whose layers are all alike is one group. The operator has the same rules (docs/reference/contract.md,
+section 5).
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from trimtab_engine.parallel.partition import Span
-from trimtab_engine.scheduling.sight import Sight
+from trimtab_engine.scheduling.attention_window import Sight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

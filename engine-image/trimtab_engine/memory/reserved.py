@@ -1,8 +1,8 @@
 """What an engine on the CPU sets aside for its own processes: `other` of the memory formula.
 
 A rule instead of a measurement: what a process holds depends on how far it has come, and the number of KV blocks must
-not. The sizes are what the processes hold while they serve, rounded up (docs/kv-memory.md has the table and what is
-not in it).
+not. The sizes are what the processes hold while they serve, rounded up (docs/concepts/kv-memory.md has the table
+and what is not in it).
 """
 
 import math

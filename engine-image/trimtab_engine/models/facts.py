@@ -1,4 +1,4 @@
-"""Model facts from headers alone (docs/contract.md section 6). Needs no torch and reads no weight."""
+"""Model facts from headers alone (docs/reference/contract.md section 6). Needs no torch and reads no weight."""
 
 import math
 from collections.abc import Mapping

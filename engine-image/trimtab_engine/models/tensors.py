@@ -12,7 +12,7 @@ from trimtab_engine.config.model import ModelConfig
 Part = Literal[
     "embedding", "lm_head", "attention", "kv_projection", "dense_mlp", "experts", "shared_experts", "replicated"
 ]
-"""How ranks divide a tensor (docs/contract.md, section 6, says which part is what)."""
+"""How ranks divide a tensor (docs/reference/contract.md, section 6, says which part is what)."""
 PARTS: tuple[Part, ...] = get_args(Part)
 LINEAR_PARTS: tuple[Part, ...] = ("attention", "kv_projection", "dense_mlp", "experts", "shared_experts")
 """What quantization makes smaller."""

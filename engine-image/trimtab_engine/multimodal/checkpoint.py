@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from trimtab_engine.errors import ModelError
-from trimtab_engine.multimodal import llama4, squares
+from trimtab_engine.multimodal import fixed_resolution, llama4
 from trimtab_engine.multimodal.items import Modality
 from trimtab_engine.multimodal.processor_words import whole
 from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
@@ -44,10 +44,10 @@ def read_processors(folder: str) -> Processors:
     if image[0].get("image_processor_type") in llama4.KNOWN_TYPES:
         tiled = llama4.TileProcessor.parse(*image, patch_size=_patch_size(Path(folder)))
         return Processors(tiled, tiled)
-    if image[0].get("image_processor_type") in squares.KNOWN_TYPES:
+    if image[0].get("image_processor_type") in fixed_resolution.KNOWN_TYPES:
         path = Path(folder) / "config.json"
-        size, num_tokens = squares.square_of(_object(path), str(path))
-        square = squares.SquareProcessor.parse(*image, square_size=size, tokens_per_square=num_tokens)
+        size, num_tokens = fixed_resolution.square_of(_object(path), str(path))
+        square = fixed_resolution.SquareProcessor.parse(*image, square_size=size, tokens_per_square=num_tokens)
         return Processors(square, square)
     video = _words(Path(folder), VIDEO, "video_processor") or image
     return Processors(_parsed(image), _parsed(video))
@@ -87,7 +87,7 @@ def _words_around(processor: object, config: Mapping[str, Any]) -> Mapping[str, 
     """What is written around a picture's tiles; None: it has none."""
     if isinstance(processor, llama4.TileProcessor):
         return TILE_WORDS
-    if not isinstance(processor, squares.SquareProcessor) or squares.is_alone(config):
+    if not isinstance(processor, fixed_resolution.SquareProcessor) or fixed_resolution.is_alone(config):
         return None
     return FRAME_WORDS if processor.num_squares is not None else SQUARE_WORDS
 

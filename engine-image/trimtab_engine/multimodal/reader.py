@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_engine.errors import InvalidRequest
+from trimtab_engine.ipc.bounded_worker import TookTooLong, WorkerEnded, WorkerLimits, WorkerPool
 from trimtab_engine.multimodal.decoding import FRAME_LIST, DecodeLimits
 from trimtab_engine.multimodal.fetching import Content, FetchLimits, MediaFetcher
 from trimtab_engine.multimodal.items import Modality, MultiModalItem, Patches
 from trimtab_engine.multimodal.processor_cache import ProcessorCache
 from trimtab_engine.multimodal.sources import AllowedSources, Inline
 from trimtab_engine.multimodal.worker import MAX_ADDRESS_BYTES, Processor, settings
-from trimtab_engine.processes.bounded_worker import TookTooLong, WorkerEnded, WorkerLimits, WorkerPool
 
 MODULE = "trimtab_engine.multimodal.worker"
 WORKERS = WorkerLimits(seconds=10.0, max_workers=4, max_waiting=1024)

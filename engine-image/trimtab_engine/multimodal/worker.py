@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trimtab_engine.errors import InvalidRequest
+from trimtab_engine.ipc.frames import serve_frames
 from trimtab_engine.multimodal.decoding import (
     DecodeLimits,
     Frames,
@@ -17,11 +18,10 @@ from trimtab_engine.multimodal.decoding import (
     decode_image,
     decode_video,
 )
+from trimtab_engine.multimodal.fixed_resolution import SquareProcessor
 from trimtab_engine.multimodal.llama4 import TileProcessor
 from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
-from trimtab_engine.multimodal.squares import SquareProcessor
 from trimtab_engine.multimodal.video_files import decode_movie, movie_kind
-from trimtab_engine.processes.frames import serve_frames
 
 MAX_ADDRESS_BYTES = 2 << 30
 MAX_VALUES_BYTES = 200 << 20  # of one item: four times the largest picture of the published models

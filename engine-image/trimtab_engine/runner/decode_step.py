@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from trimtab_engine.scheduling.attention_window import SEES_ALL, Sight
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.request import Request
-from trimtab_engine.scheduling.sight import SEES_ALL, Sight
 from trimtab_engine.scheduling.step_inputs import StepShape
 
 Array = np.ndarray[Any, Any]

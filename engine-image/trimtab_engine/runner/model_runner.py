@@ -76,10 +76,10 @@ from trimtab_engine.sampling.logprobs import ScoresInFlight
 from trimtab_engine.sampling.pooling import PooledInFlight, pool
 from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, sample
 from trimtab_engine.scheduling.adapter import Adapter
+from trimtab_engine.scheduling.attention_window import Sight
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
-from trimtab_engine.scheduling.sight import Sight
 from trimtab_engine.scheduling.step_inputs import StepInputs, Unknown, flatten
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.four_bits import FourBitsSource

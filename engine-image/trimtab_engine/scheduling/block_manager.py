@@ -16,7 +16,8 @@ Growing appends ids; shrinking evicts the top ones, after what is used there has
 the host cache, where there is one (swap_space.py), and comes back when a request begins with it.
 
 The list of a table is only ever appended to: what else becomes of a table is another list. So a step in flight may
-still read the one that it was given, and who was told of a list needs only what came after (runner/seats.py).
+still read the one that it was given, and who was told of a list needs only what came after
+(runner/block_table_slots.py).
 
 A beginning of a request is found only where all groups have what they need to go on from there: those that see all have
 every block of it, those with a window the blocks in sight of the next token.
@@ -27,9 +28,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from trimtab_engine.errors import IntegrityError
+from trimtab_engine.scheduling.attention_window import SEES_ALL, Sight
 from trimtab_engine.scheduling.prefix_hash import extend_block_hashes
 from trimtab_engine.scheduling.request import Request
-from trimtab_engine.scheduling.sight import SEES_ALL, Sight
 from trimtab_engine.scheduling.swap_space import SwapSpace
 
 Copies = list[tuple[int, int]]

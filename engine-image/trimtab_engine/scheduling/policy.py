@@ -1,4 +1,5 @@
-"""What steers the scheduler. A value: it is replaced as a whole between two steps (docs/contract.md section 2)."""
+"""What steers the scheduler. A value: it is replaced as a whole between two steps (docs/reference/contract.md
+section 2)."""
 
 from dataclasses import dataclass
 from typing import Literal

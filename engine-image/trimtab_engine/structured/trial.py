@@ -1,8 +1,8 @@
-"""A client's grammar, tried before the engine core sees it, in a process to be killed (processes/bounded_worker.py).
+"""A client's grammar, tried before the engine core sees it, in a process to be killed (ipc/bounded_worker.py).
 
 What llguidance's own check passes can still build for ten seconds, need a second for a mask, or overflow the stack. So
 a trial builds the grammar as the core would, in a smaller stack, and takes a few steps into it, with the core's limits
-and tighter ones. See docs/structured-output.md for the sizes, docs/decisions/structured-output-llguidance.md for why.
+and tighter ones. See docs/guides/structured-output.md for the sizes, ADR-0007 for why.
 """
 
 import random
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from trimtab_engine.processes.frames import serve_frames
+from trimtab_engine.ipc.frames import serve_frames
 from trimtab_engine.structured.deep_stack import deep_stack_executor
 from trimtab_engine.structured.matcher import WORD_BYTES, GrammarMatcher, Vocabulary
 from trimtab_engine.structured.reasons import in_one_sentence

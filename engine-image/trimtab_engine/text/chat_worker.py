@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trimtab_engine.errors import InvalidRequest, ModelError
-from trimtab_engine.processes.frames import serve_frames
+from trimtab_engine.ipc.frames import serve_frames
 from trimtab_engine.text.chat_template import TRIAL_TOOLS, ChatTemplate, ChatTemplates
 
 MAX_ADDRESS_BYTES = 1 << 30

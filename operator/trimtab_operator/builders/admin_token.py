@@ -20,7 +20,7 @@ def new_secret() -> bytes:
 
 
 def admin_token(secret: bytes, uid: str) -> str:
-    """hex(HMAC-SHA256(secret, uid)): docs/contract.md, section 7."""
+    """hex(HMAC-SHA256(secret, uid)): docs/reference/contract.md, section 7."""
     return hmac.new(secret, uid.encode(), hashlib.sha256).hexdigest()
 
 

@@ -47,7 +47,7 @@ def facts_config_map(deployment: InferenceDeployment, data: Mapping[str, str]) -
 
 
 def rollout_config_map(deployment: InferenceDeployment, state: str) -> dict[str, Any]:
-    """The last form that worked, and what became of a change; `state` is the text of decisions/rollback.py."""
+    """The last form that worked, and what became of a change; `state` is the text of rollout/rollback.py."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

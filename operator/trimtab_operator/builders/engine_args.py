@@ -11,7 +11,7 @@ from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, LEADER, REND
 from trimtab_operator.builders.meeting_secret import MEETING_MOUNT, MEETING_SECRET_KEY
 from trimtab_operator.builders.mounted import mounted_path
 from trimtab_operator.layout import layout_of
-from trimtab_operator.resource.knobs import knobs
+from trimtab_operator.resource.live_parameters import knobs
 from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment, Spec, Speculative
 

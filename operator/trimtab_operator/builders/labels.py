@@ -13,7 +13,7 @@ LEADER = "leader"
 WORKER = "worker"
 FACTS_COMPONENT = "model-facts"  # the Job that reads a model, its pod and what it found
 
-HTTP_PORT = 8000  # docs/contract.md, section 7
+HTTP_PORT = 8000  # docs/reference/contract.md, section 7
 ADMIN_PORT = 8001
 RENDEZVOUS_PORT = 29500  # where the ranks of a group meet; PyTorch's customary port
 

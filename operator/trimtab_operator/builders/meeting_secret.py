@@ -18,7 +18,7 @@ MEETING_MOUNT = "/etc/trimtab/meeting"
 
 
 def meeting_secret(deployment: InferenceDeployment, *, token: str) -> dict[str, Any]:
-    """`token` is the resource's admin token: docs/contract.md, section 7."""
+    """`token` is the resource's admin token: docs/reference/contract.md, section 7."""
     value = hmac.new(token.encode(), b"meeting", hashlib.sha256).hexdigest()
     return {
         "apiVersion": "v1",

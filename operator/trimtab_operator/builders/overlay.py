@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trimtab_operator.resource.powers import LOCK_MEMORY, LOCKS_MEMORY
+from trimtab_operator.resource.allowed_privileges import LOCK_MEMORY, LOCKS_MEMORY
 from trimtab_operator.resource.spec import ContainerOverlay, InferenceDeployment, PodOverlay
 
 PASSED_ON = {  # attribute of the overlay → field of the pod, taken over as it is

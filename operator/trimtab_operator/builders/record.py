@@ -2,7 +2,7 @@
 
 The leader's StatefulSet carries, in one annotation, what was asked for (hashed), the image that this meant and the pod
 template that was rendered then. As long as the same is asked for, that template stands: neither a newer operator, nor
-another default image, nor another admin token changes a pod (docs/decisions/upgrades-restart-nothing.md).
+another default image, nor another admin token changes a pod (ADR-0019).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_operator.resource.canonical_json import compact
-from trimtab_operator.resource.knobs import knobs
+from trimtab_operator.resource.live_parameters import knobs
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 

@@ -123,7 +123,7 @@ def _sized(stateful_set: dict[str, Any], pods: int, held: Held | None) -> dict[s
 def _stateful_set(
     wanted: Rendered, name: str, ordinal: int, selector: dict[str, str], address: str | None
 ) -> dict[str, Any]:
-    """Parallel: pods of a group wait for each other. OnDelete: decisions/replacement.py says which are replaced."""
+    """Parallel: pods of a group wait for each other. OnDelete: rollout/pod_replacement.py says which are replaced."""
     deployment, template, revision = wanted.deployment, wanted.template, wanted.revision
     own = {**selector, REVISION_LABEL: revision}
     metadata, pod = template["metadata"], template["spec"]

@@ -24,14 +24,14 @@ from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered
 from trimtab_operator.cli import prometheus_flags
 from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.shared import EXIT_REFUSED, HELP, given_gpu, refuse, version_of
-from trimtab_operator.decisions.admission import refusals_of, warnings_of
-from trimtab_operator.decisions.tuning import standing_replicas
 from trimtab_operator.errors import InvalidSpec, MisconfiguredOperator, TrimtabError
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
+from trimtab_operator.planning.admission import refusals_of, warnings_of
+from trimtab_operator.planning.tuning import standing_replicas
+from trimtab_operator.resource.allowed_privileges import POWERS
 from trimtab_operator.resource.installation import Alerts, GpuBudget, Installation, NetworkAccess, PodMonitoring
-from trimtab_operator.resource.powers import POWERS
 from trimtab_operator.resource.spec import GROUP, KIND, VERSION, InferenceDeployment
 
 EXIT_FAILED = 1
@@ -163,9 +163,12 @@ def run(
     prometheus_alias: prometheus_flags.Alias = None,
 ) -> None:
     """Serve InferenceDeployments. Several may run: one holds the Lease and works, all answer the webhook."""
-    from trimtab_operator.edge.logs import configure_logging
-    from trimtab_operator.edge.open_files import allow_open_files
-    from trimtab_operator.loop.runner import Options, run_operator  # here, so that `validate` needs no cluster client
+    from trimtab_operator.cli.file_limits import allow_open_files
+    from trimtab_operator.cli.log_setup import configure_logging
+    from trimtab_operator.reconcile.process import (  # here, so that `validate` needs no cluster client
+        Options,
+        run_operator,
+    )
 
     configure_logging(log_format.value, log_level)
     told = prometheus_flags.Flags(

@@ -1,4 +1,4 @@
-"""A ranking of layouts as a table for people, and as JSON for programs (docs/layout-planning.md)."""
+"""A ranking of layouts as a table for people, and as JSON for programs (docs/guides/layout-planning.md)."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def legend(planned: Planned) -> str:
     }
     width = max(map(len, meanings))
     lines = [f"{name:<{width}}  {meaning}" for name, meaning in meanings.items()]
-    return "\n".join([*lines, "Times and rates are estimates for comparing rows (docs/layout-planning.md)."])
+    return "\n".join([*lines, "Times and rates are estimates for comparing rows (docs/guides/layout-planning.md)."])
 
 
 def refused_table(planned: Planned) -> Table:

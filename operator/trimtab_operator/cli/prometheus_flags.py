@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab_operator.errors import MisconfiguredOperator
-from trimtab_operator.tuner.looks.prometheus import Naming
+from trimtab_operator.tuner.samples.prometheus import Naming
 
 if TYPE_CHECKING:
-    from trimtab_operator.edge.prometheus import Connection
+    from trimtab_operator.engines.prometheus import Connection
 
 PANEL = "Prometheus"
 SCRAPE_SECONDS = 15.0
@@ -95,7 +95,7 @@ def connection_of(url: str | None, flags: Flags) -> Connection | None:
                 "--prometheus-url is missing: the other flags of Prometheus say nothing without"
             )
         return None
-    from trimtab_operator.edge.prometheus import Connection  # here, so that --help waits for no HTTP client
+    from trimtab_operator.engines.prometheus import Connection  # here, so that --help waits for no HTTP client
 
     return Connection(
         url=url,

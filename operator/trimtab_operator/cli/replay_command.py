@@ -28,18 +28,18 @@ from rich.table import Table
 
 from trimtab_operator.cli import prometheus_flags
 from trimtab_operator.cli.shared import check_read, check_written, refuse
-from trimtab_operator.decisions.tuning import settings_of
 from trimtab_operator.errors import InvalidSpec, MisconfiguredOperator
-from trimtab_operator.resource.knobs import knobs
+from trimtab_operator.planning.tuning import settings_of
+from trimtab_operator.resource.live_parameters import knobs
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 from trimtab_operator.resource.time import parse_time
 from trimtab_operator.tuner.knobs import Knob, Value
-from trimtab_operator.tuner.looks.codec import from_json as looks_from_json
-from trimtab_operator.tuner.looks.codec import to_json as looks_to_json
-from trimtab_operator.tuner.looks.prometheus import Naming, StoredSeries, matrix_of, range_query
-from trimtab_operator.tuner.looks.recorded import RECORDED_NAMES, Limits, Tick, ticks_of
-from trimtab_operator.tuner.looks.series import Unreadable
 from trimtab_operator.tuner.replay import Made, Replayed, Row, Verdict, compared, made_of, replay
+from trimtab_operator.tuner.samples.codec import from_json as looks_from_json
+from trimtab_operator.tuner.samples.codec import to_json as looks_to_json
+from trimtab_operator.tuner.samples.prometheus import Naming, StoredSeries, matrix_of, range_query
+from trimtab_operator.tuner.samples.recorded import RECORDED_NAMES, Limits, Tick, ticks_of
+from trimtab_operator.tuner.samples.series import Unreadable
 from trimtab_operator.tuner.settings import Mode, Pace, Settings
 from trimtab_operator.tuner.stored import decision_from_json
 
@@ -276,7 +276,7 @@ def _asked(
 async def _all_series(
     connection: Any, where: tuple[str, str], begin: float, end: float, chunks: int
 ) -> list[StoredSeries]:
-    from trimtab_operator.edge.prometheus import Prometheus  # here, so that a file waits for no HTTP client
+    from trimtab_operator.engines.prometheus import Prometheus  # here, so that a file waits for no HTTP client
 
     namespace, name = where
     found: list[StoredSeries] = []

@@ -18,10 +18,10 @@ import typer
 from trimtab_operator.builders.config_map import STATE_KEY
 from trimtab_operator.builders.labels import tuning_name_of
 from trimtab_operator.cli.shared import refuse
-from trimtab_operator.decisions.budget import OVER_BUDGET
-from trimtab_operator.decisions.queue_order import meaning_of, taken_order
-from trimtab_operator.decisions.sealed import unverified
-from trimtab_operator.edge.rights import missing_right, server_words
+from trimtab_operator.kube.rbac import missing_right, server_words
+from trimtab_operator.planning.gpu_budget import OVER_BUDGET
+from trimtab_operator.planning.scheduling_policy import meaning_of, taken_order
+from trimtab_operator.resource.signed_text import unverified
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, Tuning
 from trimtab_operator.tuner.explanation import why as words_of
 from trimtab_operator.tuner.state import Memory

@@ -14,8 +14,8 @@ from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit, 
 from trimtab_operator.layout.nearest import Offer, nearest_layouts
 from trimtab_operator.layout.rules import Problem, facts_problems, spec_problems
 from trimtab_operator.layout.stored_weights import what_is_not_run
-from trimtab_operator.resource.refusal import Refusal
 from trimtab_operator.resource.spec import Parallelism, Spec
+from trimtab_operator.resource.validation_error import Refusal
 
 
 def check_layout(spec: Spec, facts: ModelFacts | None, gpu: Gpu | None = None) -> tuple[Refusal, ...]:

@@ -1,4 +1,5 @@
-"""What is known of a model: the facts of docs/contract.md section 6, as `trimtab-engine inspect` prints them."""
+"""What is known of a model: the facts of docs/reference/contract.md section 6, as `trimtab-engine inspect` prints
+them."""
 
 from __future__ import annotations
 

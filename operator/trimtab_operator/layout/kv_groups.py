@@ -1,5 +1,5 @@
 """What a model's layers keep of each token, in groups of layers that share one block table: the geometry of
-docs/contract.md section 5, the operator's side. Pure arithmetic; the engine has the same.
+docs/reference/contract.md section 5, the operator's side. Pure arithmetic; the engine has the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a layout's ranks need of a GPU's memory, before anything runs: an estimate, rank by rank.
 
-Weights and keys and values are arithmetic (docs/contract.md sections 5 and 6). The rest can only be measured, and the
-engine's ledger does; the figures here are meant to err on the large side:
+Weights and keys and values are arithmetic (docs/reference/contract.md sections 5 and 6). The rest can only be
+measured, and the engine's ledger does; the figures here are meant to err on the large side:
 
 - activations: the largest of what one layer keeps for `max_num_batched_tokens` tokens and what sampling `max_num_seqs`
   tokens takes, with a margin. For Llama-3-8B, 8192 tokens: 1.16 GiB here, 1.26 GiB in vLLM's log (vllm#10511).
@@ -21,7 +21,7 @@ from trimtab_operator.layout.kv_groups import KvGroup
 from trimtab_operator.layout.memory_formula import KvCapacity, MemoryShape, kv_capacity, min_utilization
 from trimtab_operator.layout.stages import Stage, stages_of
 from trimtab_operator.layout.stored_weights import as_run
-from trimtab_operator.resource.knobs import knobs
+from trimtab_operator.resource.live_parameters import knobs
 from trimtab_operator.resource.spec import MODALITIES, Parallelism, Spec
 
 MIB = 1 << 20
@@ -33,7 +33,7 @@ HIDDEN_COPIES = 4  # of [tokens, hidden_size]: residual, normed input, a block's
 LOGITS_COPIES = 3  # of [max_num_seqs, vocab_size] in float32: logits, their sorted copy, probabilities
 LOGITS_BYTES = 4
 
-LARGE_GPU_BYTES = 70 * GIB  # from here on the engine starts with larger batches (docs/contract.md section 1)
+LARGE_GPU_BYTES = 70 * GIB  # from here on the engine starts with larger batches (docs/reference/contract.md section 1)
 LARGE_GPU_TOKENS, SMALL_GPU_TOKENS = 8192, 2048
 LARGE_GPU_SEQS, SMALL_GPU_SEQS = 1024, 256
 DEFAULT_BLOCK_SIZE = 16

@@ -1,4 +1,4 @@
-"""The memory formula of docs/contract.md section 5, the operator's side: what a device's KV cache will hold.
+"""The memory formula of docs/reference/contract.md section 5, the operator's side: what a device's KV cache will hold.
 
 Pure arithmetic, exact: utilisations are decimals, never binary fractions. The engine has the same formula; both are
 tested against tests/golden/memory_formula.json.

@@ -1,4 +1,5 @@
-"""Which layouts the engine can run, by number: its own rules (docs/parallelism.md, "What is refused"), before any pod.
+"""Which layouts the engine can run, by number: its own rules (docs/concepts/parallelism.md, "What is refused"),
+before any pod.
 
 A table of rules, each yielding what is wrong: the field, its value, what it may be, and why.
 """

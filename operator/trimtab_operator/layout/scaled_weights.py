@@ -1,5 +1,5 @@
 """Weights with scales beside them: what `quantization_config` says of compressed-tensors, of fp8 by tensor and of
-ModelOpt, and how many bytes a projection takes so. The engine has the same rules (docs/quantization.md).
+ModelOpt, and how many bytes a projection takes so. The engine has the same rules (docs/guides/quantization.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What each pipeline stage holds: the engine's partition of layers, and the bytes that one of its ranks keeps.
 
-The same rules as the engine's (docs/parallelism.md): layers that do not divide go one each to the stages before the
+The same rules as the engine's (docs/concepts/parallelism.md): layers that do not divide go one each to the stages
+before the
 last, from the back; the first stage embeds, the last one has the output layer. Ranks of a stage hold equal shares, but
 for a vocabulary or experts that do not divide: the largest share is meant.
 """

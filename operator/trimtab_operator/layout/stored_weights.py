@@ -1,6 +1,7 @@
 """How a model's weights lie in a GPU's memory: as the checkpoint stores them, quantised as they load, or widened.
 
-The engine's rules (docs/quantization.md): fp8 in blocks of 128 × 128 for the layers' projections, on GPUs that multiply
+The engine's rules (docs/guides/quantization.md): fp8 in blocks of 128 × 128 for the layers' projections, on GPUs
+that multiply
 float8. On others the weights are turned back into the model's dtype as they load, and so is on any what is stored in
 integers, with scales per tensor, channel or group, or in mxfp4.
 """

@@ -1,6 +1,6 @@
 """Where the engines of a resource are asked, and what they said in one look. Pure.
 
-The asking itself is edge/engines.py's. What an engine did not say is absent, and `problem` says why.
+The asking itself is engines/poller.py's. What an engine did not say is absent, and `problem` says why.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from trimtab_operator.observed.groups import Group, token_hash_of
 from trimtab_operator.observed.phases import EngineView
 from trimtab_operator.resource.time import parse_time
 from trimtab_operator.tuner.knobs import Value
-from trimtab_operator.tuner.looks import Config, Ledger, RequestNews, Sample, Source
 from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.samples import Config, Ledger, RequestNews, Sample, Source
 
 
 @dataclass(frozen=True, slots=True)

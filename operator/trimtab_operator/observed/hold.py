@@ -1,6 +1,6 @@
 """The hold that stands at a group which gave its pods back: since when, why, and when it tries again. Pure.
 
-Who gets one is decided in decisions/placement.py; it is kept as an annotation of the leader's StatefulSet.
+Who gets one is decided in rollout/gang_placement.py; it is kept as an annotation of the leader's StatefulSet.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from trimtab_operator.observed.engines import EngineSeen
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.phases import is_placed
 from trimtab_operator.observed.pods import readiness_since
-from trimtab_operator.tuner.looks import Look, Phase
+from trimtab_operator.tuner.samples import Look, Phase
 
 
 def look_of(group: Group, seen: EngineSeen | None) -> Look:

@@ -1,6 +1,6 @@
 """The ten conditions as functions of what was observed. Pure.
 
-Every reason is a member of `Reason` (or of the tuner's enums) and is documented in docs/resource.md.
+Every reason is a member of `Reason` (or of the tuner's enums) and is documented in docs/reference/resource.md.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from trimtab_operator.decisions import budget
-from trimtab_operator.decisions.findings import Findings
-from trimtab_operator.decisions.model_facts import Reading, Unreadable
-from trimtab_operator.decisions.rollback import FailedChange
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.hold import hold_of
 from trimtab_operator.observed.missing_pods import missing_sentence
 from trimtab_operator.observed.phases import DOWNLOAD
 from trimtab_operator.observed.pods import unschedulable
 from trimtab_operator.observed.readiness import reported_layouts
+from trimtab_operator.planning import gpu_budget as budget
+from trimtab_operator.planning.model_facts import Reading, Unreadable
+from trimtab_operator.planning.status_inputs import Findings
 from trimtab_operator.resource.spec import PAUSED, RESTARTED_AT, InferenceDeployment
 from trimtab_operator.resource.time import timestamp
+from trimtab_operator.rollout.rollback import FailedChange
 from trimtab_operator.tuner.decide import Condition
 
 

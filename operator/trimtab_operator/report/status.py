@@ -9,15 +9,15 @@ from typing import Any
 
 from trimtab_operator.builders.engine_args import plain, served_name
 from trimtab_operator.builders.labels import HTTP_PORT, leader_selector, selector_text, service_name
-from trimtab_operator.decisions.findings import Findings
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group, is_worker, ordinal_of, revision_label
 from trimtab_operator.observed.phases import EngineView, phase_of
 from trimtab_operator.observed.readiness import Readiness, readiness_of, reported_layouts
+from trimtab_operator.planning.status_inputs import Findings
 from trimtab_operator.report.conditions import conditions, conditions_in_the_dark, said_by_us, timed
 from trimtab_operator.report.tuning_status import show, tuning_status
-from trimtab_operator.resource.knobs import knobs
+from trimtab_operator.resource.live_parameters import knobs
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from trimtab_operator.decisions.findings import Findings
-from trimtab_operator.decisions.queue_order import queue_status
+from trimtab_operator.planning.scheduling_policy import queue_status
+from trimtab_operator.planning.status_inputs import Findings
 from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp

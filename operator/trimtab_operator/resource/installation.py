@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trimtab_operator.resource.powers import NO_POWERS
+from trimtab_operator.resource.allowed_privileges import NO_POWERS
 from trimtab_operator.resource.spec import Model
 
 Peer = dict[str, Any]

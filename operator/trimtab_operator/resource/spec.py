@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from trimtab_operator.errors import InvalidSpec
+from trimtab_operator.resource.allowed_privileges import NO_POWERS
 from trimtab_operator.resource.forms import (
     DNS_LABEL,
     DURATION,
@@ -29,7 +30,6 @@ from trimtab_operator.resource.forms import (
     QUANTITY,
     REGION,
 )
-from trimtab_operator.resource.powers import NO_POWERS
 from trimtab_operator.resource.schema_errors import schema_errors
 
 GROUP = "trimtab.dev"

@@ -23,7 +23,9 @@ class ConditionStatus(Model):
     last_transition_time: str = Field(
         max_length=64, description="When status last changed.", json_schema_extra=schema(format="date-time")
     )
-    reason: str = Field(max_length=128, description="Machine-readable reason; docs/resource.md lists every one.")
+    reason: str = Field(
+        max_length=128, description="Machine-readable reason; docs/reference/resource.md lists every one."
+    )
     message: str = Field(max_length=32768, description="The reason as a sentence.")
 
 
@@ -109,7 +111,9 @@ class DecisionStatus(Model):
     )
     from_: str | None = Field(default=None, alias="from", max_length=64, description="Value before.")
     to: str | None = Field(default=None, max_length=64, description="Value after.")
-    reason: str = Field(max_length=64, description="Machine-readable reason; docs/resource.md lists every one.")
+    reason: str = Field(
+        max_length=64, description="Machine-readable reason; docs/reference/resource.md lists every one."
+    )
     message: str = Field(max_length=4096, description="The decision as a sentence with its numbers.")
     outcome: str | None = Field(default=None, max_length=4096, description="What came of it, once that is known.")
 

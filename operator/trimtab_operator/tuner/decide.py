@@ -16,7 +16,6 @@ from trimtab_operator.tuner.explanation import sentence_of
 from trimtab_operator.tuner.knobs import Knob, Values
 from trimtab_operator.tuner.learning import attained, learned, objectives_of, with_foresight
 from trimtab_operator.tuner.load.arrivals import since
-from trimtab_operator.tuner.looks import Look, Phase
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount, Restart, decision_id
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.observation import Interval, Observation, observe
@@ -34,6 +33,7 @@ from trimtab_operator.tuner.safety import (
     possible,
     standing_pins,
 )
+from trimtab_operator.tuner.samples import Look, Phase
 from trimtab_operator.tuner.settings import Mode, Settings
 from trimtab_operator.tuner.situation import Situation, ranges_of
 from trimtab_operator.tuner.state import Memory, Pin, Trial

@@ -7,27 +7,27 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
-from trimtab_operator.tuner.foresight import Foresight, Found
-from trimtab_operator.tuner.foresight.capacity import (
-    FIRST_STRIDE,
-    KNOWN_STRIDE,
-    WORK_AFTER_SHIFT,
-    WORK_PER_TURN,
-)
+from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.load.arrivals import since, with_new
 from trimtab_operator.tuner.load.clients import Count
 from trimtab_operator.tuner.load.demand import Point
 from trimtab_operator.tuner.load.forecast import Forecast
 from trimtab_operator.tuner.load.lengths import Lengths
 from trimtab_operator.tuner.load.season import Season
-from trimtab_operator.tuner.looks import Finished, Unfinished
 from trimtab_operator.tuner.model import StepTime
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.observation import Interval, Observation, Seen
+from trimtab_operator.tuner.prediction import Foresight, Found
+from trimtab_operator.tuner.prediction.capacity import (
+    FIRST_STRIDE,
+    KNOWN_STRIDE,
+    WORK_AFTER_SHIFT,
+    WORK_PER_TURN,
+)
+from trimtab_operator.tuner.samples import Finished, Unfinished
 from trimtab_operator.tuner.scaling.law import LEVEL_SECONDS
 from trimtab_operator.tuner.settings import Settings
 from trimtab_operator.tuner.state import KEEP_FELT_SECONDS, MAX_FELT, Felt, Memory
-from trimtab_operator.tuner.twin import StepCost
 
 WARM_AFTER_SECONDS = 60.0  # a replica's caches and clocks are cold before: nothing is fitted from that
 KEEP_COLD_STARTS = 5

@@ -12,7 +12,7 @@ from trimtab_operator.tuner.knobs import Knob, Value
 
 class Reason(StrEnum):
     """Every reason that the tuner gives: of a decision (its history entry, its Event and the metric's label), and of
-    the conditions MetricsAvailable and TuningActive. docs/tuning.md tells what each means."""
+    the conditions MetricsAvailable and TuningActive. docs/guides/tuning.md tells what each means."""
 
     # of decisions
     KV_CACHE_TOO_SMALL = "KVCacheTooSmall"  # preemptions, and the device has headroom: more KV memory

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from trimtab_operator.tuner.twin import Allowance, StepCost
+from trimtab_operator.tuner.engine_model import Allowance, StepCost
 
 DEFAULT_FACTOR = 3.0  # without objectives: so many times what an idle engine takes
 DEFAULT_SHARE = 0.95

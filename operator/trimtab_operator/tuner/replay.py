@@ -15,9 +15,9 @@ from enum import StrEnum
 from trimtab_operator.tuner.decide import Outcome, decide
 from trimtab_operator.tuner.knobs import Knob, Value, is_same
 from trimtab_operator.tuner.learning import cold_start
-from trimtab_operator.tuner.looks import Look, Phase
-from trimtab_operator.tuner.looks.recorded import Tick
 from trimtab_operator.tuner.moves import Decision, ReplicaCount
+from trimtab_operator.tuner.samples import Look, Phase
+from trimtab_operator.tuner.samples.recorded import Tick
 from trimtab_operator.tuner.settings import Settings
 from trimtab_operator.tuner.state import Memory
 

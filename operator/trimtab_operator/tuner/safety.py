@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from trimtab_operator.tuner.knobs import Knob, Value, Values, is_same, typed
-from trimtab_operator.tuner.looks import Config
 from trimtab_operator.tuner.moves import Move, Reason
 from trimtab_operator.tuner.observation import Observation, Seen
+from trimtab_operator.tuner.samples import Config
 from trimtab_operator.tuner.settings import Bounds, Settings
 from trimtab_operator.tuner.state import Memory, Pin
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.knobs import Knob, Value, Values
 from trimtab_operator.tuner.load.season import BUCKETS_PER_DAY, DAY_SECONDS
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.scaling.behavior import Behavior
 from trimtab_operator.tuner.scaling.law import Caution
-from trimtab_operator.tuner.twin import StepCost
 
 
 class Mode(StrEnum):

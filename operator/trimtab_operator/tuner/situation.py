@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from trimtab_operator.tuner.foresight import Candidate, Foresight, Prediction
+from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.knobs import Knob, Value, Values, typed
-from trimtab_operator.tuner.looks import Ledger
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.observation import Interval, Observation
+from trimtab_operator.tuner.prediction import Candidate, Foresight, Prediction
+from trimtab_operator.tuner.samples import Ledger
 from trimtab_operator.tuner.settings import Bounds, Settings
 from trimtab_operator.tuner.state import Memory, Pin
-from trimtab_operator.tuner.twin import StepCost
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from trimtab_operator.tuner.foresight import Foresight
 from trimtab_operator.tuner.knobs import Knob, Value, Values
 from trimtab_operator.tuner.load import Clients, Demand, Forecast, Growth, Lengths
-from trimtab_operator.tuner.looks import Unfinished
 from trimtab_operator.tuner.model import StepTime
 from trimtab_operator.tuner.moves import Decision, Expectation
 from trimtab_operator.tuner.observation import Track
+from trimtab_operator.tuner.prediction import Foresight
+from trimtab_operator.tuner.samples import Unfinished
 from trimtab_operator.tuner.scaling.law import ScalingMemory
 
 MAX_HISTORY = 10  # entries in status.tuning.history

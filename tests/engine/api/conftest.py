@@ -19,9 +19,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from trimtab_engine.bench.local_server import end_at_once
+from trimtab_engine.ipc.network import ReservedPorts
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config
-from trimtab_engine.processes.network import ReservedPorts
 
 DEADLINE_SECONDS = 120.0  # generous: machines are slow when much is built on them
 REAL_DEADLINE_SECONDS = 180.0  # several processes each load torch

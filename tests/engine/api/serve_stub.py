@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from trimtab_engine.cli import main
-from trimtab_engine.launch import started_core
+from trimtab_engine.engine_client import started_core
 
 started_core.CORE_COMMAND = (sys.executable, str(Path(__file__).with_name("stub_core.py")))
 

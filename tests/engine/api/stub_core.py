@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from trimtab_engine.config.pooling import Pooler, Tasks
 from trimtab_engine.core.clients import Clients
+from trimtab_engine.ipc.tie import end_with_parent
 from trimtab_engine.messages import (
     AbortRequests,
     AddRequest,
@@ -36,7 +37,6 @@ from trimtab_engine.messages import (
     StepOutputs,
     StepStats,
 )
-from trimtab_engine.processes.tie import end_with_parent
 from trimtab_engine.scheduling.pooling import Pooling
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import httpx
 import pytest
 import waiting
-from trimtab_engine.processes.network import ReservedPorts, interface_of
+from trimtab_engine.ipc.network import ReservedPorts, interface_of
 
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine

@@ -31,6 +31,8 @@ from trimtab_engine.device.cuda_driver import CudaDriver
 from trimtab_engine.device.mapped_range import CudaMemory, MappedRange, Owner
 from trimtab_engine.device.side_lane import HostLane
 from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.executor import start as rank_start
+from trimtab_engine.executor.messages import Profiled, RankLoaded, RankReport, StartedSteps, StartSteps, Step
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.messages import AddRequest, Sleep, WakeUp
@@ -42,8 +44,6 @@ from trimtab_engine.runner import start
 from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.weights.dummy import DummySource
-from trimtab_engine.workers import start as rank_start
-from trimtab_engine.workers.messages import Profiled, RankLoaded, RankReport, StartedSteps, StartSteps, Step
 from trimtab_kernels.launch import jit
 from trimtab_kernels.launch.jit import record_launches
 

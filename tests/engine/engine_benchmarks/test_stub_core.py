@@ -7,9 +7,9 @@ from pathlib import Path
 import engine_benchmarks
 import pytest
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.launch import started_core
-from trimtab_engine.launch.client import CoreClient
-from trimtab_engine.launch.launcher import CoreLauncher
+from trimtab_engine.engine_client import started_core
+from trimtab_engine.engine_client.client import CoreClient
+from trimtab_engine.engine_client.launcher import CoreLauncher
 from trimtab_engine.messages import AddRequest, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 

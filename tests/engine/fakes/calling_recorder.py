@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import pytest
 from trimtab_engine.core import process
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.launch import started_core
+from trimtab_engine.engine_client import started_core
+from trimtab_engine.executor import worker, workers
 from trimtab_engine.runner import adapters, start
 from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
 from trimtab_engine.runner.graphs.plan import GraphKey, cuda_graph_plan
 from trimtab_engine.runner.graphs.recorder import Outside, Replay
 from trimtab_engine.scheduling.step_inputs import StepShape
-from trimtab_engine.workers import worker, workers
 
 Result = TypeVar("Result")
 

@@ -30,15 +30,15 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
-from trimtab_engine.launch import started_core
-from trimtab_engine.processes.tie import PARENT_VARIABLE
-from trimtab_engine.workers import workers
+from trimtab_engine.engine_client import started_core
+from trimtab_engine.executor import workers
+from trimtab_engine.ipc.tie import PARENT_VARIABLE
 
 IMPORTED = (
     "trimtab_engine.api.serving.life",
     "trimtab_engine.cli.serve_command",
     "trimtab_engine.core.process",
-    "trimtab_engine.workers.worker",
+    "trimtab_engine.executor.worker",
 )
 """What every fork finds imported."""
 REQUEST_BYTES = 1 << 20

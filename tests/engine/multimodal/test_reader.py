@@ -10,13 +10,13 @@ from typing import Literal
 import pytest
 from media_files import a_gif_of, a_picture, a_png_of_zeros, animated, data_url, encoded, in_base64
 from trimtab_engine.errors import InvalidRequest, ModelError
+from trimtab_engine.ipc.bounded_worker import AllBusy, WorkerLimits
 from trimtab_engine.multimodal.checkpoint import read_placeholders, read_processors
 from trimtab_engine.multimodal.decoding import DecodeLimits
 from trimtab_engine.multimodal.processor_cache import ProcessorCache
 from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
 from trimtab_engine.multimodal.reader import MediaReader, Processors
 from trimtab_engine.multimodal.sources import AllowedSources
-from trimtab_engine.processes.bounded_worker import AllBusy, WorkerLimits
 
 PROCESSOR = PatchProcessor(min_pixels=28 * 28, max_pixels=56 * 56)
 PROCESSORS = Processors(PROCESSOR, PROCESSOR)

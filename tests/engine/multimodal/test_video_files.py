@@ -13,6 +13,7 @@ import torch
 from media_files import a_grey, a_movie, a_picture, data_url
 from PIL import Image
 from trimtab_engine.errors import InvalidRequest
+from trimtab_engine.ipc.bounded_worker import WorkerLimits
 from trimtab_engine.multimodal import video_files
 from trimtab_engine.multimodal.decoding import DecodeLimits
 from trimtab_engine.multimodal.processor_cache import ProcessorCache
@@ -20,7 +21,6 @@ from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
 from trimtab_engine.multimodal.reader import MediaReader, Processors
 from trimtab_engine.multimodal.sources import AllowedSources
 from trimtab_engine.multimodal.video_files import decode_movie, movie_kind, sampled_frames
-from trimtab_engine.processes.bounded_worker import WorkerLimits
 
 LIMITS = DecodeLimits(max_bytes=1 << 20, max_pixels=100_000, num_frames=8, max_movie_frames=60, max_seconds=6)
 NOTHING = b"\0\0\0\x18ftypmp42"

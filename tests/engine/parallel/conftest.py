@@ -15,8 +15,8 @@ from scaled_checkpoint import ScaledRecipe, store, store_in_mxfp4
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.launch.client import CoreClient
-from trimtab_engine.launch.launcher import CoreLauncher
+from trimtab_engine.engine_client.client import CoreClient
+from trimtab_engine.engine_client.launcher import CoreLauncher
 from trimtab_engine.messages import AddRequest, AdminReply, Call, StepStats
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.launch import started_core
+from trimtab_engine.engine_client import started_core
+from trimtab_engine.executor import workers
 from trimtab_engine.messages import Call, GetConfig, GetLayout, GetMemory, PatchConfig, Sleep, WakeUp
-from trimtab_engine.workers import workers
 
 pytestmark = pytest.mark.usefixtures("forked")
 SCARCE = Path(__file__).parents[1] / "fakes" / "scarce_memory.py"
@@ -35,7 +35,7 @@ def mapped(ledgers: list[dict[str, Any]]) -> list[int]:
 def scarce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bool], None]:
     """Says whether the device of the process with this number has memory for more blocks."""
     command = (sys.executable, str(SCARCE), str(tmp_path))
-    monkeypatch.setattr(workers, "WORKER_COMMAND", (*command, "trimtab_engine.workers.worker"))
+    monkeypatch.setattr(workers, "WORKER_COMMAND", (*command, "trimtab_engine.executor.worker"))
     monkeypatch.setattr(started_core, "CORE_COMMAND", (*command, "trimtab_engine.core.process"))
 
     def switch(pid: int, is_scarce: bool) -> None:

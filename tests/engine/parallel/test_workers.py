@@ -10,7 +10,7 @@ import pytest
 import waiting
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import WorkerDied
-from trimtab_engine.workers import workers
+from trimtab_engine.executor import workers
 
 DEADLINE_SECONDS = 120.0  # for what takes seconds: machines are slow when much is built on them
 

@@ -1,10 +1,10 @@
 """A request has a block table in every KV group: windows let go of their first blocks, and a beginning is found again
 only where every group can go on from it."""
 
+from trimtab_engine.scheduling.attention_window import SEES_ALL, Sight
 from trimtab_engine.scheduling.block_manager import BlockManager, ShrinkPlan
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
-from trimtab_engine.scheduling.sight import SEES_ALL, Sight
 from trimtab_engine.scheduling.swap_space import SwapSpace
 
 BLOCK_SIZE = 4

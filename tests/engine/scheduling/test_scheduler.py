@@ -11,6 +11,7 @@ from typing import Any
 import engine_builders
 import pytest
 from trimtab_engine.errors import IntegrityError, InvalidRequest
+from trimtab_engine.scheduling.attention_window import SEES_ALL, Sight
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager
 from trimtab_engine.scheduling.policy import SchedulingPolicy
@@ -18,7 +19,6 @@ from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
-from trimtab_engine.scheduling.sight import SEES_ALL, Sight
 from trimtab_engine.scheduling.swap_space import SwapSpace
 
 EOS = 2

@@ -22,9 +22,10 @@ from trimtab_engine.config.live.values import Envelope, LiveValues
 from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.multimodal.items import MultiModalItem, Span
-from trimtab_engine.runner.seats import Seats
+from trimtab_engine.runner.block_table_slots import Seats
 from trimtab_engine.sampling.pooling import add_up, finished
 from trimtab_engine.scheduling.adapter import Adapter
+from trimtab_engine.scheduling.attention_window import SEES_ALL, Sight
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager, Copies
 from trimtab_engine.scheduling.encoder_cache import EncoderCache, key_of, spans_between
@@ -33,7 +34,6 @@ from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
-from trimtab_engine.scheduling.sight import SEES_ALL, Sight
 from trimtab_engine.scheduling.step_inputs import pooled_tokens
 from trimtab_engine.scheduling.swap_space import SwapSpace
 

@@ -17,7 +17,7 @@ from hub_repository import SHARD_BYTES, a_repository
 from registry_server import IMAGE, INDEX, TAR, TITLE, Faults, Layer, RegistryServer, digest_of, manifest_of, tar_of
 from trimtab_engine.cli import main
 from trimtab_engine.errors import ConfigError, ModelError
-from trimtab_engine.processes.network import ReservedPorts
+from trimtab_engine.ipc.network import ReservedPorts
 from trimtab_engine.sources import source, transfer
 from trimtab_engine.sources.cache import Shelf
 from trimtab_engine.sources.fetch import Fetched, describe, fetch

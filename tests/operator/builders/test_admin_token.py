@@ -1,4 +1,4 @@
-"""The bearer tokens: as docs/contract.md says."""
+"""The bearer tokens: as docs/reference/contract.md says."""
 
 from __future__ import annotations
 

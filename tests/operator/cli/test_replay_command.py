@@ -14,9 +14,9 @@ import yaml
 from fake_prometheus import exposed, number
 from trimtab_operator.cli.trimtab_command import app
 from trimtab_operator.tuner.decide import decide
-from trimtab_operator.tuner.looks.codec import to_json
-from trimtab_operator.tuner.looks.recorded import Tick
 from trimtab_operator.tuner.moves import Decision
+from trimtab_operator.tuner.samples.codec import to_json
+from trimtab_operator.tuner.samples.recorded import Tick
 from trimtab_operator.tuner.settings import Mode, Pace, Settings
 from trimtab_operator.tuner.state import Memory
 from trimtab_operator.tuner.stored import decision_to_json

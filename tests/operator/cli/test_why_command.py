@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from trimtab_operator.cli.trimtab_command import app
-from trimtab_operator.decisions.sealed import sealed
+from trimtab_operator.resource.signed_text import sealed
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason, decision_id
 from trimtab_operator.tuner.state import Memory

@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from operator_cluster import TICK_SECONDS, TOKEN, FakeCluster
-from trimtab_operator.decisions.rollback import from_text
-from trimtab_operator.loop.reconciler import Loop, Reconciler
+from trimtab_operator.reconcile.reconciler import Loop, Reconciler
+from trimtab_operator.rollout.rollback import from_text
 
 OF_HISTORY = ("conditions", "tuning", "groups", "lastScaleTime")
 

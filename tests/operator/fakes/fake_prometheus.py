@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import httpx
 import promql_parser
-from trimtab_operator.tuner.looks import Histogram, Sample, Work
+from trimtab_operator.tuner.samples import Histogram, Sample, Work
 
 NAMESPACE = "n"
 Row = tuple[str, dict[str, str], float]

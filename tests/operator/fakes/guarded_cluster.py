@@ -14,8 +14,8 @@ from typing import Any
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import api_exception
 from operator_cluster import FakeCluster
-from trimtab_operator.decisions.actions import Apply
-from trimtab_operator.edge.cluster import RESOURCES, Cluster
+from trimtab_operator.kube.client import RESOURCES, Cluster
+from trimtab_operator.observed.actions import Apply
 from trimtab_operator.resource.spec import KIND
 
 KINDS = {(group, plural): kind for kind, (group, _, plural, _) in RESOURCES.items()}

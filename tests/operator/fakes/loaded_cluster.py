@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from operator_cluster import STARTS, TICK_SECONDS, FakeCluster, FakeEngine
-from trimtab_operator.decisions.turn import Turn
 from trimtab_operator.observed.engines import EngineSeen, Target
 from trimtab_operator.observed.groups import is_pod_ready
+from trimtab_operator.planning.plan import Turn
+from trimtab_operator.tuner.engine_model import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
 from trimtab_operator.tuner.knobs import Knob
-from trimtab_operator.tuner.twin import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
 from twin_samples import sample_of
 
 COST = StepCost(9e-3, 7e-4, 4.5e-3, 1e-7)

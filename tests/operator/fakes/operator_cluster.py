@@ -18,31 +18,31 @@ import aiohttp
 from operator_builders import MODEL_FACTS, NOW, a_resource
 from trimtab_operator.builders.admin_token import Tokens, admin_token
 from trimtab_operator.builders.config_map import facts_config_map
-from trimtab_operator.decisions.actions import Action, Apply, LiveValues, Patch, note_of
-from trimtab_operator.decisions.budget import Stake
-from trimtab_operator.decisions.memory import Memory
-from trimtab_operator.decisions.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
-from trimtab_operator.decisions.turn import Turn, turn
-from trimtab_operator.decisions.world import World, as_read, questions_of
-from trimtab_operator.edge.cluster import Cluster
-from trimtab_operator.edge.engine_client import Patched
-from trimtab_operator.edge.engines import Engines, OnAnswer
-from trimtab_operator.edge.health import Heartbeats, OperatorMetrics
-from trimtab_operator.edge.look import Eyes, Key
-from trimtab_operator.edge.nodes import Nodes
+from trimtab_operator.engines.admin_client import Patched
+from trimtab_operator.engines.poller import Engines, OnAnswer
+from trimtab_operator.kube.client import Cluster
+from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.layout.degrees import Degrees
-from trimtab_operator.loop.hands import Hands
-from trimtab_operator.loop.reconciler import Loop, Reconciler
-from trimtab_operator.loop.wake_ups import WakeUps
+from trimtab_operator.observed.actions import Action, Apply, LiveValues, Patch, note_of
 from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, QueueSeen, Target
 from trimtab_operator.observed.groups import Group, Observed, groups_of, is_pod_ready, is_terminating, ordinal_of
+from trimtab_operator.planning.gpu_budget import Stake
+from trimtab_operator.planning.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
+from trimtab_operator.planning.plan import Turn, turn
+from trimtab_operator.planning.snapshot import World, as_read, questions_of
+from trimtab_operator.planning.state import Memory
+from trimtab_operator.reconcile.executor import Hands
+from trimtab_operator.reconcile.health import Heartbeats, OperatorMetrics
+from trimtab_operator.reconcile.observer import Eyes, Key
+from trimtab_operator.reconcile.reconciler import Loop, Reconciler
+from trimtab_operator.reconcile.wakeups import WakeUps
 from trimtab_operator.report.status import status_of
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp
 from trimtab_operator.tuner.knobs import FieldRange, Knob, Value
-from trimtab_operator.tuner.looks import Config, Counters, Finished, Gauges, Ledger, RequestNews, Sample
+from trimtab_operator.tuner.samples import Config, Counters, Finished, Gauges, Ledger, RequestNews, Sample
 
 TICK_SECONDS = 5.0
 SECRET = b"s"

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
-from trimtab_operator.edge.cluster import RESOURCES
+from trimtab_operator.kube.client import RESOURCES
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION
 
 POLL_SECONDS = 0.05

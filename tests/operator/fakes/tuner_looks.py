@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trimtab_operator.tuner.knobs import FieldRange, Knob, Values
-from trimtab_operator.tuner.looks import Config, Counters, Gauges, Ledger, Look, Phase, RequestNews, Sample, Work
+from trimtab_operator.tuner.samples import Config, Counters, Gauges, Ledger, Look, Phase, RequestNews, Sample, Work
 
 KNOBS: Values = {
     Knob.GPU_MEMORY_UTILIZATION: 0.8,

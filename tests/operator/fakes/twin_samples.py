@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trimtab_operator.tuner.looks import Counters, Finished, Gauges, RequestNews, Sample, Unfinished, Work
-from trimtab_operator.tuner.twin import Sequence, TwinEngine
+from trimtab_operator.tuner.engine_model import Sequence, TwinEngine
+from trimtab_operator.tuner.samples import Counters, Finished, Gauges, RequestNews, Sample, Unfinished, Work
 
 
 def sample_of(engine: TwinEngine, ended: Iterable[Sequence], *, at: float, generation: int) -> Sample:

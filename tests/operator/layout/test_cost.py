@@ -96,7 +96,8 @@ def test_a_faster_gpu_or_network_never_slows_a_step(published: Published) -> Non
 
 
 def test_stages_of_engines_that_step_together_follow_each_other_with_the_whole_batch(published: Published) -> None:
-    """One step at a time (docs/parallelism.md): its two stages read and compute together what one stage would."""
+    """One step at a time (docs/concepts/parallelism.md): its two stages read and compute together what one stage
+    would."""
     facts = published("Qwen3-235B-A22B")
     whole, stages = Parallelism(data=4), Parallelism(data=4, pipeline=2)
     one, two = (decode_step(facts, p, H200, batch=64, context=1024) for p in (whole, stages))

@@ -10,7 +10,7 @@ from trimtab_operator.builders.labels import WORKER
 from trimtab_operator.observed.engines import EngineSeen
 from trimtab_operator.observed.groups import Missing
 from trimtab_operator.observed.looks import look_of
-from trimtab_operator.tuner.looks import Phase
+from trimtab_operator.tuner.samples import Phase
 
 
 def a_pod_ready_since(seconds: float, ready: str = "True") -> dict[str, Any]:

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 from operator_builders import NOW, a_deployment
-from trimtab_operator.decisions.findings import Findings
+from trimtab_operator.planning.status_inputs import Findings
 from trimtab_operator.report.tuning_status import tuning_status
 from trimtab_operator.tuner.decide import Condition, Outcome
+from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.knobs import Knob
-from trimtab_operator.tuner.looks import Work
 from trimtab_operator.tuner.model import StepTime
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
+from trimtab_operator.tuner.samples import Work
 from trimtab_operator.tuner.state import Memory
-from trimtab_operator.tuner.twin import StepCost
 
 OK = Condition(True, Reason.TUNING, "")
 COST = StepCost(0.008, 6e-5, 3e-5, 4e-9)

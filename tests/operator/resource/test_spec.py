@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from trimtab_operator.decisions.admission import refusals_of
 from trimtab_operator.errors import InvalidSpec
+from trimtab_operator.planning.admission import refusals_of
 from trimtab_operator.resource.schema_errors import schema_errors
 from trimtab_operator.resource.spec import InferenceDeployment, Spec
 

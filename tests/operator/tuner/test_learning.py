@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from trimtab_operator.tuner.decide import decide
 from trimtab_operator.tuner.learning import drain
-from trimtab_operator.tuner.looks import Look, Phase, RequestNews, Unfinished
+from trimtab_operator.tuner.samples import Look, Phase, RequestNews, Unfinished
 from trimtab_operator.tuner.settings import Mode, Settings
 from trimtab_operator.tuner.state import Felt, Kept, Memory
 from tuner_looks import KNOBS, a_look, a_sample

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from trimtab_operator.tuner.decide import Outcome, decide
+from trimtab_operator.tuner.engine_model import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
 from trimtab_operator.tuner.knobs import FieldRange, Knob, Value
-from trimtab_operator.tuner.looks import Config, Ledger, Look, Phase
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
+from trimtab_operator.tuner.samples import Config, Ledger, Look, Phase
 from trimtab_operator.tuner.settings import Bounds, Mode, Settings
 from trimtab_operator.tuner.state import Memory
-from trimtab_operator.tuner.twin import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
 from twin_samples import sample_of
 
 COST = StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9)

@@ -10,12 +10,12 @@ import pytest
 from fake_prometheus import exposed
 from trimtab_operator.tuner.decide import decide
 from trimtab_operator.tuner.knobs import Knob, Value
-from trimtab_operator.tuner.looks import Histogram, Look
-from trimtab_operator.tuner.looks.prometheus import Duplicated, Naming, StoredSeries
-from trimtab_operator.tuner.looks.recorded import Limits, Tick, drawn, ticks_of
-from trimtab_operator.tuner.looks.series import Unreadable
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.replay import Made, Replayed, Verdict, compared, made_of, replay
+from trimtab_operator.tuner.samples import Histogram, Look
+from trimtab_operator.tuner.samples.prometheus import Duplicated, Naming, StoredSeries
+from trimtab_operator.tuner.samples.recorded import Limits, Tick, drawn, ticks_of
+from trimtab_operator.tuner.samples.series import Unreadable
 from trimtab_operator.tuner.settings import Bounds, Mode, Pace, Scaling, Settings
 from trimtab_operator.tuner.state import Memory
 from tuner_looks import FIELDS, KNOBS, a_look, a_sample

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from trimtab_operator.tuner.decide import Outcome, decide
 from trimtab_operator.tuner.knobs import FieldRange, Knob
-from trimtab_operator.tuner.looks import Config, Look, Phase
 from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.samples import Config, Look, Phase
 from trimtab_operator.tuner.settings import Bounds, Mode, Scaling, Settings
 from trimtab_operator.tuner.state import Memory
 from trimtab_operator.tuner.stored import from_json, rebuilt, to_json

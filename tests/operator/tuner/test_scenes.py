@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from trimtab_operator.tuner.decide import decide
+from trimtab_operator.tuner.engine_model import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
 from trimtab_operator.tuner.knobs import FieldRange, Knob, Value
-from trimtab_operator.tuner.looks import Config, Ledger, Look, Phase
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
+from trimtab_operator.tuner.samples import Config, Ledger, Look, Phase
 from trimtab_operator.tuner.settings import Bounds, Mode, Settings
 from trimtab_operator.tuner.state import Memory
-from trimtab_operator.tuner.twin import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
 from twin_samples import sample_of
 
 COST = StepCost(0.02, 0.004, 0.002, 1e-6)  # a small model on a few processor cores

@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import pytest
+from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.explanation import apart, figure, percent, sentence_of, why
-from trimtab_operator.tuner.foresight import Candidate, Foresight, Prediction
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.load.clients import Clients, Count
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
 from trimtab_operator.tuner.observation import Observation, observe
 from trimtab_operator.tuner.observation.track import Patience, Track
+from trimtab_operator.tuner.prediction import Candidate, Foresight, Prediction
 from trimtab_operator.tuner.rules import HOT
 from trimtab_operator.tuner.settings import Mode, Settings
 from trimtab_operator.tuner.situation import Range, Situation
 from trimtab_operator.tuner.state import Memory
-from trimtab_operator.tuner.twin import StepCost
 from tuner_looks import KNOBS, a_look, a_sample
 
 NOW = 10_000.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from trimtab_operator.tuner.decide import decide
 from trimtab_operator.tuner.knobs import Knob, Value
-from trimtab_operator.tuner.looks import Phase
 from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.samples import Phase
 from trimtab_operator.tuner.settings import Mode, Settings
 from trimtab_operator.tuner.state import Memory
 from tuner_looks import KNOBS, a_look, a_sample

@@ -8,8 +8,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.knobs import Knob, Value
-from trimtab_operator.tuner.twin import StepCost
 from trimtab_simulator.contest import Contest
 from trimtab_simulator.hindsight.fixed_values import static_best, static_n
 from trimtab_simulator.hindsight.oracle import Plan, cheapest_path, find_plan, follow

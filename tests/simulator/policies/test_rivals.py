@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from trimtab_operator.tuner.knobs import Knob
-from trimtab_operator.tuner.looks import Counters, Gauges, Look, Phase, Sample
+from trimtab_operator.tuner.samples import Counters, Gauges, Look, Phase, Sample
 from trimtab_simulator.errors import BadRequest
 from trimtab_simulator.policies.aibrix import Apa, Kpa
 from trimtab_simulator.policies.aimd import Aimd

@@ -1,4 +1,5 @@
-"""The admin API on --admin-port (docs/contract.md section 2): checks who asks, reads the call, hands it to the core."""
+"""The admin API on --admin-port (docs/reference/contract.md section 2): checks who asks, reads the call, hands it
+to the core."""
 
 import hmac
 import time

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from trimtab_engine.api.http.protocol import BoundedHeadProtocol
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.processes.network import family_of, in_url
+from trimtab_engine.ipc.network import family_of, in_url
 
 CLOSE_SECONDS = 3  # for answers that are being written when the server closes
 BACKLOG = 2048

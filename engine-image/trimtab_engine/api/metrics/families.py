@@ -1,4 +1,5 @@
-"""The engine's Prometheus metrics (docs/contract.md section 4): vLLM's families and buckets, and ours beside them.
+"""The engine's Prometheus metrics (docs/reference/contract.md section 4): vLLM's families and buckets, and ours
+beside them.
 
 Fed with the core's StepStats and with each sequence's life; one registry per server, so that tests can have many.
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab_engine.api.http.errors import ApiError, invalid
 from trimtab_engine.errors import ModelError
-from trimtab_engine.processes.bounded_worker import AllBusy, NotText, TookTooLong, WorkerError, WorkerLimits, WorkerPool
+from trimtab_engine.ipc.bounded_worker import AllBusy, NotText, TookTooLong, WorkerError, WorkerLimits, WorkerPool
 from trimtab_engine.text.chat_template import ChatTemplates
 from trimtab_engine.text.tokenizer import well_formed
 

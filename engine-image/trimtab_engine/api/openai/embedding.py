@@ -13,8 +13,8 @@ from trimtab_engine.api.metrics.observations import FinishedSequence, Observer
 from trimtab_engine.api.metrics.tracing import Tracer
 from trimtab_engine.api.openai.admission import Ticket
 from trimtab_engine.api.openai.generation import error_of
-from trimtab_engine.launch.client import CoreClient
-from trimtab_engine.launch.mailbox import PlainRun
+from trimtab_engine.engine_client.client import CoreClient
+from trimtab_engine.engine_client.mailbox import PlainRun
 from trimtab_engine.messages import AddRequest, SequenceOutput
 from trimtab_engine.scheduling.pooling import Pooling
 from trimtab_engine.scheduling.sampling import Sampling

@@ -6,7 +6,7 @@ from typing import Any
 
 from trimtab_engine.api.http.errors import ApiError, invalid
 from trimtab_engine.api.openai.constraints import Constraint
-from trimtab_engine.processes.bounded_worker import AllBusy, WorkerError, WorkerLimits, WorkerPool
+from trimtab_engine.ipc.bounded_worker import AllBusy, WorkerError, WorkerLimits, WorkerPool
 
 LIMITS = WorkerLimits(seconds=2.0, max_workers=2, max_waiting=64)
 MAX_REMEMBERED = 256

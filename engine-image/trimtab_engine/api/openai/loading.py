@@ -12,9 +12,9 @@ from trimtab_engine.api.openai.grammar_trials import GrammarTrials
 from trimtab_engine.api.openai.media import PromptMedia
 from trimtab_engine.api.openai.state import ServerOptions, Serving
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.launch.client import CoreClient
+from trimtab_engine.engine_client.client import CoreClient
+from trimtab_engine.ipc.garbage import keep_what_is_there
 from trimtab_engine.messages import CoreReady
-from trimtab_engine.processes.garbage import keep_what_is_there
 from trimtab_engine.text.chat_template import ChatTemplates
 from trimtab_engine.text.tokenizer import Tokenizer
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from trimtab_engine.api.http.errors import ApiError, invalid
 from trimtab_engine.errors import InvalidRequest
+from trimtab_engine.ipc.bounded_worker import AllBusy
 from trimtab_engine.multimodal.items import Modality, MultiModalItem, Span
 from trimtab_engine.multimodal.placeholders import expand
 from trimtab_engine.multimodal.tiles import TileTokens
-from trimtab_engine.processes.bounded_worker import AllBusy
 
 if TYPE_CHECKING:  # servers of models that take text alone need neither Pillow nor numpy
     from trimtab_engine.multimodal.reader import MediaReader

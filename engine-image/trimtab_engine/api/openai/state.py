@@ -14,7 +14,7 @@ from trimtab_engine.api.openai.embedding import Embedder
 from trimtab_engine.api.openai.generation import Generator
 from trimtab_engine.api.openai.grammar_trials import GrammarTrials
 from trimtab_engine.api.openai.media import PromptMedia
-from trimtab_engine.launch.client import CoreClient
+from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.messages import AdapterCard, CoreReady, EngineState
 from trimtab_engine.multimodal.sources import NOTHING_ELSE, AllowedSources
 from trimtab_engine.sources.progress import Downloaded

@@ -36,12 +36,12 @@ from trimtab_engine.api.serving.child_messages import (
     ToServer,
 )
 from trimtab_engine.config.engine import set_log_level
+from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.errors import ConfigError, EngineDead
-from trimtab_engine.launch.client import CoreClient
-from trimtab_engine.processes.end import leave
-from trimtab_engine.processes.shared_secret import SharedSecret
-from trimtab_engine.processes.stream import StreamLink
-from trimtab_engine.processes.tie import end_with_parent
+from trimtab_engine.ipc.end import leave
+from trimtab_engine.ipc.shared_secret import SharedSecret
+from trimtab_engine.ipc.stream import StreamLink
+from trimtab_engine.ipc.tie import end_with_parent
 
 BATCH_SECONDS = 0.1  # how often observations are sent on; a scrape fetches what is younger
 EXIT_LINK_LOST = 1

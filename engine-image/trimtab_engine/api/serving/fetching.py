@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.http.server import bind
-from trimtab_engine.processes.network import family_of
+from trimtab_engine.ipc.network import family_of
 from trimtab_engine.sources.progress import Progress
 
 STAGE = "download"

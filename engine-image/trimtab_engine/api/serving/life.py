@@ -1,7 +1,7 @@
 """The life of an engine: bind, start the core and the API servers, serve, serve on, drain, end. Returns an exit code.
 
 With one API server it runs in this process; with several this process has only the admin API, the statistics and the
-watch over the others (docs/api-server-scale-out.md).
+watch over the others (docs/guides/api-server-scale-out.md).
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from trimtab_engine.api.serving.front import Front
 from trimtab_engine.api.serving.several import SeveralServers
 from trimtab_engine.api.serving.single import SingleServer
 from trimtab_engine.config.engine import EngineConfig, set_log_level
-from trimtab_engine.launch.client import CoreClient
-from trimtab_engine.launch.launcher import CoreLauncher
-from trimtab_engine.launch.scaling import CoreScaling
+from trimtab_engine.engine_client.client import CoreClient
+from trimtab_engine.engine_client.launcher import CoreLauncher
+from trimtab_engine.engine_client.scaling import CoreScaling
+from trimtab_engine.ipc.end import EXIT_INTERRUPTED
+from trimtab_engine.ipc.shared_secret import SharedSecret
 from trimtab_engine.messages import EngineState
-from trimtab_engine.processes.end import EXIT_INTERRUPTED
-from trimtab_engine.processes.shared_secret import SharedSecret
 
 QUIET_SECONDS = 1.0  # nobody came for so long: whoever sends requests has forgotten this engine
 QUIET_LOOK_SECONDS = 0.1  # between two looks at who came, in each of which connections that wait are accepted

@@ -36,10 +36,10 @@ from trimtab_engine.api.serving.child_messages import (
     ToServer,
 )
 from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.errors import ConfigError, EngineDead
-from trimtab_engine.launch.client import CoreClient
+from trimtab_engine.ipc.stream import StreamLink
 from trimtab_engine.messages import ClientAddresses, CoreFailed
-from trimtab_engine.processes.stream import StreamLink
 
 SERVER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.api.serving.child")
 FLUSH_SECONDS = 0.5  # how long a scrape waits for a server that is too busy to say what it has seen

@@ -1,4 +1,5 @@
-"""The live configuration: what PATCH /admin/v1/config accepts, refuses and answers (docs/contract.md section 2).
+"""The live configuration: what PATCH /admin/v1/config accepts, refuses and answers (docs/reference/contract.md
+section 2).
 
 Pure: a LiveConfig is a value and patch() gives the next one with the HTTP status and body. Applying it between two
 steps, and everything HTTP, are the caller's. What there is to change is fields.py's table.

@@ -105,7 +105,7 @@ class LiveValues:
     max_num_queued_tokens: int = 0
     num_speculative_tokens: int = 0
     data_parallel_size: int = 1
-    """Engine cores that shall serve. The first process starts and retires them (launch/scaling.py)."""
+    """Engine cores that shall serve. The first process starts and retires them (engine_client/scaling.py)."""
     enable_prefix_caching: bool = True
     disable_log_stats: bool = False
     stats_interval_seconds: float = 10.0

@@ -1,6 +1,6 @@
 """Checkpoints whose images transformers' own code computes, for a text half of ours: which they are, what they say of
-each half, and the tower in numbers. Their towers know squares of one size (multimodal/squares.py). Importing this needs
-neither torch nor transformers; reading a tower's numbers does.
+each half, and the tower in numbers. Their towers know squares of one size (multimodal/fixed_resolution.py). Importing
+this needs neither torch nor transformers; reading a tower's numbers does.
 """
 
 import json
@@ -13,7 +13,7 @@ from trimtab_engine.config.vision import Squares, VisionConfig, squares_of
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.family import TowerKind
 from trimtab_engine.models.tensors import Tensors
-from trimtab_engine.multimodal.squares import side_of, square_of
+from trimtab_engine.multimodal.fixed_resolution import side_of, square_of
 
 if TYPE_CHECKING:
     from trimtab_engine.models.by_transformers.tower import SquareTower

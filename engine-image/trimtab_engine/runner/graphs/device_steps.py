@@ -35,8 +35,8 @@ from trimtab_engine.sampling.device_sampler import DeviceSampler, ReportsInFligh
 from trimtab_engine.sampling.failures import failures_of
 from trimtab_engine.sampling.sampler import SampledTokens, TokenMasks, apply_masks
 from trimtab_engine.sampling.token_table import DeviceRow
+from trimtab_engine.scheduling.attention_window import SEES_ALL, Sight
 from trimtab_engine.scheduling.sampling import TokenLogprobs
-from trimtab_engine.scheduling.sight import SEES_ALL, Sight
 from trimtab_engine.scheduling.step_inputs import NO_INPUTS, StepInputs
 
 TOKEN_BYTES, LOGIT_BYTES = 8, 4

@@ -7,7 +7,7 @@ rows [num_seats + 1, max_blocks]
      the last    zeros, for sequences of padding
 ```
 Each KV group has seats of its own, since it has tables of its own: rows of a window are as wide as what a step sees.
-Who has which seat, and what is new: runner/seats.py.
+Who has which seat, and what is new: runner/block_table_slots.py.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from trimtab_engine.runner.seats import Array, New, Seats
+from trimtab_engine.runner.block_table_slots import Array, New, Seats
 
 
 @dataclass(frozen=True, slots=True)

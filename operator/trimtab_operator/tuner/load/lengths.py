@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from trimtab_operator.tuner.load.arrivals import arrival, since, with_new
 from trimtab_operator.tuner.load.draws import Draws
-from trimtab_operator.tuner.looks import Finished, Unfinished
+from trimtab_operator.tuner.samples import Finished, Unfinished
 
 KEEP_PAIRS = 6000  # capacities over six cohorts of 2,000 differ by 13 to 38 %: keep as many as are cheap
 LAG_SECONDS = 45.0  # younger cohorts are mostly unfinished

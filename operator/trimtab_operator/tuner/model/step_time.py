@@ -14,9 +14,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from trimtab_operator.tuner.looks import Work
+from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.model.regression import Gaussian, Vector
-from trimtab_operator.tuner.twin import StepCost
+from trimtab_operator.tuner.samples import Work
 
 OWN_SD = 0.3  # of each coefficient around the prior's
 COMMON_SD = 2.0  # of all of them together: another GPU than guessed, a CPU

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trimtab_operator.tuner.looks import Config, Ledger, Sample, Work
 from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.samples import Config, Ledger, Sample, Work
 
 MAX_CLOCK_AHEAD_SECONDS = 5.0  # a sample further in the future than this was stamped by a clock that jumped
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from trimtab_operator.tuner.looks import Counters, Gauges, Histogram, Sample, Work
+from trimtab_operator.tuner.samples import Counters, Gauges, Histogram, Sample, Work
 
 
 @dataclass(frozen=True, slots=True)

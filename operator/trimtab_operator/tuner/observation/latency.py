@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from trimtab_operator.tuner.looks import Histogram
+from trimtab_operator.tuner.samples import Histogram
 
 COARSE_WIDTH = 0.3  # of the target: a bucket wider than this says little about it
 

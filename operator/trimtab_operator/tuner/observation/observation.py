@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from trimtab_operator.tuner.looks import Config, Gauges, Ledger, Look, Phase, RequestNews
 from trimtab_operator.tuner.observation.faults import Finding
 from trimtab_operator.tuner.observation.interval import Interval, total_of
 from trimtab_operator.tuner.observation.track import Patience, Track
+from trimtab_operator.tuner.samples import Config, Gauges, Ledger, Look, Phase, RequestNews
 
 OBSERVATION_VERSION = 1
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trimtab_operator.tuner.looks import Counters, Look, Phase, Sample
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.observation.faults import Finding, contradiction, is_out_of_step
 from trimtab_operator.tuner.observation.interval import Interval, between, nothing_yet
+from trimtab_operator.tuner.samples import Counters, Look, Phase, Sample
 
 KEEP_SECONDS = 600.0  # of intervals: the longest window that anything is judged on
 CLOCK_STEP_SECONDS = 5.0  # a sample that much older than the one before was stamped by a clock that was set back

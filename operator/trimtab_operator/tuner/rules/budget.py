@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab_operator.tuner.foresight import Candidate, Foresight
-from trimtab_operator.tuner.foresight.capacity import TOLERANCE
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason
+from trimtab_operator.tuner.prediction import Candidate, Foresight
+from trimtab_operator.tuner.prediction.capacity import TOLERANCE
 from trimtab_operator.tuner.rules.gain import clear_gain, rounded
 from trimtab_operator.tuner.situation import Range, Situation
 

@@ -8,8 +8,8 @@ done, and what chance leaves of them tells nothing: then tokens a second decide.
 
 from __future__ import annotations
 
-from trimtab_operator.tuner.foresight import Prediction
 from trimtab_operator.tuner.moves import Expectation, Measure
+from trimtab_operator.tuner.prediction import Prediction
 from trimtab_operator.tuner.situation import Situation
 
 LEAST_GAIN = 0.02  # of the requests that keep their promises, or of the tokens: less is within the twin's noise

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from trimtab_operator.tuner.foresight.capacity import TOLERANCE
 from trimtab_operator.tuner.learning import cold_start, drain
 from trimtab_operator.tuner.load import Forecast
-from trimtab_operator.tuner.looks import Phase
 from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.observation import Observation, Seen
+from trimtab_operator.tuner.prediction.capacity import TOLERANCE
 from trimtab_operator.tuner.rules.pressure import FULL, peak_usage
+from trimtab_operator.tuner.samples import Phase
 from trimtab_operator.tuner.scaling.foretold import Foretold, foretold
 from trimtab_operator.tuner.scaling.law import (
     LEVEL_SECONDS,

@@ -9,7 +9,7 @@ from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.openai import chat_renderer
 from trimtab_engine.api.openai.chat_renderer import ChatRenderer
 from trimtab_engine.errors import ModelError
-from trimtab_engine.processes.bounded_worker import WorkerLimits
+from trimtab_engine.ipc.bounded_worker import WorkerLimits
 from trimtab_engine.text.chat_template import ChatTemplates
 
 LOOP = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.api.openai.generation import GenerationPlan, Piece, SequenceClock, piece_of, piece_of_run
-from trimtab_engine.launch.mailbox import PlainRun
+from trimtab_engine.engine_client.mailbox import PlainRun
 from trimtab_engine.messages import SequenceOutput
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.text.stream import TextStream

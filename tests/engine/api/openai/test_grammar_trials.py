@@ -10,7 +10,7 @@ from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.openai import grammar_trials
 from trimtab_engine.api.openai.constraints import Constraint
 from trimtab_engine.api.openai.grammar_trials import GrammarTrials
-from trimtab_engine.processes.bounded_worker import WorkerLimits
+from trimtab_engine.ipc.bounded_worker import WorkerLimits
 from trimtab_engine.structured.vocabulary import read_vocabulary
 
 STARTED = Constraint("regex", "started")

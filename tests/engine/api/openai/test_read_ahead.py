@@ -21,8 +21,8 @@ from trimtab_engine.api.openai.generation import GenerationPlan, Generator, Piec
 from trimtab_engine.api.openai.protocol import CompletionRequest
 from trimtab_engine.api.openai.read_ahead import MAX_UNREAD_BYTES, PART_BYTES, ReadAhead, Unread
 from trimtab_engine.api.openai.respond import _stream
-from trimtab_engine.launch.client import CoreClient
-from trimtab_engine.launch.mailbox import Mailbox, PlainRun
+from trimtab_engine.engine_client.client import CoreClient
+from trimtab_engine.engine_client.mailbox import Mailbox, PlainRun
 from trimtab_engine.messages import AddRequest, SequenceOutput
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.text.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ from trimtab_engine.runner.graphs.plan import GraphKey
 from trimtab_engine.runner.graphs.seated_tables import SeatedTables
 from trimtab_engine.runner.graphs.step_buffers import NO_SLOT, Capacity, StepBuffers
 from trimtab_engine.scheduling.adapter import Adapter
+from trimtab_engine.scheduling.attention_window import Sight
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
-from trimtab_engine.scheduling.sight import Sight
 from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs, flatten
 
 BLOCK_SIZE, MAX_BLOCKS, MAX_SEQS = 4, 9, 6

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from trimtab_operator.tuner.load.draws import Draws
 from trimtab_operator.tuner.load.lengths import Lengths, Survival
-from trimtab_operator.tuner.looks import Finished, Unfinished
+from trimtab_operator.tuner.samples import Finished, Unfinished
 
 
 def finished(at: float, prompt: int, output: int, *, gap: float = 0.05, reason: str = "stop") -> Finished:

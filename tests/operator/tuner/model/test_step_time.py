@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from trimtab_operator.tuner.looks import Work
+from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.model import StepTime
-from trimtab_operator.tuner.twin import StepCost
+from trimtab_operator.tuner.samples import Work
 
 TRUE = StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9)
 NOTHING = Work()

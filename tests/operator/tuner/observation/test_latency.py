@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from trimtab_operator.tuner.looks import Histogram
 from trimtab_operator.tuner.observation.latency import percentile, share_within
+from trimtab_operator.tuner.samples import Histogram
 
 TTFT = Histogram((0.1, 0.5, 1.0, math.inf), (50.0, 90.0, 98.0, 100.0), 30.0)
 

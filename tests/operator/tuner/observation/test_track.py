@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 import pytest
-from trimtab_operator.tuner.looks import Look, Phase
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.observation import Observation, Seen, Track, observe
 from trimtab_operator.tuner.observation.track import Patience
+from trimtab_operator.tuner.samples import Look, Phase
 from tuner_looks import a_look, a_sample
 
 PATIENCE = Patience.for_tick(15.0)

@@ -6,8 +6,8 @@ import pytest
 from trimtab_operator.tuner.decide import Outcome, decide
 from trimtab_operator.tuner.explanation import GUIDE, why
 from trimtab_operator.tuner.knobs import Knob, Value
-from trimtab_operator.tuner.looks import Look, Phase
 from trimtab_operator.tuner.moves import Decision, Reason
+from trimtab_operator.tuner.samples import Look, Phase
 from trimtab_operator.tuner.settings import Bounds, Mode, Settings
 from trimtab_operator.tuner.state import Memory
 from tuner_looks import KNOBS, a_look, a_sample

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import pytest
-from trimtab_operator.tuner.foresight import Candidate, Foresight, Prediction
+from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.load import Lengths, Pair
 from trimtab_operator.tuner.load.clients import Clients, Count
@@ -14,11 +14,11 @@ from trimtab_operator.tuner.load.demand import Demand, Point
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
 from trimtab_operator.tuner.observation import observe
 from trimtab_operator.tuner.observation.track import Patience, Track
+from trimtab_operator.tuner.prediction import Candidate, Foresight, Prediction
 from trimtab_operator.tuner.rules.watermark import raise_watermark
 from trimtab_operator.tuner.settings import Mode, Settings
 from trimtab_operator.tuner.situation import Range, Situation
 from trimtab_operator.tuner.state import Memory
-from trimtab_operator.tuner.twin import StepCost
 from tuner_looks import KNOBS, a_look, a_sample
 
 NOW = 10_000.0

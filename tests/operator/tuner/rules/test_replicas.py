@@ -8,25 +8,25 @@ from typing import Any, cast
 
 import pytest
 from trimtab_operator.tuner.decide import Outcome, decide
+from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.explanation import sentence_of
-from trimtab_operator.tuner.foresight import Candidate, Foresight
 from trimtab_operator.tuner.load import Forecast
 from trimtab_operator.tuner.load.demand import Case, Demand, Growth, Point
 from trimtab_operator.tuner.load.season import DAY_SECONDS, Season
-from trimtab_operator.tuner.looks import Look, Phase
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Objectives, Ttft
 from trimtab_operator.tuner.observation import Observation, observe
 from trimtab_operator.tuner.observation.track import Patience, Track
 from trimtab_operator.tuner.outcomes import with_outcomes
+from trimtab_operator.tuner.prediction import Candidate, Foresight
 from trimtab_operator.tuner.rules import replicas as rule
 from trimtab_operator.tuner.rules.replicas import Chosen, wanted_replicas
+from trimtab_operator.tuner.samples import Look, Phase
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, ScaleEvent, Unit
 from trimtab_operator.tuner.scaling.law import Need, ScalingMemory
 from trimtab_operator.tuner.settings import Mode, Scaling, Settings
 from trimtab_operator.tuner.situation import Situation
 from trimtab_operator.tuner.state import Memory
-from trimtab_operator.tuner.twin import StepCost
 from tuner_looks import KNOBS, a_look, a_sample
 
 NOW = 10_000.0

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from trimtab_operator.tuner.decide import Outcome, decide
 from trimtab_operator.tuner.knobs import Knob
-from trimtab_operator.tuner.looks import Finished, Phase, RequestNews
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.objectives import Objectives, Ttft
+from trimtab_operator.tuner.samples import Finished, Phase, RequestNews
 from trimtab_operator.tuner.settings import Bounds, Mode, Scaling, Settings
 from trimtab_operator.tuner.state import Memory
 from tuner_looks import KNOBS, a_look, a_sample

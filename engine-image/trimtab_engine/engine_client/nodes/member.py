@@ -1,0 +1,237 @@
+"""A node beside node 0: starts the cores that node 0 hands it, serves nothing, and ends when the replica does."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.engine_client.nodes.clock import clock_offset
+from trimtab_engine.engine_client.nodes.messages import (
+    HEARTBEAT_SECONDS,
+    NODE_OWN_FIELDS,
+    SILENCE_SECONDS,
+    CoreEnded,
+    EndNode,
+    Heard,
+    JoinNode,
+    NodeAlive,
+    NodeRefused,
+    StartCores,
+    Stopping,
+    ToMember,
+)
+from trimtab_engine.engine_client.started_core import DEAD_GRACE_SECONDS, StartedCore
+from trimtab_engine.errors import ConfigError, EngineDead
+from trimtab_engine.ipc.looks import Looks
+from trimtab_engine.ipc.shared_secret import NotProven, SharedSecret, prove_as_caller
+from trimtab_engine.ipc.stream import StreamLink
+
+CONNECT_SECONDS = 3.0  # an address whose node is gone swallows packets: try again, it may lead elsewhere by then
+RETRY_SECONDS = 1.0
+CLOCK_EXCHANGES = 8  # the shortest of them counts
+OWN_WORD_SECONDS = 5.0  # for SIGTERM to reach this node, too, when node 0 ends in order
+STOP_MARGIN_SECONDS = 15.0  # beyond --shutdown-timeout, for node 0 to end before this node does without it
+
+logger = logging.getLogger("trimtab_engine.nodes")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """Why the node ends. `in_order`: its cores have been told to, and get the time for it."""
+
+    why: str
+    exit_code: int
+    in_order: bool = False
+
+
+def run_member(config: EngineConfig, shutdown_timeout: float) -> int:
+    """Run this node's cores until the replica ends. Returns the exit code: 0 only when this node was told to end."""
+    return asyncio.run(_Member(config, shutdown_timeout).run())
+
+
+class _Member:
+    def __init__(self, config: EngineConfig, shutdown_timeout: float) -> None:
+        self._config, self._shutdown_timeout = config, shutdown_timeout
+        self._reason = ""
+        """Why it last said that it waits."""
+        self._cores: list[StartedCore] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._link: StreamLink[ToMember] | None = None
+        self._exchanges: list[tuple[float, float, float]] = []
+        self._heard = 0.0
+        self._stopping = False
+        self._told = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._ending = _Ending("it was told to", 0)
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        self._start(self._live())
+        await self._ended.wait()
+        ending = self._ending
+        for core in self._cores:
+            if not ending.in_order and core.process.returncode is None:
+                core.process.kill()
+        await asyncio.gather(*(core.end() for core in self._cores))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._link is not None:
+            self._link.close()
+        if ending.in_order:  # or its container would start anew, and have to end again
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait(), OWN_WORD_SECONDS)
+        line = f"trimtab-engine: node {self._config.node_rank} ends: {' '.join(ending.why.split())}"
+        print(line, file=sys.stderr, flush=True)
+        return 0 if self._stopping else ending.exit_code
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work))
+
+    def _end(self, ending: _Ending) -> None:
+        """The first reason counts."""
+        if not self._ended.is_set():
+            self._ending = ending
+            self._ended.set()
+
+    def _on_signal(self) -> None:
+        """Have the replica drain; end with it, or at the second signal, or where there is no replica yet, at once."""
+        self._told.set()
+        if self._stopping or not self._cores or self._link is None:
+            self._stopping = True
+            self._end(_Ending("it was told to", 0))
+            return
+        self._stopping = True
+        self._link.send(Stopping())
+        patience = self._shutdown_timeout + STOP_MARGIN_SECONDS
+        asyncio.get_running_loop().call_later(patience, self._end, _Ending("it was told to", 0))
+
+    async def _live(self) -> None:
+        """Join, start the cores, follow node 0. What is not its node 0, or is gone before it has said so, is waited
+        out: as long as it takes."""
+        while self._link is None:
+            link = await self._connect()
+            answer = await self._join(link)
+            if isinstance(answer, StartCores):
+                self._link = link
+                self._heard = time.monotonic()
+                self._start(self._beat(link))
+                await self._start_cores(link, answer)
+                break
+            link.close()
+            if isinstance(answer, NodeRefused) and not answer.may_change:
+                self._end(_Ending(answer.message, 2))
+                return
+            if isinstance(answer, NodeRefused):
+                self._warn(answer.message)
+            await asyncio.sleep(RETRY_SECONDS)
+        while not self._ended.is_set():
+            self._follow(await link.receive())
+
+    async def _connect(self) -> StreamLink[ToMember]:
+        """Wait for node 0, whichever comes first. Resolves anew each time: the address may change its owner."""
+        address, port = self._config.master_addr, self._config.master_port
+        told = False
+        while True:
+            try:
+                streams = await asyncio.wait_for(asyncio.open_connection(address, port), CONNECT_SECONDS)
+            except (OSError, TimeoutError) as error:
+                if not told:
+                    logger.info("waiting for the engine core at %s:%d (%s)", address, port, error)
+                    told = True
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            try:
+                secret = SharedSecret.read(self._config.rendezvous_secret_file)  # anew: it may have come late
+                seals = None if secret is None else await prove_as_caller(secret, *streams)
+                return StreamLink(*streams, ToMember, seals)
+            except (NotProven, ConfigError) as error:
+                streams[1].close()
+                self._warn(f"{address}:{port} is not this node's replica: {error}")
+                await asyncio.sleep(RETRY_SECONDS)
+
+    def _warn(self, why: str) -> None:
+        """Say why this node waits, once for as long as that is why."""
+        if why != self._reason:
+            self._reason = why
+            logger.warning("node %d waits: %s", self._config.node_rank, why)
+
+    async def _join(self, link: StreamLink[ToMember]) -> ToMember | None:
+        """Measure node 0's clock, and ask to join. None: it is gone, or silent."""
+        self._exchanges = []
+        try:
+            async with asyncio.timeout(SILENCE_SECONDS):
+                while len(self._exchanges) < CLOCK_EXCHANGES:
+                    link.send(NodeAlive(time.monotonic()))
+                    match await link.receive():
+                        case Heard(sent, there):
+                            self._exchanges.append((sent, there, time.monotonic()))
+                        case None:
+                            return None
+                config = msgspec.to_builtins(self._config)
+                link.send(JoinNode(self._config.node_rank, socket.gethostname(), os.getpid(), config))
+                return await link.receive()
+        except TimeoutError:
+            return None
+        except msgspec.DecodeError as error:
+            self._warn(f"what answers at --master-addr is no node 0, or asks for --rendezvous-secret-file: {error}")
+            return None
+
+    def _follow(self, message: ToMember | None) -> None:
+        self._heard = time.monotonic()
+        match message:
+            case None:
+                self._end(_Ending("node 0, which has the engine, is gone", 1))
+            case EndNode(None):
+                self._end(_Ending("the engine has ended", 1, in_order=True))
+            case EndNode(cause):
+                self._end(_Ending(f"the engine has ended: {cause}", 1))
+
+    async def _start_cores(self, link: StreamLink[ToMember], message: StartCores) -> None:
+        offset = clock_offset(self._exchanges)
+        logger.info("node %d starts %d engine cores", self._config.node_rank, len(message.cores))
+        for index, start in enumerate(message.cores, message.first):
+            start.clock_offset = offset
+            start.config |= _own_fields(self._config)
+            try:
+                core = await StartedCore.start(index, start)
+            except EngineDead as error:
+                self._end(_Ending(str(error), 1))
+                return
+            self._cores.append(core)
+            self._start(self._watch(link, core))
+
+    async def _watch(self, link: StreamLink[ToMember], core: StartedCore) -> None:
+        code = await core.process.wait()
+        if code == 0 or self._ended.is_set():
+            return  # as it was told
+        await asyncio.sleep(DEAD_GRACE_SECONDS)
+        link.send(CoreEnded(core.index, core.process.pid, code))
+
+    async def _beat(self, link: StreamLink[ToMember]) -> None:
+        """Say that this node lives, and notice that node 0 does not answer."""
+        looks = Looks(time.monotonic(), every_seconds=HEARTBEAT_SECONDS)
+        while True:
+            link.send(NodeAlive(time.monotonic()))
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            now = time.monotonic()
+            if looks.is_on_time(now) and now - self._heard > SILENCE_SECONDS:
+                self._end(_Ending(f"node 0, which has the engine, has been silent for {SILENCE_SECONDS:.0f} s", 1))
+                return
+
+
+def _own_fields(config: EngineConfig) -> dict[str, object]:
+    """What is this node's own of its cores' configuration."""
+    return {name: getattr(config, name) for name in NODE_OWN_FIELDS}

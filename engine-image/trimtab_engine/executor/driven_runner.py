@@ -1,0 +1,155 @@
+"""The engine core's own rank, with the others at its side: what it computes, it has them compute as well."""
+
+import torch
+
+from trimtab_engine.device.kv_cache import KVLayers
+from trimtab_engine.device.swap_cache import SwapCache
+from trimtab_engine.errors import ConfigError
+from trimtab_engine.executor.block_table_deltas import TableTeller
+from trimtab_engine.executor.messages import (
+    AdapterLoaded,
+    AskLedger,
+    DropWeights,
+    ForgetAdapter,
+    InitKvCache,
+    InitSwapSpace,
+    LoadAdapter,
+    Mapped,
+    Reloaded,
+    ReloadWeights,
+    Step,
+    ToldLedger,
+)
+from trimtab_engine.executor.workers import Workers
+from trimtab_engine.memory.formula import Ledger
+from trimtab_engine.parallel.groups import RankGroups
+from trimtab_engine.parallel.wave import Wave
+from trimtab_engine.runner.decode_step import DecodeStep
+from trimtab_engine.runner.graphs.step_buffers import Feed
+from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.scheduling.step_inputs import StepInputs, StepShape
+
+
+class DrivenRunner(ModelRunner):
+    """A ModelRunner whose steps and KV cache operations reach every rank. drive() comes before the first of them."""
+
+    drives_others = True
+
+    def drive(self, workers: Workers, groups: RankGroups, max_num_seqs: int) -> None:
+        """Take the other ranks along from now on, in step with the cores that this one's are in lockstep with. A step
+        has at most `max_num_seqs` sequences."""
+        self.workers, self._meter = workers, groups.meter
+        self.teller = TableTeller(len(self.facts.kv_groups), max_num_seqs, self._block_size)
+        self.wave = None if groups.lockstep is None else Wave(groups.lockstep)
+        # A core that sleeps computes padding for those that are still awake, and for that it needs its weights.
+        self.can_drop_weights = self.wave is None
+
+    def take_wire_bytes(self) -> dict[str, int]:
+        """What went over this rank's wire since the last call, by kind of collective."""
+        return self._meter.take()
+
+    def ledgers(self, own: Ledger) -> dict[int, Ledger]:
+        """The ledgers of every rank of this core, by rank. Each answers when it has done what it was sent before."""
+        self.workers.send(AskLedger(own.blocks_used))
+        told = {answer.rank: answer.ledger for answer in self.workers.answers(ToldLedger)}
+        return {self.workers.rank: own} | told
+
+    def close(self) -> None:
+        """End the other ranks."""
+        super().close()
+        self.workers.close()
+
+    def send(self, inputs: StepInputs | DecodeStep, feed: Feed = ()) -> None:
+        """The other ranks begin at once. Stages before this one's run ahead of it."""
+        assert isinstance(inputs, StepInputs)  # lay_out() makes nothing else for what drives others
+        if self.wave is not None:
+            try:
+                inputs.agreed = self._agree(self.wave, inputs)
+            except RuntimeError as error:  # torch's, when another core has ended
+                raise self.workers.cause_of(error) from error
+            if inputs.agreed.num_tokens == 0:
+                return  # no core has work: the wave is over
+        self.workers.send(Step(*self.teller.tell(inputs), list(feed)))
+
+    def _agree(self, wave: Wave, inputs: StepInputs) -> StepShape:
+        """With the other cores. One that sleeps has no block that the padding of a uniform step could read."""
+        own = inputs.shape
+        if self.steps is None:
+            own = StepShape(self.padded_rows(inputs), own.tokens_per_sequence)
+        return wave.agree(own, can_be_uniform=self.kv_cache.num_blocks > 0)
+
+    def run(self, inputs: StepInputs | DecodeStep, feed: Feed = ()) -> torch.Tensor | None:
+        """This rank's part of a step; steps are run in the order in which they were sent."""
+        if isinstance(inputs, StepInputs) and inputs.agreed is not None and inputs.agreed.num_tokens == 0:
+            return torch.empty(0, self.facts.vocab_size)
+        try:
+            return super().run(inputs, feed)
+        except RuntimeError as error:  # torch's, when a connection to another rank breaks
+            raise self.workers.cause_of(error) from error
+
+    def drop_weights(self) -> None:
+        """Every rank gives its own back."""
+        self.workers.send(DropWeights())
+        super().drop_weights()
+
+    def reload_weights(self) -> None:
+        """Every rank reads its own again, all at once. Raises ModelError, or the failure of a rank; MemoryError, which
+        names the ranks and with no weights on any, where a device has no room for them."""
+        self.workers.send(ReloadWeights())
+        own: MemoryError | None = None
+        try:
+            super().reload_weights()
+        except MemoryError as error:
+            own = error
+        failures = [f"rank {answer.rank}: {answer.error}" for answer in self.workers.answers(Reloaded) if answer.error]
+        failures += [] if own is None else [f"rank {self.workers.rank}: {own}"]
+        if not failures:
+            return
+        self.workers.send(DropWeights())
+        if own is None:
+            super().drop_weights()
+        raise MemoryError("; ".join(failures))
+
+    def load_adapter(self, slot: int, name: str, folder: str) -> bytes:
+        """Every rank reads it. Raises ConfigError where one cannot, or finds other files than this one; the slot is
+        then nobody's, as before."""
+        self.workers.send(LoadAdapter(slot, name, folder))
+        own: ConfigError | None = None
+        try:
+            digest = super().load_adapter(slot, name, folder)
+        except ConfigError as error:
+            own = error
+        answers = self.workers.answers(AdapterLoaded)
+        if own is not None:
+            raise own
+        for answer in answers:
+            if answer.error:
+                raise ConfigError(f"rank {answer.rank}: {answer.error}")
+            if answer.digest != digest:
+                raise ConfigError(
+                    f"adapter {name}: rank {answer.rank} finds other files in {folder} than this rank; give all nodes "
+                    f"the same ones"
+                )
+        return digest
+
+    def forget_adapter(self, slot: int) -> None:
+        """See ModelRunner."""
+        self.workers.send(ForgetAdapter(slot))
+        super().forget_adapter(slot)
+
+    def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
+        """Reserve it on every rank; later changes follow. A draft model's layers are on this rank alone."""
+        self.workers.send(InitKvCache(cap_blocks))
+        super().init_kv_cache(cap_blocks, draft)
+        self.kv_cache.mirror = self.workers.send
+        self.kv_cache.failures_elsewhere = self._failures_to_map
+
+    def _failures_to_map(self) -> list[str]:
+        return [f"rank {answer.rank}: {answer.error}" for answer in self.workers.answers(Mapped) if answer.error]
+
+    def new_swap_cache(self, num_blocks: int) -> SwapCache:
+        """As many host blocks on every rank, which swaps its own part of each."""
+        self.workers.send(InitSwapSpace(num_blocks))
+        swap_cache = super().new_swap_cache(num_blocks)
+        swap_cache.mirror = self.workers.send
+        return swap_cache

@@ -1,1 +1,0 @@
-"""What should be done, as functions of values: no client, no clock, no cluster."""

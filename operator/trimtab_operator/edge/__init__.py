@@ -1,1 +1,0 @@
-"""The only input and output: the Kubernetes API, metrics, engines' admin API, lease, webhook."""

@@ -1,0 +1,1 @@
+"""Access to running engines and to Prometheus: admin API, scrapes, queries."""

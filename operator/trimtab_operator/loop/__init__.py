@@ -1,1 +1,0 @@
-"""Read, decide, apply: Kopf's handlers and one turn of a resource."""

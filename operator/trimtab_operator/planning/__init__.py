@@ -1,0 +1,1 @@
+"""Pure planning of one reconcile: snapshot in, plan out."""

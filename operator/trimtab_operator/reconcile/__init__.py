@@ -1,0 +1,1 @@
+"""The reconcile loop: observe, plan, execute. The only package with a clock and an event loop."""

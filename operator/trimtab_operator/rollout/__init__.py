@@ -1,0 +1,1 @@
+"""Pure rules of rollouts: surge, rollback, replacement and placement of pods."""

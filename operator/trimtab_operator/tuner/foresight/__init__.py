@@ -1,6 +1,0 @@
-"""Foresight: what users of a candidate configuration would feel, and how much load it holds."""
-
-from trimtab_operator.tuner.foresight.capacity import Foresight
-from trimtab_operator.tuner.foresight.prediction import Candidate, Found, Load, Prediction, predict
-
-__all__ = ["Candidate", "Foresight", "Found", "Load", "Prediction", "predict"]

@@ -1,0 +1,175 @@
+"""From a page of metrics to a sample. Pure: what parses the text, or asks Prometheus, hands over series by name.
+
+Several API servers answer for one engine with the same page; several ranks (label `engine`) are summed. A family that
+is missing is None or said by name; a value that cannot be is passed on, and judged later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from trimtab_operator.tuner.samples.sample import Counters, Gauges, Histogram, RequestNews, Sample, Work
+
+Labels = Mapping[str, str]
+Series = Mapping[str, Sequence[tuple[Labels, float]]]
+"""Samples by their name, with labels. Each combination of name and labels stands for one series."""
+
+# Names in order of preference: ours and vLLM's of today, then those of older vLLM releases.
+RUNNING = ("vllm:num_requests_running",)
+WAITING = ("vllm:num_requests_waiting",)
+KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+PREEMPTIONS = ("vllm:num_preemptions_total", "vllm:num_preemptions")
+GENERATED = ("vllm:generation_tokens_total", "vllm:generation_tokens")
+PROMPT = ("vllm:prompt_tokens_total", "vllm:prompt_tokens")
+CACHED = ("vllm:prompt_tokens_cached_total",)
+FINISHED = ("vllm:request_success_total", "vllm:request_success")
+REJECTED = ("vllm:admission_rejections_total",)
+TTFT = ("vllm:time_to_first_token_seconds",)
+ITL = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
+MEAN_ITL = ("vllm:request_time_per_output_token_seconds",)
+PREEMPTED_BY_REASON = "trimtab_preempted_requests_total"
+RECOMPUTED = ("trimtab_recomputed_tokens_total",)
+ARRIVED = ("trimtab_arrived_requests_total",)
+ARRIVED_TOKENS = ("trimtab_arrived_prompt_tokens_total",)
+BLOCKED = "trimtab_blocked_seconds_total"
+GENERATION = ("trimtab_config_generation",)
+WAITING_TOKENS = ("trimtab_waiting_tokens",)
+OLDEST = ("trimtab_oldest_waiting_seconds",)
+DECODE_KINDS = ("decode",)
+PREFILL_KINDS = ("prefill", "mixed")
+
+USED_NAMES = frozenset(
+    {
+        *(RUNNING + WAITING + KV_USAGE + PREEMPTIONS + GENERATED + PROMPT + CACHED + FINISHED + REJECTED),
+        *(RECOMPUTED + ARRIVED + ARRIVED_TOKENS + GENERATION + WAITING_TOKENS + OLDEST),
+        *(f"{name}_{part}" for name in TTFT + ITL + MEAN_ITL for part in ("bucket", "sum", "count")),
+        PREEMPTED_BY_REASON,
+        BLOCKED,
+        "trimtab_step_seconds_count",
+        "trimtab_step_seconds_sum",
+        *(f"trimtab_step_{name}_total" for name in ("tokens", "sequences", "context_tokens", "attended_tokens")),
+    }
+)
+"""All that is read of a page: whoever parses one may skip the rest."""
+
+
+class Unreadable(ValueError):
+    """A page lacks what every engine has, or says something that is no number of its kind."""
+
+
+def sample_of(series: Series, *, at: float, requests: RequestNews | None = None) -> Sample:
+    """Decode one page. Raises Unreadable with the names of what is missing."""
+    needed = (RUNNING, WAITING, KV_USAGE, GENERATED)
+    missing = [names[0] for names in needed if not _found(series, names)]
+    if missing:
+        raise Unreadable(f"the metrics page lacks {', '.join(missing)} (is --disable-log-stats set?)")
+    return Sample(
+        at=at,
+        counters=_counters(series),
+        gauges=_gauges(series),
+        ttft=histogram_of(series, TTFT),
+        itl=histogram_of(series, ITL),
+        mean_itl=histogram_of(series, MEAN_ITL),
+        requests=requests,
+    )
+
+
+def _counters(series: Series) -> Counters:
+    by_reason = _by_label(series.get(PREEMPTED_BY_REASON, ()), "reason")
+    finished = _by_label(_found(series, FINISHED), "finished_reason")
+    return Counters(
+        generated_tokens=_sum(series, GENERATED) or 0.0,
+        prompt_tokens=_sum(series, PROMPT) or 0.0,
+        finished=math.fsum(finished.values()) if finished else 0.0,
+        aborted=finished.get("abort", 0.0),
+        preemptions=by_reason or {"capacity": _sum(series, PREEMPTIONS) or 0.0},
+        arrived=_sum(series, ARRIVED),
+        arrived_prompt_tokens=_sum(series, ARRIVED_TOKENS),
+        cached_prompt_tokens=_sum(series, CACHED) or 0.0,
+        recomputed_tokens=_sum(series, RECOMPUTED),
+        rejected=_sum(series, REJECTED) or 0.0,
+        blocked_seconds=_by_label(series.get(BLOCKED, ()), "reason"),
+        decode=_work(series, DECODE_KINDS),
+        prefill=_work(series, PREFILL_KINDS),
+    )
+
+
+def _gauges(series: Series) -> Gauges:
+    usage = [value for _, value in _found(series, KV_USAGE)]
+    generations = [value for _, value in _found(series, GENERATION)]
+    if not all(value.is_integer() for value in generations):
+        raise Unreadable(f"{GENERATION[0]} is not a whole number")
+    oldest = [value for _, value in _found(series, OLDEST)]
+    return Gauges(
+        running=_sum(series, RUNNING) or 0.0,
+        waiting=_sum(series, WAITING) or 0.0,
+        kv_usage=math.nan if any(math.isnan(value) for value in usage) else max(usage),
+        config_generation=int(min(generations)) if generations else None,
+        waiting_tokens=_sum(series, WAITING_TOKENS),
+        oldest_waiting_seconds=max(oldest) if oldest else None,
+    )
+
+
+def _work(series: Series, kinds: Iterable[str]) -> Work | None:
+    """The sums over steps of these kinds; None where the engine does not export them."""
+    if "trimtab_step_context_tokens_total" not in series:
+        return None
+
+    def total(name: str) -> float:
+        found = _by_label(series.get(f"trimtab_step_{name}", ()), "kind")
+        return math.fsum(found.get(kind, 0.0) for kind in kinds)
+
+    return Work(
+        steps=total("seconds_count"),
+        tokens=total("tokens_total"),
+        sequences=total("sequences_total"),
+        context=total("context_tokens_total"),
+        attended=total("attended_tokens_total"),
+        seconds=total("seconds_sum"),
+    )
+
+
+def histogram_of(series: Series, names: Sequence[str]) -> Histogram | None:
+    """The histogram of all ranks together; None where there is none, or its ranks differ in their edges."""
+    for name in names:
+        buckets = series.get(f"{name}_bucket")
+        if not buckets:
+            continue
+        counts: dict[float, float] = {}
+        ranks: dict[float, int] = {}
+        for labels, count in buckets:
+            edge = _edge(labels)
+            counts[edge] = counts.get(edge, 0.0) + count
+            ranks[edge] = ranks.get(edge, 0) + 1
+        edges = sorted(counts)
+        if len(set(ranks.values())) > 1 or not edges or edges[-1] != math.inf:
+            return None
+        total = _sum(series, (f"{name}_sum",)) or 0.0
+        return Histogram(tuple(edges), tuple(counts[edge] for edge in edges), total)
+    return None
+
+
+def _edge(labels: Labels) -> float:
+    try:
+        return float(labels["le"])
+    except (KeyError, ValueError) as error:
+        raise Unreadable(f"a histogram's bucket has no edge: {error}") from error
+
+
+def _found(series: Series, names: Sequence[str]) -> Sequence[tuple[Labels, float]]:
+    """The samples under the first of these names that the page has."""
+    return next((series[name] for name in names if series.get(name)), ())
+
+
+def _sum(series: Series, names: Sequence[str]) -> float | None:
+    found = _found(series, names)
+    return math.fsum(value for _, value in found) if found else None
+
+
+def _by_label(samples: Iterable[tuple[Labels, float]], label: str) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for labels, value in samples:
+        key = labels.get(label, "")
+        totals[key] = totals.get(key, 0.0) + value
+    return totals

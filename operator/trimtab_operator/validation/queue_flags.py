@@ -1,0 +1,17 @@
+"""Engine flags in `spec.runtime.args` that set the scheduling policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trimtab_operator.resource.spec import Spec
+
+SCHEDULING_POLICY_FLAGS = ("--scheduling-policy", "--ttft-target", "--ttft-target-per-prompt-token")
+
+
+def queue_flags(spec: Spec) -> Iterator[tuple[int, str]]:
+    """Yield the index and name of each flag in `spec.runtime.args` that sets the scheduling policy."""
+    for index, argument in enumerate(spec.runtime.args):
+        flag = argument.split("=", 1)[0].replace("_", "-")
+        if flag in SCHEDULING_POLICY_FLAGS:
+            yield index, flag

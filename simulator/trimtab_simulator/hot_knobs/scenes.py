@@ -1,0 +1,77 @@
+"""The demo's scenes: clients that wait, on an engine that holds half of them, with headroom on the device and without.
+
+Under a promise of the first token and under one of gaps, each beside the same load with nothing moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trimtab_operator.tuner.engine_model import StepCost
+from trimtab_operator.tuner.knobs import Knob
+
+from trimtab_simulator.closed_loop import Clients, play_clients
+from trimtab_simulator.contest import Contest
+from trimtab_simulator.hot_knobs.figures import Figure, good_tokens, turns_of
+from trimtab_simulator.hot_knobs.loads import one_replica
+from trimtab_simulator.objectives import Objectives
+from trimtab_simulator.plant.fleet import FleetSettings
+from trimtab_simulator.plant.machine import START_UTILIZATION, Machine
+from trimtab_simulator.policies.fixed import Fixed
+from trimtab_simulator.policies.policy import Setup
+from trimtab_simulator.policies.trimtab import Trimtab
+from trimtab_simulator.replay import Loop
+from trimtab_simulator.trace.arrivals import Trace
+
+CLIENTS, PROMPT, ANSWER = 16, 64, 192
+SCENE_SECONDS, SCENE_WARM_UP = 900.0, 120.0
+SCENE_KV_TOKENS, SCENE_MORE_TOKENS = 2032, 2848  # the demo's, and what the device has left
+SCENE_COST = StepCost(0.02, 0.004, 0.002, 1e-6)  # a small model on a few processor cores
+QUICK_TO_BEGIN = Objectives(5.0, attain=0.95)
+QUICK_TO_GO_ON = Objectives(itl_mean=0.15, attain=0.95)
+HEADROOM = 0.05  # of the device
+
+
+def scene_settings(*, headroom: bool) -> FleetSettings:
+    """The demo's engine: half of its clients' answers fit."""
+    bytes_per_token = 23_040
+    machine = Machine(
+        "smollm2-135m",
+        "cpu",
+        SCENE_COST,
+        SCENE_KV_TOKENS,
+        device_bytes=round(SCENE_MORE_TOKENS * bytes_per_token / HEADROOM),
+        bytes_per_token=bytes_per_token,
+        max_num_seqs=32,
+        max_num_batched_tokens=256,
+        max_num_seqs_cap=32,
+        max_num_batched_tokens_cap=2048,
+        max_model_len=1024,
+        cap_utilization=START_UTILIZATION + (HEADROOM if headroom else 0.0),
+    )
+    return one_replica(machine, {Knob.MAX_NUM_SEQS: 32, Knob.MAX_NUM_BATCHED_TOKENS: 256})
+
+
+def scenes(_: Path, seed: int) -> Iterator[Figure]:
+    """The demo's two scenes under each of two promises."""
+    clients = Clients(CLIENTS, lambda rng: (PROMPT, ANSWER))
+    for headroom in (True, False):
+        settings = scene_settings(headroom=headroom)
+        for promise, objectives in (("first token", QUICK_TO_BEGIN), ("gaps", QUICK_TO_GO_ON)):
+            played = {
+                policy.name: play_clients(settings, policy, clients, seconds=SCENE_SECONDS, seed=seed)
+                for policy in (Fixed("off"), Trimtab(_setup(settings, objectives, seed)))
+            }
+            good = {
+                name: good_tokens(came.served, objectives, SCENE_WARM_UP, SCENE_SECONDS)
+                for name, came in played.items()
+            }
+            name = f"{'headroom' if headroom else 'no headroom'}, {promise} promised"
+            told = {"off": round(good["off"], 2), "auto": round(good["trimtab"], 2)}
+            yield Figure("scenes", name, seed, "goodput of Off's", good["trimtab"] / good["off"], 1.0, told=told)
+            yield turns_of("scenes", name, seed, played["trimtab"].changes)
+
+
+def _setup(settings: FleetSettings, objectives: Objectives, seed: int) -> Setup:
+    return Contest(Trace("", [], 0.0), settings, Loop(seed=seed), objectives).setup

@@ -1,0 +1,224 @@
+"""All replicas of one deployment: they are asked for, start, serve, drain and go, and are PATCHed alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from trimtab_operator.tuner.engine_model import Allowance, Blocks, Gaps, KvBlocks, Sequence, TwinEngine, TwinPolicy
+from trimtab_operator.tuner.knobs import Knob, Value, Values, is_same, typed
+from trimtab_operator.tuner.samples import Look, Phase
+
+from trimtab_simulator.plant.looks import GAP_EDGES, Observer, ranges
+from trimtab_simulator.plant.machine import Machine
+from trimtab_simulator.plant.replica import Replica
+from trimtab_simulator.plant.router import Router
+
+MakeBlocks = Callable[[int, int], Blocks]
+"""(blocks, block size) → a KV cache."""
+
+
+def plain_blocks(num_blocks: int, block_size: int) -> Blocks:
+    """A KV cache of requests that share no beginnings."""
+    return KvBlocks(num_blocks, block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """What a fleet is made of."""
+
+    machine: Machine
+    knobs: Values
+    start_replicas: int
+    min_replicas: int
+    max_replicas: int
+    cold_start_seconds: float
+    slow_gap: float = math.inf
+    make_blocks: MakeBlocks = plain_blocks
+    allowance: Allowance | None = None
+    """What engines order their queues by from the start; None: by arrival."""
+
+
+class Fleet:
+    """Time is the caller's: arrivals and ticks must come in order. `now` in arguments is that time."""
+
+    def __init__(self, settings: FleetSettings, router: Router) -> None:
+        self.settings = settings
+        self.knobs: dict[Knob, Value] = dict(settings.knobs)
+        self.allowance = settings.allowance
+        self.generation = 1
+        self.desired = settings.start_replicas
+        self.all: list[Replica] = []
+        """Every replica that ever was."""
+        self.ready: list[Replica] = []
+        self.most = 0
+        """The most replicas that were paid for at once."""
+        self._router = router
+        self._held: list[Sequence] = []  # while nobody is ready
+        self._observers: dict[str, Observer] = {}
+        for _ in range(settings.start_replicas):
+            self._ask(0.0, 0.0)
+        self.next_ready = 0.0
+        self.become_ready(0.0)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def send(self, sequence: Sequence, now: float) -> None:
+        """Route one request that has just arrived; hold it while nobody is ready."""
+        if not self.ready:
+            self._held.append(sequence)
+            return
+        self._router(self.ready, now).send(sequence, now)
+
+    # --- replicas -------------------------------------------------------------------------------------------------
+
+    @property
+    def living(self) -> list[Replica]:
+        """Replicas that are paid for."""
+        return [replica for replica in self.all if not replica.is_gone]
+
+    def become_ready(self, now: float) -> None:
+        """Let those serve whose cold start is over; `next_ready` is then when the next one is due."""
+        due = [r for r in self.all if r.phase is Phase.STARTING and not r.is_gone and r.ready_at <= now]
+        for replica in due:
+            replica.enter(Phase.READY, replica.ready_at)
+            replica.engine.run_until(now)
+            self.ready.append(replica)
+        starting = (r.ready_at for r in self.all if r.phase is Phase.STARTING and not r.is_gone)
+        self.next_ready = min(starting, default=math.inf)
+        if due and self._held:
+            held, self._held = self._held, []
+            for sequence in held:
+                self.send(sequence, now)
+
+    def scale(self, target: int, now: float) -> None:
+        """Have `target` replicas, draining ones apart. Those that only start are given up first."""
+        target = max(self.settings.min_replicas, min(self.settings.max_replicas, target))
+        self.desired = target
+        starting = [r for r in self.all if r.phase is Phase.STARTING and not r.is_gone]
+        serving = len(self.ready) + len(starting)
+        for _ in range(target - serving):
+            self._ask(now, now + self.settings.cold_start_seconds)
+        for replica in sorted(starting, key=lambda r: -r.ready_at)[: max(0, serving - target)]:
+            replica.gone_at = now
+        for _ in range(len(self.ready) - target):
+            self._drain_one(now)
+        self.become_ready(now)
+        self.most = max(self.most, len(self.living))
+
+    def _ask(self, now: float, ready_at: float) -> None:
+        settings = self.settings
+        machine = settings.machine
+        engine = TwinEngine(
+            machine.cost,
+            self._policy(),
+            settings.make_blocks(self._num_blocks(), machine.block_size),
+            now=ready_at,
+            slow_gap=settings.slow_gap,
+            gaps=Gaps(GAP_EDGES),
+            keeps_first_tokens=True,
+        )
+        name = f"r{len(self.all)}"
+        self.all.append(Replica(name, engine, now, ready_at))
+        self._observers[name] = Observer()
+        self.most = max(self.most, len(self.living))
+
+    def _drain_one(self, now: float) -> None:
+        """The one that has the least to finish goes."""
+        victim = min(self.ready, key=lambda r: (r.refresh(now), -r.asked_at))
+        self.ready.remove(victim)
+        victim.enter(Phase.DRAINING, now)
+        self._let_go(victim)
+
+    def let_go(self, now: float) -> None:
+        """Let those end that have drained by now."""
+        for replica in self.all:
+            if replica.phase is Phase.DRAINING and not replica.is_gone:
+                replica.engine.run_until(now)
+                self._let_go(replica)
+
+    def _let_go(self, replica: Replica) -> None:
+        if replica.engine.is_idle:
+            finished = replica.engine.finished
+            last = finished[-1].finished_at if finished else None
+            replica.gone_at = max(replica.since, last or 0.0)
+
+    # --- knobs ----------------------------------------------------------------------------------------------------
+
+    def patch(self, values: Mapping[Knob, Value], now: float) -> dict[Knob, tuple[Value, Value]]:
+        """Set knobs of all replicas from their next step on, within what the engine takes: what changed, from and to.
+
+        A budget is never below the seats: the engine refuses that, so the seats go down with it.
+        """
+        allowed = ranges(self.settings.machine)
+        before = dict(self.knobs)
+        for knob, value in values.items():
+            self.knobs[knob] = typed(knob, min(max(value, allowed[knob].minimum), allowed[knob].maximum))
+        budget = self.knobs[Knob.MAX_NUM_BATCHED_TOKENS]
+        self.knobs[Knob.MAX_NUM_SEQS] = min(self.knobs[Knob.MAX_NUM_SEQS], budget)
+        changed = {k: (before[k], v) for k, v in self.knobs.items() if not is_same(before[k], v)}
+        if not changed:
+            return {}
+        self._apply(now)
+        return changed
+
+    def order_queues(self, allowance: Allowance | None, now: float) -> None:
+        """Have all engines order their queues by that from their next step on."""
+        if allowance != self.allowance:
+            self.allowance = allowance
+            self._apply(now)
+
+    def _apply(self, now: float) -> None:
+        """Have all engines run what is asked of them."""
+        self.generation += 1
+        policy, num_blocks = self._policy(), self._num_blocks()
+        for replica in self.living:
+            if replica.phase is not Phase.STARTING:
+                replica.engine.run_until(now)
+            replica.engine.set_policy(policy)
+            if num_blocks != replica.engine.blocks.total:
+                replica.engine.resize(num_blocks)
+            replica.quiet_until = -math.inf
+
+    def _policy(self) -> TwinPolicy:
+        return TwinPolicy(
+            int(self.knobs[Knob.MAX_NUM_SEQS]),
+            int(self.knobs[Knob.MAX_NUM_BATCHED_TOKENS]),
+            float(self.knobs[Knob.WATERMARK]),
+            self.allowance,
+        )
+
+    def _num_blocks(self) -> int:
+        return self.settings.machine.blocks_at(float(self.knobs[Knob.GPU_MEMORY_UTILIZATION]))
+
+    # --- looking --------------------------------------------------------------------------------------------------
+
+    def look(self, now: float, *, with_requests: bool) -> tuple[Look, ...]:
+        """A look at every replica that is not gone."""
+        machine = self.settings.machine
+        values = dict(self.knobs)
+        looks = []
+        for replica in self.living:
+            if replica.phase is not Phase.STARTING:
+                replica.engine.run_until(now)
+            observer = self._observers[replica.name]
+            looks.append(observer.look(replica, machine, now, values, self.generation, with_requests=with_requests))
+        return tuple(looks)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Serve all that is left."""
+        if self._held and self.next_ready < math.inf:
+            self.become_ready(self.next_ready)
+        for replica in self.living:
+            replica.engine.drain()
+
+    def finished(self) -> list[Sequence]:
+        """All requests that were served."""
+        return [sequence for replica in self.all for sequence in replica.engine.finished]
+
+    def gpu_seconds(self, until: float) -> float:
+        """What has been paid for by `until`, starts and drains included."""
+        return sum(replica.paid_seconds(until) for replica in self.all) * self.settings.machine.num_gpus

@@ -1,0 +1,170 @@
+"""KV blocks of prompts that begin alike: who shares what, and what freed blocks can still be found.
+
+As the engine's block manager does it, block by block for the named beginnings of prompts; what follows a beginning is a
+request's own, and is counted (see trimtab_operator.tuner.engine_model.blocks). Names of a trace cover `key_tokens`
+tokens each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from trimtab_operator.tuner.engine_model import Blocks, Sequence
+
+from trimtab_simulator.trace.arrivals import KEY_TOKENS
+
+ROOT = -1  # the beginning of every prompt
+DUPLICATE = -1  # a block whose content another one was known for already
+
+
+class SharedBlocks:
+    """A KV cache with a prefix cache. Equal names are equal beginnings only behind equal names."""
+
+    def __init__(self, total: int, block_size: int = 16, *, key_tokens: int = KEY_TOKENS) -> None:
+        if key_tokens % block_size:
+            raise ValueError(f"a name covers {key_tokens} tokens, which are no whole blocks of {block_size}")
+        self.total = total
+        self.block_size = block_size
+        self.free = total
+        self.num_evicted = 0
+        self._blocks_per_key = key_tokens // block_size
+        self._empty = total
+        self._chains: dict[tuple[int, int], int] = {}
+        """(number of the beginning before, name) → number of the beginning with it."""
+        self._users: dict[int, int] = {}
+        """How many requests hold a block that can be found."""
+        self._lru: OrderedDict[int, list[int] | None] = OrderedDict()
+        """Freed blocks that can be found, the next to be evicted first; of a request's own ones, [how many]."""
+        self._num_own = 0
+        self._names: dict[Sequence, list[int]] = {}
+        """Names of the full blocks of each request's named beginning."""
+        self._held: dict[Sequence, list[int]] = {}
+        """Names of those that it has computed or found, DUPLICATE where another block goes by the name."""
+
+    # --- finding --------------------------------------------------------------------------------------------------
+
+    def found(self, sequence: Sequence) -> tuple[int, int]:
+        """Leading blocks that are there already, and how many of those nobody uses."""
+        most = (sequence.num_tokens - 1) // self.block_size  # the last token must be computed
+        names = self._names_of(sequence)
+        count = unused = 0
+        for name in names[:most]:
+            if name in self._lru:
+                unused += 1
+            elif name not in self._users:
+                return count, unused
+            count += 1
+        if count < len(names) or sequence.kept is None:
+            return count, unused
+        own = min(sequence.kept[0], most - count)
+        return count + own, unused + own
+
+    def share(self, sequence: Sequence, num_found: int) -> None:
+        """Start the sequence's table with what was found."""
+        held = self._names_of(sequence)[:num_found]
+        for name in held:
+            if name in self._users:
+                self._users[name] += 1
+            else:
+                del self._lru[name]
+                self._users[name] = 1
+                self.free -= 1
+        own = num_found - len(held)
+        if own:
+            sequence.kept[0] -= own
+            self.free -= own
+        sequence.kept = None
+        self._held[sequence] = list(held)
+
+    def computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let others find the full blocks of its beginning, as far as it is computed."""
+        held, names = self._held[sequence], self._names_of(sequence)
+        for name in names[len(held) : num_tokens // self.block_size]:
+            if name in self._users or name in self._lru:
+                held.append(DUPLICATE)
+            else:
+                self._users[name] = 1
+                held.append(name)
+
+    def _names_of(self, sequence: Sequence) -> list[int]:
+        names = self._names.get(sequence)
+        if names is None:
+            names = []
+            chain = ROOT
+            for key in sequence.keys:
+                chain = self._chains.setdefault((chain, key), len(self._chains))
+                names += range(chain * self._blocks_per_key, (chain + 1) * self._blocks_per_key)
+            del names[sequence.num_prompt // self.block_size :]
+            self._names[sequence] = names
+        return names
+
+    # --- giving and taking ----------------------------------------------------------------------------------------
+
+    def take(self, num_blocks: int) -> None:
+        """Give out empty blocks, then those that were freed longest ago."""
+        self.free -= num_blocks
+        self._empty -= num_blocks
+        if self._empty < 0:
+            self._evict(-self._empty)
+            self._empty = 0
+
+    def _evict(self, num_blocks: int) -> None:
+        self.num_evicted += num_blocks
+        while num_blocks:
+            name, own = next(iter(self._lru.items()))
+            if own is None:
+                del self._lru[name]
+                num_blocks -= 1
+            elif own[0] > num_blocks:
+                own[0] -= num_blocks
+                return
+            else:
+                num_blocks -= own[0]
+                own[0] = 0
+                del self._lru[name]
+
+    def exclusive(self, sequence: Sequence, num_blocks: int) -> int:
+        """Blocks that only it uses."""
+        shared = sum(1 for name in self._held[sequence] if name != DUPLICATE and self._users[name] > 1)
+        return num_blocks - shared
+
+    def release(self, sequence: Sequence, num_tokens: int, *, returns: bool) -> None:
+        """Take its blocks back, the last one first."""
+        held = self._held.pop(sequence)
+        num_full, rest = divmod(num_tokens, self.block_size)
+        own = num_full - len(held)
+        self._empty += rest > 0
+        self.free += own + (rest > 0)
+        if own:
+            self._num_own += 1
+            kept = [own]
+            self._lru[-1 - self._num_own] = kept
+            if returns:
+                sequence.kept = kept
+        for name in reversed(held):
+            if name == DUPLICATE:
+                self._empty += 1
+                self.free += 1
+                continue
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name]
+                self._lru[name] = None
+                self.free += 1
+        if not returns:
+            del self._names[sequence]
+
+    def resize(self, num_blocks: int) -> None:
+        """Grow by empty blocks; shrink by empty ones first, then by what was freed longest ago."""
+        change = num_blocks - self.total
+        self.total = num_blocks
+        self.free += change
+        self._empty += change
+        if self._empty < 0:
+            self._evict(-self._empty)
+            self._empty = 0
+
+
+def shared_blocks(num_blocks: int, block_size: int) -> Blocks:
+    """A KV cache for a trace that names its prefixes."""
+    return SharedBlocks(num_blocks, block_size)

@@ -1,0 +1,63 @@
+"""What rivals read of the replicas: sums and means of gauges, and sliding windows over them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from trimtab_operator.tuner.samples import Look, Phase, Sample
+
+from trimtab_simulator.policies.policy import View
+
+
+def samples(view: View) -> list[Sample]:
+    """One per replica that serves new requests."""
+    return [look.sample for look in view.looks if look.phase is Phase.READY and look.sample is not None]
+
+
+def num_pods(view: View) -> int:
+    """Replicas that exist and are not being drained: what a workload's scale says."""
+    return sum(look.phase is not Phase.DRAINING for look in view.looks)
+
+
+def running(look: Look) -> float:
+    """Requests in a replica's batch."""
+    return look.sample.gauges.running if look.sample is not None else 0.0
+
+
+def in_flight(view: View) -> float:
+    """Requests that run or wait anywhere, drained replicas too: what a proxy before them counts as active."""
+    return sum(s.sample.gauges.running + s.sample.gauges.waiting for s in view.looks if s.sample is not None)
+
+
+def waiting(view: View) -> float:
+    """Requests that wait, over all replicas."""
+    return sum(sample.gauges.waiting for sample in samples(view))
+
+
+class Sliding:
+    """Values of the last `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._values: deque[tuple[float, float]] = deque()
+
+    def add(self, at: float, value: float) -> None:
+        """Note a value, and forget those that are too old."""
+        self._values.append((at, value))
+        while self._values[0][0] <= at - self._seconds:
+            self._values.popleft()
+
+    @property
+    def mean(self) -> float:
+        """Their mean; at least one must have been added."""
+        return sum(value for _, value in self._values) / len(self._values)
+
+    @property
+    def highest(self) -> float:
+        """The highest of them."""
+        return max(value for _, value in self._values)
+
+    @property
+    def lowest(self) -> float:
+        """The lowest of them."""
+        return min(value for _, value in self._values)

@@ -1,0 +1,84 @@
+"""Ours: the tuner that the operator runs, asked as the operator asks it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from trimtab_operator.tuner.decide import decide
+from trimtab_operator.tuner.engine_model import StepCost
+from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.load import Forecast
+from trimtab_operator.tuner.load.season import Season
+from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
+from trimtab_operator.tuner.settings import Bounds, Mode, Pace, Scaling, Seasonal, Settings
+from trimtab_operator.tuner.state import Memory
+
+from trimtab_simulator.policies.policy import Moves, Setup, View
+
+TICK_SECONDS = 15.0
+WRONG_PRIOR = (1.25, 0.75, 1.25, 0.75)  # times the true coefficients: the tuner has to learn them
+
+
+class Trimtab:
+    """`pinned`: hot knobs stay where they start, and only replicas move. `history`: what came in the periods before, by
+    which arrivals are forecast."""
+
+    def __init__(
+        self, setup: Setup, *, pinned: bool = False, name: str = "trimtab", history: Season | None = None
+    ) -> None:
+        self.name = name
+        self.tick_seconds = TICK_SECONDS
+        self.reads_requests = True
+        self.memory = Memory()
+        self.settings = _settings(setup, pinned=pinned)
+        if history is not None and self.settings.scaling is not None:
+            asked = Seasonal(history.period_seconds, len(history.rates))
+            self.memory = Memory(forecast=Forecast(history))
+            self.settings = replace(self.settings, scaling=replace(self.settings.scaling, forecast=asked))
+
+    def decide(self, view: View) -> Moves:
+        """One turn of the tuner."""
+        outcome = decide(view.looks, self.memory, self.settings, view.now)
+        self.memory = outcome.memory
+        knobs: dict[Knob, Value] = {}
+        for patch in outcome.patches.values():
+            knobs.update(patch)
+        why = " ".join(decision.sentence for decision in outcome.decisions)
+        return Moves(outcome.replicas, knobs, why, self.settings.objectives.allowance)
+
+
+def _settings(setup: Setup, *, pinned: bool) -> Settings:
+    """What the operator would know: the resource, its promises, and a guess of the step times that is a quarter off."""
+    cost = setup.machine.cost
+    guess = StepCost(
+        cost.per_step * WRONG_PRIOR[0],
+        cost.per_token * WRONG_PRIOR[1],
+        cost.per_sequence * WRONG_PRIOR[2],
+        cost.per_context * WRONG_PRIOR[3],
+        cost.per_attended,
+    )
+    bounds: Mapping[Knob, Bounds] = {k: Bounds(v, v) for k, v in setup.knobs.items()} if pinned else {}
+    is_scaled = setup.min_replicas < setup.max_replicas
+    return replace(
+        Settings(Mode.AUTO, _objectives(setup)),
+        bounds=bounds,
+        starts=dict(setup.knobs),
+        scaling=Scaling(setup.min_replicas, setup.max_replicas) if is_scaled else None,
+        prior=guess,
+        cold_start_seconds=setup.cold_start_seconds,
+        pace=Pace(tick_seconds=TICK_SECONDS),
+    )
+
+
+def _objectives(setup: Setup) -> Objectives:
+    """The contest's, as a resource would say them."""
+    asked = setup.objectives
+    ttft = Ttft(asked.ttft, asked.per_prompt_token, asked.attain) if math.isfinite(asked.ttft) else None
+    itl = None
+    if asked.itl_mean is not None:
+        itl = Itl(asked.itl_mean, ItlKind.MEAN, asked.attain)
+    elif asked.itl_token is not None:
+        itl = Itl(asked.itl_token, ItlKind.TOKENS, asked.attain)
+    return Objectives(ttft, itl, order_queues=ttft is not None)

@@ -1,0 +1,239 @@
+"""One trace under one policy: arrivals, ticks and cold starts in the order of time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from trimtab_operator.tuner.engine_model import Gaps
+from trimtab_operator.tuner.engine_model import Sequence as Served
+from trimtab_operator.tuner.knobs import Value
+from trimtab_operator.tuner.samples import Look
+
+from trimtab_simulator.plant.fleet import Fleet, FleetSettings
+from trimtab_simulator.plant.looks import GAP_EDGES
+from trimtab_simulator.plant.router import RouterKind, router_of
+from trimtab_simulator.policies.policy import Policy, View
+from trimtab_simulator.trace.arrivals import Arrival, Trace
+
+REPLICAS = "replicas"
+
+Schedule = Sequence[tuple[float, int]]
+"""Replica targets by the time at which they are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that a policy moved."""
+
+    at: float
+    target: str
+    """A knob's name, or `replicas`."""
+    before: Value
+    after: Value
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Moment:
+    """How things stood at one time, for plots."""
+
+    at: float
+    desired: int
+    ready: int
+    paid: int
+    running: int
+    waiting: int
+    kv_usage: float
+    knobs: dict[str, Value] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a replay. Times are seconds from its start."""
+
+    served: list[Served]
+    refused: int
+    """Requests that no replica could ever hold."""
+    seconds: float
+    gpu_seconds: float
+    changes: list[Change]
+    moments: list[Moment]
+    most_replicas: int
+    computed_tokens: int
+    recomputed_tokens: int
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the prefix caches had."""
+    gaps: Gaps
+    ended_at: float
+    """When the last request was served."""
+    most_running: int = 0
+    """The most requests that held seats of one replica at once."""
+    final_knobs: dict[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """How the outside of the fleet behaves. `delay_seconds` is how old a look is when a policy sees it."""
+
+    router: RouterKind = RouterKind.LEAST_REQUEST
+    seed: int = 0
+    delay_seconds: float = 0.0
+    moment_seconds: float = 15.0
+    """How often things are noted for plots; infinity: never."""
+
+
+def replay(
+    trace: Trace,
+    policy: Policy,
+    settings: FleetSettings,
+    loop: Loop,
+    *,
+    schedule: Schedule = (),
+    progress: Callable[[float], None] | None = None,
+) -> Outcome:
+    """Serve the whole trace. `schedule` are replica targets that are known beforehand, beside what the policy says.
+
+    What is left at the end of the trace is served, without further ticks and unpaid: hours count the trace's time.
+    """
+    return _Replay(trace, policy, settings, loop, schedule, progress).run()
+
+
+class _Replay:
+    def __init__(
+        self,
+        trace: Trace,
+        policy: Policy,
+        settings: FleetSettings,
+        loop: Loop,
+        schedule: Schedule,
+        progress: Callable[[float], None] | None,
+    ) -> None:
+        self._trace = trace
+        self._policy = policy
+        self._loop = loop
+        self._progress = progress
+        self._fleet = Fleet(settings, router_of(loop.router, loop.seed))
+        self._max_tokens = settings.machine.max_model_len
+        self._schedule = list(schedule)
+        self._next_tick = policy.tick_seconds
+        self._next_moment = 0.0 if loop.moment_seconds < math.inf else math.inf
+        self._looks: list[tuple[float, tuple[Look, ...]]] = []
+        self._changes: list[Change] = []
+        self._moments: list[Moment] = []
+        self._refused = 0
+
+    def run(self) -> Outcome:
+        fleet = self._fleet
+        due = self._due()
+        for arrival in self._trace.arrivals:
+            while due <= arrival.at:
+                self._do(due)
+                due = self._due()
+            self._send(arrival)
+        while due < self._trace.seconds:
+            self._do(due)
+            due = self._due()
+        end = self._trace.seconds
+        fleet.let_go(end)
+        gpu_seconds = fleet.gpu_seconds(end)
+        fleet.drain()
+        return self._outcome(gpu_seconds)
+
+    def _send(self, arrival: Arrival) -> None:
+        if arrival.prompt + arrival.output > self._max_tokens:
+            self._refused += 1
+            return
+        self._fleet.send(Served(arrival.at, arrival.prompt, arrival.output, arrival.prefix), arrival.at)
+
+    def _due(self) -> float:
+        scheduled = self._schedule[0][0] if self._schedule else math.inf
+        return min(self._next_tick, self._next_moment, self._fleet.next_ready, scheduled)
+
+    def _do(self, now: float) -> None:
+        """Everything that is due at `now`: a start that ends comes before a tick that could see it."""
+        fleet = self._fleet
+        if fleet.next_ready <= now:
+            fleet.become_ready(now)
+        while self._schedule and self._schedule[0][0] <= now:
+            self._scale(self._schedule.pop(0)[1], now, "scheduled")
+        if self._next_tick <= now:
+            self._tick(now)
+            self._next_tick += self._policy.tick_seconds
+        if self._next_moment <= now:
+            self._note_moment(now)
+            self._next_moment += self._loop.moment_seconds
+            if self._progress is not None:
+                self._progress(now)
+
+    def _tick(self, now: float) -> None:
+        fleet = self._fleet
+        fleet.let_go(now)
+        self._looks.append((now, fleet.look(now, with_requests=self._policy.reads_requests)))
+        while len(self._looks) > 1 and self._looks[1][0] <= now - self._loop.delay_seconds:
+            self._looks.pop(0)
+        seen_at, looks = self._looks[0]
+        if seen_at > now - self._loop.delay_seconds:
+            return
+        moves = self._policy.decide(View(now, fleet.desired, dict(fleet.knobs), looks))
+        if moves.allowance is not None:
+            fleet.order_queues(moves.allowance, now)
+        for knob, (before, after) in fleet.patch(moves.knobs, now).items():
+            self._changes.append(Change(now, knob.value, before, after, moves.why))
+        if moves.replicas is not None:
+            self._scale(moves.replicas, now, moves.why)
+
+    def _scale(self, target: int, now: float, why: str) -> None:
+        before = self._fleet.desired
+        self._fleet.scale(target, now)
+        if self._fleet.desired != before:
+            self._changes.append(Change(now, REPLICAS, before, self._fleet.desired, why))
+
+    def _note_moment(self, now: float) -> None:
+        fleet = self._fleet
+        for replica in fleet.ready:
+            replica.engine.run_until(now)
+        engines = [replica.engine for replica in fleet.ready]
+        usage = [1 - e.blocks.free / e.blocks.total for e in engines]
+        self._moments.append(
+            Moment(
+                at=now,
+                desired=fleet.desired,
+                ready=len(engines),
+                paid=len(fleet.living),
+                running=sum(e.num_running for e in engines),
+                waiting=sum(e.num_waiting for e in engines),
+                kv_usage=sum(usage) / len(usage) if usage else 0.0,
+                knobs={knob.value: value for knob, value in fleet.knobs.items()},
+            )
+        )
+
+    def _outcome(self, gpu_seconds: float) -> Outcome:
+        fleet = self._fleet
+        gaps = Gaps(GAP_EDGES)
+        for replica in fleet.all:
+            if replica.engine.gaps is not None:
+                gaps.merge(replica.engine.gaps)
+        counters = [replica.engine.counters for replica in fleet.all]
+        served = fleet.finished()
+        return Outcome(
+            served=served,
+            refused=self._refused,
+            seconds=self._trace.seconds,
+            gpu_seconds=gpu_seconds,
+            changes=self._changes,
+            moments=self._moments,
+            most_replicas=fleet.most,
+            computed_tokens=sum(sums.tokens for c in counters for sums in c.sums.values()),
+            recomputed_tokens=sum(c.recomputed_tokens for c in counters),
+            preemptions=sum(sum(c.preempted.values()) for c in counters),
+            prompt_tokens=sum(s.num_prompt for s in served),
+            cached_tokens=sum(s.num_cached for s in served),
+            gaps=gaps,
+            ended_at=max((s.finished_at or 0.0 for s in served), default=0.0),
+            most_running=max((replica.engine.most_running for replica in fleet.all), default=0),
+            final_knobs={knob.value: value for knob, value in fleet.knobs.items()},
+        )

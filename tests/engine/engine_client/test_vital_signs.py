@@ -1,0 +1,54 @@
+"""From when on an engine core's silence says that it hangs."""
+
+import pytest
+from trimtab_engine.engine_client.vital_signs import Silence, VitalSigns
+
+
+def signs(*, longest_step: float = 0.1, limit: float = 30.0) -> VitalSigns:
+    """Of one core, which serves since 100 s."""
+    signs = VitalSigns(limit)
+    signs.begins(0, 100.0)
+    signs.note_longest_step(0, longest_step)
+    return signs
+
+
+@pytest.mark.parametrize(
+    ("at", "silence"),
+    [(101.0, None), (129.9, None), (130.0, Silence(0, 30.0, False)), (160.0, Silence(0, 60.0, True))],
+)
+def test_a_core_hangs_after_the_limit_and_does_so_for_good_after_twice_that(at: float, silence: Silence | None) -> None:
+    assert signs().silence(at) == silence
+
+
+def test_whatever_is_heard_counts() -> None:
+    vital = signs()
+    vital.heard(0, 129.0)
+    assert vital.silence(158.0) is None
+    assert vital.seconds(158.0) == {0: 29.0}
+
+
+def test_steps_that_take_long_make_the_limit_longer() -> None:
+    assert signs(longest_step=20.0).silence(159.0) is None
+    assert signs(longest_step=20.0).silence(160.0) == Silence(0, 60.0, False)
+
+
+def test_a_core_that_said_it_would_be_busy_is_excused_until_then_or_until_it_is_heard() -> None:
+    vital = signs()
+    vital.excuse_until(0, until=700.0)
+    assert vital.silence(699.0) is None
+    assert vital.silence(700.0) == Silence(0, 600.0, True)
+    vital.heard(0, 200.0)
+    assert vital.silence(231.0) == Silence(0, 31.0, False)
+
+
+def test_of_several_the_one_that_is_silent_for_longest_is_named_and_one_that_ended_is_none() -> None:
+    vital = signs()
+    vital.begins(1, 110.0)
+    assert str(vital.silence(150.0)) == "engine core 0 has said nothing for 50 s"
+    vital.ends(0)
+    vital.heard(0, 120.0)
+    assert vital.silence(150.0) == Silence(1, 40.0, False)
+
+
+def test_without_a_limit_no_silence_is_too_long() -> None:
+    assert signs(limit=0.0).silence(1e6) is None

@@ -1,0 +1,223 @@
+"""Every lie that a Prometheus can tell, from its answer to the tuner's decision: while it is told nothing moves, the
+condition names it, and when it ends the loop goes on by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import httpx
+import pytest
+from fake_prometheus import NAMESPACE, FakePrometheus, Row, exposed
+from trimtab_operator.engines.prometheus import Connection, Prometheus
+from trimtab_operator.engines.scrape import ScrapeFailure
+from trimtab_operator.tuner.decide import Outcome, decide
+from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.samples import Sample
+from trimtab_operator.tuner.settings import Mode, Pace, Settings
+from trimtab_operator.tuner.state import Memory
+from tuner_looks import KNOBS, a_look, a_sample
+
+TICK, SCRAPE = 5.0, 15.0
+BEGIN = 1000.0
+LIE_BEGINS, LIE_ENDS, END = 60.0, 240.0, 420.0  # seconds after that
+TOLD_WITHIN = 61.0  # seconds: three scrapes, and the next
+SETTINGS = Settings(Mode.AUTO, starts=KNOBS, pace=Pace(tick_seconds=TICK, sample_seconds=SCRAPE))
+
+
+def pressed(at: float) -> Sample:
+    """What an engine shows that computes 14 % of its tokens twice from the moment on at which the lie begins."""
+    since = max(0.0, at - BEGIN - LIE_BEGINS)
+    return a_sample(at, kv_usage=0.99, preemptions={"capacity": since}, recomputed_tokens=20.0 * since)
+
+
+@dataclass
+class Scene:
+    """An engine, the Prometheus that scrapes it, and what the operator makes of that."""
+
+    now: float = BEGIN
+    ahead: float = 0.0
+    outcomes: list[tuple[float, Outcome]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.fake = FakePrometheus(lambda: self.now + self.ahead)
+        self.prometheus = Prometheus(
+            Connection("http://prometheus:9090", scrape_seconds=SCRAPE),
+            clock=lambda: self.now,
+            transport=self.fake.transport,
+        )
+
+    @property
+    def lies(self) -> bool:
+        return LIE_BEGINS <= self.now - BEGIN < LIE_ENDS
+
+    def rows(self) -> list[Row]:
+        return exposed(pressed(self.now))
+
+    async def look(self, memory: Memory, values: dict[object, object], generation: int) -> Outcome:
+        found = (await self.prometheus.samples(NAMESPACE, {"m-g0-0": 0.0}, {}))["m-g0-0"]
+        if isinstance(found, ScrapeFailure):
+            known = a_look(sample=a_sample(self.now, generation=generation), values=values)  # type: ignore[arg-type]
+            look = replace(known, sample=None, problem=found.reason, absence=found.kind)
+        else:
+            gauges = replace(found.gauges, config_generation=generation)
+            look = a_look(sample=replace(found, gauges=gauges), values=values)  # type: ignore[arg-type]
+        return decide([look], memory, SETTINGS, self.now)
+
+    async def play(self, lie: Callable[[Scene], None]) -> None:
+        """Look every 5 s at what is scraped every 15 s. `lie` scrapes while it lies."""
+        memory, values, generation = Memory(starts=KNOBS), dict(KNOBS), 1
+        for step in range(int(END / TICK)):
+            self.now = BEGIN + step * TICK
+            if step % (SCRAPE // TICK) == 0:
+                if self.lies:
+                    lie(self)
+                else:
+                    self.fake.answer, self.ahead = None, 0.0
+                    self.fake.scrape(self.rows())
+            outcome = await self.look(memory, values, generation)  # type: ignore[arg-type]
+            memory = outcome.memory
+            self.outcomes.append((self.now - BEGIN, outcome))
+            for patch in outcome.patches.values():
+                values.update(patch)
+                generation += 1
+
+    def reasons(self, begin: float, end: float) -> set[str]:
+        return {outcome.metrics_available.reason for at, outcome in self.outcomes if begin <= at < end}
+
+    def decisions(self, begin: float, end: float) -> list[Reason]:
+        return [d.reason for at, outcome in self.outcomes if begin <= at < end for d in outcome.decisions]
+
+
+# --- lies -------------------------------------------------------------------------------------------------------------
+
+
+def is_gone(scene: Scene) -> None:
+    def refused(_: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    scene.fake.answer = refused
+
+
+def refuses_us(scene: Scene) -> None:
+    scene.fake.answer = lambda _: httpx.Response(401)
+
+
+def is_something_else(scene: Scene) -> None:
+    scene.fake.answer = lambda _: httpx.Response(200, content=b"<html>Welcome</html>")
+
+
+def scrapes_no_more(_scene: Scene) -> None:
+    pass
+
+
+def scrapes_twice(scene: Scene) -> None:
+    for job in ("engines", "annotated"):
+        scene.fake.scrape(scene.rows(), target={"job": job})
+
+
+def is_a_minute_behind(scene: Scene) -> None:
+    scene.fake.scrape(exposed(pressed(scene.now - 60)), at=scene.now - 60)
+
+
+def dates_into_the_future(scene: Scene) -> None:
+    scene.fake.scrape(scene.rows(), at=scene.now + 600)
+
+
+def shows_frozen_counters(scene: Scene) -> None:
+    scene.fake.scrape(exposed(pressed(BEGIN + LIE_BEGINS - SCRAPE)))
+
+
+def changed(name: str, value: float | None) -> Callable[[Scene], None]:
+    """One family says this instead, or is dropped."""
+
+    def lie(scene: Scene) -> None:
+        kept = [row for row in scene.rows() if row[0] != name or value is not None]
+        scene.fake.scrape([(n, labels, value if n == name and value is not None else v) for n, labels, v in kept])
+
+    return lie
+
+
+LIES: list[tuple[Callable[[Scene], None], str]] = [
+    (is_gone, Reason.PROMETHEUS_UNAVAILABLE.value),
+    (refuses_us, Reason.PROMETHEUS_UNAVAILABLE.value),
+    (is_something_else, Reason.PROMETHEUS_UNAVAILABLE.value),
+    (scrapes_no_more, Reason.METRICS_MISSING.value),
+    (is_a_minute_behind, Reason.METRICS_MISSING.value),
+    (dates_into_the_future, Reason.METRICS_MISSING.value),
+    (scrapes_twice, Reason.METRICS_DUPLICATED.value),
+    (shows_frozen_counters, "MetricsFrozen"),
+    (changed("vllm:kv_cache_usage_perc", math.nan), "MetricsInconsistent"),
+    (changed("vllm:kv_cache_usage_perc", 1.7), "MetricsInconsistent"),
+    (changed("vllm:num_requests_running", -3.0), "MetricsInconsistent"),
+    (changed("vllm:generation_tokens_total", math.inf), "MetricsInconsistent"),
+    (changed("vllm:num_requests_waiting", None), Reason.METRICS_MISSING.value),
+    (changed("vllm:generation_tokens_total", None), Reason.METRICS_MISSING.value),
+]
+
+
+@pytest.mark.parametrize(("lie", "reason"), LIES)
+async def test_while_it_lies_nothing_moves_and_the_condition_names_it(
+    lie: Callable[[Scene], None], reason: str
+) -> None:
+    scene = Scene()
+    await scene.play(lie)
+    assert scene.reasons(SCRAPE, LIE_BEGINS) == {"Scraped"}
+    assert scene.reasons(LIE_BEGINS + TOLD_WITHIN, LIE_ENDS) == {reason}
+    assert scene.decisions(0, LIE_ENDS) == []
+    assert scene.reasons(LIE_ENDS + TOLD_WITHIN, END) == {"Scraped"}
+    assert scene.decisions(LIE_ENDS, END)[0] is Reason.KV_CACHE_TOO_SMALL
+
+
+# --- what is no lie ---------------------------------------------------------------------------------------------------
+
+
+def tells_the_truth(scene: Scene) -> None:
+    scene.fake.scrape(scene.rows())
+
+
+def misses_every_other_scrape(scene: Scene) -> None:
+    if int((scene.now - BEGIN) / SCRAPE) % 2 == 0:
+        scene.fake.scrape(scene.rows())
+
+
+@pytest.mark.parametrize("lie", [tells_the_truth, misses_every_other_scrape])
+async def test_what_is_true_is_acted_upon_whatever_else_is_amiss(lie: Callable[[Scene], None]) -> None:
+    scene = Scene()
+    await scene.play(lie)
+    assert scene.reasons(SCRAPE, END) == {"Scraped"}
+    assert scene.decisions(LIE_BEGINS, LIE_ENDS)[0] is Reason.KV_CACHE_TOO_SMALL
+
+
+async def test_a_clock_that_is_an_hour_ahead_changes_nothing() -> None:
+    honest, ahead = Scene(), Scene(ahead=3600.0)
+    for scene in (honest, ahead):
+        shift = scene.ahead
+
+        def scraped(scene: Scene, shift: float = shift) -> None:
+            scene.ahead = shift
+            scene.fake.scrape(scene.rows())
+
+        memory, told = Memory(starts=KNOBS), []
+        for step in range(int(END / TICK)):
+            scene.now = BEGIN + step * TICK
+            if step % (SCRAPE // TICK) == 0:
+                scraped(scene)
+            outcome = await scene.look(memory, dict(KNOBS), 1)  # type: ignore[arg-type]
+            memory = outcome.memory
+            told.append((outcome.metrics_available.reason, [d.reason for d in outcome.decisions]))
+        scene.outcomes = told  # type: ignore[assignment]
+    assert honest.outcomes == ahead.outcomes
+
+
+async def test_an_engine_that_begins_anew_is_blamed_for_nothing() -> None:
+    scene = Scene()
+
+    def restarts(scene: Scene) -> None:
+        scene.fake.scrape(exposed(a_sample(scene.now - BEGIN - LIE_BEGINS, kv_usage=0.1)))
+
+    await scene.play(restarts)
+    assert scene.reasons(SCRAPE, END) == {"Scraped"}
+    assert scene.decisions(0, LIE_ENDS) == []

@@ -1,0 +1,141 @@
+"""The webhook's certificates: all operators' pods serve the same, whatever is taken from them or written there."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+import virtual_time
+from guarded_cluster import Grant, GuardedDoor
+from operator_cluster import FakeCluster
+from trimtab_operator.kube import certificates
+from trimtab_operator.kube.certificates import CA_LIFETIME, Certificates
+from trimtab_operator.kube.client import RESOURCES
+from trimtab_operator.kube.nodes import Nodes
+from trimtab_operator.kube.webhook import LEAVE_SECONDS, REFRESH_SECONDS, Webhook
+
+NAMES = certificates.service_names("trimtab-webhook", "trimtab-system")
+CONFIGURATION = "trimtab"
+KIND = "ValidatingWebhookConfiguration"
+
+
+class Door(GuardedDoor):
+    """A door that others come to between any two calls, and that is shut for a while."""
+
+    def __init__(self) -> None:
+        kinds = ((RESOURCES[kind][0], RESOURCES[kind][2]) for kind in ("Secret", KIND))
+        verbs = ("get", "create", "patch")
+        super().__init__(FakeCluster(), [Grant(*kind, verb) for kind in kinds for verb in verbs])
+        self.failures: list[Exception] = []
+        hooks = [{"name": "w", "clientConfig": {}}]
+        self.others[self._path(KIND, None, CONFIGURATION)] = {
+            "metadata": {"name": CONFIGURATION},
+            "webhooks": hooks,
+        }
+
+    async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        if self.failures:
+            raise self.failures.pop(0)
+        return await super()._call(method, path, **options)
+
+    async def stored(self) -> Certificates:
+        found = Certificates.from_secret(await self.secret("trimtab-system", "trimtab-webhook", {}))
+        assert found is not None
+        return found
+
+    @property
+    def trusted(self) -> bytes:
+        """Whom the API server trusts."""
+        (hook,) = self.others[self._path(KIND, None, CONFIGURATION)]["webhooks"]
+        return base64.b64decode(hook["clientConfig"].get("caBundle", ""))
+
+    def reset(self) -> None:
+        """Let somebody apply the configuration as the chart has it."""
+        self.others[self._path(KIND, None, CONFIGURATION)]["webhooks"][0]["clientConfig"] = {}
+
+
+def a_webhook(door: Door) -> Webhook:
+    return Webhook(
+        door,
+        Nodes(door),
+        namespace="trimtab-system",
+        service="trimtab-webhook",
+        secret="trimtab-webhook",
+        configuration=CONFIGURATION,
+        default_image=None,
+    )
+
+
+def aged(days: float) -> Certificates:
+    """Certificates that were made so long ago."""
+    return certificates.fresh(NAMES, now=datetime.now(UTC) - timedelta(days=days))
+
+
+async def kept_by(door: Door, made: Certificates) -> None:
+    await door.secret("trimtab-system", "trimtab-webhook", made.as_secret())
+
+
+async def test_two_that_start_at_once_serve_the_same() -> None:
+    door = Door()
+    first, second = a_webhook(door), a_webhook(door)
+    await asyncio.gather(first.refresh(), second.refresh())
+    stored = await door.stored()
+    assert first._loaded == second._loaded == stored
+    assert door.trusted == stored.bundle
+
+
+async def test_two_that_renew_the_authority_at_once_serve_one_that_is_trusted() -> None:
+    door = Door()
+    old = aged(days=CA_LIFETIME.days - 1)
+    await kept_by(door, old)
+    first, second = a_webhook(door), a_webhook(door)
+    await asyncio.gather(first.refresh(), second.refresh())
+    stored = await door.stored()
+    assert stored.ca != old.ca
+    assert first._loaded == second._loaded == stored
+    assert door.trusted == stored.bundle
+    assert old.ca in door.trusted, "connections to a pod that has not renewed yet"
+
+
+@pytest.mark.parametrize("written", [{}, {"ca.crt": b"somebody else's"}, {"ca.key": b"", "tls.key": b"x"}])
+async def test_what_somebody_wrote_into_the_secret_is_replaced(written: dict[str, bytes]) -> None:
+    door = Door()
+    await door.secret("trimtab-system", "trimtab-webhook", written)
+    webhook = a_webhook(door)
+    await webhook.refresh()
+    assert webhook._loaded == await door.stored()
+
+
+def test_a_bundle_that_is_reset_is_back_within_a_minute_whatever_failed_before() -> None:
+    """An API server that is away, and an answer that nobody foresaw, end nothing."""
+
+    async def minutes() -> bool:
+        door = Door()
+        webhook = a_webhook(door)
+        await webhook.refresh()
+        keeping = asyncio.create_task(webhook.keep())
+        door.reset()
+        door.failures = [ConnectionResetError(), KeyError("metadata")]
+        await asyncio.sleep(3.5 * REFRESH_SECONDS)
+        is_alive = not keeping.done()
+        keeping.cancel()
+        return is_alive and door.trusted == (await door.stored()).bundle
+
+    assert virtual_time.run(minutes())
+
+
+def test_one_that_is_told_to_go_is_found_no_more_and_answers_for_a_while() -> None:
+    async def leaving() -> tuple[bool, float]:
+        webhook = a_webhook(Door())
+        webhook.is_serving = True
+        going = asyncio.create_task(webhook.leave())
+        await asyncio.sleep(0.1)
+        is_found = webhook.is_serving
+        await going
+        return is_found, asyncio.get_running_loop().time()
+
+    assert virtual_time.run(leaving()) == (False, LEAVE_SECONDS)

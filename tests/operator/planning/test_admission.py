@@ -1,0 +1,79 @@
+"""The webhook's verdict: the spec alone when a resource is new, its model too when it is edited, nodes as a warning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trimtab_operator.planning.admission import Surroundings, review
+from trimtab_operator.planning.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
+from trimtab_operator.resource.spec import InferenceDeployment
+
+FACTS = (Path(__file__).parents[2] / "golden" / "model_facts_smollm2.json").read_text()
+
+
+def a_body(device: str = "cpu", **spec: Any) -> dict[str, Any]:
+    base = {"model": {"uri": "file:///m/smollm2"}, "runtime": {"device": device, "image": "e"}}
+    metadata = {"name": "m", "namespace": "n", "uid": "u"}
+    return {"kind": "InferenceDeployment", "metadata": metadata, "spec": {**base, **spec}}
+
+
+def kept(body: dict[str, Any]) -> dict[str, Any]:
+    data = {SUBJECT_KEY: subject_of(InferenceDeployment.parse(body)), FACTS_KEY: json.dumps(json.loads(FACTS))}
+    return {"metadata": {"name": "m-facts"}, "data": data}
+
+
+def verdict(new: dict[str, Any], old: dict[str, Any] | None = None, **known: Any) -> dict[str, Any]:
+    operation = "CREATE" if old is None else "UPDATE"
+    asked = {"uid": "1", "operation": operation, "object": new, "oldObject": old}
+    answer = review({"request": asked}, default_image=None, known=Surroundings(**known))
+    found: dict[str, Any] = answer["response"]
+    return found
+
+
+def test_an_edit_that_the_model_cannot_take_is_refused_with_the_number() -> None:
+    old, new = a_body(), a_body(parallelism={"tensor": 2})
+    assert verdict(new)["allowed"] is True
+    refused = verdict(new, old, facts=kept(old))
+    assert refused["allowed"] is False
+    assert "spec.parallelism.tensor: is 2" in refused["status"]["message"]
+    assert "num_attention_heads 9" in refused["status"]["message"]
+
+
+def test_facts_of_another_model_refuse_nothing() -> None:
+    other = a_body(model={"uri": "file:///other/x"})
+    assert verdict(a_body(parallelism={"tensor": 2}), a_body(), facts=kept(other))["allowed"] is True
+
+
+def test_what_was_wrong_before_does_not_keep_the_owner_from_another_edit() -> None:
+    old = a_body(parallelism={"tensor": 2})
+    new = a_body(parallelism={"tensor": 2}, replicas=0)
+    assert verdict(new, old, facts=kept(old))["allowed"] is True
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [("Recommend", "only tells how many"), ("Off", "leaves the replica count as it is"), ("Auto", None)],
+)
+def test_automatic_replicas_that_nobody_adds_are_accepted_with_a_warning(mode: str, said: str | None) -> None:
+    answer = verdict(a_body(scaling={"maxReplicas": 3}, tuning={"mode": mode}))
+    assert answer["allowed"] is True
+    assert [said in warning for warning in answer.get("warnings", [])] == ([] if said is None else [True])
+
+
+def test_who_removes_scaling_is_told_where_the_count_goes() -> None:
+    old = {**a_body(scaling={"maxReplicas": 9}, replicas=1), "status": {"desiredReplicas": 7}}
+    (warning,) = verdict(a_body(replicas=1), old)["warnings"]
+    assert "replicas go from 7 to spec.replicas, which is 1" in warning
+    assert "warnings" not in verdict(a_body(replicas=7), old)
+
+
+def test_more_gpus_than_any_node_has_are_accepted_with_a_warning() -> None:
+    node = {"metadata": {"name": "n"}, "status": {"allocatable": {"nvidia.com/gpu": "4"}}}
+    answer = verdict(a_body("cuda", parallelism={"tensor": 8}), nodes=[node])
+    assert answer["allowed"] is True
+    assert "asks for 8 GPUs" in answer["warnings"][0]
+    assert "warnings" not in verdict(a_body("cuda", parallelism={"tensor": 4}), nodes=[node])
+    assert "warnings" not in verdict(a_body("cuda", parallelism={"tensor": 8}))

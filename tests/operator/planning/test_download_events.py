@@ -1,0 +1,185 @@
+"""A model that is downloaded: pinned to what its name meant, fetched by its replicas, and told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from operator_builders import MODEL_FACTS
+from operator_cluster import FakeCluster
+from trimtab_operator.observed.actions import Note
+from trimtab_operator.observed.engines import EngineSeen
+from trimtab_operator.observed.phases import EngineView
+from trimtab_operator.planning.download_events import download_notes
+from trimtab_operator.planning.plan import turn
+from trimtab_operator.report.status import status_of
+from trimtab_operator.resource.spec import InferenceDeployment
+
+FIRST, SECOND = "a" * 40, "b" * 40
+SENTENCE = "Downloading 43 %, 12.0 GB of 28.0 GB, 2 min left"
+
+
+def facts(commit: str) -> str:
+    return json.dumps({**MODEL_FACTS, "revision": commit})
+
+
+def a_cluster(**spec: Any) -> FakeCluster:
+    cluster = FakeCluster(knows_the_model=False, **{"model": {"uri": "hf://org/name"}, **spec})
+    cluster.model_words = (0, facts(FIRST))
+    return cluster
+
+
+def served(cluster: FakeCluster) -> set[str]:
+    """What all engines are told to serve."""
+    sets = [m for (kind, _), m in cluster.objects.items() if kind == "StatefulSet"]
+    return {one["spec"]["template"]["spec"]["containers"][0]["args"][1] for one in sets}
+
+
+def test_replicas_serve_the_commit_that_was_found_when_the_model_was_read() -> None:
+    cluster = a_cluster(replicas=2)
+    cluster.settle()
+    assert served(cluster) == {f"hf://org/name@{FIRST}"}
+    assert cluster.status["modelRevision"] == FIRST
+    assert cluster.status["model"] == "name"
+
+
+def test_a_pinned_commit_is_no_reason_to_ask_for_new_pods() -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    assert cluster.condition("Progressing")["message"] == "what runs is what is wanted"
+
+
+@pytest.mark.parametrize(
+    ("uri", "pin", "told"),
+    [
+        ("s3://models/llms/name", "c" * 64, "s3://models/llms/name@" + "c" * 64),
+        (
+            "oci://registry.example.com/llms/name:v1",
+            f"sha256:{'d' * 64}",
+            f"oci://registry.example.com/llms/name@sha256:{'d' * 64}",
+        ),
+    ],
+)
+def test_a_bucket_and_a_tag_are_pinned_as_a_branch_is(uri: str, pin: str, told: str) -> None:
+    cluster = a_cluster(model={"uri": uri})
+    cluster.model_words = (0, facts(pin))
+    cluster.settle()
+    assert served(cluster) == {told}
+    assert cluster.status["modelRevision"] == pin
+    assert cluster.status["model"] == "name"
+
+
+def test_a_branch_that_moves_changes_nothing_that_runs_nor_what_comes() -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.model_words = (0, facts(SECOND))
+    cluster.edit(replicas=3)
+    cluster.restart_operator()
+    cluster.settle()
+    assert served(cluster) == {f"hf://org/name@{FIRST}"}
+    del cluster.objects["ConfigMap", "m-facts"]  # read anew, and still nothing that runs is changed
+    cluster.settle()
+    assert served(cluster) == {f"hf://org/name@{FIRST}"}
+    assert cluster.status["modelRevision"] == FIRST
+
+
+def test_another_image_reads_and_serves_the_same_commit() -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.edit(runtime={"device": "cpu", "image": "engine:2"})
+    cluster.model_words = (0, facts(SECOND))
+    cluster.settle()
+    assert served(cluster) == {f"hf://org/name@{FIRST}"}
+
+
+def test_another_revision_is_another_model() -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.model_words = (0, facts(SECOND))
+    cluster.edit(model={"uri": "hf://org/name@v2"})
+    cluster.settle()
+    assert served(cluster) == {f"hf://org/name@{SECOND}"}
+    assert cluster.status["modelRevision"] == SECOND
+
+
+def test_models_of_no_hub_have_no_revision() -> None:
+    cluster = FakeCluster()
+    cluster.settle()
+    assert "modelRevision" not in cluster.status
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+DOWNLOADING = EngineView(load=("download", 43), load_message=SENTENCE, instance="uid")
+
+
+def a_deployment(stage: str | None) -> InferenceDeployment:
+    load = {} if stage is None else {"load": {"stage": stage, "percent": 1}}
+    body = {
+        "metadata": {"name": "m", "namespace": "n", "uid": "u"},
+        "spec": {"model": {"uri": "hf://org/name"}},
+        "status": {"groups": [{"name": "m-0", **load}]},
+    }
+    return replace(InferenceDeployment.parse(body), commit=FIRST)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        (None, DOWNLOADING, ["DownloadStarted"]),
+        ("download", DOWNLOADING, []),
+        ("download", EngineView(), []),  # it does not answer: nobody knows
+        ("download", EngineView(load=("weights", 3)), ["Downloaded"]),
+        ("download", EngineView(applied={}), ["Downloaded"]),  # it serves already
+        ("weights", EngineView(load=("ready", 100)), []),
+        (None, EngineView(load=("weights", 3)), []),  # it was in the cache
+        (None, EngineView(load=("weights", 3), downloaded_bytes=9), ["Downloaded"]),  # quicker than two looks
+        ("ready", EngineView(load=("weights", 3), downloaded_bytes=9), ["Downloaded"]),  # its next container's
+        ("download", EngineView(load=("weights", 3), downloaded_bytes=9), ["Downloaded"]),
+    ],
+)
+def test_an_event_tells_when_a_download_begins_and_when_it_has_ended(
+    before: str | None, now: EngineView, told: list[str]
+) -> None:
+    notes = download_notes(a_deployment(before), {"m-0": now})
+    assert [note.reason for note in notes] == told
+    assert all(f"hf://org/name, pinned to {FIRST}" in note.message for note in notes)
+
+
+def test_a_download_that_was_told_is_not_told_again() -> None:
+    deployment = a_deployment("weights")
+    deployment.status["groups"][0]["load"]["downloadedBytes"] = 9
+    assert download_notes(deployment, {"m-0": EngineView(load=("profile", 3), downloaded_bytes=9)}) == ()
+
+
+def told_while_loading(seen: EngineSeen) -> tuple[dict[str, Any], list[Note]]:
+    """(status, what is told of downloads) of a turn in which the engines say this."""
+    cluster = a_cluster()
+    cluster.start_seconds = 600.0
+    while not cluster.pods:
+        cluster.tick()
+    cluster.tick()
+    world = cluster.look()
+    decided = turn(replace(world, engines={group.name: seen for group in cluster.groups}), cluster.memory)
+    status = status_of(world.deployment, decided.findings, now=datetime.fromtimestamp(cluster.now, UTC))
+    return status, [note for note in decided.notes if note.reason.startswith("Download")]
+
+
+def test_a_download_that_nobody_saw_is_told_with_what_came_and_stands_in_status() -> None:
+    sentence = "Downloaded 3 MB in 0 s"
+    status, notes = told_while_loading(
+        EngineSeen(False, "not ready", load=("weights", 3), load_message=sentence, downloaded_bytes=9)
+    )
+    assert status["groups"][0]["load"]["downloadedBytes"] == 9
+    (told,) = {note.message for note in notes if note.reason == "Downloaded"}
+    assert told.endswith(f": {sentence}")
+
+
+def test_status_says_how_far_a_download_is() -> None:
+    status, notes = told_while_loading(EngineSeen(False, "not ready", load=("download", 43), load_message=SENTENCE))
+    assert status["groups"][0]["load"] == {"stage": "download", "percent": 43, "message": SENTENCE}
+    assert status["phase"] == "Downloading"
+    assert [note.reason for note in notes] == ["DownloadStarted"]

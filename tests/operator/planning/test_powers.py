@@ -1,0 +1,100 @@
+"""What pods get beyond an unprivileged one: nothing, unless the administrator allows it by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from operator_builders import a_deployment, a_resource, a_spec
+from operator_cluster import FakeCluster
+from pod_security import violations
+from trimtab_operator.builders.facts_job import facts_job
+from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
+from trimtab_operator.planning.admission import refusals_of, review
+from trimtab_operator.resource.allowed_privileges import POWERS
+from trimtab_operator.resource.installation import Installation
+from trimtab_operator.resource.spec import KIND
+
+LOCKS = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
+VOLUME = {"name": "rdma", "hostPath": {"path": "/dev/infiniband"}}
+OVERLAYS: dict[str, dict[str, Any]] = {
+    "hostNetwork": {"hostNetwork": True},
+    "hostIPC": {"hostIPC": True},
+    "serviceAccountName": {"serviceAccountName": "cloud.reader"},
+    "hostPath": {"volumes": [VOLUME]},
+    "IPC_LOCK": {"containers": [{"name": "main", **LOCKS}]},
+}
+
+
+def a_body(overlay: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": KIND, **a_resource(**a_spec(template={"spec": overlay}))}
+
+
+def refused(overlay: dict[str, Any], *powers: str) -> list[str]:
+    return refusals_of(a_body(overlay), default_image="e", powers=frozenset(powers))
+
+
+def test_every_power_has_its_case() -> None:
+    assert OVERLAYS.keys() == set(POWERS)
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_a_power_is_refused_with_the_way_to_it_unless_it_is_allowed_by_name(power: str) -> None:
+    others = [other for other in POWERS if other != power]
+    (said,) = refused(OVERLAYS[power], *others)
+    assert f"have the administrator allow {power} (the chart's overlay.powers)" in said
+    assert refused(OVERLAYS[power], power) == []
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_the_webhook_allows_what_the_loop_does(power: str) -> None:
+    request = {"uid": "r", "operation": "CREATE", "object": a_body(OVERLAYS[power])}
+    for powers, is_allowed in ((frozenset[str](), False), (frozenset({power}), True)):
+        answer = review({"request": request}, default_image="e", powers=powers)
+        assert answer["response"]["allowed"] is is_allowed
+
+
+@pytest.mark.parametrize(
+    ("overlay", "field"),
+    [
+        ({"hostNetwork": "yes"}, "spec.template.spec.hostNetwork"),
+        ({"serviceAccountName": "Not/a name"}, "spec.template.spec.serviceAccountName"),
+        ({"serviceAccountName": None}, "spec.template.spec.serviceAccountName"),
+        ({"hostPID": True}, "spec.template.spec.hostPID"),
+        ({"containers": [{"name": "main", "securityContext": {"privileged": True}}]}, "containers[0].securityContext"),
+        (
+            {"containers": [{"name": "main", "securityContext": {"capabilities": {"add": ["IPC_LOCK", "SYS_ADMIN"]}}}]},
+            "containers[0].securityContext",
+        ),
+    ],
+)
+def test_with_all_powers_nothing_else_is_allowed(overlay: dict[str, Any], field: str) -> None:
+    (said,) = refused(overlay, *POWERS)
+    assert field in said
+
+
+def test_what_is_allowed_and_asked_for_is_in_engines_pods_and_not_in_the_readers_of_a_model() -> None:
+    overlay = {**OVERLAYS["hostNetwork"], **OVERLAYS["hostIPC"], **OVERLAYS["IPC_LOCK"]}
+    deployment = replace(a_deployment(template={"spec": overlay}), powers=frozenset(POWERS))
+    wanted = rendered(deployment, admin_token_sha256="0" * 64)
+    for made in (leader_stateful_set(wanted, 0), worker_stateful_set(wanted, 0, address="10.0.0.1")):
+        pod = made["spec"]["template"]["spec"]
+        assert (pod["hostNetwork"], pod["hostIPC"]) == (True, True)
+        assert pod["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+        assert pod["automountServiceAccountToken"] is False
+    assert violations(facts_job(deployment, {})["spec"]["template"]) == []
+
+
+def test_a_power_that_is_withdrawn_leaves_what_runs_alone() -> None:
+    cluster = FakeCluster(**a_spec(template={"spec": OVERLAYS["hostNetwork"]}))
+    cluster.installation = Installation(powers=frozenset({"hostNetwork"}))
+    cluster.settle()
+    pods = {pod["metadata"]["uid"] for pod in cluster.pods.values()}
+    assert cluster.condition("Ready")["status"] == "True"
+    cluster.installation = Installation()
+    cluster.edit(replicas=2)  # no further pod gets what is forbidden by now
+    for _ in range(5):
+        cluster.tick()
+    assert cluster.condition("Ready")["reason"] == "InvalidSpec"
+    assert {pod["metadata"]["uid"] for pod in cluster.pods.values()} == pods

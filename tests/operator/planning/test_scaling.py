@@ -1,0 +1,283 @@
+"""`spec.scaling`: the count that the tuner asks for is carried out in its own turn, told, and outlives the operator."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from operator_builders import NOW, at
+from operator_cluster import TICK_SECONDS, TOKEN, FakeCluster, Killed, a_loop, a_reconciler
+from trimtab_operator.builders.config_map import STATE_KEY
+from trimtab_operator.planning.tuning import SEAL
+from trimtab_operator.resource.signed_text import opened
+from trimtab_operator.resource.spec import PAUSED
+from trimtab_operator.tuner.rules import replicas as rule
+from trimtab_operator.tuner.scaling import law
+from trimtab_operator.tuner.scaling.law import Need
+from trimtab_operator.tuner.stored import from_json
+
+AT_ONCE = {"scaleDown": {"stabilizationWindowSeconds": 0}}
+AUTO = {"mode": "Auto"}
+
+
+class Needs:
+    """How many replicas are needed, whatever is seen."""
+
+    count = 1
+
+
+@pytest.fixture
+def needs(monkeypatch: pytest.MonkeyPatch) -> Needs:
+    asked = Needs()
+    monkeypatch.setattr(rule, "_need", lambda *_: (Need(asked.count, 3.0, 3.0, 1.0), lambda n: 2.0 * n))
+    monkeypatch.setattr(law, "LEARN_COLD_STARTS", 0.0)
+    return asked
+
+
+def a_cluster(least: int = 1, most: int = 6, *, mode: str = "Auto", **spec: Any) -> FakeCluster:
+    scaling = {"minReplicas": least, "maxReplicas": most, "behavior": AT_ONCE}
+    return FakeCluster(**{"scaling": scaling, "tuning": {"mode": mode}, **spec})
+
+
+def remembered(cluster: FakeCluster) -> int | None:
+    """The count that a new operator would go on with."""
+    text = cluster.objects["ConfigMap", "m-tuning"]["data"][STATE_KEY]
+    body = opened(text, key=TOKEN, kind=SEAL, former_key=None)
+    assert body is not None
+    memory = from_json(body)
+    assert memory is not None
+    return memory.scaling.desired
+
+
+@pytest.mark.parametrize(("replicas", "least", "begins"), [(1, 2, 2), (3, 1, 3), (9, 1, 6)])
+def test_a_new_resource_begins_at_what_replicas_says_within_the_bounds(replicas: int, least: int, begins: int) -> None:
+    cluster = a_cluster(least, replicas=replicas)
+    cluster.tick()
+    assert len(cluster.groups) == begins
+    assert cluster.status["desiredReplicas"] == begins
+    assert cluster.status.get("tuning", {}).get("history", []) == []
+
+
+def test_scaling_takes_over_from_whoever_chose_the_count_before(needs: Needs) -> None:
+    """GitOps writes `scaling` and leaves `replicas` out in one edit; an autoscaler had brought them to four."""
+    cluster = FakeCluster(replicas=4)
+    cluster.settle()
+    needs.count = 4
+    del cluster.body["spec"]["replicas"]  # type: ignore[index]
+    cluster.edit(scaling={"maxReplicas": 6}, tuning=AUTO)
+    before = copy.deepcopy(cluster.pods)
+    cluster.settle()
+    assert cluster.pods.keys() == before.keys()
+
+
+def test_a_decision_acts_in_its_own_turn_and_is_told_everywhere_with_one_id(needs: Needs) -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    needs.count = 3
+    decided = cluster.turn()
+    (decision,) = decided.decisions
+    assert decided.desired_replicas == 3
+    assert sorted(name for kind, name in cluster.objects if kind == "StatefulSet") == ["m-g0", "m-g1", "m-g2"]
+    assert remembered(cluster) == 3
+    assert "TooFewReplicas" in cluster.events
+    newest = cluster.status["tuning"]["history"][0]
+    assert (newest["id"], newest["knob"], newest["from"], newest["to"]) == (decision.id, "replicas", "1", "3")
+    assert cluster.status["desiredReplicas"] == 3
+    assert cluster.status["lastScaleTime"] == at(cluster.now - NOW)
+    cluster.settle()
+    assert cluster.status["replicas"] == cluster.status["readyReplicas"] == 3
+    assert [d.move.after for d in cluster.turn().decisions] == []
+
+
+def test_when_less_is_needed_the_least_loaded_go_and_never_below_the_fewest(needs: Needs) -> None:
+    needs.count = 4
+    cluster = a_cluster(2)
+    cluster.settle()
+    for ordinal, running in enumerate((5.0, 0.0, 5.0, 1.0)):
+        cluster.engine(ordinal).running = running
+    needs.count = 1
+    cluster.turn()
+    assert [group.ordinal for group in cluster.groups] == [0, 2]
+
+
+def test_nothing_goes_while_one_engine_does_not_answer(needs: Needs) -> None:
+    needs.count = 3
+    cluster = a_cluster()
+    cluster.settle()
+    del cluster.engines[cluster.pods["m-g1-0"]["metadata"]["uid"]]
+    needs.count = 1
+    for _ in range(20):
+        cluster.tick()
+    assert len(cluster.groups) == 3
+
+
+def test_recommended_replicas_are_told_and_not_added(needs: Needs) -> None:
+    needs.count = 3
+    cluster = a_cluster(mode="Recommend")
+    cluster.settle()
+    assert len(cluster.groups) == 1
+    assert cluster.status["desiredReplicas"] == 1
+    advice = cluster.status["tuning"]["recommendation"]
+    assert (advice["knob"], advice["to"]) == ("replicas", "3")
+
+
+def test_with_mode_off_the_count_stays_within_its_bounds() -> None:
+    cluster = a_cluster(mode="Off", replicas=3)
+    cluster.settle()
+    assert len(cluster.groups) == 3
+    cluster.edit(scaling={"minReplicas": 1, "maxReplicas": 2})
+    cluster.settle()
+    assert len(cluster.groups) == 2
+    assert cluster.status["tuning"]["history"][0]["reason"] == "BoundsChanged"
+
+
+def test_a_paused_resource_keeps_its_replicas_until_it_goes_on(needs: Needs) -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    assert cluster.body is not None
+    cluster.body["metadata"]["annotations"] = {PAUSED: "true"}
+    needs.count = 3
+    for _ in range(5):
+        cluster.tick()
+    assert (len(cluster.groups), cluster.status["desiredReplicas"]) == (1, 1)
+    cluster.body["metadata"]["annotations"] = {}
+    cluster.settle()
+    assert len(cluster.groups) == 3
+
+
+def test_while_a_spec_is_refused_the_count_stands(needs: Needs) -> None:
+    needs.count = 3
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.edit(model={"uri": "oci://a/b"})
+    needs.count = 1
+    for _ in range(3):
+        cluster.tick()
+    assert (len(cluster.groups), cluster.status["desiredReplicas"]) == (3, 3)
+    cluster.restart_operator()
+    cluster.tick()
+    assert cluster.status["desiredReplicas"] == 3
+
+
+def test_while_a_spec_cannot_be_read_the_count_stands(needs: Needs) -> None:
+    needs.count = 3
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.edit(tuning={"mode": "Sometimes"})
+    cluster.tick()
+    assert (len(cluster.groups), cluster.status["desiredReplicas"]) == (3, 3)
+    cluster.edit(tuning=AUTO)
+    cluster.settle()
+    assert len(cluster.groups) == 3
+
+
+def test_without_scaling_the_count_is_the_owners_again(needs: Needs) -> None:
+    needs.count = 3
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.edit(scaling=None, replicas=2)
+    cluster.settle()
+    assert len(cluster.groups) == 2
+    assert remembered(cluster) is None
+    assert "lastScaleTime" not in cluster.status
+
+
+def test_who_writes_replicas_meanwhile_is_told_that_nobody_heard() -> None:
+    """An autoscaler's write to /scale, which API servers before 1.25 take."""
+    cluster = a_cluster()
+    cluster.settle()
+    cluster.edit(replicas=4)
+    cluster.settle()
+    assert len(cluster.groups) == 1
+    assert cluster.events.count("ReplicasIgnored") == 1
+
+
+def test_while_a_replica_finds_no_node_no_more_are_asked_for_and_the_condition_says_so(needs: Needs) -> None:
+    cluster = a_cluster(nodes=2)
+    cluster.settle()
+    needs.count = 3
+    for _ in range(10):
+        cluster.tick()
+    assert len(cluster.groups) == 3
+    needs.count = 6
+    for _ in range(5):
+        cluster.tick()
+    assert (len(cluster.groups), cluster.status["desiredReplicas"]) == (3, 3)
+    limited = cluster.condition("ScalingLimited")
+    assert (limited["status"], limited["reason"]) == ("True", "Unschedulable")
+    assert limited["message"].endswith("no more replicas are asked for meanwhile")
+    needs.count = 2
+    cluster.settle()
+    assert sorted(cluster.pods) == ["m-g0-0", "m-g1-0"]
+    needs.count, cluster.nodes = 4, 99
+    cluster.settle()
+    assert len(cluster.groups) == 4
+
+
+# --- an operator that ends --------------------------------------------------------------------------------------------
+
+
+async def test_an_operator_that_ends_between_decision_and_action_is_followed_by_one_that_acts(needs: Needs) -> None:
+    cluster = a_cluster()
+    cluster.settle()
+    needs.count = 3
+    cluster.lives = 1  # what is remembered is written, and nothing else
+    reconciler, loop = a_reconciler(cluster), a_loop(cluster)
+    await reconciler.tick(loop)
+    cluster.now += TICK_SECONDS
+    with pytest.raises(Killed):
+        await reconciler.tick(loop)
+    assert (remembered(cluster), len(cluster.groups)) == (3, 1)
+    cluster.restart_operator()
+    needs.count = 1  # the new one has nothing to predict by for a while
+    cluster.is_answering = False
+    await a_reconciler(cluster).tick(a_loop(cluster))
+    assert len(cluster.groups) == 3
+
+
+def test_a_lost_memory_goes_on_with_the_count_that_status_says(needs: Needs) -> None:
+    needs.count = 3
+    cluster = a_cluster()
+    cluster.settle()
+    del cluster.objects["ConfigMap", "m-tuning"]
+    cluster.restart_operator()
+    needs.count = 3
+    cluster.settle()
+    assert len(cluster.groups) == 3
+    assert remembered(cluster) == 3
+
+
+def test_the_pace_counts_what_another_operator_did(needs: Needs) -> None:
+    slow = {"scaleUp": {"policies": [{"type": "Pods", "value": 1, "periodSeconds": 600}]}}
+    cluster = FakeCluster(scaling={"maxReplicas": 6, "behavior": slow}, tuning=AUTO)
+    cluster.settle()
+    needs.count = 5
+    cluster.settle()
+    cluster.restart_operator()
+    cluster.settle()
+    assert len(cluster.groups) == 2
+
+
+def test_what_becomes_of_a_forecast_is_told_and_what_it_learned_is_kept_while_it_is_asked_for() -> None:
+    cluster = FakeCluster(scaling={"maxReplicas": 6, "forecast": {"seasonality": "Daily"}}, tuning=AUTO)
+    cluster.settle()
+    for _ in range(round(3 * 900 / TICK_SECONDS)):
+        cluster.tick()
+    assert cluster.status["tuning"]["forecast"] == {"state": "Learning"}
+    kept = seasons(cluster)
+    assert kept is not None
+    assert len(kept["fresh"]) >= 2
+    cluster.edit(scaling={"maxReplicas": 6})
+    cluster.settle()
+    assert "forecast" not in cluster.status["tuning"]
+    assert seasons(cluster) is None
+
+
+def seasons(cluster: FakeCluster) -> Any:
+    """What is stored of the usual load."""
+    text = cluster.objects["ConfigMap", "m-tuning"]["data"][STATE_KEY]
+    body = opened(text, key=TOKEN, kind=SEAL, former_key=None)
+    assert body is not None
+    return json.loads(body)["forecast"]

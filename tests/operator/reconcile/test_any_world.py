@@ -1,0 +1,185 @@
+"""Whatever the world is, and wherever the operator is killed, it ends as if nobody had disturbed it.
+
+Random worlds: a resource, children that are as rendered, edited, missing or somebody else's by now, pods that are away,
+engines that forgot their tuned values, automatic replicas that come and go with their bounds and the load. In each the
+operator is killed after a random write (of a ConfigMap, a child, an engine's values, an Event, the status), and a new
+one, which knows only what is written, goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+from typing import Any
+
+import pytest
+from coming_to_rest import come_to_rest, end_state
+from operator_builders import a_spec
+from operator_cluster import BROKEN, TOKEN, FakeCluster, Killed, a_loop, a_reconciler
+from trimtab_operator.builders.config_map import tuning_config_map
+from trimtab_operator.builders.labels import REVISION_LABEL, ROLE_LABEL
+from trimtab_operator.planning.tuning import remembered_text
+from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.rules import replicas
+from trimtab_operator.tuner.scaling import law
+from trimtab_operator.tuner.scaling.law import Need
+from trimtab_operator.tuner.state import Memory
+
+BATCHES = 20
+SCALED_SHARE = 0.06
+SCALED_BATCHES = 6
+STILL_TICKS = 3  # nothing is decided on replicas at the first look, nor while one starts
+QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}
+MOST_REPLICAS = 3
+SURGES: tuple[int | str, ...] = (0, 1, 1, "50%")
+LAYOUTS: tuple[dict[str, Any], ...] = ({}, {}, {"pipeline": 2, "gpusPerNode": 1})
+APPLIED = Memory(applied={Knob.MAX_NUM_SEQS: 16})
+
+
+def a_runtime(*args: str) -> dict[str, Any]:
+    return {"device": "cpu", "image": "engine:1", "args": list(args)}
+
+
+def a_small_spec(layout: int, mode: str, surge: int | str) -> dict[str, Any]:
+    rollout = {**QUICK, "maxSurge": surge, "bakeTime": "10s" if layout == 0 else "0s"}
+    return a_spec(runtime=a_runtime(), rollout=rollout, tuning={"mode": mode}, parallelism=LAYOUTS[layout])
+
+
+@functools.cache
+def a_settled_cluster(replicas: int, layout: int, mode: str, surge: int | str, nodes: int) -> bytes:
+    """A cluster at rest, to be copied."""
+    cluster = FakeCluster(replicas=replicas, nodes=nodes, **a_small_spec(layout, mode, surge))
+    cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(
+        cluster.deployment, remembered_text(APPLIED, key=TOKEN)
+    )
+    cluster.objects["ConfigMap", "m-tuning"]["metadata"] |= {"uid": "o-0", "creationTimestamp": "2026-01-01T12:00:00Z"}
+    cluster.settle()
+    return pickle.dumps(cluster)
+
+
+def a_copy(cluster: bytes) -> FakeCluster:
+    found = pickle.loads(cluster)
+    assert isinstance(found, FakeCluster)
+    return found
+
+
+def a_world(chance: random.Random, *, is_scaled: bool = False) -> FakeCluster:
+    """A cluster at some moment of its life, often one at which much is to be done."""
+    layout, mode = chance.randrange(len(LAYOUTS)), chance.choice(["Off", "Recommend", "Auto"])
+    surge = chance.choice(SURGES)
+    spare = chance.choice((0, 9, 9))  # there may be no node for another replica
+    nodes = (MOST_REPLICAS + is_scaled) * (2 if LAYOUTS[layout] else 1) + spare
+    if chance.random() < 0.2:
+        spec = a_small_spec(layout, mode, surge)
+        cluster = FakeCluster(knows_the_model=chance.random() < 0.5, replicas=chance.randrange(3), nodes=nodes, **spec)
+    else:
+        cluster = a_copy(a_settled_cluster(chance.randrange(1, 4), layout, mode, surge, nodes))
+    if is_scaled:
+        _scale(cluster, chance)
+    for _ in range(chance.randrange(1, 4)):
+        if is_scaled and chance.random() < 0.3:
+            _scale(cluster, chance)
+        _disturb(cluster, chance)
+        for _ in range(chance.choice((0, 0, 1))):
+            cluster.tick()
+    cluster.controllers()
+    return cluster
+
+
+def _scale(cluster: FakeCluster, chance: random.Random) -> None:
+    """Let the owner write other bounds of automatic replicas, and at times another mode."""
+    least = chance.randrange(1, 3)
+    pace: dict[str, Any] = {"scaleDown": {"stabilizationWindowSeconds": 0}}
+    if chance.random() < 0.3:
+        pace["scaleUp"] = {"policies": [{"type": "Pods", "value": 1, "periodSeconds": 1}]}
+    cluster.edit(scaling={"minReplicas": least, "maxReplicas": least + chance.randrange(3), "behavior": pace})
+    if chance.random() < 0.7:
+        cluster.edit(tuning={"mode": "Auto"})
+
+
+def _disturb(cluster: FakeCluster, chance: random.Random) -> None:
+    """Let somebody, or something, change the cluster."""
+    kind = chance.choice(["scale", "edit", "edit", "break", "lose a child", "lose a pod", "meddle", "forget", "refuse"])
+    if kind == "scale":
+        cluster.edit(replicas=chance.randrange(MOST_REPLICAS + 1))
+    elif kind == "edit":
+        cluster.edit(runtime=a_runtime(f"--seed={chance.randrange(3)}"))
+    elif kind == "break":
+        cluster.edit(runtime=a_runtime(BROKEN))
+    elif kind == "refuse":
+        cluster.edit(parallelism=chance.choice([{"tensor": 2}, {}]))  # 9 heads are not divisible by 2
+    elif kind == "lose a child" and cluster.objects:
+        del cluster.objects[chance.choice(sorted(cluster.objects))]
+    elif kind == "lose a pod" and cluster.pods:
+        del cluster.pods[chance.choice(sorted(cluster.pods))]
+    elif kind == "meddle":
+        found = [m for (kind, _), m in sorted(cluster.objects.items()) if kind == "StatefulSet"]
+        if found:
+            chance.choice(found)["spec"]["template"]["spec"]["containers"][0]["image"] = "evil:1"
+    elif kind == "forget":
+        for engine in cluster.engines.values():
+            engine.values[Knob.MAX_NUM_SEQS] = 32
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+async def test_an_operator_that_is_killed_anywhere_ends_where_an_undisturbed_one_does(batch: int, worlds: int) -> None:
+    for seed in range(batch, worlds, BATCHES):
+        chance = random.Random(seed)
+        undisturbed, killed = await both_ends(a_world(chance), chance)
+        ends = end_state(killed), end_state(undisturbed)
+        different = {part: (ends[0][part], ends[1][part]) for part in ends[0] if ends[0][part] != ends[1][part]}
+        assert not different, f"seed {seed}"
+
+
+@pytest.mark.parametrize("batch", range(SCALED_BATCHES))
+async def test_so_it_does_with_automatic_replicas(batch: int, worlds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of several replicas goes may differ: the ones that serve, or are up to date, at that moment stay."""
+    monkeypatch.setattr(law, "LEARN_COLD_STARTS", 0.0)
+    for seed in range(batch, int(SCALED_SHARE * worlds), SCALED_BATCHES):
+        chance = random.Random(seed)
+        needed = chance.randrange(1, 6)
+        need = Need(needed, 3.0, 3.0, 1.0), float
+        monkeypatch.setattr(replicas, "_need", lambda *_, need=need: need)
+        undisturbed, killed = await both_ends(a_world(chance, is_scaled=True), chance, still_ticks=STILL_TICKS)
+        ends = without_names(killed), without_names(undisturbed)
+        different = {part: (ends[0][part], ends[1][part]) for part in ends[0] if ends[0][part] != ends[1][part]}
+        assert not different, f"seed {seed}"
+        scaling, wanted = killed.deployment.spec.scaling, killed.status["desiredReplicas"]
+        assert scaling is not None
+        assert scaling.min_replicas <= wanted <= scaling.max_replicas, f"seed {seed}"
+        if killed.condition("TuningActive")["reason"] == "Tuning":
+            assert wanted == max(scaling.min_replicas, min(scaling.max_replicas, needed)), f"seed {seed}"
+
+
+async def both_ends(
+    undisturbed: FakeCluster, chance: random.Random, *, still_ticks: int = 1
+) -> tuple[FakeCluster, FakeCluster]:
+    """The same world with one operator, and with some that are killed."""
+    undisturbed.writes = 0
+    killed = a_copy(pickle.dumps(undisturbed))
+    loop = a_loop(undisturbed)
+    await come_to_rest(undisturbed, a_reconciler(undisturbed), loop, still_ticks=still_ticks)
+    left = undisturbed.decide(loop.memory)
+    assert left.is_idle, f"more to do: {[a.reason for a in (*left.remember, *left.children)]}"
+    for _ in range(chance.choice((1, 1, 2))):
+        killed.lives = chance.randint(1, max(1, undisturbed.writes))
+        try:
+            await come_to_rest(killed, a_reconciler(killed), a_loop(killed), still_ticks=still_ticks)
+        except Killed:
+            if chance.random() < 0.5:
+                killed.controllers()
+        killed.restart_operator()
+    killed.controllers()
+    await come_to_rest(killed, a_reconciler(killed), a_loop(killed), still_ticks=still_ticks)
+    return undisturbed, killed
+
+
+def without_names(cluster: FakeCluster) -> dict[str, Any]:
+    """How it ends, whichever ordinals the replicas have."""
+    found = end_state(cluster)
+    pods = sorted(
+        (labels[ROLE_LABEL], labels[REVISION_LABEL]) for labels in found["pods"].values() if ROLE_LABEL in labels
+    )
+    conditions = {kind: (status, reason) for kind, (status, reason, _) in found["conditions"].items()}
+    return {"status": found["status"], "conditions": conditions, "pods": pods}

@@ -1,0 +1,432 @@
+"""A change comes up beside what serves: nobody is taken before somebody else answers, unless no node has room."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from operator_builders import a_deployment
+from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster
+from trimtab_operator.planning.children import allowed_down
+from trimtab_operator.rollout.rollback import from_text
+from trimtab_operator.rollout.surge import PATIENCE_SECONDS, allowed_surge
+from trimtab_operator.validation.rules import refusals
+
+QUICK = {"startTimeout": "2m", "drainTimeout": "10s", "bakeTime": "0s"}
+START_SECONDS = 20.0
+SEEDS = [*range(16), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(16, 40))]
+
+
+def a_runtime(*args: str) -> dict[str, Any]:
+    return {"device": "cpu", "image": "engine:1", "args": list(args)}
+
+
+def refused(name: str, words: str) -> dict[str, Any]:
+    """The Event of a StatefulSet whose pod the API server does not create."""
+    message = f"create Pod {name}-0 in StatefulSet {name} failed error: {words}"
+    return {"involvedObject": {"name": name}, "message": message, "lastTimestamp": "2026-01-01T12:00:00Z"}
+
+
+class Watched(FakeCluster):
+    """A cluster that knows how few replicas were Ready at any moment, and how many groups there were."""
+
+    fewest_ready = 99
+    most_groups = 0
+
+    def tick(self) -> Any:
+        decided = super().tick()
+        self.watch()
+        return decided
+
+    def watch(self) -> None:
+        self.fewest_ready = min(self.fewest_ready, sum(group.is_ready for group in self.groups))
+        self.most_groups = max(self.most_groups, len(self.groups))
+
+
+def settled(replicas: int = 1, *, nodes: int = 99, rollout: dict[str, Any] | None = None, **spec: Any) -> Watched:
+    rollout = {**QUICK, **(rollout or {})}
+    cluster = Watched(
+        replicas=replicas, nodes=nodes, runtime=a_runtime(), rollout=rollout, start_seconds=START_SECONDS, **spec
+    )
+    cluster.settle()
+    cluster.fewest_ready, cluster.most_groups = 99, 0
+    return cluster
+
+
+@pytest.mark.parametrize(
+    ("value", "replicas", "surge"), [(1, 1, 1), (0, 4, 0), (3, 2, 3), ("25%", 4, 1), ("10%", 1, 1), ("0%", 9, 0)]
+)
+def test_max_surge_is_a_count_or_a_share_rounded_up(value: int | str, replicas: int, surge: int) -> None:
+    deployment = a_deployment(rollout={"maxSurge": value})
+    assert refusals(deployment) == ()
+    assert allowed_surge(deployment, replicas) == surge
+
+
+@pytest.mark.parametrize("value", ["101%", "x%", 1001, -1])
+def test_a_surge_that_is_no_count_is_refused_by_name(value: int | str) -> None:
+    (refusal,) = refusals(a_deployment(rollout={"maxSurge": value}))
+    assert refusal.field == "spec.rollout.maxSurge"
+
+
+def test_a_single_replica_serves_until_the_new_one_does() -> None:
+    cluster = settled()
+    old = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    while cluster.decide().children or len(cluster.groups) > 1:
+        cluster.tick()
+        is_new_ready = any(group.is_ready and group.ordinal == 1 for group in cluster.groups)
+        assert is_new_ready or cluster.pods["m-g0-0"]["metadata"]["uid"] == old
+    assert [(group.ordinal, group.is_ready) for group in cluster.groups] == [(1, True)]
+    assert (cluster.fewest_ready, cluster.most_groups) == (1, 2)
+    cluster.settle()
+    assert cluster.condition("Ready")["status"] == "True"
+
+
+@pytest.mark.parametrize(("replicas", "surge", "most"), [(3, 1, 4), (3, 2, 5), (2, 5, 4), (4, "50%", 6)])
+def test_all_replicas_are_brought_up_to_date_and_as_many_as_wanted_serve_throughout(
+    replicas: int, surge: int | str, most: int
+) -> None:
+    cluster = settled(replicas, rollout={"maxSurge": surge})
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.settle()
+    assert cluster.fewest_ready == replicas
+    assert cluster.most_groups <= most
+    assert len(set(cluster.revisions)) == 1
+    assert len(cluster.groups) == replicas
+
+
+def test_each_engine_starts_once() -> None:
+    cluster = settled(3)
+    started = len(cluster.engines)
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.settle()
+    assert len(cluster.engines) - started == 3
+
+
+def test_a_change_that_does_not_come_up_never_takes_anybody() -> None:
+    cluster = settled(2)
+    before = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    cluster.edit(runtime=a_runtime(BROKEN))
+    for _ in range(60):
+        cluster.tick()
+    assert cluster.fewest_ready == 2
+    assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == before
+    assert cluster.condition("Degraded")["reason"] == "RolledBack"
+
+
+def test_readiness_that_blinks_while_a_change_comes_up_costs_nobody_its_pod() -> None:
+    cluster = settled(1)
+    old = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.set_ready("m-g0-0", False)
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    for _ in range(3):
+        cluster.tick()
+    assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
+    cluster.set_ready("m-g0-0")
+    cluster.settle()
+    assert len(set(cluster.revisions)) == 1
+
+
+@pytest.mark.parametrize("hung", [["m-g0-0"], ["m-g0-0", "m-g1-0"], ["m-g0-0", "m-g1-0", "m-g2-0"]])
+def test_replicas_that_hang_for_good_do_not_hold_a_change_up(hung: list[str]) -> None:
+    cluster = settled(3)
+    uids = {name: cluster.pods[name]["metadata"]["uid"] for name in hung}
+    cluster.unready.update(hung)
+    cluster.controllers()
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    for _ in range(40):
+        cluster.tick()
+        cluster.unready = {
+            name
+            for name in hung
+            if (cluster.pods.get(name) or {"metadata": {"uid": ""}})["metadata"]["uid"] == uids[name]
+        }
+        cluster.kubelets()
+    assert len(set(cluster.revisions)) == 1
+    assert all(group.is_ready for group in cluster.groups)
+
+
+def test_where_no_node_has_room_that_is_said_before_anybody_goes() -> None:
+    cluster = settled(1, nodes=1)
+    old = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    edited = cluster.now
+    while "NoRoomForSurge" not in cluster.events:
+        assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
+        cluster.tick()
+    assert PATIENCE_SECONDS <= cluster.now - edited <= PATIENCE_SECONDS + 4 * TICK_SECONDS
+    assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
+    said = cluster.condition("Progressing")["message"]
+    assert "m-g1, which was to serve before m-g0 goes, finds no node: 0/1 nodes are available: 1 Insufficient" in said
+    assert "nobody is answered until the new one is Ready" in said
+    cluster.settle()
+    assert [(group.ordinal, group.is_ready) for group in cluster.groups] == [(0, True)]
+    assert cluster.pods["m-g0-0"]["metadata"]["uid"] != old
+    assert cluster.events.count("NoRoomForSurge") == 1
+
+
+def test_a_new_operator_remembers_that_there_is_no_room() -> None:
+    cluster = settled(3, nodes=3)
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    while "NoRoomForSurge" not in cluster.events:
+        cluster.tick()
+    cluster.restart_operator()
+    cluster.most_groups = 0
+    cluster.tick()
+    cluster.most_groups = 0
+    cluster.settle()
+    assert (cluster.most_groups, cluster.fewest_ready) == (3, 2)
+    assert cluster.events.count("NoRoomForSurge") == 1
+    state = from_text(cluster.objects["ConfigMap", "m-rollout"]["data"]["rollout.json"], key=TOKEN)
+    assert state.no_room is not None
+
+
+def test_the_next_change_looks_for_room_again() -> None:
+    cluster = settled(1, nodes=1)
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.settle()
+    cluster.nodes, cluster.fewest_ready = 2, 99
+    cluster.edit(runtime=a_runtime("--seed=2"))
+    cluster.settle()
+    assert cluster.fewest_ready == 1
+
+
+def test_a_quota_that_refuses_another_pod_is_no_room_either() -> None:
+    cluster = settled(1)
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.quota = 1
+    words = 'pods "m-g1-0" is forbidden: exceeded quota: q, requested: pods=1, used: pods=1, limited: pods=1'
+    cluster.refusals = [refused("m-g1", words)]
+    for _ in range(40):
+        cluster.tick()
+    assert "NoRoomForSurge" in cluster.events
+    assert [(group.ordinal, group.is_ready) for group in cluster.groups] == [(0, True)]
+    assert len(set(cluster.revisions)) == 1
+
+
+@pytest.mark.parametrize(
+    "words", ["node(s) didn't match Pod's node affinity/selector", "node(s) had untolerated taint(s)"]
+)
+def test_a_change_that_no_node_could_take_whoever_goes_takes_nobody(words: str) -> None:
+    cluster = settled(1, nodes=1, rollout={"startTimeout": "5m"})
+    old = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.unschedulable = f"0/1 nodes are available: 1 {words}."
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    for _ in range(90):
+        cluster.tick()
+    assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
+    assert "NoRoomForSurge" not in cluster.events
+    assert words in cluster.condition("Degraded")["message"]
+
+
+def test_a_policy_that_refuses_the_new_pods_takes_nobody_either() -> None:
+    cluster = settled(1)
+    old = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.quota = 1
+    cluster.refusals = [refused("m-g1", 'admission webhook "policy" denied the request: no')]
+    for _ in range(60):
+        cluster.tick()
+    assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
+    assert "denied the request" in cluster.condition("Degraded")["message"]
+
+
+def test_scaling_to_zero_waits_for_no_surge() -> None:
+    cluster = settled(2)
+    cluster.edit(runtime=a_runtime("--seed=1"), replicas=0)
+    cluster.tick()
+    assert cluster.groups == ()
+
+
+def test_a_change_with_more_replicas_brings_them_at_once() -> None:
+    cluster = settled(1)
+    cluster.edit(runtime=a_runtime("--seed=1"), replicas=3)
+    cluster.settle()
+    assert cluster.fewest_ready == 1
+    assert len(cluster.groups) == 3
+    assert len(set(cluster.revisions)) == 1
+
+
+@pytest.mark.parametrize("bake", ["0s", "40s"])
+@pytest.mark.parametrize("surge", [0, 1])
+@pytest.mark.parametrize(("before", "wanted"), [(2, 3), (3, 5)])
+def test_a_roll_goes_on_while_replicas_that_came_with_it_find_no_place(
+    before: int, wanted: int, surge: int, bake: str
+) -> None:
+    """What no node takes cannot serve whoever waits for it: one at a time those that have a place are replaced."""
+    cluster = settled(before, nodes=before, rollout={"maxSurge": surge, "bakeTime": bake})
+    old = cluster.revisions[0]
+    cluster.edit(runtime=a_runtime("--seed=1"), replicas=wanted)
+    for _ in range(100):
+        cluster.tick()
+    ready = [group.revision for group in cluster.groups if group.is_ready]
+    assert len(ready) == before
+    assert old not in cluster.revisions
+    assert cluster.fewest_ready == before - 1
+    assert cluster.condition("Degraded")["reason"] != "RolledBack"
+
+
+def test_the_last_that_serves_is_not_taken_because_another_finds_no_place() -> None:
+    cluster = settled(1, nodes=1, rollout={"maxSurge": 0})
+    uid = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.edit(runtime=a_runtime("--seed=1"), replicas=2)
+    for _ in range(60):
+        cluster.tick()
+    assert cluster.pods["m-g0-0"]["metadata"]["uid"] == uid
+    assert cluster.condition("Degraded")["reason"] == "RolledBack"
+
+
+def is_placed(cluster: FakeCluster, name: str) -> bool:
+    return "nodeName" in cluster.pods[name]["spec"]
+
+
+@pytest.mark.parametrize("bake", ["0s", "40s"])
+@pytest.mark.parametrize("surge", [0, 1])
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_a_replica_that_lost_its_place_is_missing_and_a_roll_takes_no_other_for_it(
+    replicas: int, surge: int, bake: str
+) -> None:
+    """Its node is drained: unlike one that was added it served, and with another one two would be missing."""
+    cluster = settled(replicas, nodes=replicas, rollout={"maxSurge": surge, "bakeTime": bake, "startTimeout": "20m"})
+    cluster.nodes = replicas - 1
+    del cluster.pods["m-g0-0"]
+    cluster.controllers()
+    assert not is_placed(cluster, "m-g0-0")
+    cluster.fewest_ready = 99
+    for tick in range(70):
+        if tick == 20:
+            cluster.edit(runtime=a_runtime("--seed=1"))
+        cluster.tick()
+        assert cluster.fewest_ready == replicas - 1
+    cluster.nodes = replicas
+    cluster.controllers()
+    cluster.settle()
+    assert cluster.fewest_ready == replicas - 1
+    assert len(set(cluster.revisions)) == 1
+    assert [group.is_ready for group in cluster.groups] == [True] * replicas
+    assert cluster.condition("Degraded")["reason"] != "RolledBack"
+
+
+def test_one_that_was_added_has_lost_nothing_though_an_earlier_roll_had_room_for_another() -> None:
+    cluster = settled(2, nodes=3)
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.settle()
+    assert cluster.most_groups == 3
+    cluster.nodes = 2
+    cluster.edit(replicas=3)
+    for _ in range(20):
+        cluster.tick()
+    cluster.edit(runtime=a_runtime("--seed=2"))
+    for _ in range(100):
+        cluster.tick()
+    assert len(set(cluster.revisions)) == 1
+
+
+@pytest.mark.parametrize("bake", ["0s", "40s"])
+@pytest.mark.parametrize("surge", [0, 1])
+def test_where_one_serves_one_hangs_and_one_finds_no_place_the_one_that_hangs_goes_first(surge: int, bake: str) -> None:
+    """Then two serve, and the roll goes on: the last that answers is never the one that is taken."""
+    cluster = settled(2, nodes=2, rollout={"maxSurge": surge, "bakeTime": bake})
+    cluster.edit(replicas=3)
+    for _ in range(20):
+        cluster.tick()
+    assert not is_placed(cluster, "m-g2-0")
+    hung = cluster.pods["m-g1-0"]["metadata"]["uid"]
+    cluster.set_ready("m-g1-0", ready=False)
+    cluster.fewest_ready = 99
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    for _ in range(100):
+        cluster.tick()
+        if (cluster.pods.get("m-g1-0") or {"metadata": {"uid": ""}})["metadata"]["uid"] != hung:
+            cluster.set_ready("m-g1-0")
+    assert cluster.fewest_ready == 1
+    assert len(set(cluster.revisions)) == 1
+    assert sum(group.is_ready for group in cluster.groups) == 2
+    assert cluster.condition("Degraded")["reason"] != "RolledBack"
+
+
+def test_replicas_of_several_pods_surge_as_a_whole() -> None:
+    cluster = settled(1, parallelism={"pipeline": 2, "gpusPerNode": 1})
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.settle()
+    assert cluster.fewest_ready == 1
+    assert [(group.ordinal, group.num_pods) for group in cluster.groups] == [(1, 2)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_is_asked_for_meanwhile_no_replica_is_lost_while_a_change_rolls(seed: int) -> None:
+    """Edits, scaling and operators that end, at any moment: as many as were wanted all along serve throughout."""
+    chance = random.Random(seed)
+    replicas = chance.randrange(1, 4)
+    cluster = settled(replicas, rollout={"maxSurge": chance.choice([1, 2, "50%"])})
+    least = replicas
+    for _ in range(12):
+        what = chance.random()
+        if what < 0.4:
+            cluster.edit(runtime=a_runtime(f"--seed={chance.randrange(3)}"))
+        elif what < 0.6:
+            wanted = chance.randrange(1, 4)
+            least = min(least, wanted)
+            cluster.edit(replicas=wanted)
+        elif what < 0.7:
+            cluster.restart_operator()
+        for _ in range(chance.randrange(8)):
+            cluster.tick()
+    cluster.settle()
+    assert cluster.fewest_ready >= least
+    assert len(set(cluster.revisions)) == 1
+    assert len(cluster.groups) == cluster.deployment.replicas
+
+
+def ready_pods(cluster: FakeCluster) -> set[str]:
+    return {group.leader["metadata"]["uid"] for group in cluster.groups if group.is_ready and group.leader is not None}
+
+
+def kept_pods(cluster: FakeCluster) -> set[str]:
+    """The pods that nobody has told to go."""
+    owners = {manifest["metadata"]["name"] for (kind, _), manifest in cluster.objects.items() if kind == "StatefulSet"}
+    return {
+        pod["metadata"]["uid"]
+        for pod in cluster.pods.values()
+        if pod["metadata"]["ownerReferences"][0]["name"] in owners
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_wherever_pods_blink_and_rooms_are_full_no_more_is_taken_than_may_be_missing(seed: int) -> None:
+    """Who serves is taken only while enough others do: all that are wanted, or, where there is no room for one more or
+    none is asked for, all but `maxUnavailable`."""
+    chance = random.Random(seed)
+    replicas, surge, unavailable = chance.randrange(1, 5), chance.choice([0, 1, 2]), chance.choice([1, 2, "50%"])
+    rollout = {"maxSurge": surge, "maxUnavailable": unavailable, "bakeTime": chance.choice(["0s", "10s"])}
+    cluster = settled(replicas, nodes=replicas + chance.choice([0, 1, 9]), rollout=rollout)
+    for _ in range(50):
+        what = chance.random()
+        if what < 0.15:
+            cluster.edit(runtime=a_runtime(f"--seed={chance.randrange(3)}"))
+        elif what < 0.3:
+            cluster.unready = {name for name in cluster.pods if chance.random() < 0.3}
+            cluster.kubelets()
+        elif what < 0.35:
+            cluster.restart_operator()
+        elif what < 0.4:
+            cluster.nodes = replicas + chance.choice([0, 1, 9])
+        before, is_full = ready_pods(cluster), was_no_room(cluster)
+        cluster.turn()
+        left = before & kept_pods(cluster)
+        may_be_missing = allowed_down(cluster.deployment, replicas) if surge == 0 or is_full else 0
+        assert left == before or len(left) >= replicas - may_be_missing
+        cluster.now += TICK_SECONDS
+        cluster.controllers()
+    cluster.unready.clear()
+    cluster.kubelets()
+    cluster.settle()
+    assert len(set(cluster.revisions)) == 1
+    assert len(cluster.groups) == replicas
+
+
+def was_no_room(cluster: FakeCluster) -> bool:
+    """Whether the operator has found that there is none for the change under way."""
+    kept = cluster.objects.get(("ConfigMap", "m-rollout"), {}).get("data", {}).get("rollout.json")
+    return from_text(kept, key=TOKEN).no_room is not None

@@ -1,0 +1,184 @@
+"""What Prometheus is asked, and what its answers become: pages as the engines showed them, and a name for each lie."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import promql_parser
+import pytest
+from fake_prometheus import exposed
+from trimtab_operator.tuner.samples.prometheus import (
+    Duplicated,
+    Naming,
+    StoredSeries,
+    clock_of,
+    matrix_of,
+    newest_page,
+    range_query,
+    scrapes_of,
+)
+from trimtab_operator.tuner.samples.series import USED_NAMES, Unreadable, sample_of
+from tuner_looks import a_sample
+
+INSTALLED = Naming(
+    pod="kubernetes_pod_name",
+    namespace="kubernetes_namespace",
+    matchers={"cluster": "eu"},
+    aliases={"vllm:time_to_first_token_seconds": "vllm_ttft", "trimtab_config_generation": "trimtab:generation"},
+)
+
+
+def parsed(query: str) -> promql_parser.MatrixSelector:
+    found = promql_parser.parse(query)
+    assert isinstance(found, promql_parser.MatrixSelector)
+    return found
+
+
+def matchers(query: str) -> dict[str, tuple[Any, str]]:
+    return {m.name: (m.op, m.value) for m in parsed(query).vector_selector.matchers.matchers}
+
+
+def test_one_query_asks_for_every_family_of_some_pods_and_is_promql() -> None:
+    query = range_query(Naming(), namespace="team-a", pods=["m-g1-0", "m-g0-0"], seconds=44.2)
+    assert parsed(query).range.total_seconds() == 45
+    found = matchers(query)
+    assert found["namespace"] == (promql_parser.MatchOp.Equal, "team-a")
+    assert found["pod"] == (promql_parser.MatchOp.Re, r"m\-g0\-0|m\-g1\-0")
+    assert set(found["__name__"][1].split("|")) == USED_NAMES
+
+
+def test_an_installation_has_its_own_labels_and_names() -> None:
+    found = matchers(range_query(INSTALLED, namespace="a", pods=["p"], seconds=45))
+    assert found["kubernetes_pod_name"][1] == "p"
+    assert found["kubernetes_namespace"][1] == "a"
+    assert found["cluster"][1] == "eu"
+    names = set(found["__name__"][1].split("|"))
+    assert {"vllm_ttft_bucket", "vllm_ttft_sum", "trimtab:generation", "vllm:num_requests_running"} <= names
+    assert not {"vllm:time_to_first_token_seconds_bucket", "trimtab_config_generation"} & names
+
+
+@pytest.mark.parametrize("label", ["namespace", "pod"])
+def test_a_resource_cannot_ask_for_the_series_of_another_namespace_or_pod(label: str) -> None:
+    found = matchers(range_query(Naming(), namespace="mine", pods=["p"], seconds=45, labels={label: "theirs"}))
+    assert (found["namespace"][1], found["pod"][1]) == ("mine", "p")
+
+
+@pytest.mark.parametrize("value", ['"', "\\", '",job=~".*', "\n", "}", "ü", "{{.}}", "`", "\u2028", "#"])
+def test_whatever_a_label_says_stays_within_its_quotes(value: str) -> None:
+    query = range_query(Naming(), namespace="n", pods=["p"], seconds=45, labels={"job": value})
+    assert matchers(query)["job"] == (promql_parser.MatchOp.Equal, value)
+    assert set(matchers(query)) == {"__name__", "namespace", "pod", "job"}
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def stored(at: float, *targets: dict[str, str], scale: float = 1.0) -> list[StoredSeries]:
+    """One scrape of an engine at `at`, as each of these targets was scraped."""
+    return [
+        StoredSeries(name, {"namespace": "n", "pod": "p", **labels, **target}, [(at, value * scale)])
+        for target in targets or ({"job": "engines"},)
+        for name, labels, value in exposed(a_sample(at))
+    ]
+
+
+def test_a_page_from_prometheus_decodes_as_the_engines_own() -> None:
+    page = newest_page("p", scrapes_of(stored(100.0), Naming())["p"])
+    assert sample_of(page.series, at=page.at) == a_sample(100.0)
+
+
+def test_the_last_scrape_is_taken_whole_and_never_mixed_with_the_one_before() -> None:
+    half = [series for series in stored(115.0) if series.name != "vllm:num_requests_waiting"]
+    page = newest_page("p", scrapes_of([*stored(100.0), *half], Naming())["p"])
+    assert page.at == 115.0
+    with pytest.raises(Unreadable, match="lacks vllm:num_requests_waiting"):
+        sample_of(page.series, at=page.at)
+
+
+def test_data_parallel_ranks_are_one_target() -> None:
+    ranks = [StoredSeries(s.name, {**s.labels, "engine": rank}, s.samples) for s in stored(50.0) for rank in ("0", "1")]
+    page = newest_page("p", scrapes_of(ranks, Naming())["p"])
+    assert sample_of(page.series, at=0.0).counters.generated_tokens == 2 * a_sample(50.0).counters.generated_tokens
+
+
+def test_a_pod_that_two_jobs_scrape_is_named_with_both() -> None:
+    scrapes = scrapes_of(stored(100.0, {"job": "engines"}, {"job": "annotated"}), Naming())
+    with pytest.raises(Duplicated, match=r"p is scraped as 2 targets: \(job=annotated\); \(job=engines\)"):
+        newest_page("p", scrapes["p"])
+
+
+def test_a_label_of_the_installation_tells_them_apart() -> None:
+    naming = Naming(matchers={"job": "engines"})
+    assert newest_page("p", scrapes_of(stored(1.0, {"job": "engines"}), naming)["p"]).at == 1.0
+
+
+def test_what_a_pod_of_the_same_name_showed_before_is_not_this_ones() -> None:
+    scrapes = scrapes_of([*stored(90.0, {"instance": "old"}), *stored(100.0, {"instance": "new"})], Naming())
+    assert newest_page("p", scrapes["p"], since=95.0).at == 100.0
+    with pytest.raises(Unreadable, match="no scrape of pod p"):
+        newest_page("p", scrapes["p"], since=105.0)
+
+
+def test_series_under_other_names_are_the_engines_own_again() -> None:
+    renamed = [
+        StoredSeries(INSTALLED.stored_name(s.name), {**s.labels, "kubernetes_pod_name": "p"}, s.samples)
+        for s in stored(100.0)
+    ]
+    page = newest_page("p", scrapes_of(renamed, INSTALLED)["p"])
+    assert sample_of(page.series, at=100.0) == a_sample(100.0)
+
+
+def test_an_answer_is_read_with_its_times_and_special_numbers() -> None:
+    body = {
+        "status": "success",
+        "data": {
+            "resultType": "matrix",
+            "result": [
+                {"metric": {"__name__": "a", "pod": "p"}, "values": [[1.5, "2"], [2, "NaN"], [3, "+Inf"]]},
+                {"metric": {"__name__": "native"}, "histograms": [[1, {"count": "3"}]]},
+            ],
+        },
+    }
+    (series,) = matrix_of(json.dumps(body))
+    assert (series.name, series.labels, series.samples[0]) == ("a", {"pod": "p"}, (1.5, 2.0))
+    assert [str(value) for _, value in series.samples] == ["2.0", "nan", "inf"]
+
+
+BROKEN: list[tuple[str, str]] = [
+    ("", "is no JSON"),
+    ("<html>", "is no JSON"),
+    ("[" * 200_000, "is no JSON"),
+    ("[]", "no Prometheus"),
+    ('{"status":"ok"}', "no Prometheus"),
+    (
+        '{"status":"error","errorType":"execution","error":"too many samples"}',
+        "it refuses: execution: too many samples",
+    ),
+    ('{"status":"success"}', "no matrix"),
+    ('{"status":"success","data":{"resultType":"vector","result":[]}}', "no matrix"),
+    ('{"status":"success","data":{"resultType":"matrix","result":{}}}', "no list"),
+    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":[],"values":[]}]}}', "no labels"),
+    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{"a":1},"values":[]}]}}', "no text"),
+    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[1]]}]}}', "cannot be read"),
+    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[1,2]]}]}}', "no number"),
+    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[1,"1_0"]]}]}}', "no number"),
+    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[["x","1"]]}]}}', "no time"),
+    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[NaN,"1"]]}]}}', "no time"),
+]
+
+
+@pytest.mark.parametrize(("body", "why"), BROKEN)
+def test_what_is_no_answer_is_said(body: str, why: str) -> None:
+    with pytest.raises(Unreadable, match=why):
+        matrix_of(body)
+
+
+def test_its_clock_is_read() -> None:
+    assert clock_of('{"status":"success","data":{"resultType":"scalar","result":[7.25,"7.25"]}}') == 7.25
+
+
+@pytest.mark.parametrize("result", ["7", "[]", '[NaN,"1"]', '["7","7"]', "[true,1]"])
+def test_a_clock_that_tells_no_time_is_said(result: str) -> None:
+    with pytest.raises(Unreadable, match="no time"):
+        clock_of(f'{{"status":"success","data":{{"resultType":"scalar","result":{result}}}}}')
