@@ -73,6 +73,11 @@ def compile_layers(layers: Sequence[Layer], shape: DecoderShape, group: RankGrou
     return CompiledLayers(layers, NativeDecoder(weights[0].qkv.library, shape, weights), group)
 
 
+def is_library_missing() -> bool:
+    """Return True if this installation has no compiled operators for this CPU."""
+    return isinstance(native_library(), Missing)
+
+
 def why_not(dtype: torch.dtype, shape: DecoderShape) -> str:
     """Why compile_layers gave None on the CPU, for the log."""
     library = native_library()

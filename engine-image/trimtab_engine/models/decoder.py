@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from trimtab_kernels.few_rows import MAX_ROWS as MAX_FEW_ROWS
+from trimtab_kernels.skinny_gemm import MAX_ROWS as MAX_FEW_ROWS
 from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting
 from trimtab_kernels.native.decoder import DecoderShape, LayerWeights
 from trimtab_kernels.native.quantised import QuantisedBlocks
@@ -36,7 +36,7 @@ from trimtab_engine.layers.quantized import stacked
 from trimtab_engine.layers.rotary import RotaryAngles, Turn, no_turn
 from trimtab_engine.layers.vocabulary import LmHead, Placed, VocabularyEmbedding
 from trimtab_engine.memory.kv_groups import KVPlace, LayerKV, groups_of, places_of
-from trimtab_engine.models.compiled_layers import compile_layers, why_not
+from trimtab_engine.models.compiled_layers import compile_layers, is_library_missing, why_not
 from trimtab_engine.models.decoder_kv import decoder_kv
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.parallel.expert_slots import ExpertSlots
@@ -415,7 +415,10 @@ class Decoder:
             logger.info("CPU operators: compiled, for %s", self._compiled.instruction_set)
         elif device.type == "cpu":
             reason = why_not(dtype, shape) if is_plain else "they know neither windows nor sinks nor other layers"
-            logger.info("CPU operators: torch's, not the compiled ones: %s", reason)
+            if is_library_missing():
+                reason = f"{reason}; models that support them run 1.5 to 3 times slower"
+            level = logging.WARNING if is_library_missing() else logging.INFO
+            logger.log(level, "CPU operators: torch, not the compiled ones: %s", reason)
 
     @property
     def mixtures(self) -> list[MixtureOfExperts]:

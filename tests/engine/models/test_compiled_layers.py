@@ -73,7 +73,9 @@ def test_which_operators_compute_is_said(checkpoint: Path, caplog: pytest.LogCap
 def test_without_a_library_the_log_says_why(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         load_runner(str(checkpoint), load_format="dummy")
-    assert "CPU operators: torch's, not the compiled ones: they were not compiled" in caplog.text
+    assert "CPU operators: torch, not the compiled ones: they were not compiled" in caplog.text
+    assert "1.5 to 3 times slower" in caplog.text
+    assert "WARNING" in {record.levelname for record in caplog.records}
 
 
 def test_other_dtypes_are_torch_s(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,12 +1,13 @@
 """The library that is found, and what is said where there is none."""
 
+import logging
 from pathlib import Path
 
 import pytest
 import trimtab_kernels.native.build as build_module
 import trimtab_kernels.native.library as library_module
-from trimtab_kernels.native.build import build, library_name
-from trimtab_kernels.native.library import Missing, NativeLibrary, load_library, usable_instruction_sets
+from trimtab_kernels.native.build import build, compiler, library_name
+from trimtab_kernels.native.library import Missing, NativeLibrary, load_library, native_library, usable_instruction_sets
 
 
 def test_the_best_instruction_set_is_taken(compiled: Path) -> None:
@@ -60,3 +61,39 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     with pytest.raises(RuntimeError, match=r"no-such-flag"):
         build(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_library_is_compiled_into_the_cache_at_first_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A package without libraries, as a wheel built without a compiler has none; compiled for this CPU only, once."""
+    if compiler() is None:
+        pytest.skip("no C compiler here")
+    monkeypatch.setattr(library_module, "FOLDER", tmp_path / "package")
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    caplog.set_level(logging.INFO)
+    found = native_library.__wrapped__()
+    assert isinstance(found, NativeLibrary)
+    assert found.instruction_set == usable_instruction_sets()[0]
+    assert [path.name for path in (tmp_path / "cache").rglob("*.so")] == [library_name(found.instruction_set)]
+    assert "CPU operators: compiling" in caplog.text
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert isinstance(native_library.__wrapped__(), NativeLibrary)
+
+
+def test_missing_library_names_the_compiler_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_module, "FOLDER", tmp_path / "package")
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    found = native_library.__wrapped__()
+    assert isinstance(found, Missing)
+    assert "compiling them failed: no C compiler" in found.reason
+
+
+def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(library_module, "FOLDER", tmp_path / "package")
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "file"))
+    found = native_library.__wrapped__()
+    assert isinstance(found, Missing)
+    assert "Not a directory" in found.reason
