@@ -55,6 +55,7 @@ check: venv ## format, lint, types, import contracts, CRD and chart drift, docs 
 	$(BIN)/lint-imports
 	$(BIN)/python -m trimtab_operator.resource.crd --check
 	diff -u $(CRD) $(CHART_CRD)
+	$(BIN)/python hack/version.py --check
 	$(MKDOCS) build --quiet --strict --site-dir build/site
 
 format: venv ## format the sources

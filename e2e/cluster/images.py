@@ -21,7 +21,7 @@ from . import debian, docker_daemon, model
 from .cache import key_of, locked, remove_tree, tree_key
 from .errors import ClusterError
 from .process import output_of, run
-from .progress import in_parallel, say, stage
+from .progress import in_parallel, log_line, stage
 from .python_environment import pip_command
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -135,10 +135,9 @@ def requirements(pyproject: str, extra: str) -> list[str]:
     return list(found)
 
 
-def distribution_metadata(pyproject: str) -> tuple[str, str]:
-    """The name and METADATA of the folder in which importlib.metadata finds the project's version."""
-    project = tomllib.loads(pyproject)["project"]
-    name, version = project["name"], project["version"]
+def distribution_metadata(pyproject: str, version: str) -> tuple[str, str]:
+    """Return the name and METADATA of the folder in which importlib.metadata finds the project's version."""
+    name = tomllib.loads(pyproject)["project"]["name"]
     return f"{name}-{version}.dist-info", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
 
 
@@ -166,7 +165,8 @@ def _copy_own_code(product: Product, context: Path) -> None:
         target = context / "app" / Path(source).name
         shutil.copytree(REPOSITORY / source, target, ignore=shutil.ignore_patterns("__pycache__", COMPILED.name))
     _compile(context / "app")
-    folder, text = distribution_metadata((REPOSITORY / "pyproject.toml").read_text())
+    pyproject, version = (REPOSITORY / name for name in ("pyproject.toml", "VERSION"))
+    folder, text = distribution_metadata(pyproject.read_text(), version.read_text().strip())
     (context / "app" / folder).mkdir()
     (context / "app" / folder / "METADATA").write_text(text)
     (context / "bin").mkdir()
@@ -181,7 +181,7 @@ def _compile(app: Path) -> None:
     if not recipe.is_file():
         return
     if not (os.environ.get("CC") or shutil.which("cc")):
-        say("images: no C compiler here, so the engine's CPU operators are left out: it will be slower on CPUs")
+        log_line("images: no C compiler here, so the engine's CPU operators are left out: it will be slower on CPUs")
         return
     run([sys.executable, recipe], log="native")
 

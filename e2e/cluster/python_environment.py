@@ -55,7 +55,7 @@ def is_of_here(folder: Path) -> bool:
 
 
 def _key() -> str:
-    files = (REPOSITORY / "pyproject.toml", REPOSITORY / "constraints.txt")
+    files = (REPOSITORY / "pyproject.toml", REPOSITORY / "constraints.txt", REPOSITORY / "VERSION")
     return key_of(EXTRAS, *(file.read_bytes() for file in files))
 
 

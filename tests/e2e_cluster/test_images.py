@@ -27,7 +27,7 @@ def test_an_extra_that_is_missing_is_named() -> None:
 
 
 def test_the_project_s_version_is_found_as_pip_would_have_left_it(tmp_path: Path) -> None:
-    folder, text = distribution_metadata('[project]\nname = "trimtab"\nversion = "1.2.3"\n')
+    folder, text = distribution_metadata('[project]\nname = "trimtab"\n', "1.2.3")
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "METADATA").write_text(text)
     (found,) = importlib.metadata.distributions(name="trimtab", path=[str(tmp_path)])

@@ -179,7 +179,8 @@ def test_images_are_given_as_the_values_say_and_default_to_the_app_version() -> 
         "containers"
     ][0]
     assert container["image"] == "r.example/o:7"
-    assert "--default-image=trimtab-engine:0.1.0" in container["args"]
+    version = (REPOSITORY / "VERSION").read_text().strip()
+    assert f"--default-image=trimtab-engine:{version}" in container["args"]
 
 
 def test_a_tag_of_digits_alone_stays_what_it_is() -> None:
