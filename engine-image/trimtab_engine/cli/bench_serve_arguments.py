@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.flags import parser as types
 
 DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "trace")
@@ -85,7 +85,7 @@ class _NotBuilt(types.RefusedFlag):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        parser.error(str(NotBuiltError(f"{option_string} is not built yet; leave it out")))
+        parser.error(str(NotSupportedError(f"{option_string} is not supported yet; leave it out")))
 
 
 def _add_server(group: Any) -> None:

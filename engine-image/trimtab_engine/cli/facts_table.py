@@ -11,7 +11,7 @@ COUNTS = (("billion", 10**9), ("million", 10**6), ("thousand", 10**3))
 
 
 def facts_table(facts: Mapping[str, Any], dtype_bytes: int, disk_bytes: int, stored_types: Sequence[str] = ()) -> str:
-    """Lines of "name  words". What the facts do not hold (null: an architecture that is not built) has no line.
+    """Lines of "name  words". What the facts do not hold (null: an architecture that is not supported) has no line.
     `stored_types`: of a GGUF file, which is run in another type."""
     rows = {
         "model": facts["model"],

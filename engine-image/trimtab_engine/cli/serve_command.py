@@ -13,7 +13,7 @@ import msgspec
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.host_memory import with_device_memory
 from trimtab_engine.device.profiler import check_profiler_dir
-from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
+from trimtab_engine.errors import ConfigError, ModelError, NotSupportedError
 from trimtab_engine.flags.engine import engine_config, named_model
 from trimtab_engine.flags.local_model import is_elsewhere, local_model
 from trimtab_engine.flags.media import media_sources
@@ -138,24 +138,24 @@ def _served_config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def tool_call_parser(arguments: argparse.Namespace) -> str | None:
-    """Raises ConfigError for one that is not built, and when none is given for --enable-auto-tool-choice."""
+    """Raises ConfigError for one that is not supported, and when none is given for --enable-auto-tool-choice."""
     from trimtab_engine.api.openai.tool_parsers import PARSERS
 
     name: str | None = arguments.tool_call_parser
     if name is not None and name not in PARSERS:
-        raise NotBuiltError(f"--tool-call-parser {name} is not built; choose one of {', '.join(PARSERS)}")
+        raise NotSupportedError(f"--tool-call-parser {name} is not supported; choose one of {', '.join(PARSERS)}")
     if arguments.enable_auto_tool_choice and name is None:
         raise ConfigError("--enable-auto-tool-choice requires --tool-call-parser; give both")
     return name
 
 
 def reasoning_parser(arguments: argparse.Namespace) -> str | None:
-    """Raises NotBuiltError for one that is not built."""
+    """Raises NotSupportedError for one that is not supported."""
     from trimtab_engine.api.openai.reasoning_parsers import PARSERS
 
     name: str | None = arguments.reasoning_parser
     if name is not None and name not in PARSERS:
-        raise NotBuiltError(f"--reasoning-parser {name} is not built; choose one of {', '.join(PARSERS)}")
+        raise NotSupportedError(f"--reasoning-parser {name} is not supported; choose one of {', '.join(PARSERS)}")
     return name
 
 

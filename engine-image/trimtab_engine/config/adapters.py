@@ -6,7 +6,7 @@ Knows no tensor: the API server's process reads it as well.
 
 import msgspec
 
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 
 FLAG = "--lora-modules"
 MAX_ADAPTERS = 1024  # far beyond what a step or a memory holds, small enough to refuse nonsense at once
@@ -25,7 +25,7 @@ class AdapterModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         check_name(self.name)
         if "://" in self.path.removeprefix("file://"):
-            raise NotBuiltError(
+            raise NotSupportedError(
                 f"{FLAG}: the adapter {self.name} is at {self.path[:200]}, and adapters are not fetched; download it "
                 f"and give its folder"
             )

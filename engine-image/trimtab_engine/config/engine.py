@@ -16,7 +16,7 @@ from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.config.graphs import DEFAULT_LEVEL, MODES_BY_LEVEL, CompilationConfig
 from trimtab_engine.config.pooling import PoolerConfig, Runner
 from trimtab_engine.config.speculation import SpeculativeConfig
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.multimodal.items import MODALITIES, Modality
 from trimtab_engine.scheduling.policy import PreemptionMode, QueueOrder
 
@@ -301,8 +301,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not self.data_parallel_size <= self.max_cores <= MAX_RANKS:
             raise _above_cap("data-parallel-size", self.data_parallel_size, self.data_parallel_size_cap)
         if self.max_cores > self.data_parallel_size and self.nnodes > 1:
-            raise NotBuiltError(
-                f"--data-parallel-size-cap {self.max_cores} with --nnodes {self.nnodes} is not built: engine cores "
+            raise NotSupportedError(
+                f"--data-parallel-size-cap {self.max_cores} with --nnodes {self.nnodes} is not supported: engine cores "
                 f"join and retire on one node only; leave the cap out"
             )
         if self.rendezvous_secret_file is not None and self.nnodes == 1:
@@ -312,8 +312,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         self._check_external()
         if self.data_parallel_size > 1 and self.data_parallel_size % self.nnodes:
-            raise NotBuiltError(
-                f"--data-parallel-size {self.data_parallel_size} with --nnodes {self.nnodes} is not built: each node "
+            raise NotSupportedError(
+                f"--data-parallel-size {self.data_parallel_size} with --nnodes {self.nnodes} is not supported: each "
+                f"node "
                 f"holds as many whole engines as the others; set a multiple of {self.nnodes}, or fewer nodes"
             )
         if self.eplb is not None:
@@ -350,7 +351,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"not there; ranks are 0 to {world - 1}"
             )
         if self.nnodes > 1 or self.max_cores > self.data_parallel_size:
-            raise NotBuiltError(
+            raise NotSupportedError(
                 "--data-parallel-rank and --data-parallel-hybrid-lb, where every server has its own cores, go neither "
                 "with --nnodes nor with --data-parallel-size-cap; leave those out"
             )
@@ -371,21 +372,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             self._check_hidden_states(self.speculative.method)
 
     def _check_adapters(self) -> None:
-        """Raise NotBuiltError where adapters are not served yet."""
+        """Raise NotSupportedError where adapters are not served yet."""
         if self.adapters is None:
             return
         if self.adapters.is_updatable and self.max_cores > self.data_parallel_size:
-            raise NotBuiltError(
-                "--allow-runtime-lora-updating with --data-parallel-size-cap is not built: an engine core that joins "
+            raise NotSupportedError(
+                "--allow-runtime-lora-updating with --data-parallel-size-cap is not supported: an engine core that "
+                "joins "
                 "would lack the adapters that were loaded meanwhile; leave one of the two out"
             )
 
     def _check_hidden_states(self, method: str) -> None:
-        """Raise NotBuiltError where the hidden states that drafts are made of are not at hand, or not all that they are
-        made of."""
+        """Raise NotSupportedError where the hidden states that drafts are made of are not at hand, or not all that
+        they are made of."""
         if self.modalities:
-            raise NotBuiltError(
-                f"--speculative-config: method {method} beside images and videos is not built, as what drafts would "
+            raise NotSupportedError(
+                f"--speculative-config: method {method} beside images and videos is not supported, as what drafts "
+                f"would "
                 f"read tokens where the model sees; use ngram or draft_model, or --limit-mm-per-prompt with 0 each"
             )
         degrees = (
@@ -394,13 +397,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         for flag, degree in degrees:
             if degree > 1:
-                raise NotBuiltError(
-                    f"--speculative-config: method {method} with {flag} {degree} is not built, as embeddings and the "
+                raise NotSupportedError(
+                    f"--speculative-config: method {method} with {flag} {degree} is not supported, as embeddings and "
+                    f"the "
                     f"output layer are divided there; use ngram or draft_model, or one rank"
                 )
         if self.device == "cuda":
-            raise NotBuiltError(
-                f"--speculative-config: method {method} is not built on CUDA; use ngram or draft_model there"
+            raise NotSupportedError(
+                f"--speculative-config: method {method} is not supported on CUDA; use ngram or draft_model there"
             )
 
 

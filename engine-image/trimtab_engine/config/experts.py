@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from trimtab_engine.config.json_flags import convert_fields, read_json_object
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 
 FLAG = "--eplb-config"
 MAX_STEPS = 1_000_000_000  # of a window or interval: a year of steps; refuses nonsense
@@ -47,12 +47,12 @@ def parse_eplb_json(text: str) -> dict[str, Any]:
 
 
 def eplb_config(values: Mapping[str, Any]) -> EplbConfig:
-    """Judge the fields. Raises ConfigError, NotBuiltError for what vLLM has and we do not."""
+    """Judge the fields. Raises ConfigError, NotSupportedError for what vLLM has and we do not."""
     fields = {name: value for name, value in values.items() if value is not None}
     for name, harmless in HARMLESS.items():
         if fields.pop(name, None) not in harmless:
             why = "; experts are rearranged between two steps" if name == "use_async" else ""
-            raise NotBuiltError(f"{FLAG}: {name} {values[name]!r} is not built{why}; leave it out")
+            raise NotSupportedError(f"{FLAG}: {name} {values[name]!r} is not supported{why}; leave it out")
     unknown = sorted(fields.keys() - set(FIELDS))
     if unknown:
         raise ConfigError(f"{FLAG}: there is no {unknown[0]}; its fields are {', '.join(FIELDS)}")

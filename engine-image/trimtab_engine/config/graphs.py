@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from trimtab_engine.config.json_flags import convert_fields, read_json
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 
 FLAG = "--compilation-config"
 MAX_CAPTURE_SIZE = 1 << 16  # tokens; far above any batch whose launches still show
@@ -120,16 +120,17 @@ class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True):
             if mode is not None and mode not in tuple(CompilationMode):
                 raise ConfigError(f"{FLAG}: {name} is {mode}; it must be 0 to {max(CompilationMode)}")
             if mode in (CompilationMode.STOCK_TORCH_COMPILE, CompilationMode.DYNAMO_TRACE_ONCE):
-                raise NotBuiltError(
-                    f"{FLAG}: {name} {int(mode)} ({CompilationMode(mode).name}) is torch.compile, which is not built: "
+                raise NotSupportedError(
+                    f"{FLAG}: {name} {int(mode)} ({CompilationMode(mode).name}) is torch.compile, which is not "
+                    f"supported: "
                     f"the engine's kernels are fused by hand; use 0 or 3, and cudagraph_mode for graphs"
                 )
         if None not in (self.mode, self.level) and self.mode != self.level:
             raise ConfigError(f"{FLAG}: mode is {self.mode}, but level, its older name, is {self.level}; give one")
         if self.cudagraph_mode is CUDAGraphMode.FULL:
             built = ", ".join(mode.value for mode in BUILT_MODES)
-            raise NotBuiltError(
-                f"{FLAG}: cudagraph_mode full is not built: mixed steps cannot be one graph; use {built}"
+            raise NotSupportedError(
+                f"{FLAG}: cudagraph_mode full is not supported: mixed steps cannot be one graph; use {built}"
             )
         sizes = self.cudagraph_capture_sizes
         for size in sizes or ():
@@ -158,11 +159,12 @@ def parse_compilation_json(text: str) -> dict[str, Any]:
 
 
 def compilation_config(values: Mapping[str, Any]) -> CompilationConfig:
-    """Judge the fields of --compilation-config. Raises ConfigError, NotBuiltError for what vLLM has and we do not."""
+    """Judge the fields of --compilation-config. Raises ConfigError, NotSupportedError for what vLLM has and we do
+    not."""
     fields = {name: value for name, value in values.items() if value is not None}
     for name, harmless in NOT_BUILT_FIELDS.items():
         if fields.pop(name, None) not in harmless:
-            raise NotBuiltError(f"{FLAG}: {name} {values[name]!r} is not built; leave it out")
+            raise NotSupportedError(f"{FLAG}: {name} {values[name]!r} is not supported; leave it out")
     unknown = sorted(fields.keys() - {field.name for field in msgspec.structs.fields(CompilationConfig)})
     if unknown:
         raise ConfigError(f"{FLAG} has no field {unknown[0][:60]!r}; its fields are {', '.join(_FIELDS)}")

@@ -4,7 +4,7 @@ import difflib
 from typing import Any
 
 from trimtab_engine.config.json_flags import read_json_object
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 
 FLAG = "--limit-mm-per-prompt"
 EXAMPLE = """'{"image": 2, "video": 0}'"""
@@ -17,7 +17,7 @@ MAX_COUNT = 10_000
 
 def parse_modality_limits(text: str) -> dict[str, int]:
     """The most of each kind in one prompt, 0: none. Raises ConfigError for what is no JSON or is called otherwise,
-    NotBuiltError for what vLLM knows besides."""
+    NotSupportedError for what vLLM knows besides."""
     fields = read_json_object(FLAG, text, EXAMPLE)
     counts = {name: _count(name, value) for name, value in fields.items()}
     return UNLIMITED | {name: count for name, count in counts.items() if name in UNLIMITED}
@@ -31,10 +31,12 @@ def _count(name: str, value: Any) -> int:
     if isinstance(value, dict):
         others = sorted(value.keys() - {"count"})
         if others:
-            raise NotBuiltError(f"{FLAG}: {name}.{others[0][:50]} is not built yet; give the count alone: {EXAMPLE}")
+            raise NotSupportedError(
+                f"{FLAG}: {name}.{others[0][:50]} is not supported yet; give the count alone: {EXAMPLE}"
+            )
         value = value.get("count", UNLIMITED.get(name, 0))
     if type(value) is not int or not 0 <= value <= MAX_COUNT:
         raise ConfigError(f"{FLAG}: {name} is {str(value)[:50]}; write a whole number from 0 to {MAX_COUNT}: {EXAMPLE}")
     if name in OTHERS and value:
-        raise NotBuiltError(f"{FLAG}: {name} input is not built yet; leave it out")
+        raise NotSupportedError(f"{FLAG}: {name} input is not supported yet; leave it out")
     return value

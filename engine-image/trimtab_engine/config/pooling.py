@@ -1,5 +1,5 @@
 """What an engine does with prompts, tokens or vectors: --runner and --pooler-config as typed values, and what comes of
-them. Names are vLLM's; what is not built is refused by name. Knows no tensor: the API server's process reads it as
+them. Names are vLLM's; what is not supported is refused by name. Knows no tensor: the API server's process reads it as
 well.
 """
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from trimtab_engine.config.json_flags import convert_fields, read_json_object
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 
 FLAG = "--pooler-config"
@@ -18,7 +18,7 @@ METHODS: dict[str, PoolingMethod] = {"LAST": "last", "MEAN": "mean"}
 """By vLLM's names."""
 NO_CLS = (
     "the first token of a decoder sees no other one, so its hidden state says nothing of the prompt; models that pool "
-    "it see all tokens from each, and such encoders are not built"
+    "it see all tokens from each, and such encoders are not supported"
 )
 WHY_NOT = {
     "CLS": NO_CLS,
@@ -45,7 +45,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_pooler_json(text: str) -> PoolerConfig:
-    """The value of --pooler-config. Raises ConfigError, NotBuiltError for what vLLM has and we do not."""
+    """The value of --pooler-config. Raises ConfigError, NotSupportedError for what vLLM has and we do not."""
     values = read_json_object(FLAG, text, EXAMPLE)
     fields: dict[str, Any] = {}
     for name, value in values.items():
@@ -56,7 +56,7 @@ def parse_pooler_json(text: str) -> PoolerConfig:
     unknown = sorted(fields.keys() - {field.name for field in msgspec.structs.fields(PoolerConfig)})
     if unknown:
         known = ", ".join(field.name for field in msgspec.structs.fields(PoolerConfig))
-        raise NotBuiltError(f"{FLAG}: {unknown[0]} is not built; its fields are {known}")
+        raise NotSupportedError(f"{FLAG}: {unknown[0]} is not supported; its fields are {known}")
     if isinstance(fields.get("pooling_type"), str):
         fields["pooling_type"] = fields["pooling_type"].upper()
         check_is_built(fields["pooling_type"], FLAG)
@@ -64,12 +64,13 @@ def parse_pooler_json(text: str) -> PoolerConfig:
 
 
 def check_is_built(method: str, where: str) -> None:
-    """Raise NotBuiltError, with the reason, for a method by vLLM's name that is not among METHODS. `where`: who says
-    it."""
+    """Raise NotSupportedError, with the reason, for a method by vLLM's name that is not among METHODS. `where`: who
+    says it."""
     if method not in METHODS:
         reason = f": {WHY_NOT[method]}" if method in WHY_NOT else ""
-        raise NotBuiltError(
-            f"{where}: pooling type {method[:40]} is not built{reason}; built are {', '.join(METHODS)}, which {FLAG} "
+        raise NotSupportedError(
+            f"{where}: pooling type {method[:40]} is not supported{reason}; supported are {', '.join(METHODS)}, "
+            f"which {FLAG} "
             f"chooses"
         )
 
@@ -113,8 +114,8 @@ class OfCheckpoint(msgspec.Struct, frozen=True):
 def tasks_of(
     runner: Runner, config: PoolerConfig, said: OfCheckpoint, hidden_size: int, *, has_output_layer: bool
 ) -> Tasks:
-    """What an engine does with prompts. Raises ConfigError where it could do nothing that is asked for, NotBuiltError
-    for a method that is not built."""
+    """What an engine does with prompts. Raises ConfigError where it could do nothing that is asked for,
+    NotSupportedError for a method that is not supported."""
     if runner == "generate" and not has_output_layer:
         raise ConfigError(
             "--runner generate: the checkpoint has no output layer, so it gives hidden states and no tokens; leave the "
@@ -141,8 +142,8 @@ def _no_generation(runner: Runner, said: OfCheckpoint, has_output_layer: bool) -
 
 
 def sentence_transformers_method(words: Mapping[str, Any], where: str) -> str:
-    """The method that a Pooling module's config.json names, by vLLM's name where it has one. Raises NotBuiltError for
-    several at once, and where instructions are left out."""
+    """The method that a Pooling module's config.json names, by vLLM's name where it has one. Raises
+    NotSupportedError for several at once, and where instructions are left out."""
     named = words.get("pooling_mode")
     modes = [named] if isinstance(named, str) else list(named) if isinstance(named, list) else []
     modes += [
@@ -150,9 +151,11 @@ def sentence_transformers_method(words: Mapping[str, Any], where: str) -> str:
     ]
     names = {_METHOD_NAMES.get(str(mode).removesuffix("_tokens").removesuffix("_token"), str(mode)) for mode in modes}
     if len(names) != 1:
-        raise NotBuiltError(f"{where}: names {len(names)} pooling modes; one is built, such as pooling_mode_lasttoken")
+        raise NotSupportedError(
+            f"{where}: names {len(names)} pooling modes; one is built, such as pooling_mode_lasttoken"
+        )
     if words.get("include_prompt") is False:
-        raise NotBuiltError(f"{where}: include_prompt false is not built: all tokens of a prompt are pooled")
+        raise NotSupportedError(f"{where}: include_prompt false is not supported: all tokens of a prompt are pooled")
     return names.pop()
 
 

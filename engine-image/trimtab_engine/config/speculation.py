@@ -1,4 +1,4 @@
-"""--speculative-config as a typed value. Names and defaults are vLLM's; what is not built is refused by name.
+"""--speculative-config as a typed value. Names and defaults are vLLM's; what is not supported is refused by name.
 
 Knows no tensor: the API server's process reads it as well.
 """
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from trimtab_engine.config.json_flags import convert_fields, read_json_object
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 
 FLAG = "--speculative-config"
 METHODS = ("ngram", "draft_model", "eagle", "mtp")
@@ -75,14 +75,15 @@ def parse_speculative_json(text: str) -> dict[str, Any]:
 
 
 def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
-    """Judge the fields of --speculative-config. Raises ConfigError, NotBuiltError for what vLLM has and we do not."""
+    """Judge the fields of --speculative-config. Raises ConfigError, NotSupportedError for what vLLM has and we do
+    not."""
     fields = {name: value for name, value in values.items() if value is not None}
     for name, harmless in HARMLESS.items():
         if fields.pop(name, None) not in harmless:
-            raise NotBuiltError(f"{FLAG}: {name} {values[name]!r} is not built; leave it out")
+            raise NotSupportedError(f"{FLAG}: {name} {values[name]!r} is not supported; leave it out")
     unknown = sorted(fields.keys() - {field.name for field in msgspec.structs.fields(SpeculativeConfig)})
     if unknown:
-        raise NotBuiltError(f"{FLAG}: {unknown[0]} is not built; its fields are {', '.join(_FIELDS)}")
+        raise NotSupportedError(f"{FLAG}: {unknown[0]} is not supported; its fields are {', '.join(_FIELDS)}")
     fields["method"] = _method(fields.get("method"), fields.get("model"))
     if fields["method"] == "ngram" and fields.get("model") == "ngram":
         del fields["model"]
@@ -105,8 +106,8 @@ def _method(method: object, model: object) -> str:
     if method in SAME_AS_MTP:
         return "mtp"
     if method in METHODS_NOT_BUILT or str(method).endswith("_mtp"):
-        raise NotBuiltError(f"{FLAG}: method {method} is not built; built are {', '.join(METHODS)}")
-    raise ConfigError(f"{FLAG}: there is no method {str(method)[:40]!r}; built are {', '.join(METHODS)}")
+        raise NotSupportedError(f"{FLAG}: method {method} is not supported; supported are {', '.join(METHODS)}")
+    raise ConfigError(f"{FLAG}: there is no method {str(method)[:40]!r}; supported are {', '.join(METHODS)}")
 
 
 def _fill_lookup(fields: dict[str, Any]) -> None:

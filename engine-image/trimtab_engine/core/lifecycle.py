@@ -80,7 +80,8 @@ class Lifecycle:
             raise Refused(f"the engine sleeps at level {self.sleep_level}: wake it up before it sleeps at {level}")
         if level == 2 and not self.weights.can_drop_weights:
             raise Refused(
-                "level 2 is not built for data-parallel cores of a mixture of experts, which step together; use level 1"
+                "level 2 is not supported for data-parallel cores of a mixture of experts, which step together; use "
+                "level 1"
             )
         if self.sleep_level is None:
             self.pause(mode)

@@ -5,9 +5,11 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from trimtab_modelspec.memory_formula import MemoryFormula
+
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
-from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.errors import NotSupportedError
 from trimtab_engine.executor.driven_runner import DrivenRunner
 from trimtab_engine.executor.messages import (
     Profile,
@@ -19,7 +21,6 @@ from trimtab_engine.executor.messages import (
 )
 from trimtab_engine.executor.workers import OnDeath, Workers
 from trimtab_engine.memory.encoder import EncoderLimits
-from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.sizing import reserved_for_processes
 from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.parallel.groups import ALONE, RankGroups
@@ -110,8 +111,9 @@ def _layout_of(config: EngineConfig) -> Layout:
     source = open_model(config.model, config.load_format)
     model = parse_model_config(source.config, source.generation_config, source.where)
     if model.moe is not None and config.data_parallel_world_size not in (None, config.data_parallel_size):
-        raise NotBuiltError(
-            "--data-parallel-rank and --data-parallel-hybrid-lb are not built for a mixture of experts, whose cores "
+        raise NotSupportedError(
+            "--data-parallel-rank and --data-parallel-hybrid-lb are not supported for a mixture of experts, whose "
+            "cores "
             "step together: use --data-parallel-size with --nnodes, behind one API"
         )
     layout = Layout.of(config, is_moe=model.moe is not None)

@@ -93,5 +93,5 @@ def _module(fields: object) -> AdapterModule:
     known = {field.name for field in msgspec.structs.fields(AdapterModule)}
     unknown = sorted(fields.keys() - known)
     if unknown:
-        raise ConfigError(f"{FLAG}: {unknown[0]} is not built; the fields are {', '.join(sorted(known))}")
+        raise ConfigError(f"{FLAG}: {unknown[0]} is not supported; the fields are {', '.join(sorted(known))}")
     return convert_fields(FLAG, fields, AdapterModule)

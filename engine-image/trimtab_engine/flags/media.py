@@ -71,7 +71,7 @@ def add_media_source_flags(group: Any) -> None:
 
 def media_fields(arguments: argparse.Namespace, *, sees_images: bool | None, is_built: bool) -> dict[str, Any]:
     """Fields of the engine's configuration, for a model that takes images and videos or one that does not. Where that
-    is not built (on this device, beside what drafts) its text half alone is served, unless a limit asks for more;
+    is not supported (on this device, beside what drafts) its text half alone is served, unless a limit asks for more;
     `sees_images` None: nobody knows yet.
     Raises ConfigError where a limit is given and there is nothing to limit."""
     text = arguments.limit_mm_per_prompt

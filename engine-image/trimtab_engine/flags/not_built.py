@@ -1,9 +1,9 @@
-"""vLLM's flags that are known but not built yet: refused by name, unless their value asks for nothing."""
+"""vLLM's flags that are known but not supported yet: refused by name, unless their value asks for nothing."""
 
 import argparse
 from collections.abc import Sequence
 
-from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.errors import NotSupportedError
 from trimtab_engine.flags.parser import RefusedFlag
 
 # Flag: values that ask for nothing. None stands for the flag without a value.
@@ -42,7 +42,7 @@ class _NotBuilt(RefusedFlag):
         only = [value for value in harmless if value is not None]
         hint = f" other than {' or '.join(only)}" if only else ""
         remedy = "the model's code never runs here" if flag == "--trust-remote-code" else "leave it out"
-        parser.error(str(NotBuiltError(f"{flag}{hint} is not built yet; {remedy}")))
+        parser.error(str(NotSupportedError(f"{flag}{hint} is not supported yet; {remedy}")))
 
 
 def add_not_built(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import re
 import socket
 from typing import Any
 
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.flags import parser as types
 from trimtab_engine.flags.experts import add_eplb_flags
 
@@ -210,7 +210,7 @@ def _external(arguments: argparse.Namespace, nnodes: int, node_rank: int) -> dic
         )
     local = 1 if rank is not None else size // nnodes
     if rank is None and size % nnodes:
-        raise NotBuiltError(
+        raise NotSupportedError(
             f"--data-parallel-size {size} over {nnodes} nodes: each has as many engine cores; set a multiple"
         )
     return {
@@ -227,17 +227,21 @@ def _said_as_cores(arguments: argparse.Namespace) -> tuple[int | None, int | Non
         first = arguments.data_parallel_start_rank
         local = local or size // (arguments.nnodes or 1)
     if local == 0:
-        raise NotBuiltError("--data-parallel-size-local 0, an API server without an engine core, is not built; set 1")
+        raise NotSupportedError(
+            "--data-parallel-size-local 0, an API server without an engine core, is not supported; set 1"
+        )
     if local is None:
         return None, None
     if size % local:
-        raise NotBuiltError(
-            f"--data-parallel-size-local {local} of --data-parallel-size {size} is not built: every node holds as many "
+        raise NotSupportedError(
+            f"--data-parallel-size-local {local} of --data-parallel-size {size} is not supported: every node holds "
+            f"as many "
             f"engine cores; set a divisor of {size}"
         )
     if first is not None and (first % local or first >= size):
-        raise NotBuiltError(
-            f"--data-parallel-start-rank {first} is not built: with --data-parallel-size-local {local} of {size} cores "
+        raise NotSupportedError(
+            f"--data-parallel-start-rank {first} is not supported: with --data-parallel-size-local {local} of {size} "
+            f"cores "
             f"a node begins at a multiple of {local} below {size}"
         )
     if first and not arguments.headless and not arguments.data_parallel_hybrid_lb:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab_engine.config.pooling import EXAMPLE, FLAG, OfCheckpoint, sentence_transformers_method
-from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.errors import ModelError, NotSupportedError
 from trimtab_engine.weights.gguf_file import GgufSource
 from trimtab_engine.weights.source import CONFIG_FILE, WeightSource, read_json
 
@@ -20,7 +20,7 @@ MODEL, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"
 def pooling_of_checkpoint(model: Path, method: str | None = None) -> OfCheckpoint:
     """What the folder of a checkpoint says; of one that says nothing, and of a single file, the defaults of decoders.
     `method`: what a flag says instead of the Pooling module, by vLLM's name. Raises ModelError for files that cannot be
-    read, NotBuiltError for modules that are not built."""
+    read, NotSupportedError for modules that are not supported."""
     path = model / MODULES_FILE
     if not model.is_dir() or not path.is_file():
         return OfCheckpoint()
@@ -28,8 +28,9 @@ def pooling_of_checkpoint(model: Path, method: str | None = None) -> OfCheckpoin
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     unknown = [kind for kind in kinds if kind not in (MODEL, POOLING, NORMALIZE)]
     if unknown:
-        raise NotBuiltError(
-            f"{path}: a module {unknown[0][:60]} after the model is not built, so its vectors would be others; built "
+        raise NotSupportedError(
+            f"{path}: a module {unknown[0][:60]} after the model is not supported, so its vectors would be others; "
+            f"built "
             f"are {POOLING} and {NORMALIZE}; --runner generate leaves them all out"
         )
     if POOLING not in kinds:

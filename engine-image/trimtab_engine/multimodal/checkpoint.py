@@ -35,7 +35,7 @@ PLACE = re.compile(r"<row_(\d+)_col_(\d+)>")
 
 
 def read_processors(folder: str) -> Processors:
-    """The model's processors. Raises ModelError for files that are missing, or say what is not built."""
+    """The model's processors. Raises ModelError for files that are missing, or say what is not supported."""
     image = _words(Path(folder), IMAGE, "image_processor")
     if image is None:
         raise ModelError(

@@ -272,9 +272,9 @@ def square_of(config: Mapping[str, Any], where: str) -> tuple[int, int]:
         return side, (along // factor) ** 2
     kind, strategy = str(vision.get("model_type")), config.get("vision_feature_select_strategy", "default")
     if kind not in WITH_CLASS:
-        raise ModelError(f"{inside}: model_type {kind!r} is not built; built are {', '.join(WITH_CLASS)}")
+        raise ModelError(f"{inside}: model_type {kind!r} is not supported; supported are {', '.join(WITH_CLASS)}")
     if strategy not in ("default", "full"):
-        raise ModelError(f"{where}: vision_feature_select_strategy is {strategy!r}; built are default and full")
+        raise ModelError(f"{where}: vision_feature_select_strategy is {strategy!r}; supported are default and full")
     return side, along**2 + WITH_CLASS[kind] - (strategy == "default")
 
 
@@ -285,7 +285,7 @@ def _shuffled(config: Mapping[str, Any], along: int, where: str) -> int:
     if strategy != "default" or factor < 1 or not factor.is_integer() or along < 1 or along % int(factor):
         raise ModelError(
             f"{where}: {along} patches along a square's side, downsample_ratio {1 / factor:g} and "
-            f"vision_feature_select_strategy {strategy!r} are not built; the first must be a multiple of 1 / the "
+            f"vision_feature_select_strategy {strategy!r} are not supported; the first must be a multiple of 1 / the "
             f"second, the third default"
         )
     return along // int(factor)
@@ -311,7 +311,7 @@ def _kind(words: Mapping[str, Any], where: str) -> str:
     said = words.get("image_processor_type")
     if said not in KNOWN_TYPES:
         raise ModelError(
-            f"{where}: image_processor_type {said!r} is not built; built are "
+            f"{where}: image_processor_type {said!r} is not supported; supported are "
             f"{', '.join((*CROPPING, *SQUEEZING, *CUTTING, *FITTING))}"
         )
     return next(kind for kind in (*CUTTING, *FITTING, *SQUEEZING, *CROPPING) if str(said).startswith(kind))
@@ -329,7 +329,7 @@ def _shorter_edge(words: Mapping[str, Any], where: str) -> int | None:
         return None
     if size.keys() not in ({""}, {"shortest_edge"}):
         raise ModelError(
-            f"{where}: size is {words['size']!r:.100}; built are shortest_edge alone, and height and width"
+            f"{where}: size is {words['size']!r:.100}; supported are shortest_edge alone, and height and width"
         )
     return next(iter(size.values()))
 

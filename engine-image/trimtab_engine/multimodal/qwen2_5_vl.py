@@ -60,7 +60,7 @@ class PatchProcessor:
         what is not done here."""
         kind = words.get("image_processor_type", KNOWN_TYPES[0])
         if kind not in KNOWN_TYPES:
-            raise ModelError(f"{where}: image_processor_type {kind!r} is not built; supported: {KNOWN_TYPES[0]}")
+            raise ModelError(f"{where}: image_processor_type {kind!r} is not supported; supported: {KNOWN_TYPES[0]}")
         for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if words.get(step, True) is not True:
                 raise ModelError(f"{where}: {step} is {words[step]!r}; only true is built")

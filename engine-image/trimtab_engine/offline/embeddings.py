@@ -25,7 +25,7 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.task not in (None, "embed"):
-            raise InvalidRequest(f"task {self.task!r} is not built; leave it out, or write 'embed'")
+            raise InvalidRequest(f"task {self.task!r} is not supported; leave it out, or write 'embed'")
         if self.dimensions is not None and self.dimensions < 1:
             raise InvalidRequest(f"dimensions is {self.dimensions}; it must be 1 or more")
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:

@@ -1,6 +1,6 @@
 """How a user of the offline LLM class says what to generate: vLLM's names, and the same checks as over HTTP.
 
-What a field may hold, and what is not built, is decided in one place for both: api/openai/protocol.py.
+What a field may hold, and what is not supported, is decided in one place for both: api/openai/protocol.py.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class SamplingParams:
     """What to generate from one prompt. temperature 0 is greedy; max_tokens None is as much as fits.
 
     `logprobs`: how many of the most likely tokens are reported beside each chosen one (None: nothing).
-    `structured_outputs`: a dict such as {"regex": "[0-9]+"}. What is not built is refused by name. Raises
+    `structured_outputs`: a dict such as {"regex": "[0-9]+"}. What is not supported is refused by name. Raises
     InvalidRequest when a value is not allowed.
     """
 

@@ -67,7 +67,8 @@ def layers_of(model: RemoteModel, manifest: Mapping[str, Any]) -> tuple[tuple[Re
             files.append(RemoteFile(name, size, hexes))
         elif archive is not None and archive["packed"] == "zstd":
             raise ModelError(
-                f"{model}: has a layer of the type {kind}; zstd is not built: pack it as plain tar, which weights gain "
+                f"{model}: has a layer of the type {kind}; zstd is not supported: pack it as plain tar, which "
+                f"weights gain "
                 f"nothing over, or with gzip"
             )
         elif archive is not None:

@@ -92,7 +92,8 @@ def _check_split(file: Path, tokenizer: Mapping[str, Any]) -> None:
         return
     if name not in known:
         raise ModelError(
-            f"{file}: its tokenizer splits text as {name!r} does, which is not built; give --tokenizer a folder with "
+            f"{file}: its tokenizer splits text as {name!r} does, which is not supported; give --tokenizer a folder "
+            f"with "
             f"the model's tokenizer.json"
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.errors import ModelError, NotSupportedError
 from trimtab_engine.weights.safetensors_files import read_header
 from trimtab_engine.weights.source import read_json
 
@@ -62,7 +62,7 @@ class PeftAdapter:
     """One that was opened: its configuration and its file's header are read and found whole."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError for what is missing or damaged, NotBuiltError for what is not built."""
+        """Raises ModelError for what is missing or damaged, NotSupportedError for what is not supported."""
         self.where = str(folder)
         config_file, self._file = folder / CONFIG_FILE, folder / TENSORS_FILE
         _check_folder(folder)
@@ -125,7 +125,7 @@ def _check_folder(folder: Path) -> None:
         raise ModelError(f"adapter {folder}: is no folder here; give one with {CONFIG_FILE} and {TENSORS_FILE}")
     pickle = next((name for name in PICKLES if (folder / name).exists()), None)
     if not (folder / TENSORS_FILE).exists() and pickle is not None:
-        raise NotBuiltError(
+        raise NotSupportedError(
             f"adapter {folder}: its tensors are in {pickle}, a pickle, which can run code as it loads; save it as "
             f"{TENSORS_FILE} (PEFT: save_pretrained(..., safe_serialization=True))"
         )
@@ -137,12 +137,12 @@ def _check_folder(folder: Path) -> None:
 def _check_built(config: Mapping[str, Any], where: Path) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise NotBuiltError(f"{where}: peft_type is {kind!r}, which is not built; built is LORA")
+        raise NotSupportedError(f"{where}: peft_type is {kind!r}, which is not supported; built is LORA")
     for name, harmless in HARMLESS.items():
         value = config.get(name)
         if value is not None and value not in harmless:
-            raise NotBuiltError(
-                f"{where}: {name} is {str(value)[:100]}, which is not built; merge the adapter into the model and "
+            raise NotSupportedError(
+                f"{where}: {name} is {str(value)[:100]}, which is not supported; merge the adapter into the model and "
                 f"serve that, or train it without"
             )
 
@@ -168,8 +168,8 @@ def _pattern(config: Mapping[str, Any], name: str, where: Path) -> dict[str, flo
     for pattern in given:
         plain = str(pattern).replace("\\.", ".")
         if not PATTERN.fullmatch(plain):
-            raise NotBuiltError(
-                f"{where}: {name} has the pattern {plain[:100]!r}; built are names of modules, and ends of names"
+            raise NotSupportedError(
+                f"{where}: {name} has the pattern {plain[:100]!r}; supported are names of modules, and ends of names"
             )
         found[plain] = _number(given, pattern, where)
     return found
@@ -187,8 +187,8 @@ def _factor(name: str, file: Path) -> tuple[str, int]:
     """The module of a tensor, by the name that it has in the file, and which of its factors the tensor is."""
     ending = next((ending for ending in FACTORS if name.endswith(ending)), None)
     if ending is None or not name.startswith(WRAPPED):
-        raise NotBuiltError(
-            f"{file}: has the tensor {name[:200]}; built are {WRAPPED}MODULE with {' and '.join(FACTORS)}"
+        raise NotSupportedError(
+            f"{file}: has the tensor {name[:200]}; supported are {WRAPPED}MODULE with {' and '.join(FACTORS)}"
         )
     return name.removeprefix(WRAPPED).removesuffix(ending), FACTORS[ending]
 
@@ -205,7 +205,7 @@ def _shape(module: str, names: list[str], header: Mapping[str, Any], scaling: _S
     down, up = (header[name]["shape"] for name in names)
     for name in names:
         if header[name]["dtype"] not in FLOATS:
-            raise ModelError(f"{file}: tensor {name} is {header[name]['dtype']}; built are {', '.join(FLOATS)}")
+            raise ModelError(f"{file}: tensor {name} is {header[name]['dtype']}; supported are {', '.join(FLOATS)}")
     if len(down) != 2 or len(up) != 2 or down[0] != up[1] or 0 in (*down, *up):
         raise ModelError(f"{file}: the factors of {module} are {down} and {up}; [rank, in] and [out, rank] are needed")
     stored = names[0].removeprefix(WRAPPED).removesuffix(".lora_A.weight")

@@ -95,7 +95,7 @@ class GgufSource:
         self._kind, self._names = kind, names[kind]
         self._metadata = Metadata(self._fields, kind, self.where)
         if self._metadata.number("expert_count", 0, COUNT) and not self._names.experts:
-            raise ModelError(f"{self.where}: mixtures of experts in GGUF architecture {kind} are not built")
+            raise ModelError(f"{self.where}: mixtures of experts in GGUF architecture {kind} are not supported")
         self._divisors = self._numbers(tensors.pop(ROPE_FREQUENCIES)) if ROPE_FREQUENCIES in tensors else []
         self._tensors = {
             ours: held for name, tensor in tensors.items() for ours, held in self._in_our_words(name, tensor).items()
@@ -294,7 +294,8 @@ def _read_part(file: Path) -> _Part:
         raise ModelError(f"{file}: is truncated or no GGUF file: {one_line(error)[:200]}") from None
     if reader.endianess is GGUFEndian.BIG:
         raise ModelError(
-            f"{file}: is in big-endian byte order, which is not built; give the little-endian file, as most are, or "
+            f"{file}: is in big-endian byte order, which is not supported; give the little-endian file, as most are, "
+            f"or "
             f"convert it in place: gguf-convert-endian {file} little"
         )
     size = file.stat().st_size
@@ -311,5 +312,5 @@ def _is_read(name: str) -> bool:
 
 def _not_built(kind: str, names: Mapping[str, GgufNames]) -> str:
     if kind == TOWER_KIND:
-        return "is the tower of a model that sees images, not built for GGUF; give the file of the model itself"
-    return f"GGUF architecture {kind} is not built; supported: {', '.join(names)}; others are read from safetensors"
+        return "is the tower of a model that sees images, not supported for GGUF; give the file of the model itself"
+    return f"GGUF architecture {kind} is not supported; supported: {', '.join(names)}; others are read from safetensors"

@@ -66,7 +66,7 @@ class Metadata:
         value = self.fields.get(name)
         if isinstance(value, list) and value:
             if any(one != value[0] for one in value):
-                raise ModelError(f"{self.where}: {name} differs from layer to layer ({str(value)[:60]}), not built")
+                raise ModelError(f"{self.where}: {name} differs from layer to layer ({str(value)[:60]}), not supported")
             value = value[0]
         return checked(value, name, need, self.where)
 
@@ -122,7 +122,7 @@ def _rope_scaling(metadata: Metadata, divisors: Sequence[float], head_size: int)
     for key in UNBUILT_FACTORS:
         said = metadata.number(key, 1.0)
         if kind not in UNSCALED and said != 1.0:
-            raise ModelError(f"{metadata.where}: {metadata.architecture}.{key} {said} is not built")
+            raise ModelError(f"{metadata.where}: {metadata.architecture}.{key} {said} is not supported")
     words: dict[str, Any] = {"rope_type": "default"}
     if kind not in ("none", ""):
         words = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor", linear, ABOVE_ZERO)}
@@ -152,7 +152,7 @@ def _check_divisors(metadata: Metadata, divisors: Sequence[float], head_size: in
             f"above 0 are needed"
         )
     if kind not in UNSCALED:
-        raise ModelError(f"{metadata.where}: rope_freqs.weight beside rope scaling {kind} is not built")
+        raise ModelError(f"{metadata.where}: rope_freqs.weight beside rope scaling {kind} is not supported")
 
 
 def end_tokens(fields: Mapping[str, Any], where: str) -> list[int]:

@@ -46,7 +46,8 @@ def not_loaded_from(model: str) -> str:
         return f"{model} is a model for an InferenceDeployment; here give the folder at which the claim is mounted"
     scheme = model.partition("://")[0]
     return (
-        f"{model}: models of {scheme}:// are not built; copy it to this machine and give its folder or .gguf file, or "
+        f"{model}: models of {scheme}:// are not supported; copy it to this machine and give its folder or .gguf "
+        f"file, or "
         f"name one of the Hugging Face hub, hf://ORG/NAME, of a bucket, s3://BUCKET/PREFIX, or of a registry, oci://REGISTRY/REPOSITORY:TAG"
     )
 

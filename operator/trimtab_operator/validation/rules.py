@@ -157,7 +157,7 @@ def a_download_is_named_whole(deployment: InferenceDeployment) -> Iterator[Refus
         yield Refusal(
             "spec.model.uri",
             f"{model.uri} is one GGUF file; of these only folders are downloaded in a cluster: GGUF files that are "
-            "downloaded are not built yet, so put it on a PersistentVolumeClaim and use pvc://CLAIM/path",
+            "downloaded are not supported yet, so put it on a PersistentVolumeClaim and use pvc://CLAIM/path",
         )
     elif model.scheme is Scheme.HUB:
         yield from _of_the_hub(model)
@@ -240,7 +240,7 @@ def options_belong_to_where_the_model_is(deployment: InferenceDeployment) -> Ite
 
 def runtime_kind_is_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
     if deployment.spec.runtime.kind != "trimtab":
-        yield Refusal("spec.runtime.kind", f"{deployment.spec.runtime.kind} is not built yet; use trimtab")
+        yield Refusal("spec.runtime.kind", f"{deployment.spec.runtime.kind} is not supported yet; use trimtab")
 
 
 def an_image_is_known(deployment: InferenceDeployment) -> Iterator[Refusal]:
@@ -418,10 +418,10 @@ def _hidden_states_are_at_hand(deployment: InferenceDeployment, field: str, meth
     instead = "use ngram or draft_model"
     parallelism = deployment.spec.parallelism
     if deployment.spec.runtime.device != "cpu":
-        yield Refusal(field, f"{method} is not built yet for spec.runtime.device cuda; {instead}")
+        yield Refusal(field, f"{method} is not supported yet for spec.runtime.device cuda; {instead}")
     elif parallelism.tensor * parallelism.pipeline > 1:
         ranks = f"spec.parallelism.tensor × pipeline = {parallelism.tensor * parallelism.pipeline}"
-        yield Refusal(field, f"{method} is not built yet for {ranks}; {instead}, or one rank")
+        yield Refusal(field, f"{method} is not supported yet for {ranks}; {instead}, or one rank")
 
 
 """What a prompt may have besides text."""
@@ -484,7 +484,7 @@ def bounds_hold_the_start(deployment: InferenceDeployment) -> Iterator[Refusal]:
 
 def restart_class_is_not_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
     if deployment.spec.tuning.restart_class != "Never":
-        yield Refusal("spec.tuning.restartClass", "canaried restarts are not built yet; set Never")
+        yield Refusal("spec.tuning.restartClass", "canaried restarts are not supported yet; set Never")
 
 
 # --- metrics and rollout ----------------------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ def test_a_body_that_is_no_utf8_is_400_with_the_place(server: Any) -> None:
 def test_a_route_that_is_not_built_is_refused_by_its_name(server: Any, path: str) -> None:
     response = server.http.post(path, json={"model": "stub", "input": "a"})
     assert response.status_code == 404
-    assert error_of(response)["message"].startswith(f"{path} is not built; ")
+    assert error_of(response)["message"].startswith(f"{path} is not supported; ")
 
 
 TEXT = {"type": "text", "text": "a"}

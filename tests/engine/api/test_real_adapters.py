@@ -97,7 +97,7 @@ def test_adapters_come_and_go_on_all_servers_and_cores_at_once(
         ({"lora_name": "\ud800", "lora_path": second}, 400, "lora_name"),
         ({"lora_name": 5, "lora_path": second}, 400, "lora_name"),
         ([], 400, ""),
-        ({"lora_name": "law", "lora_path": second, "load_inplace": True}, 400, "load_inplace is not built"),
+        ({"lora_name": "law", "lora_path": second, "load_inplace": True}, 400, "load_inplace is not supported"),
     ):
         answer = post(LOAD, content=json.dumps(body), headers={"Content-Type": "application/json"})
         assert answer.status_code == status, answer.text

@@ -119,5 +119,5 @@ def test_a_server_of_one_rank_counts_as_the_others_do_that_it_does_not_know(serv
     assert "ranks here are 2 to 2" in engine.post("a", rank="0").text
     for family in ("vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_count", "trimtab_layout_ranks"):
         assert list(engine.metric(family)) == ["2"]
-    with pytest.raises(AssertionError, match="not built for a mixture of experts, whose cores step together"):
+    with pytest.raises(AssertionError, match="not supported for a mixture of experts, whose cores step together"):
         serve("-dp", "4", "--data-parallel-rank", "2", model=tiny_mixture)

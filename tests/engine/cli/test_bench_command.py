@@ -42,7 +42,7 @@ def test_help_names_every_flag_and_shows_examples(kind: str, flags: str, capsys:
         (["--extra-body", "[1]"], "must be a JSON object"),
         (["--max-concurrency", "0"], "is below 1"),
         (["--dataset-name", "hf"], "invalid choice"),
-        (["--lora-modules", "a"], "--lora-modules is not built yet"),
+        (["--lora-modules", "a"], "--lora-modules is not supported yet"),
         (["--request-rat", "1"], "did you mean --request-rate"),
     ],
 )

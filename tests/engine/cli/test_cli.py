@@ -73,7 +73,7 @@ def test_a_host_without_a_number_is_no_pod(monkeypatch: pytest.MonkeyPatch, caps
         (["-tp", "0"], "argument --tensor-parallel-size/-tp"),
         (["--pipeline-layer-partition", "3,x"], "'3,x' is not a list of layer counts"),
         (["--distributed-executor-backend", "ray"], "invalid choice: 'ray'"),
-        (["--quantization=awq"], "awq is not built; built: fp8"),
+        (["--quantization=awq"], "awq is not supported; supported: fp8"),
         (["--kv-cache-dtype", "fp4"], "'fp4' is none of auto, float32, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2"),
         (["--kv-cache-dtype", "int4"], "'int4' is none of auto, float32"),
         (["--watermark", "2"], "write a number from 0 to 1"),
@@ -119,7 +119,7 @@ def test_a_choice_is_offered_only_where_it_is_spelt_alike(capsys: pytest.Capture
 
 def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/no/such/model" in refused(capsys, "serve", "/no/such/model", "--device", "cpu")
-    assert "gs://a/b: models of gs:// are not built" in refused(capsys, "serve", "gs://a/b", "--device", "cpu")
+    assert "gs://a/b: models of gs:// are not supported" in refused(capsys, "serve", "gs://a/b", "--device", "cpu")
     assert "oci://a/b names no model of oci://" in refused(capsys, "serve", "oci://a/b", "--device", "cpu")
     assert "no model" in refused(capsys, "serve", "--device", "cpu")
     assert "/no/such/model" in refused(capsys, "inspect", "/no/such/model")
@@ -223,7 +223,7 @@ def test_the_served_name_is_the_last_part_of_the_model_unless_given() -> None:
 
 def test_a_model_may_be_a_file_uri() -> None:
     assert engine_config(_parser().parse_args(["serve", "file:///a/b", "--device", "cpu"])).model == "/a/b"
-    with pytest.raises(ConfigError, match="gs://b/k: models of gs:// are not built"):
+    with pytest.raises(ConfigError, match="gs://b/k: models of gs:// are not supported"):
         engine_config(_parser().parse_args(["serve", "gs://b/k", "--device", "cpu"]))
 
 

@@ -28,7 +28,7 @@ def completed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
         (["serve", "MODEL", "--max-num-seqs"], ["--max-num-seqs", "--max-num-seqs-cap"]),
         (["serve", "--device", "cpu", "--admin-p"], ["--admin-port"]),
         (["bench", "serve", "--request-r"], ["--request-rate"]),
-        (["serve", "--fully-sharded"], []),  # known, and not built: never offered
+        (["serve", "--fully-sharded"], []),  # known, and not supported: never offered
     ],
 )
 def test_a_word_that_is_begun_is_completed(

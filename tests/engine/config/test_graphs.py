@@ -9,7 +9,7 @@ from trimtab_engine.config.graphs import (
     compilation_config,
     parse_compilation_json,
 )
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 
 
 @pytest.mark.parametrize(
@@ -34,15 +34,15 @@ def test_vllms_fields_are_understood(values: dict[str, Any], expected: Compilati
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"mode": 1}, r"mode 1 \(STOCK_TORCH_COMPILE\) is torch.compile, which is not built"),
+        ({"mode": 1}, r"mode 1 \(STOCK_TORCH_COMPILE\) is torch.compile, which is not supported"),
         ({"level": "DYNAMO_ONCE"}, "level 2 .* is torch.compile"),
-        ({"cudagraph_mode": "FULL"}, "cudagraph_mode full is not built: .* use none, piecewise"),
-        ({"backend": "inductor"}, "backend 'inductor' is not built"),
-        ({"compile_sizes": [1]}, "compile_sizes .* is not built"),
+        ({"cudagraph_mode": "FULL"}, "cudagraph_mode full is not supported: .* use none, piecewise"),
+        ({"backend": "inductor"}, "backend 'inductor' is not supported"),
+        ({"compile_sizes": [1]}, "compile_sizes .* is not supported"),
     ],
 )
 def test_what_vllm_has_and_we_do_not_is_refused_by_name(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(NotBuiltError, match=message):
+    with pytest.raises(NotSupportedError, match=message):
         compilation_config(values)
 
 

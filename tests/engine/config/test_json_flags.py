@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 from trimtab_engine.config.json_flags import convert_fields, read_json_object
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 
 EXAMPLE = '{"width": 3}'
 
@@ -11,7 +11,7 @@ class Size(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if self.width > 9:
-            raise NotBuiltError(f"--size: width {self.width} is not built; use 9 or less")
+            raise NotSupportedError(f"--size: width {self.width} is not supported; use 9 or less")
 
 
 def test_the_fields_of_an_object_are_read() -> None:
@@ -31,5 +31,5 @@ def test_a_field_of_another_type_is_refused_with_its_name() -> None:
 
 
 def test_what_the_type_itself_refuses_is_raised_as_it_is() -> None:
-    with pytest.raises(NotBuiltError, match=r"^--size: width 10 is not built; use 9 or less$"):
+    with pytest.raises(NotSupportedError, match=r"^--size: width 10 is not supported; use 9 or less$"):
         convert_fields("--size", {"width": 10}, Size)

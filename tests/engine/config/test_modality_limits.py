@@ -2,7 +2,7 @@
 
 import pytest
 from trimtab_engine.config.modality_limits import parse_modality_limits
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_a_kind_that_is_not_named_has_vllm_s_number(text: str, limits: tuple[int
         ('{"image": null}', ConfigError, "image is None"),
         ('{"image": 1000000}', ConfigError, "image is 1000000"),
         ('{"image": {"count": -1}}', ConfigError, "image is -1"),
-        ('{"video": {"count": 1, "num_frames": 32}}', NotBuiltError, r"video\.num_frames is not built yet"),
-        ('{"audio": 1}', NotBuiltError, "audio input is not built yet"),
+        ('{"video": {"count": 1, "num_frames": 32}}', NotSupportedError, r"video\.num_frames is not supported yet"),
+        ('{"audio": 1}', NotSupportedError, "audio input is not supported yet"),
     ],
 )
 def test_what_is_no_limit_is_told(text: str, error: type[Exception], words: str) -> None:

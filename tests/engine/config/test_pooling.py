@@ -10,7 +10,7 @@ from trimtab_engine.config.pooling import (
     parse_pooler_json,
     tasks_of,
 )
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.scheduling.pooling import Pooling
 
 SILENT, EMBEDS = OfCheckpoint(), OfCheckpoint("MEAN", normalize=False, where="modules.json")
@@ -34,13 +34,13 @@ def test_the_flag_takes_vllm_s_names_old_and_new(text: str, expected: PoolerConf
     ("text", "error", "said"),
     [
         ("[]", ConfigError, "--pooler-config must be a JSON object, such as"),
-        ('{"pooling_type": "CLS"}', NotBuiltError, "CLS is not built: the first token of a decoder sees no other one"),
-        ('{"pooling_type": "ALL"}', NotBuiltError, "ALL is not built: vectors of all tokens are not given"),
-        ('{"pooling_type": "STEP"}', NotBuiltError, "STEP is not built: models that reward steps"),
-        ('{"pooling_type": "MAX"}', NotBuiltError, "MAX is not built; built are LAST, MEAN"),
+        ('{"pooling_type": "CLS"}', NotSupportedError, "CLS is not supported: the first token of a decoder"),
+        ('{"pooling_type": "ALL"}', NotSupportedError, "ALL is not supported: vectors of all tokens are not given"),
+        ('{"pooling_type": "STEP"}', NotSupportedError, "STEP is not supported: models that reward steps"),
+        ('{"pooling_type": "MAX"}', NotSupportedError, "MAX is not supported; supported are LAST, MEAN"),
         ('{"pooling_type": 3}', ConfigError, "Expected `str.*pooling_type"),
         ('{"dimensions": 0}', ConfigError, "dimensions is 0; it must be 1 or more"),
-        ('{"step_tag_id": 3}', NotBuiltError, "step_tag_id is not built; its fields are pooling_type, normalize, dim"),
+        ('{"step_tag_id": 3}', NotSupportedError, "step_tag_id is not supported; its fields are pooling_type"),
         ('{"normalize": true, "use_activation": false}', ConfigError, "says normalize twice, and differently"),
     ],
 )
@@ -86,5 +86,5 @@ def test_the_request_comes_before_the_flag_and_that_before_the_checkpoint(
 def test_a_model_that_generates_too_is_not_refused_for_a_pooling_that_nobody_asked_for() -> None:
     said = OfCheckpoint("CLS", where="modules.json")
     assert tasks_of("generate", PoolerConfig(), said, 64, has_output_layer=True).no_generation == ""
-    with pytest.raises(NotBuiltError, match=r"modules\.json: pooling type CLS is not built"):
+    with pytest.raises(NotSupportedError, match=r"modules\.json: pooling type CLS is not supported"):
         tasks_of("auto", PoolerConfig(), said, 64, has_output_layer=True)

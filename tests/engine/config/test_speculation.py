@@ -1,10 +1,10 @@
-"""--speculative-config: vLLM's names and defaults; what is not built is refused by name."""
+"""--speculative-config: vLLM's names and defaults; what is not supported is refused by name."""
 
 from typing import Any
 
 import pytest
 from trimtab_engine.config.speculation import SpeculativeConfig, parse_speculative_json, speculative_config
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 
 
 def test_ngram_looks_up_five_tokens_unless_told_otherwise() -> None:
@@ -43,7 +43,7 @@ def test_layers_of_the_models_own_make_one_draft_unless_told_otherwise(method: s
 
 @pytest.mark.parametrize("method", ["eagle3", "qwen3_next_mtp", "suffix", "medusa"])
 def test_methods_that_are_not_built_are_refused_by_name(method: str) -> None:
-    with pytest.raises(NotBuiltError, match=f"method {method} is not built; built are ngram, draft_model, eagle, mtp"):
+    with pytest.raises(NotSupportedError, match=f"method {method} is not supported; supported are ngram, draft_model"):
         speculative_config({"method": method, "num_speculative_tokens": 2})
 
 
@@ -63,7 +63,7 @@ def test_methods_that_are_not_built_are_refused_by_name(method: str) -> None:
         ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 3, "prompt_lookup_max": 2}, "above"),
         ({"method": "ngram", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 2}, "tensor_parallel_size 2"),
         ({"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}, "'synthetic'"),
-        ({"method": "ngram", "num_speculative_tokens": 2, "speculative_token_tree": "[]"}, "token_tree is not built"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "speculative_token_tree": "[]"}, "tree is not supported"),
     ],
 )
 def test_what_is_wrong_is_named(values: dict[str, Any], message: str) -> None:

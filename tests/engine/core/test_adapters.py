@@ -15,7 +15,7 @@ from served import serve
 from trimtab_engine.config.adapters import AdapterConfig, AdapterModule
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.messages import AdapterCard, AddRequest, LoadLora, Sleep, UnloadLora, WakeUp
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import open_model, parse_model_config
@@ -134,7 +134,7 @@ def test_projections_without_room_for_adapters_are_named(model_of: Callable[...,
         architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     )
     router = an_adapter(tmp_path / "router", {"model.layers.0.mlp.gate": (4, 64)})
-    with pytest.raises(NotBuiltError, match=r"it adapts model.layers.0.mlp.gate, and adapters of that projection"):
+    with pytest.raises(NotSupportedError, match=r"it adapts model.layers.0.mlp.gate, and adapters of that projection"):
         an_engine(mixture, adapters=served_from_start(router), load_format="dummy")
 
 

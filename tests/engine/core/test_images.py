@@ -26,7 +26,7 @@ from seeing_runs import NUM_TOKENS, Run, check_with_the_steps_of_a_device, defec
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.errors import NotSupportedError
 from trimtab_engine.messages import WAKE_TAGS, AddRequest, PatchConfig, Sleep, WakeUp
 from trimtab_engine.scheduling.sampling import Sampling
 
@@ -245,7 +245,7 @@ def drafts(method: Literal["ngram", "draft_model"], checkpoint: Path) -> dict[st
 
 
 def test_drafts_from_hidden_states_beside_images_are_refused_by_name(checkpoint: Path) -> None:
-    with pytest.raises(NotBuiltError, match="method eagle beside images and videos"):
+    with pytest.raises(NotSupportedError, match="method eagle beside images and videos"):
         an_engine(checkpoint, speculative=SpeculativeConfig(method="eagle", model="m", num_speculative_tokens=2))
 
 

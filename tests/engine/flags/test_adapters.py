@@ -10,7 +10,7 @@ from adapter_folders import an_adapter
 from trimtab_engine.cli import main
 from trimtab_engine.config.adapters import AdapterConfig, AdapterModule
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.flags.adapters import adapter_config
 from trimtab_engine.flags.parser import OneLineParser
 from trimtab_engine.flags.serve import add_serve_flags
@@ -67,7 +67,10 @@ def test_flags_are_vllm_s(flags: tuple[str, ...], config: AdapterConfig | None) 
         (("--enable-lora", "--lora-modules", "{"), "--lora-modules is not JSON"),
         (("--enable-lora", "--lora-modules", "[1]"), "must name each adapter by a JSON object"),
         (("--enable-lora", "--lora-modules", '{"name": "a"}'), "missing required field `path`"),
-        (("--enable-lora", "--lora-modules", '{"name": "a", "path": "/a", "x": 1}'), "x is not built; the fields are"),
+        (
+            ("--enable-lora", "--lora-modules", '{"name": "a", "path": "/a", "x": 1}'),
+            "x is not supported; the fields are",
+        ),
         (("--enable-lora", "--lora-modules", '{"name": 1, "path": "/a"}'), "Expected `str`, got `int`"),
         (("--enable-lora", "--lora-modules", "a=/a", "a=/b"), "names the adapter a twice"),
         (("--enable-lora", "--lora-modules", "a=hf://o/a"), "a is at hf://o/a, and adapters are not fetched"),
@@ -101,12 +104,12 @@ def test_as_many_are_kept_as_are_named_and_at_least_as_many_as_a_step_has() -> N
     [
         (
             {"adapters": AdapterConfig(is_updatable=True), "data_parallel_size_cap": 2},
-            "--allow-runtime-lora-updating with --data-parallel-size-cap is not built",
+            "--allow-runtime-lora-updating with --data-parallel-size-cap is not supported",
         ),
     ],
 )
 def test_where_adapters_are_not_served_they_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(NotBuiltError, match=message):
+    with pytest.raises(NotSupportedError, match=message):
         EngineConfig(**{"model": "/model", "adapters": AdapterConfig(), **changes})
 
 
@@ -131,4 +134,4 @@ def test_serve_refuses_adapters_before_anything_starts(
 def test_what_else_vllm_has_is_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         config_of("--enable-lora", flag)
-    assert f"{flag} is not built yet" in capsys.readouterr().err
+    assert f"{flag} is not supported yet" in capsys.readouterr().err

@@ -55,7 +55,7 @@ def test_with_a_balancer_of_others_a_server_has_only_its_own_ranks(command: str,
     ("command", "why"),
     [
         ("-dp 4 -dpl 3", "every node holds as many engine cores; set a divisor of 4"),
-        ("-dp 4 -dpl 0", "an API server without an engine core, is not built"),
+        ("-dp 4 -dpl 0", "an API server without an engine core, is not supported"),
         ("-dp 4 -dpl 2 --data-parallel-start-rank 1 --headless", "begins at a multiple of 2 below 4"),
         ("-dp 4 -dpl 2 --data-parallel-start-rank 2", "without --headless: only the first node serves"),
         ("-dp 4 -dpl 2 --nnodes 4", "--nnodes is 4, but --data-parallel-size-local"),

@@ -4,7 +4,7 @@ import pytest
 from trimtab_engine.cli import _parser
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.flags.engine import engine_config
 
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=4)
@@ -51,12 +51,12 @@ def test_two_flags_that_differ_are_refused() -> None:
 
 
 def test_a_method_that_is_not_built_is_refused_by_name() -> None:
-    with pytest.raises(NotBuiltError, match="method medusa is not built"):
+    with pytest.raises(NotSupportedError, match="method medusa is not supported"):
         config("--spec-method", "medusa", "--spec-tokens", "3")
 
 
 def test_a_head_over_ranks_is_refused_by_name() -> None:
-    with pytest.raises(NotBuiltError, match="method mtp with --tensor-parallel-size 2 is not built"):
+    with pytest.raises(NotSupportedError, match="method mtp with --tensor-parallel-size 2 is not supported"):
         config("--spec-method", "mtp", "--tensor-parallel-size", "2")
 
 

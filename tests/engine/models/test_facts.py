@@ -78,7 +78,7 @@ def test_an_architecture_that_is_not_built_has_facts_too(tmp_path: Path) -> None
     facts = model_facts(str(tmp_path))
     assert facts.keys() == KEYS | {"refusal"}
     assert facts["supported"] is False
-    assert "architecture OursForCausalLM is not built" in facts["refusal"]
+    assert "architecture OursForCausalLM is not supported" in facts["refusal"]
     assert (facts["num_layers"], facts["num_experts"], facts["num_parameters"]) == (3, 8, 5)
 
 

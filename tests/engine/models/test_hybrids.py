@@ -15,7 +15,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.errors import ModelError, NotSupportedError
 from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.models.checkpoint import check_counts, check_tensors, expected_shapes, num_parameters
 from trimtab_engine.models.registry import open_model, parse_model_config
@@ -134,17 +134,17 @@ def test_steps_of_a_device_give_them_the_same(
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not built"),
-        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not built"),
-        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not built"),
-        ("gemma3", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not built"),
-        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, of full_attention; built are 4"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+        ("gemma3", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, of full_attention; supported 4"),
         ("gpt-oss", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 is above num_local_experts 6"),
         *(
             (
                 name,
                 {"quantization_config": scheme},
-                f"quant_method '{scheme['quant_method']}' is not built for {family}",
+                f"quant_method '{scheme['quant_method']}' is not supported for {family}",
             )
             for name, family in (("gpt-oss", "GptOssForCausalLM"), ("llama4", "Llama4ForCausalLM"))
             for scheme in (
@@ -154,13 +154,21 @@ def test_steps_of_a_device_give_them_the_same(
                 {"quant_method": "fp8", "weight_block_size": [128, 128]},
             )
         ),
-        ("llama4", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4' is not built for Llama4"),
-        ("deepseek", {"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4' is not built for DeepseekV3"),
-        ("deepseek", {"rope_interleave": False}, "rope_interleave False is not built"),
+        (
+            "llama4",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "quant_method 'mxfp4' is not supported for Llama4",
+        ),
+        ("deepseek", {"quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4' is not supported for DeepseekV3"),
+        ("deepseek", {"rope_interleave": False}, "rope_interleave False is not supported"),
         ("deepseek", {"topk_group": 5}, "topk_group 5 no more than n_group"),
         ("deepseek", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 is above the 4 of topk_group groups"),
         ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries; 5 are needed"),
-        ("llama4", {"layer_types": ["sliding_attention"] * 5}, "of sliding_attention; built are 5, of full_attention"),
+        (
+            "llama4",
+            {"layer_types": ["sliding_attention"] * 5},
+            "of sliding_attention; supported are 5, of full_attention",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
@@ -176,7 +184,7 @@ def test_layers_that_predict_further_tokens_are_left_alone(tmp_path: Path) -> No
     save_file(stored | {"model.layers.3.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     check_tensors(config, open_model(str(tmp_path)))
     save_file(stored | {"model.layers.4.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"model\.layers\.4\.eh_proj\.weight; this variant is not built"):
+    with pytest.raises(ModelError, match=r"model\.layers\.4\.eh_proj\.weight; this variant is not supported"):
         check_tensors(config, open_model(str(tmp_path)))
 
 
@@ -229,5 +237,5 @@ def test_a_draft_model_beside_windows_is_refused_by_name(checkpoint: tuple[Path,
     drafts = SpeculativeConfig(method="draft_model", num_speculative_tokens=2, model=folder)
     config = EngineConfig(model=folder, speculative=drafts)
     target = ModelRunner.load(config, Device("cpu"), lambda stage, percent: None)
-    with pytest.raises(NotBuiltError, match="has layers that see a window, which is not built; use the method ngram"):
+    with pytest.raises(NotSupportedError, match="has layers that see a window, which is not supported; use the"):
         Speculation.load(config, Device("cpu"), target)

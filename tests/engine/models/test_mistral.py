@@ -93,7 +93,7 @@ def test_a_window_that_is_not_said_is_the_one_that_transformers_reads() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not built"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ({"sliding_window": 0}, "sliding_window is 0; a positive whole number is needed"),
     ],
 )

@@ -224,5 +224,5 @@ def test_an_engine_says_how_experts_are_held(
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
 def test_other_families_in_mxfp4_are_refused_by_name(architecture: str) -> None:
     words = CONFIG | {"architectures": [architecture], "num_experts": 4, "moe_intermediate_size": 32}
-    with pytest.raises(ModelError, match=f"quant_method 'mxfp4' is not built for {architecture}, only for gpt-oss"):
+    with pytest.raises(ModelError, match=f"quant_method 'mxfp4' is not supported for {architecture}, only for gpt-oss"):
         parse_model_config(words | {"quantization_config": MXFP4}, {}, "config.json")

@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3Model
 from trimtab_engine.config.pooling import OfCheckpoint, PoolerConfig
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
+from trimtab_engine.errors import ConfigError, ModelError, NotSupportedError
 from trimtab_engine.messages import AddRequest
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.pooler import pooling_of_checkpoint
@@ -74,7 +74,7 @@ def test_what_would_give_other_vectors_is_refused_by_name(
     tmp_path: Path, modules: tuple[str, ...], pooling: dict[str, Any], wrong: str
 ) -> None:
     say(tmp_path, *modules, **pooling)
-    with pytest.raises(NotBuiltError, match=wrong):
+    with pytest.raises(NotSupportedError, match=wrong):
         pooling_of_checkpoint(tmp_path)
 
 
@@ -89,7 +89,7 @@ def test_where_the_module_s_folder_is_missing_a_flag_may_say_it(tmp_path: Path) 
 @pytest.mark.parametrize("text", ["{}", "[1]", "no json", "[{}]"])
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text)
-    with pytest.raises((ModelError, NotBuiltError), match=str(tmp_path / "modules.json")):
+    with pytest.raises((ModelError, NotSupportedError), match=str(tmp_path / "modules.json")):
         pooling_of_checkpoint(tmp_path)
 
 
@@ -171,7 +171,7 @@ def test_one_that_pools_its_first_token_is_refused_with_the_reason_and_what_woul
     folder = bare()
     say(folder, "Transformer", "Pooling", pooling_mode_cls_token=True)
     with pytest.raises(
-        NotBuiltError, match=r"CLS is not built: the first token of a decoder sees no other one.*--pooler"
+        NotSupportedError, match=r"CLS is not supported: the first token of a decoder sees no other one.*--pooler"
     ):
         embedded(folder)
     assert embedded(folder, pooler=PoolerConfig(pooling_type="MEAN")).shape == (64,)

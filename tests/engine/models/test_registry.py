@@ -99,7 +99,7 @@ def test_a_family_that_is_added_is_read_counted_and_run(tmp_path: Path, monkeypa
         return greedy_generator(runner, block_size=16)([[5, 6, 7]], 8)
 
     known = tokens("LlamaForCausalLM")
-    with pytest.raises(ModelError, match="architecture OursForCausalLM is not built: transformers"):
+    with pytest.raises(ModelError, match="architecture OursForCausalLM is not supported: transformers"):
         tokens("OursForCausalLM")
     family = replace(BY_ARCHITECTURE["LlamaForCausalLM"], architectures=("OursForCausalLM",), gguf_names={})
     monkeypatch.setitem(registry.BY_ARCHITECTURE, "OursForCausalLM", family)

@@ -198,8 +198,8 @@ def test_what_becomes_of_a_square_is_counted(config: dict[str, Any], num_tokens:
         ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"image_size": [[1], [2]]}}, "image_size is"),
         ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"image_size": []}}, r"image_size is \[\]"),
         ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"image_size": 10**9}}, "squares of 4096 pixels"),
-        ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"model_type": ["x"]}}, r"\['x'\]\" is not built"),
-        (INTERN | {"vision_feature_select_strategy": "full"}, "'full' are not built"),
+        ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"model_type": ["x"]}}, r"\['x'\]\" is not supported"),
+        (INTERN | {"vision_feature_select_strategy": "full"}, "'full' are not supported"),
         (SMOL | {"scale_factor": 3}, "no multiple of scale_factor 3"),
         ({"model_type": "llava"}, "vision_config is None"),
     ],
@@ -212,7 +212,7 @@ def test_towers_of_another_kind_are_refused(config: dict[str, Any], words: str) 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"image_processor_type": "PixtralImageProcessor"}, "'PixtralImageProcessor' is not built"),
+        ({"image_processor_type": "PixtralImageProcessor"}, "'PixtralImageProcessor' is not supported"),
         ({"do_rescale": False}, "do_rescale is False"),
         ({"resample": 2}, "resample is 2"),
         (
@@ -231,7 +231,7 @@ def test_towers_of_another_kind_are_refused(config: dict[str, Any], words: str) 
         ({"crop_size": {"shortest_edge": 16}}, "{'height': 16, 'width': 16} or 16 is needed"),
         ({"size": {"shortest_edge": 8}}, "does not lie within"),
         ({"size": {"height": 20, "width": 8}}, "'width': 8}; a square of 16 pixels does not lie within"),
-        ({"size": {"height": 20}}, "size is {'height': 20}; built are shortest_edge alone, and height and width"),
+        ({"size": {"height": 20}}, "size is {'height': 20}; supported are shortest_edge alone, and height and width"),
         ({"size": {"shortest_edge": 20, "longest_edge": 30}}, "built are shortest_edge alone, and height and width"),
         ({"size": [20]}, r"size is \[20\]; expected a whole number"),
         ({"size": True}, "size is True; expected a whole number"),

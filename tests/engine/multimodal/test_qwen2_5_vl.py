@@ -73,7 +73,7 @@ def test_the_area_stays_within_its_bounds() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"image_processor_type": "CLIPImageProcessor"}, "'CLIPImageProcessor' is not built"),
+        ({"image_processor_type": "CLIPImageProcessor"}, "'CLIPImageProcessor' is not supported"),
         ({"do_resize": False}, "do_resize is False"),
         ({"resample": 2}, "resample is 2"),
         ({"patch_size": 0}, "patch_size is 0"),

@@ -32,7 +32,7 @@ def test_a_switch_takes_true_false_or_its_default(value: bool | None, expected: 
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"compilation_config": {"level": 1}}, "compilation_config: level 1 .* is torch.compile, which is not built"),
+        ({"compilation_config": {"level": 1}}, "compilation_config: level 1 .* is torch.compile, which is not"),
         ({"compilation_config": object()}, "compilation_config must be a JSON object"),
         ({"trust_remote_code": True}, "the model's code never runs here"),
         ({"max_num_seq": 4}, "did you mean max_num_seqs"),

@@ -67,7 +67,7 @@ def test_a_prompt_may_fill_the_context(llm: LLM) -> None:
         ([300], {}, "a token id outside the vocabulary"),
         ("a", {"dimensions": 65}, "dimensions is 65; this model's vectors have 64"),
         ("a", {"dimensions": 0}, "dimensions is 0; it must be 1 or more"),
-        ("a", {"task": "classify"}, "task 'classify' is not built"),
+        ("a", {"task": "classify"}, "task 'classify' is not supported"),
         ("a", {"normalize": True, "use_activation": False}, "say the same, here differently"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, "takes no multi_modal_data"),
     ],

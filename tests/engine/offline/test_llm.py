@@ -175,7 +175,7 @@ def test_after_shutdown_it_says_so(tiny_model: Path) -> None:
 
 
 def test_a_faulty_keyword_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="fully_sharded_loras is not built yet"):
+    with pytest.raises(ConfigError, match="fully_sharded_loras is not supported yet"):
         LLM("/nowhere", fully_sharded_loras=True)
     with pytest.raises(ConfigError, match="cudagraph_mode"):
         LLM("/nowhere", compilation_config={"cudagraph_mode": "FULL"})

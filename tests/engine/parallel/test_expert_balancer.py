@@ -9,7 +9,7 @@ import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.experts import EplbConfig, eplb_config
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.messages import ExpertBalance, StepStats
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -112,7 +112,7 @@ def test_slots_that_the_ranks_do_not_divide_are_refused_with_a_number_that_would
         ({"num_redundant_experts": -1}, ConfigError, "num_redundant_experts is -1"),
         ({"step_intervall": 3}, ConfigError, "there is no step_intervall; its fields are window_size, "),
         ({"step_interval": "soon"}, ConfigError, "Expected `int`"),
-        ({"use_async": True}, NotBuiltError, "use_async True is not built; experts are rearranged between two steps"),
+        ({"use_async": True}, NotSupportedError, "use_async True is not supported; experts are rearranged"),
     ],
 )
 def test_wrong_fields_are_refused_by_name(fields: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers_checkpoint import VOCABULARY, a_checkpoint
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.errors import NotSupportedError
 from trimtab_engine.messages import AddRequest, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
@@ -69,5 +69,5 @@ def test_a_model_without_a_plan_is_refused_before_any_process_starts(
     tmp_path: Path, start: Callable[..., Engine]
 ) -> None:
     a_checkpoint(tmp_path, "GPT2LMHeadModel")
-    with pytest.raises(NotBuiltError, match="--tensor-parallel-size: GPT2LMHeadModel has no family of its own"):
+    with pytest.raises(NotSupportedError, match="--tensor-parallel-size: GPT2LMHeadModel has no family of its own"):
         start(str(tmp_path), tensor_parallel_size=2)

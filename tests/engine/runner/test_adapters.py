@@ -3,7 +3,7 @@
 import pytest
 import torch
 from trimtab_engine.config.adapters import AdapterConfig
-from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.errors import NotSupportedError
 from trimtab_engine.layers.adapted import AdaptedLinear, AdaptedPart
 from trimtab_engine.layers.linear import Linear
 from trimtab_engine.models.registry import parse_model_config
@@ -26,7 +26,7 @@ def test_a_model_whose_products_are_not_ours_is_refused_by_name() -> None:
     """As those are that transformers' own code computes: none of them was offered as the model loaded."""
     shard = shard_model(parse_model_config(CONFIG, {}, "config.json"), Layout(), 0)
     slots = AdapterSlots(AdapterConfig(), {}, shard, dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(NotBuiltError, match="--enable-lora is not built for OlmoForCausalLM"):
+    with pytest.raises(NotSupportedError, match="--enable-lora is not supported for OlmoForCausalLM"):
         slots.open("OlmoForCausalLM")
 
 

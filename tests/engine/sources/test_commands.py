@@ -73,10 +73,10 @@ def test_offline_inspect_says_so_and_where_the_cached_folder_is(
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("gs://bucket/llama", "models of gs:// are not built; copy it to this machine and give its folder"),
+        ("gs://bucket/llama", "models of gs:// are not supported; copy it to this machine and give its folder"),
         ("s3://", "names no model of s3://; write s3://BUCKET/PREFIX"),
         ("https://huggingface.co/org/llama/tree/main", "is a page of the Hugging Face hub; write hf://org/llama"),
-        ("https://example.com/llama.gguf", "models of https:// are not built; copy it to this machine"),
+        ("https://example.com/llama.gguf", "models of https:// are not supported; copy it to this machine"),
         ("pvc://claim/llama", "give the folder at which the claim is mounted"),
         ("llama-that-is-nowhere", "written hf://ORG/NAME, such as hf://ORG/llama-that-is-nowhere"),
     ],

@@ -375,7 +375,7 @@ def test_a_repository_and_a_tag_that_are_not_there_are_named(
     [
         ([Layer(b"x", "application/vnd.example.chart+gzip")], r"nothing that is known as files.*example\.chart\+gzip"),
         ([], r"nothing that is known as files of a model \(no layers\)"),
-        ([Layer(b"x", f"{MODELPACK}.weight.v1.tar+zstd")], r"zstd is not built: pack it as plain tar"),
+        ([Layer(b"x", f"{MODELPACK}.weight.v1.tar+zstd")], r"zstd is not supported: pack it as plain tar"),
         ([Layer(b"x", TAR, {TITLE: "pytorch_model.bin"})], r"pytorch_model\.bin alone.*never loaded"),
         ([Layer(tar_of({"m/pytorch_model.bin": b"x"}))], r"pytorch_model\.bin alone.*never loaded"),
         ([Layer(tar_of({"etc/passwd": b"x"}))], r"has neither safetensors nor a \.gguf file"),

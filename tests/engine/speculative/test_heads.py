@@ -11,7 +11,7 @@ import torch
 from draft_heads import Drafts, eagle_drafts, mtp_drafts, save_deepseek_with_mtp, save_eagle
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
+from trimtab_engine.errors import ConfigError, ModelError, NotSupportedError
 from trimtab_engine.messages import AddRequest, PatchConfig, Sleep, WakeUp
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.step_inputs import StepInputs
@@ -203,7 +203,7 @@ def test_a_head_without_bias_in_its_join_is_read_as_well(model: Path, tmp_path: 
     ("changes", "error", "message"),
     [
         ({"vocab_size": 50}, ConfigError, "the head's vocab_size is 50, the model's 97; it is another's head"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, NotBuiltError, "a head of LlamaForCausalLMEagle3 is not built"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, NotSupportedError, "head of LlamaForCausalLMEagle3 is not"),
     ],
 )
 def test_another_models_head_is_refused(
@@ -215,7 +215,7 @@ def test_another_models_head_is_refused(
 
 
 def test_a_model_without_such_layers_has_no_mtp(model: Path) -> None:
-    with pytest.raises(NotBuiltError, match=r"layers of LlamaForCausalLM that predict further tokens are not built"):
+    with pytest.raises(NotSupportedError, match=r"layers of LlamaForCausalLM that predict further tokens are not"):
         an_engine(model, SpeculativeConfig(method="mtp", num_speculative_tokens=1))
 
 
@@ -231,12 +231,12 @@ def test_a_checkpoint_that_was_stripped_of_its_layer_is_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2 is not built"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not built"),
-        ({"device": "cuda"}, "is not built on CUDA"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2 is not supported"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 is not supported"),
+        ({"device": "cuda"}, "is not supported on CUDA"),
     ],
 )
 def test_where_hidden_states_are_not_at_hand_it_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
     speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
-    with pytest.raises(NotBuiltError, match=said):
+    with pytest.raises(NotSupportedError, match=said):
         engine_builders.a_config(Path("model"), speculative=speculative, num_speculative_tokens_cap=1, **changes)

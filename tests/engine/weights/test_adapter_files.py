@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_folders import an_adapter
-from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.errors import ModelError, NotSupportedError
 from trimtab_engine.weights.adapter_files import AdaptedShape, PeftAdapter
 
 QUERY, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
@@ -63,9 +63,9 @@ def test_equal_files_are_one_adapter_and_others_are_another(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3', which is not built; built is LORA"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', which is not supported; built is LORA"),
         ({"peft_type": None}, "peft_type is None"),
-        ({"use_dora": True}, "use_dora is True, which is not built; merge the adapter into the model"),
+        ({"use_dora": True}, "use_dora is True, which is not supported; merge the adapter into the model"),
         ({"use_qalora": True}, "use_qalora is True"),
         ({"lora_bias": True}, "lora_bias is True"),
         ({"bias": "all"}, "bias is all"),
@@ -77,7 +77,7 @@ def test_equal_files_are_one_adapter_and_others_are_another(tmp_path: Path) -> N
         ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens is"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is pissa"),
         ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is pissa_niter_16"),
-        ({"alpha_pattern": {r".*\d": 2}}, "alpha_pattern has the pattern '.*.d'; built are names of modules"),
+        ({"alpha_pattern": {r".*\d": 2}}, "alpha_pattern has the pattern '.*.d'; supported are names of modules"),
         ({"alpha_pattern": {"a|b": 2}}, r"alpha_pattern has the pattern 'a\|b'"),
         ({"tensors": {f"base_model.model.{QUERY}.lora_magnitude_vector": torch.ones(6)}}, "has the tensor base_model"),
         ({"tensors": {"base_model.model.lm_head.weight": torch.ones(6, 8)}}, "has the tensor base_model.model.lm_head"),
@@ -85,7 +85,7 @@ def test_equal_files_are_one_adapter_and_others_are_another(tmp_path: Path) -> N
     ],
 )
 def test_what_is_more_than_two_factors_is_refused_by_name(tmp_path: Path, changes: Any, message: str) -> None:
-    with pytest.raises(NotBuiltError, match=message):
+    with pytest.raises(NotSupportedError, match=message):
         opened(tmp_path, **changes)
 
 
@@ -134,7 +134,7 @@ def test_what_makes_no_difference_to_the_product_is_taken(tmp_path: Path, change
                     "base_model.model.x.lora_B.weight": torch.ones(6, 4),
                 }
             },
-            "x.lora_A.weight is F8_E4M3; built are F32, F16, BF16",
+            "x.lora_A.weight is F8_E4M3; supported are F32, F16, BF16",
         ),
     ],
 )
@@ -146,7 +146,7 @@ def test_what_contradicts_itself_is_refused_with_the_place(tmp_path: Path, chang
 def test_a_pickle_is_refused_by_its_name(tmp_path: Path) -> None:
     folder = Path(an_adapter(tmp_path / "adapter", MODULES))
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with pytest.raises(NotBuiltError, match=r"its tensors are in adapter_model.bin, a pickle, which can run code"):
+    with pytest.raises(NotSupportedError, match=r"its tensors are in adapter_model.bin, a pickle, which can run code"):
         PeftAdapter(folder)
 
 

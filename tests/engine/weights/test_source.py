@@ -113,23 +113,23 @@ def test_a_config_that_is_no_json_is_one_clear_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["OursForCausalLM"]}, "OursForCausalLM is not built: transformers"),
+        ({"architectures": ["OursForCausalLM"]}, "OursForCausalLM is not supported: transformers"),
         ({"architectures": None}, "no architectures"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
         (
             {"quantization_config": {"quant_method": "hqq"}},
-            "quant_method 'hqq' is not built; built: fp8, awq, gptq, compressed-tensors",
+            "quant_method 'hqq' is not supported; supported: fp8, awq, gptq, compressed-tensors",
         ),
-        ({"quantization_config": {"quant_method": "awq", "bits": 8}}, "bits 8 is not built, only 4"),
-        ({"quantization_config": {"quant_method": "awq", "zero_point": False}}, "zero_point False is not built"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 8}}, "bits 8 is not supported, only 4"),
+        ({"quantization_config": {"quant_method": "awq", "zero_point": False}}, "zero_point False is not supported"),
         ({"quantization_config": {"quant_method": "awq", "group_size": "all"}}, "group_size is 'all'; a whole number"),
         ({"quantization_config": {"quant_method": "gptq", "is_marlin_format": True}}, "is_marlin_format True is not"),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
-            "fp8 with weight_block_size [64, 64] is not built",
+            "fp8 with weight_block_size [64, 64] is not supported",
         ),
-        ({"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme 'static' is not built"),
+        ({"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme 'static' is not supported"),
         ({"quantization_config": "fp8"}, "an object is needed"),
         ({"hidden_size": "8"}, "hidden_size is '8'"),
         ({"num_key_value_heads": 3}, "must be a multiple"),
@@ -155,7 +155,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     check({**good, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)})
     with pytest.raises(ModelError, match=f"lack 1 tensors, first {name}"):
         check({key: value for key, value in good.items() if key != name})
-    with pytest.raises(ModelError, match=r"q_norm.* not built"):
+    with pytest.raises(ModelError, match=r"q_norm.* not supported"):
         check({**good, "model.layers.0.self_attn.q_norm.weight": torch.zeros(4)})
     with pytest.raises(ModelError, match=r"is \[3, 8\], config.json implies \[8, 8\]"):
         check({**good, name: torch.zeros(3, 8)})

@@ -109,7 +109,10 @@ def test_the_transition_time_moves_only_with_the_status() -> None:
 
 
 def test_a_refused_spec_is_not_ready_and_says_every_reason() -> None:
-    refusals = (Refusal("spec.model.uri", "oci://a/b names no repository"), Refusal("spec.scaling", "not built yet"))
+    refusals = (
+        Refusal("spec.model.uri", "oci://a/b names no repository"),
+        Refusal("spec.scaling", "not supported yet"),
+    )
     status = status_of(a_deployment(), Findings(1, refusals=refusals), now=NOW)
     assert condition(status, "Ready")["reason"] == Reason.INVALID
     assert "oci://" in condition(status, "Ready")["message"]

@@ -44,7 +44,7 @@ def adapter_router(state: ServerState) -> APIRouter:
     async def load(body: LoadLoraRequest) -> Response:
         _check_allowed(state, LOAD)
         if body.load_inplace:
-            raise invalid("load_inplace is not built: unload the adapter first, then load it", "load_inplace")
+            raise invalid("load_inplace is not supported: unload the adapter first, then load it", "load_inplace")
         if body.lora_name in state.options.served_model_names:
             raise invalid(f"{body.lora_name} is the model's own name; give the adapter another one", "lora_name")
         if "://" in body.lora_path.removeprefix("file://"):

@@ -1,4 +1,4 @@
-"""OpenAI's paths that are known here and not built: each says so by its name, and what there is instead."""
+"""OpenAI's paths that are known here and not supported: each says so by its name, and what there is instead."""
 
 from collections.abc import Awaitable, Callable
 
@@ -41,6 +41,6 @@ def not_built_router() -> APIRouter:
 
 def _refusal(path: str, instead: str) -> Callable[[], Awaitable[Response]]:
     async def refuse() -> Response:
-        raise ApiError(404, f"{path} is not built; {instead}")
+        raise ApiError(404, f"{path} is not supported; {instead}")
 
     return refuse

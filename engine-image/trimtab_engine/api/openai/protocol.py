@@ -1,6 +1,7 @@
 """What clients may send, checked and capped field by field. OpenAI's names, and vLLM's where OpenAI has none.
 
-Known features that are not built yet are refused by name (NOT_BUILT); unknown fields are refused too, so that nothing
+Known features that are not supported yet are refused by name (NOT_BUILT); unknown fields are refused too, so that
+nothing
 is accepted and then ignored. Only fields that by OpenAI's definition have no effect on the answer may be passed over.
 """
 
@@ -88,8 +89,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 def checked_fields(model: type[BaseModel], data: Any, not_built: Mapping[str, tuple[Any, ...]]) -> Any:
-    """What came, without the fields that have no effect. Raises WrongField for what is not built, and for a field that
-    is not known where it is known what was meant; pydantic refuses the others."""
+    """What came, without the fields that have no effect. Raises WrongField for what is not supported, and for a
+    field that is not known where it is known what was meant; pydantic refuses the others."""
     if not isinstance(data, dict):
         return data
     _check_number_of_fields(data)

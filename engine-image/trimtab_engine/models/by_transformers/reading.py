@@ -17,7 +17,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.errors import ModelError, NotSupportedError
 from trimtab_engine.models.by_transformers.division import NUM_PACKED, Cut
 from trimtab_engine.models.loading import Loader
 
@@ -56,7 +56,8 @@ def read_whole(model_class: Any, config: Any, load: Loader) -> tuple[Any, list[s
 
 
 def read_part(model_class: Any, config: Any, load: Loader, divide: Divide) -> tuple[Any, list[str], list[str]]:
-    """The same of one rank. Raises NotBuiltError, too, for checkpoints that have what is divided in another form."""
+    """The same of one rank. Raises NotSupportedError, too, for checkpoints that have what is divided in another
+    form."""
     cuts: dict[str, Cut] = {}
 
     def build(self: Any, config: Any) -> None:
@@ -116,7 +117,7 @@ def _before(operations: Sequence[Any], cut: Cut, shape: Sequence[int], name: str
     num_dims = len(shape) + is_merged
     is_joined = any(isinstance(each, Concatenate) and each.dim % num_dims == cut.dim for each in operations)
     if not known or cut.dim >= num_dims or (is_joined and len(cut.spans) != NUM_PACKED):
-        raise NotBuiltError(
+        raise NotSupportedError(
             f"{name}: the checkpoint stores it in another form than transformers computes, of which ranks cannot read "
             f"their parts; leave --tensor-parallel-size out, or start more replicas"
         )

@@ -188,7 +188,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["m", "--num-seqs-list", "4,x"], "'x' is not an integer"),
         (["m", "--result-dir", "/dev/null/x"], "--result-dir /dev/null/x"),
         (["m"], "there is no model at m"),
-        (["gs://bucket/m"], "models of gs:// are not built"),
+        (["gs://bucket/m"], "models of gs:// are not supported"),
         (["m", "--serve-flags='--device"], "--serve-flags"),
         (["m", "--header", "x"], "write NAME=VALUE"),
         (["m", "--dataset-name", "custom"], "--dataset-name custom needs --dataset-path FILE"),

@@ -12,7 +12,7 @@ from rank_threads import ThreadRank, on_ranks
 from transformers_checkpoint import ARCHITECTURES, SIZES, a_checkpoint
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.models.by_transformers.division import CannotDivide, Heads, Plan, plan_of
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.registry import parse_model_config
@@ -157,7 +157,7 @@ def a_plan(name: str, **plan: str) -> Plan:
 @pytest.mark.parametrize(
     ("style", "what"),
     [
-        ("sequence_parallel", "sequence_parallel of model.layers.0.mlp.up_proj .Linear., which is not built"),
+        ("sequence_parallel", "sequence_parallel of model.layers.0.mlp.up_proj .Linear., which is not supported"),
         ("moe_identity_expert", "moe_identity_expert of model.layers.0.mlp.up_proj"),
     ],
 )
@@ -181,5 +181,5 @@ def test_a_plan_that_the_code_does_not_survive_is_the_refusal_s_reason(tmp_path:
 
 def test_a_quantised_load_is_refused_before_ranks_are_asked(tmp_path: Path) -> None:
     a_checkpoint(tmp_path, "GraniteForCausalLM")
-    with pytest.raises((NotBuiltError, ConfigError), match="--quantization is not built for GraniteForCausalLM"):
+    with pytest.raises((NotSupportedError, ConfigError), match="quantization is not supported for GraniteForCausalLM"):
         on_ranks(2, lambda rank: a_rank(tmp_path, rank, quantization="fp8"))

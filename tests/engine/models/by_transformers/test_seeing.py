@@ -84,14 +84,14 @@ def test_an_output_layer_is_tied_where_all_that_is_said_says_so(
         ),
         (
             {"text_config": LLAVA["text_config"] | {"quantization_config": {"quant_method": "awq"}}},
-            "here: text_config: quantization_config is {'quant_method': 'awq'}; it is not built for Llava",
+            "here: text_config: quantization_config is {'quant_method': 'awq'}; it is not supported for Llava",
         ),
         (
             {"vision_config": LLAVA["vision_config"] | {"quantization_config": {"quant_method": "awq"}}},
-            "here: vision_config: quantization_config is {'quant_method': 'awq'}; it is not built for Llava",
+            "here: vision_config: quantization_config is {'quant_method': 'awq'}; it is not supported for Llava",
         ),
         ({"text_config": None}, "text_config is None"),
-        ({"text_config": {"model_type": "t5"}}, "with a text half of model_type 't5' is not built"),
+        ({"text_config": {"model_type": "t5"}}, "with a text half of model_type 't5' is not supported"),
     ],
 )
 def test_halves_that_cannot_be_read_are_refused(change: dict[str, Any], words: str) -> None:
@@ -104,7 +104,7 @@ def test_others_that_see_are_refused_by_name_with_why(architecture: str) -> None
     config = {"architectures": [architecture], "text_config": TEXT, "vision_config": VISION}
     why = WHY_NOT.get(architecture, "nobody has tried it")
     with pytest.raises(
-        ModelError, match=rf"architecture {architecture} is not built: it sees images \({why}\)"
+        ModelError, match=rf"architecture {architecture} is not supported: it sees images \({why}\)"
     ) as said:
         parse_model_config(config, {}, "here")
     assert all(name in str(said.value) for name in ARCHITECTURES)

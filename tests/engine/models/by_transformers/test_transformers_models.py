@@ -13,7 +13,7 @@ from served import served_twice_with_resizes
 from transformers_checkpoint import ARCHITECTURES, SIZES, a_checkpoint
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.errors import ModelError, NotSupportedError
 from trimtab_engine.memory.reserved import RANK_BYTES
 from trimtab_engine.models.checkpoint import num_parameters
 from trimtab_engine.models.facts import model_facts
@@ -138,7 +138,7 @@ def refusal_of(name: str, **changes: Any) -> str:
 )
 def test_what_cannot_be_run_is_refused_with_what_the_trial_showed(name: str, changes: dict[str, Any], why: str) -> None:
     said = refusal_of(name, **changes)
-    assert f"config.json: architecture {name} is not built: transformers' code of it" in said
+    assert f"config.json: architecture {name} is not supported: transformers' code of it" in said
     assert why in said
 
 
@@ -192,7 +192,7 @@ def test_weights_of_other_shapes_are_refused(olmo: Path, tmp_path: Path) -> None
 
 def test_weights_that_are_quantised_are_refused_by_name(olmo: Path, tmp_path: Path) -> None:
     folder = with_words(olmo, tmp_path, quantization_config={"quant_method": "awq"})
-    with pytest.raises(ModelError, match="quantization_config is not built for Olmo2ForCausalLM, which transformers"):
+    with pytest.raises(ModelError, match="quantization_config is not supported for Olmo2ForCausalLM, which"):
         load_runner(str(folder))
 
 
@@ -207,7 +207,7 @@ def test_a_model_that_is_another_over_paged_attention_is_not_served(
         return own(self, x, torch.arange(position_ids.shape[-1], device=x.device).unsqueeze(0))
 
     monkeypatch.setattr(rotary, "forward", by_place)
-    with pytest.raises(NotBuiltError, match="for several requests together is not what it computes for each alone"):
+    with pytest.raises(NotSupportedError, match="for several requests together is not what it computes for each alone"):
         load_runner(str(olmo))
 
 
@@ -229,7 +229,7 @@ def test_dummy_weights_need_no_checkpoint(olmo: Path, tmp_path: Path) -> None:
 def test_ranks_that_do_not_divide_it_are_refused_by_name(name: str, layout: Layout, said: str) -> None:
     words = getattr(transformers, name).config_class(**SIZES | ARCHITECTURES[name]).to_dict()
     config = parse_model_config(words | {"architectures": [name]}, {}, "config.json")
-    with pytest.raises(NotBuiltError, match=said):
+    with pytest.raises(NotSupportedError, match=said):
         check_layout(config, layout)
 
 
