@@ -23,7 +23,7 @@ E2E_SECONDS := 1700
 DEMO_SECONDS := 250
 MODEL ?= $(TRIMTAB_CACHE)/models/SmolLM2-135M-Instruct
 NATIVE := kernels/trimtab_kernels/native
-SOURCES := operator engine-image kernels simulator tests e2e
+SOURCES := modelspec operator engine-image kernels simulator tests e2e
 CRD := crds/trimtab.dev_inferencedeployments.yaml
 CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
 
@@ -55,12 +55,14 @@ check: venv ## format, lint, types, import contracts, CRD and chart drift, docs 
 	$(BIN)/lint-imports
 	$(BIN)/python -m trimtab_operator.resource.crd --check
 	diff -u $(CRD) $(CHART_CRD)
+	$(BIN)/python hack/adr_index.py --check
 	$(BIN)/python hack/version.py --check
 	$(MKDOCS) build --quiet --strict --site-dir build/site
 
-format: venv ## format the sources
+format: venv ## format the sources and write the index of docs/adr
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python hack/adr_index.py
 
 crds: venv ## write the CRD and the chart's copy of it from spec.py
 	$(BIN)/python -m trimtab_operator.resource.crd --write
