@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 from harness.deployment import Deployment, sample
-from harness.install import Installation, leave_others_alone
+from harness.install import Installation, require_no_other_release
 from harness.kube import CRD_KIND, Kube, KubectlError
 from harness.lanes import Lanes, LaneScheduling, in_order, is_alone, lane
-from harness.report import facts, remember, say, speak_to
+from harness.report import add_facts, facts, log_line, set_sink
 from harness.target import NoCluster, Target, connect, images_in_cluster
-from harness.trim import CALM_SECONDS, SOAK_CALM_SECONDS
+from harness.tuning import CALM_SECONDS, SOAK_CALM_SECONDS
 from harness.wait import Waiter
 
-STORY_SECONDS = 3600.0  # far above any deadline of a story, soaking or not: pytest-timeout is the last resort
+SCENARIO_SECONDS = 3600.0  # far above any deadline of a story, soaking or not: pytest-timeout is the last resort
 FACTS = "facts"  # what a lane has measured, on its way to the process that prints the summary
 LANES = pytest.StashKey[Lanes]()
 TURN = pytest.StashKey[ExitStack]()
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
                 reporter.ensure_newline()
                 reporter.write_line(line)
 
-    speak_to(show)
+    set_sink(show)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -91,7 +91,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         stash[TURN] = ExitStack()
         stash[TURN].enter_context(stash[LANES].turn(is_alone=is_alone(item)))
     if lane() is not None:
-        say(f"{item.path.name}: {item.name}")
+        log_line(f"{item.path.name}: {item.name}")
     try:
         return (yield)
     finally:
@@ -108,13 +108,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """A lane has ended: what it measured is told with the rest."""
-    remember(getattr(node, "workeroutput", {}).get(FACTS, []))
+    add_facts(getattr(node, "workeroutput", {}).get(FACTS, []))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(STORY_SECONDS))
+            item.add_marker(pytest.mark.timeout(SCENARIO_SECONDS))
     items[:] = in_order(items)
 
 
@@ -135,7 +135,7 @@ def lanes(pytestconfig: pytest.Config) -> Lanes:
 def target() -> Target:
     with _a_cluster():
         found = connect()
-    say(f"running on {found.describe()}")
+    log_line(f"running on {found.describe()}")
     return found
 
 
@@ -161,7 +161,7 @@ def chart(target: Target, lanes: Lanes) -> Iterator[Installation]:
 
     def install() -> None:
         with _a_cluster():
-            leave_others_alone(target)
+            require_no_other_release(target)
         installed.install()
 
     def remove() -> None:
@@ -178,7 +178,7 @@ def _await_end(kube: Kube, name: str) -> None:
     try:
         kube.delete("namespace", name, wait=True)
     except KubectlError as error:
-        pytest.fail(f"namespace {name} could not be deleted: {error}\n{Waiter(kube, name).evidence()}")
+        pytest.fail(f"namespace {name} could not be deleted: {error}\n{Waiter(kube, name).diagnostics()}")
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def remove(kube: Kube, namespace: str) -> Iterator[Remove]:
 
     yield delete
     for deployment in removed:
-        deployment.going()
+        deployment.await_deletion_started()
 
 
 @pytest.fixture(scope="module")

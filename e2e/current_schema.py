@@ -24,10 +24,10 @@ import httpx
 from cluster import schema_server
 from cluster.errors import ClusterError
 from harness.deployment import sample
-from harness.refused import REFUSED
+from harness.rejected_specs import REJECTED
 from rich.console import Console
 from rich.table import Table
-from trimtab_operator.decisions.admission import refusals_of
+from trimtab_operator.planning.admission import refusals_of
 from trimtab_operator.resource.crd import DEFAULT_PATH
 from trimtab_operator.resource.spec import GROUP, MAX_NAME_LENGTH, PLURAL, VERSION
 
@@ -85,7 +85,7 @@ def main() -> int:
             print(f"error: Kubernetes {folder.name} refuses the CRD: {answer.json()['message']}", file=sys.stderr)
             return 1
         wait_for_resources(client)
-        verdicts = [judge(client, story, changes, parts) for story, changes, parts in (*ACCEPTED, *REFUSED)]
+        verdicts = [judge(client, story, changes, parts) for story, changes, parts in (*ACCEPTED, *REJECTED)]
         verdicts += [judge_name(client), judge_change(client)]
     table = Table("story", "refused by", "in the words", title=f"Kubernetes {folder.name}")
     for verdict in verdicts:

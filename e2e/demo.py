@@ -22,16 +22,16 @@ from typing import Any
 from harness.answer import EXPECTED, QUESTION, ask
 from harness.deployment import Deployment, sample
 from harness.engine import EngineReading
-from harness.install import Installation, leave_others_alone
+from harness.install import Installation, require_no_other_release
 from harness.kube import CRD_KIND, KubectlError
 from harness.picture import Move, Trace
 from harness.picture import write as write_picture
-from harness.report import speak_to
+from harness.report import set_sink
 from harness.service import NoForward
 from harness.stage import Stage
 from harness.target import CLUSTER_TOOL, REPOSITORY, NoCluster, Target, connect, images_in_cluster
 from harness.traffic import Load, LoadReport, load
-from harness.trim import (
+from harness.tuning import (
     CALM_DEADLINE_SECONDS,
     CONCURRENCY,
     DECISION_SECONDS,
@@ -203,7 +203,7 @@ class Demo:
             "Scene two: the same load without headroom (the utilisation is pinned)", 100, stage="scene two"
         )
         self.target.kube.delete(CRD_KIND, first.name, NAMESPACE, wait=True)
-        first.gone()
+        first.await_deletion()
         second = self.serve("smollm2-pinned", **pinned_utilization(start_utilization()))
         self.scenes.append(self.trim("without headroom", second, WATERMARK))
 
@@ -334,11 +334,11 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", default=os.environ.get("KEEP", "") not in ("", "0"))
     arguments = parser.parse_args()
     stage = Stage(Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH))
-    speak_to(stage.dim)
+    set_sink(stage.dim)
     stage.chapter("A Kubernetes node", 10, stage="node")
     try:
         target = connect()
-        leave_others_alone(target)
+        require_no_other_release(target)
         stage.dim(target.kube.run("get", "nodes", "-o", "wide").rstrip())
         stage.line(f"  {target.describe()}")
         installation = Installation(target.kube, images_in_cluster())

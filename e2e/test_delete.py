@@ -1,15 +1,15 @@
-"""Story: deleting the resource leaves nothing behind."""
+"""Scenario: deleting the resource removes all its children."""
 
 from __future__ import annotations
 
 from harness.deployment import Deployment
 from harness.kube import CRD_KIND, Kube
-from harness.report import say
+from harness.report import log_line
 
 
-def test_delete_leaves_nothing(ready: Deployment, kube: Kube) -> None:
+def test_delete_removes_all_children(ready: Deployment, kube: Kube) -> None:
     children = ready.children()
-    say(f"children: {', '.join(children)}")
+    log_line(f"children: {', '.join(children)}")
     assert {kind.split("/")[0] for kind in children} >= {"StatefulSet", "Service", "ConfigMap", "Pod"}
     kube.delete(CRD_KIND, ready.name, ready.namespace)
-    ready.gone()
+    ready.await_deletion()

@@ -1,4 +1,4 @@
-"""Story: an edit rolls the replicas; what others change or delete is put back."""
+"""Scenario: an edit rolls the replicas; children edited or deleted by others are restored."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from harness.kube import CRD_KIND, Kube, Manifest
 from harness.wait import NotYet
 
 REPAIRED_SECONDS = 45.0
-TOLD_SECONDS = 60.0
+APPLIED_SECONDS = 60.0
 
 
 def _argument(deployment: Deployment, flag: str) -> str | None:
-    """The value of an engine flag in the running pod."""
+    """Return the value of an engine flag in the running pod, or None if it is not set."""
     main = next(c for c in deployment.pod()["spec"]["containers"] if c["name"] == "main")
     words = [*main.get("command", []), *main.get("args", [])]
     for number, word in enumerate(words):
@@ -35,7 +35,7 @@ def _stateful_set(deployment: Deployment) -> Manifest:
     return found[0]
 
 
-def test_an_edit_rolls_the_replica_and_status_follows(ready: Deployment, kube: Kube) -> None:
+def test_edit_rolls_replica_and_updates_status(ready: Deployment, kube: Kube) -> None:
     before = ready.get()
     uid = ready.pod()["metadata"]["uid"]
     revision = before["status"]["groups"][0]["revision"]
@@ -52,36 +52,36 @@ def test_an_edit_rolls_the_replica_and_status_follows(ready: Deployment, kube: K
     assert EXPECTED in ask(ready).text
 
 
-def test_a_promise_of_first_tokens_orders_the_queue_of_the_engine_that_serves(ready: Deployment, kube: Kube) -> None:
-    """The sample is tuned in mode Auto: its engine is told to serve by deadlines, and not to when the promise goes."""
+def test_ttft_objective_switches_engine_to_deadline_scheduling(ready: Deployment, kube: Kube) -> None:
+    """In mode Auto a TTFT objective switches the engine to deadline scheduling; removing it switches back to FCFS."""
 
-    def promise(objectives: Manifest | None, policy: str) -> None:
+    def set_objectives(objectives: Manifest | None, policy: str) -> None:
         kube.patch(CRD_KIND, ready.name, ready.namespace, {"spec": {"objectives": objectives}})
 
-        def is_told() -> None:
+        def is_applied() -> None:
             runs = ready.status()["engine"].get("effective", {}).get("schedulingPolicy")
             if runs != policy:
-                raise NotYet(f"its queue is served by {runs}")
+                raise NotYet(f"the effective schedulingPolicy is {runs}")
 
-        ready.waiter.until(f"the engine serves its queue by {policy}", is_told, deadline_seconds=TOLD_SECONDS)
+        ready.waiter.until(f"the engine uses schedulingPolicy {policy}", is_applied, deadline_seconds=APPLIED_SECONDS)
 
     before = ready.restarts()
-    promise({"ttft": {"target": "2s", "perPromptToken": "125us"}}, "deadline")
+    set_objectives({"ttft": {"target": "2s", "perPromptToken": "125us"}}, "deadline")
     in_force = read_engine(kube, ready.namespace, ready.pod_name()).values
     assert (in_force["ttft_target"], in_force["ttft_target_per_prompt_token"]) == (2.0, 0.000125)
     assert ready.status()["tuning"]["queueOrder"]["ttftTarget"] == "2s"
-    promise(None, "fcfs")
+    set_objectives(None, "fcfs")
     assert ready.restarts() == before
 
 
-def test_an_edit_of_what_is_live_only_needs_no_restart(ready: Deployment, kube: Kube) -> None:
+def test_tuning_mode_edit_restarts_nothing(ready: Deployment, kube: Kube) -> None:
     before = ready.restarts()
     kube.patch(CRD_KIND, ready.name, ready.namespace, {"spec": {"tuning": {"mode": "Off"}}})
     ready.ready()
     assert ready.restarts() == before
 
 
-def test_a_deleted_service_is_put_back(ready: Deployment, kube: Kube) -> None:
+def test_deleted_service_is_recreated(ready: Deployment, kube: Kube) -> None:
     old = kube.get("service", ready.name, ready.namespace)
     assert old is not None
     kube.delete("service", ready.name, ready.namespace)
@@ -91,10 +91,10 @@ def test_a_deleted_service_is_put_back(ready: Deployment, kube: Kube) -> None:
         if now is None or now["metadata"]["uid"] == old["metadata"]["uid"]:
             raise NotYet("the Service is not back")
 
-    ready.waiter.until("the deleted Service is put back", is_back, deadline_seconds=REPAIRED_SECONDS)
+    ready.waiter.until("the deleted Service is recreated", is_back, deadline_seconds=REPAIRED_SECONDS)
 
 
-def test_an_edited_child_is_put_back(ready: Deployment, kube: Kube) -> None:
+def test_edited_statefulset_is_reverted(ready: Deployment, kube: Kube) -> None:
     child = _stateful_set(ready)
     name, image = child["metadata"]["name"], child["spec"]["template"]["spec"]["containers"][0]["image"]
     drift = [{"op": "replace", "path": "/spec/template/spec/containers/0/image", "value": "drifted.invalid/engine:0"}]
@@ -105,11 +105,11 @@ def test_an_edited_child_is_put_back(ready: Deployment, kube: Kube) -> None:
         if now != image:
             raise NotYet(f"the image is {now}")
 
-    ready.waiter.until("the drifted image is put back", is_repaired, deadline_seconds=REPAIRED_SECONDS)
+    ready.waiter.until("the drifted image is reverted", is_repaired, deadline_seconds=REPAIRED_SECONDS)
     ready.ready()
 
 
-def test_a_deleted_stateful_set_is_put_back(ready: Deployment, kube: Kube) -> None:
+def test_deleted_statefulset_is_recreated(ready: Deployment, kube: Kube) -> None:
     uid = _stateful_set(ready)["metadata"]["uid"]
     kube.delete("statefulset", _stateful_set(ready)["metadata"]["name"], ready.namespace)
 
@@ -117,5 +117,5 @@ def test_a_deleted_stateful_set_is_put_back(ready: Deployment, kube: Kube) -> No
         if _stateful_set(ready)["metadata"]["uid"] == uid:
             raise NotYet("still the old one")
 
-    ready.waiter.until("the deleted StatefulSet is put back", is_back, deadline_seconds=90.0)
+    ready.waiter.until("the deleted StatefulSet is recreated", is_back, deadline_seconds=90.0)
     ready.ready()

@@ -1,4 +1,4 @@
-"""Story: what spec.engine asks for beyond the knobs is what the engine in the pod really does."""
+"""Scenario: options of spec.engine that are not tuned take effect in the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 API_PORT = 8000
 OPTIONS = {
-    "gpuMemoryUtilization": "0.95",  # two servers and the first process leave 880 tokens of KV cache
+    "gpuMemoryUtilization": "0.95",  # two API servers and the core leave room for 880 KV tokens
     "maxModelLen": 512,
     "preemptionMode": "auto",
     "swapSpace": "64Mi",
@@ -28,7 +28,7 @@ def _counter(deployment: Deployment, kube: Kube, name: str) -> float:
     return sum(sample.value for sample in samples)
 
 
-def test_two_api_servers_share_an_engine_that_caches_prefixes_and_guesses_ahead(apply: Apply, kube: Kube) -> None:
+def test_engine_options_of_spec_take_effect(apply: Apply, kube: Kube) -> None:
     deployment = apply(engine=OPTIONS)
     deployment.ready()
     first, again = ask(deployment), ask(deployment)

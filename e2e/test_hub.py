@@ -1,6 +1,6 @@
-"""Story: a model of the hub is served by its name, through a cut, and a second replica starts from the shared cache.
+"""Scenario: an hf:// model is served after an interrupted download, and a second replica uses the shared cache.
 
-The hub is a server of the same protocol (`harness/hub_server.py`) in a pod of the cluster, over the real model.
+The hub is a server of the same protocol (`harness/hub_server.py`) in a pod of the cluster, with the real model.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ FOLDER = f"/models/{REPO.rsplit('/', 1)[-1]}"
 WEIGHTS = "model.safetensors"
 PORT = 8080
 CUT_BYTES = 100_000_000  # of 538 MB
-LOST_BYTES = 20_000_000  # of what came before a cut, what the HTTP client had not handed over yet
-CHUNK_SECONDS = 0.005  # before each 64 KiB: a download of 40 s at least, that somebody can look at
+LOST_BYTES = 20_000_000  # received before the interruption, but not yet handed over by the HTTP client
+CHUNK_SECONDS = 0.005  # before each 64 KiB: the download takes at least 40 s, so that it can be observed
 HUB_SECONDS = 180.0  # its pod, and the digests of all files
-FIRST_SECONDS = 480.0  # the model is read, downloaded at that pace, and loaded
+FIRST_SECONDS = 480.0  # the model is read, downloaded at that rate, and loaded
 ENGINE_USER = 10001
 
 
 def _hub(image: str) -> list[Manifest]:
-    """The hub's pod, Service and script. It is Ready once it answers what huggingface_hub asks first."""
+    """Return the hub's ConfigMap, Service and pod. The probe is the first request that huggingface_hub sends."""
     labels = {"app": "hub"}
     script = Path(harness.__file__).parent.joinpath("hub_server.py").read_text(encoding="utf-8")
     command = ["python3", "/hub/hub_server.py", f"{REPO}={FOLDER}", f"--port={PORT}"]
@@ -78,7 +78,7 @@ def _hub(image: str) -> list[Manifest]:
 
 @pytest.fixture(scope="module")
 def hub(installation: Installation, kube: Kube, namespace: str) -> str:
-    """Where the hub answers: an address, as not every cluster of the stories has names."""
+    """Return the hub's URL, with an IP address since not every test cluster has DNS."""
     kube.apply(*_hub(installation.images.model), namespace=namespace)
 
     def answers() -> None:
@@ -95,9 +95,9 @@ def hub(installation: Installation, kube: Kube, namespace: str) -> str:
 
 @pytest.fixture(scope="module")
 def cache(target: Target, installation: Installation, kube: Kube, namespace: str) -> Iterator[str]:
-    """A claim that the engines may write; its files are removed from the node afterwards."""
+    """Return the name of a claim that engines can write to; its files are removed from the node afterwards."""
     if not target.is_own:
-        pytest.skip("CLUSTER=current: this story writes to a folder of a node, so it runs on a cluster of its own")
+        pytest.skip("CLUSTER=current: this scenario writes to a node's folder, so it needs the cluster of e2e/cluster")
     folder = FolderClaim("model-cache", "trimtab-e2e-hub", "2Gi", pod_nodes(kube)[0], "ReadWriteMany")
     folder.make(kube, namespace)
     image = installation.images.model
@@ -110,47 +110,47 @@ def cache(target: Target, installation: Installation, kube: Kube, namespace: str
 
 @pytest.fixture(scope="module")
 def served(apply: Apply, hub: str, cache: str) -> Deployment:
-    """The model by its name, with the story's hub for a mirror."""
+    """Return the model served by its hub name, with the test hub as the mirror."""
     deployment = apply(
         "from-hub",
         model={"uri": f"hf://{REPO}", "cache": {"claimName": cache}},
-        template=_asking(hub),
+        template=_template_with_mirror(hub),
     )
     deployment.ready(deadline_seconds=FIRST_SECONDS)
     return deployment
 
 
-def _asking(hub: str) -> Manifest:
-    """The sample's template, with the environment that names the mirror."""
+def _template_with_mirror(hub: str) -> Manifest:
+    """Return the sample's template with HF_ENDPOINT set to the mirror."""
     resources = {"requests": {"cpu": "500m", "memory": "1500Mi"}, "limits": {"memory": "1500Mi"}}
     environment = [{"name": "HF_ENDPOINT", "value": hub}]
     return {"spec": {"containers": [{"name": "main", "resources": resources, "env": environment}]}}
 
 
 def _ranges(kube: Kube, namespace: str) -> list[str]:
-    """What was asked of the weights, in order: `first-` of a range, or nothing for the whole."""
+    """Return the start offsets of all requests for the weights, in order; empty for a request without a range."""
     log = kube.logs(namespace, "hub", tail=-1)
     return re.findall(rf"GET /large/\S+/{re.escape(WEIGHTS)} (?:bytes=(\d+)-\d*)?", log)
 
 
-def test_a_model_is_served_by_its_name_through_a_cut(served: Deployment, kube: Kube, namespace: str) -> None:
+def test_interrupted_hub_download_resumes(served: Deployment, kube: Kube, namespace: str) -> None:
     assert EXPECTED in ask(served).text
     whole, *later = _ranges(kube, namespace)
     assert whole == ""
-    assert later, "the download was never cut"
-    assert int(later[0]) > CUT_BYTES - LOST_BYTES, "what had come before the cut was fetched again"
+    assert later, "the download was never interrupted"
+    assert int(later[0]) > CUT_BYTES - LOST_BYTES, "data received before the interruption was downloaded again"
 
 
-def test_its_commit_and_its_download_are_told(served: Deployment, kube: Kube, namespace: str) -> None:
+def test_commit_and_download_are_reported(served: Deployment, kube: Kube, namespace: str) -> None:
     commit = served.status()["modelRevision"]
     assert re.fullmatch("[0-9a-f]{40}", commit)
     assert served.pod()["spec"]["containers"][0]["args"][1] == f"hf://{REPO}@{commit}"
-    told = {event["reason"]: event.get("message", "") for event in kube.events(namespace, served.name)}
-    assert commit in told.get("DownloadStarted", ""), told
-    assert ": Downloaded " in told["Downloaded"], "what came, in what time"
+    events = {event["reason"]: event.get("message", "") for event in kube.events(namespace, served.name)}
+    assert commit in events.get("DownloadStarted", ""), events
+    assert ": Downloaded " in events["Downloaded"], "the size and the duration are missing"
 
 
-def test_a_second_replica_starts_from_the_cache(served: Deployment, kube: Kube, namespace: str) -> None:
+def test_second_replica_starts_from_shared_cache(served: Deployment, kube: Kube, namespace: str) -> None:
     before = _ranges(kube, namespace)
     kube.run("scale", CRD_KIND, served.name, "--replicas=2", "-n", namespace)
 
@@ -162,17 +162,19 @@ def test_a_second_replica_starts_from_the_cache(served: Deployment, kube: Kube, 
     served.waiter.until("both replicas are Ready", both, deadline_seconds=240.0)
     assert _ranges(kube, namespace) == before
     kube.delete("infd", served.name, namespace)
-    served.gone()
+    served.await_deletion()
 
 
-def test_a_misspelt_name_is_said_in_status(apply: Apply, hub: str, kube: Kube, namespace: str) -> None:
-    deployment = apply("misspelt", model={"uri": "hf://HuggingFaceTB/SmolLM3-135M"}, template=_asking(hub))
+def test_unknown_hub_model_is_reported_in_status(apply: Apply, hub: str, kube: Kube, namespace: str) -> None:
+    deployment = apply(
+        "misspelt", model={"uri": "hf://HuggingFaceTB/SmolLM3-135M"}, template=_template_with_mirror(hub)
+    )
 
-    def said() -> None:
+    def is_reported() -> None:
         ready = condition(deployment.get(), "Ready")
         if ready is None or ready["reason"] != "ModelUnreadable" or "no such model" not in ready["message"]:
             raise NotYet(f"Ready: {ready}")
 
-    deployment.waiter.until("status says that there is no such model", said, deadline_seconds=90.0)
+    deployment.waiter.until("status reports that there is no such model", is_reported, deadline_seconds=90.0)
     kube.delete("infd", deployment.name, namespace)
-    deployment.gone()
+    deployment.await_deletion()

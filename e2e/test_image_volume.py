@@ -1,5 +1,4 @@
-"""Story: nodes pull the model as an image and mount it, where the cluster has image volumes and pulls from a
-registry."""
+"""Scenario: nodes mount the model as an image volume, on clusters that support it and pull from a registry."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ FOLDER = "/models/SmolLM2-135M-Instruct"
 
 @pytest.fixture(scope="module")
 def image(apply: Apply, target: Target) -> str:
-    """The model's image by its digest, as a node has pulled it."""
+    """Return the model's image by digest, as pulled by a node."""
     found = re.match(r"v(\d+)\.(\d+)", target.version)
     if found is None or (int(found[1]), int(found[2])) < FIRST_VERSION:
         pytest.skip(f"Kubernetes {target.version} has no image volumes")
@@ -26,7 +25,7 @@ def image(apply: Apply, target: Target) -> str:
     (status,) = deployment.pod()["status"]["containerStatuses"]
     name = str(status["imageID"])
     if not re.fullmatch(r"[^/]+/.+@sha256:[0-9a-f]{64}", name) or not status["image"].startswith(name.split("/")[0]):
-        pytest.skip(f"images are copied to these nodes, who pull them from nowhere: {name}")
+        pytest.skip(f"these nodes got the image by a copy, not from a registry: {name}")
     return name
 
 
@@ -37,7 +36,7 @@ def mounted(image: str, apply: Apply) -> Deployment:
     return deployment
 
 
-def test_a_model_that_the_node_mounts_as_an_image_is_served(mounted: Deployment, image: str) -> None:
+def test_image_volume_model_is_served(mounted: Deployment, image: str) -> None:
     assert EXPECTED in ask(mounted).text
     volumes = {volume["name"]: volume for volume in mounted.pod()["spec"]["volumes"]}
     assert volumes["model"]["image"] == {"reference": image, "pullPolicy": "IfNotPresent"}

@@ -1,4 +1,4 @@
-"""Story: a model that sees is asked with images by the openai client."""
+"""Scenario: a vision model answers requests with images from the openai client."""
 
 from __future__ import annotations
 
@@ -13,9 +13,18 @@ from harness.deployment import Deployment
 from harness.install import Installation
 from harness.kube import Kube
 from harness.nodes import pod_nodes
-from harness.seeing import AROUND, MOST_IMAGES, NAME, NUM_TOKENS, changes, making, message, png
 from harness.service import port_forward
 from harness.target import Target
+from harness.vision_model import (
+    DELIMITER_TOKENS,
+    MAX_IMAGES,
+    NAME,
+    NUM_TOKENS,
+    build_script,
+    message,
+    png,
+    spec_changes,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 API_PORT = 8000
@@ -25,13 +34,13 @@ RED, BLUE = png(255, 0, 0), png(0, 0, 255)
 
 @pytest.fixture(scope="module")
 def claim(target: Target, installation: Installation, kube: Kube, namespace: str) -> Iterator[str]:
-    """A claim with the model; the files are removed from the node afterwards."""
+    """Return the name of a claim with the model; its files are removed from the node afterwards."""
     if not target.is_own:
-        pytest.skip("CLUSTER=current: this story writes to a folder of the node, so it runs on a cluster of its own")
+        pytest.skip("CLUSTER=current: this scenario writes to a node's folder, so it needs the cluster of e2e/cluster")
     folder = FolderClaim("seeing", "trimtab-e2e-images", "1Gi", node=pod_nodes(kube)[0])
     folder.make(kube, namespace)
     image = installation.images.model
-    folder.run(kube, namespace, name="fill", image=image, script=making())
+    folder.run(kube, namespace, name="fill", image=image, script=build_script())
     yield folder.name
     folder.run(kube, namespace, name="empty", image=image, script="rm -rf /claim/*")
     folder.delete_volume(kube)
@@ -43,10 +52,8 @@ def _hits(deployment: Deployment, kube: Kube) -> float:
     return sum(sample.value for sample in samples if sample.name == "vllm:mm_cache_hits_total")
 
 
-def test_images_are_answered_and_what_came_before_is_not_processed_again(
-    apply: Apply, remove: Remove, claim: str, kube: Kube
-) -> None:
-    deployment = apply("seeing", **changes(claim))
+def test_repeated_image_hits_multimodal_cache(apply: Apply, remove: Remove, claim: str, kube: Kube) -> None:
+    deployment = apply("seeing", **spec_changes(claim))
     deployment.ready()
     name, _, port = deployment.service()
 
@@ -60,13 +67,17 @@ def test_images_are_answered_and_what_came_before_is_not_processed_again(
         port_forward(kube, deployment.namespace, f"svc/{name}", port) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=180.0, max_retries=0) as client,
     ):
-        alone, red, both = ask(client), ask(client, RED), ask(client, RED, BLUE)
-        tokens = [answer.usage.prompt_tokens for answer in (alone, red, both)]
-        assert [more - tokens[0] for more in tokens] == [0, NUM_TOKENS + AROUND, 2 * (NUM_TOKENS + AROUND)]
-        assert all(answer.usage.completion_tokens == 8 for answer in (alone, red, both))
+        text_only, red, both = ask(client), ask(client, RED), ask(client, RED, BLUE)
+        tokens = [answer.usage.prompt_tokens for answer in (text_only, red, both)]
+        assert [more - tokens[0] for more in tokens] == [
+            0,
+            NUM_TOKENS + DELIMITER_TOKENS,
+            2 * (NUM_TOKENS + DELIMITER_TOKENS),
+        ]
+        assert all(answer.usage.completion_tokens == 8 for answer in (text_only, red, both))
         again = ask(client, RED)
         assert again.choices[0].message.content == red.choices[0].message.content
-        with pytest.raises(openai.BadRequestError, match=f"have 3 images; at most {MOST_IMAGES} may be in one prompt"):
+        with pytest.raises(openai.BadRequestError, match=f"have 3 images; at most {MAX_IMAGES} may be in one prompt"):
             ask(client, RED, BLUE, RED)
-    assert _hits(deployment, kube) >= 2  # the red one: beside the blue one, and again
+    assert _hits(deployment, kube) >= 2  # the red image: with the blue one, and when repeated
     remove(deployment)

@@ -1,4 +1,4 @@
-"""Story: replicas of several ranks and several pods: they answer as one rank does, and outlive a pod."""
+"""Scenario: replicas with several ranks and pods answer like a single rank and recover from pod failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.deployment import Deployment, describe
 from harness.engine import API_PORT
 from harness.kube import Kube, Manifest, condition, is_true
 from harness.layouts import NEVER, READY_SECONDS, ROOM, answer_of, await_ready, layout, needs_workers, nodes_of
-from harness.nodes import kept_for, pod_nodes, pretended, worker_nodes
+from harness.nodes import pod_nodes, simulated_resource, tainted_except, worker_nodes
 from harness.report import measured
 from harness.wait import NotYet, Waiter
 
@@ -30,7 +30,7 @@ def several_nodes(kube: Kube) -> None:
 
 @pytest.fixture(scope="module")
 def expected(apply: Apply, remove: Remove) -> str:
-    """What one rank answers."""
+    """Return the answer of a single rank."""
     one = a_layout(apply, "one")
     one.ready(deadline_seconds=READY_SECONDS)
     text = answer_of(one)
@@ -40,7 +40,7 @@ def expected(apply: Apply, remove: Remove) -> str:
 
 @pytest.fixture(scope="module")
 def three(apply: Apply, remove: Remove, expected: str) -> Iterator[Deployment]:
-    """One replica of three pods, a rank in each: 9 heads and 3 KV heads split by three."""
+    """Return one replica of three pods with one rank each: 9 heads and 3 KV heads split by three."""
     began = time.monotonic()
     deployment = a_layout(apply, "three", tensor=3, gpusPerNode=1)
     await_ready(deployment, "three pods, TP3, from apply", began)
@@ -48,7 +48,7 @@ def three(apply: Apply, remove: Remove, expected: str) -> Iterator[Deployment]:
     remove(deployment)
 
 
-def test_three_pods_are_one_replica_and_answer_as_one_rank(three: Deployment, expected: str, kube: Kube) -> None:
+def test_three_pod_replica_answers_like_single_rank(three: Deployment, expected: str, kube: Kube) -> None:
     pods = three.group_pods()
     assert [pod["metadata"]["name"] for pod in pods] == ["three-g0-0", "three-g0-w-0", "three-g0-w-1"]
     assert len(set(nodes_of(three))) == min(3, len(pod_nodes(kube))), "pods of the group share a node"
@@ -56,17 +56,19 @@ def test_three_pods_are_one_replica_and_answer_as_one_rank(three: Deployment, ex
     assert (status["replicas"], status["readyReplicas"]) == (1, 1)
     assert (status["layout"]["worldSize"], status["layout"]["podsPerReplica"]) == (3, 3)
     assert is_true(three.get(), "LayoutValid")
-    assert [pod["metadata"]["name"] for pod in three.pods()] == ["three-g0-0"], "an autoscaler averages over leaders"
-    three.waiter.until("the Service leads to one pod", lambda: _leads_to(three, 1), deadline_seconds=60.0)
+    assert [pod["metadata"]["name"] for pod in three.pods()] == ["three-g0-0"], (
+        "autoscalers must average over leaders only"
+    )
+    three.waiter.until("the Service has one endpoint", lambda: _has_endpoints(three, 1), deadline_seconds=60.0)
     assert answer_of(three) == expected
 
 
-def test_a_worker_pod_that_is_killed_restarts_the_group(three: Deployment, expected: str, kube: Kube) -> None:
+def test_killed_worker_pod_restarts_group(three: Deployment, expected: str, kube: Kube) -> None:
     before = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in three.group_pods()}
     began = time.monotonic()
     kube.run("delete", "pod", "three-g0-w-0", "-n", three.namespace, "--grace-period=0", "--force", "--wait=false")
     _await_down(three)
-    measured(f"worker pod killed: status says so after {time.monotonic() - began:.0f} s")
+    measured(f"worker pod killed: Ready is False after {time.monotonic() - began:.0f} s")
     await_ready(three, "worker pod killed", began)
     after = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in three.group_pods()}
     assert after.keys() == before.keys()
@@ -74,7 +76,7 @@ def test_a_worker_pod_that_is_killed_restarts_the_group(three: Deployment, expec
     assert answer_of(three) == expected
 
 
-def test_a_pod_that_is_deleted_takes_its_group_along(three: Deployment, expected: str, kube: Kube) -> None:
+def test_deleted_worker_pod_replaces_group(three: Deployment, expected: str, kube: Kube) -> None:
     before = {pod["metadata"]["uid"] for pod in three.group_pods()}
     began = time.monotonic()
     kube.delete("pod", "three-g0-w-1", three.namespace)
@@ -86,13 +88,13 @@ def test_a_pod_that_is_deleted_takes_its_group_along(three: Deployment, expected
     assert answer_of(three) == expected
 
 
-def test_a_rendezvous_service_that_is_deleted_comes_back_with_its_address_and_nobody_restarts(
+def test_deleted_rendezvous_service_keeps_clusterip_without_restarts(
     three: Deployment, expected: str, kube: Kube
 ) -> None:
     def service() -> tuple[str, str]:
         found = kube.get("service", "three-g0", three.namespace)
         if found is None or not found["spec"].get("clusterIP"):
-            raise NotYet("there is none")
+            raise NotYet("there is no Service with a clusterIP")
         return found["metadata"]["uid"], found["spec"]["clusterIP"]
 
     def pods() -> set[str]:
@@ -100,7 +102,7 @@ def test_a_rendezvous_service_that_is_deleted_comes_back_with_its_address_and_no
 
     (uid, address), before = service(), pods()
     kube.delete("service", "three-g0", three.namespace)
-    again = three.waiter.until("the Service is back", service, deadline_seconds=60.0)
+    again = three.waiter.until("the Service is recreated", service, deadline_seconds=60.0)
     assert again[0] != uid
     assert again[1] == address
 
@@ -112,12 +114,12 @@ def test_a_rendezvous_service_that_is_deleted_comes_back_with_its_address_and_no
     assert answer_of(three) == expected
 
 
-def _leads_to(deployment: Deployment, count: int) -> None:
-    """Kubernetes notes a moment later where a Service leads."""
+def _has_endpoints(deployment: Deployment, count: int) -> None:
+    """Raise NotYet unless the Service has `count` endpoints, which Kubernetes updates with a delay."""
     endpoints = deployment.kube.get("endpoints", deployment.name, deployment.namespace) or {}
     addresses = [len(subset.get("addresses", [])) for subset in endpoints.get("subsets") or []]
     if addresses != [count]:
-        raise NotYet(f"the Service leads to {addresses}")
+        raise NotYet(f"the Service has {addresses} endpoints")
 
 
 def _await_down(deployment: Deployment) -> None:
@@ -126,41 +128,43 @@ def _await_down(deployment: Deployment) -> None:
         if is_true(item, "Ready"):
             raise NotYet(describe(item))
 
-    deployment.waiter.until("status says that the replica is down", down, deadline_seconds=60.0, every_seconds=0.5)
+    deployment.waiter.until("Ready is not True", down, deadline_seconds=60.0, every_seconds=0.5)
 
 
 # --- other layouts ----------------------------------------------------------------------------------------------------
 
 
-def test_a_quota_that_refuses_a_pod_of_a_group_is_named_and_the_group_starts_when_it_is_raised(
+def test_group_blocked_by_quota_starts_once_quota_is_removed(
     apply: Apply, remove: Remove, namespace: str, kube: Kube, expected: str
 ) -> None:
-    pods = Waiter(kube, namespace).until("no pod ends", lambda: _pods_that_stay(kube, namespace), deadline_seconds=90.0)
+    pods = Waiter(kube, namespace).until(
+        "no pod is terminating", lambda: _running_pods(kube, namespace), deadline_seconds=90.0
+    )
     one_more = {"hard": {"pods": str(len(pods) + 1)}}
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": one_more}
     kube.apply(quota, namespace=namespace)
     try:
         half = a_layout(apply, "half", pipeline=2, gpusPerNode=1)
-        reason, message = half.waiter.until("the quota is named", lambda: _refused(half), deadline_seconds=120.0)
+        reason, message = half.waiter.until("the quota is reported", lambda: _rejected(half), deadline_seconds=120.0)
     finally:
         kube.delete("resourcequota", "few", namespace)
     assert (reason, "exceeded quota: few" in message) == ("PodsRefused", True), message
     began = time.monotonic()
-    await_ready(half, "a group that a quota let have one of two pods, once it is gone", began)
+    await_ready(half, "group limited to one of two pods by a quota, from the quota's removal", began)
     assert answer_of(half) == expected
     remove(half)
 
 
-def _pods_that_stay(kube: Kube, namespace: str) -> list[Manifest]:
-    """All pods, once none is on its way out: a quota would have room for another one then."""
+def _running_pods(kube: Kube, namespace: str) -> list[Manifest]:
+    """Return all pods once none is terminating: a terminating pod would free quota later."""
     pods = kube.items("pods", namespace)
     ending = [pod["metadata"]["name"] for pod in pods if "deletionTimestamp" in pod["metadata"]]
     if ending:
-        raise NotYet(f"there still: {', '.join(ending)}")
+        raise NotYet(f"still terminating: {', '.join(ending)}")
     return pods
 
 
-def _refused(deployment: Deployment) -> tuple[str, str]:
+def _rejected(deployment: Deployment) -> tuple[str, str]:
     found = condition(deployment.get(), "ScalingLimited")
     if found is None or found["status"] != "True":
         raise NotYet(f"ScalingLimited: {found}")
@@ -202,7 +206,7 @@ def test_two_data_parallel_ranks_in_two_pods(apply: Apply, remove: Remove, expec
     remove(both)
 
 
-# --- two groups, and GPUs for one -------------------------------------------------------------------------------------
+# --- two groups that compete for accelerators -----------------------------------------------------------------------
 
 RACER = {"parallelism": {"pipeline": 2, "gpusPerNode": 1}, "tuning": NEVER}
 TOLERATION = {"key": "trimtab.dev/e2e-kept-for", "operator": "Exists", "effect": "NoSchedule"}
@@ -213,34 +217,32 @@ def a_racer(apply: Apply, name: str, **pod: Any) -> Deployment:
     return apply(name, **RACER, template={"spec": {"containers": [{"name": "main", "resources": resources}], **pod}})
 
 
-def test_of_two_groups_that_hold_half_of_what_they_need_the_younger_gives_way(
-    apply: Apply, remove: Remove, kube: Kube, expected: str
-) -> None:
-    """Each of two groups of two pods gets one of two accelerators: without us both would wait for ever."""
+def test_newer_of_two_deadlocked_groups_backs_off(apply: Apply, remove: Remove, kube: Kube, expected: str) -> None:
+    """Two groups of two pods hold one of two accelerators each: without gang scheduling both wait indefinitely."""
     one, other = worker_nodes(kube)[:2]
-    with pretended(kube, ACCELERATOR, {one: 1}):
+    with simulated_resource(kube, ACCELERATOR, {one: 1}):
         old = a_racer(apply, "old")
-        old.waiter.until("the older holds one", lambda: _holds(old, 1), deadline_seconds=60.0)
+        old.waiter.until("the older group has one pod placed", lambda: _holds(old, 1), deadline_seconds=60.0)
         young = a_racer(apply, "young", tolerations=[TOLERATION])
-        young.waiter.until("the younger has its pods", lambda: _holds(young, 0), deadline_seconds=60.0)
-        with pretended(kube, ACCELERATOR, {other: 1}):
-            with kept_for(kube, other, TOLERATION):  # else it is the scheduler's whim whose pod gets it
-                young.waiter.until("each holds one", lambda: _holds(young, 1), deadline_seconds=60.0)
+        young.waiter.until("the newer group has its pods", lambda: _holds(young, 0), deadline_seconds=60.0)
+        with simulated_resource(kube, ACCELERATOR, {other: 1}):
+            with tainted_except(kube, other, TOLERATION):  # otherwise the scheduler may place a pod of either group
+                young.waiter.until("each group has one pod placed", lambda: _holds(young, 1), deadline_seconds=60.0)
             began = time.monotonic()
             assert len(_placed(old)) == 1
             old.ready(deadline_seconds=READY_SECONDS)
-            measured(
-                f"two groups hold half of what each needs: the older is Ready after {time.monotonic() - began:.0f} s"
+            measured(f"two deadlocked groups: the older one is Ready after {time.monotonic() - began:.0f} s")
+            events = [event for event in kube.events(young.namespace, young.name) if event["reason"] == "GaveBack"]
+            assert events
+            assert f"Insufficient {ACCELERATOR}" in events[0]["message"]
+            limited = young.waiter.until(
+                "the newer group reports ScalingLimited", lambda: _limited(young), deadline_seconds=60.0
             )
-            told = [event for event in kube.events(young.namespace, young.name) if event["reason"] == "GaveBack"]
-            assert told
-            assert f"Insufficient {ACCELERATOR}" in told[0]["message"]
-            limited = young.waiter.until("the younger says why", lambda: _limited(young), deadline_seconds=60.0)
             assert f"Insufficient {ACCELERATOR}" in limited["message"]
             assert answer_of(old) == expected
             began = time.monotonic()
             remove(old)
-            await_ready(young, "the younger, from the removal of the older", began)
+            await_ready(young, "newer group, from the removal of the older", began)
             assert answer_of(young) == expected
             remove(young)
 
@@ -251,7 +253,7 @@ def _placed(deployment: Deployment) -> list[str]:
 
 
 def _holds(deployment: Deployment, count: int) -> None:
-    """Both pods exist, and so many have a node."""
+    """Raise NotYet unless both pods exist and `count` of them have a node."""
     pods, placed = deployment.group_pods(), _placed(deployment)
     if len(pods) != 2 or len(placed) != count:
         raise NotYet(f"{len(pods)} pods, placed: {', '.join(placed) or 'none'}")

@@ -1,4 +1,4 @@
-"""Story: the operator itself is killed, doubled, probed, restricted and upgraded; what it looks after goes on."""
+"""Scenario: the operator is probed, killed, failed over, restricted and upgraded without disturbing engines."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 from conftest import Apply, Remove
 from harness.answer import EXPECTED, ask
-from harness.deployment import TAKEN_BACK_SECONDS, Deployment
+from harness.deployment import ROLLED_BACK_SECONDS, Deployment
 from harness.install import NAMESPACE, Installation
 from harness.kube import CRD_KIND, ENFORCE, Kube, KubectlError, condition, is_true
-from harness.report import measured, say
+from harness.report import log_line, measured
 from harness.wait import NotYet
 
 HEALTH_PORT = 8081
@@ -25,7 +25,7 @@ def _pod_names(installation: Installation) -> list[str]:
     return sorted(pod["metadata"]["name"] for pod in installation.pods())
 
 
-def test_the_operator_answers_its_probes(installation: Installation, kube: Kube) -> None:
+def test_operator_probes_succeed(installation: Installation, kube: Kube) -> None:
     pods = _pod_names(installation)
     assert len(pods) == 2
     for pod in pods:
@@ -37,7 +37,7 @@ def test_the_operator_answers_its_probes(installation: Installation, kube: Kube)
         kube.pod_http(NAMESPACE, pods[0], HEALTH_PORT, "/there-is-no-such-page")
 
 
-def test_a_single_replica_that_finds_no_node_returns_though_the_operator_was_killed(
+def test_unschedulable_change_rolls_back_after_operator_kill(
     apply: Apply, remove: Remove, installation: Installation, kube: Kube
 ) -> None:
     deployment = apply("single", rollout={"startTimeout": START_TIMEOUT, "drainTimeout": "5s"})
@@ -52,16 +52,20 @@ def test_a_single_replica_that_finds_no_node_returns_though_the_operator_was_kil
 
     deployment.waiter.until("the change reaches the replica", is_under_way, deadline_seconds=30.0)
     kube.delete("pod", installation.leader()["metadata"]["name"], NAMESPACE, grace=0)
-    say("operator killed while the change is tried")
+    log_line("operator killed during the rollout")
     installation.ready()
-    told = deployment.waiter.until("it is taken back", deployment.taken_back, deadline_seconds=TAKEN_BACK_SECONDS)
-    assert "within 20s" in told["message"]
+    rolled_back = deployment.waiter.until(
+        "the change is rolled back", deployment.rolled_back, deadline_seconds=ROLLED_BACK_SECONDS
+    )
+    assert "within 20s" in rolled_back["message"]
     assert deployment.revisions() == before
     assert EXPECTED in ask(deployment).text
     remove(deployment)
 
 
-def test_killed_midway_the_operator_goes_on_where_it_was(apply: Apply, installation: Installation, kube: Kube) -> None:
+def test_operator_killed_during_engine_load_restarts_nothing(
+    apply: Apply, installation: Installation, kube: Kube
+) -> None:
     deployment = apply()
 
     def has_pod() -> str:
@@ -69,15 +73,13 @@ def test_killed_midway_the_operator_goes_on_where_it_was(apply: Apply, installat
 
     uid = deployment.waiter.until("the engine's pod exists", has_pod, deadline_seconds=60.0)
     kube.delete("pod", installation.leader()["metadata"]["name"], NAMESPACE, grace=0)
-    say("operator killed while the engine loads")
+    log_line("operator killed while the engine loads")
     installation.ready()
     deployment.ready()
     assert deployment.restarts() == {uid: 0}, "the new operator replaced or restarted the engine"
 
 
-def test_of_two_operators_one_leads_and_the_other_takes_over(
-    apply: Apply, installation: Installation, kube: Kube
-) -> None:
+def test_standby_operator_takes_over_after_leader_kill(apply: Apply, installation: Installation, kube: Kube) -> None:
     deployment = apply()
     deployment.ready()
     restarts = deployment.restarts()
@@ -93,12 +95,12 @@ def test_of_two_operators_one_leads_and_the_other_takes_over(
 
     installation.waiter.until("another operator leads", another_leads, deadline_seconds=TAKE_OVER_SECONDS)
     measured(f"leader killed: another operator leads after {time.monotonic() - begin:.1f} s")
-    _acts(deployment, kube)
+    _reconciles_edit(deployment, kube)
     assert deployment.restarts() == restarts
 
 
-def _acts(deployment: Deployment, kube: Kube) -> None:
-    """The new leader carries out an edit that needs no restart."""
+def _reconciles_edit(deployment: Deployment, kube: Kube) -> None:
+    """Assert that the new leader reconciles an edit that needs no restart."""
     item = kube.patch(CRD_KIND, deployment.name, deployment.namespace, {"spec": {"tuning": {"mode": "Off"}}})
 
     def observed() -> None:
@@ -111,37 +113,38 @@ def _acts(deployment: Deployment, kube: Kube) -> None:
 
 @pytest.fixture
 def restricted_operator(installation: Installation, kube: Kube) -> Iterator[Installation]:
-    """The operator's namespace, in which no pod is made that asks for more."""
+    """Enforce Pod Security `restricted` in the operator's namespace."""
     kube.run("label", "namespace", NAMESPACE, "--overwrite", f"{ENFORCE}=restricted")
     yield installation
     kube.run("label", "namespace", NAMESPACE, f"{ENFORCE}-")
 
 
-def test_the_operator_is_admitted(restricted_operator: Installation, kube: Kube) -> None:
+def test_operator_is_admitted_by_restricted_pod_security(restricted_operator: Installation, kube: Kube) -> None:
     before = {pod["metadata"]["uid"] for pod in restricted_operator.pods()}
     kube.run("rollout", "restart", "deployment/trimtab-operator", "--namespace", NAMESPACE)
     restricted_operator.ready()
     assert not before & {pod["metadata"]["uid"] for pod in restricted_operator.pods()}
 
 
-def test_an_upgrade_with_other_defaults_and_another_secret_restarts_no_engine(
-    apply: Apply, installation: Installation, kube: Kube
-) -> None:
+def test_upgrade_with_changed_defaults_restarts_no_engine(apply: Apply, installation: Installation, kube: Kube) -> None:
     deployment = apply()
     deployment.ready()
     restarts = deployment.restarts()
     secret = kube.get("secret", SECRET, NAMESPACE)
     assert secret is not None
-    rotated = {"former-key": secret["data"]["key"], "key": base64.b64encode(b"another secret of this story").decode()}
+    rotated = {
+        "former-key": secret["data"]["key"],
+        "key": base64.b64encode(b"another secret of this scenario").decode(),
+    }
     kube.patch("secret", SECRET, NAMESPACE, {"data": rotated})
     installation.install(**{"engine.image.tag": "of-no-image", "tickSeconds": "6"})
 
-    def tells() -> None:
+    def is_reported() -> None:
         progressing = condition(deployment.get(), "Progressing") or {}
         if "trimtab.dev/restarted-at" not in progressing.get("message", ""):
-            raise NotYet(f"Progressing says {progressing.get('message')!r}")
+            raise NotYet(f"Progressing: {progressing.get('message')!r}")
 
-    deployment.waiter.until("the new operator says that new pods would be others", tells, deadline_seconds=60.0)
+    deployment.waiter.until("the new operator reports the pending pod template", is_reported, deadline_seconds=60.0)
     assert deployment.restarts() == restarts
-    _acts(deployment, kube)
+    _reconciles_edit(deployment, kube)
     assert deployment.restarts() == restarts

@@ -1,4 +1,4 @@
-"""Story: an operator's whole life by the pages: install, autoscale, roll back, upgrade, uninstall.
+"""Scenario: the documented commands work from install to uninstall: autoscale, roll back, upgrade.
 
 The commands are read from docs/ and executed, page after page, on a cluster without Trimtab.
 """
@@ -20,14 +20,14 @@ from harness.wait import NotYet
 
 DOCS = REPOSITORY / "docs"
 COMMAND_SECONDS = READY_SECONDS + 300.0
-DRAIN_SECONDS = 120.0  # the sample's drainTimeout, and what kubelets take
+DRAIN_SECONDS = 120.0  # the sample's drainTimeout, and the kubelet's delay
 KEDA_CRD, KEDA_PROMETHEUS = "scaledobjects.keda.sh", "http://prometheus.monitoring.svc:9090"
 AUTOSCALING = ("autoscaling/v2", "autoscaling/v2beta2")  # newest first; the page is written for the first
 
 
 @pytest.fixture
 def smollm2(kube: Kube) -> Deployment:
-    """The sample, which the page on installing applies to the namespace default."""
+    """Return the sample, which the install page applies to the namespace default."""
     return Deployment(kube, "default", "smollm2")
 
 
@@ -44,7 +44,7 @@ def test_install_page_commands_serve_model(bare_cluster: Installation, smollm2: 
 
 
 def test_hpa_reads_and_writes_scale(bare_cluster: Installation, kube: Kube, smollm2: Deployment) -> None:
-    """It is able to scale though nothing serves its metric here: it has read /scale with its selector."""
+    """The HPA is able to scale although nothing serves its metric here: it reads /scale with its selector."""
     api = next((version for version in AUTOSCALING if kube.serves(version)), None)
     if api is None:
         pytest.skip(f"the cluster serves none of {', '.join(AUTOSCALING)}")
@@ -56,14 +56,14 @@ def test_hpa_reads_and_writes_scale(bare_cluster: Installation, kube: Kube, smol
 
 
 def test_keda_reads_and_writes_scale(bare_cluster: Installation, kube: Kube, smollm2: Deployment) -> None:
-    """Where the cluster has KEDA, which asks a Prometheus of the story for the engines' queue."""
+    """On clusters with KEDA, which queries the test's Prometheus for the engines' queue length."""
     if kube.get("crd", KEDA_CRD) is None:
         pytest.skip(f"the cluster has no KEDA: it serves no {KEDA_CRD}")
     server = PrometheusServer(kube, "default", prometheus_in_cluster())
     try:
         server.scrape(smollm2.pods())
         found = {name: text.replace(KEDA_PROMETHEUS, server.url) for name, text in blocks(page("keda")).items()}
-        assert server.url in found["scale"], "the page names another Prometheus than the story replaces"
+        assert server.url in found["scale"], "the page's Prometheus URL is not the one this scenario replaces"
         run_blocks(bare_cluster, list(found.values()), timeout_seconds=COMMAND_SECONDS)
     finally:
         server.stop()
@@ -79,7 +79,7 @@ def test_rollback_page_commands_recover(bare_cluster: Installation, smollm2: Dep
     ready = condition(broken, "Ready")
     assert ready is not None
     assert (ready["status"], ready["reason"]) == ("False", "RolledBack")
-    assert "--no-such-flag" in broken["spec"]["runtime"]["args"], "the owner's spec was written"
+    assert "--no-such-flag" in broken["spec"]["runtime"]["args"], "the operator changed the owner's spec"
     assert EXPECTED in ask(smollm2).text
     run_blocks(bare_cluster, [found["mend"]], timeout_seconds=COMMAND_SECONDS)
     assert EXPECTED in ask(smollm2).text
@@ -92,11 +92,11 @@ def test_upgrade_page_keeps_pods_until_restart_is_requested(bare_cluster: Instal
     run_blocks(bare_cluster, [found["new-pods"]], timeout_seconds=COMMAND_SECONDS)
 
     def drained() -> None:
-        """A pod that was replaced answers what it has begun, beside the one that serves in its place."""
+        """Raise NotYet while a replaced pod still drains."""
         if before.keys() & smollm2.restarts().keys():
-            raise NotYet("a pod of before is there still")
+            raise NotYet("a replaced pod still exists")
 
-    smollm2.waiter.until("the pods of before are gone", drained, deadline_seconds=DRAIN_SECONDS)
+    smollm2.waiter.until("the replaced pods are gone", drained, deadline_seconds=DRAIN_SECONDS)
 
 
 def test_uninstall_page_commands_remove_everything(bare_cluster: Installation, kube: Kube) -> None:

@@ -1,6 +1,6 @@
-"""Story: where Pod Security enforces `restricted`, engines and the reader of their model are admitted.
+"""Scenario: engines and the facts Job are admitted in a namespace that enforces Pod Security `restricted`.
 
-A cluster before Kubernetes 1.23 does not judge it; there the story shows that the label disturbs nothing.
+Clusters before Kubernetes 1.23 do not enforce it; there the scenario shows that the label is harmless.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from harness.answer import EXPECTED, ask
 from harness.kube import ENFORCE, Kube
 
 
-def test_engines_and_the_reader_of_their_model_are_admitted(apply: Apply, kube: Kube, namespace: str) -> None:
+def test_engine_and_facts_job_are_admitted_by_restricted_pod_security(apply: Apply, kube: Kube, namespace: str) -> None:
     kube.run("label", "namespace", namespace, "--overwrite", f"{ENFORCE}=restricted")
     deployment = apply()
     deployment.ready()

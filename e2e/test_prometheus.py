@@ -1,5 +1,7 @@
-"""Story: the administrator's Prometheus is what the tuner reads. The loop closes from PromQL; when Prometheus lies or
-is gone nothing moves until it is back, or the pods are asked themselves."""
+"""Scenario: the tuner reads its metrics from an existing Prometheus.
+
+If Prometheus is unavailable or inconsistent, tuning pauses until it recovers or the pods are scraped directly.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from harness.deployment import Deployment
 from harness.install import Installation
 from harness.kube import CRD_KIND, Kube, condition
 from harness.prometheus import PrometheusServer
-from harness.report import measured, say
+from harness.report import log_line, measured
 from harness.target import prometheus_in_cluster
 from harness.traffic import load
-from harness.trim import (
+from harness.tuning import (
     CALM_DEADLINE_SECONDS,
     DECISION_SECONDS,
     UTILIZATION,
@@ -22,19 +24,19 @@ from harness.trim import (
 )
 from harness.wait import NotYet
 
-NOTICED_SECONDS = 120.0  # three scrapes, a rest of 15 s after a failure, and two looks
-HELD_SECONDS = 25.0  # that nothing moves while Prometheus is away: five looks
+NOTICED_SECONDS = 120.0  # three scrapes, a back-off of 15 s after a failure, and two reconciles
+HELD_SECONDS = 25.0  # five reconciles without Prometheus
 
 
 @pytest.fixture(scope="module")
 def installation(chart: Installation) -> Installation:
-    """The chart as it is: its values come with Prometheus."""
+    """Return the chart unchanged: the `prometheus` fixture installs its values."""
     return chart
 
 
 @pytest.fixture(scope="module")
 def observed(apply: Apply) -> Deployment:
-    """The sample in mode Recommend, whose metrics are read from Prometheus alone."""
+    """Return the sample in mode Recommend with Prometheus as the only metrics source."""
     deployment = apply("observed", metrics={"source": "Prometheus"}, tuning={"mode": "Recommend"})
     deployment.ready()
     return deployment
@@ -42,7 +44,7 @@ def observed(apply: Apply) -> Deployment:
 
 @pytest.fixture(scope="module")
 def prometheus(observed: Deployment, installation: Installation, kube: Kube, namespace: str) -> PrometheusServer:
-    """A Prometheus that scrapes the sample's engine, and an operator that is told of it."""
+    """Start a Prometheus that scrapes the sample's engine, and configure the operator to use it."""
     server = PrometheusServer(kube, namespace, prometheus_in_cluster())
     server.scrape(observed.pods())
     values = {"prometheus.url": server.url, "prometheus.scrapeSeconds": str(server.scrape_seconds)}
@@ -50,13 +52,13 @@ def prometheus(observed: Deployment, installation: Installation, kube: Kube, nam
     return server
 
 
-def test_the_loop_closes_from_promql(
+def test_prometheus_metrics_drive_tuning(
     observed: Deployment, prometheus: PrometheusServer, installation: Installation, kube: Kube, namespace: str,
     calm_seconds: float,
 ) -> None:  # fmt: skip
-    """Preemptions are seen in Prometheus alone, KV memory is moved, and they end under the same load."""
+    """Preemptions seen in Prometheus raise KV memory, and preemptions end under the same load."""
     deployment = observed
-    _says(deployment, "Scraped")
+    _await_metrics_reason(deployment, "Scraped")
     _reads_from(deployment, "Prometheus")
     before, restarts = deployment.engine(), deployment.restarts()
     with load(kube, namespace, installation.images.operator, load_options(deployment)) as running:
@@ -66,14 +68,14 @@ def test_the_loop_closes_from_promql(
             moved(deployment, UTILIZATION, before.values[UTILIZATION]),
             deadline_seconds=DECISION_SECONDS,
         )
-        say(f"decided: {decision['message']}")
+        log_line(f"decided: {decision['message']}")
         after = deployment.waiter.until(
             "no preemptions under the same load",
             calm_probe(deployment, calm_seconds=calm_seconds),
             deadline_seconds=CALM_DEADLINE_SECONDS + calm_seconds,
         )
         report = running.stop()
-    say(str(report))
+    log_line(str(report))
     assert report.failed == []
     assert float(decision["to"]) > float(decision["from"])
     assert after.kv_tokens > before.kv_tokens
@@ -81,42 +83,42 @@ def test_the_loop_closes_from_promql(
     measured(f"from PromQL: {before.kv_tokens} to {after.kv_tokens} KV tokens, {report}")
 
 
-def test_without_prometheus_nothing_moves_and_with_it_the_loop_goes_on(
+def test_prometheus_outage_pauses_tuning(
     observed: Deployment, prometheus: PrometheusServer, kube: Kube, namespace: str
 ) -> None:
     deployment = observed
     generation = deployment.engine().config_generation
     prometheus.stop()
-    _says(deployment, "PrometheusUnavailable")
+    _await_metrics_reason(deployment, "PrometheusUnavailable")
     deployment.waiter.stays(
         "the engine keeps its values", lambda: deployment.engine().config_generation, seconds=HELD_SECONDS
     )
     assert deployment.engine().config_generation == generation
 
     kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"metrics": {"source": "Auto"}}})
-    said = _says(deployment, "Scraped")
-    assert "read from the pods, as Prometheus is of no use" in said
+    message = _await_metrics_reason(deployment, "Scraped")
+    assert "read from the pods, as Prometheus is of no use" in message
     _reads_from(deployment, "Pods")
 
     kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"metrics": {"source": "Prometheus"}}})
     prometheus.scrape(deployment.pods())
     _reads_from(deployment, "Prometheus")
-    _says(deployment, "Scraped")
+    _await_metrics_reason(deployment, "Scraped")
 
 
-def test_two_scrape_jobs_are_named_until_a_label_chooses_one(
+def test_duplicate_scrape_jobs_are_reported_until_labels_select_one(
     observed: Deployment, prometheus: PrometheusServer, kube: Kube, namespace: str
 ) -> None:
     deployment = observed
     prometheus.scrape(deployment.pods(), jobs=("engines", "annotated"))
-    said = _says(deployment, "MetricsDuplicated")
-    assert "job=annotated" in said
+    message = _await_metrics_reason(deployment, "MetricsDuplicated")
+    assert "job=annotated" in message
     kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"metrics": {"labels": {"job": "engines"}}}})
-    _says(deployment, "Scraped")
+    _await_metrics_reason(deployment, "Scraped")
 
 
 def _reads_from(deployment: Deployment, source: str) -> None:
-    """Wait until status says that metrics come from there."""
+    """Wait until status reports `source` as the source of metrics."""
 
     def probe() -> None:
         found = deployment.status().get("tuning", {}).get("source")
@@ -126,8 +128,8 @@ def _reads_from(deployment: Deployment, source: str) -> None:
     deployment.waiter.until(f"metrics are read from {source}", probe, deadline_seconds=NOTICED_SECONDS)
 
 
-def _says(deployment: Deployment, reason: str) -> str:
-    """Wait until MetricsAvailable has this reason: its message."""
+def _await_metrics_reason(deployment: Deployment, reason: str) -> str:
+    """Wait until MetricsAvailable has this reason, and return its message."""
 
     def probe() -> str:
         found = condition(deployment.get(), "MetricsAvailable") or {"reason": "none", "message": ""}
@@ -135,4 +137,4 @@ def _says(deployment: Deployment, reason: str) -> str:
             raise NotYet(f"MetricsAvailable: {found['reason']}: {found['message']}")
         return str(found["message"])
 
-    return deployment.waiter.until(f"MetricsAvailable says {reason}", probe, deadline_seconds=NOTICED_SECONDS)
+    return deployment.waiter.until(f"MetricsAvailable has reason {reason}", probe, deadline_seconds=NOTICED_SECONDS)

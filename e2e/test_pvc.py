@@ -1,4 +1,4 @@
-"""Story: a model on a PersistentVolumeClaim is served."""
+"""Scenario: a model on a PersistentVolumeClaim is served."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FOLDER = "SmolLM2-135M-Instruct"
 
 @pytest.fixture(scope="module")
 def claim(target: Target, installation: Installation, kube: Kube, namespace: str) -> Iterator[str]:
-    """A claim with the model in a folder; the files are removed from the node afterwards."""
+    """Return the name of a claim with the model in a folder; its files are removed from the node afterwards."""
     if not target.is_own:
-        pytest.skip("CLUSTER=current: this story writes to a folder of the node, so it runs on a cluster of its own")
+        pytest.skip("CLUSTER=current: this scenario writes to a node's folder, so it needs the cluster of e2e/cluster")
     folder, image = FolderClaim("models", "trimtab-e2e-pvc", "2Gi", pod_nodes(kube)[-1]), installation.images.model
     folder.make(kube, namespace)
     copy = f"mkdir -p {MOUNT}/llm && cp -r /models/{FOLDER} {MOUNT}/llm/ && chmod -R a+rX {MOUNT}/llm"
@@ -31,7 +31,7 @@ def claim(target: Target, installation: Installation, kube: Kube, namespace: str
     folder.delete_volume(kube)
 
 
-def test_a_model_on_a_claim_is_served(apply: Apply, remove: Remove, claim: str) -> None:
+def test_pvc_model_is_served(apply: Apply, remove: Remove, claim: str) -> None:
     deployment = apply("from-claim", model={"uri": f"pvc://{claim}/llm/{FOLDER}"})
     deployment.ready()
     mounts = deployment.pod()["spec"]["containers"][0]["volumeMounts"]
@@ -40,25 +40,25 @@ def test_a_model_on_a_claim_is_served(apply: Apply, remove: Remove, claim: str) 
     remove(deployment)
 
 
-def test_a_missing_claim_is_said_in_status(apply: Apply, remove: Remove) -> None:
-    deployment = apply("no-claim", model={"uri": "pvc://nobody-made-this/llm"})
+def test_missing_claim_is_reported_in_status(apply: Apply, remove: Remove) -> None:
+    deployment = apply("no-claim", model={"uri": "pvc://missing-claim/llm"})
 
-    def said() -> None:
+    def is_reported() -> None:
         ready = condition(deployment.get(), "Ready")
-        if ready is None or "nobody-made-this" not in ready["message"]:
+        if ready is None or "missing-claim" not in ready["message"]:
             raise NotYet(f"Ready: {ready}")
 
-    deployment.waiter.until("status names the missing claim", said, deadline_seconds=45.0)
+    deployment.waiter.until("status names the missing claim", is_reported, deadline_seconds=45.0)
     remove(deployment)
 
 
-def test_a_missing_model_is_said_in_status(apply: Apply, remove: Remove, claim: str) -> None:
+def test_missing_model_on_claim_is_reported_in_status(apply: Apply, remove: Remove, claim: str) -> None:
     deployment = apply("no-model", model={"uri": f"pvc://{claim}/llm/absent"})
 
-    def said() -> None:
+    def is_reported() -> None:
         ready = condition(deployment.get(), "Ready")
         if ready is None or ready["reason"] != "ModelUnreadable" or "absent" not in ready["message"]:
             raise NotYet(f"Ready: {ready}")
 
-    deployment.waiter.until("status repeats the engine's own words", said, deadline_seconds=90.0)
+    deployment.waiter.until("status contains the engine's error", is_reported, deadline_seconds=90.0)
     remove(deployment)

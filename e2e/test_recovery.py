@@ -1,4 +1,4 @@
-"""Story: the engine's core process is killed; the replica comes back and status tells the truth meanwhile."""
+"""Scenario: the engine's core process is killed; the replica recovers and status is correct meanwhile."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 from harness.answer import EXPECTED, ask
 from harness.deployment import Deployment, describe
 from harness.kube import Kube, Manifest, is_true
-from harness.report import measured, say
+from harness.report import log_line, measured
 from harness.wait import NotYet
 from harness.watch import watch
 
 CRD = "inferencedeployments.trimtab.dev"
 NOTICED_SECONDS = 60.0
-# The core is the child that the API server process (1) started. SIGKILL: no farewell.
+# The core is a child of the API server process (1). SIGKILL leaves it no chance to shut down cleanly.
 KILL_THE_CORE = """
 import os, signal
 children = open('/proc/1/task/1/children').read().split()
@@ -31,14 +31,14 @@ def _replica_is_down(deployment: Deployment) -> Manifest:
     return item
 
 
-def test_a_killed_engine_core_comes_back_and_status_tells_the_truth(ready: Deployment, kube: Kube) -> None:
+def test_killed_engine_core_recovers_with_correct_status(ready: Deployment, kube: Kube) -> None:
     pod = ready.pod()
     name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
     with watch(kube, CRD, ready.name, ready.namespace) as watched:
-        said = kube.exec(ready.namespace, name, "python3", "-c", KILL_THE_CORE, container="main")
-        say(f"killed process {said.strip()}")
+        output = kube.exec(ready.namespace, name, "python3", "-c", KILL_THE_CORE, container="main")
+        log_line(f"killed process {output.strip()}")
         down = ready.waiter.until(
-            "status says that the replica is down",
+            "Ready is not True",
             lambda: _replica_is_down(ready),
             deadline_seconds=NOTICED_SECONDS,
             every_seconds=0.3,
@@ -57,9 +57,9 @@ def test_a_killed_engine_core_comes_back_and_status_tells_the_truth(ready: Deplo
 
 
 @pytest.mark.usefixtures("ready")
-def test_a_deleted_pod_comes_back(ready: Deployment, kube: Kube) -> None:
+def test_deleted_pod_is_recreated(ready: Deployment, kube: Kube) -> None:
     before = ready.pod()["metadata"]
     kube.delete("pod", before["name"], ready.namespace)
-    ready.waiter.until("status says that the replica is down", lambda: _replica_is_down(ready), deadline_seconds=60.0)
+    ready.waiter.until("Ready is not True", lambda: _replica_is_down(ready), deadline_seconds=60.0)
     ready.ready()
     assert ready.pod()["metadata"]["uid"] != before["uid"]

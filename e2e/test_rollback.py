@@ -1,4 +1,4 @@
-"""Story: a change that does not come up is taken back while requests are answered."""
+"""Scenario: a change that fails to start is rolled back while requests are served."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from dataclasses import dataclass, field
 import pytest
 from conftest import Apply, Remove
 from harness.answer import EXPECTED, ask, ask_at
-from harness.deployment import TAKEN_BACK_SECONDS, Deployment
+from harness.deployment import ROLLED_BACK_SECONDS, Deployment
 from harness.kube import CRD_KIND, Kube, Manifest, condition
 from harness.report import measured
 from harness.service import port_forward
 from harness.wait import NotYet
 
-TOO_LONG = 8000  # tokens that one request may have: more than the KV cache of this device holds
+TOO_LONG = 8000  # tokens of one request: more than the KV cache holds
 
 
 @dataclass
-class Asked:
-    """What a client saw that asked all the time."""
+class ClientStats:
+    """Requests of a client that sends them continuously."""
 
     answered: int = 0
     failed: list[str] = field(default_factory=list)
 
 
 @contextmanager
-def _asking(deployment: Deployment, group: str) -> Iterator[Asked]:
-    """Ask the pod of one group again and again."""
-    asked, stop = Asked(), threading.Event()
+def _continuous_requests(deployment: Deployment, group: str) -> Iterator[ClientStats]:
+    """Send requests to the pod of one group until the block ends."""
+    stats, stop = ClientStats(), threading.Event()
 
     def client(url: str) -> None:
         while not stop.is_set():
             try:
                 assert EXPECTED in ask_at(f"{url}/v1", deployment.served_name()).text
-                asked.answered += 1
-            except Exception as error:  # whatever a client sees counts
-                asked.failed.append(repr(error))
+                stats.answered += 1
+            except Exception as error:  # any client error counts
+                stats.failed.append(repr(error))
 
     with port_forward(deployment.kube, deployment.namespace, f"pod/{group}-0", 8000) as url:
         thread = threading.Thread(target=client, args=(url,))
         thread.start()
         try:
-            yield asked
+            yield stats
         finally:
             stop.set()
             thread.join(timeout=240.0)
@@ -58,32 +58,34 @@ def two(apply: Apply) -> Deployment:
     return deployment
 
 
-def test_a_change_that_the_engine_refuses_is_taken_back_while_the_other_replica_answers(
-    two: Deployment, kube: Kube
-) -> None:
+def test_change_rejected_by_engine_rolls_back_without_downtime(two: Deployment, kube: Kube) -> None:
     before, begin = two.revisions(), time.monotonic()
     kept = two.restarts()
-    with _asking(two, f"{two.name}-g1") as asked:
+    with _continuous_requests(two, f"{two.name}-g1") as stats:
         kube.patch(CRD_KIND, two.name, two.namespace, {"spec": {"engine": {"maxModelLen": TOO_LONG}}})
-        told = two.waiter.until("it is taken back", two.taken_back, deadline_seconds=TAKEN_BACK_SECONDS)
-    assert str(TOO_LONG) in told["message"] or f"{TOO_LONG:,}" in told["message"], told
-    assert "exit code 2" in told["message"]
-    assert asked.failed == []
-    assert asked.answered > 0
+        rolled_back = two.waiter.until(
+            "the change is rolled back", two.rolled_back, deadline_seconds=ROLLED_BACK_SECONDS
+        )
+    assert str(TOO_LONG) in rolled_back["message"] or f"{TOO_LONG:,}" in rolled_back["message"], rolled_back
+    assert "exit code 2" in rolled_back["message"]
+    assert stats.failed == []
+    assert stats.answered > 0
     assert two.revisions() == before
     status = two.status()
     assert (status["readyReplicas"], status["updatedReplicas"]) == (2, 0)
     after = two.restarts()
-    if after != kept:  # where no node has room for a third replica the change is tried in the place of one
-        told_of = {event["reason"] for event in kube.events(two.namespace, two.name)}
-        assert "NoRoomForSurge" in told_of, "a replica that served was replaced or restarted"
-        (asked_one,) = {pod["metadata"]["uid"] for pod in two.pods() if pod["metadata"]["name"] == f"{two.name}-g1-0"}
-        assert after[asked_one] == kept[asked_one]
+    if after != kept:  # without room for a third replica, the rollout replaces one in place
+        reasons = {event["reason"] for event in kube.events(two.namespace, two.name)}
+        assert "NoRoomForSurge" in reasons, "a replica that served was replaced or restarted"
+        (served,) = {pod["metadata"]["uid"] for pod in two.pods() if pod["metadata"]["name"] == f"{two.name}-g1-0"}
+        assert after[served] == kept[served]
     assert not any(after.values())
-    measured(f"a refused change is taken back in {time.monotonic() - begin:.0f} s; {asked.answered} requests answered")
+    measured(
+        f"a rejected change is rolled back in {time.monotonic() - begin:.0f} s; {stats.answered} requests answered"
+    )
 
 
-def test_it_is_not_tried_again_until_the_spec_changes(two: Deployment, kube: Kube) -> None:
+def test_rolled_back_change_is_not_retried_until_spec_changes(two: Deployment, kube: Kube) -> None:
     pods = two.restarts()
     assert two.waiter.stays("nothing is restarted", two.restarts, seconds=20.0) == pods
     kube.patch(CRD_KIND, two.name, two.namespace, {"spec": {"engine": {"maxModelLen": 1000}}})
@@ -95,23 +97,23 @@ def test_it_is_not_tried_again_until_the_spec_changes(two: Deployment, kube: Kub
         if degraded is None or degraded["status"] != "False" or status["updatedReplicas"] != 2:
             raise NotYet(f"{status['updatedReplicas']} updated; Degraded: {degraded}")
 
-    two.waiter.until("the better change reaches both", settled, deadline_seconds=TAKEN_BACK_SECONDS)
+    two.waiter.until("the corrected change reaches both replicas", settled, deadline_seconds=ROLLED_BACK_SECONDS)
     two.settled()
     assert EXPECTED in ask(two).text
 
 
-def test_an_image_that_does_not_exist_stops_no_replica(two: Deployment, remove: Remove, kube: Kube) -> None:
+def test_missing_image_stops_no_replica(two: Deployment, remove: Remove, kube: Kube) -> None:
     image = two.get()["spec"]["runtime"]["image"]
     pods = two.restarts()
     kube.patch(CRD_KIND, two.name, two.namespace, {"spec": {"runtime": {"image": "no.such.registry.invalid/e:1"}}})
 
-    def told() -> Manifest:
+    def is_reported() -> Manifest:
         degraded = condition(two.get(), "Degraded")
         if degraded is None or degraded["reason"] != "ModelUnreadable":
             raise NotYet(f"Degraded: {degraded}")
         return degraded
 
-    assert "no.such.registry.invalid" in two.waiter.until("it is told", told, deadline_seconds=90.0)["message"]
+    assert "no.such.registry.invalid" in two.waiter.until("Degraded", is_reported, deadline_seconds=90.0)["message"]
     assert two.restarts() == pods
     assert EXPECTED in ask(two).text
     kube.patch(CRD_KIND, two.name, two.namespace, {"spec": {"runtime": {"image": image}}})

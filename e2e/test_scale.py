@@ -1,4 +1,4 @@
-"""Story: replicas by `kubectl scale` and by an autoscaler's write to /scale; and no writes when nothing happens."""
+"""Scenario: `kubectl scale` and writes to /scale change replicas, and an idle resource causes no writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.kube import CRD_KIND, Kube
 from harness.wait import NotYet
 
 IDLE_SECONDS = 30.0
-LOOKS_APART_SECONDS = 10.0  # two ticks of the operator
+POLL_INTERVAL_SECONDS = 10.0  # two reconcile intervals of the operator
 
 
 def _has_replicas(deployment: Deployment, count: int) -> None:
@@ -18,7 +18,7 @@ def _has_replicas(deployment: Deployment, count: int) -> None:
     status = deployment.status()
     seen = (scale["status"]["replicas"], status.get("readyReplicas"), len(deployment.pods()))
     if seen != (count, count, count):
-        raise NotYet(f"/scale says {seen[0]} replicas, status {seen[1]} ready, and there are {seen[2]} pods")
+        raise NotYet(f"/scale has {seen[0]} replicas, status has {seen[1]} ready, and there are {seen[2]} pods")
 
 
 def _await_replicas(deployment: Deployment, count: int) -> None:
@@ -28,13 +28,13 @@ def _await_replicas(deployment: Deployment, count: int) -> None:
 
 
 def _selected(deployment: Deployment) -> list[str]:
-    """The pods that an autoscaler would average over: it leaves out those that are being deleted."""
+    """Return the pods that an autoscaler averages over, without terminating ones."""
     selector = str(deployment.scale()["status"]["selector"])
     found = deployment.kube.items("pods", deployment.namespace, selector)
     return [pod["metadata"]["name"] for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
 
-def test_kubectl_scale_adds_a_replica_and_leaves_the_first_alone(ready: Deployment, kube: Kube) -> None:
+def test_kubectl_scale_adds_replica_without_restart(ready: Deployment, kube: Kube) -> None:
     first = ready.restarts()
     kube.run("scale", CRD_KIND, ready.name, "--replicas=2", "-n", ready.namespace)
     _await_replicas(ready, 2)
@@ -44,7 +44,7 @@ def test_kubectl_scale_adds_a_replica_and_leaves_the_first_alone(ready: Deployme
     assert ready.status()["desiredReplicas"] == 2
 
 
-def test_an_autoscalers_write_to_scale_removes_it_again(ready: Deployment, kube: Kube) -> None:
+def test_scale_subresource_write_removes_replica(ready: Deployment, kube: Kube) -> None:
     scale = ready.scale()
     assert scale["apiVersion"] == "autoscaling/v1"
     scale["spec"]["replicas"] = 1
@@ -54,7 +54,7 @@ def test_an_autoscalers_write_to_scale_removes_it_again(ready: Deployment, kube:
     assert len(_selected(ready)) == 1
 
 
-def test_nothing_is_written_when_nothing_happens(ready: Deployment, kube: Kube) -> None:
+def test_idle_resource_causes_no_writes(ready: Deployment, kube: Kube) -> None:
     def versions() -> dict[str, str]:
         kinds = f"{CRD_KIND},statefulsets,services,configmaps"
         return {
@@ -63,7 +63,9 @@ def test_nothing_is_written_when_nothing_happens(ready: Deployment, kube: Kube) 
         }
 
     ready.waiter.until("the replica that was removed has drained", lambda: _has_settled(ready), deadline_seconds=90.0)
-    settled = ready.waiter.until("two equal looks, 10 s apart", lambda: _equal_looks(versions), deadline_seconds=60.0)
+    settled = ready.waiter.until(
+        "equal resourceVersions 10 s apart", lambda: _stable_versions(versions), deadline_seconds=60.0
+    )
     assert settled == ready.waiter.stays("no resourceVersion changes", versions, seconds=IDLE_SECONDS)
 
 
@@ -74,16 +76,16 @@ def _has_settled(deployment: Deployment) -> None:
         raise NotYet(f"Progressing: {progressing['reason']}: {progressing['message']}")
 
 
-def _equal_looks(versions: Callable[[], dict[str, str]]) -> dict[str, str]:
+def _stable_versions(versions: Callable[[], dict[str, str]]) -> dict[str, str]:
     first = versions()
-    time.sleep(LOOKS_APART_SECONDS)
+    time.sleep(POLL_INTERVAL_SECONDS)
     second = versions()
     if first != second:
         raise NotYet(f"still changing: {sorted(set(first.items()) ^ set(second.items()))}")
     return second
 
 
-def test_zero_replicas_and_back(ready: Deployment, kube: Kube) -> None:
+def test_scale_to_zero_removes_all_pods(ready: Deployment, kube: Kube) -> None:
     kube.run("scale", CRD_KIND, ready.name, "--replicas=0", "-n", ready.namespace)
 
     def none_left() -> None:

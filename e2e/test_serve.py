@@ -1,4 +1,4 @@
-"""Story: apply the sample, watch it become Ready, and have the official client stream an answer through the Service."""
+"""Scenario: the sample becomes Ready, and the openai client streams an answer through the Service."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from conftest import Apply
 from harness.answer import EXPECTED, ask
 from harness.deployment import Deployment
 from harness.kube import Kube, is_true
-from harness.report import measured, say
+from harness.report import log_line, measured
 from harness.wait import NotYet
 from harness.watch import Watched, watch
 
@@ -18,7 +18,7 @@ CRD = "inferencedeployments.trimtab.dev"
 
 @pytest.fixture(scope="module")
 def first(apply: Apply, kube: Kube, namespace: str) -> tuple[Deployment, Watched, float]:
-    """The sample, the states it went through on its way to Ready, and when it was applied."""
+    """Return the sample, the states it had until Ready, and when it was applied."""
     begin = time.monotonic()
     deployment = apply()
     with watch(kube, CRD, deployment.name, namespace) as watched:
@@ -32,46 +32,46 @@ def _has_seen_ready(watched: Watched) -> None:
         raise NotYet(f"{len(watched.states)} states")
 
 
-def test_the_official_client_streams_the_answer_through_the_service(first: tuple[Deployment, Watched, float]) -> None:
+def test_openai_client_streams_answer_through_service(first: tuple[Deployment, Watched, float]) -> None:
     deployment, _, begin = first
     answer = ask(deployment)
     measured(f"kubectl apply to first token: {answer.first_token_at - begin:.1f} s")
-    say(f"answer: {answer.text!r}")
+    log_line(f"answer: {answer.text!r}")
     assert EXPECTED in answer.text
     assert answer.chunks > 1, "the answer came in one piece, so it was not streamed"
     assert answer.completion_tokens >= answer.chunks > 0
 
 
-def test_status_shows_the_load_progress_on_the_way_to_ready(first: tuple[Deployment, Watched, float]) -> None:
+def test_status_reports_load_progress_until_ready(first: tuple[Deployment, Watched, float]) -> None:
     _, watched, _ = first
     groups = [group for state in watched.states for group in state.get("status", {}).get("groups", [])]
     loads = [(group["load"]["stage"], group["load"]["percent"]) for group in groups if group.get("load")]
-    say(f"load progress: {loads}")
+    log_line(f"load progress: {loads}")
     assert loads, "no load progress was seen in status.groups"
     percents = [percent for _, percent in loads]
     assert percents == sorted(percents), f"progress went back: {loads}"
-    # This model loads in 3 s, and a tick comes every 5 s: a stage on the way may be missed, the phase may not.
+    # The model loads in 3 s and the operator polls every 5 s: stages may be missed, the phase may not.
     assert "Loading" in {group["phase"] for group in groups}
     assert loads[-1] == ("ready", 100)
 
 
-def test_ready_was_false_until_the_pod_was_ready(first: tuple[Deployment, Watched, float]) -> None:
+def test_ready_condition_follows_ready_replicas(first: tuple[Deployment, Watched, float]) -> None:
     _, watched, _ = first
     for state in watched.states:
         status = state.get("status", {})
         assert is_true(state, "Ready") == (status.get("readyReplicas", 0) >= 1), status
 
 
-def test_kubectl_get_prints_the_columns(first: tuple[Deployment, Watched, float], kube: Kube, namespace: str) -> None:
+def test_kubectl_get_prints_columns(first: tuple[Deployment, Watched, float], kube: Kube, namespace: str) -> None:
     text = kube.run("get", "infd", "-n", namespace)
-    say("kubectl get infd:\n" + text)
+    log_line("kubectl get infd:\n" + text)
     header, row = text.splitlines()[:2]
     for column in ("NAME", "READY", "AGE"):
         assert column in header
     assert "1/1" in row
 
 
-def test_the_condition_and_the_url_are_what_a_client_needs(first: tuple[Deployment, Watched, float]) -> None:
+def test_status_has_url_model_and_complete_conditions(first: tuple[Deployment, Watched, float]) -> None:
     deployment, _, _ = first
     status = deployment.status()
     name, _, _ = deployment.service()

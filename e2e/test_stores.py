@@ -1,7 +1,7 @@
-"""Stories: a model of a bucket and one of a registry are served, by accounts that only the engine's pods see.
+"""Scenarios: models from S3 and from an OCI registry are served with credentials that only engine pods see.
 
-The bucket is moto's (`tests/engine/fakes/bucket_server.py`), which cuts the weights in mid-file; the registry is
-Debian's docker-registry. Both run on this machine, over the real model (`harness/stores.py` says how pods reach them).
+The bucket is moto's (`tests/engine/fakes/bucket_server.py`), which interrupts the download of the weights; the
+registry is Debian's docker-registry. Both run on this machine and hold the real model (see `harness/stores.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ BUCKET, PREFIX = "models", "llms/smollm2"
 REPOSITORY, TAG = "llms/smollm2", "v1"
 WEIGHTS = "model.safetensors"
 CUT_BYTES = 100_000_000  # of 538 MB
-LOST_BYTES = 20_000_000  # of what came before a cut, what the client had not handed over yet
+LOST_BYTES = 20_000_000  # received before the interruption, but not yet handed over by the client
 READY_SECONDS = 300.0  # the model is read, downloaded and loaded
-REFUSED_SECONDS = 90.0
+REJECTED_SECONDS = 90.0
 TEMPLATE: Manifest = {
     "spec": {
         "containers": [
@@ -39,20 +39,20 @@ TEMPLATE: Manifest = {
         ]
     }
 }
-"""The sample's, with room for the files that are being written."""
+"""The sample's pod template, with memory for the files being downloaded."""
 
 
 @pytest.fixture(scope="module")
 def address(target: Target, kube: Kube) -> str:
-    """Where stores on this machine are reached from pods."""
+    """Return the address at which pods reach stores on this machine."""
     if not target.is_own:
-        pytest.skip("CLUSTER=current: pods of another machine's cluster do not reach a store on this one")
+        pytest.skip("CLUSTER=current: pods of another machine's cluster cannot reach a store on this one")
     return own_address(kube)
 
 
 @pytest.fixture(scope="module")
 def bucket(address: str, kube: Kube, namespace: str) -> Iterator[BucketServer]:
-    """The store with the model in it, and its keys in the namespace."""
+    """Start the store with the model in it, and create a Secret with its keys."""
     keys = {name: text for name, text in KEYS.items() if name != "AWS_DEFAULT_REGION"}
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "bucket-keys"}, "stringData": keys}
     kube.apply(secret, namespace=namespace)
@@ -64,70 +64,72 @@ def bucket(address: str, kube: Kube, namespace: str) -> Iterator[BucketServer]:
 
 @pytest.fixture(scope="module")
 def registry(address: str, kube: Kube, namespace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """One that asks for an account, which a Secret of the namespace has."""
+    """Start a registry that requires credentials, and create a Secret with them."""
     with docker_registry(address, tmp_path_factory.mktemp("registry")) as store:
         kube.apply(store.pull_secret("registry-account"), namespace=namespace)
         yield store
 
 
-def _of_bucket(store: BucketServer, prefix: str = PREFIX) -> Manifest:
+def _bucket_model(store: BucketServer, prefix: str = PREFIX) -> Manifest:
     access = {"endpoint": store.url, "region": KEYS["AWS_DEFAULT_REGION"], "credentialsSecret": "bucket-keys"}
     return {"uri": f"s3://{BUCKET}/{prefix}", "s3": access}
 
 
-def _refused(deployment: Deployment, *words: str) -> None:
-    """Status must say so, in these words."""
+def _await_rejection(deployment: Deployment, *words: str) -> None:
+    """Wait until Ready is False with reason ModelUnreadable and a message that contains all `words`."""
 
-    def said() -> None:
+    def is_reported() -> None:
         ready = condition(deployment.get(), "Ready")
         if ready is None or ready["reason"] != "ModelUnreadable" or not all(word in ready["message"] for word in words):
             raise NotYet(f"Ready: {ready}")
 
-    deployment.waiter.until(f"status says {words}", said, deadline_seconds=REFUSED_SECONDS)
+    deployment.waiter.until(f"status mentions {words}", is_reported, deadline_seconds=REJECTED_SECONDS)
 
 
-def _told(kube: Kube, namespace: str, deployment: Deployment) -> dict[str, str]:
-    """Events by their reason."""
+def _events_by_reason(kube: Kube, namespace: str, deployment: Deployment) -> dict[str, str]:
+    """Return the messages of Events by reason."""
     return {event["reason"]: event.get("message", "") for event in kube.events(namespace, deployment.name)}
 
 
-def test_a_model_of_a_bucket_is_served_through_a_cut_by_keys_of_a_secret(
+def test_interrupted_s3_download_with_secret_credentials_resumes(
     apply: Apply, remove: Remove, bucket: BucketServer, kube: Kube, namespace: str
 ) -> None:
     bucket.faults.cuts[WEIGHTS] = [CUT_BYTES]
-    goes_on = bucket.faults.held[WEIGHTS] = threading.Event()
-    deployment = apply("from-bucket", model=_of_bucket(bucket), template=TEMPLATE)
+    resume = bucket.faults.held[WEIGHTS] = threading.Event()
+    deployment = apply("from-bucket", model=_bucket_model(bucket), template=TEMPLATE)
 
-    def is_told() -> None:
-        if "DownloadStarted" not in (told := _told(kube, namespace, deployment)):
-            raise NotYet(f"Events: {sorted(told)}")
+    def is_emitted() -> None:
+        if "DownloadStarted" not in (events := _events_by_reason(kube, namespace, deployment)):
+            raise NotYet(f"Events: {sorted(events)}")
 
-    deployment.waiter.until("an Event tells of the download", is_told, deadline_seconds=READY_SECONDS)
-    goes_on.set()  # however quick a store is, its download has been seen by then
+    deployment.waiter.until("an Event DownloadStarted", is_emitted, deadline_seconds=READY_SECONDS)
+    resume.set()  # held until here, so that the download is observed even from a fast store
     deployment.ready(deadline_seconds=READY_SECONDS)
     assert EXPECTED in ask(deployment).text
     pin = deployment.status()["modelRevision"]
     assert re.fullmatch("[0-9a-f]{64}", pin)
     assert deployment.pod()["spec"]["containers"][0]["args"][1] == f"s3://{BUCKET}/{PREFIX}@{pin}"
-    told = _told(kube, namespace, deployment)
-    assert pin in told.get("DownloadStarted", ""), told
-    assert ": Downloaded " in told["Downloaded"], "what came, in what time"
-    assert all(one.is_signed for one in bucket.asked if BUCKET in one.path), "somebody asked without the Secret's keys"
-    assert bucket.faults.cuts[WEIGHTS] == [], "the download was never cut"
+    events = _events_by_reason(kube, namespace, deployment)
+    assert pin in events.get("DownloadStarted", ""), events
+    assert ": Downloaded " in events["Downloaded"], "the size and the duration are missing"
+    assert all(one.is_signed for one in bucket.asked if BUCKET in one.path), (
+        "a request was not signed with the Secret's keys"
+    )
+    assert bucket.faults.cuts[WEIGHTS] == [], "the download was never interrupted"
     firsts = [int(one.range.removeprefix("bytes=").split("-")[0]) for one in bucket.asked_for(WEIGHTS) if one.range]
-    assert any(first > CUT_BYTES - LOST_BYTES for first in firsts), "what had come before the cut was fetched again"
+    assert any(first > CUT_BYTES - LOST_BYTES for first in firsts), (
+        "data received before the interruption was downloaded again"
+    )
     remove(deployment)
 
 
-def test_a_prefix_without_a_model_is_said_in_status(apply: Apply, remove: Remove, bucket: BucketServer) -> None:
-    deployment = apply("no-objects", model=_of_bucket(bucket, "llms/smollm3"))
-    _refused(deployment, BUCKET, "llms/smollm3")
+def test_empty_s3_prefix_is_reported_in_status(apply: Apply, remove: Remove, bucket: BucketServer) -> None:
+    deployment = apply("no-objects", model=_bucket_model(bucket, "llms/smollm3"))
+    _await_rejection(deployment, BUCKET, "llms/smollm3")
     remove(deployment)
 
 
-def test_a_model_of_a_registry_is_served_by_the_account_of_a_secret(
-    apply: Apply, remove: Remove, registry: Registry
-) -> None:
+def test_oci_model_with_pull_secret_is_served(apply: Apply, remove: Remove, registry: Registry) -> None:
     digest = registry.push(REPOSITORY, TAG, Path(model.ensure()))
     place = f"oci://{registry.host}/{REPOSITORY}"
     access = {"pullSecret": "registry-account", "plainHttp": True}
@@ -139,10 +141,8 @@ def test_a_model_of_a_registry_is_served_by_the_account_of_a_secret(
     remove(deployment)
 
 
-def test_a_registry_that_asks_for_an_account_is_said_in_status(
-    apply: Apply, remove: Remove, registry: Registry
-) -> None:
+def test_missing_registry_credentials_are_reported_in_status(apply: Apply, remove: Remove, registry: Registry) -> None:
     uri = f"oci://{registry.host}/{REPOSITORY}:{TAG}"
     deployment = apply("no-account", model={"uri": uri, "oci": {"plainHttp": True}})
-    _refused(deployment, registry.host)
+    _await_rejection(deployment, registry.host)
     remove(deployment)

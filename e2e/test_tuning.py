@@ -1,4 +1,4 @@
-"""Story: load on a small KV cache preempts requests, the operator acts, fewer are or none; no request fails."""
+"""Scenario: load on a small KV cache causes preemptions, the operator reduces them, and no request fails."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from harness.deployment import Deployment
 from harness.engine import EngineReading
 from harness.install import Installation
 from harness.kube import CRD_KIND, Kube, condition
-from harness.report import measured, say
+from harness.report import log_line, measured
 from harness.traffic import LoadReport, load
-from harness.trim import (
+from harness.tuning import (
     CALM_DEADLINE_SECONDS,
     DECISION_SECONDS,
     SEQS,
@@ -35,25 +35,25 @@ from harness.wait import NotYet
 
 @pytest.fixture
 def recommending(apply: Apply, remove: Remove) -> Iterator[Deployment]:
-    """The sample in mode Recommend, which nobody has tuned yet."""
+    """Return the sample in mode Recommend, not tuned yet."""
     deployment = apply("headroom", tuning={"mode": "Recommend"})
     deployment.ready()
     yield deployment
     remove(deployment)
 
 
-def test_preemptions_are_recommended_away_then_trimmed_away(
+def test_recommended_utilization_is_applied_in_auto_mode(
     recommending: Deployment, installation: Installation, kube: Kube, namespace: str, calm_seconds: float
 ) -> None:
-    """One load throughout: mode Recommend says what would help and changes nothing; mode Auto does it."""
+    """Under one constant load, mode Recommend only reports the change, and mode Auto applies it."""
     deployment = recommending
     before, restarts = deployment.engine(), deployment.restarts()
-    say(f"KV cache: {before.kv_tokens} tokens now, {before.kv_tokens_cap} at the bound")
+    log_line(f"KV cache: {before.kv_tokens} tokens now, {before.kv_tokens_cap} at the bound")
     with load(kube, namespace, installation.images.operator, load_options(deployment)) as running:
         advice = deployment.waiter.until(
             "a recommendation", lambda: _recommendation(deployment, UTILIZATION), deadline_seconds=DECISION_SECONDS
         )
-        say(f"recommended: {advice['message']}")
+        log_line(f"recommended: {advice['message']}")
         assert advice["knob"] == UTILIZATION
         unchanged = deployment.engine()
         assert unchanged.preemptions > before.preemptions
@@ -67,18 +67,18 @@ def test_preemptions_are_recommended_away_then_trimmed_away(
     assert float(decision["to"]) > float(decision["from"])
     assert after.kv_tokens > before.kv_tokens
     assert after.config_generation > before.config_generation
-    _nobody_suffered(report, deployment, restarts)
-    _is_told_everywhere(decision, deployment, installation, kube)
+    _assert_undisturbed(report, deployment, restarts)
+    _is_reported_everywhere(decision, deployment, installation, kube)
     measured(
         f"trim with headroom: {before.kv_tokens} to {after.kv_tokens} KV tokens, {after.preemptions:.0f} preemptions "
         f"before calm, {report}"
     )
 
 
-def test_without_headroom_requests_are_admitted_later_before_anybody_loses_a_seat(
+def test_watermark_is_raised_before_max_num_seqs_without_headroom(
     apply: Apply, installation: Installation, kube: Kube, namespace: str
 ) -> None:
-    """KV blocks are kept free for what runs; users do not wait for fewer seats because of a count of preemptions."""
+    """KV blocks are kept free for running sequences; `max_num_seqs` is not lowered because of preemptions."""
     deployment = apply("pinned", **pinned_utilization(start_utilization()))
     deployment.ready()
     before, restarts = deployment.engine(), deployment.restarts()
@@ -95,8 +95,8 @@ def test_without_headroom_requests_are_admitted_later_before_anybody_loses_a_sea
     assert then.preemptions > before.preemptions
     assert after.kv_tokens == before.kv_tokens
     assert then.values[SEQS] == before.values[SEQS]
-    _nobody_suffered(report, deployment, restarts)
-    _is_told_everywhere(decision, deployment, installation, kube)
+    _assert_undisturbed(report, deployment, restarts)
+    _is_reported_everywhere(decision, deployment, installation, kube)
     measured(
         f"trim without headroom: watermark {decision['from']} to {decision['to']}, preemptions per 1,000 tokens "
         f"{preemptions_per_1000_tokens(before, then):.1f} until then, {preemptions_per_1000_tokens(then, after):.1f} "
@@ -107,8 +107,10 @@ def test_without_headroom_requests_are_admitted_later_before_anybody_loses_a_sea
 def _moved_and_calm(
     deployment: Deployment, knob: str, before: EngineReading, calm_seconds: float
 ) -> tuple[dict[str, str], EngineReading]:
-    """Wait until the operator has moved `knob` and the load, which goes on, preempts no more: the decision, and what
-    the engine then reports."""
+    """Wait until the operator has changed `knob` and the same load causes no more preemptions.
+
+    Returns the decision and the engine's metrics afterwards.
+    """
     decision = _moved(deployment, knob, before)
     after = deployment.waiter.until(
         "no preemptions under the same load",
@@ -119,23 +121,23 @@ def _moved_and_calm(
 
 
 def _moved(deployment: Deployment, knob: str, before: EngineReading) -> dict[str, str]:
-    """Wait until the operator has moved `knob`: the decision."""
+    """Wait until the operator has changed `knob`, and return the decision."""
     decision = deployment.waiter.until(
-        f"the operator moves {knob}", moved(deployment, knob, before.values[knob]), deadline_seconds=DECISION_SECONDS
+        f"the operator changes {knob}", moved(deployment, knob, before.values[knob]), deadline_seconds=DECISION_SECONDS
     )
-    say(f"decided: {decision['message']}")
+    log_line(f"decided: {decision['message']}")
     return decision
 
 
-def _nobody_suffered(report: LoadReport, deployment: Deployment, restarts: dict[str, int]) -> None:
-    say(str(report))
+def _assert_undisturbed(report: LoadReport, deployment: Deployment, restarts: dict[str, int]) -> None:
+    log_line(str(report))
     assert report.failed == []
     assert report.completed > 0
     assert deployment.restarts() == restarts
 
 
 def _recommendation(deployment: Deployment, knob: str) -> dict[str, str]:
-    """What is recommended for this knob; raises NotYet."""
+    """Return the recommendation for this knob. Raises NotYet if there is none."""
     found = deployment.status().get("tuning", {}).get("recommendation")
     if not found or found.get("knob") != knob:
         reading = deployment.engine()
@@ -147,10 +149,10 @@ def _recommendation(deployment: Deployment, knob: str) -> dict[str, str]:
     return dict(found)
 
 
-def _is_told_everywhere(
+def _is_reported_everywhere(
     decision: dict[str, str], deployment: Deployment, installation: Installation, kube: Kube
 ) -> None:
-    """One decision, one id: in status (where it came from), as an Event, in the operator's log, and by `why`."""
+    """Assert that the decision has the same id in status, an Event, the operator's log and `trimtab why`."""
     events = [e for e in kube.events(deployment.namespace, deployment.name) if decision["id"] in str(e["message"])]
     assert len(events) == 1, f"{len(events)} Events carry decision {decision['id']}"
     assert decision["message"] in events[0]["message"]
@@ -165,6 +167,6 @@ def _is_told_everywhere(
         check=False,
     )
     assert why.returncode == 0, why.stderr
-    told = why.stdout.partition(f"[{decision['id']}] ")[2]
-    assert told.startswith(f"{decision['reason']}: {decision['message']}"), why.stdout
-    assert "    evidence: preemptions " in told
+    explained = why.stdout.partition(f"[{decision['id']}] ")[2]
+    assert explained.startswith(f"{decision['reason']}: {decision['message']}"), why.stdout
+    assert "    evidence: preemptions " in explained

@@ -7,7 +7,7 @@ import os
 from . import docker_daemon, kind_cluster, node_image, shape, target, tools
 from .cache import locked
 from .kind_cluster import Cluster
-from .progress import in_parallel, say, wait_until
+from .progress import in_parallel, log_line, wait_until
 
 PATIENCE_SECONDS = 45.0  # for a cluster that exists to show itself healthy: longer than a node's lease lasts
 
@@ -16,12 +16,12 @@ def bring_up(name: str, workers: int) -> Cluster | None:
     """The cluster `name` with so many workers, up and healthy; None for one that is not ours (CLUSTER=current)."""
     if target.uses_current():
         version = target.current_version(target.with_tools({}, need_kind=False))
-        say(f"CLUSTER=current: Kubernetes {version} answers; nothing was created")
+        log_line(f"CLUSTER=current: Kubernetes {version} answers; nothing was created")
         return None
     with locked(f"cluster-{name}"):
         cluster = _up(name, workers)
     version, num_nodes = kind_cluster.server_version(cluster), len(kind_cluster.nodes(cluster))
-    say(f"cluster {cluster.name}: Kubernetes {version}, {num_nodes} node(s) Ready")
+    log_line(f"cluster {cluster.name}: Kubernetes {version}, {num_nodes} node(s) Ready")
     return cluster
 
 
@@ -42,7 +42,7 @@ def _up(name: str, workers: int) -> Cluster:
         reason = _why_anew(cluster, workers)
         if reason is None:
             return cluster
-        say(f"cluster {name}: {reason}: making it anew")
+        log_line(f"cluster {name}: {reason}: making it anew")
         kind_cluster.delete(cluster)
     image, own_network = _node_image(docker)
     kind_cluster.create(cluster, image, workers, own_network=own_network)
@@ -65,7 +65,7 @@ def _node_image(docker: dict[str, str]) -> tuple[str | None, bool]:
     if chosen:
         return chosen, chosen.startswith(node_image.NAME)
     if docker_daemon.reaches_registry(docker):
-        say("node image: kind's own, from the image registry")
+        log_line("node image: kind's own, from the image registry")
         return None, False
-    say("node image: no image registry can be reached, so one of Debian's packages (built once)")
+    log_line("node image: no image registry can be reached, so one of Debian's packages (built once)")
     return node_image.ensure(docker), True

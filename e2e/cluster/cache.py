@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .progress import say
+from .progress import log_line
 from .root import cache_root
 
 KEY_LENGTH = 12  # hexadecimal digits of a content hash: enough to never meet, short enough to read
@@ -52,7 +52,7 @@ def locked(name: str) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"{name}: another stage or command is at it, so this one waits")
+            log_line(f"{name}: another stage or command is at it, so this one waits")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

@@ -28,7 +28,7 @@ from .bring_up import bring_up
 from .cache import locked, remove_tree
 from .errors import ClusterError, UsageError
 from .kind_cluster import Cluster
-from .progress import say, stage
+from .progress import log_line, stage
 from .root import cache_root
 
 NO_PLACE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
@@ -153,7 +153,7 @@ def up(arguments: argparse.Namespace) -> int:
 
 def down(arguments: argparse.Namespace) -> int:
     if target.uses_current():
-        say("CLUSTER=current: nothing was created, so nothing is deleted")
+        log_line("CLUSTER=current: nothing was created, so nothing is deleted")
         return 0
     with locked(f"cluster-{arguments.name}"):
         cluster = target.existing(arguments.name)
@@ -161,21 +161,21 @@ def down(arguments: argparse.Namespace) -> int:
             with stage(f"cluster {arguments.name}: deleting", 20):
                 kind_cluster.delete(cluster)
         else:
-            say(f"cluster {arguments.name}: there is none")
+            log_line(f"cluster {arguments.name}: there is none")
     others = _other_clusters()
     if others:
-        say(f"docker: still needed by {', '.join(others)}, so it stays")
+        log_line(f"docker: still needed by {', '.join(others)}, so it stays")
     else:
         stopped = docker_daemon.stop()
         if stopped:
-            say("docker: stopped")
+            log_line("docker: stopped")
         cleared = killed_daemon.clear()
         host_settings.put_back(docker_stopped=stopped or cleared)
     if arguments.purge_cache:
         if others:
             raise ClusterError(f"the cache is in use by {', '.join(others)}; take them down first")
         remove_tree(cache_root())
-        say(f"cache: {cache_root()} removed")
+        log_line(f"cache: {cache_root()} removed")
     return 0
 
 

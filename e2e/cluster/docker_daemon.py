@@ -14,7 +14,7 @@ from . import debian, host_settings, runtime_shim
 from .cache import locked
 from .errors import ClusterError
 from .process import logs_folder, output_of, run, succeeds
-from .progress import say, stage, wait_until
+from .progress import log_line, stage, wait_until
 from .root import cache_root
 
 START_SECONDS = 60.0
@@ -129,7 +129,7 @@ def stop() -> bool:
             _reap(pid)
             time.sleep(0.2)
         if own_pid() is not None:
-            say(f"docker: pid {pid} ignores SIGTERM after {STOP_SECONDS:g} s: killing it")
+            log_line(f"docker: pid {pid} ignores SIGTERM after {STOP_SECONDS:g} s: killing it")
             os.kill(pid, signal.SIGKILL)
         (own_folder() / "dockerd.pid").unlink(missing_ok=True)
         delete_bridge()

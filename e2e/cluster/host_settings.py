@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .errors import ClusterError
 from .process import output_of, run
-from .progress import say
+from .progress import log_line
 from .root import cache_root
 
 KUBELET_SYSCTLS = {"vm.overcommit_memory": "1", "kernel.panic": "10", "kernel.panic_on_oops": "1"}
@@ -66,7 +66,7 @@ def put_back(*, docker_stopped: bool) -> None:
     for name, value in changed(before if isinstance(before, dict) else {}, docker_stopped=docker_stopped).items():
         with contextlib.suppress(OSError):
             _path(name).write_text(value)
-            say(f"host: {name} is {value} again")
+            log_line(f"host: {name} is {value} again")
     if docker_stopped:
         for table in ("filter", "nat"):
             for arguments in docker_leftovers(_firewall(table)):

@@ -17,7 +17,7 @@ from . import docker_daemon
 from .cache import locked
 from .leftovers import Process, belonging, own_line, processes
 from .process import run
-from .progress import say
+from .progress import log_line
 
 END_SECONDS = 10.0
 MOUNTS = Path("/proc/self/mounts")
@@ -42,7 +42,9 @@ def clear() -> bool:
         if orphans or points:
             if docker_daemon.find() is None:  # the bridge may be another daemon's
                 docker_daemon.delete_bridge()
-            say(f"docker: its daemon was killed: ended {len(orphans)} processes and {len(points)} mounts that it left")
+            log_line(
+                f"docker: its daemon was killed: ended {len(orphans)} processes and {len(points)} mounts that it left"
+            )
         return bool(orphans or points)
 
 

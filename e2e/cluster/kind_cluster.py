@@ -13,7 +13,7 @@ from typing import Any
 from . import docker_daemon, host_settings
 from .errors import ClusterError
 from .process import output_of, run
-from .progress import as_list, say, stage, wait_until
+from .progress import as_list, log_line, stage, wait_until
 from .root import cache_root
 from .shape import Found, found_in
 
@@ -211,7 +211,7 @@ def load(cluster: Cluster, images: list[str]) -> None:
     names = [node["metadata"]["name"] for node in nodes(cluster)]
     lacking = [image for image in images if any(not holds(cluster, node, image) for node in names)]
     if not lacking:
-        say(f"cluster {cluster.name}: {as_list(images)} loaded already")
+        log_line(f"cluster {cluster.name}: {as_list(images)} loaded already")
         return
     with stage(f"cluster {cluster.name}: loading {as_list(lacking)}", LOAD_SECONDS):
         run(
@@ -271,5 +271,5 @@ def collect_logs(cluster: Cluster) -> Path:
     for name, arguments in {"events": ["get", "events", "-A"], "pods": ["get", "pods", "-A", "-o", "wide"]}.items():
         with contextlib.suppress(ClusterError):
             (folder / f"{name}.txt").write_text(cluster.kubectl(*arguments) + "\n")
-    say(f"logs: {folder}")
+    log_line(f"logs: {folder}")
     return folder

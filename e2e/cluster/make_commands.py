@@ -10,7 +10,7 @@ import sys
 
 from . import announcement, journey, leftovers, model, set_up, survey, target
 from .bring_up import bring_up
-from .progress import say, stage
+from .progress import log_line, stage
 
 
 def set_up_parts(arguments: argparse.Namespace) -> int:
@@ -51,7 +51,7 @@ class _Failed(Exception):
 
 
 def took(_: argparse.Namespace) -> int:
-    say(journey.took(journey.ended(), journey.elapsed()))
+    log_line(journey.took(journey.ended(), journey.elapsed()))
     journey.forget_old()
     return 0
 

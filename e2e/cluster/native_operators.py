@@ -10,7 +10,7 @@ from pathlib import Path
 from .cache import key_of
 from .errors import ClusterError
 from .process import run
-from .progress import say
+from .progress import log_line
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "kernels" / "trimtab_kernels" / "native"
 STAMP = FOLDER / "compiled" / ".ready"
@@ -22,12 +22,12 @@ def ensure() -> None:
     if STAMP.is_file() and STAMP.read_text() == key:
         return
     if shutil.which(os.environ.get("CC", "cc")) is None:
-        say("native operators: no C compiler here, so the engine computes by torch's: slower on CPUs")
+        log_line("native operators: no C compiler here, so the engine computes by torch's: slower on CPUs")
         return
     try:
         run([sys.executable, FOLDER / "build.py"], log="native")
     except ClusterError as error:
-        say(f"native operators: the engine will compute by torch's: {error}")
+        log_line(f"native operators: the engine will compute by torch's: {error}")
         return
     STAMP.write_text(key)
 

@@ -34,7 +34,7 @@ _running: list[_Running] = []  # in any thread of this process
 _of_thread = threading.local()
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     """One line on stderr (stdout is for results), with the time since the journey began."""
     with _print_lock:
         print(f"[{duration(journey.elapsed()):>6}] {text}", file=sys.stderr, flush=True)
@@ -54,7 +54,7 @@ def stage(name: str, expected_seconds: float, *, quietly: bool = False) -> Itera
     `quietly`: no lines while it runs, for a stage whose program shows its own progress.
     """
     at_seconds, begin = journey.elapsed(), time.monotonic()
-    say(f"{name} … (about {duration(expected_seconds)})")
+    log_line(f"{name} … (about {duration(expected_seconds)})")
     running, outer = _Running(name), getattr(_of_thread, "stage", None)
     _running.append(running)
     _of_thread.stage = running
@@ -62,14 +62,14 @@ def stage(name: str, expected_seconds: float, *, quietly: bool = False) -> Itera
 
     def beat() -> None:
         while not ended.wait(HEARTBEAT_SECONDS):
-            say(f"{name}: {lateness.line(time.monotonic() - begin, expected_seconds, _surroundings(running))}")
+            log_line(f"{name}: {lateness.line(time.monotonic() - begin, expected_seconds, _surroundings(running))}")
 
     watcher = threading.Thread(target=(lambda: None) if quietly else beat, daemon=True)
     watcher.start()
     try:
         yield
     except BaseException:
-        say(f"{name}: failed after {duration(time.monotonic() - begin)}")
+        log_line(f"{name}: failed after {duration(time.monotonic() - begin)}")
         raise
     finally:
         ended.set()
@@ -81,7 +81,7 @@ def stage(name: str, expected_seconds: float, *, quietly: bool = False) -> Itera
         journey.note(journey.Ended(name, at_seconds, seconds, expected_seconds))
     late = f", about {duration(expected_seconds)} expected" if lateness.is_late(seconds, expected_seconds) else ""
     busy = f": {lateness.why(around)}" if late and quietly else ""
-    say(f"{name}: done in {duration(seconds)}{late}{busy}")
+    log_line(f"{name}: done in {duration(seconds)}{late}{busy}")
 
 
 def _surroundings(running: _Running) -> lateness.Surroundings:
@@ -119,7 +119,7 @@ def wait_until(what: str, deadline_seconds: float, probe: Callable[[], bool], *,
         if probe():
             return True
         if time.monotonic() >= end:
-            say(f"{what}: not within {duration(deadline_seconds)}")
+            log_line(f"{what}: not within {duration(deadline_seconds)}")
             return False
         time.sleep(every_seconds)
 

@@ -1,4 +1,4 @@
-"""What the user stories and the demo stand on: kubectl, waiting with evidence, installing, port-forwards, and load.
+"""Shared code of the e2e scenarios and the demo: kubectl, waiting with diagnostics, installation, port-forwards, load.
 
-Everything here talks to a real cluster through the same tools that a user has.
+Everything here uses a real cluster through the same tools that a user has.
 """

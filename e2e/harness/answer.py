@@ -1,4 +1,4 @@
-"""A question to the model, asked with the official openai client through the Service."""
+"""Requests to the model, sent with the openai client through the Service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWER_SECONDS = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was streamed. `first_token_at` is on time.monotonic()'s clock."""
+    """A streamed answer. `first_token_at` is in seconds on time.monotonic()'s clock."""
 
     text: str
     chunks: int
@@ -35,7 +35,7 @@ def ask(
     max_tokens: int = MAX_TOKENS,
     show: Callable[[str], None] = lambda piece: None,
 ) -> Answer:
-    """Stream the answer to `question`; `show` gets every piece as it comes."""
+    """Stream the answer to `question`; `show` is called with each piece."""
     name, _, port = deployment.service()
     with port_forward(deployment.kube, deployment.namespace, f"svc/{name}", port) as url:
         return ask_at(f"{url}/v1", deployment.served_name(), question, max_tokens=max_tokens, show=show)

@@ -1,5 +1,7 @@
-"""A claim over a folder of a node, with no class, so that no provisioner is needed; and work on it as root, as no
-kubelet gives a folder of its node to another group."""
+"""PersistentVolumeClaims backed by a node's folder, so that no provisioner is needed.
+
+Scripts on the folder run as root, since the kubelet does not apply fsGroup to hostPath volumes.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,13 @@ from harness.kube import Kube, Manifest
 from harness.wait import NotYet, Waiter
 
 MOUNT = "/claim"
-"""Where scripts see the folder."""
+"""The folder's mount path in script pods."""
 SCRIPT_SECONDS = 120.0  # a model of half a gigabyte is copied
 
 
 @dataclass(frozen=True, slots=True)
 class FolderClaim:
-    """The claim and its volume. `node`: the one whose folder it is, so that all who use it run there; on any other they
-    would find a folder of that name that is empty."""
+    """A claim and its volume. All pods that use it run on `node`: elsewhere the folder would be empty."""
 
     name: str
     volume: str
@@ -50,7 +51,7 @@ class FolderClaim:
         }
 
     def pod(self, name: str, image: str, script: str) -> Manifest:
-        """Runs the script once, as root, with the folder at MOUNT."""
+        """Return a pod that runs the script once, as root, with the folder at MOUNT."""
         container: Manifest = {"name": name, "image": image, "command": ["sh", "-c", script]}
         container["volumeMounts"] = [{"name": "claim", "mountPath": MOUNT}]
         return {
@@ -66,17 +67,17 @@ class FolderClaim:
         }
 
     def make(self, kube: Kube, namespace: str) -> None:
-        """Anew: a volume that an earlier run left belongs to a claim that is gone."""
+        """Create volume and claim. A volume left by an earlier run is bound to a deleted claim, so it is replaced."""
         self.delete_volume(kube)
         kube.apply(self.persistent_volume())
         kube.apply(self.claim(), namespace=namespace)
 
     def delete_volume(self, kube: Kube) -> None:
-        """The claim goes with its namespace."""
+        """Delete the volume. The claim is deleted with its namespace."""
         kube.delete("persistentvolume", self.volume)
 
     def run(self, kube: Kube, namespace: str, *, name: str, image: str, script: str) -> None:
-        """Run the script in a pod of that name and wait for its end. What it said is in the error where it fails."""
+        """Run the script in a pod of that name and wait for it to succeed; a failure includes the pod's log."""
         kube.apply(self.pod(name, image, script), namespace=namespace)
 
         def ended() -> None:
@@ -85,5 +86,5 @@ class FolderClaim:
             if phase != "Succeeded":
                 raise NotYet(f"pod {name} is {phase}")
 
-        Waiter(kube, namespace).until(f"pod {name} has ended", ended, deadline_seconds=SCRIPT_SECONDS)
+        Waiter(kube, namespace).until(f"pod {name} has succeeded", ended, deadline_seconds=SCRIPT_SECONDS)
         kube.delete("pod", name, namespace, wait=True)

@@ -1,4 +1,4 @@
-"""One InferenceDeployment under test: the sample with changes laid over it, and what can be asked of it."""
+"""An InferenceDeployment under test: the sample with changes merged into it, and helpers to inspect and await it."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from harness.wait import NotYet, Waiter
 
 SAMPLE = REPOSITORY / "config" / "samples" / "smollm2-cpu.yaml"
 READY_SECONDS = 180.0  # pod start, 0.5 GB of weights, profile: about 25 s on two idle cores
-BAKE_TIME = "5s"  # in which a story's change serves before it counts: its owner's choice, and 30 s would add up
-DRAIN_TIMEOUT = "10s"  # for answers of a few tokens; where an ended container is overlooked, its pod stays for 30 s
-TAKEN_BACK_SECONDS = 240.0  # drain, three starts with the kubelet's pauses between them, and the way back
-GONE_SECONDS = 90.0  # the drain timeout and the garbage collector
+BAKE_TIME = "5s"  # how long a change must serve before a rollout continues; the default of 30 s would add up
+DRAIN_TIMEOUT = "10s"  # answers have a few tokens; a kubelet that misses a container's exit keeps the pod for 30 s
+ROLLED_BACK_SECONDS = 240.0  # drain, three starts with the kubelet's back-off, and the rollback
+GONE_SECONDS = 90.0  # drainTimeout and Kubernetes' garbage collection
 CHILD_KINDS = "statefulsets,services,configmaps,pods,controllerrevisions,endpoints,endpointslices,secrets,jobs"
 
 
 def sample(name: str | None = None, *, image: str, **changes: Any) -> Manifest:
-    """The sample manifest with `image` and with `changes` laid over `spec` (None removes a field)."""
+    """Return the sample manifest with `image` and with `changes` merged into `spec` (None removes a field)."""
     manifest = dict(yaml.safe_load(SAMPLE.read_text()))
     manifest["metadata"] = {"name": name or manifest["metadata"]["name"]}
-    spec = laid_over(
+    spec = merge_patch(
         manifest["spec"],
         {"runtime": {"image": image}, "rollout": {"bakeTime": BAKE_TIME, "drainTimeout": DRAIN_TIMEOUT}},
     )
-    manifest["spec"] = laid_over(spec, changes)
+    manifest["spec"] = merge_patch(spec, changes)
     return manifest
 
 
-def laid_over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON merge patch (RFC 7386)."""
+def merge_patch(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `changes` applied as a JSON merge patch (RFC 7386)."""
     merged = deepcopy(dict(base))
     for key, value in changes.items():
         if value is None:
             merged.pop(key, None)
         elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = laid_over(merged[key], value)
+            merged[key] = merge_patch(merged[key], value)
         else:
             merged[key] = deepcopy(value)
     return merged
@@ -52,7 +52,7 @@ def laid_over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A resource by name; every question is asked of the cluster anew."""
+    """A resource by name. Every call reads the cluster; nothing is cached."""
 
     kube: Kube
     namespace: str
@@ -73,17 +73,17 @@ class Deployment:
 
     @property
     def scale_path(self) -> str:
-        """Where autoscalers read and write its replica count."""
+        """The API path of the scale subresource."""
         return f"/apis/trimtab.dev/v1alpha1/namespaces/{self.namespace}/inferencedeployments/{self.name}/scale"
 
     def scale(self) -> Manifest:
-        """What an autoscaler reads."""
+        """Return the scale subresource."""
         return dict(json.loads(self.kube.raw(self.scale_path)))
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def ready(self, *, deadline_seconds: float = READY_SECONDS) -> Manifest:
-        """Wait until Ready is True for the present generation; returns the resource."""
+        """Wait until Ready is True for the current generation, and return the resource."""
         return self.waiter.until(f"{self.name} is Ready", self._ready, deadline_seconds=deadline_seconds)
 
     def _ready(self) -> Manifest:
@@ -96,19 +96,19 @@ class Deployment:
         return item
 
     def settled(self, *, deadline_seconds: float = READY_SECONDS) -> Manifest:
-        """Wait until it is Ready and nothing moves any more: what a change replaced has drained and gone."""
+        """Wait until Ready is True and Progressing is False (replaced pods are gone), and return the resource."""
 
-        def at_rest() -> Manifest:
+        def is_settled() -> Manifest:
             item = self._ready()
             progressing = condition(item, "Progressing") or {"status": "Unknown", "message": ""}
             if progressing["status"] != "False":
                 raise NotYet(f"Progressing: {progressing['message']}")
             return item
 
-        return self.waiter.until(f"{self.name} is settled", at_rest, deadline_seconds=deadline_seconds)
+        return self.waiter.until(f"{self.name} is settled", is_settled, deadline_seconds=deadline_seconds)
 
-    def taken_back(self) -> Manifest:
-        """The Degraded condition, when replicas are back at what worked, all of them ready. Raises NotYet."""
+    def rolled_back(self) -> Manifest:
+        """Return the Degraded condition once a rollback has completed. Raises NotYet until then."""
         item = self.get()
         degraded, progressing = condition(item, "Degraded"), condition(item, "Progressing")
         if degraded is None or degraded["reason"] != "RolledBack" or progressing is None:
@@ -118,33 +118,35 @@ class Deployment:
         return degraded
 
     def revisions(self) -> list[str]:
-        """What each replica runs, by the name of its revision."""
+        """Return the revision name of each replica."""
         return [group["revision"] for group in self.status()["groups"]]
 
-    def gone(self, *, deadline_seconds: float = GONE_SECONDS) -> None:
-        self.waiter.until(f"nothing of {self.name} is left", self._gone, deadline_seconds=deadline_seconds)
+    def await_deletion(self, *, deadline_seconds: float = GONE_SECONDS) -> None:
+        self.waiter.until(f"{self.name} and its children are deleted", self._gone, deadline_seconds=deadline_seconds)
 
-    def going(self, *, deadline_seconds: float = GONE_SECONDS) -> None:
-        """The same, but pods may still be stopping: a kubelet takes up to a minute to say that one has ended."""
+    def await_deletion_started(self, *, deadline_seconds: float = GONE_SECONDS) -> None:
+        """Like `await_deletion`, but ignore terminating pods: kubelets report their end up to a minute late."""
         self.waiter.until(
-            f"nothing of {self.name} stays", lambda: self._gone(but_stopping=True), deadline_seconds=deadline_seconds
+            f"{self.name} and its children are deleted or terminating",
+            lambda: self._gone(ignore_terminating=True),
+            deadline_seconds=deadline_seconds,
         )
 
-    def _gone(self, *, but_stopping: bool = False) -> None:
-        left = self.children(but_stopping=but_stopping)
+    def _gone(self, *, ignore_terminating: bool = False) -> None:
+        left = self.children(ignore_terminating=ignore_terminating)
         if self.kube.get(CRD_KIND, self.name, self.namespace) is not None:
             left = [f"{CRD_KIND}/{self.name}", *left]
         if left:
             raise NotYet(f"left: {', '.join(left)}")
 
-    # --- what belongs to it -------------------------------------------------------------------------------------------
+    # --- children -----------------------------------------------------------------------------------------------------
 
-    def children(self, *, but_stopping: bool = False) -> list[str]:
-        """KIND/NAME of everything in the namespace that this resource owns, labels or is named after."""
+    def children(self, *, ignore_terminating: bool = False) -> list[str]:
+        """Return KIND/NAME of objects that this resource owns or labels, or that have its name as prefix."""
         found = []
         for item in self.kube.items(CHILD_KINDS, self.namespace):
             metadata = item["metadata"]
-            if but_stopping and item["kind"] == "Pod" and "deletionTimestamp" in metadata:
+            if ignore_terminating and item["kind"] == "Pod" and "deletionTimestamp" in metadata:
                 continue
             labels = metadata.get("labels", {})
             owners = [owner["name"] for owner in metadata.get("ownerReferences", [])]
@@ -153,7 +155,7 @@ class Deployment:
         return sorted(found)
 
     def pods(self) -> list[Manifest]:
-        """Pods that are not being deleted, behind `status.selector`."""
+        """Return the pods that match `status.selector`, without terminating ones."""
         selector = self.status().get("selector")
         if not selector:
             return []
@@ -164,7 +166,7 @@ class Deployment:
         )
 
     def group_pods(self) -> list[Manifest]:
-        """Every pod of every replica that is not being deleted, leaders and workers."""
+        """Return all pods of all replicas (leaders and workers), without terminating ones."""
         found = self.kube.items("pods", self.namespace, f"trimtab.dev/deployment={self.name},trimtab.dev/group")
         return sorted(
             (pod for pod in found if "deletionTimestamp" not in pod["metadata"]),
@@ -172,7 +174,7 @@ class Deployment:
         )
 
     def pod(self) -> Manifest:
-        """The only pod."""
+        """Return the only pod. Raises NotYet if there is not exactly one."""
         pods = self.pods()
         if len(pods) != 1:
             raise NotYet(f"{len(pods)} pods, not one")
@@ -182,14 +184,14 @@ class Deployment:
         return str(self.pod()["metadata"]["name"])
 
     def restarts(self) -> dict[str, int]:
-        """Restart counts by pod uid: equal before and after means that no pod and no container was restarted."""
+        """Return restart counts by pod uid. Equal values mean that no pod was replaced and no container restarted."""
         return {
             pod["metadata"]["uid"]: sum(entry["restartCount"] for entry in pod["status"].get("containerStatuses", []))
             for pod in self.pods()
         }
 
     def service(self) -> tuple[str, str, int]:
-        """Name, ClusterIP and port of the client Service."""
+        """Return name, ClusterIP and port of the client Service."""
         found = self.kube.get("service", self.name, self.namespace)
         if found is None:
             raise NotYet(f"there is no Service {self.name}")
@@ -213,7 +215,7 @@ class Deployment:
 
 
 def describe(item: Manifest) -> str:
-    """The state as one line: readiness with its reason, and each group's load progress."""
+    """Return the state as one line: readiness with its reason, and each group's load progress."""
     ready = condition(item, "Ready") or {"status": "Unknown", "reason": "NoCondition", "message": ""}
     groups = [
         f"{group.get('name')} {group.get('phase')} {load_progress(group)}".strip()

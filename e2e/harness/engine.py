@@ -1,4 +1,4 @@
-"""What an engine reports about itself: its /metrics, read through the API server from the pod."""
+"""Metrics of an engine, scraped from its pod through the API server."""
 
 from __future__ import annotations
 

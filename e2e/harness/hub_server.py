@@ -1,8 +1,8 @@
-"""A small server that speaks the Hugging Face hub's protocol over folders, with faults on request. No dependencies.
+"""A small server of the Hugging Face hub's protocol, backed by folders and with injectable faults. No dependencies.
 
-As huggingface_hub sees the hub: `/api/models/ORG/NAME/revision/REVISION?blobs=true` lists files with sizes and digests,
-`/ORG/NAME/resolve/COMMIT/FILE` gives small files and redirects to the bytes of large ones, which come in ranges. Tests
-run it in a thread; a story runs this file in a pod.
+As huggingface_hub expects: `/api/models/ORG/NAME/revision/REVISION?blobs=true` lists files with sizes and digests,
+`/ORG/NAME/resolve/COMMIT/FILE` returns small files and redirects to large ones, which support range requests. Tests
+run it in a thread; a scenario runs this file in a pod.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-LARGE_BYTES = 1 << 20  # from here on files are kept as large ones, whose digest is SHA-256
+LARGE_BYTES = 1 << 20  # larger files are LFS files, whose digest is SHA-256
 CHUNK_BYTES = 1 << 16
 API = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?")
 RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
@@ -29,8 +29,8 @@ LARGE = re.compile(r"/large/([^/]+/[^/]+)/(.+)")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One request that came in."""
+class ReceivedRequest:
+    """A request that the server received."""
 
     method: str
     path: str
@@ -40,25 +40,25 @@ class Asked:
 
 @dataclass
 class Faults:
-    """What goes wrong, until it is taken back."""
+    """Faults to inject; a test may change them at any time."""
 
     cuts: dict[str, list[int]] = field(default_factory=dict)
-    """By file: the connection is reset when it has given so many bytes; one entry per connection."""
+    """By file: byte counts after which the connection is reset; one entry per connection."""
     wrong: dict[str, int] = field(default_factory=dict)
-    """By file: how many times its bytes come with one changed."""
+    """By file: the number of responses with one corrupted byte."""
     statuses: list[int] = field(default_factory=list)
-    """The next answers about models are these."""
+    """Status codes of the next responses to model requests."""
     token: str | None = None
-    """Asked of every request."""
+    """Token that every request must have."""
     gated: bool = False
-    """Whether even who has a token must accept terms first."""
+    """If True, requests with a token get 403 GatedRepo."""
     ignores_range: bool = False
     chunk_seconds: float = 0.0
-    """Before each chunk of a large file."""
+    """Pause before each chunk of a large file, in seconds."""
 
 
 class HubServer:
-    """Repositories by name, each a folder; every revision is the one commit, but for those that are not there."""
+    """Repositories by name, each backed by a folder. Every known revision resolves to the same commit."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class HubServer:
     ) -> None:
         self.repos, self.revisions, self.large_bytes = dict(repos), revisions, large_bytes
         self.faults = Faults()
-        self.asked: list[Asked] = []
+        self.asked: list[ReceivedRequest] = []
         self.lock = threading.Lock()
         self._digests: dict[Path, str] = {}
         self._server = _Server((host, port), _Handler)
@@ -82,7 +82,7 @@ class HubServer:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def commit(self, repo: str) -> str:
-        """Changes with the files."""
+        """Return the commit hash, which depends on the files' contents."""
         lines = [f"{name} {self.digest(path)}" for name, path in self.files(repo)]
         return hashlib.sha1("\n".join(lines).encode()).hexdigest()
 
@@ -94,7 +94,7 @@ class HubServer:
         return path.stat().st_size >= self.large_bytes
 
     def digest(self, path: Path) -> str:
-        """SHA-256 of a large file, git's SHA-1 of a small one."""
+        """Return the SHA-256 of a large file, or git's SHA-1 of a small one."""
         if path not in self._digests:
             size = path.stat().st_size
             hashed = hashlib.sha256() if self.is_large(path) else hashlib.sha1(b"blob %d\0" % size)
@@ -105,7 +105,7 @@ class HubServer:
         return self._digests[path]
 
     def description(self, repo: str) -> dict[str, object]:
-        """The body of /api/models."""
+        """Return the body of /api/models."""
         siblings = []
         for name, path in self.files(repo):
             size, digest = path.stat().st_size, self.digest(path)
@@ -115,8 +115,8 @@ class HubServer:
             siblings.append(sibling)
         return {"id": repo, "modelId": repo, "sha": self.commit(repo), "siblings": siblings}
 
-    def asked_for(self, name: str) -> list[Asked]:
-        """Requests for the bytes of one file."""
+    def asked_for(self, name: str) -> list[ReceivedRequest]:
+        """Return the GET requests for one file."""
         return [one for one in self.asked if one.method == "GET" and one.path.endswith("/" + name)]
 
     def serve_forever(self) -> None:
@@ -140,7 +140,7 @@ class _Server(ThreadingHTTPServer):
     hub: HubServer
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that go away in the middle are what tests are about."""
+        """Ignore aborted connections, which tests cause on purpose."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -151,9 +151,9 @@ class _Handler(BaseHTTPRequestHandler):
         hub, path = self.server.hub, unquote(urlsplit(self.path).path)
         has_token = self.headers.get("Authorization") is not None
         with hub.lock:
-            hub.asked.append(Asked(self.command, path, self.headers.get("Range"), has_token))
+            hub.asked.append(ReceivedRequest(self.command, path, self.headers.get("Range"), has_token))
         large = LARGE.fullmatch(path)
-        if large is not None:  # the link that a redirect gave: whoever has it may read
+        if large is not None:  # a redirect's target, which needs no token
             self._give(large[2], hub.repos[large[1]] / large[2])
             return
         api, resolve = API.fullmatch(path), RESOLVE.fullmatch(path)
@@ -249,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
                 given += len(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        if self.server.server_address[0] != "127.0.0.1":  # in a pod, whose log tells what was asked
+        if self.server.server_address[0] != "127.0.0.1":  # in a pod, whose log scenarios read
             print(f"{self.command} {self.path} {self.headers.get('Range', '')} -> {args[1:]}", flush=True)
 
 
@@ -265,7 +265,7 @@ def main() -> None:
     hub = HubServer({name: Path(folder) for name, folder in repos.items()}, host="", port=arguments.port)
     hub.faults.chunk_seconds = arguments.chunk_seconds
     for name in repos:
-        hub.description(name)  # the digests take a while: before anybody waits for them
+        hub.description(name)  # computes the digests before the server accepts requests
     for cut in arguments.cut:
         name, _, count = cut.partition("=")
         hub.faults.cuts.setdefault(name, []).append(int(count))

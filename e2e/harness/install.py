@@ -1,4 +1,4 @@
-"""The chart, installed as a user would, with the images that were just built."""
+"""Installation of the chart with helm and the images built by e2e/cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.kube import Kube, KubectlError, Manifest
-from harness.report import say
+from harness.report import log_line
 from harness.target import REPOSITORY, Images, NoCluster, Target, run_tool
 from harness.wait import NotYet, Waiter
 
@@ -19,7 +19,7 @@ RELEASE = "trimtab"
 LEASE = "trimtab-operator"
 SAMPLE = REPOSITORY / "config" / "samples" / "smollm2-cpu.yaml"
 OPERATOR_SECONDS = 120.0
-ENDED_SECONDS = 20  # for operators that were told to end; they do so at once
+TERMINATION_SECONDS = 20  # operators exit at once on SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Installation:
         return Waiter(self.kube, NAMESPACE)
 
     def settings(self, **values: str) -> dict[str, str]:
-        """The chart's values that are not its defaults, by their dotted names."""
+        """Return the chart values that differ from the defaults, by dotted name."""
         return {
             **image_values("image", self.images.operator),
             **image_values("engine.image", self.images.model),
@@ -47,12 +47,12 @@ class Installation:
         return ["upgrade", "--install", RELEASE, str(CHART), "-n", NAMESPACE, "--create-namespace", *options]
 
     def install(self, **values: str) -> None:
-        say("helm upgrade --install trimtab")
+        log_line("helm upgrade --install trimtab")
         run_tool("helm", *self.helm_arguments(**values), kube=self.kube)
         self.ready()
 
     def ensure(self, **values: str) -> None:
-        """The same, but nothing is done where the chart is installed with just these values."""
+        """Install the chart unless it is already installed with exactly these values."""
         found = json.loads(run_tool("helm", "list", "-n", NAMESPACE, "-o", "json", kube=self.kube))
         if any(release["name"] == RELEASE and release["status"] == "deployed" for release in found):
             given = json.loads(
@@ -64,9 +64,9 @@ class Installation:
         self.install(**values)
 
     def ready(self) -> None:
-        """Wait until every operator pod is Ready and a resource is accepted: through the webhook, where there is one.
+        """Wait until all operator pods are Ready and the API server (with the webhook, if enabled) accepts a resource.
 
-        A Service is routed a moment after its pod is Ready; until then the API server finds nobody to ask.
+        A Service is routed only a moment after its pod is Ready; until then webhook calls fail.
         """
         self.waiter.until("the operator is Ready", self._ready, deadline_seconds=OPERATOR_SECONDS)
 
@@ -90,57 +90,57 @@ class Installation:
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def holder(self) -> str:
-        """Who holds the Lease now, by the identity that stands in it."""
+        """Return the holderIdentity of the Lease. Raises NotYet if it has none."""
         lease = self.kube.get("lease", LEASE, NAMESPACE)
         holder = ((lease or {}).get("spec") or {}).get("holderIdentity")
         if not holder:
-            raise NotYet("nobody holds the Lease")
+            raise NotYet("the Lease has no holder")
         return str(holder)
 
     def leader(self) -> Manifest:
-        """The operator's pod that leads."""
+        """Wait for a leader and return its pod."""
         return self.waiter.until("an operator leads", self._leader, deadline_seconds=OPERATOR_SECONDS)
 
     def _leader(self) -> Manifest:
         holder = self.holder()
         found = next((pod for pod in self.pods() if holder == pod["metadata"]["name"]), None)
         if found is None:
-            raise NotYet(f"{holder} holds the Lease, and is no pod that runs")
+            raise NotYet(f"the Lease's holder {holder} is not a running pod")
         return found
 
     def log(self, *, tail: int = 2000) -> str:
         return "\n".join(self.kube.logs(NAMESPACE, pod["metadata"]["name"], tail=tail) for pod in self.pods())
 
     def uninstall(self) -> None:
-        say("helm uninstall trimtab")
+        log_line("helm uninstall trimtab")
         run_tool("helm", "uninstall", RELEASE, "-n", NAMESPACE, "--ignore-not-found", kube=self.kube)
-        # First the pods: a namespace with pods in it is not looked at again before half of their grace is over.
+        # Pods first: Kubernetes retries a namespace that has pods only after half of their grace period.
         with suppress(KubectlError):
-            self.kube.run("wait", "--for=delete", "pods", "--all", "-n", NAMESPACE, f"--timeout={ENDED_SECONDS}s")
-        # They have been told to end; where a kubelet overlooks that they have, it says so a minute later.
+            self.kube.run("wait", "--for=delete", "pods", "--all", "-n", NAMESPACE, f"--timeout={TERMINATION_SECONDS}s")
+        # They have got SIGTERM; a kubelet that misses their exit reports it a minute later.
         self.kube.run("delete", "pods", "--all", "-n", NAMESPACE, "--grace-period=0", "--force")
         self.waiter.until("the operator's pods are gone", self._gone, deadline_seconds=OPERATOR_SECONDS)
         self.kube.delete("namespace", NAMESPACE, wait=True)
 
     def _gone(self) -> None:
         if pods := self.kube.items("pods", NAMESPACE):
-            raise NotYet(f"{len(pods)} are there")
+            raise NotYet(f"{len(pods)} operator pods remain")
 
 
-def leave_others_alone(target: Target) -> None:
-    """Raise NoCluster when a cluster that is not ours runs Trimtab already: installing here would replace it."""
+def require_no_other_release(target: Target) -> None:
+    """Raise NoCluster if a CLUSTER=current cluster already has a Trimtab release."""
     if target.is_own:
         return
     for release in json.loads(run_tool("helm", "list", "-A", "-o", "json", kube=target.kube)):
         if str(release["chart"]).startswith("trimtab-"):
             raise NoCluster(
-                f"CLUSTER=current: release {release['name']} in namespace {release['namespace']} is Trimtab already, "
-                "and this would replace it; uninstall it first, or use another cluster"
+                f"CLUSTER=current: release {release['name']} in namespace {release['namespace']} is Trimtab, "
+                "which would be replaced; uninstall it first, or use another cluster"
             )
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Helm's values as --set has them: a name with dots, and the value as it is written."""
+    """Yield helm values as --set takes them: dotted names and literal values."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from dotted(value, f"{prefix}{name}.")
@@ -149,6 +149,6 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 
 def image_values(prefix: str, name: str) -> dict[str, str]:
-    """REPOSITORY:TAG as the chart's two values."""
+    """Return the chart's repository and tag values of an image named REPOSITORY:TAG."""
     repository, _, tag = name.rpartition(":")
     return {f"{prefix}.repository": repository, f"{prefix}.tag": tag}

@@ -1,4 +1,4 @@
-"""A thin, typed wrapper over kubectl: what the stories do, a user could type."""
+"""A thin, typed wrapper around kubectl: scenarios use the commands that a user would type."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 Manifest = dict[str, Any]
 
-COMMAND_SECONDS = 120.0  # no single kubectl call here takes a tenth of it on an idle machine
+COMMAND_SECONDS = 120.0  # more than ten times the longest kubectl call on an idle machine
 CRD_KIND = "inferencedeployments.trimtab.dev"
-ENFORCE = "pod-security.kubernetes.io/enforce"  # of a namespace: the level of Pod Security below which no pod is made
+ENFORCE = "pod-security.kubernetes.io/enforce"  # namespace label with the enforced Pod Security level
 
 
 class KubectlError(Exception):
-    """kubectl ended with an error; `stderr` is what it said."""
+    """kubectl failed; `stderr` has its error output."""
 
     def __init__(self, command: Sequence[str], stderr: str) -> None:
         self.stderr = stderr.strip()
@@ -35,7 +35,7 @@ class Kube:
         return {**os.environ, **self.environment}
 
     def run(self, *arguments: str, stdin: str | None = None, timeout_seconds: float = COMMAND_SECONDS) -> str:
-        """Run kubectl, return its stdout; raises KubectlError with what it said."""
+        """Run kubectl and return its stdout. Raises KubectlError with its stderr."""
         command = [self.kubectl, *arguments]
         try:
             done = subprocess.run(
@@ -57,7 +57,7 @@ class Kube:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def get(self, kind: str, name: str, namespace: str | None = None) -> Manifest | None:
-        """The object, or None when there is none."""
+        """Return the object, or None if it does not exist."""
         text = self.run("get", kind, name, "--ignore-not-found", "-o", "json", *_in(namespace))
         return dict(json.loads(text)) if text.strip() else None
 
@@ -70,11 +70,11 @@ class Kube:
         return self.run("get", "--raw", path, timeout_seconds=timeout_seconds)
 
     def pod_http(self, namespace: str, pod: str, port: int, path: str) -> str:
-        """GET from a pod through the API server; raises KubectlError when it answers an error status."""
+        """GET from a pod through the API server. Raises KubectlError on an error status."""
         return self.raw(f"/api/v1/namespaces/{namespace}/pods/{pod}:{port}/proxy/{path.lstrip('/')}")
 
     def events(self, namespace: str, name: str | None = None) -> list[Manifest]:
-        """Events, oldest first; of one object where `name` is given."""
+        """Return Events, oldest first; only those of the object `name` if given."""
         found = self.items("events", namespace)
         chosen = [event for event in found if name is None or event["involvedObject"].get("name") == name]
         return sorted(chosen, key=event_time)
@@ -116,13 +116,13 @@ class Kube:
         self.run("delete", kind, name, *options, *_in(namespace), timeout_seconds=180.0)
 
     def evict(self, namespace: str, pod: str) -> None:
-        """As `kubectl drain` does; raises KubectlError where a PodDisruptionBudget does not let it go now."""
+        """Evict a pod as `kubectl drain` does. Raises KubectlError if a PodDisruptionBudget blocks it."""
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
         self.run("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
 
     def serves(self, group_version: str) -> bool:
-        """Whether the cluster serves anything of an API, such as policy/v1."""
+        """Return True if the cluster serves an API group version such as policy/v1."""
         return group_version in self.run("api-versions").split()
 
     def exec(self, namespace: str, pod: str, *command: str, container: str | None = None) -> str:
@@ -135,12 +135,12 @@ def _in(namespace: str | None) -> list[str]:
 
 
 def event_time(event: Manifest) -> str:
-    """When it was last seen; RFC 3339, so text order is time order."""
+    """Return when the Event was last seen. RFC 3339, so text order is time order."""
     return str(event.get("lastTimestamp") or event.get("eventTime") or event["metadata"]["creationTimestamp"])
 
 
 def condition(item: Manifest, kind: str) -> Manifest | None:
-    """`status.conditions[type=kind]`, or None."""
+    """Return `status.conditions[type=kind]`, or None."""
     found = item.get("status", {}).get("conditions", [])
     return next((dict(entry) for entry in found if entry["type"] == kind), None)
 

@@ -23,7 +23,7 @@ FIRST = ("test_layouts.py", "test_rollback.py", "test_hub.py")
 # Those that have the cluster for themselves, in this order: what leaves the chart as it is, what installs it with
 # values of its own, and what installs and removes it as a page says.
 LAST = (
-    "test_autoscaling.py", "test_roll.py", "test_tuning.py", "test_node_loss.py",
+    "test_autoscaling.py", "test_zero_downtime.py", "test_tuning.py", "test_node_loss.py",
     "test_operator.py", "test_prometheus.py", "test_gpu_budget.py", "test_without_webhook.py",
     "test_pages.py", "test_readme.py",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Replicas of several ranks: what they are asked, how small they are kept, and where their pods run."""
+"""Replicas with several ranks: requests, small resource requests, and the nodes of their pods."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from harness.nodes import node_of, worker_nodes
 from harness.report import measured
 
 QUESTION = "Name the planets of the solar system."
-NUM_TOKENS = 12  # three ranks on two cores, each in a pod of its own, take most of a second for one
+NUM_TOKENS = 12  # three ranks in three pods on two cores need most of a second per token
 READY_SECONDS = 300.0  # three engines load at once on two cores
 NEVER = {"mode": "Off", "bounds": None}
-# Small enough that all pods of a replica find room on one node when the other is gone.
+# Small enough that all pods of a replica fit on one node after the other is lost.
 ROOM = {"requests": {"cpu": "150m", "memory": "700Mi"}, "limits": {"memory": "1500Mi"}}
 
 
 def layout(**parallelism: Any) -> dict[str, Any]:
-    """Changes to the sample's spec."""
+    """Return changes to the sample's spec."""
     containers = [{"name": "main", "resources": ROOM}]
     return {"parallelism": parallelism, "tuning": NEVER, "template": {"spec": {"containers": containers}}}
 
@@ -33,7 +33,7 @@ def await_ready(deployment: Deployment, what: str, since: float, deadline_second
 
 
 def answer_of(deployment: Deployment) -> str:
-    """What must not depend on the layout."""
+    """Return the answer to QUESTION, which must not depend on the layout."""
     return ask(deployment, QUESTION, max_tokens=NUM_TOKENS).text
 
 
@@ -42,6 +42,6 @@ def nodes_of(deployment: Deployment) -> list[str]:
 
 
 def needs_workers(kube: Kube) -> None:
-    """Skip the story where the cluster has not two nodes that take pods."""
+    """Skip the scenario unless the cluster has two schedulable worker nodes."""
     if len(worker_nodes(kube)) < 2:
-        pytest.skip("these stories need two nodes that take pods: python3 e2e/cluster up --workers 2")
+        pytest.skip("this scenario needs two worker nodes: python3 e2e/cluster up --workers 2")

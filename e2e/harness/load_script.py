@@ -1,10 +1,9 @@
 """Closed-loop load on the completions API, run as a pod inside the cluster: `python load_script.py OPTIONS_JSON`.
 
-It needs Python and httpx, nothing of this project. Every client sends the next request when its last one ended. With
-`asks_per_second` the list of models is asked for so often beside them, each time over a connection of its own, however
-long answers take. Each 5 s it prints one JSON line `{"live": …}`, and after SIGTERM, or `duration_seconds`, it lets
-running requests end and prints `{"summary": …}`. A failed request is counted with its status and body and is never
-tried again.
+It needs only Python and httpx. Every client sends its next request when the last one has ended. With
+`probes_per_second` it also requests the list of models at that rate, each time over a new connection and independent
+of latency. Every 5 s it prints one JSON line `{"live": …}`, and after SIGTERM, or `duration_seconds`, it waits for
+running requests and prints `{"summary": …}`. A failed request is counted with its status and body and not retried.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import Any
 import httpx
 
 WINDOW_SECONDS = 5.0
-ASK_SECONDS = 60.0  # the list of models costs an engine nothing
-REQUEST_SECONDS = 600.0  # a request that takes longer than this has failed
-PAUSE_AFTER_FAILURE_SECONDS = 1.0  # so that a refusing server is not flooded
+PROBE_TIMEOUT_SECONDS = 60.0
+REQUEST_SECONDS = 600.0  # longer requests count as failed
+PAUSE_AFTER_FAILURE_SECONDS = 1.0  # so that a failing server is not flooded
 NOT_THE_ENGINE = "no X-Request-Id, so no engine answered: "
-# Each is one token for most tokenizers, with its space.
+# Each is one token (with its leading space) in most tokenizers.
 WORDS = ["river", "stone", "light", "winter", "garden", "music", "letter", "house", "water", "paper", "morning"]
 
 
@@ -36,7 +35,7 @@ class Load:
         self.requests: list[dict[str, float]] = []
         self.failures: list[dict[str, Any]] = []
         self.tokens = 0
-        self.asked = 0
+        self.probed = 0
         self.windows: list[dict[str, float]] = []
 
     async def run(self) -> None:
@@ -47,10 +46,10 @@ class Load:
         async with httpx.AsyncClient(base_url=self.options["url"], timeout=REQUEST_SECONDS, limits=limits) as client:
             reporter = asyncio.create_task(self.report())
             clients = [asyncio.create_task(self.client(client, n)) for n in range(self.options["concurrency"])]
-            asker = asyncio.create_task(self.ask_often(client, self.options.get("asks_per_second", 0.0)))
+            prober = asyncio.create_task(self.probe_repeatedly(client, self.options.get("probes_per_second", 0.0)))
             await asyncio.wait([asyncio.create_task(self.stopping.wait())], timeout=self.options["duration_seconds"])
             self.stopping.set()
-            await asyncio.gather(*clients, asker)
+            await asyncio.gather(*clients, prober)
             reporter.cancel()
         print(json.dumps({"summary": self.summary()}), flush=True)
 
@@ -64,31 +63,31 @@ class Load:
             await self.pause(self.options.get("pause_seconds", 0.0))
 
     async def pause(self, seconds: float) -> None:
-        """Wait, no longer than until the load is to end."""
+        """Wait for `seconds`, or until the load is stopped."""
         if seconds > 0:
             await asyncio.wait([asyncio.create_task(self.stopping.wait())], timeout=seconds)
 
-    async def ask_often(self, client: httpx.AsyncClient, rate: float) -> None:
-        """Ask for the models by the clock, so that no moment without an answer is missed."""
+    async def probe_repeatedly(self, client: httpx.AsyncClient, rate: float) -> None:
+        """Request the list of models at a fixed rate, so that every outage is detected."""
         asking, begin = [], time.monotonic()
         while rate and not self.stopping.is_set():
-            asking.append(asyncio.create_task(self.ask(client)))
+            asking.append(asyncio.create_task(self.probe(client)))
             await asyncio.sleep(max(0.0, begin + len(asking) / rate - time.monotonic()))
         await asyncio.gather(*asking)
 
-    async def ask(self, client: httpx.AsyncClient) -> None:
+    async def probe(self, client: httpx.AsyncClient) -> None:
         try:
-            answer = await client.get("/v1/models", timeout=ASK_SECONDS)
+            answer = await client.get("/v1/models", timeout=PROBE_TIMEOUT_SECONDS)
         except httpx.HTTPError as error:
             self.failed(0, f"GET /v1/models: {type(error).__name__}: {error}")
             return
         if answer.status_code != 200:
             self.failed(answer.status_code, f"GET /v1/models: {answer.text}")
         else:
-            self.asked += 1
+            self.probed += 1
 
     async def request(self, client: httpx.AsyncClient, prompt: str) -> bool:
-        """Stream one completion of exactly `output_tokens`; False when it failed."""
+        """Stream one completion of exactly `output_tokens`. Return False if it failed."""
         length = self.options["output_tokens"]
         body = {
             "model": self.options["model"], "prompt": prompt, "stream": True, "temperature": 0.0,
@@ -146,7 +145,7 @@ class Load:
         return {
             "seconds": round(time.monotonic() - self.begin, 1),
             "completed": len(self.requests),
-            "asked": self.asked,
+            "probed": self.probed,
             "failed": self.failures,
             "output_tokens": sum(int(r["tokens"]) for r in self.requests),
             "ttft_seconds": percentiles([r["ttft"] for r in self.requests]),

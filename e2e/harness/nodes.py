@@ -1,4 +1,4 @@
-"""The cluster's nodes: which pods run where, pausing one, and pretending that one has accelerators."""
+"""Nodes: placement of pods, pausing, draining and tainting a node, and simulated extended resources."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from harness.kube import Kube, Manifest, is_true
-from harness.report import say
+from harness.report import log_line
 from harness.target import run_tool
 from harness.wait import NotYet
 
-DRAINED_SECONDS = 300.0  # pods finish their requests first, and wait for each other by their budget
+DRAINED_SECONDS = 300.0  # pods drain their requests first, one at a time under their PodDisruptionBudget
 CONTROL_PLANE_LABELS = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
 
 
 def node_of(pod: Manifest) -> str:
-    """The node that a pod was given. Raises NotYet."""
+    """Return the node of a pod. Raises NotYet if it is not scheduled."""
     name = pod["spec"].get("nodeName")
     if not name:
         raise NotYet(f"{pod['metadata']['name']} has no node yet")
@@ -24,7 +24,7 @@ def node_of(pod: Manifest) -> str:
 
 
 def pod_nodes(kube: Kube) -> list[str]:
-    """Nodes that take any pod, by name."""
+    """Return the names of schedulable nodes without taints that reject pods."""
     found = []
     for node in kube.items("nodes"):
         if not any(taint["effect"] != "PreferNoSchedule" for taint in node["spec"].get("taints", [])):
@@ -33,7 +33,7 @@ def pod_nodes(kube: Kube) -> list[str]:
 
 
 def worker_nodes(kube: Kube) -> list[str]:
-    """Those of them without which the cluster goes on, by name."""
+    """Return the names of schedulable nodes that are not control-plane nodes."""
     control_plane = set()
     for node in kube.items("nodes"):
         if node["metadata"]["labels"].keys() & set(CONTROL_PLANE_LABELS):
@@ -42,34 +42,34 @@ def worker_nodes(kube: Kube) -> list[str]:
 
 
 def all_ready(kube: Kube) -> None:
-    """Raises NotYet while a node is not Ready."""
+    """Raise NotYet while a node is not Ready."""
     waiting = [node["metadata"]["name"] for node in kube.items("nodes") if not is_true(node, "Ready")]
     if waiting:
         raise NotYet(f"not Ready: {', '.join(waiting)}")
 
 
 def not_ready(kube: Kube, name: str) -> None:
-    """Raises NotYet while the control plane takes the node for Ready."""
+    """Raise NotYet while the node is Ready."""
     node = kube.get("node", name)
     if node is None or is_true(node, "Ready"):
-        raise NotYet(f"{name} is still taken for Ready")
+        raise NotYet(f"{name} is still Ready")
 
 
 @contextmanager
 def paused(kube: Kube, node: str) -> Iterator[None]:
-    """The node, a container of kind's, stands still and answers nobody, as one that lost its power or its network."""
-    say(f"docker pause {node}")
+    """Pause a node's container: it stops responding as after a power or network loss."""
+    log_line(f"docker pause {node}")
     run_tool("docker", "pause", node, kube=kube)
     try:
         yield
     finally:
-        say(f"docker unpause {node}")
+        log_line(f"docker unpause {node}")
         run_tool("docker", "unpause", node, kube=kube)
 
 
 @contextmanager
 def drained(kube: Kube, node: str, selector: str) -> Iterator[None]:
-    """The node takes no pods, and those of its pods that are selected were evicted, as an administrator does it."""
+    """Drain a node with `kubectl drain`, limited to pods that match the selector; uncordon it afterwards."""
     chosen = f"--pod-selector={selector}"
     try:
         kube.run("drain", node, chosen, "--delete-emptydir-data", timeout_seconds=DRAINED_SECONDS)
@@ -79,8 +79,8 @@ def drained(kube: Kube, node: str, selector: str) -> Iterator[None]:
 
 
 @contextmanager
-def pretended(kube: Kube, resource: str, amounts: dict[str, int]) -> Iterator[None]:
-    """Nodes that say they have so many of an extended resource: pods that ask for it schedule accordingly."""
+def simulated_resource(kube: Kube, resource: str, amounts: dict[str, int]) -> Iterator[None]:
+    """Add an extended resource to nodes' status, so that pods that request it are scheduled accordingly."""
     key = resource.replace("/", "~1")
     for node, amount in amounts.items():
         body = [{"op": "add", "path": f"/status/capacity/{key}", "value": str(amount)}]
@@ -93,8 +93,8 @@ def pretended(kube: Kube, resource: str, amounts: dict[str, int]) -> Iterator[No
 
 
 @contextmanager
-def kept_for(kube: Kube, node: str, toleration: Mapping[str, str]) -> Iterator[None]:
-    """A node that takes only new pods with this toleration."""
+def tainted_except(kube: Kube, node: str, toleration: Mapping[str, str]) -> Iterator[None]:
+    """Taint a node so that only new pods with this toleration are scheduled to it."""
     taint = f"{toleration['key']}:{toleration['effect']}"
     kube.run("taint", "node", node, taint)
     try:

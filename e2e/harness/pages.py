@@ -1,4 +1,4 @@
-"""Commands that a page of the documentation shows, read from the page itself and run as a reader would run them."""
+"""Commands of documentation pages, read from the page and executed as a reader would."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ import tempfile
 from pathlib import Path
 
 from harness.install import Installation
-from harness.report import say
+from harness.report import log_line
 from harness.target import REPOSITORY
 
-# <!-- e2e: NAME --> before a fenced block: a story runs it.
+# <!-- e2e: NAME --> before a fenced block: a scenario runs it.
 BLOCK = re.compile(r"<!--\s*e2e:\s*([a-z-]+)\s*-->\s*```(?:bash|sh|console)?\n(.*?)```", re.DOTALL)
 
 
 def blocks(page: Path) -> dict[str, str]:
-    """The marked blocks of a page in their order, by name."""
+    """Return the marked blocks of a page in order, by name."""
     found = {match[1]: match[2] for match in BLOCK.finditer(page.read_text())}
     assert found, f"{page} has no block marked <!-- e2e: NAME -->"
     return found
 
 
 def run_blocks(installation: Installation, scripts: list[str], *, timeout_seconds: float) -> str:
-    """What blocks say, run in one shell. Pages name images as variables, which are set here. Fails when one fails."""
+    """Run blocks in one shell and return their output. Image variables used by pages are set here.
+
+    Raises:
+        AssertionError: a command failed.
+    """
     script = "set -euo pipefail\n" + "\n".join(scripts)
     environment = {
         **installation.kube.full_environment(),
         "OPERATOR_IMAGE": installation.images.operator,
         "ENGINE_IMAGE": installation.images.model,
     }
-    with tempfile.TemporaryFile("w+") as said:  # a pipe would stay open as long as a page's port-forward
+    with tempfile.TemporaryFile("w+") as log:  # a pipe would stay open as long as a page's port-forward
         process = subprocess.Popen(
             ["bash", "-c", script],
             cwd=REPOSITORY,
             env=environment,
-            stdout=said,
+            stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -45,15 +49,15 @@ def run_blocks(installation: Installation, scripts: list[str], *, timeout_second
             process.wait(timeout=timeout_seconds)
         finally:
             _end_group(process)
-        said.seek(0)
-        output = said.read()
-    say(output)
+        log.seek(0)
+        output = log.read()
+    log_line(output)
     assert process.returncode == 0, output
     return output
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """What a page starts in the background ends with the shell."""
+    """End background processes that the page's commands started."""
     try:
         os.killpg(process.pid, signal.SIGTERM)
     except ProcessLookupError:

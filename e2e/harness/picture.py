@@ -1,4 +1,4 @@
-"""The loop at work as a picture: KV use, preemptions and the decisions over time, as the demo has read them."""
+"""A chart of the demo: KV usage, preemptions and the operator's decisions over time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from harness.engine import EngineReading
 
 USED, CAPACITY, PREEMPTED, RUNNING, DECIDED = "#4c78a8", "#1b3a57", "#d1495b", "#e9a23b", "#2e8b57"
-ROOM_FOR_TEXT = 1.35  # the axis reaches so far above the highest value
+ROOM_FOR_TEXT = 1.35  # axis limit as a multiple of the highest value
 SIZE_INCHES = (10.0, 4.6)
 
 
@@ -40,7 +40,7 @@ class Move:
 
 @dataclass(slots=True)
 class Trace:
-    """What was seen of one scene, in the order it was seen."""
+    """The readings and decisions of one scene, in order."""
 
     title: str
     moments: list[Moment] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Trace:
 
 
 def write(traces: Sequence[Trace], caption: str, path: Path) -> None:
-    """Draw the scenes side by side into an SVG file, and their figures beside it as JSON."""
+    """Draw the scenes side by side into an SVG file, and write the data to a JSON file with the same stem."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Text stays text, so that the file is small and searchable; equal figures give equal bytes.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "trimtab", "font.size": 9.0}):
@@ -62,7 +62,7 @@ def write(traces: Sequence[Trace], caption: str, path: Path) -> None:
 
 
 def read(path: Path) -> tuple[list[Trace], str]:
-    """The figures that `write` left beside a picture, and its caption."""
+    """Return the data that `write` stored with a picture, and its caption."""
     figures = json.loads(path.read_text())
     traces = [
         Trace(
@@ -109,7 +109,7 @@ def _kv(axes: Axes, trace: Trace) -> None:
     axes.fill_between(
         times, [m.kv_used_tokens for m in trace.moments], color=USED, alpha=0.35, label="KV tokens in use"
     )
-    axes.step(times, [m.kv_tokens for m in trace.moments], where="post", color=CAPACITY, label="KV tokens there are")
+    axes.step(times, [m.kv_tokens for m in trace.moments], where="post", color=CAPACITY, label="KV tokens allocated")
     axes.margins(x=0.0)
 
 
@@ -124,7 +124,7 @@ def _requests(axes: Axes, trace: Trace) -> None:
 
 
 def _moves(upper: Axes, lower: Axes, trace: Trace) -> None:
-    """A line through both at each decision, with what was decided beside it; later ones lower, so none is hidden."""
+    """Mark each decision with a labelled line in both charts. Later labels are placed lower, so that none overlap."""
     for number, move in enumerate(trace.moves):
         at = move.at - trace.moments[0].at
         for axes in (upper, lower):

@@ -1,7 +1,7 @@
-"""A Prometheus in a story's namespace, as an administrator has one: it scrapes engines, and the operator is told of it.
+"""A Prometheus in a scenario's namespace that scrapes engines and that the operator can query.
 
-Debian's package finds no targets by itself in Kubernetes (its build has no `kubernetes_sd_configs`), so the leaders'
-addresses are written into its configuration; a pod that is replaced needs `scrape` again.
+Debian's build has no `kubernetes_sd_configs`, so the leaders' addresses are static targets in its configuration; call
+`scrape` again after a pod is replaced.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class PrometheusServer:
     scrape_seconds: int = 5
 
     def scrape(self, pods: Iterable[Manifest], *, jobs: tuple[str, ...] = ("engines",)) -> None:
-        """Scrape these pods, once for each job, and wait until it answers. A running server is replaced."""
+        """Start a server that scrapes these pods for each job and wait until it is ready. Replaces a running one."""
         self.stop()
         for manifest in (self._configuration(list(pods), jobs), self._pod(), self._service()):
             self.kube.apply(manifest, namespace=self.namespace)
         Waiter(self.kube, self.namespace).until("Prometheus answers", self._answers, deadline_seconds=READY_SECONDS)
 
     def stop(self) -> None:
-        """Take it away; its Service stays, and with it the address."""
+        """Delete the server's pod. Its Service, and thereby its address, stays."""
         self.kube.delete("pod", NAME, self.namespace, wait=True)
 
     @property
     def url(self) -> str:
-        """Where the operator finds it: the Service's address, as not every cluster has a DNS."""
+        """URL with the Service's IP address, since not every test cluster has DNS."""
         service = self.kube.get("service", NAME, self.namespace)
         if service is None:
             raise NotYet("there is no Service of Prometheus yet")

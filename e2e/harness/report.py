@@ -1,4 +1,4 @@
-"""Progress lines. pytest shows them through its terminal reporter, the demo through rich, anything else on stderr."""
+"""Progress lines, shown by pytest's terminal reporter, by the demo with rich, and otherwise on stderr."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _to_stderr(line: str) -> None:
 
 
 class _Reporter:
-    """Where lines go; one for the process, because a story, its waits and its load all speak to one reader."""
+    """The destination of progress lines and the measured values; one per process."""
 
     def __init__(self) -> None:
         self.sink: Sink = _to_stderr
@@ -27,35 +27,35 @@ class _Reporter:
 _reporter = _Reporter()
 
 
-def say(text: str) -> None:
-    """One line with the time since the process began."""
+def log_line(text: str) -> None:
+    """Print one line with the time since the process started."""
     elapsed = int(time.monotonic() - _started)
     _reporter.sink(f"[{elapsed // 60:2d}:{elapsed % 60:02d}] {text}")
 
 
-def pass_on(line: str) -> None:
-    """A line of another program, which has a time of its own in front."""
+def forward(line: str) -> None:
+    """Print a line of another program, which has its own timestamp."""
     _reporter.sink(line)
 
 
 def measured(text: str) -> None:
-    """A measured value: said now, and again in the summary of the run."""
+    """Report a measured value now and in the summary of the run."""
     _reporter.facts.append(text)
-    say(f"measured: {text}")
+    log_line(f"measured: {text}")
 
 
 def facts() -> list[str]:
     return list(_reporter.facts)
 
 
-def remember(measured_elsewhere: list[str]) -> None:
-    """Values that another process has measured and said."""
+def add_facts(measured_elsewhere: list[str]) -> None:
+    """Add values measured and reported by another process."""
     _reporter.facts.extend(measured_elsewhere)
 
 
 @contextmanager
-def speaking_to(sink: Sink) -> Iterator[None]:
-    """Send lines to `sink` for a while."""
+def redirected_to(sink: Sink) -> Iterator[None]:
+    """Send lines to `sink` within the block."""
     before = _reporter.sink
     _reporter.sink = sink
     try:
@@ -64,5 +64,5 @@ def speaking_to(sink: Sink) -> Iterator[None]:
         _reporter.sink = before
 
 
-def speak_to(sink: Sink) -> None:
+def set_sink(sink: Sink) -> None:
     _reporter.sink = sink

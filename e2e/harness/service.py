@@ -1,4 +1,4 @@
-"""A Service from outside the cluster: kubectl port-forward on a free local port, as long as it is needed."""
+"""Access to a Service or pod from outside the cluster by `kubectl port-forward` on a free local port."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ ANSWER_SECONDS = 120.0
 
 
 class NoForward(Exception):
-    """kubectl port-forward did not come up, or nothing answered behind it."""
+    """kubectl port-forward failed, or the forwarded target did not respond."""
 
 
 @contextmanager
 def port_forward(
     kube: Kube, namespace: str, target: str, port: int, *, health: str | None = "/health"
 ) -> Iterator[str]:
-    """Yield `http://127.0.0.1:PORT` in front of `target` (`svc/NAME`, `pod/NAME`); waits until `health` answers 200.
+    """Forward a port to `target` (`svc/NAME`, `pod/NAME`), wait until `health` returns 200, and yield the local URL.
 
-    Raises NoForward with what kubectl said.
+    Raises:
+        NoForward: kubectl failed (with its output), or `health` did not return 200 in time.
     """
     process, url = _start(kube, namespace, target, port)
     try:
@@ -43,7 +44,7 @@ def port_forward(
 
 
 def _start(kube: Kube, namespace: str, target: str, port: int) -> tuple[subprocess.Popen[str], str]:
-    """Start kubectl and read the chosen port; tried again while the target has no ready pod."""
+    """Start kubectl and read the chosen port; retries while the target has no ready pod."""
     end = time.monotonic() + FORWARD_SECONDS
     while True:
         process = subprocess.Popen(

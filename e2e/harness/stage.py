@@ -1,4 +1,4 @@
-"""How the demo looks: chapters, a load bar, live numbers. They move on a terminal; in a log they are lines."""
+"""Terminal output of the demo: chapters, a load bar and live numbers; plain lines if the output is no terminal."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from harness.engine import EngineReading
-from harness.report import speaking_to
+from harness.report import redirected_to
 from harness.watch import Watched
 
-LINE_SECONDS = 10.0  # between two lines of a meter where nothing can move
+LINE_SECONDS = 10.0  # between two meter lines if the output is no terminal
 BAR_WIDTH = 24
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """A chapter that has begun: its name in the last line, how long it should take, when it began."""
+    """A chapter in progress: its name in the final line, its expected duration and its start."""
 
     stage: str
     expected_seconds: float
-    at_seconds: float  # after the journey's begin
+    at_seconds: float  # after the start of the make run
 
 
 class Stage:
@@ -45,7 +45,7 @@ class Stage:
         return time.monotonic() - self._begin
 
     def chapter(self, title: str, expected_seconds: float, *, stage: str) -> None:
-        """Close the chapter before and open one; `stage` names it in the last line of all."""
+        """Close the previous chapter and open one; `stage` is its name in the final line."""
         self.end()
         self._chapters += 1
         expected = f", about {journey.duration(expected_seconds)}" if expected_seconds else ""
@@ -57,7 +57,7 @@ class Stage:
         self._current = Chapter(stage, expected_seconds, journey.elapsed())
 
     def end(self) -> None:
-        """Close the chapter: note how long it took, and say why where that was later than expected."""
+        """Close the chapter, record its duration, and explain it if it took longer than expected."""
         chapter, self._current = self._current, None
         if chapter is None:
             return
@@ -78,12 +78,12 @@ class Stage:
         self.console.print(Panel(Text(text), title=title, title_align="left", border_style="green"))
 
     def piece(self, text: str) -> None:
-        """A piece of a streamed answer, as it comes."""
+        """Print a piece of a streamed answer."""
         self.console.print(Text(text, style="bold green"), end="")
 
     @contextmanager
     def loading(self, watched: Watched) -> Iterator[None]:
-        """A bar that follows status.groups[0].load of the watched resource."""
+        """Show a progress bar of status.groups[0].load of the watched resource."""
         bar = Progress(
             TextColumn("{task.description:<28}"),
             BarColumn(BAR_WIDTH),
@@ -103,7 +103,7 @@ class Stage:
                     self.dim(f"  {description} {percent} %")
                 seen.add(description)
 
-        with speaking_to(follow):
+        with redirected_to(follow):
             if self.console.is_terminal:
                 with bar:
                     yield
@@ -114,9 +114,9 @@ class Stage:
 
     @contextmanager
     def meter(self) -> Iterator[Meter]:
-        """A line of numbers that is renewed with each reading."""
+        """Show a line of numbers that is updated with each reading."""
         meter = Meter(self)
-        with speaking_to(lambda _: None):
+        with redirected_to(lambda _: None):
             if self.console.is_terminal:
                 with Live(console=self.console, refresh_per_second=4, transient=False) as live:
                     meter.live = live

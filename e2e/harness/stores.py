@@ -1,7 +1,7 @@
-"""Stores of models on this machine that the cluster's pods can reach: Debian's docker-registry, and where to listen.
+"""Model stores on this machine that the cluster's pods can reach: Debian's docker-registry, and the address for it.
 
-The nodes of a cluster of our own are containers of this machine's Docker: what listens on the address by which this
-machine talks to them is reached from their pods, and from nowhere else.
+The nodes of a kind cluster are containers of this machine's Docker: a server on this machine's address in Docker's
+network can be reached from pods, and from nowhere else.
 """
 
 from __future__ import annotations
@@ -24,38 +24,41 @@ from registry_server import IMAGE, TITLE, Layer, digest_of, manifest_of
 from harness.kube import Kube, Manifest
 
 PROGRAM = "docker-registry"
-USER, PASSWORD = "story", "story-password"
+USER, PASSWORD = "scenario", "scenario-password"
 HTPASSWD = f"{USER}:$2b$05$abcdefghijklmnopqrstuu7M8I5tD3CuOUisby5aYiRPGdtPfFTaS\n"
-"""bcrypt, of PASSWORD: the only kind that docker-registry takes."""
+"""htpasswd file with PASSWORD as bcrypt, the only hash that docker-registry supports."""
 START_SECONDS = 20.0
 PUSH_SECONDS = 300.0  # half a gigabyte, on a machine that also runs the cluster
 
 
 def registry_program() -> str:
-    """The one on PATH, else that of Debian's package, in the cache. Raises ClusterError where there is no such
-    package."""
+    """Return docker-registry on PATH, else the program of Debian's package in the cache.
+
+    Raises:
+        ClusterError: there is no such package.
+    """
     return shutil.which(PROGRAM) or str(debian.program(PROGRAM))
 
 
 def own_address(kube: Kube) -> str:
-    """This machine's address on the network of the cluster's nodes."""
+    """Return this machine's address on the network of the cluster's nodes."""
     addresses = kube.items("nodes")[0]["status"]["addresses"]
     node = next(each["address"] for each in addresses if each["type"] == "InternalIP")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((node, 9))  # sends nothing: it chooses the way
+        probe.connect((node, 9))  # sends nothing: it only selects the route
         address: str = probe.getsockname()[0]
     return address
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """A registry that asks for an account."""
+    """A registry that requires credentials."""
 
     host: str
     """ADDRESS:PORT."""
 
     def pull_secret(self, name: str) -> Manifest:
-        """Its account as Kubernetes keeps those of registries."""
+        """Return a kubernetes.io/dockerconfigjson Secret with the credentials."""
         both = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
         config = json.dumps({"auths": {self.host: {"auth": both}}})
         return {
@@ -67,7 +70,7 @@ class Registry:
         }
 
     def push(self, repository: str, tag: str, folder: Path) -> str:
-        """Each file of the folder as a layer by itself, as ORAS pushes them; the digest of the manifest."""
+        """Push each file of the folder as its own layer, as ORAS does. Return the manifest's digest."""
         files = sorted(path for path in folder.iterdir() if path.is_file())
         layers = [Layer(path.read_bytes(), "application/octet-stream", {TITLE: path.name}) for path in files]
         url = f"http://{self.host}/v2/{repository}"
@@ -77,14 +80,14 @@ class Registry:
                 where = httpx.URL(place).copy_add_param("digest", digest_of(data))
                 client.put(where, content=data).raise_for_status()
             text = manifest_of(layers)
-            told = client.put(f"{url}/manifests/{tag}", content=text, headers={"Content-Type": IMAGE})
-            told.raise_for_status()
+            response = client.put(f"{url}/manifests/{tag}", content=text, headers={"Content-Type": IMAGE})
+            response.raise_for_status()
         return digest_of(text)
 
 
 @contextmanager
 def docker_registry(address: str, folder: Path) -> Iterator[Registry]:
-    """Run one that keeps its blobs below the folder."""
+    """Run a registry that stores its blobs in the folder."""
     with socket.socket() as chosen:
         chosen.bind((address, 0))
         host = f"{address}:{chosen.getsockname()[1]}"
@@ -93,7 +96,7 @@ def docker_registry(address: str, folder: Path) -> Iterator[Registry]:
         "version": 0.1,
         "storage": {"filesystem": {"rootdirectory": str(folder / "blobs")}},
         "http": {"addr": host},
-        "auth": {"htpasswd": {"realm": "story", "path": str(folder / "htpasswd")}},
+        "auth": {"htpasswd": {"realm": "scenario", "path": str(folder / "htpasswd")}},
     }
     (folder / "config.yml").write_text(json.dumps(settings))
     with (folder / "log").open("wb") as log:
@@ -117,4 +120,4 @@ def _await_answer(process: subprocess.Popen[bytes], host: str, log: Path) -> Non
             time.sleep(0.1)
         else:
             return
-    raise RuntimeError(f"{PROGRAM} does not answer on {host}: {log.read_text(errors='replace')[-2000:]}")
+    raise RuntimeError(f"{PROGRAM} does not respond on {host}: {log.read_text(errors='replace')[-2000:]}")

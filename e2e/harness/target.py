@@ -1,4 +1,4 @@
-"""The cluster under test: what `e2e/cluster env` says, the images in it, and the version it runs."""
+"""The cluster under test: its environment (from `e2e/cluster env`), images and version."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.kube import Kube
-from harness.report import pass_on, say
+from harness.report import forward, log_line
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLUSTER_TOOL = REPOSITORY / "e2e" / "cluster"
 
 
 class NoCluster(Exception):
-    """There is no cluster to run on; the message says how to get one."""
+    """There is no cluster to run on; the message has the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Names as pods use them. `model` is the engine with the model baked in, so it stands for the engine too."""
+    """Image names as pods use them. `model` is the engine image with the model in it, so it is used as engine too."""
 
     operator: str
     model: str
@@ -31,7 +31,7 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A cluster that answers. `is_own` is false for CLUSTER=current."""
+    """A reachable cluster. `is_own` is False for CLUSTER=current."""
 
     kube: Kube
     version: str
@@ -45,7 +45,7 @@ class Target:
 
 
 def connect() -> Target:
-    """The cluster that `e2e/cluster up` made, or KUBECONFIG's with CLUSTER=current. Raises NoCluster."""
+    """Return the cluster of `e2e/cluster up`, or KUBECONFIG's with CLUSTER=current. Raises NoCluster."""
     environment = {}
     for line in _tool("env").splitlines():
         for word in shlex.split(line.removeprefix("export ")):
@@ -56,29 +56,29 @@ def connect() -> Target:
 
 
 def images_in_cluster() -> Images:
-    """Build what is not built yet and bring it to the nodes. TRIMTAB_IMAGES="OPERATOR MODEL" names ones they have."""
+    """Build missing images and load them into the nodes. TRIMTAB_IMAGES="OPERATOR MODEL" selects existing ones."""
     given = os.environ.get("TRIMTAB_IMAGES", "").split()
     if given:
         return Images(*given)
-    say("images: operator and model (built once, then from the cache)")
+    log_line("images: operator and model (built once, then from the cache)")
     built = json.loads(_tool("images", "-o", "json", "operator", "model"))
-    say("images: into the cluster")
+    log_line("images: loading into the cluster")
     operator, model = _tool("load", built["operator"], built["model"]).split()
     return Images(operator, model)
 
 
 def prometheus_in_cluster() -> str:
-    """The image of Debian's Prometheus, brought to the nodes. TRIMTAB_PROMETHEUS_IMAGE names one they have."""
+    """Load the image of Debian's Prometheus into the nodes. TRIMTAB_PROMETHEUS_IMAGE names an existing one instead."""
     given = os.environ.get("TRIMTAB_PROMETHEUS_IMAGE")
     if given:
         return given
-    say("images: prometheus (built once, then from the cache)")
+    log_line("images: prometheus (built once, then from the cache)")
     built = json.loads(_tool("images", "-o", "json", "prometheus"))
     return _tool("load", built["prometheus"]).strip()
 
 
 def run_tool(name: str, *arguments: str, kube: Kube, timeout_seconds: float = 300.0) -> str:
-    """Run helm or another tool of the cluster's PATH; raises subprocess.CalledProcessError after showing its words."""
+    """Run helm or another tool of the cluster's PATH. Raises RuntimeError with its output if it fails."""
     environment = kube.full_environment()
     done = subprocess.run(
         [_which(name, environment), *arguments],
@@ -90,8 +90,8 @@ def run_tool(name: str, *arguments: str, kube: Kube, timeout_seconds: float = 30
 
 
 def _tool(*arguments: str) -> str:
-    """One command of e2e/cluster. Its progress goes to stderr and is shown line by line."""
-    said: list[str] = []
+    """Run a command of e2e/cluster, show its stderr line by line, and return its stdout. Raises NoCluster."""
+    progress: list[str] = []
     with subprocess.Popen(
         [sys.executable, str(CLUSTER_TOOL), *arguments],
         stdout=subprocess.PIPE,
@@ -102,16 +102,16 @@ def _tool(*arguments: str) -> str:
         assert process.stderr is not None
         assert process.stdout is not None
         for line in process.stderr:
-            said.append(line.rstrip())
-            pass_on(line.rstrip())
+            progress.append(line.rstrip())
+            forward(line.rstrip())
         output = process.stdout.read()
     if process.returncode != 0:
-        raise NoCluster(f"`python3 e2e/cluster {' '.join(arguments)}` failed: {' '.join(said[-3:])}")
+        raise NoCluster(f"`python3 e2e/cluster {' '.join(arguments)}` failed: {' '.join(progress[-3:])}")
     return output
 
 
 def _which(name: str, environment: dict[str, str]) -> str:
-    """The first `name` on the PATH that the cluster tool gave."""
+    """Return the first `name` on the environment's PATH."""
     for folder in environment.get("PATH", os.defpath).split(os.pathsep):
         candidate = Path(folder) / name
         if os.access(candidate, os.X_OK):

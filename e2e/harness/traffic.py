@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from harness.kube import Kube, KubectlError, Manifest
-from harness.report import say
+from harness.report import log_line
 from harness.wait import NotYet, Waiter
 
 SCRIPT = Path(__file__).with_name("load_script.py")
 POD_START_SECONDS = 60.0
-KILLED = "exit code 137"  # what becomes of a command in a pod that ends
+KILLED = "exit code 137"  # kubectl exec's result if the pod ends first
 DRAIN_SECONDS = 240.0  # running requests may have to be computed to their end on a slow machine
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """A closed loop: `concurrency` clients, each with one request of fixed size at a time. Sizes in tokens. Beside them
-    `asks_per_second` for the list of models, each over a connection of its own."""
+    """Closed-loop load: `concurrency` clients, each with one request of fixed size (in tokens) at a time.
+
+    In addition the list of models is requested `probes_per_second` times, each over a new connection.
+    """
 
     url: str
     model: str
@@ -35,8 +37,8 @@ class LoadOptions:
     output_tokens: int
     duration_seconds: float = 1800.0  # a limit only: stop() ends it
     stagger_seconds: float = 0.0  # between the clients' first requests
-    pause_seconds: float = 0.0  # of each client, between two of its requests
-    asks_per_second: float = 0.0
+    pause_seconds: float = 0.0  # between two requests of a client
+    probes_per_second: float = 0.0
 
     def as_json(self) -> str:
         return json.dumps({name: getattr(self, name) for name in self.__slots__})
@@ -44,12 +46,12 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What the clients saw."""
+    """Results of the clients."""
 
     seconds: float
     completed: int
-    asked: int
-    """How often the list of models was answered, beside `completed` requests."""
+    probed: int
+    """Number of successful requests for the list of models, in addition to `completed`."""
     failed: list[dict[str, Any]]
     output_tokens: int
     ttft_seconds: dict[str, float]
@@ -58,9 +60,9 @@ class LoadReport:
 
     def __str__(self) -> str:
         rate = self.output_tokens / self.seconds if self.seconds else 0.0
-        asked = f" and {self.asked} lists of models" if self.asked else ""
+        probed = f" and {self.probed} lists of models" if self.probed else ""
         return (
-            f"{self.completed} requests{asked} completed, {len(self.failed)} failed in {self.seconds:.0f} s, "
+            f"{self.completed} requests{probed} completed, {len(self.failed)} failed in {self.seconds:.0f} s, "
             f"{rate:.0f} tokens/s; time to first token p50 {self.ttft_seconds.get('p50', 0):.2f} s, "
             f"p95 {self.ttft_seconds.get('p95', 0):.2f} s"
         )
@@ -82,14 +84,14 @@ class Load:
         return None
 
     def stop(self) -> LoadReport:
-        """Tell the clients to finish what they have begun; returns what they saw."""
-        say("load: stopping, running requests may finish")
+        """Stop sending new requests, wait for running ones, and return the results."""
+        log_line("load: stopping; running requests are completed")
         try:
             self.kube.exec(self.namespace, self.pod, "python3", "-c", "import os; os.kill(1, 15)")
         except KubectlError as error:
             if KILLED not in str(error):
                 raise
-            say("load: the pod ended before the command that told it to")
+            log_line("load: the pod ended before the stop command returned")
         return Waiter(self.kube, self.namespace).until(
             "the load's summary", self._summary, deadline_seconds=DRAIN_SECONDS, every_seconds=2.0
         )
@@ -107,7 +109,7 @@ class Load:
 
 @contextmanager
 def load(kube: Kube, namespace: str, image: str, options: LoadOptions, *, name: str = "load") -> Iterator[Load]:
-    """Run load until the block ends; the pod is deleted then. `name` begins its name, so the next may follow."""
+    """Run load until the block ends, then delete the pod. `name` is the prefix of its unique name."""
     name = f"{name}-{secrets.token_hex(2)}"
     kube.apply(_pod(name, image, options), namespace=namespace)
     running = Load(kube, namespace, name)
@@ -122,7 +124,7 @@ def load(kube: Kube, namespace: str, image: str, options: LoadOptions, *, name: 
         try:
             kube.delete("pod", name, namespace, grace=0)
         except KubectlError as error:
-            say(f"the load pod could not be deleted: {error}")
+            log_line(f"the load pod could not be deleted: {error}")
 
 
 def _is_running(kube: Kube, namespace: str, name: str) -> None:
@@ -133,7 +135,7 @@ def _is_running(kube: Kube, namespace: str, name: str) -> None:
 
 
 def _pod(name: str, image: str, options: LoadOptions) -> Manifest:
-    """Small requests: the engine keeps the cores."""
+    """Return the load pod. Its resource requests are small, so that the engine keeps the cores."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -155,5 +157,5 @@ def _pod(name: str, image: str, options: LoadOptions) -> Manifest:
 
 
 def gentle(options: LoadOptions, concurrency: int) -> LoadOptions:
-    """The same requests from fewer clients."""
+    """Return the same load with fewer clients."""
     return replace(options, concurrency=concurrency)

@@ -1,4 +1,4 @@
-"""Waiting on a condition with a deadline. When it expires, the evidence is printed: objects, events, logs."""
+"""Waiting for a condition with a deadline. If it expires, diagnostics are printed: objects, events, logs."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from harness.kube import CRD_KIND, Kube, KubectlError, Manifest, event_time
-from harness.report import say
+from harness.report import log_line
 
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
-LEAST_SECONDS = 180.0  # of every deadline: with three stories at once all is slow, and a wait that ends costs no more
-LOOK_SECONDS = 60.0  # for the cluster to answer a look at what is to stay
-SAY_AGAIN_SECONDS = 20.0  # an unchanged state is repeated this often, as a sign of life
-LOG_LINES = 25  # of each pod, in the evidence
+MIN_DEADLINE_SECONDS = 180.0  # three scenarios at once are slow, and longer deadlines cost nothing if they are met
+PROBE_TIMEOUT_SECONDS = 60.0  # for the cluster to answer a probe of `stays`
+REPEAT_SECONDS = 20.0  # interval at which an unchanged state is printed again
+LOG_LINES = 25  # per pod, in the diagnostics
 EVENTS_SHOWN = 30
 OPERATOR = "app.kubernetes.io/part-of=trimtab,app.kubernetes.io/component=operator"
 LIST_PODS = 'jsonpath={range .items[*]}{.metadata.namespace} {.metadata.name}{"\\n"}{end}'
 
 
 class NotYet(Exception):
-    """Raised by a probe: what it saw instead of what is waited for."""
+    """Raised by a probe whose condition is not met; the message is the current state."""
 
 
 class DeadlineExpired(AssertionError):
-    """What was waited for did not come; the message carries the evidence."""
+    """A condition was not met in time; the message has the diagnostics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """Waits in one namespace and knows where to look for evidence."""
+    """Waits for conditions in a namespace and collects its diagnostics."""
 
     kube: Kube
     namespace: str
@@ -43,44 +43,47 @@ class Waiter:
     ) -> T:
         """Call `probe` until it returns instead of raising NotYet; kubectl's errors count as NotYet.
 
-        Raises DeadlineExpired with what was last seen and the namespace's evidence.
+        Raises:
+            DeadlineExpired: with the last state and the namespace's diagnostics.
         """
-        begin, deadline_seconds = time.monotonic(), max(deadline_seconds, LEAST_SECONDS)
-        last_said, said_at = "", begin
-        say(f"waiting for: {what} (at most {deadline_seconds:.0f} s)")
+        begin, deadline_seconds = time.monotonic(), max(deadline_seconds, MIN_DEADLINE_SECONDS)
+        last_printed, printed_at = "", begin
+        log_line(f"waiting for: {what} (at most {deadline_seconds:.0f} s)")
         while True:
             try:
                 found = probe()
             except (NotYet, KubectlError) as error:
                 seen = str(error)
             else:
-                say(f"{what}: after {time.monotonic() - begin:.1f} s")
+                log_line(f"{what}: after {time.monotonic() - begin:.1f} s")
                 return found
             now = time.monotonic()
             if now - begin >= deadline_seconds:
                 raise DeadlineExpired(
-                    f"waited {deadline_seconds:.0f} s for: {what}\nlast seen: {seen}\n{self.evidence()}"
+                    f"waited {deadline_seconds:.0f} s for: {what}\nlast seen: {seen}\n{self.diagnostics()}"
                 )
-            if seen != last_said or now - said_at >= SAY_AGAIN_SECONDS:
-                say(f"  {seen.splitlines()[0][:200] if seen else 'not yet'}")
-                last_said, said_at = seen, now
+            if seen != last_printed or now - printed_at >= REPEAT_SECONDS:
+                log_line(f"  {seen.splitlines()[0][:200] if seen else 'not yet'}")
+                last_printed, printed_at = seen, now
             time.sleep(every_seconds)
 
     def stays(self, what: str, probe: Callable[[], T], *, seconds: float, every_seconds: float = 2.0) -> T:
-        """`probe` must neither raise NotYet nor change its value for `seconds`; returns the value."""
-        say(f"watching for {seconds:.0f} s that {what}")
+        """Assert that `probe` neither raises NotYet nor changes its value for `seconds`. Return the value."""
+        log_line(f"watching for {seconds:.0f} s that {what}")
         end = time.monotonic() + seconds
-        first = _looked(probe)
+        first = _probe_with_retries(probe)
         while time.monotonic() < end:
             time.sleep(every_seconds)
-            now = _looked(probe)
+            now = _probe_with_retries(probe)
             if now != first:
-                raise AssertionError(f"expected that {what}, but it changed from {first} to {now}\n{self.evidence()}")
+                raise AssertionError(
+                    f"expected that {what}, but it changed from {first} to {now}\n{self.diagnostics()}"
+                )
         return first
 
-    def evidence(self) -> str:
-        """The namespace's resources, events and log tails, as text; never raises."""
-        parts = [f"--- evidence from namespace {self.namespace}"]
+    def diagnostics(self) -> str:
+        """Return the namespace's resources, events and log tails as text. Never raises."""
+        parts = [f"--- diagnostics of namespace {self.namespace}"]
         for gather in (self._resources, self._pods, self._events, self._operator):
             try:
                 parts.append(gather())
@@ -111,7 +114,7 @@ class Waiter:
         return "\n".join(lines)
 
     def _operator(self) -> str:
-        """What the operator said last, wherever it is installed."""
+        """Return the log tails of all operator pods in any namespace."""
         pods = self.kube.run("get", "pods", "-A", "-l", OPERATOR, "-o", LIST_PODS)
         named = [line.split() for line in pods.splitlines() if line.strip()]
         logs = [f"log of {name}:\n{self.kube.logs(space, name, tail=LOG_LINES)}" for space, name in named]
@@ -130,14 +133,14 @@ def event_line(event: Manifest) -> str:
     )
 
 
-def _looked(probe: Callable[[], T]) -> T:
-    """What the probe sees, once the cluster answers."""
-    end = time.monotonic() + LOOK_SECONDS
+def _probe_with_retries(probe: Callable[[], T]) -> T:
+    """Return the probe's result, retrying while the cluster does not respond."""
+    end = time.monotonic() + PROBE_TIMEOUT_SECONDS
     while True:
         try:
             return probe()
         except KubectlError as error:
             if time.monotonic() >= end:
                 raise
-            say(f"  {error}")
+            log_line(f"  {error}")
             time.sleep(POLL_SECONDS)

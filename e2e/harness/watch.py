@@ -1,4 +1,4 @@
-"""Every state that an object went through, from a kubectl watch: polling would miss the short ones."""
+"""Every state of an object, from a kubectl watch: polling would miss short ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Watched:
 
 @contextmanager
 def watch(kube: Kube, kind: str, name: str, namespace: str) -> Iterator[Watched]:
-    """Watch one object that exists. The first state is the present one."""
+    """Watch an existing object. The first state is the current one."""
     process = subprocess.Popen(
         [kube.kubectl, "get", kind, name, "-n", namespace, "--watch", "-o", "json"],
         stdout=subprocess.PIPE,
@@ -52,7 +52,7 @@ def watch(kube: Kube, kind: str, name: str, namespace: str) -> Iterator[Watched]
 
 
 def _read(process: subprocess.Popen[str], watched: Watched) -> None:
-    """kubectl prints indented JSON documents one after the other; each ends with a brace in the first column."""
+    """Read kubectl's stream of indented JSON documents, each of which ends with a brace in the first column."""
     assert process.stdout is not None
     lines: list[str] = []
     for line in process.stdout:

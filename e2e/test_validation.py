@@ -1,4 +1,4 @@
-"""Story: what cannot be carried out is refused with its reason, before it is there."""
+"""Scenario: invalid specs are rejected with a reason before they are stored."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from conftest import Apply
 from harness.deployment import sample
 from harness.install import Installation
 from harness.kube import CRD_KIND, Kube, KubectlError
-from harness.refused import REFUSED
+from harness.rejected_specs import REJECTED
 
 NAME = "refused"
-# Refused by the CRD's schema, whether or not anything of ours runs.
+# Rejected by the CRD's schema, even without the operator.
 MALFORMED: list[tuple[str, dict[str, Any], str]] = [
     ("type", {"replicas": "two"}, "spec.replicas"),
     ("negative", {"replicas": -1}, "spec.replicas"),
@@ -22,32 +22,32 @@ MALFORMED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def _refusal(installation: Installation, namespace: str, changes: dict[str, Any]) -> str:
+def _rejection(installation: Installation, namespace: str, changes: dict[str, Any]) -> str:
     manifest = sample(NAME, image=installation.images.model, **changes)
-    with pytest.raises(KubectlError) as refused:
+    with pytest.raises(KubectlError) as rejected:
         installation.kube.apply(manifest, namespace=namespace)
-    return refused.value.stderr
+    return rejected.value.stderr
 
 
-@pytest.mark.parametrize(("changes", "says"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
-def test_what_cannot_be_carried_out_is_refused_with_the_reason(
-    installation: Installation, namespace: str, changes: dict[str, Any], says: tuple[str, ...]
+@pytest.mark.parametrize(("changes", "parts"), [row[1:] for row in REJECTED], ids=[row[0] for row in REJECTED])
+def test_invalid_spec_is_rejected_with_reason(
+    installation: Installation, namespace: str, changes: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
-    """By the webhook, or by the CRD's own rules where Kubernetes knows them: in the same words."""
-    message = _refusal(installation, namespace, changes)
+    """The webhook rejects it, or the CRD's CEL rules on clusters that have them, with the same message."""
+    message = _rejection(installation, namespace, changes)
     assert "denied the request" in message or f'{NAME}" is invalid' in message, message
-    for part in says:
+    for part in parts:
         assert part in message, message
 
 
 @pytest.mark.parametrize(("changes", "field"), [row[1:] for row in MALFORMED], ids=[row[0] for row in MALFORMED])
-def test_the_schema_refuses_what_is_malformed(
+def test_crd_schema_rejects_malformed_fields(
     installation: Installation, namespace: str, changes: dict[str, Any], field: str
 ) -> None:
-    assert field in _refusal(installation, namespace, changes)
+    assert field in _rejection(installation, namespace, changes)
 
 
-def test_an_edit_that_cannot_be_carried_out_is_refused_too(apply: Apply, kube: Kube, namespace: str) -> None:
+def test_invalid_edit_is_rejected(apply: Apply, kube: Kube, namespace: str) -> None:
     deployment = apply(replicas=0)
     with pytest.raises(KubectlError, match=r"spec\.parallelism\.gpusPerNode"):
         kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"parallelism": {"gpusPerNode": 3}}})

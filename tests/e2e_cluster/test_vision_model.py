@@ -13,8 +13,7 @@ import pytest
 from crd_rules import cel_refusals, with_defaults
 from harness.claims import MOUNT
 from harness.deployment import sample
-from harness.seeing import AROUND, FOLDER, NUM_TOKENS, changes, making, message, png
-from trimtab_engine.config.model_words import ConfigWords
+from harness.vision_model import DELIMITER_TOKENS, FOLDER, NUM_TOKENS, build_script, message, png, spec_changes
 from trimtab_engine.models.checkpoint import check_tensors, check_tower
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.qwen2_5_vl_facts import parse_vision, tower_tensors
@@ -26,7 +25,8 @@ from trimtab_engine.multimodal.reader import MediaReader
 from trimtab_engine.multimodal.sources import NOTHING_ELSE
 from trimtab_engine.text.tokenizer import Tokenizer
 from trimtab_engine.weights.text_half import text_words
-from trimtab_operator.decisions.admission import refusals_of
+from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_operator.planning.admission import refusals_of
 
 PACKAGES = os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("engine-image", "kernels"))
 
@@ -35,7 +35,7 @@ PACKAGES = os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("e
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pod's script writes, with another folder for the claim's."""
     claim = tmp_path_factory.mktemp("claim")
-    script = making().replace(MOUNT, str(claim))
+    script = build_script().replace(MOUNT, str(claim))
     this_python_first = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     environment = os.environ | {"PYTHONPATH": PACKAGES, "PATH": this_python_first}
     subprocess.run(["sh", "-ec", script], check=True, timeout=240, env=environment)
@@ -46,7 +46,7 @@ def test_the_engine_reads_the_model_and_its_tower(folder: Path) -> None:
     source = open_model(str(folder))
     config = parse_model_config(source.config, {}, "config.json")
     check_tensors(config, source)
-    vision = parse_vision(ConfigWords(text_words(source.config), {}, "config.json"), config)
+    vision = parse_vision(ConfigReader(text_words(source.config), {}, "config.json"), config)
     check_tower({name: tensor.shape for name, tensor in tower_tensors(vision).items()}, open_tower(str(folder)))
     facts = model_facts(str(folder))
     assert facts["supported"]
@@ -65,10 +65,10 @@ def test_the_image_that_is_sent_takes_the_tokens_that_the_story_counts(folder: P
         token_ids = Tokenizer(str(folder)).encode("<|vision_start|><|image_pad|><|vision_end|>Which?")
         return len(expand(token_ids, [item], read_placeholders(str(folder), ["image"]))[0])
 
-    assert asyncio.run(read()) == NUM_TOKENS + AROUND + len(content[1]["text"])
+    assert asyncio.run(read()) == NUM_TOKENS + DELIMITER_TOKENS + len(content[1]["text"])
 
 
 def test_the_resource_is_admitted() -> None:
-    resource = with_defaults(sample("seeing", image="engine:1", **changes("a-claim")))
+    resource = with_defaults(sample("seeing", image="engine:1", **spec_changes("a-claim")))
     assert not refusals_of(resource, default_image=None)
     assert not cel_refusals(resource)

@@ -1,4 +1,4 @@
-"""The scenes of tuning under load, shared by the story and the demo: what is applied, which load, what to look for."""
+"""Tuning under load, shared by the scenario and the demo: specs, load and probes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ CONCURRENCY = 16
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 192
 DECISION_SECONDS = 180.0
-CALM_SECONDS = 25.0  # without a preemption under the same load: longer than the time between two before
-SOAK_CALM_SECONDS = 600.0  # the same for `make soak`
+CALM_SECONDS = 25.0  # without a preemption under the same load: longer than the interval between two before
+SOAK_CALM_SECONDS = 600.0  # CALM_SECONDS of `make soak`
 CALM_DEADLINE_SECONDS = 300.0  # several moves may be needed
 
 UTILIZATION = "gpu_memory_utilization"
 SEQS = "max_num_seqs"
 WATERMARK = "watermark"
-WATCH_SECONDS = 60.0  # that the same load is watched for where preemptions become fewer, not none
+WATCH_SECONDS = 60.0  # observation time if preemptions are reduced but not eliminated
 
 
 def pinned_utilization(value: str) -> dict[str, Any]:
-    """Changes to the spec that leave the device no headroom: the utilisation cannot move."""
+    """Return spec changes that pin the utilization, so that the device has no headroom."""
     return {
         "engine": {"gpuMemoryUtilization": value},
         "tuning": {"bounds": {"gpuMemoryUtilization": {"min": value, "max": value}}},
@@ -50,14 +50,14 @@ def load_options(deployment: Deployment) -> LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Calm:
-    """The state after which preemptions did not come back: when it began and what the engine reported since."""
+    """The last change of the preemption counter: its value, and when it was seen."""
 
     preemptions: float
     since: float
 
 
 def decision_of(deployment: Deployment, knob: str) -> dict[str, Any]:
-    """The newest decision on `knob` in status.tuning.history; raises NotYet."""
+    """Return the newest decision on `knob` in status.tuning.history. Raises NotYet if there is none."""
     history = deployment.history()
     for entry in history:
         if entry.get("knob") == knob:
@@ -72,7 +72,7 @@ def decision_of(deployment: Deployment, knob: str) -> dict[str, Any]:
 def moved(
     deployment: Deployment, knob: str, start: float, show: Callable[[EngineReading], None] = lambda reading: None
 ) -> Callable[[], dict[str, Any]]:
-    """A probe that returns the newest decision on `knob` once status and engine agree on another value than `start`."""
+    """Return a probe for the newest decision on `knob`, once status and engine agree on a value other than `start`."""
 
     def probe() -> dict[str, Any]:
         reading = deployment.engine()
@@ -81,7 +81,7 @@ def moved(
         decision = decision_of(deployment, knob)
         value = reading.values[knob]
         if applied is None or value == start or float(applied) != value:
-            raise NotYet(f"decided {decision['to']}, status.tuning.applied says {applied}, the engine runs {value}")
+            raise NotYet(f"decided {decision['to']}, status.tuning.applied is {applied}, the engine's value is {value}")
         return decision
 
     return probe
@@ -93,7 +93,7 @@ def calm_probe(
     *,
     calm_seconds: float = CALM_SECONDS,
 ) -> Callable[[], EngineReading]:
-    """A probe that returns once no preemption was counted for `calm_seconds` while requests ran; raises NotYet."""
+    """Return a probe that succeeds after `calm_seconds` under load without a preemption, and raises NotYet before."""
     state: dict[str, Calm] = {}
 
     def probe() -> EngineReading:
@@ -116,7 +116,7 @@ def calm_probe(
 
 
 def watch_probe(show: Callable[[], EngineReading], *, seconds: float = WATCH_SECONDS) -> Callable[[], EngineReading]:
-    """A probe that shows reading after reading for so many seconds and returns the last one; raises NotYet."""
+    """Return a probe that calls `show` for `seconds` and then returns the last reading. Raises NotYet before."""
     begin = time.monotonic()
 
     def probe() -> EngineReading:
@@ -130,13 +130,13 @@ def watch_probe(show: Callable[[], EngineReading], *, seconds: float = WATCH_SEC
 
 
 def preemptions_per_1000_tokens(before: EngineReading, after: EngineReading) -> float:
-    """How often a request was preempted between two readings, for each 1,000 tokens that were generated."""
+    """Return the preemptions per 1,000 generated tokens between two readings."""
     tokens = after.generation_tokens - before.generation_tokens
     return 1000 * (after.preemptions - before.preemptions) / tokens if tokens > 0 else 0.0
 
 
 def start_utilization() -> str:
-    """The sample's starting utilisation, as it is written."""
+    """Return the sample's start value of gpuMemoryUtilization as text."""
     found = re.search(r'gpuMemoryUtilization: "([0-9.]+)"', SAMPLE.read_text())
     assert found is not None, f"{SAMPLE} has no engine.gpuMemoryUtilization"
     return found[1]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from crd_rules import cel_refusals, with_defaults
 from harness.deployment import sample
-from harness.refused import REFUSED, WITHOUT_WEBHOOK
-from trimtab_operator.decisions.admission import refusals_of
+from harness.rejected_specs import REJECTED, WITHOUT_WEBHOOK
+from trimtab_operator.planning.admission import refusals_of
 
 Story = tuple[str, dict[str, Any], tuple[str, ...]]
 
@@ -18,7 +18,7 @@ def a_resource(changes: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("story", REFUSED, ids=[story[0] for story in REFUSED])
+@pytest.mark.parametrize("story", REJECTED, ids=[story[0] for story in REJECTED])
 def test_who_refuses_first_says_what_the_story_expects(story: Story) -> None:
     """From Kubernetes 1.25 on the API server judges by the CRD's rules before it asks the webhook."""
     _, changes, says = story
@@ -30,6 +30,6 @@ def test_who_refuses_first_says_what_the_story_expects(story: Story) -> None:
 
 def test_what_the_loop_says_without_a_webhook_is_left_to_it_by_the_rules() -> None:
     """Those stories apply a resource that is refused later, so the API server must take it."""
-    changes = {name: changes for name, changes, _ in REFUSED}
+    changes = {name: changes for name, changes, _ in REJECTED}
     for name in WITHOUT_WEBHOOK:
         assert cel_refusals(a_resource(changes[name])) == []

@@ -1,5 +1,4 @@
-"""Story: a change reaches a single replica while clients ask, replicas come and go, operators are replaced, a node is
-drained; and nobody is refused."""
+"""Scenario: no request fails during a rollout, scale-in, operator restart or node drain."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from harness.wait import NotYet
 from harness.watch import Watched, watch
 
 CLIENTS = 4
-ASKS_PER_SECOND = 25.0  # each over a connection of its own: a gap of a tenth of a second would be seen
-SHARE_ASKED = 0.8  # at least: a load on busy cores falls behind at times
+PROBES_PER_SECOND = 25.0  # each over a new connection, so that a gap of a tenth of a second is detected
+MIN_PROBE_SHARE = 0.8  # the load script may fall behind its rate on busy cores
 HOST = "kubernetes.io/hostname"
-SETTLED_SECONDS = 300.0  # another engine loads beside one that serves on the same cores, and the old one drains
+SETTLED_SECONDS = 300.0  # a new engine loads while the old one serves on the same cores and then drains
 
 
 def _options(deployment: Deployment) -> LoadOptions:
@@ -31,11 +30,11 @@ def _options(deployment: Deployment) -> LoadOptions:
         concurrency=CLIENTS,
         prompt_tokens=16,
         output_tokens=16,
-        asks_per_second=ASKS_PER_SECOND,
+        probes_per_second=PROBES_PER_SECOND,
     )
 
 
-def test_a_single_replica_is_replaced_under_load_without_a_failed_request(
+def test_single_replica_rollout_under_load_fails_no_request(
     apply: Apply, installation: Installation, kube: Kube, namespace: str
 ) -> None:
     deployment = apply("single", tuning={"mode": "Off", "bounds": None}, rollout={"drainTimeout": "60s"})
@@ -50,7 +49,7 @@ def test_a_single_replica_is_replaced_under_load_without_a_failed_request(
         report = running.stop()
     assert report.failed == []
     assert report.completed > 0
-    assert report.asked >= SHARE_ASKED * ASKS_PER_SECOND * took
+    assert report.probed >= MIN_PROBE_SHARE * PROBES_PER_SECOND * took
     assert deployment.pod()["metadata"]["uid"] != uid
     assert [group["revision"] for group in after["status"]["groups"]] != [
         group["revision"] for group in before["status"]["groups"]
@@ -58,7 +57,7 @@ def test_a_single_replica_is_replaced_under_load_without_a_failed_request(
     measured(f"a single replica is replaced under load in {took:.0f} s: {report}")
 
 
-def test_a_replica_and_the_operators_go_under_load_without_a_failed_request(
+def test_scale_in_and_operator_restart_under_load_fail_no_request(
     apply: Apply, installation: Installation, kube: Kube, namespace: str
 ) -> None:
     deployment = apply("single", replicas=2, tuning={"mode": "Off", "bounds": None}, rollout={"drainTimeout": "60s"})
@@ -74,28 +73,28 @@ def test_a_replica_and_the_operators_go_under_load_without_a_failed_request(
         took = seconds_since(begin)
         report = running.stop()
     assert report.failed == []
-    assert report.asked >= SHARE_ASKED * ASKS_PER_SECOND * took
+    assert report.probed >= MIN_PROBE_SHARE * PROBES_PER_SECOND * took
     assert [group["ready"] for group in after["status"]["groups"]] == [True]
     measured(f"a replica is removed, and all operators are replaced, under load in {took:.0f} s: {report}")
 
 
-def _elsewhere(deployment: Deployment, leaving: Manifest) -> None:
-    """Raises NotYet until the replica of a pod that was evicted has another one, on another node."""
+def _is_rescheduled(deployment: Deployment, leaving: Manifest) -> None:
+    """Raise NotYet until an evicted pod's replica has a new pod with a node."""
     name, uid = leaving["metadata"]["name"], leaving["metadata"]["uid"]
     now = next((pod for pod in deployment.pods() if pod["metadata"]["name"] == name), None)
     if now is None or now["metadata"]["uid"] == uid or not now["spec"].get("nodeName"):
-        raise NotYet(f"{name} is not placed anew")
+        raise NotYet(f"{name} is not rescheduled")
 
 
-def test_a_node_is_drained_under_load_without_a_failed_request(
+def test_node_drain_under_load_fails_no_request(
     apply: Apply, installation: Installation, kube: Kube, namespace: str
 ) -> None:
     needs_workers(kube)
     selector = "trimtab.dev/deployment=drained"
-    apart = {"labelSelector": {"matchLabels": {"trimtab.dev/deployment": "drained"}}, "topologyKey": HOST}
+    other_host = {"labelSelector": {"matchLabels": {"trimtab.dev/deployment": "drained"}}, "topologyKey": HOST}
     affinity = {
         "podAntiAffinity": {
-            "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": apart}]
+            "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": other_host}]
         }
     }
     deployment = apply(
@@ -108,13 +107,13 @@ def test_a_node_is_drained_under_load_without_a_failed_request(
     deployment.settled(deadline_seconds=SETTLED_SECONDS)
     leaving, staying = deployment.pods()
     node = node_of(leaving)
-    assert node_of(staying) != node, "clusters before 1.21 serve no budget that would keep one of two"
+    assert node_of(staying) != node, "both replicas are on one node"
     with load(kube, namespace, installation.images.operator, _options(deployment)) as running:
         begin = time.monotonic()
         with drained(kube, node, selector):
             deployment.waiter.until(
-                f"{leaving['metadata']['name']} is elsewhere",
-                lambda: _elsewhere(deployment, leaving),
+                f"{leaving['metadata']['name']} is rescheduled",
+                lambda: _is_rescheduled(deployment, leaving),
                 deadline_seconds=SETTLED_SECONDS,
             )
             deployment.settled(deadline_seconds=SETTLED_SECONDS)
@@ -122,36 +121,34 @@ def test_a_node_is_drained_under_load_without_a_failed_request(
         took = seconds_since(begin)
         report = running.stop()
     assert report.failed == []
-    assert report.asked >= SHARE_ASKED * ASKS_PER_SECOND * took
+    assert report.probed >= MIN_PROBE_SHARE * PROBES_PER_SECOND * took
     assert node_of(pods[leaving["metadata"]["name"]]) != node
     assert pods[staying["metadata"]["name"]]["metadata"]["uid"] == staying["metadata"]["uid"]
-    measured(f"a node is drained under load, its replica serves elsewhere after {took:.0f} s: {report}")
+    measured(f"a node is drained under load, its replica serves on another node after {took:.0f} s: {report}")
 
 
-def _let_go(watched: Watched) -> list[str]:
-    """The pods that the API server has evicted by a PodDisruptionBudget, in that order. Raises NotYet."""
+def _evicted_pods(watched: Watched) -> list[str]:
+    """Return the pods evicted under the PodDisruptionBudget, in order. Raises NotYet if there is none."""
     found = dict.fromkeys(pod for state in watched.states for pod in state.get("status", {}).get("disruptedPods", {}))
     if not found:
-        raise NotYet("nobody was evicted")
+        raise NotYet("no pod was evicted")
     return list(found)
 
 
-def test_while_a_replica_is_replaced_in_place_nobody_else_may_take_the_other(
-    apply: Apply, kube: Kube, namespace: str
-) -> None:
+def test_in_place_rollout_blocks_eviction_of_other_replica(apply: Apply, kube: Kube, namespace: str) -> None:
     if not kube.serves("policy/v1"):
-        pytest.skip("clusters before 1.21 serve no budget")
-    deployment = apply("turns", replicas=2, tuning={"mode": "Off", "bounds": None}, rollout={"maxSurge": 0})
+        pytest.skip("clusters before 1.21 have no policy/v1 PodDisruptionBudget")
+    deployment = apply("in-place", replicas=2, tuning={"mode": "Off", "bounds": None}, rollout={"maxSurge": 0})
     before = deployment.settled(deadline_seconds=SETTLED_SECONDS)
     pods = {pod["metadata"]["name"] for pod in deployment.pods()}
     with watch(kube, "poddisruptionbudget", deployment.name, namespace) as watched:
         length = int(before["spec"]["engine"]["maxModelLen"]) - 16
         kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"engine": {"maxModelLen": length}}})
         (gone,) = deployment.waiter.until(
-            "the first replica is replaced", lambda: _let_go(watched), deadline_seconds=60.0, every_seconds=0.2
+            "the first replica is replaced", lambda: _evicted_pods(watched), deadline_seconds=60.0, every_seconds=0.2
         )
         (other,) = pods - {gone}
         with pytest.raises(KubectlError, match="violate the pod's disruption budget"):
             kube.evict(namespace, other)
         deployment.settled(deadline_seconds=SETTLED_SECONDS)
-    assert _let_go(watched) == [gone, other]
+    assert _evicted_pods(watched) == [gone, other]
