@@ -17,8 +17,9 @@ INTRODUCTION = f"""\
 Each record states one decision, the alternatives that were rejected, and the consequences. Code and documentation refer
 to records by number (`ADR-0034`). `python hack/adr_index.py` generates this page.
 
-To add a record, copy this template to `docs/adr/NNNN-imperative-title.md` and run the command. Areas:
-{", ".join(AREAS)}. Set the status of a replaced record to `Superseded by ADR-NNNN`.
+To add a record, copy this template to `docs/adr/NNNN-imperative-title.md` and run the command.
+Areas: {", ".join(AREAS)}. Set the
+status of a replaced record to `Superseded by ADR-NNNN`.
 
 ```markdown
 # ADR-NNNN: Imperative title in the terms that readers search for
@@ -45,8 +46,7 @@ def build_index() -> str:
     records = [parse_record(path) for path in sorted(INDEX.parent.glob("[0-9]*.md"))]
     if [int(record["number"]) for record in records] != list(range(1, len(records) + 1)):
         sys.exit("docs/adr: record numbers must be consecutive and unique; renumber the new record")
-    page = INTRODUCTION
-    row = "| {number} | [{title}]({file}) | {status} | {date} |\n"
+    page, row = INTRODUCTION, "| {number} | [{title}]({file}) | {status} | {date} |\n"
     for area in AREAS:
         if rows := [row.format(**record) for record in records if record["area"] == area]:
             page += f"\n## {area}\n\n| ADR | Title | Status | Date |\n| --- | --- | --- | --- |\n" + "".join(rows)
