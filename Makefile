@@ -9,9 +9,10 @@ export TOKENIZERS_PARALLELISM := false
 # The model's threads sleep soon instead of spinning, as the server's do (engine-image/trimtab_engine/config/engine.py).
 export GOMP_SPINCOUNT ?= 1000
 CLUSTER_TOOL := $(PYTHON) e2e/cluster
+DEV_TOOL := $(PYTHON) hack/dev
 # One clock for all programs of one make; the last of them says how long each stage took, whatever came of it.
 export TRIMTAB_BEGAN := $(or $(TRIMTAB_BEGAN),$(shell date +%s))
-TOOK = ; code=$$?; $(CLUSTER_TOOL) took; exit $$code
+TOOK = ; code=$$?; $(DEV_TOOL) took; exit $$code
 # DRY_RUN=1 says what would be done to this machine, and does nothing.
 DRY := $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
 NODES = $(addprefix --workers ,$(WORKERS))
@@ -28,7 +29,7 @@ CRD := crds/trimtab.dev_inferencedeployments.yaml
 CHART_CRD := charts/trimtab/files/crds/trimtab.dev_inferencedeployments.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv model cluster-up cluster-down images check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu tune-gpu aot clients lives soak crds docs schema-current clean
+.PHONY: help setup venv model cluster-up cluster-down images release check format test e2e demo bench bench-gpu bench-gpu-wheels test-gpu tune-gpu aot clients lives soak crds reference docs schema-current clean
 
 .DEFAULT:
 	@echo "there is no target '$@'; make help lists what there is" >&2; exit 2
@@ -37,12 +38,12 @@ help: ## this list
 	@echo "Trimtab: make TARGET"
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-# Everything that is needed is made by one program, which says what it does: e2e/cluster/set_up.py.
+# Everything that is needed is made by one program, which says what it does: hack/dev/set_up.py.
 venv: ## the virtual environment with everything that development needs
-	@$(CLUSTER_TOOL) set-up python
+	@$(DEV_TOOL) set-up python
 
 setup: ## virtual environment and model (SmolLM2-135M, in the cache, converted once)
-	@$(CLUSTER_TOOL) set-up python model
+	@$(DEV_TOOL) set-up python model
 
 model: setup
 
@@ -51,12 +52,13 @@ check: venv ## format, lint, types, import contracts, CRD and chart drift, docs 
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests e2e/*.py
-	$(BIN)/mypy -p cluster -p harness
+	$(BIN)/mypy -p cluster -p harness -p devtools -p offline -p dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m trimtab_operator.resource.crd --check
 	diff -u $(CRD) $(CHART_CRD)
 	$(BIN)/python hack/adr_index.py --check
 	$(BIN)/python hack/version.py --check
+	$(BIN)/python hack/reference_docs.py --check
 	$(MKDOCS) build --quiet --strict --site-dir build/site
 
 format: venv ## format the sources and write the index of docs/adr
@@ -68,19 +70,22 @@ crds: venv ## write the CRD and the chart's copy of it from spec.py
 	$(BIN)/python -m trimtab_operator.resource.crd --write
 	cp $(CRD) $(CHART_CRD)
 
+reference: venv ## write the generated pages of docs/reference from the CRD, flags and chart values
+	$(BIN)/python hack/reference_docs.py
+
 # MkDocs Material prints an advertisement about MkDocs 2 unless this is set.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 docs: venv ## the documentation site in build/site (SERVE=1: on http://127.0.0.1:8002, rebuilt on changes)
 	$(MKDOCS) $(if $(SERVE),serve --dev-addr 127.0.0.1:8002,build --strict --site-dir build/site)
 
 schema-current: venv ## the CRD and all refusals before the code of a current API server (6 min the first time, then 10 s)
-	PYTHONPATH=e2e $(BIN)/python e2e/current_schema.py
+	PYTHONPATH=e2e:hack $(BIN)/python e2e/current_schema.py
 
 # Sets of words have the same order in each run: what fails once fails again.
 test: export PYTHONHASHSEED := 0
 test: ## unit tests with the real model: no cluster, no network (20 min at most)
-	@$(CLUSTER_TOOL) set-up --for "make test" --then "the tests" --then-seconds $(TEST_SECONDS) $(DRY) python model
-	@$(if $(DRY),,$(CLUSTER_TOOL) stage --about $(TEST_SECONDS) tests -- $(BIN)/pytest tests --numprocesses $(TEST_JOBS) --dist loadfile --durations=10 $(TOOK))
+	@$(DEV_TOOL) set-up --for "make test" --then "the tests" --then-seconds $(TEST_SECONDS) $(DRY) python model
+	@$(if $(DRY),,$(DEV_TOOL) stage --about $(TEST_SECONDS) tests -- $(BIN)/pytest tests --numprocesses $(TEST_JOBS) --dist loadfile --durations=10 $(TOOK))
 
 cluster-up: ## a real Kubernetes cluster with kind (12 min the first time, about 1 min later; WORKERS=2: three nodes)
 	@$(CLUSTER_TOOL) up $(NODES)
@@ -88,8 +93,24 @@ cluster-up: ## a real Kubernetes cluster with kind (12 min the first time, about
 cluster-down: ## remove it
 	@$(CLUSTER_TOOL) down
 
-images: setup ## the engine, operator and model images
+# With a registry: the Dockerfiles in images/*/, by docker-bake.hcl. Without: images of this checkout for a kind cluster.
+VERSION := $(shell cat VERSION)
+ENGINE_TAG = $(VERSION)$(if $(GPU),,-cpu)
+ifneq ($(REGISTRY),)
+images: ## images for a registry (REGISTRY=registry.example.com/team; GPU=1 with the CUDA engine; PUSH=1 pushes)
+	REGISTRY=$(REGISTRY) VERSION=$(VERSION) REVISION=$$(git rev-parse HEAD) \
+	    docker buildx bake $(if $(PUSH),--push,--load) $(BAKE_FLAGS) $(if $(GPU),all,default)
+	@echo "export OPERATOR_IMAGE=$(REGISTRY)/trimtab-operator:$(VERSION) ENGINE_IMAGE=$(REGISTRY)/trimtab-engine:$(ENGINE_TAG)"
+	@echo "helm upgrade --install trimtab charts/trimtab --namespace trimtab-system --create-namespace --wait" \
+	    "--set image.repository=$(REGISTRY)/trimtab-operator --set image.tag=$(VERSION)" \
+	    "--set engine.image.repository=$(REGISTRY)/trimtab-engine --set engine.image.tag=$(ENGINE_TAG)"
+else
+images: setup ## engine, operator and model images for a local cluster (REGISTRY=… [GPU=1] [PUSH=1]: for a registry)
 	@$(CLUSTER_TOOL) images
+endif
+
+release: ## wheels, sdist, chart, image list, SBOM, checksums and notes in dist/ (DRY_RUN=1: signs and pushes nothing)
+	$(PYTHON) hack/release.py $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
 
 # Some stories move replicas from node to node.
 e2e soak: WORKERS ?= 2
@@ -97,12 +118,12 @@ e2e soak: WORKERS ?= 2
 # room for the engines of one alone.
 E2E_JOBS ?= $(if $(or $(filter current,$(CLUSTER)),$(filter 0 1,$(WORKERS))),1,3)
 e2e: ## every user story on a real cluster (30 min at most; CLUSTER=current uses KUBECONFIG's)
-	@$(CLUSTER_TOOL) set-up $(NODES) --for "make e2e" --then "the stories" --then-seconds $(E2E_SECONDS) $(DRY) python model cluster images prometheus
-	@$(if $(DRY),,$(CLUSTER_TOOL) stage --about $(E2E_SECONDS) stories -- $(BIN)/pytest e2e $(if $(filter-out 1,$(E2E_JOBS)),--numprocesses $(E2E_JOBS)) --durations=15 $(TOOK))
+	@$(DEV_TOOL) set-up $(NODES) --for "make e2e" --then "the stories" --then-seconds $(E2E_SECONDS) $(DRY) python model cluster images prometheus
+	@$(if $(DRY),,$(DEV_TOOL) stage --about $(E2E_SECONDS) stories -- $(BIN)/pytest e2e $(if $(filter-out 1,$(E2E_JOBS)),--numprocesses $(E2E_JOBS)) --durations=15 $(TOOK))
 
 demo: ## from nothing to tokens to trim, and everything removed again (KEEP=1 leaves it up, DRY_RUN=1 only says what it does)
-	@$(CLUSTER_TOOL) set-up $(NODES) --for "make demo" --then "the story" --then-seconds $(DEMO_SECONDS) $(DRY) python model cluster images
-	@$(if $(DRY),,$(BIN)/python e2e/demo.py $(TOOK))
+	@$(DEV_TOOL) set-up $(NODES) --for "make demo" --then "the story" --then-seconds $(DEMO_SECONDS) $(DRY) python model cluster images
+	@$(if $(DRY),,PYTHONPATH=hack $(BIN)/python e2e/demo.py $(TOOK))
 
 bench: setup ## measurements on this machine, into docs/results/
 	PYTHONPATH=engine-image $(BIN)/python -m engine_benchmarks $(MODEL) --output docs/results $(addprefix --only ,$(ONLY))
@@ -162,7 +183,7 @@ lives: ## the scheduler's property tests over many more random lives (about an h
 	$(BIN)/pytest tests/engine/scheduling/test_scheduler_properties.py -k Lives --lives $(LIVES)
 
 soak: ## longer runs of the same stories, and more of the random worlds
-	@$(CLUSTER_TOOL) set-up $(NODES) python model cluster images prometheus
+	@$(DEV_TOOL) set-up $(NODES) python model cluster images prometheus
 	$(BIN)/pytest tests/operator/reconcile/test_any_world.py tests/operator/reconcile/test_lagging_cache.py --worlds 10000 --timeout 1800
 	$(BIN)/pytest tests --all -m soak
 	$(BIN)/pytest e2e --soak
