@@ -10,6 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 export GOMP_SPINCOUNT ?= 1000
 CLUSTER_TOOL := $(PYTHON) e2e/cluster
 DEV_TOOL := $(PYTHON) hack/dev
+DEV_TOOL := $(PYTHON) hack/dev
 # One clock for all programs of one make; the last of them says how long each stage took, whatever came of it.
 export TRIMTAB_BEGAN := $(or $(TRIMTAB_BEGAN),$(shell date +%s))
 TOOK = ; code=$$?; $(DEV_TOOL) took; exit $$code

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from cluster import schema_server
-from cluster.errors import ClusterError
+from devtools.errors import ClusterError
 from harness.deployment import sample
 from harness.rejected_specs import REJECTED
+from offline import schema_server
 from rich.console import Console
 from rich.table import Table
 from trimtab_operator.planning.admission import refusals_of

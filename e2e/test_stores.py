@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from bucket_server import KEYS, BucketServer
-from cluster import model
 from conftest import Apply, Remove
+from devtools import model
 from harness.answer import EXPECTED, ask
 from harness.deployment import Deployment
 from harness.kube import Kube, Manifest, condition

@@ -1,6 +1,6 @@
-"""`python3 e2e/cluster ...`: makes this folder a package, whatever the working directory, and hands over to cli.py.
+"""`python3 e2e/cluster ...`: makes this folder a package, whatever the working directory, and calls cli.py.
 
-Pythons that are too old read this file too, down to 2.7: it is written in what they know, so that they can say so.
+Old Pythons read this file too, down to 2.7: it uses only their syntax, so that they can print the error.
 """
 
 import sys
@@ -15,7 +15,8 @@ if __name__ == "__main__":
     from pathlib import Path
 
     # Python puts this very folder first on the path when it runs a folder; the package lies one above.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    E2E = Path(__file__).resolve().parent.parent
+    sys.path[:1] = [str(E2E), str(E2E.parent / "hack")]
     from cluster.cli import main
 
     sys.exit(main(sys.argv[1:]))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 
-from . import docker_daemon, kind_cluster, node_image, shape, target, tools
-from .cache import locked
+from devtools.cache import locked
+from devtools.progress import in_parallel, log_line, wait_until
+from offline import docker_daemon, node_image
+
+from . import kind_cluster, shape, target, tools
 from .kind_cluster import Cluster
-from .progress import in_parallel, log_line, wait_until
 
 PATIENCE_SECONDS = 45.0  # for a cluster that exists to show itself healthy: longer than a node's lease lasts
 

@@ -1,39 +1,25 @@
-"""The command line of the cluster tool: what can be asked for, and in which order it is done."""
+"""The command line of the cluster tool."""
 
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
-from . import (
-    docker_daemon,
-    host_settings,
-    images,
-    killed_daemon,
-    kind_cluster,
-    make_commands,
-    model,
-    set_up,
-    target,
-    tools,
-)
+from devtools import command_line, model
+from devtools.cache import locked, remove_tree
+from devtools.cache_root import cache_root
+from devtools.command_line import Parser, node_count
+from devtools.errors import ClusterError, UsageError
+from devtools.progress import log_line, stage
+from offline import docker_daemon, host_settings, killed_daemon
+
+from . import images, kind_cluster, target, tools
 from .bring_up import bring_up
-from .cache import locked, remove_tree
-from .errors import ClusterError, UsageError
 from .kind_cluster import Cluster
-from .progress import log_line, stage
-from .root import cache_root
-
-NO_PLACE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
-"""Errors of a folder in which nothing, or nothing more, can be written."""
-SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 
 DESCRIPTION = """\
 Bring a real Kubernetes cluster up on this machine, build the images for it, and take it down again.
@@ -62,13 +48,6 @@ exit codes: 0 it worked, 1 it failed, 2 it was asked for what cannot be
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, but a wrong command line is one line and exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see `python3 e2e/cluster --help`")
-
-
 def parser() -> Parser:
     top = Parser(
         prog="python3 e2e/cluster",
@@ -91,7 +70,7 @@ def parser() -> Parser:
         "up", up, "bring the cluster up, or reuse one of that shape that is healthy; prints its KUBECONFIG"
     )
     up_command.add_argument(
-        "--workers", type=_count, default=0, metavar="N", help="worker nodes beside the control plane (default: 0)"
+        "--workers", type=node_count, default=0, metavar="N", help="worker nodes beside the control plane (default: 0)"
     )
     down_command = add("down", down, "delete the cluster and stop what was started for it; the cache stays")
     down_command.add_argument("--purge-cache", action="store_true", help="remove the cache too")
@@ -101,7 +80,6 @@ def parser() -> Parser:
     add("logs", logs, "collect the logs of nodes, kubelet, containerd and pods; prints the folder")
     load_command = add("load", load, "copy images into the cluster's nodes; prints the names that pods use")
     load_command.add_argument("images", nargs="+", metavar="IMAGE")
-    _add_commands_of_make(add)
     add("tools", show_tools, "make kind, kubectl and helm available; prints their folder", named=False)
     add("model", show_model, "fetch and convert the model once; prints its folder", named=False)
     images_command = add("images", show_images, "build the images of engine, operator and model", named=False)
@@ -117,31 +95,6 @@ def parser() -> Parser:
         "only", nargs="*", metavar="IMAGE", help=f"some of: {known} (default: all but what only stories need)"
     )
     return top
-
-
-def _add_commands_of_make(add: Callable[..., Parser]) -> None:
-    """Those that only the Makefile calls, but for what is left over."""
-    ready = add("set-up", make_commands.set_up_parts, "make what a command of make needs: the named parts, at once")
-    ready.add_argument("--workers", type=_count, default=0, metavar="N", help="of the cluster (default: 0)")
-    ready.add_argument("--for", dest="command_of_make", default="", metavar="COMMAND", help="said in line one")
-    ready.add_argument("--then", default="", metavar="WHAT", help="what that command does afterwards")
-    ready.add_argument("--then-seconds", type=float, default=0.0, metavar="S", help="and how long that takes")
-    ready.add_argument("--dry-run", action="store_true", help="only say what would be done")
-    ready.add_argument("parts", nargs="+", metavar="PART", choices=set_up.PARTS, help=", ".join(set_up.PARTS))
-    timed = add("stage", make_commands.run_stage, "run a program and say how long it took", named=False)
-    timed.add_argument("--about", type=float, required=True, metavar="S", help="the seconds it should take")
-    timed.add_argument("title", metavar="NAME")
-    timed.add_argument("words", nargs="+", metavar="COMMAND")
-    add("took", make_commands.took, "say how long each stage of this call of make took", named=False)
-    left = "list what of ours is left on this machine; exit code 1 when anything is"
-    add("leftovers", make_commands.show_leftovers, left, named=False)
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 0:
-        raise argparse.ArgumentTypeError(f"{count} nodes cannot be; give 0 or more")
-    return count
 
 
 def up(arguments: argparse.Namespace) -> int:
@@ -267,27 +220,5 @@ def show_images(arguments: argparse.Namespace) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run one command; returns the exit code."""
-    # dockerd, runc, debootstrap and iptables lie where not every PATH looks.
-    searched = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    os.environ["PATH"] = os.pathsep.join([*searched, *(each for each in SYSTEM_FOLDERS if each not in searched)])
-    try:
-        arguments = parser().parse_args(words)
-        return int(arguments.action(arguments))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        if error.errno not in NO_PLACE or error.filename is None:
-            raise
-        remedy = "free some room there, or set TRIMTAB_CACHE to a folder that can be written"
-        print(f"error: {error.filename}: {error.strerror}; {remedy}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(
-            "interrupted; what is finished stays in the cache, what runs ends by `make cluster-down`", file=sys.stderr
-        )
-        return 130
+    """Run one command and return the exit code."""
+    return command_line.run(parser(), words)

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from . import debian, docker_daemon, model
-from .cache import key_of, locked, remove_tree, tree_key
-from .errors import ClusterError
-from .process import output_of, run
-from .progress import in_parallel, log_line, stage
-from .python_environment import pip_command
+from devtools import model
+from devtools.cache import key_of, locked, remove_tree, tree_key
+from devtools.errors import ClusterError
+from devtools.process import output_of, run
+from devtools.progress import in_parallel, log_line, stage
+from devtools.python_environment import pip_command
+from offline import debian, docker_daemon
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 RECIPES = REPOSITORY / "images"

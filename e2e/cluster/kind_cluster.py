@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import docker_daemon, host_settings
-from .errors import ClusterError
-from .process import output_of, run
-from .progress import as_list, log_line, stage, wait_until
-from .root import cache_root
+from devtools.cache_root import cache_root
+from devtools.errors import ClusterError
+from devtools.process import output_of, run
+from devtools.progress import as_list, log_line, stage, wait_until
+from offline import docker_daemon, host_settings
+
 from .shape import Found, found_in
 
 # Not kind's own 10.244.0.0/16: the NAT rules of a CNI left on the host would catch traffic between nodes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .progress import as_list
+from devtools.progress import as_list
 
 KIND_REPOSITORY = "kindest/node"  # where kind's own node images come from, whatever the version
 

@@ -6,11 +6,13 @@ import json
 import os
 from collections.abc import Mapping
 
-from . import docker_daemon, kind_cluster, tools
-from .errors import ClusterError, UsageError
+from devtools.cache_root import cache_root
+from devtools.errors import ClusterError, UsageError
+from devtools.process import output_of, run, succeeds
+from offline import docker_daemon
+
+from . import kind_cluster, tools
 from .kind_cluster import Cluster
-from .process import output_of, run, succeeds
-from .root import cache_root
 
 DEFAULT_NAME = "trimtab"
 

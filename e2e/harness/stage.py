@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from cluster import journey, lateness
+from devtools import slow_stage, stage_log
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
@@ -48,25 +48,25 @@ class Stage:
         """Close the previous chapter and open one; `stage` is its name in the final line."""
         self.end()
         self._chapters += 1
-        expected = f", about {journey.duration(expected_seconds)}" if expected_seconds else ""
+        expected = f", about {stage_log.duration(expected_seconds)}" if expected_seconds else ""
         self.console.print()
         self.console.rule(
-            f"[bold]{self._chapters}. {title}[/bold]  [dim]{journey.duration(journey.elapsed())}{expected}[/dim]",
+            f"[bold]{self._chapters}. {title}[/bold]  [dim]{stage_log.duration(stage_log.elapsed())}{expected}[/dim]",
             align="left",
         )
-        self._current = Chapter(stage, expected_seconds, journey.elapsed())
+        self._current = Chapter(stage, expected_seconds, stage_log.elapsed())
 
     def end(self) -> None:
         """Close the chapter, record its duration, and explain it if it took longer than expected."""
         chapter, self._current = self._current, None
         if chapter is None:
             return
-        seconds = journey.elapsed() - chapter.at_seconds
-        journey.note(journey.Ended(chapter.stage, chapter.at_seconds, seconds, chapter.expected_seconds))
-        if chapter.expected_seconds and lateness.is_late(seconds, chapter.expected_seconds):
-            cores, load = lateness.load_now()
-            why = lateness.why(lateness.Surroundings(cores, load, (), ""))
-            self.dim(f"  That took {journey.duration(seconds)}, later than expected: {why}.")
+        seconds = stage_log.elapsed() - chapter.at_seconds
+        stage_log.note(stage_log.Ended(chapter.stage, chapter.at_seconds, seconds, chapter.expected_seconds))
+        if chapter.expected_seconds and slow_stage.is_late(seconds, chapter.expected_seconds):
+            cores, load = slow_stage.load_now()
+            why = slow_stage.why(slow_stage.Surroundings(cores, load, (), ""))
+            self.dim(f"  That took {stage_log.duration(seconds)}, later than expected: {why}.")
 
     def line(self, text: str) -> None:
         self.console.print(text, highlight=False)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from cluster import debian
+from offline import debian
 from registry_server import IMAGE, TITLE, Layer, digest_of, manifest_of
 
 from harness.kube import Kube, Manifest

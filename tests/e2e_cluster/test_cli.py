@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from cluster.cli import main
-from cluster.errors import UsageError
-from cluster.journey import duration
-from cluster.progress import as_list
 from cluster.target import uses_current
+from devtools.errors import UsageError
+from devtools.progress import as_list
+from devtools.stage_log import duration
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,10 +28,11 @@ def test_wrong_use_is_one_line_and_exit_code_2(words: list[str], capsys: pytest.
     assert lines[0].startswith("error: ")
 
 
-def test_an_old_python_can_read_the_file_that_refuses_it() -> None:
-    """Some distributions' python3 is 3.6, which knows no annotations of the future, and python may be 2.7."""
-    source = (ROOT / "e2e/cluster/__main__.py").read_bytes()
-    tree = ast.parse(source.decode("ascii"))  # 2.7 reads nothing else without being told
+@pytest.mark.parametrize("folder", ["e2e/cluster", "hack/dev"])
+def test_main_module_parses_on_old_pythons(folder: str) -> None:
+    """Some distributions' python3 is 3.6, which has no `from __future__ import annotations`, and python may be 2.7."""
+    source = (ROOT / folder / "__main__.py").read_bytes()
+    tree = ast.parse(source.decode("ascii"))  # 2.7 reads only ASCII without a coding line
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.AnnAssign | ast.NamedExpr)]
     first = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert [ast.unparse(node) for node in first] == ["import sys"]
@@ -44,10 +45,10 @@ def test_a_cache_that_cannot_be_written_is_one_line(
     def fails(*_: object) -> None:
         raise OSError(number, os.strerror(number), "/a/cache/locks")
 
-    monkeypatch.setattr("cluster.set_up.ensure", fails)
-    assert main(["set-up", "python"]) == 1
+    monkeypatch.setattr("devtools.model.ensure", fails)
+    assert main(["model"]) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1].startswith(f"error: /a/cache/locks: {os.strerror(number)}; free some room there, or set TRIMTAB_")
+    assert lines[-1].startswith(f"error: /a/cache/locks: {os.strerror(number)}; free some space there, or set TRIMTAB_")
 
 
 @pytest.mark.parametrize("command", ["up", "down", "status", "kubeconfig", "env", "load"])

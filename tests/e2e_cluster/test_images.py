@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from cluster import images
-from cluster.errors import ClusterError
 from cluster.images import PRODUCTS, REPOSITORY, distribution_metadata, pins, requirements, strip
+from devtools.errors import ClusterError
 
 PYPROJECT = """
 [project.optional-dependencies]
@@ -73,9 +73,9 @@ def test_the_model_is_made_beside_the_packages_of_the_images(monkeypatch: pytest
     monkeypatch.setattr(images, "_base_image", lambda _: "base")
     monkeypatch.setattr(images, "_python_version", lambda *_: "3.12")
     monkeypatch.setattr(images, "_product", product)
-    monkeypatch.setattr("cluster.model.ensure", meeting.wait)
+    monkeypatch.setattr("devtools.model.ensure", meeting.wait)
     monkeypatch.setattr(images, "_model", lambda _, engine: f"model on {engine}")
-    monkeypatch.setattr("cluster.docker_daemon.forget_old_tags", lambda *_, **__: None)
+    monkeypatch.setattr("offline.docker_daemon.forget_old_tags", lambda *_, **__: None)
     assert images.ensure({}, ["operator", "model"]) == {
         "operator": "trimtab-operator:base-3.12",
         "model": "model on trimtab-engine:base-3.12",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cluster.cli import main
 from cluster.kind_cluster import POD_SUBNET, is_ready, kind_configuration, pod_network
-from cluster.node_image import image_name
+from offline.node_image import image_name
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -73,10 +73,10 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     monkeypatch.delenv("KIND_NODE_IMAGE", raising=False)
     monkeypatch.delenv("CLUSTER", raising=False)
-    monkeypatch.setattr("cluster.docker_daemon.ensure", dict)
-    monkeypatch.setattr("cluster.docker_daemon.reaches_registry", lambda _: False)
+    monkeypatch.setattr("offline.docker_daemon.ensure", dict)
+    monkeypatch.setattr("offline.docker_daemon.reaches_registry", lambda _: False)
     monkeypatch.setattr("cluster.tools.ensure", lambda *_: tmp_path)
-    monkeypatch.setattr("cluster.node_image.ensure", lambda _: image_name())
+    monkeypatch.setattr("offline.node_image.ensure", lambda _: image_name())
     monkeypatch.setattr("cluster.kind_cluster.exists", lambda _: bool(standing.listing))
     monkeypatch.setattr("cluster.kind_cluster.is_healthy", lambda _: standing.healthy)
     monkeypatch.setattr("cluster.kind_cluster.output_of", lambda *_, **__: standing.listing)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import model
+from devtools import model
 from trimtab_engine.ipc.network import ReservedPorts
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -1,0 +1,149 @@
+"""Debian's packages: installed where root may, or fetched and unpacked aside.
+
+The machine's own apt lists stay as they are: other suites and source packages come through a private list in the
+cache, which uses the archive that the machine itself is set up for.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from devtools.cache import entry, key_of, locked
+from devtools.cache_root import cache_root
+from devtools.errors import ClusterError
+from devtools.process import output_of, run
+
+KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+BASE_SUITE = "bookworm"  # whose source package of Kubernetes is the full tree; later suites hold only kubectl
+TOOLS_SUITE = "trixie"  # the first with a package of kind; it runs on bookworm too
+
+
+def require_debian(purpose: str, *, as_root: bool = True) -> None:
+    """Building without an image registry needs root on Debian; elsewhere say what else would do."""
+    if platform.machine() != "x86_64":
+        raise ClusterError(f"{purpose}: only x86-64 is built locally, this is {platform.machine()}; {ALTERNATIVES}")
+    if not Path("/etc/debian_version").exists() or shutil.which("apt-get") is None:
+        raise ClusterError(f"{purpose} needs Debian (apt-get); {ALTERNATIVES}")
+    if as_root and os.geteuid() != 0:
+        raise ClusterError(f"{purpose} needs root; run as root, or {ALTERNATIVES}")
+
+
+ALTERNATIVES = (
+    "use a machine whose Docker reaches an image registry, name a node image in KIND_NODE_IMAGE, "
+    "or use a cluster you have with CLUSTER=current"
+)
+
+
+def archive_url() -> str:
+    """The Debian archive that this machine's own apt uses, whatever mirror that is."""
+    lines = output_of(["apt-get", "indextargets", "--format", "$(REPO_URI) $(LABEL) $(COMPONENT)"]).splitlines()
+    for line in lines:
+        url, _, rest = line.partition(" ")
+        if rest.split() == ["Debian", "main"]:
+            return url
+    raise ClusterError(
+        "apt knows no Debian archive: `apt-get indextargets` lists none with label Debian and component main; "
+        "run `apt-get update` and look at /etc/apt/sources.list.d"
+    )
+
+
+def private_apt() -> list[str]:
+    """apt options that select the private lists, fetched once (30 MB)."""
+
+    def make(folder: Path) -> None:
+        for part in ("lists/partial", "cache/archives/partial"):
+            (folder / part).mkdir(parents=True)
+        url, signed = archive_url(), f"[signed-by={KEYRING}]"
+        (folder / "sources.list").write_text(
+            f"deb {signed} {url} {BASE_SUITE} main\n"
+            f"deb-src {signed} {url} {BASE_SUITE} main\n"
+            f"deb {signed} {url} {TOOLS_SUITE} main\n"
+        )
+        run(["apt-get", *_options(folder), "update"], log="apt")
+
+    require_debian("Fetching Debian's packages", as_root=False)
+    return _options(entry(f"apt-{key_of(BASE_SUITE, TOOLS_SUITE)}", make))
+
+
+def _options(folder: Path) -> list[str]:
+    settings = {
+        "Dir::Etc::sourcelist": folder / "sources.list",
+        "Dir::Etc::sourceparts": "/dev/null",
+        "Dir::State::lists": folder / "lists",
+        "Dir::Cache": folder / "cache",
+        "APT::Sandbox::User": "root",  # the cache is under root's home, which the user _apt may not enter
+    }
+    return [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+
+
+def fetch(arguments: Sequence[str], folder: Path, *, log: str) -> None:
+    """apt-get with the private lists, into `folder`. The lists grow old in the cache: a failure fetches them anew."""
+    options = private_apt()
+    try:
+        run(["apt-get", *options, *arguments], log=log, folder=folder)
+    except ClusterError:
+        with locked("apt-update"):
+            run(["apt-get", *options, "update"], log=log)
+        run(["apt-get", *options, *arguments], log=log, folder=folder)
+
+
+def install(packages: Sequence[str]) -> None:
+    """Install what is missing with the machine's own apt; RUNLEVEL 1 asks init scripts to start no service."""
+    with locked("apt-install"):
+        missing = [package for package in packages if not is_installed(package)]
+        if not missing:
+            return
+        require_debian(f"Installing {' '.join(missing)}")
+        environment = {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+        command = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
+        try:
+            run(command, log="apt", environment=environment)
+        except ClusterError:  # lists that are absent or out of date: fetch them and try once more
+            run(["apt-get", "update"], log="apt")
+            run(command, log="apt", environment=environment)
+
+
+def is_installed(package: str) -> bool:
+    done = subprocess.run(
+        ["dpkg-query", "-W", "-f", "${db:Status-Status}", package], capture_output=True, text=True, check=False
+    )
+    return done.returncode == 0 and done.stdout.strip() == "installed"
+
+
+def unpack(package: str, folder: Path, *, suite: str = BASE_SUITE) -> None:
+    """Fetch `package` from `suite` and unpack its files into `folder`, without installing it."""
+    scratch = folder / ".deb"
+    scratch.mkdir(parents=True)
+    fetch(["download", f"{package}/{suite}"], scratch, log="apt")
+    for archive in scratch.glob("*.deb"):
+        run(["dpkg", "-x", archive, folder], log="apt")
+    shutil.rmtree(scratch)
+
+
+def program(package: str) -> Path:
+    """The program of the package that has its name, kept in the cache."""
+    folder = entry(f"tools/{package}", lambda making: unpack(package, making))
+    return folder / "usr" / "bin" / package
+
+
+def bootstrap(folder: Path, packages: Sequence[str], *, log: str) -> None:
+    """A minimal Debian root file system with `packages`, in `folder`."""
+    install(["debootstrap"])
+    run(
+        ["debootstrap", "--variant=minbase", f"--include={','.join(packages)}", BASE_SUITE, folder, archive_url()],
+        log=log,
+    )
+
+
+def scratch_folder(name: str) -> Path:
+    """An empty folder for a build, in the cache (root file systems and Go's objects do not fit every /tmp)."""
+    folder = cache_root() / "scratch" / name
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder

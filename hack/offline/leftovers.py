@@ -1,0 +1,102 @@
+"""What of ours is left on this machine: containers, a daemon, mounts, processes, bridges, settings. Empty after `down`.
+
+Ours is what lies in this checkout, or where a cluster's parts lie in the cache: other checkouts' work is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from devtools.cache_root import cache_root
+from devtools.errors import ClusterError
+from devtools.process import output_of
+
+from . import docker_daemon, host_settings
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+IN_CACHE = ("docker", "clusters", "scratch", "tools", "bin")  # what a cluster's processes run or name
+COMMAND_LENGTH = 140  # columns of a command line in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process as /proc shows it."""
+
+    pid: int
+    parent: int
+    words: Sequence[str]
+    executable: str
+
+
+def find() -> list[str]:
+    """A line for each thing that is left."""
+    # Not the whole cache: other checkouts read its models, and their engines are no leftovers of ours.
+    roots = (*(str(cache_root() / name) for name in IN_CACHE), str(REPOSITORY))
+    found = [*_containers(), *mounts(Path("/proc/self/mounts").read_text(), roots)]
+    pid = docker_daemon.own_pid()
+    if pid is not None:
+        found.append(f"daemon: dockerd, pid {pid}")
+    everything = list(processes())
+    found += [
+        f"process: {process.pid} {' '.join(process.words)[:COMMAND_LENGTH]}"
+        for process in belonging(everything, roots, own_line(everything, os.getpid()))
+    ]
+    found += host_settings.not_put_back()
+    return found
+
+
+def _containers() -> list[str]:
+    docker = docker_daemon.find()
+    if docker is None:
+        return []
+    try:
+        listed = output_of(
+            ["docker", "ps", "--all", "--format", '{{.Names}} {{.Image}} {{.Label "io.x-k8s.kind.cluster"}}'],
+            environment=docker,
+        )
+    except ClusterError as error:
+        return [f"containers: Docker does not list them: {error}"]
+    own = docker.get("DOCKER_HOST") == docker_daemon.own_host()
+    return [f"container: {line}" for line in listed.splitlines() if own or "trimtab" in line]
+
+
+def mounts(table: str, roots: Sequence[str]) -> list[str]:
+    """Mount points below our folders."""
+    points = [line.split()[1] for line in table.splitlines() if len(line.split()) > 1]
+    return [f"mount: {point}" for point in points if any(point.startswith(f"{root}/") for root in roots)]
+
+
+def processes() -> Iterator[Process]:
+    """Every process that can be looked at; those that end meanwhile are left out."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = folder.joinpath("cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+            parent = int(folder.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            executable = os.readlink(folder / "exe")
+        except (OSError, ValueError, IndexError):
+            continue
+        yield Process(int(folder.name), parent, words, executable)
+
+
+def own_line(found: Sequence[Process], pid: int) -> frozenset[int]:
+    """`pid`, and whoever started it: make, a shell, CI."""
+    parents = {process.pid: process.parent for process in found}
+    line = set()
+    while pid in parents and pid not in line:
+        line.add(pid)
+        pid = parents[pid]
+    return frozenset(line)
+
+
+def belonging(found: Sequence[Process], roots: Sequence[str], besides: frozenset[int]) -> list[Process]:
+    """Processes that run a program of ours or name one of our folders, or what is in it, but for those in `besides`."""
+    ours = re.compile("(?:" + "|".join(re.escape(root.rstrip("/")) for root in roots) + r")(?![\w.-])")
+    return [
+        process
+        for process in found
+        if process.pid not in besides and any(map(ours.search, (process.executable, *process.words)))
+    ]

@@ -1,0 +1,69 @@
+"""A daemon that was killed leaves processes and mounts: which are its own, and in which order they go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from offline import docker_daemon, killed_daemon
+from offline.killed_daemon import clear, family, mounts_below
+from offline.leftovers import Process
+
+FOLDER = Path("/home/a/.cache/trimtab/docker")
+
+
+def test_containers_are_found_by_the_shims_that_started_them() -> None:
+    shim = Process(7, 1, ("containerd-shim", "-address", f"{FOLDER}/exec/containerd.sock"), "/usr/bin/shim")
+    init = Process(8, 7, ("/sbin/init",), "/usr/lib/systemd/systemd")
+    kubelet = Process(9, 8, ("kubelet",), "/usr/bin/kubelet")
+    another = Process(10, 1, ("containerd-shim", "-address", "/run/containerd.sock"), "/usr/bin/shim")
+    asks = Process(11, 7, ("python3", f"{FOLDER}/exec/"), "/usr/bin/python3")
+    assert family([init, kubelet, another, shim, asks], FOLDER, frozenset({11})) == [init, kubelet, shim]
+
+
+def test_mounts_go_in_the_reverse_of_the_order_in_which_they_came() -> None:
+    table = (
+        f"overlay {FOLDER}/data ext4 rw 0 0\n"
+        f"overlay {FOLDER}/data/overlay2/x/merged overlay rw 0 0\n"
+        f"nsfs {FOLDER}/exec/with\\040space nsfs rw 0 0\n"
+        "proc /proc proc rw 0 0\n"
+        f"x {FOLDER}-other/data ext4 rw 0 0\n"
+    )
+    below = [f"{FOLDER}/exec/with space", f"{FOLDER}/data/overlay2/x/merged", f"{FOLDER}/data"]
+    assert mounts_below(table, FOLDER) == below
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
+    (tmp_path / "docker").mkdir()
+    return tmp_path / "docker"
+
+
+def test_what_it_left_ends_and_is_unmounted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, commands = tmp_path / "mounts", list[list[str]]()
+    table.write_text(f"overlay {folder}/data ext4 rw 0 0\n")
+    monkeypatch.setattr(killed_daemon, "MOUNTS", table)
+    monkeypatch.setattr(docker_daemon, "find", dict)
+
+    def run(command: list[str], *, log: str) -> None:
+        commands.append(command)
+
+    monkeypatch.setattr(killed_daemon, "run", run)
+    with subprocess.Popen([sys.executable, "-c", "input()", f"{folder}/exec/c.sock"], stdin=subprocess.PIPE) as shim:
+        assert clear()
+        assert shim.wait(120) == -9
+    assert commands == [["umount", "--lazy", f"{folder}/data"]]
+    table.write_text("")
+    assert not clear(), "a second time there is nothing"
+
+
+def test_the_mounts_of_a_daemon_that_runs_are_left_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(docker_daemon, "own_pid", os.getpid)
+    monkeypatch.setattr(killed_daemon, "MOUNTS", tmp_path / "not-read")
+    assert not clear()
