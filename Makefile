@@ -10,7 +10,6 @@ export TOKENIZERS_PARALLELISM := false
 export GOMP_SPINCOUNT ?= 1000
 CLUSTER_TOOL := $(PYTHON) e2e/cluster
 DEV_TOOL := $(PYTHON) hack/dev
-DEV_TOOL := $(PYTHON) hack/dev
 # One clock for all programs of one make; the last of them says how long each stage took, whatever came of it.
 export TRIMTAB_BEGAN := $(or $(TRIMTAB_BEGAN),$(shell date +%s))
 TOOK = ; code=$$?; $(DEV_TOOL) took; exit $$code
@@ -98,7 +97,7 @@ cluster-down: ## remove it
 VERSION := $(shell cat VERSION)
 ENGINE_TAG = $(VERSION)$(if $(GPU),,-cpu)
 ifneq ($(REGISTRY),)
-images: ## images for a registry (REGISTRY=registry.example.com/team; GPU=1 with the CUDA engine; PUSH=1 pushes)
+images:
 	REGISTRY=$(REGISTRY) VERSION=$(VERSION) REVISION=$$(git rev-parse HEAD) \
 	    docker buildx bake $(if $(PUSH),--push,--load) $(BAKE_FLAGS) $(if $(GPU),all,default)
 	@echo "export OPERATOR_IMAGE=$(REGISTRY)/trimtab-operator:$(VERSION) ENGINE_IMAGE=$(REGISTRY)/trimtab-engine:$(ENGINE_TAG)"
