@@ -1,7 +1,7 @@
-"""The console entry point `trimtab-engine`: it hears SIGTERM and Ctrl-C before anything large is imported.
+"""Console entry point `trimtab-engine`. Installs handlers of SIGTERM and Ctrl-C before any large import.
 
-A container's first process ignores a signal that it has no handler for. One that is told to end while it starts would
-otherwise sit out its grace period; and who presses Ctrl-C is not helped by a traceback of imports.
+PID 1 of a container ignores signals that have no handler: without this, a pod deleted during startup would wait for its
+whole grace period. Ctrl-C during imports would print a traceback.
 """
 
 import os
@@ -9,11 +9,11 @@ import signal
 import sys
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-EXIT_TERMINATED = 128 + signal.SIGTERM  # as a shell says it; a server that has started ends with 0
+EXIT_TERMINATED = 128 + signal.SIGTERM  # shell convention; a server that has started exits with 0
 
 
 def main() -> int:
-    """Run one command. Returns its exit code."""
+    """Run one command and return its exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
     signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
     from trimtab_engine.cli import main as run_command

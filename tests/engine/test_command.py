@@ -1,5 +1,5 @@
-"""The console entry point hears SIGTERM from its first moment: a container's first process would ignore it. Ctrl-C is
-no traceback of imports."""
+"""The console entry point installs its SIGTERM handler first: PID 1 of a container ignores signals without one. Ctrl-C
+prints no traceback of imports."""
 
 import signal
 import subprocess
@@ -31,7 +31,7 @@ command.main()
 """
 
 
-def test_sigterm_is_heard_before_anything_large_is_imported() -> None:
+def test_signal_handlers_are_installed_before_large_imports() -> None:
     first, *rest = subprocess.run(
         [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -40,11 +40,11 @@ def test_sigterm_is_heard_before_anything_large_is_imported() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_command_that_is_told_to_end_while_it_starts_ends_without_a_word(number: signal.Signals) -> None:
+def test_signal_during_startup_exits_silently(number: signal.Signals) -> None:
     program = ENDED.format(name=number.name)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", "")
 
 
-def test_ctrl_c_has_one_code_before_and_after_the_imports() -> None:
+def test_ctrl_c_exit_code_is_the_same_before_and_after_imports() -> None:
     assert command.EXIT_INTERRUPTED == end.EXIT_INTERRUPTED == 130

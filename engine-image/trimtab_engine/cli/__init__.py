@@ -1,4 +1,4 @@
-"""The command line `trimtab-engine`. Wrong use, a wrong model or machine: one line on stderr and exit code 2."""
+"""The command line `trimtab-engine`. Usage, model and machine errors print one line on stderr and exit with 2."""
 
 import sys
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from trimtab_engine.errors import ConfigError, TrimtabError
 from trimtab_engine.flags.parser import OneLineParser
 from trimtab_engine.ipc.end import EXIT_INTERRUPTED
 
-COMMANDS_OF_TRIMTAB = ("plan", "simulate", "validate", "render")
+TRIMTAB_COMMANDS = ("plan", "simulate", "validate", "render")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0 as asked, 1 failed while running, 2 not allowed as asked."""
+    """Run one command. Return the exit code: 0 success, 1 runtime failure, 2 invalid request."""
     try:
         parser, given = _parser(), sys.argv[1:] if arguments is None else arguments
-        _refuse_commands_of_trimtab(given)
+        _reject_trimtab_commands(given)
         parsed = parser.parse_args(_with_config_file(given, parser))
         return int(parsed.run(parsed))
     except ConfigError as error:
@@ -26,18 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output, such as head, has gone
+    except BrokenPipeError:  # the reader of our output, such as head, has closed the pipe
         return 141
 
 
-def _refuse_commands_of_trimtab(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a command that another program of the project has."""
-    if arguments[:1] and arguments[0] in COMMANDS_OF_TRIMTAB:
+def _reject_trimtab_commands(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a command of the program `trimtab`."""
+    if arguments[:1] and arguments[0] in TRIMTAB_COMMANDS:
         raise ConfigError(f"{arguments[0]} is a command of trimtab; see trimtab {arguments[0]} --help")
 
 
 def _with_config_file(arguments: Sequence[str], parser: OneLineParser) -> Sequence[str]:
-    """`serve` may take its flags from a file."""
+    """Return the arguments with the flags of the `serve` config file, if there is one."""
     if arguments[:1] != ["serve"]:
         return arguments
     from trimtab_engine.flags.config_file import take_config_file
@@ -57,7 +57,7 @@ def _parser() -> OneLineParser:
 
     parser = OneLineParser(
         prog="trimtab-engine",
-        description="Serve a language model with an OpenAI-compatible API, and re-trim it while it serves.",
+        description="Serve a language model with an OpenAI-compatible API, and tune it while it serves.",
         epilog="Start with: trimtab-engine serve MODEL --device cpu",
     )
     parser.add_argument("--version", action="version", version=f"trimtab-engine {version('trimtab')}")

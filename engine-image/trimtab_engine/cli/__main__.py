@@ -1,4 +1,4 @@
-"""`python -m trimtab_engine.cli` is `trimtab-engine`."""
+"""Entry point of `python -m trimtab_engine.cli`, the same as `trimtab-engine`."""
 
 import sys
 

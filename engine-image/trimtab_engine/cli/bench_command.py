@@ -1,4 +1,4 @@
-"""`trimtab-engine bench latency | throughput | serve`: vLLM's arguments, and examples that teach them."""
+"""`trimtab-engine bench latency | throughput | serve`: vLLM's arguments, with examples."""
 
 import argparse
 from typing import Any
@@ -13,10 +13,10 @@ from trimtab_engine.flags.engine import add_engine_flags
 LATENCY_EXAMPLES = """examples:
   one request at a time, 32 tokens in and 128 out:
     trimtab-engine bench latency --model MODEL --batch-size 1
-  a batch of 8, 5 rounds, figures to a file:
+  a batch of 8, 5 iterations, results in a file:
     trimtab-engine bench latency --model MODEL --batch-size 8 --num-iters 5 --output-json latency.json"""
 THROUGHPUT_EXAMPLES = """examples:
-  200 random prompts of 256 tokens, 64 tokens out, as fast as it goes:
+  200 random prompts of 256 tokens, 64 tokens out, without a rate limit:
     trimtab-engine bench throughput --model MODEL --input-len 256 --output-len 64 --num-prompts 200
   the effect of a flag (any flag of serve):
     trimtab-engine bench throughput --model MODEL --input-len 256 --output-len 64 --max-num-batched-tokens 512"""
@@ -25,7 +25,7 @@ THROUGHPUT_EXAMPLES = """examples:
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure: latency of a batch, throughput, or a server under load",
+        help="measure batch latency, throughput, or a server under load",
         description="Measure the engine in this process (latency, throughput) or a running server (serve).",
     )
     kinds = parser.add_subparsers(title="commands", metavar="KIND", required=True)
@@ -38,25 +38,31 @@ def _add_latency(kinds: Any) -> None:
     parser = kinds.add_parser(
         "latency",
         usage="%(prog)s --model MODEL [FLAG ...]",
-        help="seconds that one batch takes, in this process",
-        description="How long one batch of requests takes from first token in to last token out, round after round.",
+        help="latency of one batch, in this process",
+        description="Measure the time from sending a batch of requests to its last token, repeatedly.",
         epilog=LATENCY_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    group = parser.add_argument_group("what is measured")
-    group.add_argument("--input-len", type=types.positive, default=32, metavar="TOKENS", help="default: 32")
-    group.add_argument("--output-len", type=types.positive, default=128, metavar="TOKENS", help="default: 128")
+    group = parser.add_argument_group("workload")
     group.add_argument(
-        "--batch-size", type=types.positive, default=8, metavar="N", help="requests at once (default: 8)"
+        "--input-len", type=types.positive, default=32, metavar="TOKENS", help="prompt tokens (default: 32)"
+    )
+    group.add_argument(
+        "--output-len", type=types.positive, default=128, metavar="TOKENS", help="output tokens (default: 128)"
+    )
+    group.add_argument(
+        "--batch-size", type=types.positive, default=8, metavar="N", help="requests per batch (default: 8)"
     )
     group.add_argument("--n", type=types.positive, default=1, metavar="N", help="sequences per request (default: 1)")
     group.add_argument(
-        "--num-iters-warmup", type=types.not_negative, default=10, metavar="N", help="rounds not counted (default: 10)"
+        "--num-iters-warmup", type=types.not_negative, default=10, metavar="N", help="warmup iterations (default: 10)"
     )
-    group.add_argument("--num-iters", type=types.positive, default=30, metavar="N", help="rounds (default: 30)")
+    group.add_argument(
+        "--num-iters", type=types.positive, default=30, metavar="N", help="measured iterations (default: 30)"
+    )
     _add_common(group)
     _add_engine(parser)
-    # Every round sends the same prompts: with prefix caching only the first would be measured.
+    # Every iteration sends the same prompts: with prefix caching only the first one would be measured.
     parser.set_defaults(run=_run_latency, enable_prefix_caching=False)
 
 
@@ -64,12 +70,12 @@ def _add_throughput(kinds: Any) -> None:
     parser = kinds.add_parser(
         "throughput",
         usage="%(prog)s --model MODEL [FLAG ...]",
-        help="tokens per second of many requests, in this process",
-        description="How many requests and tokens per second the engine does when all requests are there at once.",
+        help="throughput of many requests, in this process",
+        description="Measure requests and tokens per second with all requests sent at once.",
         epilog=THROUGHPUT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    group = parser.add_argument_group("what is measured")
+    group = parser.add_argument_group("workload")
     bench_serve_arguments.add_dataset_choice(group, with_trace=False)
     group.add_argument("--n", type=types.positive, default=1, metavar="N", help="sequences per request (default: 1)")
     _add_common(group)
@@ -79,15 +85,17 @@ def _add_throughput(kinds: Any) -> None:
 
 
 def _add_common(group: Any) -> None:
-    group.add_argument("--disable-detokenize", action="store_true", help="leave the text out of the measurement")
-    group.add_argument("--output-json", metavar="FILE", help="write the figures there as well")
+    group.add_argument("--disable-detokenize", action="store_true", help="do not measure detokenization")
+    group.add_argument("--output-json", metavar="FILE", help="also write the results to this file")
     group.add_argument(
-        "--profile", action="store_true", help="record one round with torch.profiler instead; needs --profiler-dir"
+        "--profile",
+        action="store_true",
+        help="profile one iteration with torch.profiler instead; requires --profiler-dir",
     )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    """The flags of serve that are the engine's; what only serve has flags for keeps its default."""
+    """Add the engine flags of serve; flags that only the server uses keep their defaults."""
     add_engine_flags(parser)
     flags = {action.dest for action in parser._actions}
     fields = [field for field in msgspec.structs.fields(EngineConfig) if field.name not in flags]

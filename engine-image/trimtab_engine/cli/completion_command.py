@@ -1,4 +1,4 @@
-"""`trimtab-engine completion bash | zsh`: a script by which a shell completes commands and flags."""
+"""`trimtab-engine completion bash | zsh`: print a completion script."""
 
 import argparse
 from typing import Any
@@ -9,20 +9,22 @@ from trimtab_engine.flags.parser import OneLineParser
 
 EXAMPLES = """examples:
   in this shell:             source <(trimtab-engine completion bash)
-  in every shell from now:   trimtab-engine completion bash >> ~/.bashrc"""
+  in all future shells:      trimtab-engine completion bash >> ~/.bashrc"""
 
 
 def add_to(commands: Any, whole: OneLineParser) -> None:
-    """`whole` is the parser of the program, whose words are told."""
+    """Add the command. `whole` is the program's parser, whose words are completed."""
     parser = commands.add_parser(
         "completion",
-        help="print a script by which a shell completes commands and flags",
-        description="Print a script by which a shell completes commands and flags.",
+        help="print a shell completion script",
+        description="Print a script for shell completion of commands and flags.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "words"), help="bash or zsh")
-    parser.add_argument("path", metavar="COMMAND", nargs="*", help="of words: the command whose words are listed")
+    parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "words"), help="shell: bash or zsh")
+    parser.add_argument(
+        "path", metavar="COMMAND", nargs="*", help="for SHELL words: the command whose words are listed"
+    )
     parser.set_defaults(run=lambda arguments: run(arguments, whole))
 
 
@@ -33,6 +35,6 @@ def run(arguments: argparse.Namespace, whole: OneLineParser) -> int:
         return 0
     known = words.get(tuple(arguments.path))
     if known is None:
-        raise ConfigError(f"there is no command {' '.join(arguments.path)}")
+        raise ConfigError(f"unknown command {' '.join(arguments.path)}; see trimtab-engine --help")
     print("\n".join(known))
     return 0

@@ -1,4 +1,4 @@
-"""The facts of a model as people read them. `inspect -o json` has every number; here each line answers one question."""
+"""Model facts as a readable table. `inspect -o json` prints all numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,20 +11,22 @@ COUNTS = (("billion", 10**9), ("million", 10**6), ("thousand", 10**3))
 
 
 def facts_table(facts: Mapping[str, Any], dtype_bytes: int, disk_bytes: int, stored_types: Sequence[str] = ()) -> str:
-    """Lines of "name  words". What the facts do not hold (null: an architecture that is not supported) has no line.
-    `stored_types`: of a GGUF file, which is run in another type."""
+    """Return lines of "name value". Facts that are None (unsupported architectures) have no line.
+
+    `stored_types` lists the tensor types of a GGUF file, which differ from the run-time dtype.
+    """
     rows = {
         "model": facts["model"],
         "architecture": _architecture(facts),
-        "parameters": _known(facts["num_parameters"], _count),
+        "parameters": _format_known(facts["num_parameters"], _count),
         "weights": f"{_weights(facts)}; {size(disk_bytes)} on disk ({', '.join((facts['format'], *stored_types))})",
-        "layers": _known(facts["num_layers"], lambda count: f"{count}{_of_width(facts['hidden_size'])}"),
-        "attention": _known(facts["num_attention_heads"], lambda _: _attention(facts)),
-        "MLP": _known(facts["intermediate_size"], lambda width: f"{width} wide"),
+        "layers": _format_known(facts["num_layers"], lambda count: f"{count}{_of_width(facts['hidden_size'])}"),
+        "attention": _format_known(facts["num_attention_heads"], lambda _: _attention(facts)),
+        "MLP": _format_known(facts["intermediate_size"], lambda width: f"{width} wide"),
         "experts": _experts(facts) if facts["num_experts"] else None,
-        "vocabulary": _known(facts["vocab_size"], _tokens),
-        "longest request": _known(facts["max_model_len"], _tokens),
-        "images": f"{size(facts['tower_bytes'])} more for what computes them" if facts.get("tower_bytes") else None,
+        "vocabulary": _format_known(facts["vocab_size"], _tokens),
+        "longest request": _format_known(facts["max_model_len"], _tokens),
+        "images": f"{size(facts['tower_bytes'])} more for the vision encoder" if facts.get("tower_bytes") else None,
         "KV cache": _kv_cache(facts, dtype_bytes),
     }
     width = max(map(len, rows))
@@ -32,7 +34,7 @@ def facts_table(facts: Mapping[str, Any], dtype_bytes: int, disk_bytes: int, sto
 
 
 def size(num_bytes: int) -> str:
-    """Bytes in the unit that people would use."""
+    """Return bytes in a human-readable unit."""
     for name, unit in UNITS:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.1f} {name}"
@@ -40,18 +42,18 @@ def size(num_bytes: int) -> str:
 
 
 def bytes_on_disk(model: Path) -> int:
-    """What the weights' files take."""
+    """Return the total size of the weight files in bytes."""
     parts = [model.with_name(name) for name in parts_of(model.name)]
     files = parts if model.is_file() else [*model.glob("*.safetensors"), *model.glob("*.gguf")]
     return sum(file.stat().st_size for file in files)
 
 
-def _known(value: Any, words: Callable[[Any], str]) -> str | None:
+def _format_known(value: Any, words: Callable[[Any], str]) -> str | None:
     return None if value is None else words(value)
 
 
 def _tokens(count: Any) -> str:
-    return f"{count:,} tokens" if isinstance(count, int) else f"{count}"  # as config.json has it, whatever that is
+    return f"{count:,} tokens" if isinstance(count, int) else f"{count}"  # the value of config.json, of any type
 
 
 def _count(number: int) -> str:
@@ -63,8 +65,8 @@ def _count(number: int) -> str:
 
 def _architecture(facts: Mapping[str, Any]) -> str:
     if not facts["supported"]:
-        return f"{facts['architecture']}, which this engine does not run"
-    by = ", computed by transformers' own code" if facts.get("computed_by") == "transformers" else ""
+        return f"{facts['architecture']}, not supported by this engine"
+    by = ", executed by transformers' code" if facts.get("computed_by") == "transformers" else ""
     return f"{facts['architecture']}{by}"
 
 

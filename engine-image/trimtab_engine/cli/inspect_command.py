@@ -10,47 +10,53 @@ from typing import Any
 
 from trimtab_engine.cli.facts_table import bytes_on_disk, facts_table
 from trimtab_engine.errors import ConfigError, ModelError, TrimtabError
-from trimtab_engine.flags.sources import add_asking_flags, fetch_options, model_elsewhere
+from trimtab_engine.flags.sources import add_remote_access_flags, fetch_options, requested_remote_model
 from trimtab_engine.sources.name import RemoteModel
 from trimtab_engine.sources.source import FetchOptions
 
-MAX_OUTPUT_FILE_BYTES = 4096  # Kubernetes keeps no more of a container's termination message
+MAX_OUTPUT_FILE_BYTES = 4096  # Kubernetes' limit of a container's termination message
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
-        help="print what a model is: layers, heads, sizes",
-        description="Print what a model is from its headers, without loading it.",
+        help="print model facts: layers, heads, sizes",
+        description="Print model facts from the headers, without loading the weights.",
     )
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a folder with safetensors, a .gguf file, hf://ORG/NAME[@REVISION] of the hub, s3://BUCKET/PREFIX, or "
+        help="a folder with safetensors, a .gguf file, hf://ORG/NAME[@REVISION] on the Hugging Face hub, "
+        "s3://BUCKET/PREFIX, or "
         "oci://REGISTRY/REPOSITORY:TAG",
     )
-    add_asking_flags(parser)
-    parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="default: table")
+    add_remote_access_flags(parser)
+    parser.add_argument(
+        "-o", "--output", choices=("table", "json"), default="table", help="output format (default: table)"
+    )
     parser.add_argument(
         "--output-file",
         type=Path,
         metavar="PATH",
-        help=f"write the facts there too, as JSON on one line, or why there are none; {MAX_OUTPUT_FILE_BYTES} bytes "
-        "at most, as in a container's termination message",
+        help=f"also write the facts (or the error) to this file as one line of JSON, at most {MAX_OUTPUT_FILE_BYTES} "
+        f"bytes, "
+        "the limit of a container's termination message",
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from trimtab_engine.models.facts import DTYPE_BYTES, model_facts
+    from trimtab_modelspec.facts import DTYPE_BYTES
+
+    from trimtab_engine.models.facts import model_facts
     from trimtab_engine.weights.open import model_path
 
     try:
-        elsewhere = model_elsewhere(arguments.model, arguments)
+        elsewhere = requested_remote_model(arguments.model, arguments)
         if elsewhere is None:
             facts, stored_bytes = model_facts(arguments.model), bytes_on_disk(model_path(arguments.model))
         else:
-            facts, stored_bytes = _facts_from_elsewhere(elsewhere, fetch_options(arguments))
+            facts, stored_bytes = _remote_facts(elsewhere, fetch_options(arguments))
         if arguments.output_file is not None:
             write_bounded(arguments.output_file, compact(facts))
     except TrimtabError as error:
@@ -73,9 +79,11 @@ def _stored_types(model: str) -> tuple[str, ...]:
     return source.stored_types if isinstance(source, GgufSource) else ()
 
 
-def _facts_from_elsewhere(model: RemoteModel, options: FetchOptions) -> tuple[dict[str, Any], int]:
-    """The facts of a model that is elsewhere, and the bytes of its weights there, from its configuration and the list
-    of its files: no weight is fetched. The facts name the pin that the revision means now."""
+def _remote_facts(model: RemoteModel, options: FetchOptions) -> tuple[dict[str, Any], int]:
+    """Return the facts of a remote model and the size of its weights in bytes.
+
+    Reads only its configuration and file list, no weights. The facts include the revision's current pin.
+    """
     from trimtab_engine.models.facts import model_facts
     from trimtab_engine.sources.fetch import describe
 
@@ -83,7 +91,8 @@ def _facts_from_elsewhere(model: RemoteModel, options: FetchOptions) -> tuple[di
         found = describe(model, options, Path(folder))
         if not found.is_safetensors:
             raise ModelError(
-                f"{model}: is a GGUF file, which is read here; trimtab-engine fetch {model}, then inspect that"
+                f"{model}: remote GGUF files cannot be inspected; run trimtab-engine fetch {model}, then inspect the "
+                f"local file"
             )
         facts = model_facts(str(found.folder), load_format="dummy")
     if not facts["supported"]:
@@ -94,20 +103,28 @@ def _facts_from_elsewhere(model: RemoteModel, options: FetchOptions) -> tuple[di
 
 
 def compact(facts: Mapping[str, Any]) -> str:
-    """The facts on one line. Raises ConfigError when the file could not hold them: half a JSON object helps nobody."""
+    """Return the facts as one line of JSON.
+
+    Raises:
+        ConfigError: The line exceeds MAX_OUTPUT_FILE_BYTES; truncated JSON would be useless.
+    """
     line = json.dumps(facts, separators=(",", ":"))
     if len(line.encode()) > MAX_OUTPUT_FILE_BYTES:
         raise ConfigError(
-            f"the facts of {facts['model']} take {len(line.encode())} bytes, more than {MAX_OUTPUT_FILE_BYTES}; "
-            "a name in its config.json is too long: shorten it"
+            f"{facts['model']}: the facts have {len(line.encode())} bytes, more than {MAX_OUTPUT_FILE_BYTES}; "
+            "shorten long names in its config.json"
         )
     return line
 
 
 def write_bounded(path: Path, text: str) -> None:
-    """Write at most MAX_OUTPUT_FILE_BYTES. Raises ConfigError when the file cannot be written."""
+    """Write at most MAX_OUTPUT_FILE_BYTES.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     data = text.encode(errors="replace")[:MAX_OUTPUT_FILE_BYTES].decode(errors="ignore")
     try:
         path.write_text(data, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--output-file {path} cannot be written: {error.strerror}; name another file") from error
+        raise ConfigError(f"--output-file {path}: cannot write the file: {error.strerror}; use another file") from error

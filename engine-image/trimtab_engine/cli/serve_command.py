@@ -1,4 +1,4 @@
-"""`trimtab-engine serve MODEL`: a server of the engine that the flags describe, or a node of its ranks."""
+"""`trimtab-engine serve MODEL`: start a server of the configured engine, or a worker node of its ranks."""
 
 import argparse
 import logging
@@ -15,7 +15,7 @@ from trimtab_engine.device.host_memory import with_device_memory
 from trimtab_engine.device.profiler import check_profiler_dir
 from trimtab_engine.errors import ConfigError, ModelError, NotSupportedError
 from trimtab_engine.flags.engine import engine_config, named_model
-from trimtab_engine.flags.local_model import is_elsewhere, local_model
+from trimtab_engine.flags.local_model import is_remote_model, local_model
 from trimtab_engine.flags.media import media_sources
 from trimtab_engine.flags.serve import add_serve_flags
 from trimtab_engine.ipc.end import prepare_to_leave
@@ -27,18 +27,19 @@ from trimtab_engine.text.shipped_templates import SHIPPED, shipped_template
 from trimtab_engine.weights.adapter_files import PeftAdapter
 from trimtab_engine.weights.open import check_is_there, model_path
 
-EXAMPLES = """what says live may change while serving, through the admin API (docs/concepts/live-configuration.md)
+EXAMPLES = """flags marked live can be changed while serving, through the admin API
+(docs/concepts/live-configuration.md)
 
 examples:
-  on the CPU, in 4 GiB, for this machine alone:
+  on the CPU, in 4 GiB, reachable only from this machine:
     trimtab-engine serve MODEL --device cpu --device-memory-bytes 4Gi --host 127.0.0.1
-  on a GPU, under another name than the folder's, for holders of a key:
+  on a GPU, with another model name and an API key:
     trimtab-engine serve MODEL --served-model-name chat --api-key KEY
-  over four GPUs, with requests of 8,192 tokens at most:
+  on four GPUs, with requests of at most 8,192 tokens:
     trimtab-engine serve MODEL --tensor-parallel-size 4 --max-model-len 8192
-  with room to change it while it serves:
+  with headroom for live changes:
     trimtab-engine serve MODEL --admin-port 8001 --gpu-memory-utilization-cap 0.95 --max-num-seqs-cap 512
-  flags from a file, and one instead of the file's:
+  flags from a file, with one override:
     trimtab-engine serve --config serve.yaml --port 9000"""
 JINJA_MARKS = ("{{", "{%", "{#")
 LOOPBACK = "127.0.0.1"
@@ -58,10 +59,10 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Until the server drains on it: a container's first process ignores what it has no handler for.
+    # Default handling until the server installs its own: PID 1 of a container ignores signals without a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the last line of a log should be why it ended
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # so that the last log line is the reason of an exit
     arguments, fetched = _with_model(arguments)
     try:
         return _serve(arguments, None if fetched is None else fetched.downloaded)
@@ -71,8 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _with_model(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Fetched | None]:
-    """The arguments with a path for MODEL. While that is fetched, the port of the node that serves answers probes."""
-    if not is_elsewhere(arguments):
+    """Return the arguments with a local path as MODEL. During a download, the API port of the serving node answers
+    probes."""
+    if not is_remote_model(arguments):
         return arguments, None
     from trimtab_engine.api.serving.fetching import answering
     from trimtab_engine.sources.known import say_errors_alone
@@ -85,14 +87,14 @@ def _with_model(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Fetc
 
 
 def _serve(arguments: argparse.Namespace, downloaded: Downloaded | None) -> int:
-    """Serve a model that is here. `downloaded`: what was fetched of it just now."""
+    """Serve a local model. `downloaded` describes a download that this start has made."""
     from trimtab_engine.api.serving.life import Listen, run_server
 
     config, names = _served_config(arguments), served_names(arguments)
-    _check_places(arguments, config)
+    _check_paths_and_ports(arguments, config)
     _check_adapters(config, names)
-    SharedSecret.read(config.rendezvous_secret_file)  # raises where it cannot be: before anything starts
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are tokenised in threads of our own
+    SharedSecret.read(config.rendezvous_secret_file)  # fails here, before any process starts
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are tokenized in our own threads
     config = with_device_memory(config)
     if config.node_rank > 0 and config.data_parallel_size > 1:
         from trimtab_engine.engine_client.nodes.member import run_member
@@ -133,12 +135,17 @@ def _serve(arguments: argparse.Namespace, downloaded: Downloaded | None) -> int:
 
 
 def _served_config(arguments: argparse.Namespace) -> EngineConfig:
-    """The core's configuration as a server's."""
+    """Return the engine core's configuration for a server."""
     return msgspec.structs.replace(engine_config(arguments), api_server_count=arguments.api_server_count)
 
 
 def tool_call_parser(arguments: argparse.Namespace) -> str | None:
-    """Raises ConfigError for one that is not supported, and when none is given for --enable-auto-tool-choice."""
+    """Return the tool-call parser's name.
+
+    Raises:
+        NotSupportedError: The parser is unknown.
+        ConfigError: --enable-auto-tool-choice is set without a parser.
+    """
     from trimtab_engine.api.openai.tool_parsers import PARSERS
 
     name: str | None = arguments.tool_call_parser
@@ -150,7 +157,11 @@ def tool_call_parser(arguments: argparse.Namespace) -> str | None:
 
 
 def reasoning_parser(arguments: argparse.Namespace) -> str | None:
-    """Raises NotSupportedError for one that is not supported."""
+    """Return the reasoning parser's name.
+
+    Raises:
+        NotSupportedError: The parser is unknown.
+    """
     from trimtab_engine.api.openai.reasoning_parsers import PARSERS
 
     name: str | None = arguments.reasoning_parser
@@ -160,8 +171,12 @@ def reasoning_parser(arguments: argparse.Namespace) -> str | None:
 
 
 def chat_template(given: str | None) -> str | None:
-    """The template's text: a shipped one's by its name, a file's, or the argument itself when it can be nothing else.
-    Raises ConfigError."""
+    """Return the template's text: a built-in template, a file's content, or the argument itself if it contains Jinja
+    markup.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
     if given is None or any(mark in given for mark in JINJA_MARKS):
         return given
     shipped = shipped_template(given)
@@ -172,7 +187,7 @@ def chat_template(given: str | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
         raise ConfigError(
-            f"--chat-template {given}: {reason}; give the path of a Jinja file, or {' or '.join(SHIPPED)}"
+            f"--chat-template {given}: {reason}; use the path of a Jinja file, or {' or '.join(SHIPPED)}"
         ) from None
 
 
@@ -182,13 +197,17 @@ def served_names(arguments: argparse.Namespace) -> tuple[str, ...]:
     return (Path(named_model(arguments)).resolve().name.removesuffix(".gguf"),)
 
 
-def _check_places(arguments: argparse.Namespace, config: EngineConfig) -> None:
-    """Raise ConfigError or ModelError, before any process starts, for what is not there or cannot be written."""
+def _check_paths_and_ports(arguments: argparse.Namespace, config: EngineConfig) -> None:
+    """Check that all named files exist and that ports differ, before any process starts.
+
+    Raises:
+        ConfigError, ModelError: A path is missing or not writable, or a port is used twice.
+    """
     check_is_there(Path(config.model))
     if config.speculative is not None and config.speculative.model is not None:
         _check_draft_model(config.speculative.model)
     if arguments.port == arguments.admin_port != 0:
-        raise ConfigError(f"--port and --admin-port are both {arguments.port}; choose another for one of them")
+        raise ConfigError(f"--admin-port: equals --port ({arguments.port}); set another port")
     if config.profiler_dir is not None:
         check_profiler_dir(Path(config.profiler_dir))
     endpoint = arguments.otlp_traces_endpoint
@@ -200,20 +219,29 @@ def _check_places(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def _check_adapters(config: EngineConfig, names: tuple[str, ...]) -> None:
-    """Raise ConfigError, before any process starts, for adapters that are not there, or have the model's name."""
+    """Check that adapters exist and do not use the model's name, before any process starts.
+
+    Raises:
+        ConfigError: An adapter is missing or its name is taken.
+    """
     for module in () if config.adapters is None else config.adapters.modules:
         if module.name in names:
-            raise ConfigError(f"--lora-modules: {module.name} is the model's own name; give the adapter another one")
+            raise ConfigError(f"--lora-modules: {module.name} is the name of the base model; rename the adapter")
         if module.base_model_name is not None and module.base_model_name not in names:
             raise ConfigError(
-                f"--lora-modules: base_model_name of {module.name} is {module.base_model_name}, and the model is "
-                f"served as {', '.join(names)}; leave it out"
+                f"--lora-modules: base_model_name {module.base_model_name} of {module.name} does not match the "
+                f"served names "
+                f"{', '.join(names)}; remove it"
             )
         PeftAdapter(Path(module.folder))
 
 
 def _check_draft_model(model: str) -> None:
-    """Raise ModelError, which names the flag, where no draft model is."""
+    """Check that the draft model exists.
+
+    Raises:
+        ModelError: It cannot be read; the message names the flag.
+    """
     try:
         model_path(model)
     except ModelError as error:

@@ -1,1 +1,1 @@
-"""The command-line flags of `trimtab-engine serve`, one file per family, and how they become an `EngineConfig`."""
+"""Command-line flags of `trimtab-engine serve`, one module per family, and their conversion to an `EngineConfig`."""

@@ -1,4 +1,4 @@
-"""The flags of low-rank adapters (LoRA)."""
+"""Flags of low-rank adapters (LoRA)."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from trimtab_engine.flags import parser as types
 
 EXAMPLE = '{"name": "sql", "path": "/adapters/sql"}'
 OTHERS = ("lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "allow_runtime_lora_updating")
-"""Flags that say something only beside --enable-lora."""
+"""Flags that require --enable-lora."""
 
 
 def add_adapter_flags(group: Any) -> None:
@@ -21,45 +21,50 @@ def add_adapter_flags(group: Any) -> None:
         "--enable-lora",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="serve low-rank adapters beside the model (default: off)",
+        help="serve LoRA adapters in addition to the base model (default: off)",
     )
     group.add_argument(
         FLAG,
         nargs="+",
         action="extend",
         metavar="NAME=PATH",
-        help=f"adapters that are served from the start, by the names that requests ask for them with: NAME=FOLDER, or "
-        f"{EXAMPLE}",
+        help=f"adapters to load at startup and the model names that clients use for them: NAME=FOLDER, or {EXAMPLE}",
     )
     group.add_argument(
-        "--max-loras", type=types.positive, metavar="N", help="different adapters that a step may have (default: 1)"
+        "--max-loras",
+        type=types.positive,
+        metavar="N",
+        help="maximum number of different adapters in one step (default: 1)",
     )
     group.add_argument(
-        "--max-lora-rank", type=types.positive, metavar="RANK", help="highest rank of an adapter (default: 16)"
+        "--max-lora-rank", type=types.positive, metavar="RANK", help="maximum adapter rank (default: 16)"
     )
     group.add_argument(
         "--max-cpu-loras",
         type=types.positive,
         metavar="N",
-        help=f"adapters that may be loaded at once (default: as many as {FLAG} names, and at least --max-loras)",
+        help=f"maximum number of loaded adapters (default: the number in {FLAG}, at least --max-loras)",
     )
     group.add_argument(
         "--allow-runtime-lora-updating",
         action="store_true",
         default=None,
-        help="clients may load adapters from any folder here, and unload them (POST /v1/load_lora_adapter and "
-        "/v1/unload_lora_adapter); room for --max-cpu-loras of --max-lora-rank is set aside",
+        help="allow clients to load adapters from any local folder and to unload them (POST /v1/load_lora_adapter and "
+        "/v1/unload_lora_adapter); reserves memory for --max-cpu-loras adapters of --max-lora-rank",
     )
 
 
 def adapter_config(arguments: argparse.Namespace) -> AdapterConfig | None:
-    """What the flags say together; None: no adapters are served. Raises ConfigError."""
+    """Return the adapter configuration, or None if adapters are disabled.
+
+    Raises:
+        ConfigError: An adapter flag is set without --enable-lora.
+    """
     if not arguments.enable_lora:
         given = next((name for name in OTHERS if getattr(arguments, name) is not None), None)
         if given is not None:
             raise ConfigError(
-                f"--{given.replace('_', '-')} is about adapters, and none are served; add --enable-lora, or leave it "
-                f"out"
+                f"--{given.replace('_', '-')} requires --enable-lora; add --enable-lora, or remove it"
             )
         return None
     values = {
@@ -73,7 +78,7 @@ def adapter_config(arguments: argparse.Namespace) -> AdapterConfig | None:
 
 
 def _modules(given: Sequence[str]) -> tuple[AdapterModule, ...]:
-    """Each is NAME=PATH or an object in JSON; a list of objects stands for several."""
+    """Parse adapters given as NAME=PATH, as a JSON object, or as a JSON list of objects."""
     modules: list[AdapterModule] = []
     for text in given:
         if text.lstrip().startswith(("{", "[")):
@@ -82,14 +87,14 @@ def _modules(given: Sequence[str]) -> tuple[AdapterModule, ...]:
             continue
         name, equals, path = text.partition("=")
         if not equals or not path:
-            raise ConfigError(f"{FLAG}: {text[:100]!r} names no adapter; write NAME=PATH, or {EXAMPLE}")
+            raise ConfigError(f"{FLAG}: {text[:100]!r} is not an adapter; use NAME=PATH or {EXAMPLE}")
         modules.append(AdapterModule(name=name, path=path))
     return tuple(modules)
 
 
 def _module(fields: object) -> AdapterModule:
     if not isinstance(fields, dict):
-        raise ConfigError(f"{FLAG} must name each adapter by a JSON object, such as {EXAMPLE}")
+        raise ConfigError(f"{FLAG}: each adapter must be a JSON object such as {EXAMPLE}")
     known = {field.name for field in msgspec.structs.fields(AdapterModule)}
     unknown = sorted(fields.keys() - known)
     if unknown:

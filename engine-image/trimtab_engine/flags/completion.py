@@ -1,10 +1,10 @@
-"""What a shell may complete: the words of each command, and a script for bash or zsh that knows them."""
+"""Shell completion: the words of each command, and a completion script for bash and zsh."""
 
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence
 
-from trimtab_engine.flags.parser import OneLineParser, RefusedFlag
+from trimtab_engine.flags.parser import OneLineParser, UnsupportedFlag
 
 SCRIPT = """_trimtab_engine() {{
     local word path="" words=""
@@ -23,7 +23,7 @@ ZSH_HEAD = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && 
 
 
 def words_by_command(parser: OneLineParser, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], list[str]]:
-    """The subcommands and flags of a command, (), and of all below it."""
+    """Return the subcommands and flags of a command (key `()`) and of all its subcommands."""
     own: list[str] = []
     below: dict[tuple[str, ...], list[str]] = {}
     for action in parser._actions:
@@ -31,13 +31,13 @@ def words_by_command(parser: OneLineParser, path: tuple[str, ...] = ()) -> dict[
             for name, child in action.choices.items():
                 own.append(name)
                 below |= words_by_command(child, (*path, name))
-        elif not isinstance(action, RefusedFlag):
+        elif not isinstance(action, UnsupportedFlag):
             own += [flag for flag in action.option_strings if flag.startswith("--")]
     return {path: own, **below}
 
 
 def script(words: Mapping[tuple[str, ...], Sequence[str]], shell: str) -> str:
-    """For `source <(…)`. `shell` is bash or zsh, which reads bash's."""
+    """Return the script for `source <(…)`. `shell` is bash or zsh; zsh loads the bash script."""
     paths = "|".join(shlex.quote("/" + "/".join(path)) for path in words if path)
     cases = "\n".join(
         f"        {shlex.quote(''.join(f'/{name}' for name in path))}) words={shlex.quote(' '.join(known))} ;;"

@@ -1,4 +1,4 @@
-"""`serve --config FILE.yaml`: the flags as keys of a file. What the command line says as well, wins."""
+"""`serve --config FILE.yaml`: flags as keys of a YAML file. The command line takes precedence."""
 
 import json
 from collections.abc import Sequence
@@ -15,9 +15,12 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def take_config_file(arguments: Sequence[str], serve: OneLineParser) -> list[str]:
-    """The arguments without --config; what its file says is what `serve` defaults to from now on.
+    """Return the arguments without --config, and set the file's values as the new defaults of `serve`.
 
-    Raises ConfigError when the file cannot be read, and ends the process as for a wrong flag where a value is wrong.
+    A wrong value in the file ends the process, as on the command line.
+
+    Raises:
+        ConfigError: The file cannot be read or is not a YAML mapping of flags.
     """
     path, rest = _take_path(list(arguments))
     if path is None:
@@ -33,7 +36,7 @@ def take_config_file(arguments: Sequence[str], serve: OneLineParser) -> list[str
 
 
 def _take_path(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The last --config, and the arguments without any."""
+    """Return the last --config path, and the arguments without any --config."""
     path: str | None = None
     rest: list[str] = []
     left = iter(arguments)
@@ -45,7 +48,7 @@ def _take_path(arguments: list[str]) -> tuple[str | None, list[str]]:
         elif text == FLAG:
             path = next(left, None)
             if path is None:
-                raise ConfigError(f"{FLAG} needs the path of a YAML file")
+                raise ConfigError(f"{FLAG} requires the path of a YAML file")
         else:
             rest.append(text)
     return path, rest
@@ -54,28 +57,28 @@ def _take_path(arguments: list[str]) -> tuple[str | None, list[str]]:
 def _read(path: str) -> dict[Any, Any]:
     try:
         if Path(path).stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{FLAG} {path}: larger than {MAX_FILE_BYTES} bytes; it holds flags, nothing else")
+            raise ConfigError(f"{FLAG} {path}: larger than {MAX_FILE_BYTES} bytes; keep only flags in it")
         values = yaml.safe_load(Path(path).read_bytes())
     except OSError as error:
-        raise ConfigError(f"{FLAG} {path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{FLAG} {path}: cannot read the file: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{FLAG} {path}: is not YAML: {' '.join(str(error).split())[:200]}") from None
+        raise ConfigError(f"{FLAG} {path}: invalid YAML: {' '.join(str(error).split())[:200]}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{FLAG} {path}: must hold keys and values, such as 'max-num-seqs: 64'")
+        raise ConfigError(f"{FLAG} {path}: not a mapping; use keys and values such as 'max-num-seqs: 64'")
     return values
 
 
 def _as_flag(serve: OneLineParser, path: str, key: str, value: Any) -> list[str]:
-    """The flag and its value, as arguments; none for a switch that is off without it."""
+    """Return the flag and its value as arguments; an empty list for a switch that is off."""
     flag = "--" + key.lstrip("-").replace("_", "-")
     if flag not in serve.all_flags():
         close = serve.nearest_flag(flag)
         hint = f"; did you mean {close.removeprefix('--')}?" if close else ""
-        raise ConfigError(f"{FLAG} {path}: {key[:100]} is no flag of serve{hint}")
+        raise ConfigError(f"{FLAG} {path}: unknown flag {key[:100]}{hint}")
     if value is None:
-        raise ConfigError(f"{FLAG} {path}: {key} has no value; give it one or leave it out")
+        raise ConfigError(f"{FLAG} {path}: {key} has no value; set one or remove the key")
     if value is True:
         return [flag]
     if value is False:
@@ -87,5 +90,5 @@ def _as_flag(serve: OneLineParser, path: str, key: str, value: Any) -> list[str]
 
 
 def _as_text(value: Any) -> str:
-    """An object as JSON."""
+    """Return the value as a command-line argument; objects become JSON."""
     return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,4 +1,4 @@
-"""The flags of the engine itself, served or not, and the configuration that they become."""
+"""Flags that configure the engine itself, with or without a server, and their conversion to `EngineConfig`."""
 
 import argparse
 from collections.abc import Mapping
@@ -13,25 +13,25 @@ from trimtab_engine.flags.experts import eplb_fields
 from trimtab_engine.flags.graphs import add_graph_flags, graph_fields
 from trimtab_engine.flags.live import add_scheduling_flags, live_values
 from trimtab_engine.flags.media import add_media_flags, media_fields
-from trimtab_engine.flags.not_built import add_not_built
 from trimtab_engine.flags.parallel import add_parallel_flags, parallel_fields
 from trimtab_engine.flags.pooling import add_pooling_flags, pooling_fields
 from trimtab_engine.flags.sources import add_source_flags
 from trimtab_engine.flags.speculation import add_speculative_flags, speculative_fields
+from trimtab_engine.flags.unsupported import add_unsupported_flags
 from trimtab_engine.models.registry import longest_request, open_model, sees_images, sees_on_cuda
 from trimtab_engine.sources.name import SCHEMES
 from trimtab_engine.weights.open import not_loaded_from
 
-LARGE_GPU_BYTES = 70 << 30  # from here on vLLM's larger defaults hold
+LARGE_GPU_BYTES = 70 << 30  # vLLM's larger defaults apply from this size
 DEFAULT_LIMITS = {"cpu": (128, 2048), "cuda": (256, 2048), "large": (1024, 8192)}
-"""max_num_seqs and max_num_batched_tokens by kind of device."""
+"""Default (max_num_seqs, max_num_batched_tokens) by device class."""
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """What the engine itself is configured with, served or not: what engine_config() reads."""
+    """Add the flags that `engine_config()` reads."""
     _add_model_flags(parser.add_argument_group("model"))
-    add_pooling_flags(parser.add_argument_group("tokens or vectors"))
-    add_source_flags(parser.add_argument_group("models that are fetched (hf://…, s3://…, oci://…)"))
+    add_pooling_flags(parser.add_argument_group("generation or pooling"))
+    add_source_flags(parser.add_argument_group("remote models (hf://…, s3://…, oci://…)"))
     _add_device_flags(parser.add_argument_group("device and memory"))
     add_parallel_flags(parser.add_argument_group("parallel layout"))
     _add_scheduler_flags(parser.add_argument_group("scheduler"))
@@ -42,89 +42,95 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument_group("profiling").add_argument(
         "--profiler-dir",
         metavar="DIR",
-        help="allow profiles (POST /start_profile and /stop_profile on the admin port), written there as Chrome traces",
+        help="directory for Chrome traces; enables POST /start_profile and /stop_profile on the admin port (default: "
+        "off)",
     )
-    add_not_built(parser)
+    add_unsupported_flags(parser)
 
 
 def _add_model_flags(group: Any) -> None:
-    group.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as the argument MODEL")
+    group.add_argument("--model", dest="model_flag", metavar="MODEL", help="same as the positional argument MODEL")
     group.add_argument(
         "--served-model-name",
         nargs="+",
         metavar="NAME",
-        help="name(s) that clients use (default: the last part of MODEL)",
+        help="model name(s) that clients use (default: the last part of MODEL)",
     )
-    group.add_argument(
-        "--tokenizer", metavar="PATH", help="folder with the tokenizer, when it is not beside the weights"
-    )
+    group.add_argument("--tokenizer", metavar="PATH", help="folder with the tokenizer (default: the model's folder)")
     group.add_argument(
         "--load-format",
         choices=("auto", "safetensors", "gguf", "dummy"),
         default="auto",
-        help="dummy: random weights from config.json alone (default: auto)",
+        help="weight format; dummy: random weights, only config.json is needed (default: auto)",
     )
     group.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="auto: float32 on the CPU, the checkpoint's on CUDA (default: auto)",
+        help="dtype of weights and activations; auto: float32 on the CPU, the checkpoint's on CUDA (default: auto)",
     )
     group.add_argument(
         "--quantization",
         "-q",
         type=types.quantization,
         metavar="METHOD",
-        help="fp8: quantise the layers' projections as they load (default: as the checkpoint has them)",
+        help="quantization method; fp8: quantize the layers' projections while loading (default: the checkpoint's)",
     )
     group.add_argument(
         "--max-model-len",
         type=types.model_len,
         metavar="TOKENS",
-        help="longest prompt plus output, such as 8192, 8k or auto, the longest that fits (default: the model's)",
+        help="maximum prompt plus output length in tokens, such as 8192, 8k or auto (the longest that fits) "
+        "(default: the model's)",
     )
     group.add_argument(
         "--seed",
         type=types.not_negative,
         default=0,
-        help="seed of dummy weights and of requests that bring none (default: 0)",
+        help="random seed of dummy weights and of requests without a seed (default: 0)",
     )
 
 
 def _add_device_flags(group: Any) -> None:
     group.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA when there is one (default: auto)"
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="device; auto: CUDA if available (default: auto)",
     )
     group.add_argument(
         "--device-memory-bytes",
         type=types.quantity,
         metavar="SIZE",
-        help="how large the device is, such as 1500Mi (default: the container's limit; on CUDA the device's)",
+        help="device memory size, such as 1500Mi (default: the container's limit; on CUDA the device's)",
     )
     group.add_argument(
         "--cpu-threads",
         type=types.threads,
         metavar="N",
-        help="threads of CPU operators (default: the CPUs that the container may use)",
+        help="number of CPU operator threads (default: the container's CPU limit)",
     )
     group.add_argument(
         "--gpu-memory-utilization",
         default="0.9",
         metavar="SHARE",
-        help="share of the device to use; live (default: 0.9)",
+        help="fraction of device memory to use; live (default: 0.9)",
     )
     group.add_argument(
-        "--gpu-memory-utilization-cap", metavar="SHARE", help="how far it may be raised live (default: the start value)"
+        "--gpu-memory-utilization-cap", metavar="SHARE", help="upper bound for live changes (default: the start value)"
     )
     group.add_argument(
         "--kv-cache-memory-bytes",
         "--kv-cache-memory",
         type=types.quantity,
         metavar="SIZE",
-        help="fix the KV cache's size; the utilisation is then not live",
+        help="fixed KV cache size, such as 4Gi; disables live changes of the utilization",
     )
     group.add_argument(
-        "--num-gpu-blocks-override", type=types.positive, metavar="N", help="fix the number of KV blocks, likewise"
+        "--num-gpu-blocks-override",
+        type=types.positive,
+        metavar="N",
+        help="fixed number of KV blocks; disables live changes of the utilization",
     )
     group.add_argument(
         "--kv-cache-dtype",
@@ -139,7 +145,7 @@ def _add_device_flags(group: Any) -> None:
         type=types.block_size,
         default=16,
         metavar="TOKENS",
-        help="tokens in a KV block: a power of two from 8 to 256, or auto, by the longest request (default: 16)",
+        help="tokens per KV block: a power of two from 8 to 256, or auto, by the longest request (default: 16)",
     )
 
 
@@ -148,38 +154,39 @@ def _add_scheduler_flags(group: Any) -> None:
         "--max-num-seqs",
         type=types.positive,
         metavar="N",
-        help="how many requests run at once; live (default: 128 on the CPU, 256 or 1024 on CUDA)",
+        help="maximum number of running requests; live (default: 128 on the CPU, 256 or 1024 on CUDA)",
     )
     group.add_argument(
         "--max-num-seqs-cap",
         type=types.positive,
         metavar="N",
-        help="how far it may be raised live (default: the start value)",
+        help="upper bound for live changes (default: the start value)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
         type=types.positive,
         metavar="N",
-        help="token budget of a step; live (default: 2048, on a large GPU 8192)",
+        help="maximum number of tokens per step; live (default: 2048, on a large GPU 8192)",
     )
     group.add_argument(
         "--max-num-batched-tokens-cap",
         type=types.positive,
         metavar="N",
-        help="how far it may be raised live (default: the start value)",
+        help="upper bound for live changes (default: the start value)",
     )
     group.add_argument(
         "--enable-chunked-prefill",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="off: only whole prompts are admitted (default: on)",
+        help="split prompts over several steps; off: only whole prompts are scheduled (default: on)",
     )
     group.add_argument(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="schedule the next step while the device works on one (default: on with CUDA; on the CPU both want the "
-        "same cores)",
+        help="schedule the next step while the device runs the current one (default: on with CUDA, off on the CPU, "
+        "where both "
+        "would compete for the same cores)",
     )
     add_scheduling_flags(group)
 
@@ -187,7 +194,11 @@ def _add_scheduler_flags(group: Any) -> None:
 def engine_config(
     arguments: argparse.Namespace, limits: Mapping[str, tuple[int, int]] = DEFAULT_LIMITS
 ) -> EngineConfig:
-    """The core's configuration. Raises ConfigError where values contradict each other. `limits`: as DEFAULT_LIMITS."""
+    """Return the engine core's configuration. `limits` has the structure of DEFAULT_LIMITS.
+
+    Raises:
+        ConfigError: Flags contradict each other.
+    """
     model = named_model(arguments)
     device = _device(arguments.device)
     kind, gpu_bytes = device
@@ -233,7 +244,7 @@ def engine_config(
 
 
 def _limits(arguments: argparse.Namespace, defaults: tuple[int, int]) -> tuple[int, int]:
-    """Defaults give way to what was written: fewer tokens than the default seats means fewer seats, and so on."""
+    """Return (max_num_seqs, max_num_batched_tokens), lowering a default so that it fits the value that was set."""
     num_seqs, num_tokens = arguments.max_num_seqs, arguments.max_num_batched_tokens
     if num_tokens is None:
         cap = arguments.max_num_batched_tokens_cap
@@ -245,8 +256,11 @@ def _limits(arguments: argparse.Namespace, defaults: tuple[int, int]) -> tuple[i
 
 
 def _block_size(arguments: argparse.Namespace, model: str, num_seqs: int) -> int:
-    """auto: from the longest request and the most requests at once. Raises ModelError where the model is needed and
-    cannot be read."""
+    """Return the block size; auto derives it from the longest request and max_num_seqs.
+
+    Raises:
+        ModelError: The model is needed but cannot be read.
+    """
     if arguments.block_size != "auto":
         return int(arguments.block_size)
     longest = arguments.max_model_len
@@ -258,13 +272,16 @@ def _block_size(arguments: argparse.Namespace, model: str, num_seqs: int) -> int
 
 
 def named_model(arguments: argparse.Namespace) -> str:
-    """The path, or model that is fetched, that the command line or its file names. Raises ConfigError for none, two,
-    or what is neither."""
+    """Return the model's path or remote name from the command line or its config file.
+
+    Raises:
+        ConfigError: No model or two models are given, or the name is invalid.
+    """
     model = arguments.model or arguments.model_flag or getattr(arguments, "model_of_file", None)
     if not model:
-        raise ConfigError("no model; name its folder or .gguf file with --model, or as MODEL of serve")
+        raise ConfigError("no model; give its folder or .gguf file with --model, or as the argument MODEL of serve")
     if arguments.model and arguments.model_flag and arguments.model != arguments.model_flag:
-        raise ConfigError(f"two models, {arguments.model} and --model {arguments.model_flag}; give one")
+        raise ConfigError(f"conflicting models {arguments.model} and --model {arguments.model_flag}; set only one")
     path: str = model
     if path.startswith("file://"):
         return path.removeprefix("file://")
@@ -274,10 +291,11 @@ def named_model(arguments: argparse.Namespace) -> str:
 
 
 def _device(asked: str) -> tuple[str, int]:
-    """("cpu" or "cuda", bytes of the first GPU). NVML answers without torch, which this process never imports."""
+    """Return "cpu" or "cuda", and the first GPU's memory in bytes. Uses NVML, because this process must not import
+    torch."""
     gpu_bytes = 0 if asked == "cpu" else _first_gpu_bytes()
     if asked == "cuda" and not gpu_bytes:
-        raise ConfigError("--device is cuda, but no NVIDIA GPU is visible here; use --device cpu")
+        raise ConfigError("--device: no NVIDIA GPU is visible (cuda); use --device cpu")
     return ("cuda" if gpu_bytes else "cpu"), gpu_bytes
 
 

@@ -1,4 +1,4 @@
-"""The flags of CUDA graphs: switches, sizes, an optimisation level, and one JSON object with all of it."""
+"""Flags of CUDA graphs: switches, sizes, an optimization level, and a JSON object with all fields."""
 
 import argparse
 from typing import Any
@@ -16,13 +16,13 @@ from trimtab_engine.flags import parser as types
 
 SHORT = "-cc"
 SINGLE_FIELDS: dict[str, type] = {"mode": str, "level": str, "cudagraph_mode": str, "max_cudagraph_capture_size": int}
-"""Fields of the JSON that may be written one by one: --compilation-config.mode 3, -cc.cudagraph_mode=none."""
+"""Fields of the JSON object that have single-field flags: --compilation-config.mode 3, -cc.cudagraph_mode=none."""
 SIZE_FLAGS = {
     "cudagraph_capture_sizes": "--cudagraph-capture-sizes",
     "max_cudagraph_capture_size": "--max-cudagraph-capture-size",
     "cudagraph_lazy_capture": "--cudagraph-lazy-capture",
 }
-"""Fields with a flag of their own."""
+"""Fields that have their own flag."""
 
 
 def add_graph_flags(group: Any) -> None:
@@ -30,7 +30,8 @@ def add_graph_flags(group: Any) -> None:
         "--enforce-eager",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="no CUDA graphs, whatever else is said: less memory and a faster start, slower decode (default: off)",
+        help="disable CUDA graphs, overriding all other graph flags: less memory, faster start, slower decode "
+        "(default: off)",
     )
     group.add_argument(
         "-O",
@@ -39,7 +40,8 @@ def add_graph_flags(group: Any) -> None:
         choices=tuple(MODES_BY_LEVEL),
         default=DEFAULT_LEVEL,
         metavar="LEVEL",
-        help="0: no graphs; 1: piecewise; 2 and 3: decode steps as one graph each, others piecewise; none of them uses "
+        help="optimization level; 0: no graphs; 1: piecewise; 2 and 3: full graphs for decode, piecewise otherwise; "
+        "no level uses "
         f"torch.compile (default: {DEFAULT_LEVEL}; the CPU has no graphs at any level)",
     )
     group.add_argument(
@@ -47,26 +49,27 @@ def add_graph_flags(group: Any) -> None:
         nargs="+",
         type=_sizes,
         metavar="TOKENS",
-        help="sizes of the graphs, such as 1 2 4 8 or 1,2,4,8 (default: 1, 2, 4, every 8 to 256, every 16 beyond)",
+        help="graph sizes in tokens, such as 1 2 4 8 or 1,2,4,8 (default: 1, 2, 4, multiples of 8 to 256, then of 16)",
     )
     group.add_argument(
         "--max-cudagraph-capture-size",
         type=types.not_negative,
         metavar="TOKENS",
-        help="where the default sizes end (default: twice the requests, 512 at most; of decode steps at all requests)",
+        help="largest default graph size (default: 2 × max_num_seqs, at most 512; for decode graphs max_num_seqs)",
     )
     group.add_argument(
         "--cudagraph-lazy-capture",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="capture a graph when a step first wants it: a faster start, one slow step each (default: off)",
+        help="capture each graph at its first use: faster start, one slow step per graph (default: off)",
     )
     group.add_argument(
         FLAG,
         SHORT,
         metavar="JSON",
-        help='{"cudagraph_mode": "full_decode_only", "cudagraph_capture_sizes": [1, 2, 4]}; single fields as '
-        f"{SHORT}.cudagraph_mode=none as well",
+        help='options as JSON: {"cudagraph_mode": "full_decode_only", "cudagraph_capture_sizes": [1, 2, 4]}; single '
+        "fields can be set as "
+        f"{SHORT}.cudagraph_mode=none",
     )
     for name, kind in SINGLE_FIELDS.items():
         dashed = name.replace("_", "-")
@@ -80,7 +83,11 @@ def add_graph_flags(group: Any) -> None:
 
 
 def graph_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of EngineConfig. Raises ConfigError where two flags differ."""
+    """Return EngineConfig's CUDA graph fields.
+
+    Raises:
+        ConfigError: Two flags conflict.
+    """
     return {
         "enforce_eager": arguments.enforce_eager,
         "optimization_level": arguments.optimization_level,
@@ -104,7 +111,7 @@ def _compilation(arguments: argparse.Namespace) -> CompilationConfig:
         if value is None:
             continue
         if values.get(name, value) != value:
-            raise ConfigError(f"{flag} is {value}, but elsewhere {name} is {values[name]}; give one")
+            raise ConfigError(f"{flag} {value} conflicts with {name} {values[name]}; set only one")
         values[name] = value
     return compilation_config(values)
 
@@ -114,8 +121,8 @@ def _flat(given: list[list[int]] | None) -> list[int] | None:
 
 
 def _sizes(text: str) -> list[int]:
-    """One size, or several with commas between."""
+    """Parse one size, or several separated by commas."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no list of sizes; write 1 2 4 8 or 1,2,4,8") from None
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a list of sizes; use 1 2 4 8 or 1,2,4,8") from None

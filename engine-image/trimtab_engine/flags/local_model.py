@@ -1,4 +1,4 @@
-"""MODEL as a path: one that is elsewhere is fetched first, so all that is below the command line knows paths alone."""
+"""MODEL as a local path: remote models are downloaded first, so that the rest of the engine only handles paths."""
 
 import argparse
 import logging
@@ -6,43 +6,52 @@ import time
 from dataclasses import replace
 
 from trimtab_engine.flags.engine import engine_config, named_model
-from trimtab_engine.flags.sources import bring, model_elsewhere
+from trimtab_engine.flags.sources import download_model, requested_remote_model
 from trimtab_engine.sources.fetch import Fetched, OnProgress
 from trimtab_engine.sources.progress import Downloaded, Progress
 
-SAY_SECONDS = 10.0  # between two lines of the log
+PROGRESS_LOG_INTERVAL_SECONDS = 10.0  # between two log lines
 
 logger = logging.getLogger("trimtab_engine.sources")
 
 
-def is_elsewhere(arguments: argparse.Namespace) -> bool:
-    """Whether MODEL has to be asked for elsewhere. Raises ConfigError or ModelError for what is no model's name."""
-    return model_elsewhere(named_model(arguments), arguments) is not None
+def is_remote_model(arguments: argparse.Namespace) -> bool:
+    """Return True if MODEL is a remote model.
+
+    Raises:
+        ConfigError, ModelError: MODEL is not a valid model name.
+    """
+    return requested_remote_model(named_model(arguments), arguments) is not None
 
 
 def local_model(
     arguments: argparse.Namespace, on_progress: OnProgress | None = None
 ) -> tuple[argparse.Namespace, Fetched | None]:
-    """The arguments with a path for MODEL. What was fetched stays in the cache while it is open. Raises ConfigError or
-    ModelError; what is wrong with other flags is said before anything is fetched."""
-    model = model_elsewhere(named_model(arguments), arguments)
+    """Return the arguments with a local path as MODEL. The cached model is locked while the returned value is open.
+
+    Other flags are validated before anything is downloaded.
+
+    Raises:
+        ConfigError, ModelError: A flag is invalid or the model cannot be downloaded.
+    """
+    model = requested_remote_model(named_model(arguments), arguments)
     if model is None:
         return arguments, None
-    if arguments.block_size != "auto":  # which is chosen by the model itself
+    if arguments.block_size != "auto":  # auto derives the size from the model itself
         engine_config(arguments)
     log = ProgressLog()
     begun = time.monotonic()
     own: Progress | None = None
 
-    def tell(progress: Progress) -> None:
+    def report_progress(progress: Progress) -> None:
         nonlocal own
         if progress.total_bytes and not progress.elsewhere:
             own = progress
-        log.note(progress, time.monotonic())
+        log.update(progress, time.monotonic())
         if on_progress is not None:
             on_progress(progress)
 
-    local, fetched = bring(model, arguments, tell)
+    local, fetched = download_model(model, arguments, report_progress)
     if own is not None:
         downloaded = Downloaded(own.done_bytes - own.begun_bytes, time.monotonic() - begun)
         fetched = replace(fetched, downloaded=downloaded)
@@ -52,12 +61,12 @@ def local_model(
 
 
 class ProgressLog:
-    """Told of every bit of progress, writes few lines."""
+    """Progress callback that logs at most one line per interval."""
 
     def __init__(self) -> None:
         self._said = float("-inf")
 
-    def note(self, progress: Progress, now: float) -> None:
-        if now - self._said >= SAY_SECONDS and progress.total_bytes:
+    def update(self, progress: Progress, now: float) -> None:
+        if now - self._said >= PROGRESS_LOG_INTERVAL_SECONDS and progress.total_bytes:
             self._said = now
             logger.info("%s", progress.sentence)

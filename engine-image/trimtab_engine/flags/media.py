@@ -1,4 +1,4 @@
-"""The flags of models that see images and videos: how many a prompt may have, what is kept, whence they come."""
+"""Flags of vision models: limits per prompt, caches, and allowed sources of images and videos."""
 
 import argparse
 import math
@@ -15,70 +15,76 @@ MAX_CACHE_GB = 65_536.0
 
 
 def add_media_flags(group: Any) -> None:
-    """What the engine is configured with, served or not."""
+    """Add the engine's media flags, used with and without a server."""
     group.add_argument(
         "--limit-mm-per-prompt",
         metavar="JSON",
-        help=f"most images and videos in a prompt, such as {EXAMPLE}; 0 of both: the model's tower is not loaded "
+        help=f"maximum number of images and videos per prompt, such as {EXAMPLE}; both 0: do not load the vision "
+        f"encoder "
         f"(default: {UNLIMITED['image']} each)",
     )
     group.add_argument(
         "--mm-processor-cache-gb",
         type=_gibibytes,
         metavar="GIB",
-        help="host memory for images and videos that were processed, in each API server and again in each engine core; "
-        "on the CPU it is part of the device; 0: none is kept (default: 4, on the CPU an eighth of its memory in all "
-        "of them together if that is less)",
+        help="GiB of host memory for processed images and videos, in each API server and each engine core; "
+        "on the CPU part of device memory; 0: no cache (default: 4; on the CPU at most an eighth of its memory "
+        "over all caches)",
     )
     group.add_argument(
         "--mm-encoder-tp-mode",
         choices=get_args(EncoderMode),
         default="weights",
-        help="tensor-parallel ranks share the tower's weights, or have it whole and share the images and videos of a "
+        help="parallelism of the vision encoder; weights: split its weights over ranks; data: split the images and "
+        "videos of a "
         "step (default: weights)",
     )
     group.add_argument(
         "--max-num-encoder-input-tokens",
         type=types.positive,
         metavar="TOKENS",
-        help="most tokens of images and videos that a step computes; larger items are refused (default: as many as of "
-        "text, or of the largest image)",
+        help="maximum image and video tokens encoded per step; larger items are rejected (default: the text token "
+        "budget, "
+        "or the largest image)",
     )
     group.add_argument(
         "--encoder-cache-size",
         type=types.positive,
         metavar="TOKENS",
-        help="how many tokens of images and videos that were computed are kept on the device; larger items are refused "
-        "(default: likewise)",
+        help="encoder cache size in image and video tokens; larger items are rejected (default: the same)",
     )
 
 
 def add_media_source_flags(group: Any) -> None:
-    """Whence a server takes images and videos that a request does not bring."""
+    """Add the flags for images and videos that a server reads from files or URLs."""
     group.add_argument(
         "--allowed-local-media-path",
         metavar="DIR",
-        help="let requests name files below this folder, as file:///DIR/… (default: none)",
+        help="folder whose files requests may reference as file:///DIR/… (default: none)",
     )
     group.add_argument(
         "--allowed-media-domains",
         nargs="+",
         metavar="HOST[:PORT]",
-        help="let requests name files of these hosts, which must have public addresses unless an address is given here "
-        "itself (default: none)",
+        help="hosts whose files requests may reference; they must have public addresses, unless the address itself is "
+        "listed here (default: none)",
     )
 
 
 def media_fields(arguments: argparse.Namespace, *, sees_images: bool | None, is_built: bool) -> dict[str, Any]:
-    """Fields of the engine's configuration, for a model that takes images and videos or one that does not. Where that
-    is not supported (on this device, beside what drafts) its text half alone is served, unless a limit asks for more;
-    `sees_images` None: nobody knows yet.
-    Raises ConfigError where a limit is given and there is nothing to limit."""
+    """Return EngineConfig's media fields.
+
+    Serves only the language model if vision is not supported (on this device or with this drafting method) and no limit
+    requests it. `sees_images` is None if this is not known yet.
+
+    Raises:
+        ConfigError: A limit is set for a text-only model.
+    """
     text = arguments.limit_mm_per_prompt
     default = dict(UNLIMITED) if sees_images and is_built else {}
     limits = default if text is None else parse_modality_limits(text)
     if any(limits.values()) and sees_images is False:
-        raise ConfigError(f"--limit-mm-per-prompt {text}: this model takes text alone; leave it out")
+        raise ConfigError(f"--limit-mm-per-prompt {text}: this model only accepts text; remove it")
     cache_gb = arguments.mm_processor_cache_gb
     return {
         "limit_mm_per_prompt": limits,
@@ -90,10 +96,14 @@ def media_fields(arguments: argparse.Namespace, *, sees_images: bool | None, is_
 
 
 def media_sources(arguments: argparse.Namespace) -> AllowedSources:
-    """What a server may read besides requests. Raises ConfigError for a folder or a host that is none."""
+    """Return the files and hosts that requests may reference.
+
+    Raises:
+        ConfigError: A folder or a host is invalid.
+    """
     folder = arguments.allowed_local_media_path
     if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(f"--allowed-local-media-path {folder} is no folder; create it, or name another")
+        raise ConfigError(f"--allowed-local-media-path {folder} is not a folder; create it, or set another")
     return AllowedSources(folder, tuple(AllowedHost.parse(host) for host in arguments.allowed_media_domains or ()))
 
 

@@ -1,4 +1,4 @@
-"""The flags that lay one model out over several ranks, and what they become."""
+"""Flags of the parallel layout of a model over several ranks, and their conversion to `EngineConfig` fields."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ def add_parallel_flags(group: Any) -> None:
         type=types.positive,
         default=1,
         metavar="N",
-        help="ranks that split every layer; divides the heads (default: 1)",
+        help="number of tensor-parallel ranks; must divide the attention heads (default: 1)",
     )
     group.add_argument(
         "--pipeline-parallel-size",
@@ -25,13 +25,13 @@ def add_parallel_flags(group: Any) -> None:
         type=types.positive,
         default=1,
         metavar="N",
-        help="stages of layers, each a tensor-parallel group (default: 1)",
+        help="number of pipeline stages, each a tensor-parallel group (default: 1)",
     )
     group.add_argument(
         "--pipeline-layer-partition",
         type=layer_partition,
         metavar="A,B,...",
-        help="layers of each stage (default: divided evenly)",
+        help="number of layers per pipeline stage, such as 15,15 (default: divided evenly)",
     )
     group.add_argument(
         "--data-parallel-size",
@@ -39,43 +39,46 @@ def add_parallel_flags(group: Any) -> None:
         type=types.positive,
         default=1,
         metavar="N",
-        help="engine cores that serve different requests behind this API (default: 1)",
+        help="number of engine cores that share the requests of this API (default: 1)",
     )
     group.add_argument(
         "--data-parallel-size-cap",
         type=types.positive,
         metavar="N",
-        help="how far it may be raised live, on one node and for dense models (default: the start value)",
+        help="upper bound for live changes, on one node and for dense models (default: the start value)",
     )
     group.add_argument(
         "--enable-expert-parallel",
         "-ep",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="whole experts on each rank instead of a slice of every expert (default: off)",
+        help="place whole experts on each rank instead of a slice of every expert (default: off)",
     )
     group.add_argument(
         "--expert-placement-strategy",
         choices=("linear", "round_robin"),
         default="linear",
-        help="which rank holds which experts (default: linear)",
+        help="placement of experts on ranks (default: linear)",
     )
     add_eplb_flags(group)
     group.add_argument(
-        "--distributed-executor-backend", choices=("mp",), default="mp", help="ranks are processes (default: mp)"
+        "--distributed-executor-backend",
+        choices=("mp",),
+        default="mp",
+        help="executor of the ranks; mp: processes (default: mp)",
     )
     group.add_argument(
         "--nnodes",
         type=types.positive,
         metavar="N",
-        help="nodes that share the ranks: those of the only engine, or whole engines of data parallel (default: 1)",
+        help="number of nodes that share the ranks of one engine, or the engines of data parallelism (default: 1)",
     )
     group.add_argument(
         "--node-rank",
         type=node_rank,
         metavar="N",
-        help="this node's number; 0 serves the API, the others only compute; auto: 1 + the number at the end of the "
-        "host's name, as of a StatefulSet's pod (default: 0)",
+        help="rank of this node; 0 serves the API, others only compute; auto: 1 + the number at the end of the "
+        "host name, as in a StatefulSet pod (default: 0)",
     )
     group.add_argument(
         "--master-addr",
@@ -83,7 +86,7 @@ def add_parallel_flags(group: Any) -> None:
         "-dpa",
         default="127.0.0.1",
         metavar="HOST",
-        help="where node 0 is reached (default: 127.0.0.1)",
+        help="address of node 0 (default: 127.0.0.1)",
     )
     group.add_argument(
         "--master-port",
@@ -91,64 +94,69 @@ def add_parallel_flags(group: Any) -> None:
         "-dpp",
         type=types.port,
         default=29501,
-        help="port on which the nodes meet (default: 29501)",
+        help="rendezvous port on node 0 (default: 29501)",
     )
     group.add_argument(
         "--data-parallel-size-local",
         "-dpl",
         type=types.not_negative,
         metavar="N",
-        help="another way to say --nnodes: the engine cores on each node",
+        help="number of engine cores on each node; alternative to --nnodes",
     )
     group.add_argument(
         "--data-parallel-start-rank",
         type=types.not_negative,
         metavar="N",
-        help="another way to say --node-rank: the first engine core of this node",
+        help="rank of this node's first engine core; alternative to --node-rank",
     )
     group.add_argument(
         "--data-parallel-rank",
         "-dpr",
         type=types.not_negative,
         metavar="N",
-        help="serve this one of --data-parallel-size engine cores; the others have servers of their own, before which "
-        "another balancer stands (dense models)",
+        help="rank of the only engine core of this server, of --data-parallel-size; the other ranks have separate "
+        "servers behind "
+        "an external load balancer (dense models)",
     )
     group.add_argument(
         "--data-parallel-external-lb",
         "-dpe",
         action="store_true",
-        help="implied by --data-parallel-rank, and refused without it; taken because vLLM has it",
+        help="external load balancing; implied by --data-parallel-rank and rejected without it (vLLM's flag)",
     )
     group.add_argument(
         "--data-parallel-hybrid-lb",
         "-dph",
         action="store_true",
-        help="every node serves an API for its own engine cores (dense models)",
+        help="serve an API on every node for its local engine cores (dense models)",
     )
     group.add_argument(
-        "--headless", action="store_true", help="this node serves no API; give it on every node but the first"
+        "--headless", action="store_true", help="serve no API on this node; required on every node but the first"
     )
     group.add_argument(
         "--rendezvous-id",
         default="",
         metavar="TEXT",
-        help="nodes meet only those with the same one, such as a revision (default: none)",
+        help="group name, such as a revision; only nodes of the same group connect (default: none)",
     )
     group.add_argument(
         "--rendezvous-secret-file",
         metavar="PATH",
-        help="a file with a secret that all nodes were given: they hear and believe nobody who does not prove it "
-        "(default: none, the network between the nodes is trusted)",
+        help="file with a secret shared by all nodes; connections without proof of it are rejected "
+        "(default: none, the network between nodes is trusted)",
     )
 
 
 def parallel_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of EngineConfig that these flags set. Raises ConfigError where they contradict each other."""
+    """Return the EngineConfig fields that these flags set.
+
+    Raises:
+        ConfigError: Flags contradict each other.
+    """
     nnodes, node_rank = _nodes(arguments)
-    external = _external(arguments, nnodes, node_rank)
+    external = _external_lb_fields(arguments, nnodes, node_rank)
     if external:
-        nnodes, node_rank = 1, 0  # servers that know nothing of each other
+        nnodes, node_rank = 1, 0  # each server only knows its own engine core
     return (
         {
             "nnodes": nnodes,
@@ -175,44 +183,45 @@ def parallel_fields(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _nodes(arguments: argparse.Namespace) -> tuple[int, int]:
-    """Their number and this one's, in Trimtab's words or in vLLM's."""
-    nnodes, node_rank = _said_as_cores(arguments)
+    """Return the number of nodes and this node's rank, from Trimtab's flags or from vLLM's."""
+    nnodes, node_rank = _nodes_from_core_flags(arguments)
     for flag, given, meant in (("--nnodes", arguments.nnodes, nnodes), ("--node-rank", arguments.node_rank, node_rank)):
         if None not in (given, meant) and given != meant:
             raise ConfigError(
-                f"{flag} is {given}, but --data-parallel-size-local and --data-parallel-start-rank say {meant}; "
-                f"leave one of them out"
+                f"{flag} {given} conflicts with {meant} from --data-parallel-size-local and "
+                f"--data-parallel-start-rank; "
+                f"set only one of them"
             )
     nnodes, node_rank = arguments.nnodes or nnodes or 1, arguments.node_rank or node_rank or 0
     if arguments.headless and node_rank == 0 and not arguments.data_parallel_hybrid_lb:
         raise ConfigError(
-            "--headless is for the nodes beside the first, which serves the API; give --data-parallel-start-rank or "
-            "--node-rank, or leave it out"
+            "--headless: not allowed on the first node, which serves the API; set --data-parallel-start-rank or "
+            "--node-rank, or remove it"
         )
     return nnodes, node_rank
 
 
-def _external(arguments: argparse.Namespace, nnodes: int, node_rank: int) -> dict[str, Any]:
-    """What changes where each server has only its own of the data-parallel ranks: nothing, unless that is asked for."""
+def _external_lb_fields(arguments: argparse.Namespace, nnodes: int, node_rank: int) -> dict[str, Any]:
+    """Return the fields that external load balancing changes; an empty dict if it is not enabled."""
     size, rank = arguments.data_parallel_size, arguments.data_parallel_rank
     if rank is None and not arguments.data_parallel_hybrid_lb:
         if arguments.data_parallel_external_lb:
             raise ConfigError(
-                "--data-parallel-external-lb needs --data-parallel-rank: which of the ranks is served here"
+                "--data-parallel-external-lb requires --data-parallel-rank; set the rank that this server serves"
             )
         return {}
     if arguments.headless:
-        raise ConfigError("--headless, without an API, contradicts a balancer before every server; leave one out")
+        raise ConfigError(
+            "--headless conflicts with --data-parallel-rank, which needs an API on every server; set only one"
+        )
     if rank is not None and (arguments.data_parallel_hybrid_lb or nnodes > 1):
         raise ConfigError(
-            "--data-parallel-rank is one engine core behind its own API: leave out --data-parallel-hybrid-lb, --nnodes "
+            "--data-parallel-rank: serves one engine core per API; remove --data-parallel-hybrid-lb, --nnodes "
             "and --data-parallel-size-local"
         )
     local = 1 if rank is not None else size // nnodes
     if rank is None and size % nnodes:
-        raise NotSupportedError(
-            f"--data-parallel-size {size} over {nnodes} nodes: each has as many engine cores; set a multiple"
-        )
+        raise NotSupportedError(f"--data-parallel-size {size} over {nnodes} nodes: not divisible; set a multiple")
     return {
         "data_parallel_size": local,
         "data_parallel_first_rank": node_rank * local if rank is None else rank,
@@ -220,8 +229,8 @@ def _external(arguments: argparse.Namespace, nnodes: int, node_rank: int) -> dic
     }
 
 
-def _said_as_cores(arguments: argparse.Namespace) -> tuple[int | None, int | None]:
-    """--nnodes and --node-rank as vLLM's flags say them; None: they do not."""
+def _nodes_from_core_flags(arguments: argparse.Namespace) -> tuple[int | None, int | None]:
+    """Return (--nnodes, --node-rank) derived from vLLM's flags; None for each that they do not determine."""
     size, local, first = arguments.data_parallel_size, arguments.data_parallel_size_local, None
     if arguments.data_parallel_start_rank is not None:
         first = arguments.data_parallel_start_rank
@@ -250,7 +259,7 @@ def _said_as_cores(arguments: argparse.Namespace) -> tuple[int | None, int | Non
 
 
 def layer_partition(text: str) -> tuple[int, ...]:
-    """Numbers of layers, separated by commas."""
+    """Parse layer counts separated by commas."""
     try:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -261,13 +270,13 @@ def layer_partition(text: str) -> tuple[int, ...]:
 
 
 def node_rank(text: str) -> int:
-    """A number, or auto: pod NAME-w-0 of a StatefulSet of workers is node 1; node 0 is the leader's, elsewhere."""
+    """Parse a number or auto: worker pod NAME-w-0 of a StatefulSet is node 1; the leader's pod is node 0."""
     if text != "auto":
         return types.not_negative(text)
     host = socket.gethostname().partition(".")[0]
     found = re.search(r"-(\d+)$", host)
     if found is None:
         raise argparse.ArgumentTypeError(
-            f"auto: the host's name {host} does not end in a number, as NAME-0 does; give the node's number"
+            f"auto: the host name {host} does not end in a number such as NAME-0; set the node's rank"
         )
     return 1 + int(found[1])

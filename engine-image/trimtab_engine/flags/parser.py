@@ -1,4 +1,4 @@
-"""argparse, with errors of one line that name the nearest flag, and types that say what they want."""
+"""argparse with one-line errors that suggest the nearest flag, and argument types with descriptive errors."""
 
 import argparse
 import difflib
@@ -10,23 +10,25 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Literal, NoReturn, get_args
 
+from trimtab_modelspec.quantization import check_method
+
 from trimtab_engine.config.engine import KVCacheDtype
 from trimtab_engine.config.quantity import parse_quantity
-from trimtab_engine.config.quantization import check_method
-from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.errors import NotSupportedError
 
 LENGTH_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-"""vLLM's: lower case decimal, upper case binary."""
+"""Multipliers of vLLM's length suffixes: lower case is decimal, upper case is binary."""
 MAX_INT64 = 2**63 - 1
-LIKE_ENOUGH = 0.7  # of a choice: gpu is no misspelt cpu
+MIN_CHOICE_SIMILARITY = 0.7  # for choices; higher than for flags, so that gpu does not suggest cpu
 
 
-class RefusedFlag(argparse.Action):
-    """A flag of vLLM's that is known, and not built: it is refused by name, and never offered."""
+class UnsupportedFlag(argparse.Action):
+    """Action of a known vLLM flag that is not supported: rejected by name, and never suggested."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Errors are one line on stderr and exit code 2. Flags are never abbreviated, so that a new one breaks nothing."""
+    """Parser whose errors are one line on stderr with exit code 2. Flag abbreviations are off, so that new flags break
+    no caller."""
 
     def __init__(self, **keywords: object) -> None:
         super().__init__(allow_abbrev=False, **keywords)  # type: ignore[arg-type]  # argparse's own keywords
@@ -43,32 +45,36 @@ class OneLineParser(argparse.ArgumentParser):
         command = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if command:
             names = re.findall(r"[\w.-]+", command.group(2))
-            close = next(iter(difflib.get_close_matches(command.group(1), names, n=1, cutoff=LIKE_ENOUGH)), None)
+            close = next(
+                iter(difflib.get_close_matches(command.group(1), names, n=1, cutoff=MIN_CHOICE_SIMILARITY)), None
+            )
             return f"; did you mean {close}?" if close else ""
         return ""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        """As argparse does; a flag that is unknown is told by the command that it was given to, whose help lists them.
-        argparse lets the outermost parser say so."""
+        """Parse as argparse does, but report an unknown flag through the subcommand that received it.
+
+        argparse reports it through the outermost parser, whose --help does not list the subcommand's flags.
+        """
         given = sys.argv[1:] if args is None else list(args)
         parsed: argparse.Namespace
         parsed, rest = self.parse_known_args(given, namespace)
         if rest:
-            self._spoken_to(given).error(f"unrecognized arguments: {' '.join(rest)}")
+            self._innermost_command(given).error(f"unrecognized arguments: {' '.join(rest)}")
         return parsed
 
-    def _spoken_to(self, arguments: Sequence[str]) -> "OneLineParser":
-        """The innermost command of these arguments."""
+    def _innermost_command(self, arguments: Sequence[str]) -> "OneLineParser":
+        """Return the parser of the innermost command in these arguments."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for index, argument in enumerate(arguments):
                     if argument in action.choices:
                         child: OneLineParser = action.choices[argument]
-                        return child._spoken_to(arguments[index + 1 :])
+                        return child._innermost_command(arguments[index + 1 :])
         return self
 
     def command(self, name: str) -> "OneLineParser":
-        """The parser of a subcommand."""
+        """Return the parser of a subcommand."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and name in action.choices:
                 parser: OneLineParser = action.choices[name]
@@ -76,17 +82,17 @@ class OneLineParser(argparse.ArgumentParser):
         raise KeyError(name)
 
     def dest_of(self, flag: str) -> str:
-        """Where the value of a flag (or of flag=value) goes."""
+        """Return the attribute name of a flag (or of flag=value) in the parsed namespace."""
         return self._option_string_actions[flag.partition("=")[0]].dest
 
     def nearest_flag(self, flag: str) -> str | None:
-        """The flag that was perhaps meant; None: none is near, or the nearest is not built."""
+        """Return the most similar flag, or None if none is close or the closest is not supported."""
         known = dict(self._flags())
         close = next(iter(difflib.get_close_matches(flag, known, n=1)), None)
-        return None if close is None or isinstance(known[close], RefusedFlag) else close
+        return None if close is None or isinstance(known[close], UnsupportedFlag) else close
 
     def all_flags(self) -> list[str]:
-        """Every long flag of this command and of its subcommands."""
+        """Return every long flag of this command and of its subcommands."""
         return [flag for flag, _ in self._flags()]
 
     def _flags(self) -> Iterator[tuple[str, argparse.Action]]:
@@ -99,8 +105,8 @@ class OneLineParser(argparse.ArgumentParser):
                     yield from child._flags()
 
 
-MAX_THREADS = 4096  # beyond any machine; OpenMP crashes when it cannot start as many as it is told to
-MAX_API_SERVERS = 64  # processes, each with a tokenizer of its own
+MAX_THREADS = 4096  # more than any machine needs; OpenMP crashes if it cannot start the requested threads
+MAX_API_SERVERS = 64  # processes, each with its own tokenizer
 
 
 def positive(text: str) -> int:
@@ -110,14 +116,16 @@ def positive(text: str) -> int:
 def threads(text: str) -> int:
     number = _integer(text, 1)
     if number > MAX_THREADS:
-        raise argparse.ArgumentTypeError(f"{text} is above {MAX_THREADS}; more threads than CPUs only slow it down")
+        raise argparse.ArgumentTypeError(f"{text} is above {MAX_THREADS}; set at most the number of CPUs")
     return number
 
 
 def api_servers(text: str) -> int:
     number = _integer(text, 1)
     if number > MAX_API_SERVERS:
-        raise argparse.ArgumentTypeError(f"{text} is above {MAX_API_SERVERS}; one server takes hundreds of requests/s")
+        raise argparse.ArgumentTypeError(
+            f"{text} is above {MAX_API_SERVERS}; one server handles hundreds of requests/s"
+        )
     return number
 
 
@@ -128,7 +136,7 @@ def not_negative(text: str) -> int:
 def port(text: str) -> int:
     number = _integer(text, 0)
     if number > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not a port; ports end at 65535")
+        raise argparse.ArgumentTypeError(f"{text} is not a port; use 1 to 65535")
     return number
 
 
@@ -143,10 +151,10 @@ def seconds(text: str) -> float:
 
 
 def quantity(text: str) -> int:
-    """Bytes: a plain number or a Kubernetes quantity such as 1500Mi or 2G."""
+    """Parse bytes: a plain number or a Kubernetes quantity such as 1500Mi or 2G."""
     size = parse_quantity(text)
     if not size:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes or a quantity such as 1500Mi or 2G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; use bytes or a quantity such as 1500Mi or 2G")
     return size
 
 
@@ -156,40 +164,41 @@ def fraction(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a share; write a number from 0 to 1, such as 0.01")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a fraction; use a number from 0 to 1, such as 0.01")
     return number
 
 
 def swap_space(text: str) -> int:
-    """Bytes: a plain number is GiB, as in vLLM; or a quantity such as 512Mi. 0 is none."""
+    """Parse bytes: a plain number is GiB, as in vLLM, or a quantity such as 512Mi. 0 disables swap."""
     if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII):
         return int(Fraction(text) * (1 << 30))
     return quantity(text)
 
 
 def model_len(text: str) -> int | Literal["auto"]:
-    """Tokens as vLLM reads them: 8192, 8k (8000), 8K (8192), 1.5M; auto or -1: the longest that fits."""
+    """Parse tokens as vLLM does: 8192, 8k (8000), 8K (8192), 1.5M; auto or -1: the longest that fits."""
     if text in ("auto", "-1"):
         return "auto"
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text)
     length = Fraction(match.group(1)) * LENGTH_UNITS[match.group(2)] if match else Fraction(0)
     if length < 1 or length.denominator != 1 or length > MAX_INT64:
         raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is no number of tokens; write 8192, 8k (8000), 8K (8192), or auto for the longest that fits"
+            f"{text[:40]!r} is not a number of tokens; use 8192, 8k (8000), 8K (8192), or auto for the longest that "
+            f"fits"
         )
     return int(length)
 
 
 def kv_cache_dtype(text: str) -> str:
     if text not in get_args(KVCacheDtype):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is none of {', '.join(get_args(KVCacheDtype))}")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not one of {', '.join(get_args(KVCacheDtype))}")
     return text
 
 
 def quantization(text: str) -> str:
     try:
         check_method(text)
-    except NotBuiltError as error:
+    except NotSupportedError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("--quantization ")) from None
     return text
 
@@ -199,7 +208,7 @@ def block_size(text: str) -> int | Literal["auto"]:
 
 
 def buckets(text: str) -> dict[str, list[float]]:
-    """Upper bounds by family: a JSON object of rising lists of numbers."""
+    """Parse upper bounds by family: a JSON object of increasing lists of numbers."""
     try:
         given = json.loads(text)
         bounds = {name: [float(bound) for bound in given[name]] for name in given}
@@ -207,13 +216,13 @@ def buckets(text: str) -> dict[str, list[float]]:
         raise argparse.ArgumentTypeError(f"{text[:100]!r} is not a JSON object of lists of numbers") from error
     for name, values in bounds.items():
         if not values or not all(map(math.isfinite, values)) or sorted(set(values)) != values:
-            raise argparse.ArgumentTypeError(f"{name}: {given[name]} is not a rising list of numbers")
+            raise argparse.ArgumentTypeError(f"{name}: {given[name]} is not an increasing list of numbers")
     return bounds
 
 
 def sha256(text: str) -> str:
     if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
-        raise argparse.ArgumentTypeError("it must be 64 hexadecimal digits: printf %s TOKEN | sha256sum")
+        raise argparse.ArgumentTypeError("not 64 hexadecimal digits; use the output of: printf %s TOKEN | sha256sum")
     return text.lower()
 
 
@@ -225,5 +234,5 @@ def _integer(text: str, least: int) -> int:
     if number < least:
         raise argparse.ArgumentTypeError(f"{number} is below {least}")
     if number > MAX_INT64:
-        raise argparse.ArgumentTypeError(f"{text[:40]} is beyond 64 bits")
+        raise argparse.ArgumentTypeError(f"{text[:40]} exceeds 64 bits")
     return number

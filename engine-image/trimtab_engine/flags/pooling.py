@@ -1,4 +1,4 @@
-"""The flags that say what is done with prompts: tokens are generated, or hidden states pooled."""
+"""Flags that select token generation or pooling of hidden states."""
 
 import argparse
 from typing import Any
@@ -11,17 +11,18 @@ def add_pooling_flags(group: Any) -> None:
         "--runner",
         choices=("auto", "generate", "pooling"),
         default="auto",
-        help="generate: tokens; pooling: vectors (/v1/embeddings); auto: vectors alone where the checkpoint is made "
-        "for them, else both (default: auto)",
+        help="model runner; generate: tokens; pooling: vectors (/v1/embeddings); auto: pooling for embedding "
+        "checkpoints, "
+        "otherwise both (default: auto)",
     )
     group.add_argument(
         FLAG,
         metavar="JSON",
-        help=f"how prompts become vectors, such as {EXAMPLE} (default: as the checkpoint says, else LAST, normalised)",
+        help=f"pooling options as JSON, such as {EXAMPLE} (default: the checkpoint's, else LAST, normalized)",
     )
 
 
 def pooling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of EngineConfig."""
+    """Return the EngineConfig fields that these flags set."""
     text = arguments.pooler_config
     return {"runner": arguments.runner, "pooler": PoolerConfig() if text is None else parse_pooler_json(text)}

@@ -1,5 +1,4 @@
-"""The flags of `trimtab-engine serve` (docs/reference/contract.md section 1): the engine's, the server's and the
-admin API's."""
+"""Flags of `trimtab-engine serve` (docs/reference/contract.md section 1): engine, server and admin API."""
 
 import argparse
 from typing import Any
@@ -10,11 +9,11 @@ from trimtab_engine.flags.live import add_log_flags, add_queue_flags
 from trimtab_engine.flags.media import add_media_source_flags
 
 SERVER_GROUPS = ("server", "admin API")
-"""The groups of --help whose flags say how it is served, which an engine in its user's process has no use for."""
+"""Groups of --help with server flags, which do not apply to an in-process engine."""
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    """All flags of serve, and its argument MODEL."""
+    """Add all flags of serve and its argument MODEL."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -29,8 +28,10 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_server_flags(group: Any) -> None:
-    group.add_argument("--config", metavar="FILE", help="YAML with flags as keys; the command line wins")
-    group.add_argument("--host", help="address of the API (default: 0.0.0.0; :: on a machine that has IPv6 only)")
+    group.add_argument(
+        "--config", metavar="FILE", help="YAML file with flags as keys; the command line takes precedence"
+    )
+    group.add_argument("--host", help="listen address of the API (default: 0.0.0.0; :: on an IPv6-only machine)")
     group.add_argument(
         "--port", type=types.port, default=8000, help="port of the API, the probes and /metrics (default: 8000)"
     )
@@ -40,75 +41,82 @@ def _add_server_flags(group: Any) -> None:
         type=types.api_servers,
         default=1,
         metavar="N",
-        help="API server processes on the port, before one engine (default: 1)",
+        help="number of API server processes that share one engine (default: 1)",
     )
     group.add_argument(
-        "--api-key", nargs="+", action="extend", metavar="KEY", help="key asked of all but probes and metrics"
+        "--api-key",
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help="API key(s) required by all routes but probes and metrics (default: none)",
     )
     group.add_argument(
-        "--api-key-for-metrics", action="store_true", help="ask /metrics and /load for the API key as well"
+        "--api-key-for-metrics", action="store_true", help="require the API key for /metrics and /load too"
     )
     group.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="takes the place of the model's chat template: a Jinja file; the template itself, on one line; or hermes: "
-        "tool calls in ChatML, as in Qwen's own",
+        help="replaces the model's chat template: a Jinja file; the template itself, on one line; or hermes: "
+        "tool calls in ChatML, as in Qwen's template",
     )
     group.add_argument(
         "--enable-auto-tool-choice",
         action="store_true",
-        help="let the model choose whether to call a tool; needs --tool-call-parser",
+        help="enable tool_choice auto; requires --tool-call-parser",
     )
     group.add_argument(
-        "--tool-call-parser", metavar="NAME", help="how the model writes tool calls: hermes, llama3_json or pythonic"
+        "--tool-call-parser", metavar="NAME", help="tool call format of the model: hermes, llama3_json or pythonic"
     )
     group.add_argument(
         "--reasoning-parser",
         metavar="NAME",
-        help="how the model writes its thoughts, which answers then have apart: deepseek_r1, openai_gptoss or qwen3",
+        help="reasoning format of the model; responses get the field reasoning: deepseek_r1, openai_gptoss or qwen3",
     )
     group.add_argument(
         "--max-logprobs",
         type=types.not_negative,
         default=20,
         metavar="N",
-        help="most logprobs a request may ask for (default: 20)",
+        help="maximum number of logprobs per token (default: 20)",
     )
     group.add_argument(
         "--shutdown-timeout",
         type=types.seconds,
         default=30.0,
         metavar="SECONDS",
-        help="how long SIGTERM lets running requests finish (default: 30)",
+        help="seconds for running requests to finish after SIGTERM (default: 30)",
     )
     group.add_argument(
         "--core-silence-timeout",
         type=types.seconds,
         default=30.0,
         metavar="SECONDS",
-        help="without a sign of life from an engine core for so long, and for three of its longest steps, /readyz is "
-        "503; for twice that /livez too (default: 30; 0: never)",
+        help="seconds without a heartbeat from an engine core (and three of its longest steps) until /readyz returns "
+        "503, and twice that until /livez does (default: 30; 0: never)",
     )
     group.add_argument(
         "--stream-interval",
         type=types.positive,
         default=1,
         metavar="TOKENS",
-        help="tokens in a streamed chunk, but for the first and the last: more is less work (default: 1)",
+        help="tokens per streamed chunk, except the first and the last; more tokens reduce CPU load (default: 1)",
     )
     group.add_argument(
-        "--enable-log-requests", action="store_true", help="log each request's id, lengths and parameters, not its text"
+        "--enable-log-requests",
+        action="store_true",
+        help="log each request's ID, lengths and parameters, but not its text",
     )
     group.add_argument(
         "--otlp-traces-endpoint",
         metavar="URL",
-        help="send a span per request there, such as http://collector:4318/v1/traces (needs the extra tracing)",
+        help="OTLP endpoint for one span per request, such as http://collector:4318/v1/traces (requires the extra "
+        "tracing)",
     )
     group.add_argument(
         "--custom-histogram-buckets",
         type=types.buckets,
         metavar="JSON",
-        help='replace histograms\' buckets: {"vllm:time_to_first_token_seconds": [0.1, 1, 10]}',
+        help='histogram buckets that replace the defaults: {"vllm:time_to_first_token_seconds": [0.1, 1, 10]}',
     )
     add_media_source_flags(group)
     add_queue_flags(group)
@@ -116,10 +124,10 @@ def _add_server_flags(group: Any) -> None:
 
 
 def _add_admin_flags(group: Any) -> None:
-    group.add_argument("--admin-port", type=types.port, help="serve the admin API there (default: off)")
+    group.add_argument("--admin-port", type=types.port, help="port of the admin API (default: off)")
     group.add_argument(
         "--admin-token-sha256",
         type=types.sha256,
         metavar="HEX",
-        help="SHA-256 of the bearer token; without it the admin port listens on loopback only",
+        help="SHA-256 of the bearer token; without it the admin port listens only on loopback",
     )

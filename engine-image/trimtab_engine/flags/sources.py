@@ -1,4 +1,4 @@
-"""Flags of models that are fetched, and what MODEL becomes once it is here: a path."""
+"""Flags of remote models, and their download to a local path."""
 
 import argparse
 from pathlib import Path
@@ -11,51 +11,55 @@ from trimtab_engine.sources.source import FetchOptions
 
 
 def add_source_flags(group: Any) -> None:
-    """Where such a model comes from and is kept."""
-    add_asking_flags(group)
+    """Add the flags of the model cache and of access to remote models."""
+    add_remote_access_flags(group)
     group.add_argument(
         "--download-dir",
         type=Path,
         metavar="FOLDER",
-        help="cache of models, which several engines may share (default: huggingface_hub's, HF_HUB_CACHE)",
+        help="model cache folder; can be shared by several engines (default: huggingface_hub's, HF_HUB_CACHE)",
     )
     group.add_argument(
         "--download-dir-size",
         type=types.quantity,
         metavar="SIZE",
-        help="how large the cache may grow, such as 100Gi: before a download the longest unused models that no engine "
-        "runs are deleted (default: no limit, nothing is deleted)",
+        help="maximum cache size, such as 100Gi; before a download the least recently used models that no engine "
+        "uses are deleted (default: no limit, nothing is deleted)",
     )
 
 
-def add_asking_flags(group: Any) -> None:
-    """How such a model is asked for, also where nothing of it is kept."""
+def add_remote_access_flags(group: Any) -> None:
+    """Add the flags of access to remote models, also used when nothing is cached."""
     group.add_argument(
         "--revision",
         metavar="REVISION",
-        help="branch, tag or commit of a model of the hub (default: main; or in MODEL, @…), pin of one in a bucket",
+        help="branch, tag or commit of a hub model, or pin of a bucket model (default: main, or @… in MODEL)",
     )
     group.add_argument(
         "--s3-addressing-style",
         choices=("path", "virtual"),
-        help="where the name of a bucket stands in a URL: in its path or in its host (default: in the host of Amazon's "
-        "own, in the path where AWS_ENDPOINT_URL names another store)",
+        help="position of the bucket name in URLs: path or host (default: host for Amazon S3, "
+        "path if AWS_ENDPOINT_URL is set)",
     )
     group.add_argument(
         "--registry-auth-file",
         type=Path,
         metavar="FILE",
-        help="accounts of registries, as in Docker's config.json (default: everybody may pull it)",
+        help="file with registry credentials, as Docker's config.json (default: anonymous pulls)",
     )
     group.add_argument(
         "--registry-plain-http",
         action="store_true",
-        help="ask the registry without TLS (default: for registries on this machine alone)",
+        help="access the registry without TLS (default: only for registries on this machine)",
     )
 
 
-def model_elsewhere(model: str, arguments: argparse.Namespace) -> RemoteModel | None:
-    """What is to be fetched; None where MODEL is on this machine. Raises ConfigError or ModelError."""
+def requested_remote_model(model: str, arguments: argparse.Namespace) -> RemoteModel | None:
+    """Return the remote model, or None if MODEL is a local path.
+
+    Raises:
+        ConfigError, ModelError: MODEL is not a valid model name.
+    """
     return remote_model(model, arguments.revision)
 
 
@@ -70,10 +74,14 @@ def fetch_options(arguments: argparse.Namespace) -> FetchOptions:
     )
 
 
-def bring(
+def download_model(
     model: RemoteModel, arguments: argparse.Namespace, on_progress: OnProgress
 ) -> tuple[argparse.Namespace, Fetched]:
-    """Have the model here, and the arguments as if its path and name had been given. Raises ConfigError, ModelError."""
+    """Download the model; return the arguments with its local path and name.
+
+    Raises:
+        ConfigError, ModelError: The model cannot be downloaded.
+    """
     fetched = fetch(model, fetch_options(arguments), on_progress)
     named: dict[str, object] = {"model": str(fetched.path), "model_flag": None, "revision": None}
     if not arguments.served_model_name:

@@ -1,4 +1,4 @@
-"""The flags of speculative decoding: one JSON object, its fields one by one, and short forms of three of them."""
+"""Flags of speculative decoding: a JSON object, its single fields, and short forms of three of them."""
 
 import argparse
 from typing import Any
@@ -20,12 +20,12 @@ FIELDS: dict[str, tuple[type | Any, str | None]] = {
     "prompt_lookup_min": (types.positive, None),
     "prompt_lookup_max": (types.positive, None),
 }
-"""Each field's type, and its short flag if it has one."""
+"""Type of each field, and its short flag if there is one."""
 HELP = {
-    "--spec-method": f"how drafts are made: {', '.join(METHODS)}",
+    "--spec-method": f"drafting method: {', '.join(METHODS)}",
     "--spec-model": "draft model: folder or .gguf file of a smaller model with the same vocabulary; EAGLE: the head's "
     "folder",
-    "--spec-tokens": "drafts per request and step, the cap of the live num_speculative_tokens",
+    "--spec-tokens": "drafts per request and step, the upper bound of the live num_speculative_tokens",
 }
 
 
@@ -33,8 +33,9 @@ def add_speculative_flags(group: Any) -> None:
     group.add_argument(
         FLAG,
         metavar="JSON",
-        help='{"method": "ngram", "num_speculative_tokens": 4} (default: none); single fields as '
-        f"{FLAG}.method ngram as well",
+        help='options as JSON: {"method": "ngram", "num_speculative_tokens": 4} (default: none); single fields can '
+        "be set as "
+        f"{FLAG}.method ngram",
     )
     for field, (kind, short) in FIELDS.items():
         names = [f"{FLAG}.{field}", f"{FLAG}.{field.replace('_', '-')}"]
@@ -44,14 +45,18 @@ def add_speculative_flags(group: Any) -> None:
 
 
 def speculative_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of EngineConfig: the live depth starts at its cap."""
+    """Return the EngineConfig fields that these flags set; the live depth starts at its upper bound."""
     speculative = _speculative(arguments)
     depth = 0 if speculative is None else speculative.num_speculative_tokens
     return {"speculative": speculative, "num_speculative_tokens": depth, "num_speculative_tokens_cap": depth}
 
 
 def _speculative(arguments: argparse.Namespace) -> SpeculativeConfig | None:
-    """What the flags say together; None without any. Raises ConfigError where two of them differ."""
+    """Return the speculative decoding configuration, or None if no flag is set.
+
+    Raises:
+        ConfigError: Two flags conflict.
+    """
     text = arguments.speculative_config
     values: dict[str, Any] = {} if text is None else parse_speculative_json(text)
     sources = dict.fromkeys(values, FLAG)
@@ -62,7 +67,9 @@ def _speculative(arguments: argparse.Namespace) -> SpeculativeConfig | None:
                 continue
             name = f"{FLAG}.{field}" if flag == FLAG else str(flag)
             if values.get(field, value) != value:
-                raise ConfigError(f"{name} is {value}, but {sources[field]} says {field} {values[field]}; give one")
+                raise ConfigError(
+                    f"{name} {value} conflicts with {field} {values[field]} of {sources[field]}; set only one"
+                )
             values[field], sources[field] = value, name
     return speculative_config(values) if values or text is not None else None
 

@@ -1,4 +1,4 @@
-"""The bench commands' arguments: vLLM's names, help that teaches, refusals by name."""
+"""Arguments of the bench commands: vLLM's names, help with examples, rejection of unsupported flags."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -36,17 +36,17 @@ def test_help_names_every_flag_and_shows_examples(kind: str, flags: str, capsys:
     [
         (["--request-rate", "0"], "not a number above 0"),
         (["--request-rate", "x"], "not a number above 0"),
-        (["--trace-sample", "2"], "not a share"),
+        (["--trace-sample", "2"], "not a fraction"),
         (["--random-range-ratio", "1"], "not a ratio"),
-        (["--extra-body", "{"], "no JSON"),
-        (["--extra-body", "[1]"], "must be a JSON object"),
+        (["--extra-body", "{"], "invalid JSON"),
+        (["--extra-body", "[1]"], "not a JSON object"),
         (["--max-concurrency", "0"], "is below 1"),
         (["--dataset-name", "hf"], "invalid choice"),
         (["--lora-modules", "a"], "--lora-modules is not supported yet"),
         (["--request-rat", "1"], "did you mean --request-rate"),
     ],
 )
-def test_a_wrong_argument_is_one_line_and_exit_code_2(
+def test_wrong_argument_prints_one_line_and_exits_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -61,13 +61,13 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(
     ("name", "trace_path", "dataset_path", "chosen"),
     [
         (None, None, None, "random"),
-        (None, Path("azure.csv"), None, "trace"),  # a trace that is given is replayed
+        (None, Path("azure.csv"), None, "trace"),  # a given trace implies its dataset
         ("trace", Path("azure.csv"), None, "trace"),
         ("trace", None, Path("azure.csv"), "trace"),
         ("sharegpt", None, Path("x.json"), "sharegpt"),
     ],
 )
-def test_the_files_that_are_given_say_what_is_sent(
+def test_chosen_dataset_is_implied_by_given_files(
     name: str | None, trace_path: Path | None, dataset_path: Path | None, chosen: str
 ) -> None:
     assert chosen_dataset(Namespace(dataset_name=name, trace_path=trace_path, dataset_path=dataset_path)) == chosen
@@ -76,13 +76,13 @@ def test_the_files_that_are_given_say_what_is_sent(
 @pytest.mark.parametrize(
     ("name", "trace_path", "dataset_path", "message"),
     [
-        ("random", Path("a.csv"), None, "--trace-path a.csv is of --dataset-name trace, not of random"),
-        ("random", None, Path("x.json"), "--dataset-name random makes its prompts and reads no --dataset-path"),
-        (None, None, Path("x.json"), "--dataset-path x.json: of which kind is it"),
-        (None, None, Path("azure.csv"), "a recorded load is --trace-path FILE"),
+        ("random", Path("a.csv"), None, "--trace-path a.csv requires --dataset-name trace, not random"),
+        ("random", None, Path("x.json"), "--dataset-name random generates its prompts and ignores --dataset-path"),
+        (None, None, Path("x.json"), "--dataset-path x.json: unknown dataset type"),
+        (None, None, Path("azure.csv"), "for a trace use --trace-path FILE"),
     ],
 )
-def test_a_file_is_never_ignored(
+def test_conflicting_dataset_files_are_rejected(
     name: str | None, trace_path: Path | None, dataset_path: Path | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -109,7 +109,7 @@ def test_a_file_is_never_ignored(
         ("latency --model m --output-json .", "--output-json .: is a folder"),
     ],
 )
-def test_what_is_read_and_written_is_looked_at_before_a_server_is_asked_or_a_model_loaded(
+def test_bench_checks_files_and_urls_before_it_starts(
     words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "taken").write_text("no JSON")

@@ -1,4 +1,4 @@
-"""The command line: what it accepts, and one line with exit code 2 for what it does not."""
+"""The command line: accepted arguments, and one line with exit code 2 for invalid ones."""
 
 import argparse
 import re
@@ -26,8 +26,8 @@ def config(*flags: str) -> EngineConfig:
     return engine_config(parsed(*flags))
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a refusal prints."""
+def error_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the single line that a rejected command prints."""
     try:
         code: Any = main(list(arguments))
     except SystemExit as end:
@@ -39,15 +39,17 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
-def test_a_nodes_number_may_be_that_of_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pods of the workers' StatefulSet count from 0, and node 0 is the leader."""
+def test_node_rank_auto_uses_pod_ordinal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods of the workers' StatefulSet count from 0, and node 0 is the leader."""
     monkeypatch.setattr(socket, "gethostname", lambda: "smollm2-g0-w-1")
     assert config("-tp", "3", "--nnodes", "3", "--node-rank", "auto").node_rank == 2
 
 
-def test_a_host_without_a_number_is_no_pod(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_node_rank_auto_without_ordinal_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "laptop.example.org")
-    assert "the host's name laptop does not end in a number" in refused(
+    assert "the host name laptop does not end in a number" in error_line(
         capsys, "serve", "/models/m", "-tp", "2", "--nnodes", "2", "--node-rank", "auto"
     )
 
@@ -74,9 +76,9 @@ def test_a_host_without_a_number_is_no_pod(monkeypatch: pytest.MonkeyPatch, caps
         (["--pipeline-layer-partition", "3,x"], "'3,x' is not a list of layer counts"),
         (["--distributed-executor-backend", "ray"], "invalid choice: 'ray'"),
         (["--quantization=awq"], "awq is not supported; supported: fp8"),
-        (["--kv-cache-dtype", "fp4"], "'fp4' is none of auto, float32, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2"),
-        (["--kv-cache-dtype", "int4"], "'int4' is none of auto, float32"),
-        (["--watermark", "2"], "write a number from 0 to 1"),
+        (["--kv-cache-dtype", "fp4"], "'fp4' is not one of auto, float32, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2"),
+        (["--kv-cache-dtype", "int4"], "'int4' is not one of auto, float32"),
+        (["--watermark", "2"], "use a number from 0 to 1"),
         (["--watermark", "0.95"], "--watermark is 0.95; it must be between 0 and 0.9"),
         (["--scheduling-policy", "lifo"], "--scheduling-policy"),
         (["--scheduling-policy", "deadline"], "--scheduling-policy is deadline, but --ttft-target is 0; set it"),
@@ -86,53 +88,51 @@ def test_a_host_without_a_number_is_no_pod(monkeypatch: pytest.MonkeyPatch, caps
         (["--stats-interval-seconds", "0"], "between 1 and 3600"),
         (["--log-level", "loud"], "--log-level"),
         (["--max-num-queued-reqs", "-1"], "--max-num-queued-reqs"),
-        (["--trust-remote-code"], "never runs here"),
+        (["--trust-remote-code"], "is never executed"),
         (["--preemption-mode", "swap"], "set --swap-space, such as 0.5 (GiB) or 512Mi"),
         (["--seed", "x"], "--seed"),
         (["--max-model-len", "0"], "--max-model-len"),
-        (["--max-model-len", "1.2345k"], "is no number of tokens"),
+        (["--max-model-len", "1.2345k"], "is not a number of tokens"),
         (["--max-model-len", "long"], "auto for the longest that fits"),
         (["--seed", "9" * 30], "64 bits"),
         (["--max-logprobs", "-1"], "--max-logprobs"),
-        (["--model", "/other"], "two models"),
+        (["--model", "/other"], "conflicting models"),
     ],
 )
-def test_what_is_not_allowed_is_one_line_and_exit_code_2(
+def test_invalid_flag_prints_one_line_and_exits_2(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], word: str
 ) -> None:
-    assert word in refused(capsys, "serve", str(tmp_path), *flags)
+    assert word in error_line(capsys, "serve", str(tmp_path), *flags)
 
 
 @pytest.mark.parametrize("flag", ["--fully-sharded-lora", "--trust-remote-cod", "--ssl-certfil", "--cpu-offload-g"])
-def test_a_flag_that_is_not_built_is_never_offered(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str
-) -> None:
-    line = refused(capsys, "serve", str(tmp_path), flag, "1")
+def test_unsupported_flag_is_never_suggested(capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str) -> None:
+    line = error_line(capsys, "serve", str(tmp_path), flag, "1")
     assert f"unrecognized arguments: {flag}" in line
     assert "did you mean" not in line
 
 
-def test_a_choice_is_offered_only_where_it_is_spelt_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "did you mean" not in refused(capsys, "serve", str(tmp_path), "--device", "gpu")
-    assert "did you mean cuda?" in refused(capsys, "serve", str(tmp_path), "--device", "cuba")
+def test_choice_is_suggested_only_if_similar(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "did you mean" not in error_line(capsys, "serve", str(tmp_path), "--device", "gpu")
+    assert "did you mean cuda?" in error_line(capsys, "serve", str(tmp_path), "--device", "cuba")
 
 
-def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "/no/such/model" in refused(capsys, "serve", "/no/such/model", "--device", "cpu")
-    assert "gs://a/b: models of gs:// are not supported" in refused(capsys, "serve", "gs://a/b", "--device", "cpu")
-    assert "oci://a/b names no model of oci://" in refused(capsys, "serve", "oci://a/b", "--device", "cpu")
-    assert "no model" in refused(capsys, "serve", "--device", "cpu")
-    assert "/no/such/model" in refused(capsys, "inspect", "/no/such/model")
+def test_missing_model_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "/no/such/model" in error_line(capsys, "serve", "/no/such/model", "--device", "cpu")
+    assert "gs://a/b: models of gs:// are not supported" in error_line(capsys, "serve", "gs://a/b", "--device", "cpu")
+    assert "oci://a/b names no model of oci://" in error_line(capsys, "serve", "oci://a/b", "--device", "cpu")
+    assert "no model" in error_line(capsys, "serve", "--device", "cpu")
+    assert "/no/such/model" in error_line(capsys, "inspect", "/no/such/model")
 
 
-def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_port_in_use_prints_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         flags = ["--host", "127.0.0.1", "--port", port, "--device", "cpu"]
-        assert f"127.0.0.1:{port}" in refused(capsys, "serve", str(tmp_path), *flags)
+        assert f"127.0.0.1:{port}" in error_line(capsys, "serve", str(tmp_path), *flags)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path:
         ["--swap-space", "0"],
     ],
 )
-def test_flags_that_ask_for_nothing_are_accepted(flags: list[str]) -> None:
+def test_flags_without_effect_are_accepted(flags: list[str]) -> None:
     assert config(*flags) == config()
 
 
@@ -166,7 +166,7 @@ def test_flags_that_ask_for_nothing_are_accepted(flags: list[str]) -> None:
         (["--device-memory-bytes", "2G"], "device_memory_bytes", 2_000_000_000),
         (["--device-memory-bytes", "12345"], "device_memory_bytes", 12345),
         (["--kv-cache-memory-bytes", "1.5Gi"], "kv_cache_memory_bytes", 3 << 29),
-        (["--max-num-batched-tokens", "64"], "max_num_seqs", 64),  # the default gives way
+        (["--max-num-batched-tokens", "64"], "max_num_seqs", 64),  # the default is lowered
         (["--max-num-seqs", "4096"], "max_num_batched_tokens", 4096),
         (["--max-num-seqs-cap", "32"], "max_num_seqs", 32),
         (["--model", "/models/m"], "model", "/models/m"),
@@ -184,9 +184,9 @@ def test_flags_that_ask_for_nothing_are_accepted(flags: list[str]) -> None:
         ([], "quantization", None),
         (["--block-size", "64"], "block_size", 64),
         (["--block-size", "auto", "--max-model-len", "1024"], "block_size", 64),
-        (["--block-size", "auto", "--max-model-len", "100K"], "block_size", 128),  # of 128 seats
+        (["--block-size", "auto", "--max-model-len", "100K"], "block_size", 128),  # for 128 sequences
         (["--block-size", "auto", "--max-model-len", "100K", "--max-num-seqs", "8"], "block_size", 16),
-        (["--block-size", "auto", "--max-model-len", "2M"], "block_size", 256),  # no larger ones
+        (["--block-size", "auto", "--max-model-len", "2M"], "block_size", 256),  # the largest size
         (["--watermark", "0.01"], "watermark", 0.01),
         (["--scheduling-policy", "priority"], "scheduling_policy", "priority"),
         (["--scheduling-policy", "deadline", "--ttft-target", "2"], "scheduling_policy", "deadline"),
@@ -210,7 +210,7 @@ def test_flags_become_the_configuration(flags: list[str], field: str, value: obj
     assert getattr(config(*flags), field) == value
 
 
-def test_a_switch_that_asks_for_nothing_does_not_take_the_model_for_its_value() -> None:
+def test_switch_without_effect_does_not_consume_model() -> None:
     arguments = _parser().parse_args(["serve", "--enforce-eager", "/models/m", "--device", "cpu"])
     assert engine_config(arguments).model == "/models/m"
 
@@ -298,7 +298,7 @@ def test_a_chat_template_is_a_file_or_the_template_itself(tmp_path: Path) -> Non
         (["--host", "192.0.2.1"], ["this machine has no such address", "leave --host out"]),
         (["--host", "localhost:8000"], ["has no port in it, such as 127.0.0.1"]),
         (["--profiler-dir", "/proc/nope"], ["cannot write to --profiler-dir /proc/nope"]),
-        (["--port", "8000", "--admin-port", "8000"], ["--port and --admin-port are both 8000; choose another"]),
+        (["--port", "8000", "--admin-port", "8000"], ["--admin-port: equals --port (8000); set another port"]),
         (
             ["--speculative-config", '{"model":"/nope","num_speculative_tokens":3}'],
             ["--speculative-config: there is no model at /nope"],
@@ -306,42 +306,42 @@ def test_a_chat_template_is_a_file_or_the_template_itself(tmp_path: Path) -> Non
         (["--otlp-traces-endpoint", "notaurl"], ["--otlp-traces-endpoint notaurl is no URL", "http://collector:4318"]),
     ],
 )
-def test_what_cannot_be_listened_on_or_written_is_known_before_anything_starts(
+def test_addresses_and_paths_are_checked_before_start(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], words: list[str]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    line = refused(capsys, "serve", str(tmp_path), "--device", "cpu", *flags)
+    line = error_line(capsys, "serve", str(tmp_path), "--device", "cpu", *flags)
     assert [word for word in words if word not in line] == []
 
 
-def test_an_empty_folder_is_no_model_whatever_else_it_lacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    line = refused(capsys, "serve", str(tmp_path), "--device", "cpu")
+def test_empty_folder_is_reported_as_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = error_line(capsys, "serve", str(tmp_path), "--device", "cpu")
     assert f"there is no model in {tmp_path}" in line
     assert "tokenizer" not in line
 
 
-def test_a_name_on_the_hub_is_told_how_to_come_here_without_a_network(
+def test_hub_name_error_shows_download_command_without_network(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    line = refused(capsys, "serve", "HuggingFaceTB/SmolLM2-135M-Instruct", "--device", "cpu", "--port", "0")
+    line = error_line(capsys, "serve", "HuggingFaceTB/SmolLM2-135M-Instruct", "--device", "cpu", "--port", "0")
     assert "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir FOLDER" in line
 
 
-def test_a_typo_is_told_by_the_command_that_lists_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "serve", "m", "--max-num-seq", "1").endswith(
+def test_unknown_flag_is_reported_by_its_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_line(capsys, "serve", "m", "--max-num-seq", "1").endswith(
         "did you mean --max-num-seqs?; see trimtab-engine serve --help\n"
     )
-    assert "see trimtab-engine bench serve --help" in refused(capsys, "bench", "serve", "--request-rat", "1")
+    assert "see trimtab-engine bench serve --help" in error_line(capsys, "bench", "serve", "--request-rat", "1")
 
 
-def test_a_command_that_is_misspelt_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "did you mean serve?" in refused(capsys, "sevre")
-    assert "validate is a command of trimtab" in refused(capsys, "validate", "-f", "x.yaml")
-    assert "did you mean latency?" in refused(capsys, "bench", "latenc")
+def test_misspelt_command_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean serve?" in error_line(capsys, "sevre")
+    assert "validate is a command of trimtab" in error_line(capsys, "validate", "-f", "x.yaml")
+    assert "did you mean latency?" in error_line(capsys, "bench", "latenc")
 
 
-def test_a_bench_without_a_model_says_how_to_name_it(capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(capsys, "bench", "latency", "--device", "cpu")
+def test_bench_without_model_explains_model_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    line = error_line(capsys, "bench", "latency", "--device", "cpu")
     assert "with --model" in line
     assert "engine serve MODEL" not in line

@@ -1,4 +1,4 @@
-"""`trimtab-engine completion`: what a shell completes is what the command line knows."""
+"""`trimtab-engine completion`: completions match the command line."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ from trimtab_engine.cli import main
 
 
 def completed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """What bash offers behind these words; the last one is begun."""
+    """Return bash's completions of these words; the last word is incomplete."""
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     line = " ".join(f"'{word}'" for word in ("trimtab-engine", *words))
@@ -21,23 +21,23 @@ def completed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "offered"),
+    ("words", "completions"),
     [
         (["s"], ["serve"]),
         (["bench", "la"], ["latency"]),
         (["serve", "MODEL", "--max-num-seqs"], ["--max-num-seqs", "--max-num-seqs-cap"]),
         (["serve", "--device", "cpu", "--admin-p"], ["--admin-port"]),
         (["bench", "serve", "--request-r"], ["--request-rate"]),
-        (["serve", "--fully-sharded"], []),  # known, and not supported: never offered
+        (["serve", "--fully-sharded"], []),  # known but not supported: never suggested
     ],
 )
-def test_a_word_that_is_begun_is_completed(
-    capsys: pytest.CaptureFixture[str], words: list[str], offered: list[str]
+def test_bash_completes_partial_word(
+    capsys: pytest.CaptureFixture[str], words: list[str], completions: list[str]
 ) -> None:
-    assert completed(capsys, *words) == offered
+    assert completed(capsys, *words) == completions
 
 
-def test_the_words_of_one_command_are_listed_for_others_to_complete(capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_lists_completions_of_one_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "words", "bench"]) == 0
     assert {"latency", "throughput", "serve", "--help"} == set(capsys.readouterr().out.split())
     assert main(["completion", "words", "nope"]) == 2

@@ -1,4 +1,4 @@
-"""`trimtab-engine inspect`: the facts on stdout, and in a file no larger than a termination message."""
+"""`trimtab-engine inspect`: facts on stdout, and in a file no larger than a termination message."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from trimtab_engine.cli.facts_table import facts_table
 from trimtab_engine.cli.inspect_command import MAX_OUTPUT_FILE_BYTES
 
 
-def a_model(folder: Path, **config: object) -> str:
+def make_model(folder: Path, **config: object) -> str:
     facts = {"architectures": ["OtherForCausalLM"], "num_hidden_layers": 3, "num_attention_heads": 9, **config}
     (folder / "config.json").write_text(json.dumps(facts))
     save_file({}, folder / "model.safetensors")
@@ -19,37 +19,37 @@ def a_model(folder: Path, **config: object) -> str:
 
 def test_the_file_holds_what_is_printed_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "termination-log"
-    assert main(["inspect", a_model(tmp_path), "-o", "json", "--output-file", str(target)]) == 0
+    assert main(["inspect", make_model(tmp_path), "-o", "json", "--output-file", str(target)]) == 0
     text = target.read_text()
     assert json.loads(text) == json.loads(capsys.readouterr().out)
     assert "\n" not in text
     assert json.loads(text)["num_attention_heads"] == 9
 
 
-def test_a_model_that_cannot_be_read_leaves_its_reason_in_the_file(tmp_path: Path) -> None:
+def test_unreadable_model_writes_reason_to_file(tmp_path: Path) -> None:
     target = tmp_path / "termination-log"
     assert main(["inspect", str(tmp_path / "missing"), "--output-file", str(target)]) == 2
     assert "there is no model at" in target.read_text()
 
 
-def test_facts_that_the_file_cannot_hold_are_refused_whole(tmp_path: Path) -> None:
+def test_facts_too_long_for_file_are_rejected(tmp_path: Path) -> None:
     target = tmp_path / "termination-log"
-    model = a_model(tmp_path, architectures=["x" * MAX_OUTPUT_FILE_BYTES])
+    model = make_model(tmp_path, architectures=["x" * MAX_OUTPUT_FILE_BYTES])
     assert main(["inspect", model, "--output-file", str(target)]) == 2
     assert len(target.read_bytes()) <= MAX_OUTPUT_FILE_BYTES
-    assert "too long" in target.read_text()
+    assert "shorten long names" in target.read_text()
     assert main(["inspect", model]) == 0
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", a_model(tmp_path), "--output-file", str(tmp_path / "no" / "folder")]) == 2
-    assert "no/folder cannot be written" in capsys.readouterr().err
+def test_unwritable_output_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", make_model(tmp_path), "--output-file", str(tmp_path / "no" / "folder")]) == 2
+    assert "no/folder: cannot write the file" in capsys.readouterr().err
 
 
-def test_people_read_a_line_per_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", a_model(tmp_path)]) == 0
+def test_table_has_one_line_per_fact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", make_model(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "architecture     OtherForCausalLM, which this engine does not run"
+    assert lines[1] == "architecture     OtherForCausalLM, not supported by this engine"
     assert not [line for line in lines if "None" in line or "{" in line]
 
 
@@ -79,7 +79,7 @@ FACTS = {
 }
 
 
-def test_sizes_are_in_units_and_a_tokens_share_of_the_cache_is_told() -> None:
+def test_table_shows_units_and_kv_bytes_per_token() -> None:
     assert facts_table(FACTS, dtype_bytes=2, disk_bytes=61_066_575_848).splitlines() == [
         "model            m",
         "architecture     Qwen3MoeForCausalLM",
@@ -95,14 +95,14 @@ def test_sizes_are_in_units_and_a_tokens_share_of_the_cache_is_told() -> None:
     ]
 
 
-def test_it_says_where_transformers_code_computes() -> None:
+def test_table_marks_models_executed_by_transformers() -> None:
     table = facts_table({**FACTS, "computed_by": "transformers"}, dtype_bytes=2, disk_bytes=1)
-    assert "Qwen3MoeForCausalLM, computed by transformers' own code" in table
+    assert "Qwen3MoeForCausalLM, executed by transformers' code" in table
 
 
-def test_what_is_not_known_of_a_foreign_architecture_has_no_line() -> None:
+def test_unknown_facts_of_unsupported_architecture_are_omitted() -> None:
     unknown = dict.fromkeys(("kv_groups", "max_model_len", "num_layers", "intermediate_size", "latent_kv_size"))
     table = facts_table({**FACTS, **unknown, "supported": False, "vocab_size": "many"}, dtype_bytes=2, disk_bytes=1)
-    assert "Qwen3MoeForCausalLM, which this engine does not run" in table
+    assert "Qwen3MoeForCausalLM, not supported by this engine" in table
     assert "vocabulary       many" in table
     assert "None" not in table

@@ -1,4 +1,4 @@
-"""The flags of adapters, and what contradicts."""
+"""Flags of adapters, and their conflicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def config_of(*flags: str) -> AdapterConfig | None:
     return adapter_config(parser.parse_args(["/model", *flags]))
 
 
-def a_module(name: str, path: str = "/a", **fields: Any) -> AdapterModule:
+def make_module(name: str, path: str = "/a", **fields: Any) -> AdapterModule:
     return AdapterModule(name=name, path=path, **fields)
 
 
@@ -35,15 +35,15 @@ def a_module(name: str, path: str = "/a", **fields: Any) -> AdapterModule:
         (("--enable-lora", "--max-loras", "3", "--max-lora-rank", "64"), AdapterConfig(max_loras=3, max_lora_rank=64)),
         (
             ("--enable-lora", "--lora-modules", "a=/a", "b=/b=c"),
-            AdapterConfig(modules=(a_module("a"), a_module("b", "/b=c"))),
+            AdapterConfig(modules=(make_module("a"), make_module("b", "/b=c"))),
         ),
         (
             ("--enable-lora", "--lora-modules", '{"name": "a", "path": "/a", "base_model_name": "m"}'),
-            AdapterConfig(modules=(a_module("a", base_model_name="m"),)),
+            AdapterConfig(modules=(make_module("a", base_model_name="m"),)),
         ),
         (
             ("--enable-lora", "--lora-modules", '[{"name": "a", "path": "/a"}, {"name": "b", "path": "/b"}]'),
-            AdapterConfig(modules=(a_module("a"), a_module("b", "/b"))),
+            AdapterConfig(modules=(make_module("a"), make_module("b", "/b"))),
         ),
         (
             ("--enable-lora", "--max-cpu-loras", "4", "--allow-runtime-lora-updating"),
@@ -58,14 +58,14 @@ def test_flags_are_vllm_s(flags: tuple[str, ...], config: AdapterConfig | None) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--lora-modules", "a=/a"), "--lora-modules is about adapters, and none are served; add --enable-lora"),
-        (("--max-loras", "2"), "--max-loras is about adapters"),
-        (("--allow-runtime-lora-updating",), "--allow-runtime-lora-updating is about adapters"),
-        (("--enable-lora", "--lora-modules", "a"), "'a' names no adapter; write NAME=PATH"),
-        (("--enable-lora", "--lora-modules", "a="), "'a=' names no adapter"),
+        (("--lora-modules", "a=/a"), "--lora-modules requires --enable-lora; add --enable-lora"),
+        (("--max-loras", "2"), "--max-loras requires --enable-lora"),
+        (("--allow-runtime-lora-updating",), "--allow-runtime-lora-updating requires --enable-lora"),
+        (("--enable-lora", "--lora-modules", "a"), "'a' is not an adapter; use NAME=PATH"),
+        (("--enable-lora", "--lora-modules", "a="), "'a=' is not an adapter"),
         (("--enable-lora", "--lora-modules", "=/a"), "'' cannot be an adapter's name"),
         (("--enable-lora", "--lora-modules", "{"), "--lora-modules is not JSON"),
-        (("--enable-lora", "--lora-modules", "[1]"), "must name each adapter by a JSON object"),
+        (("--enable-lora", "--lora-modules", "[1]"), "each adapter must be a JSON object"),
         (("--enable-lora", "--lora-modules", '{"name": "a"}'), "missing required field `path`"),
         (
             ("--enable-lora", "--lora-modules", '{"name": "a", "path": "/a", "x": 1}'),
@@ -86,14 +86,14 @@ def test_flags_are_vllm_s(flags: tuple[str, ...], config: AdapterConfig | None) 
         ),
     ],
 )
-def test_what_contradicts_is_said_with_the_flag(flags: tuple[str, ...], message: str) -> None:
+def test_conflicting_adapter_flags_are_named_in_error(flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         config_of(*flags)
     assert message in str(error.value)
 
 
-def test_as_many_are_kept_as_are_named_and_at_least_as_many_as_a_step_has() -> None:
-    modules = (a_module("a"), a_module("b"), a_module("c"))
+def test_max_cpu_loras_default_covers_modules_and_max_loras() -> None:
+    modules = (make_module("a"), make_module("b"), make_module("c"))
     assert AdapterConfig(modules=modules).capacity == 3
     assert AdapterConfig(modules=modules, max_loras=5).capacity == 5
     assert AdapterConfig(max_cpu_loras=7).capacity == 7
@@ -108,7 +108,7 @@ def test_as_many_are_kept_as_are_named_and_at_least_as_many_as_a_step_has() -> N
         ),
     ],
 )
-def test_where_adapters_are_not_served_they_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_adapters_are_rejected_by_unsupported_configs(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(NotSupportedError, match=message):
         EngineConfig(**{"model": "/model", "adapters": AdapterConfig(), **changes})
 
@@ -116,12 +116,12 @@ def test_where_adapters_are_not_served_they_are_refused_by_name(changes: dict[st
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        ("stub={}", "--lora-modules: stub is the model's own name; give the adapter another one"),
-        ('{{"name": "a", "path": "{}", "base_model_name": "b"}}', "base_model_name of a is b, and the model is served"),
+        ("stub={}", "--lora-modules: stub is the name of the base model; rename the adapter"),
+        ('{{"name": "a", "path": "{}", "base_model_name": "b"}}', "base_model_name b of a does not match the"),
         ("a=/nowhere", "adapter /nowhere: is no folder here"),
     ],
 )  # fmt: skip
-def test_serve_refuses_adapters_before_anything_starts(
+def test_serve_rejects_adapters_before_start(
     tiny_model: Path, tmp_path: Path, module: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = an_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (64, 64)})
@@ -131,7 +131,7 @@ def test_serve_refuses_adapters_before_anything_starts(
 
 
 @pytest.mark.parametrize("flag", ["--fully-sharded-loras", "--enable-lora-bias", "--default-mm-loras"])
-def test_what_else_vllm_has_is_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_vllm_lora_flag_is_rejected(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         config_of("--enable-lora", flag)
     assert f"{flag} is not supported yet" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""serve --config FILE.yaml: keys are flags, the command line wins, and what is wrong is one line."""
+"""`serve --config FILE.yaml`: keys are flags, the command line takes precedence, errors are one line."""
 
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,14 @@ def test_keys_are_flags_with_dashes_or_underscores(tmp_path: Path) -> None:
     assert served_names(arguments(tmp_path, EVERYTHING)) == ("first", "second")
 
 
-def test_adapters_are_texts_or_objects_of_a_list(tmp_path: Path) -> None:
+def test_adapters_may_be_strings_or_objects(tmp_path: Path) -> None:
     text = "model: /m\nenable-lora: true\nlora-modules: [a=/a, {name: b, path: /b}]\nmax-loras: 2"
     read = config(tmp_path, text).adapters
     assert read is not None
     assert [(module.name, module.path) for module in read.modules] == [("a", "/a"), ("b", "/b")]
 
 
-def test_the_command_line_wins(tmp_path: Path) -> None:
+def test_command_line_takes_precedence(tmp_path: Path) -> None:
     flags = ["/models/m", "--max-num-seqs=9", "--enable-prefix-caching", "--served-model-name", "mine"]
     read = config(tmp_path, EVERYTHING, *flags)
     assert (read.model, read.max_num_seqs, read.enable_prefix_caching) == ("/models/m", 9, True)
@@ -68,14 +68,14 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max-num-seq: 3", "max-num-seq is no flag of serve; did you mean max-num-seqs?"),
+        ("max-num-seq: 3", "unknown flag max-num-seq; did you mean max-num-seqs?"),
         ("max-num-seqs:", "max-num-seqs has no value"),
-        ("- a\n- b", "must hold keys and values"),
-        ("a: [", "is not YAML"),
-        ("a: !!python/object/apply:os.system ['true']", "is not YAML"),
+        ("- a\n- b", "use keys and values"),
+        ("a: [", "invalid YAML"),
+        ("a: !!python/object/apply:os.system ['true']", "invalid YAML"),
     ],
 )
-def test_a_wrong_file_is_refused_with_its_path(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_file_is_rejected_with_its_path(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         config(tmp_path, text, "/models/m")
     assert str(tmp_path / "engine.yaml") in str(error.value)
@@ -83,7 +83,7 @@ def test_a_wrong_file_is_refused_with_its_path(tmp_path: Path, text: str, messag
     assert "\n" not in str(error.value)
 
 
-def test_a_wrong_value_is_refused_as_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_invalid_value_is_rejected_like_on_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "engine.yaml").write_text("max-num-seqs: many")
     with pytest.raises(SystemExit) as end:
         main(["serve", str(tmp_path), "--config", str(tmp_path / "engine.yaml")])
@@ -91,8 +91,8 @@ def test_a_wrong_value_is_refused_as_on_the_command_line(capsys: pytest.CaptureF
     assert "--max-num-seqs: 'many' is not an integer" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_file_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "/models/m", "--config=/no/such/file.yaml"]) == 2
     error = capsys.readouterr().err
-    assert "--config /no/such/file.yaml: cannot be read: No such file or directory" in error
+    assert "--config /no/such/file.yaml: cannot read the file: No such file or directory" in error
     assert error.count("\n") == 1

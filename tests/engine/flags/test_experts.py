@@ -1,4 +1,4 @@
-"""--enable-eplb and --eplb-config: JSON, single fields, and what is refused."""
+"""--enable-eplb and --eplb-config: JSON, single fields, and rejected combinations."""
 
 import argparse
 from typing import Any
@@ -15,7 +15,7 @@ def read(*flags: str) -> Any:
     return eplb_fields(parser.parse_args(list(flags)))["eplb"]
 
 
-def test_nothing_is_balanced_unless_asked() -> None:
+def test_eplb_is_off_by_default() -> None:
     assert read() is None
     assert read("--enable-eplb") == EplbConfig()
 
@@ -34,9 +34,12 @@ def test_json_and_single_fields_go_together() -> None:
         (("--eplb-config", '{"step_interval": 50}'), "add --enable-eplb"),
         (("--enable-eplb", "--eplb-config", "fast"), "is not JSON"),
         (("--enable-eplb", "--eplb-config", "[]"), "must be a JSON object"),
-        (("--enable-eplb", "--eplb-config", '{"step_interval": 1}', "--eplb-config.step_interval", "2"), "give one"),
+        (
+            ("--enable-eplb", "--eplb-config", '{"step_interval": 1}', "--eplb-config.step_interval", "2"),
+            "set only one",
+        ),
     ],
 )
-def test_what_does_not_go_together_is_refused(flags: tuple[str, ...], message: str) -> None:
+def test_conflicting_eplb_flags_are_rejected(flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(*flags)

@@ -31,7 +31,7 @@ def on_cuda(*flags: str) -> EngineConfig:
         ["--compilation-config.cudagraph-capture-sizes", "1", "2", "4"],
     ],
 )
-def test_sizes_may_be_written_in_any_way(flags: list[str]) -> None:
+def test_sizes_accept_every_notation(flags: list[str]) -> None:
     assert config(*flags).compilation == SIZES
 
 
@@ -43,11 +43,11 @@ def test_single_fields_are_understood(flags: list[str]) -> None:
 
 
 @pytest.mark.parametrize("flags", [["-O1"], ["-O", "1"], ["--optimization-level", "1"], ["--optimization-level=1"]])
-def test_the_level_may_be_written_in_any_way(flags: list[str]) -> None:
+def test_level_accepts_every_notation(flags: list[str]) -> None:
     assert graph_plan(on_cuda(*flags)).mode is CUDAGraphMode.PIECEWISE
 
 
-def test_the_default_on_cuda_is_whole_decode_graphs_and_piecewise_ones() -> None:
+def test_cuda_default_is_full_decode_and_piecewise_graphs() -> None:
     plan = graph_plan(on_cuda("--max-num-seqs", "4"))
     assert plan.mode is CUDAGraphMode.FULL_AND_PIECEWISE
     assert plan.piecewise == (1, 2, 4, 8)
@@ -55,15 +55,15 @@ def test_the_default_on_cuda_is_whole_decode_graphs_and_piecewise_ones() -> None
 
 
 @pytest.mark.parametrize("flags", [["-O3"], ["-cc.cudagraph_mode=piecewise"], ["--cudagraph-capture-sizes", "1"]])
-def test_the_cpu_has_no_graphs_whatever_is_asked(flags: list[str]) -> None:
+def test_cpu_has_no_graphs_for_any_flag(flags: list[str]) -> None:
     assert graph_plan(config(*flags)) == NO_GRAPHS
 
 
-def test_eager_has_none_on_cuda_either() -> None:
+def test_enforce_eager_disables_graphs_on_cuda() -> None:
     assert graph_plan(on_cuda("--enforce-eager")) == NO_GRAPHS
 
 
-def test_graphs_follow_the_caps_not_the_start() -> None:
+def test_graph_sizes_follow_caps_not_start_values() -> None:
     plan = graph_plan(on_cuda("--max-num-seqs", "2", "--max-num-seqs-cap", "8"))
     assert plan.full == ((1, (1, 2, 4, 8)),)
 
@@ -71,12 +71,15 @@ def test_graphs_follow_the_caps_not_the_start() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--cudagraph-capture-sizes=1,2", "-cc.cudagraph_capture_sizes=1"], r"--cudagraph-capture-sizes is \[1, 2\]"),
+        (
+            ["--cudagraph-capture-sizes=1,2", "-cc.cudagraph_capture_sizes=1"],
+            r"--cudagraph-capture-sizes \[1, 2\] conflicts",
+        ),
         (["--compilation-config", "{"], "is not JSON"),
         (["-cc.mode=2"], "torch.compile"),
         (["--max-cudagraph-capture-size", "70000"], "it must be 0 to 65536"),
     ],
 )
-def test_what_cannot_be_is_refused(flags: list[str], message: str) -> None:
+def test_invalid_graph_flags_are_rejected(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(*flags)

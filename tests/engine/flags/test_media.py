@@ -1,4 +1,4 @@
-"""Whence a server takes images and videos is said at its start, or it is nowhere."""
+"""Allowed sources of images and videos are set only by flags at startup."""
 
 import argparse
 from collections.abc import Callable
@@ -20,26 +20,26 @@ def arguments(*flags: str) -> argparse.Namespace:
     return parser.parse_args(["model", *flags])
 
 
-def test_by_default_nothing_is_read_but_what_is_sent() -> None:
+def test_default_allows_no_files_or_urls() -> None:
     assert media_sources(arguments()) == NOTHING_ELSE
 
 
-def test_a_folder_and_hosts_are_read_where_they_are_named(tmp_path: Path) -> None:
+def test_listed_folder_and_hosts_are_allowed(tmp_path: Path) -> None:
     hosts = ("--allowed-media-domains", "images.example.com", "10.0.0.5:9000")
     allowed = media_sources(arguments("--allowed-local-media-path", str(tmp_path), *hosts))
     assert allowed.local_path == str(tmp_path)
     assert allowed.hosts == (AllowedHost("images.example.com"), AllowedHost("10.0.0.5", 9000))
 
 
-def test_a_folder_or_host_that_is_none_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--allowed-local-media-path .* is no folder"):
+def test_invalid_folder_or_host_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--allowed-local-media-path .* is not a folder"):
         media_sources(arguments("--allowed-local-media-path", str(tmp_path / "none")))
     with pytest.raises(ConfigError, match=r"--allowed-media-domains: '\*' is no host"):
         media_sources(arguments("--allowed-media-domains", "*"))
 
 
 @pytest.mark.parametrize("size", ["-1", "x", "nan", "1e9"])
-def test_a_size_of_the_cache_that_is_none_is_told(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_media_cache_size_is_rejected(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(f"--mm-processor-cache-gb={size}")
     assert "is not a number of GiB" in capsys.readouterr().err
@@ -49,11 +49,11 @@ def test_a_size_of_the_cache_that_is_none_is_told(size: str, capsys: pytest.Capt
     ("architecture", "on_cuda"),
     [
         ("Qwen2_5_VLForConditionalGeneration", True),
-        ("LlavaForConditionalGeneration", False),  # transformers' tower: its text half alone
+        ("LlavaForConditionalGeneration", False),  # the vision encoder would run in transformers: language model only
         ("LlamaForCausalLM", False),
     ],
 )
-def test_what_is_computed_where_nobody_says_is_what_the_device_computes(
+def test_media_default_depends_on_device_support(
     architecture: str, on_cuda: bool, model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = str(model_of(architectures=[architecture]))

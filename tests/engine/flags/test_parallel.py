@@ -1,4 +1,4 @@
-"""What the flags of a layout become, in Trimtab's words and in vLLM's."""
+"""Layout flags, in Trimtab's and in vLLM's names."""
 
 import argparse
 from typing import Any
@@ -25,12 +25,12 @@ def fields(command: str) -> dict[str, Any]:
         ("-dp 6 -dpl 2 --data-parallel-start-rank 4 --headless --nnodes 3", 3, 2),
     ],
 )
-def test_vllms_words_for_nodes_mean_the_same(command: str, nnodes: int, node_rank: int) -> None:
+def test_vllm_node_flags_match_nnodes_and_node_rank(command: str, nnodes: int, node_rank: int) -> None:
     said = fields(command)
     assert (said["nnodes"], said["node_rank"]) == (nnodes, node_rank)
 
 
-def test_addresses_have_vllms_names_too() -> None:
+def test_vllm_address_flags_are_accepted() -> None:
     said = fields("-dp 2 --data-parallel-address 10.0.0.1 --data-parallel-rpc-port 29550")
     assert (said["master_addr"], said["master_port"]) == ("10.0.0.1", 29550)
 
@@ -45,7 +45,7 @@ def test_addresses_have_vllms_names_too() -> None:
         ("-dp 4 --nnodes 2 --node-rank 1 --data-parallel-hybrid-lb", 2, 2),
     ],
 )
-def test_with_a_balancer_of_others_a_server_has_only_its_own_ranks(command: str, first: int, local: int) -> None:
+def test_external_load_balancing_limits_ranks_of_server(command: str, first: int, local: int) -> None:
     config = EngineConfig(model="m", **fields(command))
     assert (config.data_parallel_first_rank, config.data_parallel_size) == (first, local)
     assert (config.data_parallel_world_size, config.nnodes, config.node_rank) == (4, 1, 0)
@@ -58,18 +58,18 @@ def test_with_a_balancer_of_others_a_server_has_only_its_own_ranks(command: str,
         ("-dp 4 -dpl 0", "an API server without an engine core, is not supported"),
         ("-dp 4 -dpl 2 --data-parallel-start-rank 1 --headless", "begins at a multiple of 2 below 4"),
         ("-dp 4 -dpl 2 --data-parallel-start-rank 2", "without --headless: only the first node serves"),
-        ("-dp 4 -dpl 2 --nnodes 4", "--nnodes is 4, but --data-parallel-size-local"),
-        ("-dp 4 --headless", "--headless is for the nodes beside the first"),
-        ("-dp 4 --data-parallel-external-lb", "needs --data-parallel-rank"),
+        ("-dp 4 -dpl 2 --nnodes 4", "--nnodes 4 conflicts with 2 from --data-parallel-size-local"),
+        ("-dp 4 --headless", "--headless: not allowed on the first node"),
+        ("-dp 4 --data-parallel-external-lb", "requires --data-parallel-rank"),
         ("-dp 4 --data-parallel-rank 4", "data-parallel ranks 4 to 4 of --data-parallel-size 4 are not there"),
-        ("-dp 4 -dpr 1 --nnodes 2", "one engine core behind its own API"),
-        ("-dp 4 --data-parallel-hybrid-lb --headless", "contradicts a balancer before every server"),
+        ("-dp 4 -dpr 1 --nnodes 2", "serves one engine core per API"),
+        ("-dp 4 --data-parallel-hybrid-lb --headless", "conflicts with --data-parallel-rank"),
         ("-dp 2 -dpr 1 --data-parallel-size-cap 2", "go neither with --nnodes nor with --data-parallel-size-cap"),
         ("-dp 2 --nnodes 4", "each node holds as many whole engines as the others"),
         ("-dp 2 --nnodes 2 --data-parallel-size-cap 4", "engine cores join and retire on one node only"),
         ("-dp 3 --data-parallel-size-cap 2", "--data-parallel-size is 3, above --data-parallel-size-cap 2"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(command: str, why: str) -> None:
+def test_conflicting_layout_flags_are_rejected(command: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         EngineConfig(model="m", **fields(command))

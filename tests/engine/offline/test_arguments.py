@@ -89,7 +89,7 @@ def test_the_guide_s_examples_of_images_are_understood(model_of: Callable[..., P
     assert read(seeing, speculative_config={"method": "ngram", "num_speculative_tokens": 2}).modalities
     assert not read(seeing, speculative_config={"method": "mtp", "num_speculative_tokens": 1}).modalities
     assert read(text).limit_mm_per_prompt == {}
-    with pytest.raises(ConfigError, match=r"^limit_mm_per_prompt .*: this model takes text alone; leave it out"):
+    with pytest.raises(ConfigError, match=r"^limit_mm_per_prompt .*: this model only accepts text; remove it"):
         read(text, limit_mm_per_prompt={"image": 2})
     with pytest.raises(ConfigError, match="limit_mm_per_prompt has 'images'; did you mean image"):
         read(seeing, limit_mm_per_prompt={"images": 2})

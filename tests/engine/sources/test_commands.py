@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.cli import main
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.flags.local_model import is_elsewhere, local_model
+from trimtab_engine.flags.local_model import is_remote_model, local_model
 from trimtab_engine.flags.serve import add_serve_flags
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.sources.progress import Progress
@@ -91,7 +91,7 @@ def test_what_is_no_model_of_the_hub_is_told_what_it_is(
 
 def test_a_folder_of_this_machine_is_nothing_to_fetch(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch", str(tiny_model)]) == 2
-    assert "is on this machine already: there is nothing to fetch" in capsys.readouterr().err
+    assert "is a local model; use trimtab-engine serve" in capsys.readouterr().err
 
 
 def test_fetch_prints_the_folder(llama: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,14 +102,14 @@ def test_fetch_prints_the_folder(llama: HubServer, capsys: pytest.CaptureFixture
 
 def test_serve_gets_a_path_and_the_models_own_name(llama: HubServer) -> None:
     arguments = serve_arguments()
-    assert is_elsewhere(arguments)
+    assert is_remote_model(arguments)
     told: list[Progress] = []
     local, fetched = local_model(arguments, told.append)
     assert fetched is not None
     assert local.model == str(fetched.path)
     assert local.served_model_name == ["llama"]
     assert told
-    assert not is_elsewhere(local)
+    assert not is_remote_model(local)
     assert fetched.downloaded is not None
     assert fetched.downloaded.num_bytes == told[-1].total_bytes > 0
     fetched.close()

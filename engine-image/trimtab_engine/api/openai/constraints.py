@@ -75,7 +75,7 @@ class ResponseFormat(_Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_is_not_built(cls, data: Any) -> Any:
+    def _reject_unsupported(cls, data: Any) -> Any:
         if isinstance(data, str):
             raise ValueError('it is a text; write {"type": "json_object"}, or json_schema with a schema')
         if isinstance(data, dict) and data.get("type") == "structural_tag":
@@ -108,7 +108,7 @@ class StructuredOutputs(_Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_is_not_built(cls, data: Any) -> Any:
+    def _reject_unsupported(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("structural_tag") is not None:
             raise ValueError("structural_tag is not supported yet; leave it out")
         return (

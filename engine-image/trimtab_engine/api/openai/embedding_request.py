@@ -24,7 +24,7 @@ MAX_INPUTS = 2048  # OpenAI's
 MAX_VALUES = {"float": 2 << 20, "base64": 8 << 20}
 """Values of all vectors in one answer, by their encoding: about 25 MB of numbers, 45 MB of base64."""
 # Field: values that ask for nothing and are therefore fine.
-NOT_BUILT: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "embed_dtype": (None, "float32"),
     "endianness": (None, "native", "little"),
@@ -56,8 +56,8 @@ class EmbeddingRequest(PromptFields, TemplateFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_is_not_built(cls, data: Any) -> Any:
-        return checked_fields(cls, data, NOT_BUILT)
+    def _reject_unsupported(cls, data: Any) -> Any:
+        return checked_fields(cls, data, UNSUPPORTED)
 
     @model_validator(mode="after")
     def _check_together(self) -> "EmbeddingRequest":

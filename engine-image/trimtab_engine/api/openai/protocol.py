@@ -1,6 +1,6 @@
 """What clients may send, checked and capped field by field. OpenAI's names, and vLLM's where OpenAI has none.
 
-Known features that are not supported yet are refused by name (NOT_BUILT); unknown fields are refused too, so that
+Known features that are not supported yet are refused by name (UNSUPPORTED); unknown fields are refused too, so that
 nothing
 is accepted and then ignored. Only fields that by OpenAI's definition have no effect on the answer may be passed over.
 """
@@ -41,7 +41,7 @@ LEAST_REPETITION_PENALTY = 0.01  # logits divided by less overflow
 LEAST_TEMPERATURE = 1e-5  # below it a choice is greedy, as in vLLM: logits divided by less overflow
 
 # Field: values that ask for nothing and are therefore fine.
-NOT_BUILT: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
     "chat_template": (None,),
@@ -173,8 +173,8 @@ class GenerationRequest(RestrictionFields, PromptFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_is_not_built(cls, data: Any) -> Any:
-        return checked_fields(cls, data, NOT_BUILT)
+    def _reject_unsupported(cls, data: Any) -> Any:
+        return checked_fields(cls, data, UNSUPPORTED)
 
     @model_validator(mode="after")
     def _check_together(self) -> "GenerationRequest":
@@ -358,7 +358,7 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_is_not_built(cls, data: Any) -> Any:
+    def _reject_unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         _check_number_of_fields(data)

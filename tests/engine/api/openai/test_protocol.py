@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
-from trimtab_engine.api.openai.not_built_routes import NOT_BUILT as NOT_BUILT_ROUTES
 from trimtab_engine.api.openai.protocol import (
-    NOT_BUILT,
+    UNSUPPORTED,
     WITHOUT_EFFECT,
     ChatRequest,
     CompletionRequest,
     TokenizeRequest,
 )
+from trimtab_engine.api.openai.unsupported_routes import UNSUPPORTED as UNSUPPORTED_ROUTES
 
 API = Path(__file__).parents[4] / "docs" / "reference" / "api.md"
 MANY = 200_000  # a report on each of them took 10 s and 800 MB
@@ -58,7 +58,7 @@ def test_a_temperature_by_which_logits_would_overflow_is_greedy(given: float | N
     assert request.sampling(max_tokens=1, logprobs=None, index=0).temperature == sampled
 
 
-@pytest.mark.parametrize("name", [*NOT_BUILT, *WITHOUT_EFFECT, *NOT_BUILT_ROUTES])
+@pytest.mark.parametrize("name", [*UNSUPPORTED, *WITHOUT_EFFECT, *UNSUPPORTED_ROUTES])
 def test_the_page_of_the_api_lists_what_is_refused_and_what_has_no_effect(name: str) -> None:
     assert f"`{name}`" in API.read_text()
 

@@ -1,13 +1,13 @@
-"""vLLM's flags that are known but not supported yet: refused by name, unless their value asks for nothing."""
+"""vLLM's flags that are known but not supported: rejected by name, unless their value has no effect."""
 
 import argparse
 from collections.abc import Sequence
 
 from trimtab_engine.errors import NotSupportedError
-from trimtab_engine.flags.parser import RefusedFlag
+from trimtab_engine.flags.parser import UnsupportedFlag
 
-# Flag: values that ask for nothing. None stands for the flag without a value.
-NOT_BUILT: dict[str, tuple[str | None, ...]] = {
+# Flag: values without effect. None is the flag without a value.
+UNSUPPORTED: dict[str, tuple[str | None, ...]] = {
     "--data-parallel-backend": ("mp",),
     "--enable-elastic-ep": (),
     "--cpu-offload-gb": ("0",),
@@ -27,7 +27,7 @@ NOT_BUILT: dict[str, tuple[str | None, ...]] = {
 }
 
 
-class _NotBuilt(RefusedFlag):
+class _NotBuilt(UnsupportedFlag):
     def __call__(
         self,
         parser: argparse.ArgumentParser,
@@ -36,19 +36,23 @@ class _NotBuilt(RefusedFlag):
         option_string: str | None = None,
     ) -> None:
         flag = option_string or ""
-        harmless = NOT_BUILT[flag]
+        harmless = UNSUPPORTED[flag]
         if (values or None) in harmless:
             return
         only = [value for value in harmless if value is not None]
         hint = f" other than {' or '.join(only)}" if only else ""
-        remedy = "the model's code never runs here" if flag == "--trust-remote-code" else "leave it out"
+        remedy = (
+            "remove it; code from model repositories is never executed"
+            if flag == "--trust-remote-code"
+            else "remove it"
+        )
         parser.error(str(NotSupportedError(f"{flag}{hint} is not supported yet; {remedy}")))
 
 
-def add_not_built(parser: argparse.ArgumentParser) -> None:
-    """Make the parser know them, without showing them in --help."""
-    for flag in NOT_BUILT:
-        if NOT_BUILT[flag] == (None,):  # a switch: what follows it is not its value but, perhaps, MODEL
+def add_unsupported_flags(parser: argparse.ArgumentParser) -> None:
+    """Register these flags with the parser, hidden from --help."""
+    for flag in UNSUPPORTED:
+        if UNSUPPORTED[flag] == (None,):  # a switch: the next argument is not its value but may be MODEL
             parser.add_argument(flag, action=_NotBuilt, nargs=0, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
             continue
         parser.add_argument(

@@ -9,7 +9,7 @@ from trimtab_engine.api.http.errors import ApiError
 GENERATION = "use /v1/chat/completions or /v1/completions"
 NO_SCORES = "models that rank or score are not served; /v1/embeddings gives vectors to compare"
 TEXT_ONLY = "this engine takes and gives text"
-NOT_BUILT = {
+UNSUPPORTED = {
     "/v1/responses": GENERATION,
     "/v1/moderations": TEXT_ONLY,
     "/v1/rerank": NO_SCORES,
@@ -34,7 +34,7 @@ NOT_BUILT = {
 def not_built_router() -> APIRouter:
     """404 for each of them, whatever the method."""
     router = APIRouter()
-    for path, instead in NOT_BUILT.items():
+    for path, instead in UNSUPPORTED.items():
         router.add_api_route(path, _refusal(path, instead), methods=["GET", "POST"], include_in_schema=False)
     return router
 
