@@ -9,6 +9,7 @@ Publishing, each step only without --dry-run and with its credentials:
 - REGISTRY: push images (docker buildx bake) and chart (helm push), after `docker login` and `helm registry login`.
 - TWINE_PASSWORD: upload wheel and sdist to PyPI.
 - COSIGN_KEY: sign SHA256SUMS; with REGISTRY also the images.
+- GH_TOKEN: create the GitHub release of the tag.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def build_packages(release: Release, python: Path) -> None:
 
 
 def package_chart(release: Release) -> None:
-    """Package the chart with helm, or as helm does: a gzipped tar whose files lie in a folder of the chart's name."""
+    """Package the chart with helm, or as helm does: a gzipped tar with one folder named like the chart."""
     if shutil.which("helm"):
         run("helm", "package", CHART, "--destination", release.output)
         tool = "helm"
@@ -171,30 +172,34 @@ def write_checksums(release: Release) -> None:
 
 def publish(release: Release) -> None:
     """Push and sign what there are credentials for."""
-    registry, key = os.environ.get("REGISTRY"), os.environ.get("COSIGN_KEY")
-    has_twine = "TWINE_PASSWORD" in os.environ
-    commands: list[tuple[str, str, list[tuple[str | Path, ...]]]] = [
-        ("sign SHA256SUMS", "" if key else "COSIGN_KEY is not set", [
-            ("cosign", "sign-blob", "--yes", "--key", key or "", "--output-signature",
-             release.output / "SHA256SUMS.sig", release.output / "SHA256SUMS"),
+    registry, key, version = os.environ.get("REGISTRY", ""), os.environ.get("COSIGN_KEY", ""), release.version
+    sums, signature = release.output / "SHA256SUMS", release.output / "SHA256SUMS.sig"
+    chart = release.output / f"trimtab-chart-{version}.tgz"
+    packages = [*release.output.glob("*.whl"), *release.output.glob("*.tar.gz")]
+    files = [*release.output.iterdir(), *([signature] if key else [])]
+    steps: list[tuple[str, list[str], list[tuple[str | Path, ...]]]] = [
+        ("sign SHA256SUMS", ["COSIGN_KEY"], [
+            ("cosign", "sign-blob", "--yes", "--key", key, "--output-signature", signature, sums),
         ]),
-        ("push images and chart", "" if registry else "REGISTRY is not set", [
+        ("push images and chart", ["REGISTRY"], [
             ("docker", "buildx", "bake", "--push", "all"),
-            ("helm", "push", release.output / f"trimtab-chart-{release.version}.tgz", f"oci://{registry}/charts"),
+            ("helm", "push", chart, f"oci://{registry}/charts"),
         ]),
-        ("sign images", "" if registry and key else "REGISTRY or COSIGN_KEY is not set", [
-            ("cosign", "sign", "--yes", "--key", key or "", image) for image in release.images
+        ("sign images", ["REGISTRY", "COSIGN_KEY"], [
+            ("cosign", "sign", "--yes", "--key", key, image) for image in release.images
         ]),
-        ("upload to PyPI", "" if has_twine else "TWINE_PASSWORD is not set", [
-            (TOOLS / "bin" / "twine", "upload", *release.output.glob("*.whl"), *release.output.glob("*.tar.gz")),
+        ("upload to PyPI", ["TWINE_PASSWORD"], [(TOOLS / "bin" / "twine", "upload", *packages)]),
+        ("create the GitHub release", ["GH_TOKEN"], [
+            ("gh", "release", "create", f"v{version}", "--notes-file", release.output / "RELEASE_NOTES.md", *files),
         ]),
     ]  # fmt: skip
-    for step, missing, steps in commands:
+    for step, needed, commands in steps:
+        missing = [name for name in needed if not os.environ.get(name)]
         if release.is_dry_run or missing:
-            release.skip(step, missing or "dry run")
+            release.skip(step, f"{' and '.join(missing)} not set" if missing else "dry run")
             continue
-        for command in steps:
-            run(*command, environment={"VERSION": release.version})
+        for command in commands:
+            run(*command, environment={"VERSION": version})
         release.report(step)
 
 
@@ -213,7 +218,6 @@ def write_manifest(release: Release) -> None:
 
 
 def make(release: Release) -> None:
-    """Make all artifacts, then publish."""
     run(sys.executable, "hack/version.py", "--check")
     shutil.rmtree(release.output, ignore_errors=True)
     release.output.mkdir(parents=True)
@@ -231,12 +235,11 @@ def make(release: Release) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Make every artifact of a release in dist/.")
     parser.add_argument("--dry-run", action="store_true", help="sign and push nothing")
-    arguments = parser.parse_args()
-    version = (REPOSITORY / "VERSION").read_text().strip()
+    is_dry_run = parser.parse_args().dry_run
     try:
-        make(Release(version, REPOSITORY / "dist", arguments.dry_run))
+        make(Release((REPOSITORY / "VERSION").read_text().strip(), REPOSITORY / "dist", is_dry_run))
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 1

@@ -8,6 +8,7 @@ import json
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,12 @@ hack_release = importlib.util.module_from_spec(SPEC)
 sys.modules["hack_release"] = hack_release  # dataclasses look their module up
 SPEC.loader.exec_module(hack_release)
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2027-01-01\n\n### Added\n- A.\n\n## [0.1.0]\n\n- B.\n"
+CREDENTIALS = ("REGISTRY", "COSIGN_KEY", "TWINE_PASSWORD", "GH_TOKEN")
 VERSION = (REPOSITORY / "VERSION").read_text().strip()
 
 
 @pytest.fixture
-def release(tmp_path: Path) -> hack_release.Release:
+def release(tmp_path: Path) -> Any:
     return hack_release.Release("0.2.0", tmp_path, is_dry_run=True)
 
 
@@ -51,9 +53,7 @@ def test_image_list_has_registry_and_version() -> None:
     ]
 
 
-def test_chart_without_helm_has_its_layout(
-    release: hack_release.Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chart_without_helm_has_its_layout(release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     hack_release.package_chart(release)
     with tarfile.open(tmp_path / "trimtab-chart-0.2.0.tgz") as archive:
@@ -63,32 +63,32 @@ def test_chart_without_helm_has_its_layout(
     assert "tar" in release.done[0]
 
 
-def test_checksums_cover_every_artifact(release: hack_release.Release, tmp_path: Path) -> None:
+def test_checksums_cover_every_artifact(release: Any, tmp_path: Path) -> None:
     (tmp_path / "a.whl").write_bytes(b"wheel")
     (tmp_path / "manifest.json").touch()
     hack_release.write_checksums(release)
     assert (tmp_path / "SHA256SUMS").read_text() == f"{hashlib.sha256(b'wheel').hexdigest()}  a.whl\n"
 
 
-def test_dry_run_publishes_nothing(release: hack_release.Release, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("REGISTRY", "COSIGN_KEY", "TWINE_PASSWORD"):
+def test_dry_run_publishes_nothing(release: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CREDENTIALS:
         monkeypatch.setenv(name, "given")
     monkeypatch.setattr(hack_release, "run", lambda *words, **_: pytest.fail(f"ran {words}"))
     hack_release.publish(release)
     assert release.done == []
-    assert len(release.skipped) == 4
+    assert len(release.skipped) == 5
 
 
-def test_missing_credentials_are_named(release: hack_release.Release, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("REGISTRY", "COSIGN_KEY", "TWINE_PASSWORD"):
+def test_missing_credentials_are_named(release: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CREDENTIALS:
         monkeypatch.delenv(name, raising=False)
     release.is_dry_run = False
     hack_release.publish(release)
-    assert "upload to PyPI: TWINE_PASSWORD is not set" in release.skipped
-    assert "push images and chart: REGISTRY is not set" in release.skipped
+    assert "upload to PyPI: TWINE_PASSWORD not set" in release.skipped
+    assert "sign images: REGISTRY and COSIGN_KEY not set" in release.skipped
 
 
-def test_manifest_lists_artifacts_and_steps(release: hack_release.Release, tmp_path: Path) -> None:
+def test_manifest_lists_artifacts_and_steps(release: Any, tmp_path: Path) -> None:
     (tmp_path / "a.whl").touch()
     release.report("built a.whl")
     hack_release.write_manifest(release)
