@@ -27,7 +27,7 @@ from harness.rejected_specs import REJECTED
 from offline import schema_server
 from rich.console import Console
 from rich.table import Table
-from trimtab_operator.planning.admission import refusals_of
+from trimtab_operator.planning.admission import validation_messages
 from trimtab_operator.resource.crd import DEFAULT_PATH
 from trimtab_operator.resource.spec import GROUP, MAX_NAME_LENGTH, PLURAL, VERSION
 
@@ -114,7 +114,7 @@ def judge(client: httpx.Client, story: str, changes: dict[str, Any], parts: tupl
         return Verdict(story, "the CRD", words, [part for part in parts if part not in words] or _unless(parts, words))
     if not parts:
         return Verdict(story, "nobody", "", [])
-    words = "; ".join(refusals_of(answer.json(), default_image=None))
+    words = "; ".join(validation_messages(answer.json(), default_image=None))
     return Verdict(story, "the webhook", words, [part for part in parts if part not in words])
 
 

@@ -1,5 +1,5 @@
-"""One command that brings a real Kubernetes cluster up, builds the images for it, and takes it down again.
+"""A command that creates a kind cluster, builds and loads the images for it, and deletes it again.
 
-Run it as `python3 e2e/cluster up`; it needs nothing but Python's standard library, so it works before the project's
-virtual environment exists.
+Run `python3 e2e/cluster up`. It needs only Python's standard library, so it works before the project's virtual
+environment exists.
 """

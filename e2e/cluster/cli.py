@@ -9,33 +9,33 @@ import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 
-from devtools import command_line, model
+from devtools import command_line, docker_cli, model
 from devtools.cache import locked, remove_tree
 from devtools.cache_root import cache_root
 from devtools.command_line import Parser, node_count
 from devtools.errors import ClusterError, UsageError
 from devtools.progress import log_line, stage
-from offline import docker_daemon, host_settings, killed_daemon
+from offline import cleanup
 
 from . import images, kind_cluster, target, tools
 from .bring_up import bring_up
 from .kind_cluster import Cluster
 
 DESCRIPTION = """\
-Bring a real Kubernetes cluster up on this machine, build the images for it, and take it down again.
+Create a kind cluster on this machine, build the images for it, and delete it again.
 
-With an image registry in reach it is an ordinary kind cluster. Without one, the node image is built from Debian's
-packages: about 12 minutes the first time on two cores, about a minute later, since everything built stays in the cache.
+If no image registry is reachable, the node image is built from Debian packages: about 12 minutes the first time on two
+cores, and about a minute later, since everything built is cached.
 """
 ENVIRONMENT = """\
 environment:
   CLUSTER=current   use the cluster that KUBECONFIG points at: nothing is created or deleted
   KUBECONFIG        with CLUSTER=current: the cluster to use (default: ~/.kube/config)
-  KIND_NODE_IMAGE   the node image for kind (default: kind's own, else one built here)
+  KIND_NODE_IMAGE   the node image (default: kind's own, else built from Debian packages)
   IMAGE_REGISTRY    with CLUSTER=current: where `load` pushes images, unless the cluster is kind's
-  BASE_IMAGE        the base of the engine's and operator's images (default: python slim, else one built here)
-  DOCKER_HOST       a Docker daemon to use (default: the one that answers, else one is started)
-  TRIMTAB_CACHE     where everything built is kept (default: ~/.cache/trimtab)
+  BASE_IMAGE        the base of engine and operator images (default: python slim, else built from Debian packages)
+  DOCKER_HOST       the Docker daemon (default: a running one, else one is started)
+  TRIMTAB_CACHE     the cache of everything built (default: ~/.cache/trimtab)
   TRIMTAB_PYTHON    an interpreter with the project's packages (default: .venv/bin/python)
 
 examples:
@@ -44,7 +44,7 @@ examples:
   python3 e2e/cluster load $(python3 e2e/cluster images)
   python3 e2e/cluster down
 
-exit codes: 0 it worked, 1 it failed, 2 it was asked for what cannot be
+exit codes: 0 success, 1 failure, 2 invalid usage
 """
 
 
@@ -66,33 +66,40 @@ def parser() -> Parser:
             )
         return command
 
-    up_command = add(
-        "up", up, "bring the cluster up, or reuse one of that shape that is healthy; prints its KUBECONFIG"
-    )
+    up_command = add("up", up, "create the cluster, or reuse a healthy one of the same shape; prints its KUBECONFIG")
     up_command.add_argument(
-        "--workers", type=node_count, default=0, metavar="N", help="worker nodes beside the control plane (default: 0)"
+        "--workers",
+        type=node_count,
+        default=0,
+        metavar="N",
+        help="worker nodes in addition to the control plane (default: 0)",
     )
-    down_command = add("down", down, "delete the cluster and stop what was started for it; the cache stays")
-    down_command.add_argument("--purge-cache", action="store_true", help="remove the cache too")
-    add("status", status, "say what runs; exit code 0 when the cluster is up and healthy")
+    down_command = add("down", down, "delete the cluster and stop the Docker daemon started for it; keeps the cache")
+    down_command.add_argument("--purge-cache", action="store_true", help="also remove the cache")
+    add("status", status, "print the state; exit code 0 if the cluster is up and healthy")
     add("kubeconfig", kubeconfig, "print the path of the cluster's KUBECONFIG")
     add("env", env, "print shell exports (DOCKER_HOST, KUBECONFIG, PATH) for eval")
     add("logs", logs, "collect the logs of nodes, kubelet, containerd and pods; prints the folder")
     load_command = add("load", load, "copy images into the cluster's nodes; prints the names that pods use")
     load_command.add_argument("images", nargs="+", metavar="IMAGE")
-    add("tools", show_tools, "make kind, kubectl and helm available; prints their folder", named=False)
-    add("model", show_model, "fetch and convert the model once; prints its folder", named=False)
+    add(
+        "tools",
+        show_tools,
+        "install kind, kubectl and helm into the cache if missing; prints their folder",
+        named=False,
+    )
+    add("model", show_model, "download and convert the model once; prints its folder", named=False)
     images_command = add("images", show_images, "build the images of engine, operator and model", named=False)
     images_command.add_argument(
         "-o",
         "--output",
         choices=("text", "json"),
         default="text",
-        help="text: one name a line (default); json: an object",
+        help="text: one name per line (default); json: an object",
     )
     known = ", ".join((*images.NAMES, *images.FOR_STORIES))
     images_command.add_argument(
-        "only", nargs="*", metavar="IMAGE", help=f"some of: {known} (default: all but what only stories need)"
+        "only", nargs="*", metavar="IMAGE", help=f"some of: {known} (default: all except those only scenarios need)"
     )
     return top
 
@@ -114,16 +121,12 @@ def down(arguments: argparse.Namespace) -> int:
             with stage(f"cluster {arguments.name}: deleting", 20):
                 kind_cluster.delete(cluster)
         else:
-            log_line(f"cluster {arguments.name}: there is none")
+            log_line(f"cluster {arguments.name}: does not exist")
     others = _other_clusters()
     if others:
-        log_line(f"docker: still needed by {', '.join(others)}, so it stays")
+        log_line(f"docker: not stopped, still used by {', '.join(others)}")
     else:
-        stopped = docker_daemon.stop()
-        if stopped:
-            log_line("docker: stopped")
-        cleared = killed_daemon.clear()
-        host_settings.put_back(docker_stopped=stopped or cleared)
+        cleanup.stop_docker_and_restore_host()
     if arguments.purge_cache:
         if others:
             raise ClusterError(f"the cache is in use by {', '.join(others)}; take them down first")
@@ -133,8 +136,8 @@ def down(arguments: argparse.Namespace) -> int:
 
 
 def _other_clusters() -> list[str]:
-    """The clusters of ours that still run."""
-    docker, kind = docker_daemon.find(), cache_root() / "bin" / "kind"
+    """Return the names of other running clusters created by this tool."""
+    docker, kind = docker_cli.find(), cache_root() / "bin" / "kind"
     if docker is None or not kind.exists():
         return []
     done = subprocess.run(
@@ -147,16 +150,17 @@ def status(arguments: argparse.Namespace) -> int:
     if target.uses_current():
         print(f"CLUSTER=current: Kubernetes {target.current_version(target.with_tools({}, need_kind=False))}")
         return 0
-    docker = docker_daemon.find()
-    own = docker_daemon.own_pid()
+    docker = docker_cli.find()
+    own = docker_cli.own_pid()
     print(f"cache     {cache_root()}")
-    print(f"docker    {'none' if docker is None else f'own daemon, pid {own}' if own else 'the one of this machine'}")
+    origin = f"started by this tool, pid {own}" if own else "already running on this machine"
+    print(f"docker    {'none' if docker is None else origin}")
     cluster = target.existing(arguments.name)
     if cluster is None:
         print(f"cluster   {arguments.name}: none")
         return 1
     healthy = kind_cluster.is_healthy(cluster)
-    version = kind_cluster.server_version(cluster) if healthy else "does not answer or has a node that is not Ready"
+    version = kind_cluster.server_version(cluster) if healthy else "not reachable, or a node is not Ready"
     print(f"cluster   {arguments.name}: {version}\nkubeconfig {cluster.kubeconfig}")
     return 0 if healthy else 1
 
@@ -183,7 +187,7 @@ def env(arguments: argparse.Namespace) -> int:
 def logs(arguments: argparse.Namespace) -> int:
     if target.uses_current():
         raise UsageError(
-            "CLUSTER=current: the nodes of a cluster that was not made here cannot be reached; use kubectl logs"
+            "CLUSTER=current: nodes of a cluster not created by this tool are not accessible; use kubectl logs"
         )
     print(kind_cluster.collect_logs(target.required(arguments.name)))
     return 0
@@ -213,8 +217,8 @@ def show_images(arguments: argparse.Namespace) -> int:
     known = (*images.NAMES, *images.FOR_STORIES)
     unknown = set(arguments.only) - set(known)
     if unknown:
-        raise UsageError(f"no image is named {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    built = images.ensure(docker_daemon.ensure(), arguments.only or list(images.NAMES))
+        raise UsageError(f"unknown image {', '.join(sorted(unknown))}; valid names are {', '.join(known)}")
+    built = images.ensure(docker_cli.ensure(), arguments.only or list(images.NAMES))
     print(json.dumps(built) if arguments.output == "json" else "\n".join(built.values()))
     return 0
 

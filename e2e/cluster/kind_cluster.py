@@ -1,4 +1,4 @@
-"""A kind cluster, from nothing to nodes that are Ready: configuration, creation, pod network, health, removal."""
+"""A kind cluster: configuration, creation until all nodes are Ready, health, loading of images, and deletion."""
 
 from __future__ import annotations
 
@@ -10,25 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from devtools import docker_cli
 from devtools.cache_root import cache_root
 from devtools.errors import ClusterError
 from devtools.process import output_of, run
 from devtools.progress import as_list, log_line, stage, wait_until
-from offline import docker_daemon, host_settings
+from offline import host_settings, pod_network
 
-from .shape import Found, found_in
+from .shape import Existing, parse_nodes
 
-# Not kind's own 10.244.0.0/16: the NAT rules of a CNI left on the host would catch traffic between nodes.
-POD_SUBNET = "10.245.0.0/16"
-POD_CIDR_SECONDS = 60.0
 READY_SECONDS = 180.0
-LOAD_SECONDS = 50.0  # of operator and model image, 1.8 GB
-CNI_FILE = "/etc/cni/net.d/10-pods.conflist"
+LOAD_SECONDS = 50.0  # operator and model images, 1.8 GB
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A kind cluster by name, and the environment that reaches its Docker and finds kind and kubectl."""
+    """A kind cluster by name, and the environment with its Docker daemon, kind and kubectl."""
 
     name: str
     environment: dict[str, str]
@@ -54,16 +51,16 @@ class Cluster:
         return output_of(command, environment=self.environment, stdin=stdin if stdin is not None else b"")
 
 
-TAKES_PODS = json.dumps({"kind": "InitConfiguration", "nodeRegistration": {"taints": []}})
+UNTAINTED_CONTROL_PLANE = json.dumps({"kind": "InitConfiguration", "nodeRegistration": {"taints": []}})
 
 
 def kind_configuration(workers: int, *, own_network: bool) -> str:
-    """kind's configuration, as JSON (which is YAML). The control plane takes pods, alone and beside workers.
+    """Return kind's configuration as JSON (which is valid YAML). The control plane is schedulable.
 
-    On a single node kind removes the control plane's taint itself, and fails where kubeadm was told to set none.
+    On a single node kind itself removes the control plane's taint, and fails if kubeadm has set none.
     """
-    networking = {"disableDefaultCNI": True, "podSubnet": POD_SUBNET} if own_network else {}
-    patches = {"kubeadmConfigPatches": [TAKES_PODS]} if workers else {}
+    networking = {"disableDefaultCNI": True, "podSubnet": pod_network.POD_SUBNET} if own_network else {}
+    patches = {"kubeadmConfigPatches": [UNTAINTED_CONTROL_PLANE]} if workers else {}
     control_plane = {"role": "control-plane", **patches}
     nodes = [control_plane, *({"role": "worker"} for _ in range(workers))]
     document: dict[str, Any] = {"kind": "Cluster", "apiVersion": "kind.x-k8s.io/v1alpha4", "nodes": nodes}
@@ -76,8 +73,8 @@ def exists(cluster: Cluster) -> bool:
     return cluster.name in output_of(cluster.kind("get", "clusters"), environment=cluster.environment).splitlines()
 
 
-def shape_of(cluster: Cluster) -> Found:
-    """Its nodes' roles and images, from Docker: that is there whether or not the cluster answers."""
+def shape_of(cluster: Cluster) -> Existing:
+    """Return the nodes' roles and images from Docker, which works even if the API server does not respond."""
     listing = output_of(
         [
             *("docker", "ps", "--all", "--filter", f"label=io.x-k8s.kind.cluster={cluster.name}"),
@@ -85,7 +82,7 @@ def shape_of(cluster: Cluster) -> Found:
         ],
         environment=cluster.environment,
     )
-    return found_in(listing)
+    return parse_nodes(listing)
 
 
 def nodes(cluster: Cluster) -> list[dict[str, Any]]:
@@ -97,7 +94,7 @@ def is_ready(node: dict[str, Any]) -> bool:
 
 
 def is_healthy(cluster: Cluster) -> bool:
-    """Whether it answers and every node is Ready."""
+    """Return True if the API server responds and every node is Ready."""
     try:
         found = nodes(cluster)
     except ClusterError:
@@ -110,9 +107,9 @@ def server_version(cluster: Cluster) -> str:
 
 
 def create(cluster: Cluster, image: str | None, workers: int, *, own_network: bool) -> None:
-    """Create it and wait until every node is Ready. `image` None leaves the choice to kind.
+    """Create the cluster and wait until every node is Ready. kind chooses the image if `image` is None.
 
-    `own_network`: the image brings no pod network (those built here), so bridges and routes are set up instead.
+    `own_network` is True for images without a CNI (built by hack/offline): bridges and routes are set up instead.
     """
     host_settings.remember()
     cluster.folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +132,7 @@ def create(cluster: Cluster, image: str | None, workers: int, *, own_network: bo
             run(command, log="kind", environment=cluster.environment)
         with stage(f"cluster {cluster.name}: nodes Ready", 30):
             if own_network:
-                connect_pods(cluster)
+                pod_network.connect(cluster)
             if not wait_until("nodes Ready", READY_SECONDS, lambda: is_healthy(cluster)):
                 not_ready = [node["metadata"]["name"] for node in nodes(cluster) if not is_ready(node)]
                 raise ClusterError(f"{as_list(not_ready)} not Ready after {READY_SECONDS:g} s")
@@ -144,9 +141,7 @@ def create(cluster: Cluster, image: str | None, workers: int, *, own_network: bo
         with contextlib.suppress(ClusterError):
             folder = collect_logs(cluster)
         delete(cluster)
-        raise ClusterError(
-            f"{error}\nThe nodes' logs were kept in {folder}; the half-made cluster was removed"
-        ) from error
+        raise ClusterError(f"{error}\nThe nodes' logs are in {folder}; the incomplete cluster was deleted") from error
 
 
 def delete(cluster: Cluster) -> None:
@@ -158,74 +153,25 @@ def delete(cluster: Cluster) -> None:
     cluster.kubeconfig.unlink(missing_ok=True)
 
 
-def pod_network(pod_cidr: str) -> str:
-    """The CNI configuration of one node: a bridge with the node's own range of addresses.
-
-    No masquerading by the bridge: pods keep their own source address across nodes (see connect_pods for the rest).
-    """
-    bridge = {
-        "type": "bridge",
-        "bridge": "cni0",
-        "isGateway": True,
-        "hairpinMode": True,
-        "ipMasq": False,
-        "ipam": {"type": "host-local", "ranges": [[{"subnet": pod_cidr}]], "routes": [{"dst": "0.0.0.0/0"}]},
-    }
-    plugins = [bridge, {"type": "portmap", "capabilities": {"portMappings": True}}]
-    return json.dumps({"cniVersion": "0.4.0", "name": "pods", "plugins": plugins}, indent=2)
-
-
-def connect_pods(cluster: Cluster) -> None:
-    """Give each node its bridge, a route to every other node's pods, and one rule that masquerades what leaves."""
-    if not wait_until("pod address ranges", POD_CIDR_SECONDS, lambda: _have_ranges(cluster)):
-        raise ClusterError(
-            f"not every node got a podCIDR within {POD_CIDR_SECONDS:g} s: the controller manager is not up"
-        )
-    found = [(n["metadata"]["name"], n["spec"]["podCIDR"], _internal_ip(n)) for n in nodes(cluster)]
-    for name, pod_cidr, _ in found:
-        routes = "".join(f"ip route replace {cidr} via {ip}\n" for other, cidr, ip in found if other != name)
-        rule = f"POSTROUTING -s {POD_SUBNET} ! -d {POD_SUBNET} -j MASQUERADE"
-        script = (
-            f"{routes}iptables -t nat -C {rule} 2>/dev/null || iptables -t nat -A {rule}\n"
-            # Renamed into place: the runtime watches the folder and must not see half a file.
-            f"cat >{CNI_FILE}.new && mv {CNI_FILE}.new {CNI_FILE}"
-        )
-        cluster.on_node(name, script, stdin=pod_network(pod_cidr).encode())
-    # This cluster has no image of coredns; without its pods nothing is left that cannot start.
-    with contextlib.suppress(ClusterError):
-        cluster.kubectl("-n", "kube-system", "scale", "deployment", "coredns", "--replicas=0")
-
-
-def _have_ranges(cluster: Cluster) -> bool:
-    try:
-        return all(node["spec"].get("podCIDR") for node in nodes(cluster))
-    except ClusterError:
-        return False
-
-
-def _internal_ip(node: dict[str, Any]) -> str:
-    return next(str(a["address"]) for a in node["status"]["addresses"] if a["type"] == "InternalIP")
-
-
 def load(cluster: Cluster, images: list[str]) -> None:
-    """Copy images from Docker into every node, those that lack them. One archive for all, so shared layers go once."""
+    """Copy missing images from Docker to all nodes, in one archive, so that shared layers are sent once."""
     names = [node["metadata"]["name"] for node in nodes(cluster)]
-    lacking = [image for image in images if any(not holds(cluster, node, image) for node in names)]
-    if not lacking:
-        log_line(f"cluster {cluster.name}: {as_list(images)} loaded already")
+    missing = [image for image in images if any(not holds(cluster, node, image) for node in names)]
+    if not missing:
+        log_line(f"cluster {cluster.name}: {as_list(images)} already loaded")
         return
-    with stage(f"cluster {cluster.name}: loading {as_list(lacking)}", LOAD_SECONDS):
+    with stage(f"cluster {cluster.name}: loading {as_list(missing)}", LOAD_SECONDS):
         run(
-            cluster.kind("load", "docker-image", "--name", cluster.name, *lacking),
+            cluster.kind("load", "docker-image", "--name", cluster.name, *missing),
             log="kind",
             environment=cluster.environment,
         )
 
 
 def holds(cluster: Cluster, node: str, image: str) -> bool:
-    """Whether the node has this very image: the same configuration digest as Docker's.
+    """Return True if the node has exactly this image (the same config digest as in Docker).
 
-    kind asks with crictl, which no Debian package holds, and without it copies everything every time.
+    kind checks this with crictl, which Debian does not package, and without it always copies everything.
     """
     reference = image if "/" in image else f"docker.io/library/{image}"
     script = (
@@ -237,11 +183,11 @@ def holds(cluster: Cluster, node: str, image: str) -> bool:
     except (ClusterError, ValueError):
         return False
     held = str(manifest.get("config", {}).get("digest"))
-    return held == docker_daemon.image_id(cluster.environment, image)
+    return held == docker_cli.image_id(cluster.environment, image)
 
 
 def collect_logs(cluster: Cluster) -> Path:
-    """Everything that helps to see why a node or a pod does not start, in a new folder."""
+    """Collect logs that explain why a node or pod does not start, and return their new folder."""
     folder = cluster.folder / "logs" / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     containers = output_of(
@@ -250,7 +196,7 @@ def collect_logs(cluster: Cluster) -> Path:
     ).split()
     if not containers:
         raise ClusterError(
-            f"there is no node of a cluster named {cluster.name}; `python3 e2e/cluster status` shows what is"
+            f"no nodes of a cluster named {cluster.name} exist; `python3 e2e/cluster status` shows the state"
         )
     for node in containers:
         for name, command in {

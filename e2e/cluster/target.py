@@ -1,4 +1,4 @@
-"""Which cluster the commands speak of: one of kind's that this tool made, or the one you have (CLUSTER=current)."""
+"""Selection of the cluster that commands use: this tool's kind cluster, or KUBECONFIG's (CLUSTER=current)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 import os
 from collections.abc import Mapping
 
+from devtools import docker_cli
 from devtools.cache_root import cache_root
 from devtools.errors import ClusterError, UsageError
 from devtools.process import output_of, run, succeeds
-from offline import docker_daemon
 
 from . import kind_cluster, tools
 from .kind_cluster import Cluster
@@ -18,7 +18,7 @@ DEFAULT_NAME = "trimtab"
 
 
 def uses_current(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether CLUSTER says to use the cluster that KUBECONFIG points at; any other value is refused."""
+    """Return True for CLUSTER=current. Raises UsageError for unknown values."""
     value = environment.get("CLUSTER", "")
     if value not in ("", "kind", "current"):
         raise UsageError(f"CLUSTER is {value!r}; set it to current (the cluster KUBECONFIG points at), or unset it")
@@ -26,7 +26,7 @@ def uses_current(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def with_tools(environment: Mapping[str, str], *, need_kind: bool = True) -> dict[str, str]:
-    """`environment` with a PATH that has kind, kubectl and helm first."""
+    """Return `environment` with kind, kubectl and helm first on PATH."""
     wanted = (tools.KIND,) if need_kind else ()
     folder = tools.ensure(*wanted, tools.KUBECTL, tools.HELM)
     parts = [part for part in os.environ.get("PATH", os.defpath).split(os.pathsep) if part != str(folder)]
@@ -34,8 +34,8 @@ def with_tools(environment: Mapping[str, str], *, need_kind: bool = True) -> dic
 
 
 def existing(name: str) -> Cluster | None:
-    """The cluster `name` when Docker runs and has it; starts nothing."""
-    docker = docker_daemon.find()
+    """Return the cluster `name`, or None if it does not exist or Docker is not running. Starts nothing."""
+    docker = docker_cli.find()
     if docker is None or not (cache_root() / "bin" / "kind").exists():
         return None
     cluster = Cluster(name, with_tools(docker))
@@ -52,21 +52,21 @@ def required(name: str) -> Cluster:
 
 
 def current_version(environment: Mapping[str, str]) -> str:
-    """The server version of the cluster that KUBECONFIG points at; raises when it does not answer."""
+    """Return the server version of KUBECONFIG's cluster. Raises ClusterError if it is not reachable."""
     command = ["kubectl", "--request-timeout=15s", "version", "-o", "json"]
     try:
         server = json.loads(output_of(command, environment=environment)).get("serverVersion")
     except ClusterError as error:
         raise ClusterError(
-            f"CLUSTER=current, but the cluster of KUBECONFIG={os.environ.get('KUBECONFIG', '~/.kube/config')} does not "
-            f"answer; check it with `kubectl version`: {error}"
+            f"CLUSTER=current, but the cluster of KUBECONFIG={os.environ.get('KUBECONFIG', '~/.kube/config')} is not "
+            f"reachable; check it with `kubectl version`: {error}"
         ) from error
     return str(server["gitVersion"])
 
 
 def load_into_current(images: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Bring images to the cluster of KUBECONFIG: kind load, or push to IMAGE_REGISTRY. Returns the names pods use."""
-    docker = docker_daemon.ensure()
+    """Load images into KUBECONFIG's kind cluster, or push them to IMAGE_REGISTRY. Returns the names that pods use."""
+    docker = docker_cli.ensure()
     everything = {**environment, **docker}
     kind_name = _kind_name(environment)
     if kind_name is not None:
@@ -80,7 +80,7 @@ def load_into_current(images: list[str], environment: Mapping[str, str]) -> list
     registry = os.environ.get("IMAGE_REGISTRY", "").rstrip("/")
     if not registry:
         raise UsageError(
-            "CLUSTER=current points at a cluster that is not kind's, so its nodes pull images from a registry; "
+            "CLUSTER=current selects a cluster that is not kind's, so its nodes pull images from a registry; "
             "set IMAGE_REGISTRY to one that they can pull from and that you are logged in to (docker login)"
         )
     pushed = [f"{registry}/{image}" for image in images]
@@ -91,7 +91,7 @@ def load_into_current(images: list[str], environment: Mapping[str, str]) -> list
 
 
 def _kind_name(environment: Mapping[str, str]) -> str | None:
-    """The kind cluster's name when the current context is one of kind's, else None."""
+    """Return the kind cluster's name if the current context is one of kind's, else None."""
     command = ["kubectl", "config", "current-context"]
     if not succeeds(command, environment=environment):
         return None

@@ -62,10 +62,10 @@ class Stage:
         if chapter is None:
             return
         seconds = stage_log.elapsed() - chapter.at_seconds
-        stage_log.note(stage_log.Ended(chapter.stage, chapter.at_seconds, seconds, chapter.expected_seconds))
+        stage_log.record(stage_log.FinishedStage(chapter.stage, chapter.at_seconds, seconds, chapter.expected_seconds))
         if chapter.expected_seconds and slow_stage.is_late(seconds, chapter.expected_seconds):
             cores, load = slow_stage.load_now()
-            why = slow_stage.why(slow_stage.Surroundings(cores, load, (), ""))
+            why = slow_stage.delay_reason(slow_stage.StageContext(cores, load, (), ""))
             self.dim(f"  That took {stage_log.duration(seconds)}, later than expected: {why}.")
 
     def line(self, text: str) -> None:

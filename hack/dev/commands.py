@@ -1,4 +1,4 @@
-"""The commands that only make calls: set-up with its first line, a program as a stage, the last line, leftovers."""
+"""The commands of `python3 hack/dev`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import announcement, machine_facts, set_up
 
 
 def set_up_parts(arguments: argparse.Namespace) -> int:
-    journey_ahead = announcement.Journey(
+    plan = announcement.CommandPlan(
         command=arguments.command_of_make or "set-up",
         parts=frozenset(arguments.parts),
         then=arguments.then or "then",
@@ -28,20 +28,20 @@ def set_up_parts(arguments: argparse.Namespace) -> int:
         current=target.uses_current(),
     )
     if arguments.command_of_make:
-        machine = machine_facts.look(arguments.name)
-        print(announcement.first_line(machine, journey_ahead), file=sys.stderr, flush=True)
+        machine = machine_facts.inspect(arguments.name)
+        print(announcement.first_line(machine, plan), file=sys.stderr, flush=True)
         if arguments.dry_run:
-            print("\n".join(announcement.details(machine, journey_ahead)))
+            print("\n".join(announcement.details(machine, plan)))
             print("nothing was done (DRY_RUN=1)", file=sys.stderr)
     if not arguments.dry_run:
-        set_up.ensure(journey_ahead.parts, lambda: bring_up(arguments.name, arguments.workers))
-        if not arguments.command_of_make and "model" in journey_ahead.parts:
+        set_up.ensure(plan.parts, lambda: bring_up(arguments.name, arguments.workers))
+        if not arguments.command_of_make and "model" in plan.parts:
             print(f"next: source .venv/bin/activate && trimtab serve {model.folder()}")
     return 0
 
 
 def run_stage(arguments: argparse.Namespace) -> int:
-    """The program's output is its own progress, so nothing is said while it runs."""
+    """Run a program as a stage, without status lines, since its output shows its progress."""
     code = 0
     with contextlib.suppress(_Failed), stage(arguments.title, arguments.about, quietly=True):
         code = subprocess.run(arguments.words, check=False).returncode
@@ -51,16 +51,16 @@ def run_stage(arguments: argparse.Namespace) -> int:
 
 
 class _Failed(Exception):
-    """A stage's program ended with an exit code; it has said why itself."""
+    """A stage's program failed; its own output has the reason."""
 
 
 def took(_: argparse.Namespace) -> int:
-    log_line(stage_log.took(stage_log.ended(), stage_log.elapsed()))
-    stage_log.forget_old()
+    log_line(stage_log.summary(stage_log.recorded(), stage_log.elapsed()))
+    stage_log.remove_old_records()
     return 0
 
 
 def show_leftovers(_: argparse.Namespace) -> int:
     found = leftovers.find()
-    print("\n".join(found) if found else "nothing of ours is left: no container, daemon, mount or process")
+    print("\n".join(found) if found else "no leftovers: no container, daemon, mount or process")
     return 1 if found else 0

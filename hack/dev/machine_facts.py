@@ -1,4 +1,4 @@
-"""What there is on this machine already, looked up without changing anything; announcement.py puts it into words."""
+"""The state of this machine, read without changing anything; announcement.py formats it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from cluster import bring_up, kind_cluster
 from cluster.kind_cluster import Cluster
-from cluster.shape import Found
-from devtools import model, python_environment
+from cluster.shape import Existing
+from devtools import docker_cli, model, python_environment
 from devtools.cache_root import cache_root
 from devtools.errors import ClusterError
 from devtools.process import output_of
-from offline import debian, docker_daemon, kubernetes_build, node_image
+from offline import debian, kubernetes_build, node_image
 
 from .announcement import Machine
 
@@ -23,9 +23,9 @@ DOCKER_PACKAGES = ("docker.io", "iptables")
 PACKAGES_IMAGES = ("trimtab-engine-packages", "trimtab-operator-packages", "trimtab-model")
 
 
-def look(name: str) -> Machine:
-    """The facts about this machine, and about the cluster `name`."""
-    docker = docker_daemon.find()
+def inspect(name: str) -> Machine:
+    """Return the state of this machine and of the cluster `name`."""
+    docker = docker_cli.find()
     held = _images(docker)
     has_node_image = node_image.image_name() in held
     has_images = all(any(image.startswith(f"{each}:") for image in held) for each in PACKAGES_IMAGES)
@@ -41,7 +41,7 @@ def look(name: str) -> Machine:
     return Machine(
         packages=_not_installed(needed) if docker is None else _not_installed(needed[len(DOCKER_PACKAGES) :]),
         packages_without_registry=_not_installed(built_here),
-        docker=None if docker is None else _whose(docker),
+        docker=None if docker is None else _describe_docker(docker),
         has_python_packages=python_environment.is_ready(),
         has_model=model.is_ready(),
         has_kubernetes=has_kubernetes,
@@ -54,20 +54,20 @@ def look(name: str) -> Machine:
 
 
 def _not_installed(packages: list[str]) -> list[str]:
-    """Those of Debian's packages that are not installed, each once; none where there is no apt to install them."""
+    """Return the Debian packages that are not installed, or none on machines without dpkg."""
     if shutil.which("dpkg-query") is None:
         return []
     return [package for package in dict.fromkeys(packages) if not debian.is_installed(package)]
 
 
-def _whose(docker: dict[str, str]) -> str:
-    if docker.get("DOCKER_HOST") == docker_daemon.own_host():
+def _describe_docker(docker: dict[str, str]) -> str:
+    if docker.get("DOCKER_HOST") == docker_cli.own_host():
         return "the daemon that an earlier command started"
     return f"the daemon at {docker['DOCKER_HOST']}" if "DOCKER_HOST" in docker else "the daemon of this machine"
 
 
 def _images(docker: dict[str, str] | None) -> set[str]:
-    """Names of the images there are: as the daemon says, or as the one that was stopped has left them in the cache."""
+    """Return the names of existing images, from the running daemon or from the data of a stopped one in the cache."""
     if docker is not None:
         command = ["docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}"]
         try:
@@ -75,7 +75,7 @@ def _images(docker: dict[str, str] | None) -> set[str]:
         except ClusterError:
             return set()
     names: set[str] = set()
-    for file in (docker_daemon.own_folder() / "data" / "image").glob("*/repositories.json"):
+    for file in (docker_cli.own_folder() / "data" / "image").glob("*/repositories.json"):
         try:
             repositories = json.loads(file.read_text()).get("Repositories", {})
         except (OSError, ValueError):
@@ -84,7 +84,7 @@ def _images(docker: dict[str, str] | None) -> set[str]:
     return names
 
 
-def _cluster(docker: dict[str, str] | None, name: str) -> Found | None:
+def _cluster(docker: dict[str, str] | None, name: str) -> Existing | None:
     if docker is None:
         return None
     try:
@@ -95,6 +95,6 @@ def _cluster(docker: dict[str, str] | None, name: str) -> Found | None:
 
 
 def _short(path: Path) -> str:
-    """With ~ for the home folder, as a person would write it."""
+    """Return the path with ~ for the home folder."""
     home = Path(os.environ.get("HOME", "/"))
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)

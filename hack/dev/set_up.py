@@ -1,4 +1,4 @@
-"""Everything that a command of make needs, made at once: Python's side, model and images beside the cluster."""
+"""Set-up of everything that a make command needs, in parallel: Python packages, model, images and cluster."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import os
 from collections.abc import Callable
 
 from cluster import images, kind_cluster, target
-from devtools import model, native_operators, python_environment
+from devtools import docker_cli, model, native_operators, python_environment
 from devtools.progress import in_parallel
-from offline import docker_daemon
 
 PARTS = ("python", "model", "cluster", "images", "prometheus")
-IMAGES = ("operator", "model")  # the model's is the engine with its model
+IMAGES = ("operator", "model")  # the model image contains the engine
 
 
 def ensure(parts: frozenset[str], bring_up: Callable[[], object]) -> None:
-    """Make the named parts. `bring_up` makes the cluster; what does not need it is made meanwhile."""
+    """Set up the named parts. `bring_up` creates the cluster in parallel to everything that does not need it."""
     builds_images = "images" in parts and not os.environ.get("TRIMTAB_IMAGES")
     built: dict[str, str] = {}
 
@@ -24,10 +23,10 @@ def ensure(parts: frozenset[str], bring_up: Callable[[], object]) -> None:
         native_operators.ensure()
 
     def python_side() -> None:
-        in_parallel(packages, *([lambda: images.ensure_base(docker_daemon.ensure())] if builds_images else []))
-        if builds_images:  # which makes the model beside what is installed into the images
+        in_parallel(packages, *([lambda: images.ensure_base(docker_cli.ensure())] if builds_images else []))
+        if builds_images:  # also creates the model, in parallel to the package images
             others = sorted(parts & set(images.FOR_STORIES))
-            built.update(images.ensure(docker_daemon.ensure(), [*IMAGES, *others]))
+            built.update(images.ensure(docker_cli.ensure(), [*IMAGES, *others]))
         elif parts & {"model", "images"}:
             model.ensure()
 

@@ -1,7 +1,7 @@
-"""The cache outside the checkout: what is expensive to make is made once, keyed by what it is made from.
+"""The cache outside the checkout for everything that is expensive to build, keyed by a hash of its inputs.
 
-An entry is a folder that is either absent or complete: it is written aside and renamed. A lock per entry lets two
-commands run at once (`up` beside `model`, say) without making the same thing twice.
+An entry is a folder that is either absent or complete: it is built under another name and renamed. A lock per entry
+lets commands run in parallel (such as `up` and `model`) without building the same entry twice.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from .cache_root import cache_root
 from .progress import log_line
 
-KEY_LENGTH = 12  # hexadecimal digits of a content hash: enough to never meet, short enough to read
+KEY_LENGTH = 12  # hexadecimal digits of a content hash: short, yet collisions are practically impossible
 
 
 def key_of(*parts: str | bytes) -> str:
-    """A short content hash. Lengths are hashed too, so that ("ab", "c") and ("a", "bc") differ."""
+    """Return a short content hash. Lengths are included, so that ("ab", "c") and ("a", "bc") differ."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -29,9 +29,9 @@ def key_of(*parts: str | bytes) -> str:
 
 
 def tree_key(folders: list[Path], *, suffixes: tuple[str, ...] = (), extra: tuple[str, ...] = ()) -> str:
-    """The content hash of every file below `folders`: names and bytes, not times, so a fresh checkout hits the cache.
+    """Return the content hash of all files below `folders`: names and bytes, not times.
 
-    `suffixes` limits it to files that end so; bytecode never counts.
+    `suffixes` limits it to files with these endings. Bytecode is ignored.
     """
     parts: list[str | bytes] = [*extra]
     for folder in folders:
@@ -45,20 +45,20 @@ def tree_key(folders: list[Path], *, suffixes: tuple[str, ...] = (), extra: tupl
 
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold the lock `name` in the cache; says so when another holds it, and waits for that one to end."""
+    """Hold the lock `name` in the cache. If another process holds it, print a line and wait."""
     path = cache_root() / "locks" / f"{name.replace('/', '-')}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log_line(f"{name}: another stage or command is at it, so this one waits")
+            log_line(f"{name}: waiting for another stage or command that holds this lock")
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
 def entry(name: str, make: Callable[[Path], None]) -> Path:
-    """The cached folder `name`; when absent, `make` fills a scratch folder, which then takes the name in one rename."""
+    """Return the cached folder `name`. If absent, `make` fills a scratch folder, which is then renamed atomically."""
     path = cache_root() / name
     if path.exists():
         return path
@@ -78,8 +78,17 @@ def entry(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder if it is there, read-only parts included (Go's and Debian's trees have some)."""
+    """Remove a file or folder if it exists."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
+
+
+def scratch_folder(name: str) -> Path:
+    """Return an empty folder for a build, in the cache since /tmp may be too small for root file systems."""
+    folder = cache_root() / "scratch" / name
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder

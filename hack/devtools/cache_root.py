@@ -1,4 +1,4 @@
-"""Where the cache lies: outside the checkout, so that a fresh clone finds what was built before."""
+"""The location of the cache: outside the checkout, so that a fresh clone reuses it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from .errors import UsageError
 
 
 def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """`TRIMTAB_CACHE`, or ~/.cache/trimtab. A relative path would mean another cache in every folder: refused."""
+    """Return `TRIMTAB_CACHE`, or ~/.cache/trimtab.
+
+    Raises:
+        UsageError: TRIMTAB_CACHE is relative, so that every working directory would have its own cache.
+    """
     chosen = environment.get("TRIMTAB_CACHE", "")
     if not chosen:
         return Path(environment.get("HOME") or Path.home()) / ".cache" / "trimtab"
     path = Path(chosen).expanduser()
     if not path.is_absolute():
-        raise UsageError(f"TRIMTAB_CACHE is {chosen!r}, a relative path; set it to an absolute one or unset it")
+        raise UsageError(f"TRIMTAB_CACHE: {chosen!r} is a relative path; set an absolute path or unset it")
     return path

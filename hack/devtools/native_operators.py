@@ -1,4 +1,4 @@
-"""The CPU's operators in C, compiled beside their sources. Without a compiler the engine computes by torch's."""
+"""The native CPU operators, compiled in place. Without a compiler the engine falls back to torch's operators."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ STAMP = FOLDER / "compiled" / ".ready"
 
 
 def ensure() -> None:
-    """Compile them when a source has changed. What goes wrong is said and no error: they are there for speed."""
+    """Compile the operators if a source has changed. Failures are only logged, since they affect speed alone."""
     key = _key()
     if STAMP.is_file() and STAMP.read_text() == key:
         return
     if shutil.which(os.environ.get("CC", "cc")) is None:
-        log_line("native operators: no C compiler here, so the engine computes by torch's: slower on CPUs")
+        log_line("native operators: no C compiler found, so the engine uses torch's operators: slower on CPUs")
         return
     try:
         run([sys.executable, FOLDER / "build.py"], log="native")
     except ClusterError as error:
-        log_line(f"native operators: the engine will compute by torch's: {error}")
+        log_line(f"native operators: the engine will use torch's operators: {error}")
         return
     STAMP.write_text(key)
 

@@ -1,4 +1,4 @@
-"""Running other programs: output to a log; the error of one that fails shows its last lines and where the rest is."""
+"""Running other programs with output to a log; errors have its last lines and the log's path."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from .cache_root import cache_root
 from .errors import ClusterError
-from .progress import writes_to
+from .progress import set_stage_log
 
-TAIL_LINES = 15  # of a failed command's output: enough for the cause, not a flood
+TAIL_LINES = 15  # of a failed command's output in the error
 
 
 def logs_folder() -> Path:
@@ -24,7 +24,7 @@ def logs_folder() -> Path:
 
 @contextmanager
 def _explained(words: list[str], where: str = "") -> Iterator[None]:
-    """A program that is missing, or that does not end, is a ClusterError that names it; `where` is its output."""
+    """Convert a missing program or a timeout to a ClusterError; `where` names the log."""
     try:
         yield
     except FileNotFoundError as error:
@@ -42,13 +42,14 @@ def run(
     stdin: bytes | None = None,
     timeout_seconds: float | None = None,
 ) -> None:
-    """Run to the end, output appended to logs/LOG.log; raises ClusterError with its tail when it fails or hangs.
+    """Run a program with its output appended to logs/LOG.log. `environment` is added to this process's environment.
 
-    `environment` is added to this process's own.
+    Raises:
+        ClusterError: the program failed or timed out; with the end of its output.
     """
     words = [str(word) for word in command]
     path = logs_folder() / f"{log}.log"
-    writes_to(path)
+    set_stage_log(path)
     with path.open("ab") as output:
         output.write(f"\n$ {shlex.join(words)}\n".encode())
         output.flush()
@@ -68,7 +69,7 @@ def run(
         tail = path.read_bytes()[start:].decode(errors="replace").splitlines()[-TAIL_LINES:]
         indented = "".join(f"\n    {line}" for line in tail)
         raise ClusterError(
-            f"{shlex.join(words)} failed with exit code {done.returncode}; all of its output is in {path}{indented}"
+            f"{shlex.join(words)} failed with exit code {done.returncode}; its complete output is in {path}{indented}"
         )
 
 
@@ -79,7 +80,7 @@ def output_of(
     stdin: bytes | None = None,
     timeout_seconds: float = 60.0,
 ) -> str:
-    """Run and return stdout, stripped; raises ClusterError with stderr's last lines."""
+    """Run a program and return its stripped stdout. Raises ClusterError with stderr's last lines."""
     words = [str(word) for word in command]
     with _explained(words):
         done = subprocess.run(
@@ -99,7 +100,7 @@ def output_of(
 def succeeds(
     command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None, timeout_seconds: float = 60.0
 ) -> bool:
-    """Whether it ends with exit code 0; a missing program or a time-out is a no."""
+    """Return True if the program exits with code 0; False also if it is missing or times out."""
     try:
         output_of(command, environment=environment, timeout_seconds=timeout_seconds)
     except ClusterError:

@@ -1,4 +1,4 @@
-"""The checkout's virtual environment with every package that the project's programs, tests and checks need."""
+"""The checkout's virtual environment with all packages for programs, tests and checks."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ EXTRAS = "operator,engine,tracing,dev"
 LOG = "pip"
 INSTALL_SECONDS = 100.0
 INTERPRETER = re.compile(r"""#!(?:/bin/sh\n'''exec' )?"?([^"\n]+?)"?(?: "\$0".*)?$""", re.MULTILINE)
-"""What pip has a program begin with; a long path, or one with spaces, is run by the shell."""
+"""First lines of scripts that pip writes; it uses /bin/sh for long paths and paths with spaces."""
 UNREACHABLE = re.compile(r"NewConnectionError|ConnectTimeoutError|NameResolutionError|ProxyError|SSLError")
-"""In pip's words."""
+"""Network errors in pip's output."""
 
 
 def ensure() -> Path:
-    """The environment's interpreter; everything is installed when pyproject.toml or constraints.txt have changed,
-    or when the checkout was moved."""
+    """Return the environment's interpreter.
+
+    Packages are installed again if pyproject.toml or constraints.txt has changed, or the checkout was moved.
+    """
     python = FOLDER / "bin" / "python"
     if is_ready():
         return python
     with locked(f"venv-{key_of(str(REPOSITORY))}"):
         if not is_ready():
-            with stage("packages: Python's, into .venv", INSTALL_SECONDS):
-                if not is_of_here(FOLDER):
+            with stage("packages: Python packages into .venv", INSTALL_SECONDS):
+                if not is_in_place(FOLDER):
                     FOLDER.unlink() if FOLDER.is_symlink() else shutil.rmtree(FOLDER)
                 _install(python)
                 STAMP.write_text(_key())
@@ -42,12 +44,12 @@ def ensure() -> Path:
 
 
 def is_ready() -> bool:
-    """Whether the environment has what the present pyproject.toml and constraints.txt ask for."""
-    return STAMP.is_file() and STAMP.read_text() == _key() and is_of_here(FOLDER)
+    """Return True if the environment matches the current pyproject.toml and constraints.txt."""
+    return STAMP.is_file() and STAMP.read_text() == _key() and is_in_place(FOLDER)
 
 
-def is_of_here(folder: Path) -> bool:
-    """False where its programs run the interpreter of another place: its checkout was moved or copied."""
+def is_in_place(folder: Path) -> bool:
+    """Return False if its scripts use another folder's interpreter, since the checkout was moved or copied."""
     program = folder / "bin" / "trimtab"
     named = INTERPRETER.match(program.read_text()) if program.is_file() else None
     return named is None or Path(named[1]).parent.resolve() == (folder / "bin").resolve()
@@ -70,39 +72,39 @@ def _install(python: Path) -> None:
         "--disable-pip-version-check",
     ]
     pip += ["--constraint", constraints]
-    # torch first and by itself: the resolver would otherwise look at many of its versions, 200 MB each.
+    # torch first and separately: otherwise the resolver downloads many of its versions, 200 MB each.
     for wanted in (torch_pin(constraints.read_text()), ["--editable", f".[{EXTRAS}]"]):
         try:
             run([*pip, *wanted], log=LOG, folder=REPOSITORY)
         except ClusterError as error:
-            raise ClusterError(f"{error}{why_pip_failed((logs_folder() / f'{LOG}.log').read_text())}") from None
+            raise ClusterError(f"{error}{network_hint((logs_folder() / f'{LOG}.log').read_text())}") from None
 
 
-def why_pip_failed(log: str) -> str:
-    """What pip's own last lines do not say: without a network it blames the versions that it could not look up."""
+def network_hint(log: str) -> str:
+    """Return a hint if pip failed because of the network; its own last lines only mention version conflicts."""
     last_command = log.rpartition("\n$ ")[2]
     if not UNREACHABLE.search(last_command):
         return ""
-    return "\nno package index answers pip; see to the network or the proxy, or name an index (PIP_INDEX_URL)"
+    return "\nno package index is reachable; check the network and the proxy, or set PIP_INDEX_URL"
 
 
 def torch_pin(constraints: str) -> list[str]:
-    """The line of constraints.txt that pins torch, if there is one."""
+    """Return the line of constraints.txt that pins torch, if any."""
     return re.findall(r"^torch==\S+", constraints, re.MULTILINE)
 
 
 def make_empty(folder: Path) -> None:
-    """A virtual environment with pip. Debian keeps what makes one in a package of its own."""
+    """Create a virtual environment with pip. Debian needs a separate package for that."""
     if importlib.util.find_spec("ensurepip") is None:
-        from offline import debian  # only here: other machines need nothing of it
+        from offline import debian  # imported only on Debian without python3-venv
 
         debian.install(["python3-venv"])
     run([sys.executable, "-m", "venv", folder], log=LOG)
 
 
 def pip_command() -> list[str | Path]:
-    """pip of the interpreter that runs here, or where that has none (Debian's alone) of an environment in the cache."""
+    """Return the command of this interpreter's pip, or (if it has none) of an environment in the cache."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
-    # By the interpreter: the environment is renamed into place, and only its scripts know their old path.
+    # Run as a module: the environment is renamed after its creation, and its scripts still have the old path.
     return [entry("tools/pip", make_empty) / "bin" / "python", "-m", "pip"]

@@ -1,7 +1,7 @@
-"""One command of make as its reader sees it: one clock over all of its programs, and at its end what each stage took.
+"""Stage durations of one make command, across all programs that it runs.
 
-make exports TRIMTAB_BEGAN, the second it began. Every program below it counts from there and writes the stages that it
-ends into one file in the cache, named by that second. Without the variable a program is a journey of its own.
+make exports TRIMTAB_BEGAN, its start time in seconds since the epoch. All programs measure elapsed time from it and
+append finished stages to one file in the cache, named after it. Without the variable each program has its own record.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .cache_root import cache_root
 from .errors import UsageError
 
 VARIABLE = "TRIMTAB_BEGAN"
-KEPT_RECORDS = 20  # journeys whose stages stay in the cache
+KEPT_RECORDS = 20  # make commands whose stages stay in the cache
 
 _loaded = time.time()
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A stage that has ended: when it began after the journey's begin, how long it took and should have taken."""
+class FinishedStage:
+    """A finished stage: its start relative to the make command's, and its actual and expected duration."""
 
     name: str
     at_seconds: float
@@ -34,18 +34,18 @@ class Ended:
 
 
 def began(environment: Mapping[str, str] = os.environ) -> float:
-    """The second since the epoch at which the journey began."""
+    """Return the start time of the make command, in seconds since the epoch."""
     text = environment.get(VARIABLE, "")
     if not text:
         return _loaded
     try:
         return float(text)
     except ValueError as error:
-        raise UsageError(f"{VARIABLE} is {text!r}; make sets it to the second it began, or unset it") from error
+        raise UsageError(f"{VARIABLE}: {text!r} is not a number of seconds; unset it, since make sets it") from error
 
 
 def elapsed() -> float:
-    """Seconds since the journey began."""
+    """Return the seconds since the make command started."""
     return max(0.0, time.time() - began())
 
 
@@ -53,8 +53,8 @@ def _record() -> Path:
     return cache_root() / "logs" / "stages" / f"{began():.0f}.jsonl"
 
 
-def note(stage: Ended) -> None:
-    """Write down a stage that ended. What cannot be written is not missed: it is for the last line only."""
+def record(stage: FinishedStage) -> None:
+    """Record a finished stage. Write errors are ignored, since the record is only used for the final summary."""
     path = _record()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,26 +62,26 @@ def note(stage: Ended) -> None:
             file.write(json.dumps(asdict(stage)) + "\n")
 
 
-def ended() -> list[Ended]:
-    """The stages of this journey so far, in the order in which they began."""
+def recorded() -> list[FinishedStage]:
+    """Return the finished stages of this make command by start time."""
     try:
         lines = _record().read_text().splitlines()
     except OSError:
         return []
-    return sorted((Ended(**json.loads(line)) for line in lines), key=lambda stage: stage.at_seconds)
+    return sorted((FinishedStage(**json.loads(line)) for line in lines), key=lambda stage: stage.at_seconds)
 
 
-def forget_old() -> None:
-    """Remove the records of all but the newest journeys."""
+def remove_old_records() -> None:
+    """Remove the records of all but the newest make commands."""
     records = sorted(_record().parent.glob("*.jsonl"))
     for path in records[:-KEPT_RECORDS]:
         path.unlink(missing_ok=True)
 
 
-def spent(stages: Iterable[Ended]) -> list[tuple[str, float]]:
-    """Seconds per group of stages, in order of their begin. A group is what stands before a name's colon.
+def group_durations(stages: Iterable[FinishedStage]) -> list[tuple[str, float]]:
+    """Return seconds per group of stages by start time. The group is the part of a name before its colon.
 
-    Stages of one group that ran at once count once: it is the time during which any of them ran.
+    Parallel stages of a group are not counted twice: the result is the time during which any of them ran.
     """
     groups: dict[str, list[tuple[float, float]]] = {}
     for stage in sorted(stages, key=lambda stage: stage.at_seconds):
@@ -91,7 +91,7 @@ def spent(stages: Iterable[Ended]) -> list[tuple[str, float]]:
 
 
 def _union(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of the union of intervals, given in order of their begin."""
+    """Return the length of the union of intervals, given in order of their start."""
     total, reached = 0.0, float("-inf")
     for begin, end in spans:
         total += max(0.0, end - max(begin, reached))
@@ -100,12 +100,12 @@ def _union(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def duration(seconds: float) -> str:
-    """7 s, 1m05s: what a reader compares at a glance."""
+    """Format a duration as 7 s or 1m05s."""
     whole = round(seconds)
     return f"{whole} s" if whole < 60 else f"{whole // 60}m{whole % 60:02d}s"
 
 
-def took(stages: Iterable[Ended], total_seconds: float) -> str:
-    """The last line: how long each group of stages took, and all of it. Groups below a second are left out."""
-    parts = [f"{group} {duration(seconds)}" for group, seconds in spent(stages) if seconds >= 1.0]
-    return f"{duration(total_seconds)} in all" + (f": {', '.join(parts)}" if parts else "")
+def summary(stages: Iterable[FinishedStage], total_seconds: float) -> str:
+    """Return the final line: the duration of each group of stages and the total. Omits groups below a second."""
+    parts = [f"{group} {duration(seconds)}" for group, seconds in group_durations(stages) if seconds >= 1.0]
+    return f"{duration(total_seconds)} in total" + (f": {', '.join(parts)}" if parts else "")

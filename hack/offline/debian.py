@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from devtools.cache import entry, key_of, locked
-from devtools.cache_root import cache_root
 from devtools.errors import ClusterError
 from devtools.process import output_of, run
 
@@ -138,12 +137,3 @@ def bootstrap(folder: Path, packages: Sequence[str], *, log: str) -> None:
         ["debootstrap", "--variant=minbase", f"--include={','.join(packages)}", BASE_SUITE, folder, archive_url()],
         log=log,
     )
-
-
-def scratch_folder(name: str) -> Path:
-    """An empty folder for a build, in the cache (root file systems and Go's objects do not fit every /tmp)."""
-    folder = cache_root() / "scratch" / name
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    return folder

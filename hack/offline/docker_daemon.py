@@ -1,4 +1,4 @@
-"""A Docker daemon: the one that already answers, else one of our own with its socket and data in the cache."""
+"""A Docker daemon started by these tools, with its socket and data in the cache, for machines where none is running."""
 
 from __future__ import annotations
 
@@ -11,59 +11,20 @@ import time
 from pathlib import Path
 
 from devtools.cache import locked
-from devtools.cache_root import cache_root
+from devtools.docker_cli import find, own_folder, own_host, own_pid
 from devtools.errors import ClusterError
-from devtools.process import logs_folder, output_of, run, succeeds
-from devtools.progress import log_line, stage, wait_until
+from devtools.process import logs_folder, run, succeeds
+from devtools.progress import log_line, wait_until
 
 from . import debian, host_settings, runtime_shim
 
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
-REGISTRY_PROBE_SECONDS = 20.0  # a pull of a few kB: longer means that images of 1 GB would not come either
-REGISTRY_PROBE_IMAGE = "hello-world"
 SHIM_PYTHON = "/usr/bin/python3"  # by its full name: what comes first on PATH may be a script
 
 
-def own_folder() -> Path:
-    return cache_root() / "docker"
-
-
-def own_host() -> str:
-    return f"unix://{own_folder()}/docker.sock"
-
-
-def own_pid() -> int | None:
-    """The process id of the daemon that this tool started, when it still runs."""
-    try:
-        pid = int((own_folder() / "dockerd.pid").read_text())
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (OSError, ValueError):
-        return None
-    return pid if b"dockerd" in command.split(b"\0")[0] else None
-
-
-def find() -> dict[str, str] | None:
-    """The environment with which docker answers, or None: ours when it runs, else DOCKER_HOST's or the default."""
-    candidates: list[dict[str, str]] = [{"DOCKER_HOST": own_host()}] if own_pid() is not None else []
-    candidates.append({"DOCKER_HOST": os.environ["DOCKER_HOST"]} if os.environ.get("DOCKER_HOST") else {})
-    for environment in candidates:
-        if succeeds(["docker", "version"], environment=environment, timeout_seconds=15):
-            return environment
-    return None
-
-
-def ensure() -> dict[str, str]:
-    """A daemon that answers; returns the environment that docker and kind need to reach it."""
-    with locked("docker"):
-        found = find()
-        if found is not None:
-            return found
-        with stage("docker: starting a daemon", 20):
-            return _start()
-
-
-def _start() -> dict[str, str]:
+def start() -> dict[str, str]:
+    """Start a daemon, and install it if it is missing. Return the environment with which docker reaches it."""
     host_settings.remember()
     if shutil.which("dockerd") is None or shutil.which("docker") is None:
         debian.install(["docker.io", "iptables"])
@@ -146,42 +107,3 @@ def delete_bridge() -> None:
 def _reap(pid: int) -> None:
     with contextlib.suppress(ChildProcessError):  # only our own child when `up` and `down` run in one process
         os.waitpid(pid, os.WNOHANG)
-
-
-def has_image(environment: dict[str, str], image: str) -> bool:
-    return succeeds(["docker", "image", "inspect", image], environment=environment)
-
-
-def reaches_registry(environment: dict[str, str]) -> bool:
-    """Whether images can be pulled: a pull of a few kB, with a short time-out."""
-    command = ["docker", "pull", "--quiet", REGISTRY_PROBE_IMAGE]
-    return succeeds(command, environment=environment, timeout_seconds=REGISTRY_PROBE_SECONDS)
-
-
-def import_root(environment: dict[str, str], folder: Path, image: str) -> None:
-    """Make the image `image` of a root file system."""
-    with subprocess.Popen(["tar", "-C", str(folder), "-c", "."], stdout=subprocess.PIPE) as tar:
-        done = subprocess.run(
-            ["docker", "import", "-", image],
-            stdin=tar.stdout,
-            capture_output=True,
-            env={**os.environ, **environment},
-            check=False,
-        )
-    if done.returncode != 0 or tar.returncode != 0:
-        raise ClusterError(f"docker import of {folder} as {image} failed: {done.stderr.decode().strip()}")
-
-
-def image_id(environment: dict[str, str], image: str) -> str:
-    """The digest of its configuration ("sha256:…"): the same in Docker and in a node's containerd."""
-    return output_of(["docker", "image", "inspect", "--format", "{{.Id}}", image], environment=environment)
-
-
-def forget_old_tags(environment: dict[str, str], image: str, *, keep: int) -> None:
-    """Remove all but the `keep` newest tags of the image's repository, and never `image` itself."""
-    repository = image.partition(":")[0]
-    listed = output_of(
-        ["docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}", repository], environment=environment
-    ).split()  # newest first
-    for old in [name for name in listed if name != image and not name.endswith("<none>")][keep - 1 :]:
-        succeeds(["docker", "image", "rm", old], environment=environment)  # one that is in use stays

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from devtools import docker_cli
 from devtools.cache import locked
 from devtools.process import run
 from devtools.progress import log_line
@@ -28,9 +29,9 @@ ESCAPED = {r"\040": " ", r"\011": "\t", r"\012": "\n", r"\134": "\\"}
 def clear() -> bool:
     """End and unmount it where no daemon of ours runs; False when there was nothing."""
     with locked("docker"):
-        if docker_daemon.own_pid() is not None:
+        if docker_cli.own_pid() is not None:
             return False
-        folder = docker_daemon.own_folder()
+        folder = docker_cli.own_folder()
         found = list(processes())
         orphans = family(found, folder, own_line(found, os.getpid()))
         for process in orphans:
@@ -41,7 +42,7 @@ def clear() -> bool:
         for point in points:
             run(["umount", "--lazy", point], log="docker")  # lazily: what was killed just now may still hold it
         if orphans or points:
-            if docker_daemon.find() is None:  # the bridge may be another daemon's
+            if docker_cli.find() is None:  # the bridge may be another daemon's
                 docker_daemon.delete_bridge()
             log_line(
                 f"docker: its daemon was killed: ended {len(orphans)} processes and {len(points)} mounts that it left"

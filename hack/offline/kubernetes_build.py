@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from devtools.cache import entry, key_of, remove_tree
+from devtools.cache import entry, key_of, remove_tree, scratch_folder
 from devtools.cache_root import cache_root
 from devtools.errors import ClusterError
 from devtools.process import run
@@ -73,7 +73,7 @@ def binaries() -> Path:
 
 
 def _build(folder: Path) -> None:
-    scratch = debian.scratch_folder("kubernetes")
+    scratch = scratch_folder("kubernetes")
     with stage("kubernetes: source and compiler", 45):
         debian.install(PACKAGES)
         debian.fetch(["source", "--download-only", "kubernetes"], scratch, log="kubernetes")

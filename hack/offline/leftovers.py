@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from devtools import docker_cli
 from devtools.cache_root import cache_root
 from devtools.errors import ClusterError
 from devtools.process import output_of
 
-from . import docker_daemon, host_settings
+from . import host_settings
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 IN_CACHE = ("docker", "clusters", "scratch", "tools", "bin")  # what a cluster's processes run or name
@@ -37,7 +38,7 @@ def find() -> list[str]:
     # Not the whole cache: other checkouts read its models, and their engines are no leftovers of ours.
     roots = (*(str(cache_root() / name) for name in IN_CACHE), str(REPOSITORY))
     found = [*_containers(), *mounts(Path("/proc/self/mounts").read_text(), roots)]
-    pid = docker_daemon.own_pid()
+    pid = docker_cli.own_pid()
     if pid is not None:
         found.append(f"daemon: dockerd, pid {pid}")
     everything = list(processes())
@@ -50,7 +51,7 @@ def find() -> list[str]:
 
 
 def _containers() -> list[str]:
-    docker = docker_daemon.find()
+    docker = docker_cli.find()
     if docker is None:
         return []
     try:
@@ -60,7 +61,7 @@ def _containers() -> list[str]:
         )
     except ClusterError as error:
         return [f"containers: Docker does not list them: {error}"]
-    own = docker.get("DOCKER_HOST") == docker_daemon.own_host()
+    own = docker.get("DOCKER_HOST") == docker_cli.own_host()
     return [f"container: {line}" for line in listed.splitlines() if own or "trimtab" in line]
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from devtools.cache import key_of, locked, remove_tree, tree_key
+from devtools import docker_cli
+from devtools.cache import key_of, locked, remove_tree, scratch_folder, tree_key
 from devtools.errors import ClusterError
 from devtools.process import run
 from devtools.progress import in_parallel, stage
 
-from . import debian, docker_daemon, kubernetes_build
+from . import debian, kubernetes_build
 
 RECIPE = Path(__file__).parent / "node"
 NAME = "trimtab-node"
@@ -52,10 +53,10 @@ def ensure(docker: dict[str, str]) -> str:
     """The name of the node image, built if the daemon does not have it."""
     image = image_name()
     with locked("node-image"):
-        if not docker_daemon.has_image(docker, image):
+        if not docker_cli.has_image(docker, image):
             _require_cgroup_v1()
             _build(docker, image)
-            docker_daemon.forget_old_tags(docker, image, keep=KEPT_TAGS)
+            docker_cli.forget_old_tags(docker, image, keep=KEPT_TAGS)
     return image
 
 
@@ -70,7 +71,7 @@ def _require_cgroup_v1() -> None:
 def _build(docker: dict[str, str], image: str) -> None:
     debian.require_debian("Building a node image")
     base = f"trimtab-node-base:{key_of(debian.BASE_SUITE, *BASE_PACKAGES)}"
-    context = debian.scratch_folder("node-image")
+    context = scratch_folder("node-image")
     in_parallel(
         kubernetes_build.binaries,
         lambda: _base(docker, base),
@@ -91,14 +92,14 @@ def _build(docker: dict[str, str], image: str) -> None:
 
 
 def _base(docker: dict[str, str], image: str) -> None:
-    if docker_daemon.has_image(docker, image):
+    if docker_cli.has_image(docker, image):
         return
     with stage("node image: Debian base", 60):
-        root = debian.scratch_folder("node-base")
+        root = scratch_folder("node-base")
         debian.bootstrap(root, BASE_PACKAGES, log="node-base")
         for waste in ("var/cache/apt/archives", "var/lib/apt/lists", "usr/share/doc", "usr/share/man"):
             remove_tree(root / waste)
-        docker_daemon.import_root(docker, root, image)
+        docker_cli.import_root(docker, root, image)
         remove_tree(root)
 
 

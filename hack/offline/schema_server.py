@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from devtools.cache import entry, key_of, remove_tree
+from devtools.cache import entry, key_of, remove_tree, scratch_folder
 from devtools.cache_root import cache_root
 from devtools.errors import ClusterError
 from devtools.process import output_of, run
@@ -40,7 +40,7 @@ def server() -> Path:
     if there:
         return there[-1]
     debian.require_debian("Building a current API server for CRDs", as_root=False)
-    options = _private_apt(debian.scratch_folder("schema-server"))
+    options = _private_apt(scratch_folder("schema-server"))
     planned = output_of(["apt-get", *options, "install", "--simulate", LIBRARY, "golang-go", "etcd-server"])
     packages = dict(_planned(line) for line in planned.splitlines() if line.startswith("Inst "))
     version = packages[LIBRARY].partition("-")[0]

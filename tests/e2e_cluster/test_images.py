@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import threading
 from pathlib import Path
 
 import pytest
 from cluster import images
-from cluster.images import PRODUCTS, REPOSITORY, distribution_metadata, pins, requirements, strip
+from cluster.images import PRODUCTS, REPOSITORY, distribution_metadata
 from devtools.errors import ClusterError
+from offline.images import pins, requirements, strip
 
 PYPROJECT = """
 [project.optional-dependencies]
@@ -57,6 +59,19 @@ def test_stripping_removes_tests_and_headers_and_keeps_what_runs(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
+def test_image_sources_include_imported_packages(name: str) -> None:
+    """Packages of this repository that a module of the image imports, whatever is optional."""
+    folders = {Path(source).name: REPOSITORY / source for source in PRODUCTS[name].sources}
+    imported = {
+        found
+        for folder in folders.values()
+        for path in folder.rglob("*.py")
+        for found in re.findall(r"^(?:from|import) (trimtab_\w+)", path.read_text(), re.MULTILINE)
+    }
+    assert imported <= set(folders)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_every_source_of_an_image_is_in_the_checkout(name: str) -> None:
     assert all((REPOSITORY / source / "__init__.py").is_file() for source in PRODUCTS[name].sources)
 
@@ -75,7 +90,7 @@ def test_the_model_is_made_beside_the_packages_of_the_images(monkeypatch: pytest
     monkeypatch.setattr(images, "_product", product)
     monkeypatch.setattr("devtools.model.ensure", meeting.wait)
     monkeypatch.setattr(images, "_model", lambda _, engine: f"model on {engine}")
-    monkeypatch.setattr("offline.docker_daemon.forget_old_tags", lambda *_, **__: None)
+    monkeypatch.setattr("devtools.docker_cli.forget_old_tags", lambda *_, **__: None)
     assert images.ensure({}, ["operator", "model"]) == {
         "operator": "trimtab-operator:base-3.12",
         "model": "model on trimtab-engine:base-3.12",

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from cluster.cli import main
-from cluster.kind_cluster import POD_SUBNET, is_ready, kind_configuration, pod_network
+from cluster.kind_cluster import is_ready, kind_configuration
+from offline import pod_network
 from offline.node_image import image_name
 
 
@@ -34,15 +35,7 @@ def test_alone_the_control_plane_keeps_the_taint_that_kind_then_removes() -> Non
 
 def test_a_node_image_without_a_pod_network_turns_kind_s_off() -> None:
     document = json.loads(kind_configuration(0, own_network=True))
-    assert document["networking"] == {"disableDefaultCNI": True, "podSubnet": POD_SUBNET}
-
-
-def test_pods_get_addresses_of_their_own_node_and_keep_them_across_nodes() -> None:
-    bridge, portmap = json.loads(pod_network("10.245.1.0/24"))["plugins"]
-    assert bridge["ipam"]["ranges"] == [[{"subnet": "10.245.1.0/24"}]]
-    assert not bridge["ipMasq"]
-    assert bridge["hairpinMode"]
-    assert portmap["type"] == "portmap"
+    assert document["networking"] == {"disableDefaultCNI": True, "podSubnet": pod_network.POD_SUBNET}
 
 
 @pytest.mark.parametrize(
@@ -73,8 +66,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     monkeypatch.delenv("KIND_NODE_IMAGE", raising=False)
     monkeypatch.delenv("CLUSTER", raising=False)
-    monkeypatch.setattr("offline.docker_daemon.ensure", dict)
-    monkeypatch.setattr("offline.docker_daemon.reaches_registry", lambda _: False)
+    monkeypatch.setattr("devtools.docker_cli.ensure", dict)
+    monkeypatch.setattr("devtools.docker_cli.reaches_registry", lambda _: False)
     monkeypatch.setattr("cluster.tools.ensure", lambda *_: tmp_path)
     monkeypatch.setattr("offline.node_image.ensure", lambda _: image_name())
     monkeypatch.setattr("cluster.kind_cluster.exists", lambda _: bool(standing.listing))
@@ -87,7 +80,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
         "cluster.kind_cluster.create",
         lambda _, image, workers, **__: standing.done.append(f"created with {workers} workers of {image}"),
     )
-    monkeypatch.setattr("cluster.bring_up.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("cluster.bring_up.HEALTHY_TIMEOUT_SECONDS", 0.0)
     return standing
 
 
@@ -97,7 +90,7 @@ def test_up_without_workers_makes_a_three_node_cluster_anew_and_says_so(
     machine.listing = f"control-plane {image_name()}\nworker {image_name()}\nworker {image_name()}\n"
     assert main(["up"]) == 0
     assert machine.done == ["deleted", f"created with 0 workers of {image_name()}"]
-    assert "it has 2 workers, none asked for: making it anew" in capsys.readouterr().err
+    assert "it has 2 workers, none requested; recreating it" in capsys.readouterr().err
 
 
 def test_up_makes_a_cluster_of_another_node_image_anew_and_says_so(
@@ -107,7 +100,7 @@ def test_up_makes_a_cluster_of_another_node_image_anew_and_says_so(
     monkeypatch.setenv("KIND_NODE_IMAGE", "mine:7")
     assert main(["up"]) == 0
     assert machine.done == ["deleted", "created with 0 workers of mine:7"]
-    assert f"its nodes run {image_name()}, mine:7 asked for" in capsys.readouterr().err
+    assert f"its nodes run {image_name()}, mine:7 requested" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -8,7 +8,7 @@ import pytest
 from crd_rules import cel_refusals, with_defaults
 from harness.deployment import sample
 from harness.rejected_specs import REJECTED, WITHOUT_WEBHOOK
-from trimtab_operator.planning.admission import refusals_of
+from trimtab_operator.planning.admission import validation_messages
 
 Story = tuple[str, dict[str, Any], tuple[str, ...]]
 
@@ -22,7 +22,7 @@ def a_resource(changes: dict[str, Any]) -> dict[str, Any]:
 def test_who_refuses_first_says_what_the_story_expects(story: Story) -> None:
     """From Kubernetes 1.25 on the API server judges by the CRD's rules before it asks the webhook."""
     _, changes, says = story
-    by_webhook = "; ".join(refusals_of(a_resource(changes), default_image=None))
+    by_webhook = "; ".join(validation_messages(a_resource(changes), default_image=None))
     by_rules = "; ".join(cel_refusals(a_resource(changes)))
     for message in (by_webhook, by_rules or by_webhook):
         assert [part for part in says if part not in message] == [], message

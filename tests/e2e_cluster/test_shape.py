@@ -1,15 +1,15 @@
-"""A cluster that is up is reused only when it is what was asked for; else it is said what differs."""
+"""A cluster that is up is reused only when it is what was requested; else it is said what differs."""
 
 from __future__ import annotations
 
 import pytest
-from cluster.shape import Found, Wanted, difference, found_in
+from cluster.shape import Existing, Wanted, difference, parse_nodes
 
 OURS = "trimtab-node:v1.20.2-0123456789ab"
 
 
-def nodes(workers: int, image: str = OURS) -> Found:
-    return Found((("control-plane", image), *(("worker", image) for _ in range(workers))))
+def nodes(workers: int, image: str = OURS) -> Existing:
+    return Existing((("control-plane", image), *(("worker", image) for _ in range(workers))))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -20,9 +20,9 @@ def test_a_cluster_of_the_shape_asked_for_differs_in_nothing(workers: int) -> No
 @pytest.mark.parametrize(
     ("found", "asked", "said"),
     [
-        (2, 0, "it has 2 workers, none asked for"),  # a demo never runs on what e2e left up
-        (0, 2, "it has no worker, 2 asked for"),
-        (1, 2, "it has 1 worker, 2 asked for"),
+        (2, 0, "it has 2 workers, none requested"),  # a demo never runs on what e2e left up
+        (0, 2, "it has no worker, 2 requested"),
+        (1, 2, "it has 1 worker, 2 requested"),
     ],
 )
 def test_other_workers_are_a_difference(found: int, asked: int, said: str) -> None:
@@ -31,12 +31,12 @@ def test_other_workers_are_a_difference(found: int, asked: int, said: str) -> No
 
 def test_another_node_image_is_a_difference_and_both_are_named() -> None:
     old = "trimtab-node:v1.20.2-ba9876543210"
-    assert difference(nodes(0, old), Wanted(0, (OURS,))) == f"its nodes run {old}, {OURS} asked for"
+    assert difference(nodes(0, old), Wanted(0, (OURS,))) == f"its nodes run {old}, {OURS} requested"
 
 
 def test_each_difference_is_said() -> None:
     assert difference(nodes(1, "old:1"), Wanted(0, ("new:2",))) == (
-        "it has 1 worker, none asked for; its nodes run old:1, new:2 asked for"
+        "it has 1 worker, none requested; its nodes run old:1, new:2 requested"
     )
 
 
@@ -56,4 +56,6 @@ def test_a_registry_s_port_is_no_tag() -> None:
 
 
 def test_nodes_are_read_from_docker_s_listing() -> None:
-    assert found_in(f"worker {OURS}\ncontrol-plane {OURS}\n\n") == Found((("worker", OURS), ("control-plane", OURS)))
+    assert parse_nodes(f"worker {OURS}\ncontrol-plane {OURS}\n\n") == Existing(
+        (("worker", OURS), ("control-plane", OURS))
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cluster.tools import HELM, KIND, Tool, is_good, parse_version
+from cluster.tools import HELM, KIND, Tool, is_supported, parse_version
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,9 @@ def test_a_tool_is_good_from_its_oldest_version_on(
     tool: Tool, says: str, good: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.tools.output_of", lambda *_, **__: says)
-    assert is_good(tool, "/usr/bin/tool") is good
+    assert is_supported(tool, "/usr/bin/tool") is good
 
 
 def test_a_tool_that_is_absent_is_not_good() -> None:
-    assert not is_good(KIND, None)
-    assert not is_good(KIND, "/nonexistent/kind")
+    assert not is_supported(KIND, None)
+    assert not is_supported(KIND, "/nonexistent/kind")

@@ -26,7 +26,7 @@ from trimtab_engine.multimodal.sources import NOTHING_ELSE
 from trimtab_engine.text.tokenizer import Tokenizer
 from trimtab_engine.weights.text_half import text_words
 from trimtab_modelspec.config_reader import ConfigReader
-from trimtab_operator.planning.admission import refusals_of
+from trimtab_operator.planning.admission import validation_messages
 
 PACKAGES = os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("engine-image", "kernels"))
 
@@ -70,5 +70,5 @@ def test_the_image_that_is_sent_takes_the_tokens_that_the_story_counts(folder: P
 
 def test_the_resource_is_admitted() -> None:
     resource = with_defaults(sample("seeing", image="engine:1", **spec_changes("a-claim")))
-    assert not refusals_of(resource, default_image=None)
+    assert not validation_messages(resource, default_image=None)
     assert not cel_refusals(resource)

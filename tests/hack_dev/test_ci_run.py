@@ -1,4 +1,4 @@
-"""What CI runs: README's commands from nothing, then check and stories; whatever comes of it, nothing is left up."""
+"""CI's script: README's commands on a clean machine, checks and scenarios, and the removal of everything at the end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "run"
-# In place of make and python3: writes down what it was asked and which cache it was given; may fail or hang.
+# Stands in for make and python3: records its arguments and cache; may fail or hang.
 STAND_IN = """\
 #!/bin/bash
-echo "${0##*/} $* [${TRIMTAB_CACHE##*/}]" >>"$ASKED"
+echo "${0##*/} $* [${TRIMTAB_CACHE##*/}]" >>"$COMMANDS"
 if [ "$1" = demo ]; then mkdir -p "$TRIMTAB_CACHE/kubernetes/v1-new" "$TRIMTAB_CACHE/logs" "$TRIMTAB_CACHE/docker"; fi
 if [ "$1" = "$FAILS" ]; then exit 7; fi
 if [ "$1" = "$HANGS" ]; then sleep 600; fi
@@ -27,7 +27,7 @@ DEADLINE_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """A folder with the script alone, a cache, and programs that stand in for make and python3."""
+    """A folder with only the script, a cache, and stand-ins for make and python3."""
 
     folder: Path
 
@@ -35,8 +35,8 @@ class Checkout:
     def cache(self) -> Path:
         return self.folder / "cache"
 
-    def asked(self) -> list[str]:
-        path = self.folder / "asked"
+    def commands(self) -> list[str]:
+        path = self.folder / "commands"
         return path.read_text().splitlines() if path.exists() else []
 
     def start(self, **variables: str) -> subprocess.Popen[str]:
@@ -44,19 +44,19 @@ class Checkout:
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
             "HOME": str(self.folder),
             "TRIMTAB_CACHE": str(self.cache),
-            "ASKED": str(self.folder / "asked"),
+            "COMMANDS": str(self.folder / "commands"),
             **variables,
         }
         return subprocess.Popen(
             ["bash", self.folder / ".ci" / "run"],
             env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - behind a shell it is ignored
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - ignored in a background process of a shell
         )  # fmt: skip
 
     def run(self, **variables: str) -> tuple[int, str]:
         process = self.start(**variables)
-        said, _ = process.communicate(timeout=DEADLINE_SECONDS)
-        return process.returncode, said
+        output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        return process.returncode, output
 
 
 @pytest.fixture
@@ -73,23 +73,23 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_from_nothing_readmes_commands_come_first_and_nothing_may_be_left(checkout: Checkout) -> None:
-    code, said = checkout.run()
-    assert code == 0, said
-    asked = checkout.asked()
-    assert asked[:5] == [
+def test_run_starts_with_readme_commands_and_ends_with_leftovers_check(checkout: Checkout) -> None:
+    code, output = checkout.run()
+    assert code == 0, output
+    commands = checkout.commands()
+    assert commands[:5] == [
         "make cluster-down [cache]", "make cluster-down [ci]", "make clean [ci]", "make demo [ci]", "make test [ci]",
     ]  # fmt: skip
-    stories_cluster = "python3 hack/dev set-up --workers 2 python model cluster images prometheus [ci]"
-    assert sorted(asked[5:7]) == ["make check [ci]", stories_cluster], "at once"
-    assert asked[7:] == ["make e2e [ci]", "make cluster-down [ci]", "python3 hack/dev leftovers [ci]"]
-    assert said.splitlines()[-1].startswith("=== from nothing 0m0")
-    assert said.splitlines()[-1].endswith("in all: exit code 0")
+    scenarios_cluster = "python3 hack/dev set-up --workers 2 python model cluster images prometheus [ci]"
+    assert sorted(commands[5:7]) == ["make check [ci]", scenarios_cluster], "in parallel"
+    assert commands[7:] == ["make e2e [ci]", "make cluster-down [ci]", "python3 hack/dev leftovers [ci]"]
+    assert output.splitlines()[-1].startswith("=== from nothing 0m0")
+    assert output.splitlines()[-1].endswith("in all: exit code 0")
 
 
-def test_only_kubernetes_binaries_go_from_cache_to_cache(checkout: Checkout) -> None:
+def test_only_kubernetes_binaries_are_shared_between_caches(checkout: Checkout) -> None:
     process = checkout.start(HANGS="test")
-    _await_asked(checkout, "make test [ci]")
+    _await_command(checkout, "make test [ci]")
     assert sorted(path.name for path in (checkout.cache / "ci" / "kubernetes").iterdir()) == ["v1-new", "v1-old"]
     assert not (checkout.cache / "ci" / "models").exists()
     process.terminate()
@@ -97,33 +97,33 @@ def test_only_kubernetes_binaries_go_from_cache_to_cache(checkout: Checkout) -> 
     assert sorted(path.name for path in (checkout.cache / "kubernetes").iterdir()) == ["v1-new", "v1-old"]
 
 
-def test_a_stage_that_fails_ends_it_with_its_code_and_only_logs_stay(checkout: Checkout) -> None:
-    code, said = checkout.run(FAILS="test")
-    assert code == 7, said
-    assert checkout.asked()[-2:] == ["make test [ci]", "make cluster-down [ci]"]
-    assert "make test FAILED" in said
+def test_failed_stage_ends_run_and_keeps_only_logs(checkout: Checkout) -> None:
+    code, output = checkout.run(FAILS="test")
+    assert code == 7, output
+    assert checkout.commands()[-2:] == ["make test [ci]", "make cluster-down [ci]"]
+    assert "make test FAILED" in output
     assert [path.name for path in (checkout.cache / "ci").iterdir()] == ["logs"]
 
 
-def test_checks_that_fail_beside_the_cluster_fail_the_run(checkout: Checkout) -> None:
-    code, said = checkout.run(FAILS="check")
-    assert code == 7, said
-    assert "make e2e [ci]" not in checkout.asked()
+def test_failed_checks_fail_the_run(checkout: Checkout) -> None:
+    code, output = checkout.run(FAILS="check")
+    assert code == 7, output
+    assert "make e2e [ci]" not in checkout.commands()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_told_to_end_it_ends_the_stage_and_takes_everything_down(checkout: Checkout, number: int, code: int) -> None:
+def test_signal_ends_stage_and_takes_cluster_down(checkout: Checkout, number: int, code: int) -> None:
     process = checkout.start(HANGS="e2e")
-    _await_asked(checkout, "make e2e [ci]")
+    _await_command(checkout, "make e2e [ci]")
     process.send_signal(number)
-    said, _ = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == code, said
-    assert checkout.asked()[-1] == "make cluster-down [ci]"
-    assert "make e2e FAILED" in said
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == code, output
+    assert checkout.commands()[-1] == "make cluster-down [ci]"
+    assert "make e2e FAILED" in output
 
 
-def _await_asked(checkout: Checkout, line: str) -> None:
+def _await_command(checkout: Checkout, line: str) -> None:
     end = time.monotonic() + DEADLINE_SECONDS
-    while line not in checkout.asked():
-        assert time.monotonic() < end, checkout.asked()
+    while line not in checkout.commands():
+        assert time.monotonic() < end, checkout.commands()
         time.sleep(0.05)

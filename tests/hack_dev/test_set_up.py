@@ -1,4 +1,4 @@
-"""Set-up: a dry run does nothing, parts are made at once, and pip is found where an interpreter has none."""
+"""Set-up: dry runs do nothing, parts are set up in parallel, and pip is provided if the interpreter has none."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ def cache_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRIMTAB_IMAGES", raising=False)
 
 
-def test_a_dry_run_says_what_would_be_done_and_does_nothing(
+def test_dry_run_prints_changes_and_does_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dev.machine_facts.look", lambda _: EMPTY)
-    monkeypatch.setattr("dev.set_up.ensure", lambda *_: pytest.fail("something was done"))
-    words = ["--for", "make demo", "--then", "the story", "--then-seconds", "240", "--dry-run", *set_up.PARTS]
+    monkeypatch.setattr("dev.machine_facts.inspect", lambda _: EMPTY)
+    monkeypatch.setattr("dev.set_up.ensure", lambda *_: pytest.fail("a dry run must do nothing"))
+    words = ["--for", "make demo", "--then", "the scenario", "--then-seconds", "240", "--dry-run", *set_up.PARTS]
     assert main(["set-up", *words]) == 0
-    said = capsys.readouterr()
-    assert said.err.startswith("make demo installs Debian's docker.io,")
-    assert said.err.rstrip().endswith("nothing was done (DRY_RUN=1)")
-    assert "docker.io" in said.out
+    captured = capsys.readouterr()
+    assert captured.err.startswith("make demo installs Debian's docker.io,")
+    assert captured.err.rstrip().endswith("nothing was done (DRY_RUN=1)")
+    assert "docker.io" in captured.out
 
 
-def test_the_cluster_comes_up_beside_the_python_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits for the other to have begun, so one after the other would never end."""
+def test_cluster_and_python_packages_are_set_up_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step waits for the other one to start, so sequential steps would time out."""
     meeting = threading.Barrier(2, timeout=240.0)
     monkeypatch.setattr("devtools.python_environment.ensure", meeting.wait)
     monkeypatch.setattr("devtools.native_operators.ensure", lambda: None)
     set_up.ensure(frozenset({"python", "cluster"}), meeting.wait)
 
 
-def test_the_base_of_the_images_is_made_beside_the_python_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The images themselves wait: what is installed into them is in pip's cache then."""
+def test_base_image_and_python_packages_are_set_up_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The images are built afterwards, when their packages are in pip's cache."""
     meeting, made = threading.Barrier(2, timeout=30.0), list[str]()
 
     def note(name: str) -> None:
@@ -71,16 +71,16 @@ def test_the_base_of_the_images_is_made_beside_the_python_side(monkeypatch: pyte
         assert names == ["operator", "model"]
         return {}
 
-    monkeypatch.setattr("offline.docker_daemon.ensure", dict)
+    monkeypatch.setattr("devtools.docker_cli.ensure", dict)
     monkeypatch.setattr("devtools.python_environment.ensure", lambda: note("packages"))
     monkeypatch.setattr("devtools.native_operators.ensure", lambda: None)
     monkeypatch.setattr("cluster.images.ensure_base", lambda _: note("base"))
     monkeypatch.setattr("cluster.images.ensure", build)
-    monkeypatch.setattr("devtools.model.ensure", lambda: pytest.fail("the model comes with the images"))
+    monkeypatch.setattr("devtools.model.ensure", lambda: pytest.fail("the model is part of the images step"))
     set_up.ensure(frozenset({"python", "model", "images"}), lambda: None)
 
 
-def test_images_that_nodes_have_already_are_neither_built_nor_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_images_are_neither_built_nor_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIMTAB_IMAGES", "operator:1 model:1")
     for name in ("python_environment.ensure", "native_operators.ensure", "model.ensure"):
         monkeypatch.setattr(f"devtools.{name}", lambda: None)
@@ -89,13 +89,13 @@ def test_images_that_nodes_have_already_are_neither_built_nor_loaded(monkeypatch
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_program_that_runs_as_a_stage_gives_its_exit_code(code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stage_returns_exit_code_of_its_program(code: int, capsys: pytest.CaptureFixture[str]) -> None:
     program = [sys.executable, "-c", f"raise SystemExit({code})"]
     assert main(["stage", "--about", "5", "the tests", "--", *program]) == code
     assert f"the tests: {'failed after' if code else 'done in'}" in capsys.readouterr().err
 
 
-def test_an_interpreter_without_pip_gets_one_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_interpreter_without_pip_gets_one_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = []
 
     def make(folder: Path) -> None:
@@ -111,7 +111,7 @@ def test_an_interpreter_without_pip_gets_one_in_the_cache(monkeypatch: pytest.Mo
     assert python_environment.pip_command()[0] == sys.executable
 
 
-def test_who_set_up_by_hand_is_told_what_to_type_next(
+def test_manual_set_up_prints_the_next_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("dev.set_up.ensure", lambda *_: None)
@@ -119,33 +119,33 @@ def test_who_set_up_by_hand_is_told_what_to_type_next(
     assert capsys.readouterr().out.endswith(f"trimtab serve {tmp_path}/models/SmolLM2-135M-Instruct\n")
 
 
-def test_without_a_network_pip_s_failure_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """pip itself speaks of versions that conflict."""
-    says = "WARNING: Retrying after connection broken by 'NewConnectionError: …'\nERROR: No matching distribution"
+def test_pip_failure_without_network_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """pip itself only reports version conflicts."""
+    output = "WARNING: Retrying after connection broken by 'NewConnectionError: …'\nERROR: No matching distribution"
 
     def fail(_: object, *, log: str, folder: Path) -> None:
-        (logs_folder() / f"{log}.log").write_text(f"\n$ pip install torch\n{says}\n")
+        (logs_folder() / f"{log}.log").write_text(f"\n$ pip install torch\n{output}\n")
         raise ClusterError("pip failed")
 
     monkeypatch.setattr("devtools.python_environment.run", fail)
     monkeypatch.setattr("devtools.python_environment.FOLDER", tmp_path / "venv")
     monkeypatch.setattr("devtools.python_environment.STAMP", tmp_path / "venv" / ".ready")
     monkeypatch.setattr("devtools.python_environment.make_empty", lambda _: None)
-    with pytest.raises(ClusterError, match=r"pip failed\nno package index answers pip; see to the network"):
+    with pytest.raises(ClusterError, match=r"pip failed\nno package index is reachable; check the network"):
         python_environment.ensure()
-    says = "ERROR: conflicting dependencies"
+    output = "ERROR: conflicting dependencies"
     with pytest.raises(ClusterError, match=r"pip failed$"):
         python_environment.ensure()
 
 
-def test_torch_is_pinned_by_the_constraints() -> None:
+def test_torch_pin_is_read_from_constraints() -> None:
     assert python_environment.torch_pin("tqdm==4\ntorch==2.13.0\ntorchvision==1\n") == ["torch==2.13.0"]
     assert python_environment.torch_pin("tqdm==4\n") == []
 
 
-def test_make_asks_for_parts_that_there_are() -> None:
+def test_makefile_requests_existing_parts() -> None:
     makefile = (Path(__file__).resolve().parents[2] / "Makefile").read_text()
-    asked = [line for line in makefile.splitlines() if "$(DEV_TOOL) set-up" in line]
-    assert asked
-    for line in asked:
+    lines = [line for line in makefile.splitlines() if "$(DEV_TOOL) set-up" in line]
+    assert lines
+    for line in lines:
         assert line.split()[-1] in set_up.PARTS, line

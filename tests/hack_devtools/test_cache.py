@@ -1,4 +1,4 @@
-"""The cache: keys follow content and nothing else; an entry is whole or absent."""
+"""The cache: keys depend only on content, and entries are either complete or absent."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from devtools.cache_root import cache_root
 from devtools.errors import UsageError
 
 
-def test_the_cache_lies_under_home_unless_the_environment_says_otherwise() -> None:
+def test_cache_root_defaults_to_home() -> None:
     assert cache_root({"HOME": "/home/a"}) == Path("/home/a/.cache/trimtab")
     assert cache_root({"HOME": "/home/a", "TRIMTAB_CACHE": "/big/cache"}) == Path("/big/cache")
 
 
-def test_a_relative_cache_folder_is_refused() -> None:
+def test_relative_cache_root_is_rejected() -> None:
     with pytest.raises(UsageError, match="relative"):
         cache_root({"TRIMTAB_CACHE": "cache"})
 
 
-def test_a_key_tells_apart_what_only_joins_to_the_same_bytes() -> None:
+def test_key_depends_on_part_boundaries() -> None:
     assert key_of("ab", "c") != key_of("a", "bc")
     assert key_of("ab", "c") == key_of(b"ab", b"c")
 
 
-def test_a_tree_key_follows_names_and_bytes_but_not_times_or_bytecode(tmp_path: Path) -> None:
+def test_tree_key_depends_on_names_and_bytes_only(tmp_path: Path) -> None:
     one, two = tmp_path / "one" / "tree", tmp_path / "two" / "tree"
     for tree in (one, two):
         (tree / "__pycache__").mkdir(parents=True)
@@ -36,7 +36,7 @@ def test_a_tree_key_follows_names_and_bytes_but_not_times_or_bytecode(tmp_path: 
     assert tree_key([one]) != tree_key([two])
 
 
-def test_an_entry_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     made = []
 
@@ -49,7 +49,7 @@ def test_an_entry_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "thing" / "v1" / "file").read_text() == "content"
 
 
-def test_an_entry_whose_making_failed_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_entry_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
 
     def fail(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The sample model's tokenizer is the GGUF file's, also in a folder that was converted when it was another's."""
+"""The sample model's tokenizer matches the GGUF file, also in folders converted by earlier versions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TEXT, PIECES = "  12", ["Ġ", "Ġ", "1", "2"]
 GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
-def a_file(path: Path) -> None:
-    """Byte-level tokens and a merge of a blank with a digit, which text split as SmolLM2's never needs."""
+def write_gguf(path: Path) -> None:
+    """Write byte-level tokens and a merge of a space and a digit, which SmolLM2's pre-tokenizer never produces."""
     tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġ1"]
     path.parent.mkdir(parents=True)
     writer = GGUFWriter(path, "llama")
@@ -34,10 +34,10 @@ def a_file(path: Path) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with the file, and with a folder of an earlier version."""
+    """Return a cache with the file and a folder of an earlier version."""
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     monkeypatch.setattr(model, "project_python", lambda: sys.executable)
-    a_file(tmp_path / "models" / "gguf" / model.GGUF)
+    write_gguf(tmp_path / "models" / "gguf" / model.GGUF)
     folder = tmp_path / "models" / model.NAME
     folder.mkdir()
     (folder / "model.safetensors").write_text("weights")
@@ -45,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_folder_of_an_earlier_version_gets_the_tokenizer_of_today_and_keeps_its_weights(cache: Path) -> None:
+def test_old_folder_gets_current_tokenizer_and_keeps_weights(cache: Path) -> None:
     assert not model.splits_digits(cache)
     assert model.ensure() == cache
     assert Tokenizer.from_file(str(cache / "tokenizer.json")).encode(TEXT).tokens == PIECES
@@ -53,8 +53,8 @@ def test_a_folder_of_an_earlier_version_gets_the_tokenizer_of_today_and_keeps_it
     assert {path.name for path in cache.parent.iterdir()} == {"gguf", model.NAME}
 
 
-def test_a_folder_with_the_tokenizer_of_today_is_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_with_current_tokenizer_is_unchanged(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, GPT2_SPLIT]}
     (cache / "tokenizer.json").write_text(json.dumps({"pre_tokenizer": split}))
-    monkeypatch.setattr(model, "run", lambda *arguments, **options: pytest.fail("nothing is to be converted"))
+    monkeypatch.setattr(model, "run", lambda *arguments, **options: pytest.fail("must not convert"))
     assert model.ensure() == cache

@@ -1,35 +1,35 @@
-"""The checkout's virtual environment: one whose checkout was moved is made anew."""
+"""Detection of a virtual environment whose checkout was moved."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from devtools.python_environment import is_of_here
+from devtools.python_environment import is_in_place
 
 
-def an_environment(folder: Path, first_lines: str) -> Path:
+def make_environment(folder: Path, first_lines: str) -> Path:
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "trimtab").write_text(f"{first_lines}\nimport sys\n")
     return folder
 
 
 @pytest.mark.parametrize("form", ["#!{0}/bin/python", "#!/bin/sh\n'''exec' \"{0}/bin/python\" \"$0\" \"$@\"\n' '''"])
-def test_programs_that_run_the_interpreter_of_another_place_are_told(tmp_path: Path, form: str) -> None:
-    here = an_environment(tmp_path / "my checkout" / ".venv", form.format(tmp_path / "my checkout" / ".venv"))
-    assert is_of_here(here)
+def test_moved_environment_is_detected(tmp_path: Path, form: str) -> None:
+    here = make_environment(tmp_path / "my checkout" / ".venv", form.format(tmp_path / "my checkout" / ".venv"))
+    assert is_in_place(here)
     moved = here.parent.rename(tmp_path / "elsewhere") / ".venv"
-    assert not is_of_here(moved)
+    assert not is_in_place(moved)
 
 
-def test_an_environment_that_is_linked_is_of_here(tmp_path: Path) -> None:
+def test_linked_environment_is_in_place(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     link = tmp_path / "other" / ".venv"
-    real = an_environment(tmp_path / "real", f"#!{link}/bin/python")
+    real = make_environment(tmp_path / "real", f"#!{link}/bin/python")
     link.symlink_to(real)
-    assert is_of_here(link)
-    assert is_of_here(real)
+    assert is_in_place(link)
+    assert is_in_place(real)
 
 
-def test_what_is_not_there_yet_is_not_of_elsewhere(tmp_path: Path) -> None:
-    assert is_of_here(tmp_path / ".venv")
+def test_missing_venv_is_not_reported_as_foreign(tmp_path: Path) -> None:
+    assert is_in_place(tmp_path / ".venv")

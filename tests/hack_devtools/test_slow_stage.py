@@ -1,11 +1,11 @@
-"""A stage that runs late says so and why."""
+"""Detection of late stages and the reported reason."""
 
 from __future__ import annotations
 
 import pytest
-from devtools.slow_stage import Surroundings, is_late, line, why
+from devtools.slow_stage import StageContext, delay_reason, is_late, status_line
 
-QUIET = Surroundings(cores=2, load=0.6, beside=(), last_words="")
+QUIET = StageContext(cores=2, load=0.6, other_stages=(), last_output="")
 
 
 @pytest.mark.parametrize(
@@ -14,28 +14,28 @@ QUIET = Surroundings(cores=2, load=0.6, beside=(), last_words="")
         (59.0, 60.0, False),
         (69.0, 60.0, False),  # within the grace
         (71.0, 60.0, True),
-        (560.0, 500.0, False),  # a tenth is no lateness
+        (560.0, 500.0, False),  # within a tenth
         (600.0, 500.0, True),
     ],
 )
-def test_late_is_what_a_tenth_and_a_moment_do_not_explain(seconds: float, expected: float, late: bool) -> None:
+def test_is_late_ignores_a_tenth_and_the_grace_period(seconds: float, expected: float, late: bool) -> None:
     assert is_late(seconds, expected) is late
 
 
-def test_in_time_only_the_time_is_said() -> None:
-    assert line(30.0, 60.0, QUIET) == "30 s of about 1m00s"
+def test_status_line_in_time_has_no_reason() -> None:
+    assert status_line(30.0, 60.0, QUIET) == "30 s of about 1m00s"
 
 
-def test_late_on_busy_cores_they_and_our_own_stages_are_the_reason() -> None:
-    busy = Surroundings(cores=2, load=4.9, beside=("images: engine's packages",), last_words="compiling")
+def test_status_line_late_names_load_and_parallel_stages() -> None:
+    busy = StageContext(cores=2, load=4.9, other_stages=("images: engine's packages",), last_output="compiling")
     assert (
-        line(90.0, 60.0, busy)
-        == "1m30s of about 1m00s; late: 5 processes want 2 cores, another stage of ours beside it"
+        status_line(90.0, 60.0, busy)
+        == "1m30s of about 1m00s; late: 5 runnable processes on 2 cores, with another stage running in parallel"
     )
 
 
-def test_late_on_idle_cores_the_program_s_last_words_are_shown() -> None:
-    waiting = Surroundings(cores=2, load=0.6, beside=("model",), last_words="Get:7 linux-libc-dev")
-    assert why(waiting) == (
-        "the cores are not busy, so it waits for the network or the disk; its program said last: Get:7 linux-libc-dev"
+def test_delay_reason_on_idle_cores_shows_last_output() -> None:
+    waiting = StageContext(cores=2, load=0.6, other_stages=("model",), last_output="Get:7 linux-libc-dev")
+    assert delay_reason(waiting) == (
+        "the cores are not busy, so it waits for the network or the disk; last output: Get:7 linux-libc-dev"
     )

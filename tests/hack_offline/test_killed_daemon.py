@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from offline import docker_daemon, killed_daemon
+from devtools import docker_cli
+from offline import killed_daemon
 from offline.killed_daemon import clear, family, mounts_below
 from offline.leftovers import Process
 
 FOLDER = Path("/home/a/.cache/trimtab/docker")
+DEADLINE_SECONDS = 120.0
 
 
 def test_containers_are_found_by_the_shims_that_started_them() -> None:
@@ -43,17 +46,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "docker"
 
 
+def await_command_line(pid: int, word: str) -> None:
+    """Wait until /proc shows the process's new command line: Popen returns before the kernel has set it."""
+    end = time.monotonic() + DEADLINE_SECONDS
+    while word.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < end, f"process {pid} does not have {word} in its command line"
+        time.sleep(0.01)
+
+
 def test_what_it_left_ends_and_is_unmounted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table, commands = tmp_path / "mounts", list[list[str]]()
     table.write_text(f"overlay {folder}/data ext4 rw 0 0\n")
     monkeypatch.setattr(killed_daemon, "MOUNTS", table)
-    monkeypatch.setattr(docker_daemon, "find", dict)
+    monkeypatch.setattr(docker_cli, "find", dict)
 
     def run(command: list[str], *, log: str) -> None:
         commands.append(command)
 
     monkeypatch.setattr(killed_daemon, "run", run)
-    with subprocess.Popen([sys.executable, "-c", "input()", f"{folder}/exec/c.sock"], stdin=subprocess.PIPE) as shim:
+    socket = f"{folder}/exec/c.sock"
+    with subprocess.Popen([sys.executable, "-c", "input()", socket], stdin=subprocess.PIPE) as shim:
+        await_command_line(shim.pid, socket)
         assert clear()
         assert shim.wait(120) == -9
     assert commands == [["umount", "--lazy", f"{folder}/data"]]
@@ -64,6 +77,6 @@ def test_what_it_left_ends_and_is_unmounted(folder: Path, tmp_path: Path, monkey
 def test_the_mounts_of_a_daemon_that_runs_are_left_alone(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker_daemon, "own_pid", os.getpid)
+    monkeypatch.setattr(docker_cli, "own_pid", os.getpid)
     monkeypatch.setattr(killed_daemon, "MOUNTS", tmp_path / "not-read")
     assert not clear()
