@@ -60,7 +60,7 @@ def test_stripping_removes_tests_and_headers_and_keeps_what_runs(tmp_path: Path)
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_image_sources_include_imported_packages(name: str) -> None:
-    """Packages of this repository that a module of the image imports, whatever is optional."""
+    """Only module-level imports count: commands import optional packages in functions."""
     folders = {Path(source).name: REPOSITORY / source for source in PRODUCTS[name].sources}
     imported = {
         found
