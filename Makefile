@@ -125,7 +125,7 @@ demo: ## demo on a kind cluster, which is removed afterwards (KEEP=1: keep it, D
 	@$(if $(DRY),,PYTHONPATH=hack $(BIN)/python e2e/demo.py $(TOOK))
 
 bench: setup ## CPU benchmarks, into docs/results/
-	PYTHONPATH=engine-image $(BIN)/python -m engine_benchmarks $(MODEL) --output docs/results $(addprefix --only ,$(ONLY))
+	PYTHONPATH=engine-image:modelspec $(BIN)/python -m engine_benchmarks $(MODEL) --output docs/results $(addprefix --only ,$(ONLY))
 
 aot: venv ## compile every GPU kernel for sm_80 to sm_100 without a GPU; results into docs/results/
 	PYTHONPATH=kernels $(BIN)/python -m kernel_benchmarks.aot --cache $(TRIMTAB_CACHE)/aot --results docs/results $(addprefix --only ,$(ONLY))
@@ -134,7 +134,7 @@ aot: venv ## compile every GPU kernel for sm_80 to sm_100 without a GPU; results
 GUIDELLM ?= guidellm
 AIPERF ?= aiperf
 clients: setup ## guidellm and aiperf against the engine (skipped if not installed; GUIDELLM=, AIPERF=)
-	PYTHONPATH=engine-image $(BIN)/python -m engine_benchmarks.clients_bench $(MODEL) --guidellm $(GUIDELLM) --aiperf $(AIPERF)
+	PYTHONPATH=engine-image:modelspec $(BIN)/python -m engine_benchmarks.clients_bench $(MODEL) --guidellm $(GUIDELLM) --aiperf $(AIPERF)
 
 # Uses the GPU machine's Python with torch (CUDA), triton, transformers and numpy; nothing is installed. Other imports of
 # the engine come from build/wheels, which `make bench-gpu-wheels` fills on a machine with a package index.
@@ -152,7 +152,7 @@ bench-gpu-wheels: ## download the wheels that bench-gpu needs in addition to tor
 # after GPU_SECONDS and then reports its results. Exit code 5: no test matched.
 GPU_JOBS ?= 12
 GPU_SECONDS ?= 270
-GPU_PYTEST := PYTHONPATH=kernels:engine-image TRITON_INTERPRET=0 timeout --signal=INT --kill-after=15 $(GPU_SECONDS) $(BENCH_PYTHON) -m kernel_benchmarks.wheels build/wheels pytest -q \
+GPU_PYTEST := PYTHONPATH=kernels:engine-image:modelspec TRITON_INTERPRET=0 timeout --signal=INT --kill-after=15 $(GPU_SECONDS) $(BENCH_PYTHON) -m kernel_benchmarks.wheels build/wheels pytest -q \
     -o addopts=--import-mode=importlib -W default -p no:cacheprovider -m "not cpu" --durations=5 $(addprefix -k ,$(ONLY))
 test-gpu: ## tests of engine and kernels on this machine's GPU (10 min; ONLY=paged_decode)
 	@PYTHONPATH=kernels $(BENCH_PYTHON) -m kernel_benchmarks.machine test-gpu
@@ -166,7 +166,7 @@ test-gpu: ## tests of engine and kernels on this machine's GPU (10 min; ONLY=pag
 OUTPUT ?= docs/results
 bench-gpu: ## GPU benchmarks of kernels and engine, with baselines (10 min; ONLY=paged RESUME=1)
 	@PYTHONPATH=kernels $(BENCH_PYTHON) -m kernel_benchmarks.machine bench-gpu
-	@PYTHONPATH=kernels:engine-image $(BENCH_PYTHON) -m kernel_benchmarks --output $(OUTPUT) $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume)
+	@PYTHONPATH=kernels:engine-image:modelspec $(BENCH_PYTHON) -m kernel_benchmarks --output $(OUTPUT) $(addprefix --only ,$(ONLY)) $(if $(RESUME),--resume)
 
 # Seconds per model.
 TUNE_SECONDS ?= 200

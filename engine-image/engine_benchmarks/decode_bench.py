@@ -20,10 +20,10 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.layers.linear import padded_rows
 from trimtab_engine.models.checkpoint import num_parameters
 from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_modelspec.config import ModelConfig
 
 from engine_benchmarks.machine_bench import MachineRates, layer_shapes, measure_machine
 from engine_benchmarks.parity import greedy_generator, load_runner

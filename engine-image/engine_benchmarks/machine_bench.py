@@ -14,9 +14,9 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.layers.linear import Linear
 from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_modelspec.config import ModelConfig
 
 READ_BYTES = 512 << 20  # far beyond any last-level cache
 STREAMED_BYTES = 256 << 20  # distinct weights per shape, so that they come from memory as in a decode step

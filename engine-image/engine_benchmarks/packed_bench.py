@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from trimtab_kernels.native.library import Missing, native_library
+from trimtab_kernels.native.library import NativeUnavailable, native_library
 
 from engine_benchmarks.parity import greedy_generator, load_runner
 
@@ -94,7 +94,7 @@ def take_turns(contenders: Mapping[str, Round], rounds: int) -> dict[str, Spent]
 def trimtab(model: Path, prompt: list[int], threads: int) -> tuple[Round, int]:
     """A round of our model runner, and the bytes that its weights take."""
     found = native_library()
-    if isinstance(found, Missing):
+    if isinstance(found, NativeUnavailable):
         raise typer.BadParameter(f"the operators are not compiled: {found.reason}")
     runner = load_runner(str(model), cpu_threads=threads)
     generate = greedy_generator(runner, block_size=16, batch=1)

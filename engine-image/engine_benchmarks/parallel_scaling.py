@@ -8,10 +8,10 @@ parallelism, a transfer to the next stage. Nothing overlaps and the host costs n
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.models.registry import parse_model_config
-from trimtab_engine.parallel.partition import Span, layers_of_stages
 from trimtab_engine.parallel.ranks import Layout
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.partition import Span, layers_of_stages
 
 GPU = "H200"
 MEMORY_BYTES = 139.8 * 2**30

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.qwen2_5_vl_facts import parse_vision, tower_tensors
 from trimtab_engine.models.registry import parse_model_config
-from trimtab_engine.weights.text_half import text_words
+from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_modelspec.families.registry import language_model_config
 
 NUM_BYTES = 256  # a token each, which is its own id
 END, START, IMAGE, STOP, VIDEO = "<|end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
@@ -115,7 +115,7 @@ def write_weights(folder: Path) -> None:
     """Write random weights for the folder's config.json, the same each time."""
     words = json.loads((folder / "config.json").read_text())
     text = parse_model_config(words, {}, "config.json")
-    tower = tower_tensors(parse_vision(ConfigWords(text_words(words), {}, "config.json"), text))
+    tower = tower_tensors(parse_vision(ConfigReader(language_model_config(words), {}, "config.json"), text))
     shapes = expected_shapes(text) | {f"visual.{name}": tensor.shape for name, tensor in tower.items()}
     random = torch.Generator().manual_seed(0)
     tensors = {name: SPREAD * torch.randn(shape, generator=random) for name, shape in shapes.items()}

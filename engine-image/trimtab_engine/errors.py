@@ -1,20 +1,19 @@
 """The engine's named errors. The name says who acts next; the command line makes one line and an exit code of each."""
 
+from trimtab_modelspec.errors import ConfigError, ModelError, NotSupportedError, TrimtabError
 
-class TrimtabError(Exception):
-    """Base of everything that the engine raises on purpose. The message says what, where and what to do."""
-
-
-class ConfigError(TrimtabError):
-    """The command line, the model or the machine does not allow what was asked. The user acts. Exit code 2."""
-
-
-class ModelError(ConfigError):
-    """The model's files are missing, unreadable, truncated or of an architecture that is not built. Exit code 2."""
-
-
-class NotBuiltError(ConfigError):
-    """A known feature that is not built yet: refused by name, never ignored. Exit code 2."""
+__all__ = [
+    "ConfigError",
+    "EngineDead",
+    "EngineSilent",
+    "IntegrityError",
+    "InvalidRequest",
+    "ModelError",
+    "NotSupportedError",
+    "TrimtabError",
+    "WorkerDied",
+    "one_line",
+]
 
 
 class InvalidRequest(TrimtabError):

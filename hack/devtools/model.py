@@ -82,7 +82,7 @@ def _convert_tokenizer(gguf: Path, model: Path) -> None:
 
 def _run_conversion(gguf: Path, folder: Path, *options: str) -> None:
     script = Path(__file__).with_name("convert_model.py")
-    environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY / "engine-image")}
+    environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{REPOSITORY / 'engine-image'}:{REPOSITORY / 'modelspec'}"}
     run([project_python(), script, gguf, GGUF, folder, *options], log="model", environment=environment)
     for file in folder.iterdir():
         file.chmod(0o644)  # readable by other users, in images and volumes

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar, cast
 
+from trimtab_modelspec.memory_formula import MemoryFormula
+
 from trimtab_engine.config.adapters import AdapterConfig
 from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.config.live.patch import LiveConfig
@@ -26,7 +28,7 @@ from trimtab_engine.core.step_stats import note_graphs, step_stats
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVCache
 from trimtab_engine.errors import ConfigError, IntegrityError, InvalidRequest
-from trimtab_engine.memory.formula import Ledger, MemoryFormula, total_of
+from trimtab_engine.memory.formula import Ledger, total_of
 from trimtab_engine.memory.plan import PlanBase, plan_memory
 from trimtab_engine.messages import (
     AdaptersInUse,

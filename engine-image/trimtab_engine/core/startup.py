@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from trimtab_modelspec.memory_formula import MemoryFormula
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.live.patch import LiveConfig
@@ -25,7 +26,6 @@ from trimtab_engine.executor.messages import RankReport
 from trimtab_engine.executor.start import LoadedRank, load_rank
 from trimtab_engine.executor.workers import OnDeath
 from trimtab_engine.memory.encoder import EncoderLimits
-from trimtab_engine.memory.formula import MemoryFormula
 from trimtab_engine.memory.plan import PlanBase
 from trimtab_engine.memory.sizing import KVSize, longest_that_fits, out_of_memory, size_kv_cache, what_is_too_much
 from trimtab_engine.messages import CoreReady

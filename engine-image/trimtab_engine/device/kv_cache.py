@@ -19,10 +19,10 @@ from typing import Protocol
 
 import torch
 from trimtab_kernels.copy_blocks import copy_blocks
+from trimtab_modelspec.kv_groups import KVGroup
 
 from trimtab_engine.device.address_range import AddressRange, AddressSpace, HostMemory, round_up
 from trimtab_engine.device.changes import CopyBlocks, KvChange, MapBlocks, UnmapAbove
-from trimtab_engine.memory.kv_groups import KVGroup
 
 WORD_BYTES = 8
 BUS_PROGRAMS = 64  # of a copy over the bus: 16 KiB each on their way are ten times what PCIe 5 holds in a round trip
@@ -223,7 +223,7 @@ def copy_across(source: KVCache, destination: KVCache, pairs: list[tuple[int, in
     if on_cuda:
         blocks = blocks.pin_memory().to(on_cuda[0], non_blocking=True)
     for ours, theirs in zip(source.block_words, destination.block_words, strict=True):
-        copy_blocks(ours, theirs, blocks, max_programs=None if source.device == destination.device else BUS_PROGRAMS)
+        copy_blocks(ours, theirs, blocks, max_ctas=None if source.device == destination.device else BUS_PROGRAMS)
 
 
 @dataclass(frozen=True, slots=True)

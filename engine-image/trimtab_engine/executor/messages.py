@@ -1,11 +1,12 @@
 """What the engine core and the workers of its ranks say to each other: msgspec structs over ZMQ, never pickle."""
 
 import msgspec
+from trimtab_modelspec.memory_formula import MemoryFormula
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.changes import CopyBlocks, MapBlocks, SwapBlocks, UnmapAbove
 from trimtab_engine.executor.block_table_deltas import ToldTables
-from trimtab_engine.memory.formula import Ledger, MemoryFormula
+from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.scheduling.step_inputs import StepInputs
 

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 from trimtab_kernels.silu_and_mul import clamped_gate
+from trimtab_modelspec.config import ClampedGate
 
-from trimtab_engine.config.model import ClampedGate
 from trimtab_engine.layers.quantized import Projection
 
 

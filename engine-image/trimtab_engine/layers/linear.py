@@ -12,11 +12,11 @@ the cache between slices.
 
 import torch
 import torch.nn.functional as F
-from trimtab_kernels.few_rows import few_rows_triton
 from trimtab_kernels.native.library import NativeLibrary, native_library
 from trimtab_kernels.native.matrix import PackedMatrix, StoredRows, pack_blocks, pack_matrix
 from trimtab_kernels.native.quantised import MixedBlocks, QuantisedBlocks
 from trimtab_kernels.silu_and_mul import silu_and_mul
+from trimtab_kernels.skinny_gemm import skinny_gemm_triton
 
 from trimtab_engine.parallel.groups import RankGroup
 
@@ -139,7 +139,7 @@ class Linear:
     ) -> torch.Tensor:
         """The same of MAX_FEW_ROWS rows at most, in one launch with what stands before and behind it: x is normalised
         first, or the product is added to the residual in place."""
-        return few_rows_triton(
+        return skinny_gemm_triton(
             x, self._weight, norm=norm, eps=eps, bias=self._bias, is_gated=self._is_gated, residual=residual
         )
 
@@ -168,7 +168,7 @@ class GatedLinear(Linear):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear."""
-        return self._multiply(x) if self.native is None else self.native.before_gate(x)
+        return self._multiply(x) if self.native is None else self.native.multiply_without_gate(x)
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
         """See Linear."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from trimtab_kernels.fused_moe import fused_moe, sum_of_experts
 from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting, route_by_sigmoid
+from trimtab_modelspec.config import ClampedGate
 
-from trimtab_engine.config.model import ClampedGate
 from trimtab_engine.layers.gated_mlp import GatedMlp
 from trimtab_engine.layers.quantized import Projection
 from trimtab_engine.parallel.expert_slots import ExpertSlots

@@ -12,8 +12,8 @@ from trimtab_kernels.launch.device_facts import device_facts
 from trimtab_kernels.native.matrix import PackedMatrix
 from trimtab_kernels.silu_and_mul import silu_and_mul
 from trimtab_kernels.w8a8_block_fp8 import dequantize_blocks, quantize_blocks, quantize_groups, w8a8_block_fp8
+from trimtab_modelspec.quantization import BLOCK
 
-from trimtab_engine.config.quantization import BLOCK
 from trimtab_engine.parallel.groups import RankGroup
 
 

@@ -5,8 +5,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-
-from trimtab_engine.config.model import RopeConfig, Temperature
+from trimtab_modelspec.config import RopeConfig, Temperature
 
 
 @dataclass(frozen=True, slots=True)

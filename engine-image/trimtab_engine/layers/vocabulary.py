@@ -34,7 +34,7 @@ class VocabularyEmbedding:
 
     def _rows(self, index: torch.Tensor) -> torch.Tensor:
         if isinstance(self._table, QuantisedBlocks):
-            return self._table.of_rows(lambda rows: rows.index_select(0, index)).restored()
+            return self._table.select_rows(lambda rows: rows.index_select(0, index)).restored()
         if isinstance(self._table, StoredRows):
             return F.embedding(index, self._table.parts[0]).float()
         return F.embedding(index, self._table)
@@ -61,7 +61,7 @@ class LmHead:
 
 def _padded(table: Table, pad: Callable[[torch.Tensor], torch.Tensor]) -> Table:
     if isinstance(table, QuantisedBlocks):
-        return table.of_rows(pad)
+        return table.select_rows(pad)
     return pad(table) if isinstance(table, torch.Tensor) else StoredRows((pad(table.parts[0]),))
 
 

@@ -10,6 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
+from trimtab_modelspec.kv_groups import KVGroup
+from trimtab_modelspec.memory_formula import MemoryFormula
+from trimtab_modelspec.partition import layers_of_stages
+
 from trimtab_engine.config.engine import BLOCK_SIZES, MAX_BATCHED_TOKENS
 from trimtab_engine.config.live.reading import (
     Bound,
@@ -25,9 +29,7 @@ from trimtab_engine.config.live.reading import (
     read,
 )
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.memory.formula import MemoryFormula, check_one_request_fits
-from trimtab_engine.memory.kv_groups import KVGroup
-from trimtab_engine.parallel.partition import layers_of_stages
+from trimtab_engine.memory.formula import check_one_request_fits
 
 KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 MAX_RANKS = 1024  # per degree: beyond any group that is built

@@ -8,15 +8,16 @@ import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from trimtab_modelspec.kv_groups import KVGroup
+from trimtab_modelspec.memory_formula import MemoryFormula
+
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.memory.formula import (
     GIB,
-    MemoryFormula,
     check_before_loading,
     check_one_request_fits,
     check_one_request_fits_fixed,
 )
-from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.memory.reserved import Processes, reserved_bytes
 from trimtab_engine.multimodal.items import MODALITIES
 

@@ -3,9 +3,10 @@ is read. Knows no tensor."""
 
 from pathlib import Path
 
+from trimtab_modelspec.tensors import PROJECTION, Part, Tensors
+
 from trimtab_engine.config.adapters import AdapterConfig
-from trimtab_engine.errors import ConfigError, ModelError, NotBuiltError
-from trimtab_engine.models.tensors import PROJECTION, Part, Tensors
+from trimtab_engine.errors import ConfigError, ModelError, NotSupportedError
 from trimtab_engine.weights.adapter_files import TENSORS_FILE, PeftAdapter
 
 NOT_ADAPTED: dict[Part, str] = {
@@ -33,8 +34,9 @@ def check_fit(name: str, adapter: PeftAdapter, tensors: Tensors, max_rank: int) 
                 f"trained for"
             )
         if tensor.part in NOT_ADAPTED:
-            raise NotBuiltError(
-                f"{where}: it adapts {module}, and adapters of {NOT_ADAPTED[tensor.part]} are not built; merge it into "
+            raise NotSupportedError(
+                f"{where}: it adapts {module}, and adapters of {NOT_ADAPTED[tensor.part]} are not supported; merge "
+                f"it into "
                 f"the model, or train one of the other projections"
             )
         if tensor.shape != (shape.out_features, shape.in_features):

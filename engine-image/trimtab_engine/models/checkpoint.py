@@ -1,10 +1,11 @@
 """What a checkpoint must hold: names and shapes by the configuration, checked before any weight is read."""
 
-from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.config.quantization import BLOCK, SCALE_SUFFIX, stored_quantization
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.quantization import BLOCK, SCALE_SUFFIX, stored_quantization
+from trimtab_modelspec.tensors import PROJECTION, Tensors, num_elements
+
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.registry import family_of
-from trimtab_engine.models.tensors import PROJECTION, Tensors, num_elements
 from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.source import WeightSource
 
@@ -77,7 +78,7 @@ def check_tensors(config: ModelConfig, source: WeightSource) -> None:
     if extra:
         raise ModelError(
             f"{source.where}: the weights hold {len(extra)} tensors that {config.architecture} does not use, first "
-            f"{extra[0]}; this variant is not built"
+            f"{extra[0]}; this variant is not supported"
         )
     _check_shapes(source, expected | {name: scales[name] for name in scales.keys() & found.keys()})
 
@@ -98,7 +99,7 @@ def check_tower(expected: Shapes, source: WeightSource) -> None:
     if extra:
         raise ModelError(
             f"{source.where}: the tower has {len(extra)} tensors that are not used, first {extra[0]}; this variant is "
-            f"not built"
+            f"not supported"
         )
     _check_shapes(source, expected)
 
@@ -114,7 +115,7 @@ def check_head(expected: Shapes, source: WeightSource) -> None:
     if extra:
         raise ModelError(
             f"{source.where}: the head that drafts has {len(extra)} tensors that are not used, first {extra[0]}; this "
-            f"variant is not built"
+            f"variant is not supported"
         )
     _check_shapes(source, expected)
 

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 from torch.profiler import record_function
-from trimtab_kernels.native.decoder import DecoderShape, LayerWeights, NativeDecoder, NativeStep, fits
-from trimtab_kernels.native.library import Missing, native_library
+from trimtab_kernels.native.decoder import DecoderShape, LayerWeights, NativeDecoder, NativeStep, supports_head_size
+from trimtab_kernels.native.library import NativeUnavailable, native_library
 from trimtab_kernels.paged_attention import AttentionMetadata
 
 from trimtab_engine.device.kv_cache import KVTensors
@@ -68,20 +68,20 @@ class CompiledLayers:
 def compile_layers(layers: Sequence[Layer], shape: DecoderShape, group: RankGroup | None) -> CompiledLayers | None:
     """None where the compiled operators are not there, or do not take these layers."""
     weights = [compiled for layer in layers if (compiled := layer.compiled_weights()) is not None]
-    if not weights or len(weights) < len(layers) or not fits(shape.head_size):
+    if not weights or len(weights) < len(layers) or not supports_head_size(shape.head_size):
         return None
     return CompiledLayers(layers, NativeDecoder(weights[0].qkv.library, shape, weights), group)
 
 
 def is_library_missing() -> bool:
     """Return True if this installation has no compiled operators for this CPU."""
-    return isinstance(native_library(), Missing)
+    return isinstance(native_library(), NativeUnavailable)
 
 
 def why_not(dtype: torch.dtype, shape: DecoderShape) -> str:
     """Why compile_layers gave None on the CPU, for the log."""
     library = native_library()
-    if isinstance(library, Missing):
+    if isinstance(library, NativeUnavailable):
         return library.reason
     if dtype != torch.float32:
         return f"they compute in float32 and the model in {str(dtype).removeprefix('torch.')}"

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from trimtab_kernels.skinny_gemm import MAX_ROWS as MAX_FEW_ROWS
 from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting
 from trimtab_kernels.native.decoder import DecoderShape, LayerWeights
 from trimtab_kernels.native.quantised import QuantisedBlocks
@@ -23,8 +22,11 @@ from trimtab_kernels.paged_attention import AttentionMetadata
 from trimtab_kernels.rms_norm import add_rms_norm, gather_rms_norm, rms_norm
 from trimtab_kernels.rope_and_cache import Norms
 from trimtab_kernels.rotary_embedding import interleave_pairs
+from trimtab_kernels.skinny_gemm import MAX_ROWS as MAX_FEW_ROWS
+from trimtab_modelspec.config import ModelConfig, MoeConfig
+from trimtab_modelspec.families.decoder import decoder_kv
+from trimtab_modelspec.kv_groups import KVPlace, LayerKV, groups_of, places_of
 
-from trimtab_engine.config.model import ModelConfig, MoeConfig
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.layers.adapted import AdaptedLinear
 from trimtab_engine.layers.attention import Attention, KVScales
@@ -35,9 +37,7 @@ from trimtab_engine.layers.moe import Experts, MixtureOfExperts, StackedExperts
 from trimtab_engine.layers.quantized import stacked
 from trimtab_engine.layers.rotary import RotaryAngles, Turn, no_turn
 from trimtab_engine.layers.vocabulary import LmHead, Placed, VocabularyEmbedding
-from trimtab_engine.memory.kv_groups import KVPlace, LayerKV, groups_of, places_of
 from trimtab_engine.models.compiled_layers import compile_layers, is_library_missing, why_not
-from trimtab_engine.models.decoder_kv import decoder_kv
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.parallel.expert_slots import ExpertSlots
 from trimtab_engine.parallel.experts import expert_map
@@ -181,7 +181,7 @@ def _load_clamped_expert(
     down = load.stacked_expert(prefix + "down_proj", expert, columns=wide)
     biases = [load(f"{prefix}{name}_bias", rows=(expert, expert + 1))[0] for name in ("gate_up_proj", "down_proj")]
     return (
-        gate_up.of_rows(in_halves) if isinstance(gate_up, QuantisedBlocks) else in_halves(gate_up),
+        gate_up.select_rows(in_halves) if isinstance(gate_up, QuantisedBlocks) else in_halves(gate_up),
         in_halves(biases[0]),
     ), (
         down if isinstance(down, QuantisedBlocks) else down.contiguous(),
@@ -239,7 +239,7 @@ class DecoderLayer:
         self._mlp_norm = load_norm(config, prefix + "post_attention_layernorm.weight", load)
         self.is_moe = config.is_moe_layer(layer)
         self.feed_forward = self.load_feed_forward(config, layer, shard, groups, load)
-        self._few_rows = self._joined_products()
+        self._skinny_gemm = self._joined_products()
 
     def _joined_products(self) -> JoinedProducts | None:
         """What steps of few rows take, while none of them has an adapter; None where a product is quantised, or its
@@ -282,10 +282,10 @@ class DecoderLayer:
     ) -> torch.Tensor | None:
         """hidden [num_tokens, hidden_size], changed in place. `delta`: what the layer before has still to add to it, so
         that the sum and the norm are one pass over memory; returned is what this one has. None: it has been added."""
-        joins = self._few_rows is not None and not self._adapter_rows.has_any
+        joins = self._skinny_gemm is not None and not self._adapter_rows.has_any
         if joins and self._input_norm is not None and hidden.shape[0] <= MAX_FEW_ROWS:
-            assert self._few_rows is not None
-            self._compute_few_rows(self._few_rows, hidden, delta, turns, kv_cache, metadata)
+            assert self._skinny_gemm is not None
+            self._compute_few_rows(self._skinny_gemm, hidden, delta, turns, kv_cache, metadata)
             return None
         attended = self._attend(hidden, delta, turns, kv_cache, metadata)
         if hidden.shape[0] <= MAX_ROWS or self.is_moe or hidden.is_cuda:

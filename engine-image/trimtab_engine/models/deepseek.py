@@ -3,162 +3,17 @@ sigmoids within the best groups beside shared ones, the first layers dense. The 
 deepseek_mtp.py's.
 """
 
-import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trimtab_engine.config.model import LatentAttention, ModelConfig, MoeConfig, SigmoidRouting
-from trimtab_engine.config.model_words import ConfigWords
-from trimtab_engine.errors import ModelError
-from trimtab_engine.memory.kv_groups import LayerKV
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.families import deepseek
+
 from trimtab_engine.models.family import Family, Model
-from trimtab_engine.models.tensors import (
-    StoredTensor,
-    mixture_tensors,
-    mlp_tensors,
-    outer_tensors,
-    shared_expert_tensors,
-)
 
 if TYPE_CHECKING:
     from trimtab_engine.models.loading import Loader
     from trimtab_engine.parallel.groups import RankGroups
     from trimtab_engine.parallel.shard import ModelShard
-
-UNSAID = {
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
-    "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
-    "max_position_embeddings": 4096, "rope_interleave": True, "num_nextn_predict_layers": 1,
-}  # fmt: skip
-"""What config.json leaves out where it is this, as transformers reads it."""
-
-
-def parse(words: ConfigWords) -> ModelConfig:
-    """Pairs that are rotated must lie side by side, as in every checkpoint that was released."""
-    words = ConfigWords(UNSAID | dict(words.config), words.generation, words.where)
-    for key, built in (("rope_interleave", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if words.config.get(key, built) != built:
-            raise ModelError(
-                f"{words.where}: {key} {words.config[key]!r} is not built for {words.architecture}; only {built!r} is"
-            )
-    if words.positive("moe_layer_freq", default=1) != 1:
-        raise ModelError(f"{words.where}: moe_layer_freq is not built for {words.architecture}; only 1 is")
-    latent = LatentAttention(
-        query_rank=None if words.config["q_lora_rank"] is None else words.positive("q_lora_rank"),
-        kv_rank=words.positive("kv_lora_rank"),
-        plain_size=words.positive("qk_nope_head_dim"),
-        rotary_size=words.positive("qk_rope_head_dim"),
-        value_size=words.positive("v_head_dim"),
-    )
-    if latent.rotary_size % 2:
-        raise ModelError(f"{words.where}: qk_rope_head_dim {latent.rotary_size} must be even")
-    bias = words.flag("attention_bias")
-    config = words.decoder(qkv_bias=bias, output_bias=bias, moe=_mixture(words))
-    head_size = latent.plain_size + latent.rotary_size
-    return replace(
-        config,
-        head_size=head_size,
-        latent=latent,
-        attention_scale=head_size**-0.5 * _sharpening(words, config.rope.factor),
-        num_draft_layers=words.count("num_nextn_predict_layers"),
-    )
-
-
-def _sharpening(words: ConfigWords, factor: float) -> float:
-    """By what YaRN multiplies scores, beside what it does to rotations."""
-    parameters = dict(words.config.get("rope_scaling") or {}) | dict(words.config.get("rope_parameters") or {})
-    if parameters.get("rope_type", parameters.get("type", "default")) == "default" or factor <= 1:
-        return 1.0
-    weight = ConfigWords(parameters, {}, words.where).number("mscale_all_dim", default=0.0)
-    return (0.1 * weight * math.log(factor) + 1.0) ** 2 if weight else 1.0
-
-
-def _mixture(words: ConfigWords) -> MoeConfig:
-    num_experts, per_token = words.positive("n_routed_experts"), words.positive("num_experts_per_tok")
-    num_groups, num_top_groups = (words.positive(key, default=1) for key in ("n_group", "topk_group"))
-    if num_experts % num_groups or num_experts < 2 * num_groups or num_top_groups > num_groups:
-        raise ModelError(
-            f"{words.where}: n_routed_experts {num_experts} must be a multiple of n_group {num_groups}, of 2 or more, "
-            f"and topk_group {num_top_groups} no more than n_group"
-        )
-    most = num_experts // num_groups * num_top_groups
-    if per_token > most:
-        raise ModelError(f"{words.where}: num_experts_per_tok {per_token} is above the {most} of topk_group groups")
-    wide = words.positive("moe_intermediate_size")
-    num_dense = min(words.count("first_k_dense_replace"), words.num_layers())
-    return MoeConfig(
-        num_experts=num_experts,
-        num_experts_per_token=per_token,
-        intermediate_size=wide,
-        renormalize=words.flag("norm_topk_prob"),
-        dense_layers=frozenset(range(num_dense)),
-        sigmoid=SigmoidRouting(
-            has_bias=True,
-            num_groups=num_groups,
-            num_top_groups=num_top_groups,
-            factor=words.number("routed_scaling_factor", default=1.0),
-        ),
-        shared_size=wide * words.count("n_shared_experts"),
-    )
-
-
-def tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Of the projections down to latent vectors every rank has the whole."""
-    found = outer_tensors(config)
-    for layer in range(config.num_layers):
-        found |= layer_tensors(config, layer)
-    return found
-
-
-def layer_tensors(config: ModelConfig, layer: int) -> dict[str, StoredTensor]:
-    """One layer's."""
-    assert config.moe is not None
-    prefix, norm = f"model.layers.{layer}.", StoredTensor((config.hidden_size,), "replicated")
-    mlp = prefix + "mlp."
-    found = {prefix + "input_layernorm.weight": norm, prefix + "post_attention_layernorm.weight": norm}
-    found |= _attention_tensors(config, prefix + "self_attn.")
-    if not config.is_moe_layer(layer):
-        return found | mlp_tensors(config, mlp)
-    found |= mixture_tensors(config, mlp)
-    found[mlp + "gate.e_score_correction_bias"] = StoredTensor((config.moe.num_experts,), "replicated")
-    if config.moe.shared_size:
-        found |= shared_expert_tensors(config, mlp + "shared_experts.")
-    return found
-
-
-def _attention_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTensor]:
-    how, hidden, heads = config.latent, config.hidden_size, config.num_attention_heads
-    assert how is not None
-    found = {
-        prefix + "kv_a_proj_with_mqa.weight": StoredTensor((how.kept_size, hidden), "replicated"),
-        prefix + "kv_a_layernorm.weight": StoredTensor((how.kv_rank,), "replicated"),
-        prefix + "kv_b_proj.weight": StoredTensor(
-            (heads * (how.plain_size + how.value_size), how.kv_rank), "attention"
-        ),
-        prefix + "o_proj.weight": StoredTensor((hidden, heads * how.value_size), "attention"),
-    }
-    if how.query_rank is None:
-        found[prefix + "q_proj.weight"] = StoredTensor((heads * config.head_size, hidden), "attention")
-    else:
-        found |= {
-            prefix + "q_a_proj.weight": StoredTensor((how.query_rank, hidden), "replicated"),
-            prefix + "q_a_layernorm.weight": StoredTensor((how.query_rank,), "replicated"),
-            prefix + "q_b_proj.weight": StoredTensor((heads * config.head_size, how.query_rank), "attention"),
-        }
-    if config.qkv_bias:
-        found[prefix + "kv_a_proj_with_mqa.bias"] = StoredTensor((how.kept_size,), "replicated")
-        if how.query_rank is not None:
-            found[prefix + "q_a_proj.bias"] = StoredTensor((how.query_rank,), "replicated")
-    if config.output_bias:
-        found[prefix + "o_proj.bias"] = StoredTensor((hidden,), "replicated")
-    return found
-
-
-def latent_kv(config: ModelConfig) -> list[LayerKV]:
-    """One latent vector per layer, of which values are a part."""
-    assert config.latent is not None
-    return [LayerKV(num_kv_heads=1, key_size=config.latent.kept_size, value_size=0)] * config.num_layers
 
 
 def build(config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "RankGroups") -> Model:
@@ -166,13 +21,10 @@ def build(config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "Ran
     from trimtab_engine.models.decoder import Decoder
     from trimtab_engine.models.deepseek_layer import DeepseekLayer
 
-    return Decoder(config, load, shard, groups, layer_type=DeepseekLayer, kv=latent_kv(config))
+    return Decoder(config, load, shard, groups, layer_type=DeepseekLayer, kv=deepseek.latent_kv(config))
 
 
-FAMILY = Family(
-    architectures=("DeepseekV3ForCausalLM",),
-    parse=parse,
-    tensors=tensors,
+FAMILY = Family.of(
+    deepseek.FAMILY,
     build=build,
-    kv=latent_kv,
 )

@@ -1,6 +1,7 @@
 """A decoder layer of DeepSeek-V3: latent attention, then an MLP or a mixture like others'."""
 
-from trimtab_engine.config.model import ModelConfig
+from trimtab_modelspec.config import ModelConfig
+
 from trimtab_engine.layers.latent_attention import LatentAttention, LatentQuery
 from trimtab_engine.models.decoder import DecoderLayer, attention_scale, head_rows
 from trimtab_engine.models.loading import Loader

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import torch
 from trimtab_kernels.rms_norm import rms_norm
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.families import deepseek
+from trimtab_modelspec.kv_groups import KVPlace, LayerKV
+from trimtab_modelspec.tensors import StoredTensor
 
-from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.errors import NotSupportedError
 from trimtab_engine.layers.quantized import Projection
 from trimtab_engine.layers.vocabulary import LmHead
-from trimtab_engine.memory.kv_groups import KVPlace, LayerKV
-from trimtab_engine.models import deepseek
 from trimtab_engine.models.decoder import Decoder
 from trimtab_engine.models.deepseek_layer import DeepseekLayer
 from trimtab_engine.models.draft_head import DraftHead, HeadKind
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.models.tensors import StoredTensor
 from trimtab_engine.parallel.groups import ALONE
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
@@ -29,12 +29,13 @@ from trimtab_engine.weights.text_half import Half
 def parse(source: WeightSource, target: ModelConfig) -> ModelConfig:
     """The target's numbers; its head is the layer behind its last one."""
     if target.architecture not in deepseek.FAMILY.architectures:
-        raise NotBuiltError(
-            f"{source.where}: layers of {target.architecture} that predict further tokens are not built; built are "
+        raise NotSupportedError(
+            f"{source.where}: layers of {target.architecture} that predict further tokens are not supported; "
+            f"supported are "
             f"those of {', '.join(deepseek.FAMILY.architectures)}"
         )
     if target.num_draft_layers != 1:
-        raise NotBuiltError(
+        raise NotSupportedError(
             f"{source.where}: num_nextn_predict_layers is {target.num_draft_layers}; 1 such layer is built"
         )
     return target

@@ -15,14 +15,14 @@ from typing import Protocol
 
 import torch
 from trimtab_kernels.paged_attention import AttentionMetadata
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.kv_groups import LayerKV
+from trimtab_modelspec.tensors import Tensors
 
-from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.layers.rotary import RotaryAngles, Turn
-from trimtab_engine.memory.kv_groups import LayerKV
 from trimtab_engine.models.decoder import Decoder, DecoderLayer
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.models.tensors import Tensors
 from trimtab_engine.weights.source import WeightSource
 
 
@@ -78,7 +78,7 @@ class HeadKind:
     """One kind of head: how its checkpoint is read."""
 
     parse: Callable[[WeightSource, ModelConfig], ModelConfig]
-    """What it is in numbers, beside this target. Raises ModelError, or NotBuiltError by name."""
+    """What it is in numbers, beside this target. Raises ModelError, or NotSupportedError by name."""
     source: Callable[[WeightSource, ModelConfig], WeightSource]
     """Its tensors under the names that `tensors` has."""
     tensors: Callable[[ModelConfig], Tensors]

@@ -7,18 +7,18 @@ import re
 from dataclasses import replace
 
 import torch
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_modelspec.families import llama
+from trimtab_modelspec.families.decoder import decoder_kv
+from trimtab_modelspec.kv_groups import KVPlace
+from trimtab_modelspec.tensors import StoredTensor, attention_tensors, mlp_tensors
 
-from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.config.model_words import ConfigWords
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.layers.quantized import Projection
-from trimtab_engine.memory.kv_groups import KVPlace
-from trimtab_engine.models import llama
 from trimtab_engine.models.decoder import Decoder, DecoderLayer
-from trimtab_engine.models.decoder_kv import decoder_kv
 from trimtab_engine.models.draft_head import DraftHead, HeadKind
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.models.tensors import StoredTensor, attention_tensors, mlp_tensors
 from trimtab_engine.parallel.groups import ALONE
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
@@ -33,10 +33,11 @@ OF_TARGET = re.compile(r"(model\.)?(embed_tokens|lm_head)\.weight$")
 
 def parse(source: WeightSource, target: ModelConfig) -> ModelConfig:
     """Raises ConfigError where it was made for another model."""
-    words = ConfigWords(source.config, {}, source.where)
+    words = ConfigReader(source.config, {}, source.where)
     if words.architecture not in ARCHITECTURES:
-        raise NotBuiltError(
-            f"{source.where}: a head of {words.architecture} is not built; built are those of {ARCHITECTURES[0]}"
+        raise NotSupportedError(
+            f"{source.where}: a head of {words.architecture} is not supported; supported are those of "
+            f"{ARCHITECTURES[0]}"
         )
     config = llama.parse(words)
     for name in ("hidden_size", "vocab_size"):

@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.config.quantization import Quantization, StoredForm, stored_form
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.facts import DTYPE_BYTES, is_quantizable
+from trimtab_modelspec.facts import model_facts as modelspec_facts
+from trimtab_modelspec.quantization import stored_form
+from trimtab_modelspec.tensors import StoredTensor, num_elements
+
 from trimtab_engine.errors import ModelError
-from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.models.checkpoint import check_counts, expected_tensors
 from trimtab_engine.models.registry import (
     BY_ARCHITECTURE,
@@ -18,28 +22,16 @@ from trimtab_engine.models.registry import (
     parse_vision_config,
     tower_of,
 )
-from trimtab_engine.models.tensors import (
-    LINEAR_PARTS,
-    PARTS,
-    PROJECTION,
-    Part,
-    StoredTensor,
-    Tensors,
-    elements_by_part,
-    num_elements,
-)
 from trimtab_engine.weights.scaled import ScaledSource
-from trimtab_engine.weights.scaled_form import Mxfp4, ScaledForm
 from trimtab_engine.weights.source import WeightSource
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_REFUSAL = 500  # characters: the facts go through a container's termination message
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def model_facts(model: str, *, load_format: str = "auto") -> dict[str, Any]:
-    """The facts as a JSON object. An architecture that is not built has `supported: false`, why it is not, and null for
-    what its config.json does not say in the usual words. Raises ModelError when the model cannot be read.
+    """The facts as a JSON object. An architecture that is not supported has `supported: false`, why it is not, and
+    null for what its config.json does not say in the usual words. Raises ModelError when the model cannot be read.
     """
     source = open_model(model, load_format)
     try:
@@ -54,79 +46,32 @@ def model_facts(model: str, *, load_format: str = "auto") -> dict[str, Any]:
 
 
 def _supported(source: WeightSource, config: ModelConfig) -> dict[str, Any]:
-    if source.shapes():  # dummy weights are what is asked for
+    if source.shapes():  # dummy weights are what the configuration says
         check_counts(config, source)
-    tensors = expected_tensors(config)
-    counts = elements_by_part(tensors)
-    quantization = stored_form(source.config, source.where)
-    dtype_bytes = DTYPE_BYTES[config.dtype]
-    at_dtype = {part: counts[part] * dtype_bytes for part in PARTS}
-    by_part = _stored_by_part(source, tensors, quantization, dtype_bytes)
-    return {
-        "architecture": architecture_of(source.config, source.where),
-        "supported": True,
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_size": config.head_size,
-        "vocab_size": config.vocab_size,
-        "max_model_len": config.max_model_len,
-        "num_parameters": sum(counts.values()),
-        "weights_bytes": sum(by_part.values()),
-        "dtype": config.dtype,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        **_mixture(config),
-        "latent_kv_size": 0 if config.latent is None else config.latent.kept_size,
-        "kv_groups": [_kv_group(group) for group in kv_groups_of(config)],
-        "quantization": None if quantization is None else quantization.name,
-        "weights_by_part": by_part,
-        **({"weights_at_dtype": at_dtype} if isinstance(quantization, ScaledForm | Mxfp4) else {}),
-        **_tower(source, config, dtype_bytes),
-        **_computed_by(config),
-    }
+    form = stored_form(source.config, source.where)
+    facts = modelspec_facts(
+        config,
+        architecture=architecture_of(source.config, source.where),
+        tensors=expected_tensors(config),
+        kv_groups=kv_groups_of(config),
+        form=form,
+        stored_bytes=partial(_stored_bytes, source) if isinstance(source, ScaledSource) else None,
+    )
+    return {**facts, **_tower(source, config, DTYPE_BYTES[config.dtype]), **_computed_by(config)}
 
 
 def _computed_by(config: ModelConfig) -> dict[str, Any]:
-    """Whose code computes it, where that is not ours, and over how many tensor-parallel ranks it can be divided."""
+    """Whose code computes the model if it is not Trimtab's, and how many tensor-parallel ranks can divide it."""
     if config.division is None:
         return {}
     return {"computed_by": "transformers", "tensor_parallel_sizes": list(config.division.degrees)}
 
 
-def _stored_by_part(
-    source: WeightSource, tensors: Tensors, form: Quantization | StoredForm | None, dtype_bytes: int
-) -> dict[Part, int]:
-    """Bytes of each part, as it is stored."""
-    counts = elements_by_part(tensors)
-    if form is None:
-        return {part: counts[part] * dtype_bytes for part in PARTS}
-    if isinstance(form, ScaledForm | Mxfp4):
-        by_part = dict.fromkeys(PARTS, 0)
-        for name, tensor in tensors.items():
-            stored = _stored_bytes(source, form, name, tensor)
-            by_part[tensor.part] += tensor.num_elements * dtype_bytes if stored is None else stored
-        return by_part
-    small = elements_by_part({name: tensor for name, tensor in tensors.items() if name.endswith(PROJECTION)})
-    return {
-        part: round(counts[part] * form.weight_bytes)
-        if part in LINEAR_PARTS
-        else round(small[part] * form.weight_bytes) + (counts[part] - small[part]) * dtype_bytes
-        for part in PARTS
-    }
-
-
-def _stored_bytes(source: WeightSource, form: ScaledForm | Mxfp4, name: str, tensor: StoredTensor) -> int | None:
-    """What a weight takes with its scales; None: it is stored as it is. By what the checkpoint has, where there is
-    one, else by config.json."""
-    if isinstance(form, Mxfp4):
-        is_small = len(tensor.shape) == 3
-        return tensor.shape[0] * form.stored_bytes(tensor.shape[2], tensor.shape[1]) if is_small else None
-    if not name.endswith(PROJECTION) and not name.endswith("lm_head.weight"):
+def _stored_bytes(source: ScaledSource, name: str, tensor: StoredTensor) -> int | None:
+    """Return the bytes of a weight with its scales by the checkpoint's own tensors."""
+    if not is_quantizable(name):
         return None
-    module = name.removesuffix(".weight")
-    scheme = source.scheme_of(name) if isinstance(source, ScaledSource) else form.scheme_of(module)
+    scheme = source.scheme_of(name)
     return None if scheme is None else scheme.stored_bytes(*tensor.shape)
 
 
@@ -139,28 +84,6 @@ def _tower(source: WeightSource, config: ModelConfig, dtype_bytes: int) -> dict[
     if kind is None or vision is None:
         return {}
     return {"tower_bytes": num_elements(kind.tensors(vision).values()) * dtype_bytes}
-
-
-def _mixture(config: ModelConfig) -> dict[str, Any]:
-    if config.moe is None:
-        return {"num_experts": 0, "num_experts_per_token": 0, "moe_intermediate_size": 0, "dense_layers": []}
-    return {
-        "num_experts": config.moe.num_experts,
-        "num_experts_per_token": config.moe.num_experts_per_token,
-        "moe_intermediate_size": config.moe.intermediate_size,
-        "dense_layers": sorted(config.moe.dense_layers),
-    }
-
-
-def _kv_group(group: KVGroup) -> dict[str, Any]:
-    each = group.each
-    return {
-        "layers": [list(span) for span in group.layers],
-        "num_kv_heads": each.num_kv_heads,
-        "key_size": each.key_size,
-        "value_size": each.value_size,
-        "window": each.window,
-    }
 
 
 def _unsupported(source: WeightSource, why: str) -> dict[str, Any]:

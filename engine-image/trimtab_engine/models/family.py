@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.config.model_words import ConfigWords
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_modelspec.families.family import ModelFamily
+from trimtab_modelspec.tensors import Tensors
+
 from trimtab_engine.config.vision import VisionConfig
-from trimtab_engine.memory.kv_groups import LayerKV
-from trimtab_engine.models.tensors import Tensors
 from trimtab_engine.multimodal.items import MODALITIES, Modality
 from trimtab_engine.weights.gguf_file import GgufNames
 
@@ -123,7 +124,7 @@ def build_decoder(config: ModelConfig, load: "Loader", shard: "ModelShard", grou
 class TowerKind:
     """What computes a family's images and videos."""
 
-    parse: Callable[[ConfigWords, ModelConfig], VisionConfig]
+    parse: Callable[[ConfigReader, ModelConfig], VisionConfig]
     """Reads config.json, for this text half. Raises ModelError."""
     tensors: Callable[[VisionConfig], Tensors]
     """Everything that a checkpoint must hold of it, and nothing else."""
@@ -138,25 +139,36 @@ class TowerKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One family of models."""
+class Family(ModelFamily):
+    """One family of models, with the code that computes it."""
 
-    architectures: tuple[str, ...]
-    """Its names in config.json."""
-    multimodal: tuple[str, ...] = ()
-    """Those of them whose checkpoints see images too: their text half is run, whose words are in `text_config`."""
     tower: TowerKind | None = None
-    """None: images and videos are not computed."""
+    """The vision encoder; None if images and videos are not supported."""
     not_on_cuda: str | None = None
-    """What CUDA's kernels lack of its layers; None: nothing, but for what its KV groups say."""
-    parse: Callable[[ConfigWords], ModelConfig]
-    """Reads config.json. Raises ModelError for what is missing, malformed or not built."""
-    tensors: Callable[[ModelConfig], Tensors]
-    """Everything that a checkpoint must hold, and nothing else."""
+    """Why its layers do not run on CUDA; None if they do, except for what its KV groups exclude."""
     build: Build
-    kv: Callable[[ModelConfig], Sequence[LayerKV]]
-    """What each layer keeps of a token."""
     renames_tensors: bool = False
-    """Whether checkpoints may call tensors otherwise, or store them in parts: what they lack shows as they load."""
+    """True if checkpoints may use other tensor names, or store a tensor in parts: missing ones show while loading."""
     gguf_names: Mapping[str, GgufNames] = field(default_factory=dict)
-    """How GGUF files name it, by their `general.architecture`."""
+    """Names in GGUF files, by their `general.architecture`."""
+
+    @classmethod
+    def of(
+        cls,
+        family: ModelFamily,
+        *,
+        build: Build,
+        tower: TowerKind | None = None,
+        gguf_names: Mapping[str, GgufNames] | None = None,
+    ) -> "Family":
+        """Return the family with the code that computes it."""
+        return cls(
+            architectures=family.architectures,
+            multimodal=family.multimodal,
+            parse=family.parse,
+            tensors=family.tensors,
+            kv=family.kv,
+            build=build,
+            tower=tower,
+            gguf_names=gguf_names or {},
+        )

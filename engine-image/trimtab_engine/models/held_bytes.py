@@ -5,12 +5,12 @@ decides it (loading.py), before any is read.
 from collections.abc import Mapping
 
 import torch
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.quantization import Quantization
+from trimtab_modelspec.tensors import StoredTensor, Tensors, num_elements, num_quantizable
 
-from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.config.quantization import Quantization
 from trimtab_engine.layers.quantized import multiplies_float8
 from trimtab_engine.models.loading import PackedSource, packed_source
-from trimtab_engine.models.tensors import StoredTensor, Tensors, num_elements, num_quantizable
 from trimtab_engine.parallel.shard import ModelShard
 from trimtab_engine.weights.packing import Packing
 from trimtab_engine.weights.source import Span, WeightSource

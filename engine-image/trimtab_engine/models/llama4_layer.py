@@ -5,8 +5,8 @@ in which they are stored; experts of one tensor per projection, and one that eve
 import torch
 from trimtab_kernels.native.decoder import LayerWeights
 from trimtab_kernels.rope_and_cache import Norms
+from trimtab_modelspec.config import ModelConfig
 
-from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.layers.attention import Attention, KVScales
 from trimtab_engine.layers.gated_mlp import GatedMlp
 from trimtab_engine.layers.moe import MixtureOfExperts, StackedExperts

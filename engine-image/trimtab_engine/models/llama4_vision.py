@@ -11,11 +11,12 @@ Facts and names need no torch; `TileTower` does.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.config.model_words import ConfigWords
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_modelspec.tensors import StoredTensor, Tensors
+
 from trimtab_engine.config.vision import Tiles, VisionConfig, tiles_of
 from trimtab_engine.errors import ModelError
-from trimtab_engine.models.tensors import StoredTensor, Tensors
 
 if TYPE_CHECKING:
     from trimtab_engine.models.llama4_tower import TileTower
@@ -37,7 +38,7 @@ BUILT: Mapping[str, Any] = {
 MERGE_SIZE = 2  # what that ratio is
 
 
-def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
+def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
     """Read `vision_config`, for this text half. Raises ModelError."""
     said = words.config.get("vision_config")
     if not isinstance(said, dict):
@@ -45,10 +46,10 @@ def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
     where = f"{words.where}: vision_config"
     for name, value in BUILT.items():
         if said.get(name, value) != value:
-            raise ModelError(f"{where}: {name} {said[name]!r} is not built; only {value!r} is")
-    own = ConfigWords({**UNSAID, **said}, {}, where)
+            raise ModelError(f"{where}: {name} {said[name]!r} is not supported; only {value!r} is")
+    own = ConfigReader({**UNSAID, **said}, {}, where)
     rope = said.get("rope_parameters") or {}
-    theta = ConfigWords({**said, **rope}, {}, where).number("rope_theta", default=THETA)
+    theta = ConfigReader({**said, **rope}, {}, where).number("rope_theta", default=THETA)
     vision = VisionConfig(
         hidden_size=own.positive("hidden_size"),
         intermediate_size=own.positive("intermediate_size"),
@@ -67,7 +68,7 @@ def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
     return vision
 
 
-def _check_fit(vision: VisionConfig, own: ConfigWords) -> None:
+def _check_fit(vision: VisionConfig, own: ConfigReader) -> None:
     tile, width = tiles_of(vision), vision.hidden_size * vision.patches_per_token
     if own.positive("projector_input_dim") != tile.projector_size or own.positive("vision_output_dim") != (
         tile.projector_size

@@ -10,9 +10,9 @@ from trimtab_kernels.native.quantised import MixedBlocks, QuantisedBlocks
 from trimtab_kernels.native.quantised import joined as joined_rows
 from trimtab_kernels.reshape_and_cache import FLOAT8
 from trimtab_kernels.rotary_embedding import interleave_pairs
+from trimtab_modelspec.quantization import BLOCK, SCALE_SUFFIX, Quantization, check_aligned
 
-from trimtab_engine.config.quantization import BLOCK, SCALE_SUFFIX, Quantization, check_aligned
-from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.errors import ModelError, NotSupportedError
 from trimtab_engine.layers.adapted import AdaptedPart, AdapterRows, Adapting
 from trimtab_engine.layers.linear import GatedLinear, Linear, RowParallelLinear, library_for, takes_stored_rows
 from trimtab_engine.layers.quantized import (
@@ -240,9 +240,9 @@ class Loader:
         weight = self._as_computed(whole, weights, is_expert=True)
         assert not isinstance(weight, StoredRows | QuantisedBlocks | MixedBlocks)
         if isinstance(weight, list) and len(weight) > 1:
-            raise NotBuiltError(
+            raise NotSupportedError(
                 f"{prefix}: experts of {weight[0].values.shape[0]} rows per rank are no multiple of the fp8 block of "
-                f"{BLOCK}, which is not built; use --enable-expert-parallel or fewer tensor-parallel ranks"
+                f"{BLOCK}, which is not supported; use --enable-expert-parallel or fewer tensor-parallel ranks"
             )
         return weight if isinstance(weight, torch.Tensor) else weight[0]
 
@@ -364,8 +364,8 @@ def _interleaved(weight: Weight, head_size: int) -> Weight:
     if isinstance(weight, torch.Tensor):
         return interleave_pairs(weight, head_size)
     if isinstance(weight, QuantisedBlocks):
-        return weight.of_rows(lambda rows: interleave_pairs(rows, head_size))
+        return weight.select_rows(lambda rows: interleave_pairs(rows, head_size))
     if BLOCK % head_size:
-        raise NotBuiltError(f"fp8 blocks with head_dim {head_size} are not built: it must divide {BLOCK}")
+        raise NotSupportedError(f"fp8 blocks with head_dim {head_size} are not supported: it must divide {BLOCK}")
     values = interleave_pairs(weight.values.view(torch.uint8), head_size)
     return BlockFp8(values.view(weight.values.dtype), weight.scales)

@@ -16,11 +16,12 @@ Facts and names need no torch; `Tower` does.
 
 from typing import TYPE_CHECKING
 
-from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.config.model_words import ConfigWords
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_modelspec.tensors import StoredTensor, Tensors
+
 from trimtab_engine.config.vision import VisionConfig, Windows, tokens_per_window, windows_of
 from trimtab_engine.errors import ModelError
-from trimtab_engine.models.tensors import StoredTensor, Tensors
 
 if TYPE_CHECKING:
     from trimtab_engine.models.loading import Loader
@@ -32,12 +33,12 @@ ACTIVATION = "silu"
 NUM_AXES = 3  # of positions: over time, height and width
 
 
-def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
+def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
     """Read `vision_config`, for this text half. Raises ModelError."""
     said = words.config.get("vision_config")
     if not isinstance(said, dict):
         raise ModelError(f"{words.where}: vision_config is {said!r:.100}; an object is needed")
-    own = ConfigWords(said, {}, f"{words.where}: vision_config")
+    own = ConfigReader(said, {}, f"{words.where}: vision_config")
     vision = VisionConfig(
         hidden_size=own.positive("hidden_size", default=3584),
         intermediate_size=own.positive("intermediate_size", default=3420),
@@ -55,7 +56,7 @@ def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
         ),
     )
     if said.get("hidden_act", ACTIVATION) != ACTIVATION:
-        raise ModelError(f"{own.where}: hidden_act {said['hidden_act']!r} is not built; only {ACTIVATION!r} is")
+        raise ModelError(f"{own.where}: hidden_act {said['hidden_act']!r} is not supported; only {ACTIVATION!r} is")
     if vision.output_size != text.hidden_size:
         raise ModelError(
             f"{own.where}: out_hidden_size is {vision.output_size}, the text half's hidden_size {text.hidden_size}"

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from trimtab_kernels.rms_norm import rms_norm
+from trimtab_modelspec.partition import Span
 
 from trimtab_engine.config.vision import VisionConfig, tokens_per_window, windows_of
 from trimtab_engine.device.transfer import send_together
@@ -17,7 +18,6 @@ from trimtab_engine.layers.run_attention import Runs, attend_runs
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.tower_share import TowerShare
 from trimtab_engine.parallel.groups import RankGroup
-from trimtab_engine.parallel.partition import Span
 
 EPS = 1e-6  # of every norm; no configuration says another
 THETA = 10_000.0  # of the rotary embedding, likewise

@@ -6,29 +6,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.config.model_words import ConfigWords
-from trimtab_engine.config.quantization import stored_form
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_modelspec.families.registry import language_model_config
+from trimtab_modelspec.four_bit_form import FourBits
+from trimtab_modelspec.kv_groups import KVGroup, groups_of
+from trimtab_modelspec.quantization import stored_form
+from trimtab_modelspec.scaled_form import Mxfp4, ScaledForm
+
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import ModelError
-from trimtab_engine.memory.kv_groups import KVGroup, groups_of
 from trimtab_engine.models import deepseek, gemma3, gpt_oss, llama, llama4, mistral, qwen2, qwen3, qwen3_moe
 from trimtab_engine.models.by_transformers import family as by_transformers
 from trimtab_engine.models.by_transformers import seeing
 from trimtab_engine.models.family import Family, TowerKind
 from trimtab_engine.weights.bare_decoder import BareDecoder, bare_decoder, is_bare, whole_architecture
 from trimtab_engine.weights.four_bits import FourBitsSource
-from trimtab_engine.weights.four_bits_form import FourBits
 from trimtab_engine.weights.mxfp4 import Mxfp4Source
 from trimtab_engine.weights.open import open_source
 from trimtab_engine.weights.scaled import ScaledSource
-from trimtab_engine.weights.scaled_form import Mxfp4, ScaledForm
 from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
 from trimtab_engine.weights.text_half import (
     Half,
     text_half,
     text_half_of_transformers,
-    text_words,
     tower_half,
     tower_half_of_transformers,
 )
@@ -56,7 +57,7 @@ def family_of(architecture: str) -> Family:
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
     """What config.json calls the model. Raises ModelError when it says nothing."""
-    name = ConfigWords(config, {}, where).architecture
+    name = ConfigReader(config, {}, where).architecture
     if name is None:
         raise ModelError(
             f"{where}: no architectures; expected one of {', '.join(BY_ARCHITECTURE)}, or another that transformers has"
@@ -67,7 +68,7 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
 def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """Read config.json (and generation_config.json, {} when absent). `where` names the file in messages.
 
-    Raises ModelError for what is missing, malformed or not built.
+    Raises ModelError for what is missing, malformed or not supported.
     """
     architecture = architecture_of(config, where)
     if architecture in seeing.ARCHITECTURES:
@@ -75,8 +76,8 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
         parsed = parse_model_config(words, generation, where)
         return replace(parsed, has_transformers_tower=True)
     family = family_of(architecture)
-    words = text_words(config) if architecture in family.multimodal else config
-    parsed = family.parse(ConfigWords(words, generation, where))
+    words = language_model_config(config) if architecture in family.multimodal else config
+    parsed = family.parse(ConfigReader(words, generation, where))
     _check_is_causal(words, architecture, where)
     return parsed
 
@@ -101,8 +102,8 @@ def parse_vision_config(source: WeightSource, config: ModelConfig) -> VisionConf
     kind = tower_of(config)
     if kind is None or "vision_config" not in source.config:
         return None
-    words = source.config if config.has_transformers_tower else text_words(source.config)
-    return kind.parse(ConfigWords(words, source.generation_config, source.where), config)
+    words = source.config if config.has_transformers_tower else language_model_config(source.config)
+    return kind.parse(ConfigReader(words, source.generation_config, source.where), config)
 
 
 def longest_request(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> int:
@@ -113,7 +114,7 @@ def longest_request(config: Mapping[str, Any], generation: Mapping[str, Any], wh
         return longest_request(seeing.text_words(config, where), generation, where)
     if architecture in BY_ARCHITECTURE:
         return parse_model_config(config, generation, where).max_model_len
-    words = ConfigWords(config, generation, where)
+    words = ConfigReader(config, generation, where)
     return words.positive("max_position_embeddings", default=words.positive("n_positions", default=UNSAID_POSITIONS))
 
 
@@ -129,7 +130,7 @@ def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> Weigh
     source = open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)
     if whole_architecture(source.config) in BY_ARCHITECTURE and is_bare(source):
         source = bare_decoder(source)
-    architecture = ConfigWords(source.config, {}, source.where).architecture or ""
+    architecture = ConfigReader(source.config, {}, source.where).architecture or ""
     if architecture in seeing.ARCHITECTURES and source.format == "safetensors":
         return text_half_of_transformers(source)
     family = BY_ARCHITECTURE.get(architecture)

@@ -8,11 +8,11 @@ import torch
 from trimtab_kernels.native.decoder import LayerWeights
 from trimtab_kernels.paged_attention import AttentionMetadata
 from trimtab_kernels.rms_norm import rms_norm
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.kv_groups import KVPlace
 
-from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.layers.rotary import Turn
-from trimtab_engine.memory.kv_groups import KVPlace
 from trimtab_engine.models.decoder import DecoderLayer, load_norm
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.parallel.groups import RankGroups

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from trimtab_modelspec.partition import Span, equal_span
+
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.parallel.groups import RankGroup
-from trimtab_engine.parallel.partition import Span, equal_span
 
 FLAG = "--tensor-parallel-size with --mm-encoder-tp-mode weights (data shares no weights):"
 

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from trimtab_engine.config.model import Division, ModelConfig
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_modelspec.config import Division, ModelConfig
+from trimtab_modelspec.partition import Span, equal_span, kv_head_span, layers_of_stages, vocabulary_span
+
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.parallel.expert_balance import Placement, first_placement
 from trimtab_engine.parallel.experts import PlacementStrategy, place_experts
-from trimtab_engine.parallel.partition import Span, equal_span, kv_head_span, layers_of_stages, vocabulary_span
 from trimtab_engine.parallel.ranks import Layout
 
 
@@ -92,17 +93,17 @@ def shard_model(
 
 
 def _check_division(config: ModelConfig, division: Division, layout: Layout) -> None:
-    """Raise NotBuiltError for ranks that transformers' code of a model is not divided over."""
+    """Raise NotSupportedError for ranks that transformers' code of a model is not divided over."""
     who = f"{config.architecture} has no family of its own, and what transformers' own code computes is"
     for flag, is_asked in (
         ("--pipeline-parallel-size", layout.pipeline > 1),
         ("--enable-expert-parallel", layout.expert),
     ):
         if is_asked:
-            raise NotBuiltError(f"{flag}: {who} not divided by it; leave it out, or start more replicas")
+            raise NotSupportedError(f"{flag}: {who} not divided by it; leave it out, or start more replicas")
     if layout.tensor not in division.degrees:
         fitting = ", ".join(map(str, division.degrees))
-        raise NotBuiltError(
+        raise NotSupportedError(
             f"--tensor-parallel-size: {who} not divided over {layout.tensor} ranks: {division.reason}; set one of "
             f"{fitting}, or start more replicas"
         )

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from trimtab_modelspec.tensors import Tensors
 
 from trimtab_engine.config.adapters import AdapterConfig
-from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.errors import ModelError, NotSupportedError
 from trimtab_engine.layers.adapted import AdaptedLinear, AdaptedPart, AdapterRows, Factors, StackedAdaptedLinear
 from trimtab_engine.layers.linear import Linear
 from trimtab_engine.layers.quantized import BlockFp8Linear, Projection
 from trimtab_engine.models.adapter_fit import check_fit
-from trimtab_engine.models.tensors import Tensors
 from trimtab_engine.parallel.shard import ModelShard
 from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.weights.adapter_files import PeftAdapter
@@ -74,7 +74,10 @@ class AdapterSlots:
         """The model's projections have loaded: set room aside, and read the adapters that it is served with, or those
         that it had. Raises ConfigError, or MemoryError."""
         if not self._projections:
-            raise NotBuiltError(f"--enable-lora is not built for {model}: none of its products has room for adapters")
+            raise NotSupportedError(
+                f"--enable-lora is not supported for {model}: none of its products has room for "
+                f"adapters"
+            )
         before = self._loaded
         wanted = (
             [(slot, each.adapter.name, each.folder) for slot, each in before.items()]
@@ -130,13 +133,13 @@ class AdapterSlots:
         self._loaded.pop(slot, None)
 
     def _own_modules(self, name: str, adapter: PeftAdapter) -> list[str]:
-        """Those that this rank has. Raises NotBuiltError for one of its layers' that has no room for adapters."""
+        """Those that this rank has. Raises NotSupportedError for one of its layers' that has no room for adapters."""
         adapted = {part.name for projection in self._projections for part in projection.parts}
         first, last = self._shard.layers
         layers = tuple(f"model.layers.{layer}." for layer in range(first, last))
         missing = next((m for m in adapter.modules if m.startswith(layers) and m not in adapted), None)
         if missing is not None:
-            raise NotBuiltError(
+            raise NotSupportedError(
                 f"adapter {name} ({adapter.where}): it adapts {missing}, and adapters of that projection are not "
                 f"built; merge it into the model, or train one of the others"
             )

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from trimtab_modelspec.attention_window import FULL_ATTENTION, AttentionWindow
 
-from trimtab_engine.scheduling.attention_window import SEES_ALL, Sight
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.step_inputs import StepShape
@@ -150,7 +150,7 @@ class DecodeStep:
 class DecodeLayout:
     """Lays out one such step after another, for KV groups that see so far."""
 
-    def __init__(self, block_size: int, sights: Sequence[Sight] = (SEES_ALL,)) -> None:
+    def __init__(self, block_size: int, sights: Sequence[AttentionWindow] = (FULL_ATTENTION,)) -> None:
         self._last: Order | None = None
         self._block_size, self._sights = block_size, sights
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import torch
 from trimtab_kernels.paged_attention import build_attention_metadata, max_decode_tokens, plan_cpu_reads
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.kv_groups import groups_of
+from trimtab_modelspec.quantization import stored_quantization
 
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.config.quantization import stored_quantization
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVCache, KVLayers, KVTensors
-from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.errors import NotSupportedError
 from trimtab_engine.layers.linear import padded_rows, row_sizes
-from trimtab_engine.memory.kv_groups import groups_of
 from trimtab_engine.memory.reserved import cpu_activation_bytes
 from trimtab_engine.models.checkpoint import check_head
 from trimtab_engine.models.decoder import Decoder
@@ -53,7 +53,7 @@ class HeadRunner:
 
     @classmethod
     def load(cls, path: str, kind: HeadKind, config: EngineConfig, target: ModelRunner, device: Device) -> "HeadRunner":
-        """Read the head's weights. Raises ModelError, ConfigError where it is another model's, NotBuiltError."""
+        """Read the head's weights. Raises ModelError, ConfigError where it is another model's, NotSupportedError."""
 
         def open_head() -> tuple[WeightSource, ModelConfig]:
             source = open_model(path, "dummy" if config.load_format == "dummy" else "auto", seed=config.seed)
@@ -165,10 +165,10 @@ class HeadRunner:
 
 
 def decoder_of(target: ModelRunner) -> Decoder:
-    """The model of a runner. Raises NotBuiltError for one that is no decoder of ours."""
+    """The model of a runner. Raises NotSupportedError for one that is no decoder of ours."""
     if not isinstance(target.model, Decoder):
-        raise NotBuiltError(
+        raise NotSupportedError(
             f"--speculative-config: heads that draft beside {target.facts.whole.architecture}, which transformers' own "
-            f"code computes, are not built; use ngram or draft_model"
+            f"code computes, are not supported; use ngram or draft_model"
         )
     return target.model

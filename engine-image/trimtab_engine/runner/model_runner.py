@@ -13,12 +13,15 @@ import torch
 from trimtab_kernels.latent_attention import warm_up_latent_attention
 from trimtab_kernels.paged_attention import build_attention_metadata, max_decode_tokens, plan_cpu_reads
 from trimtab_kernels.paged_batch import warm_up_attention
+from trimtab_modelspec.attention_window import AttentionWindow
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.kv_groups import KVGroup
+from trimtab_modelspec.quantization import Quantization, stored_quantization, wanted_quantization
+from trimtab_modelspec.tensors import num_elements
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.experts import EplbConfig
-from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.config.pooling import OfCheckpoint, Tasks, tasks_of
-from trimtab_engine.config.quantization import Quantization, stored_quantization, wanted_quantization
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.device.address_range import AddressSpace
 from trimtab_engine.device.device import Device
@@ -26,11 +29,10 @@ from trimtab_engine.device.inference import inferring
 from trimtab_engine.device.kv_cache import KVCache, KVLayers, KVTensors, copy_across
 from trimtab_engine.device.swap_cache import SwapCache
 from trimtab_engine.device.transfer import Mark, send
-from trimtab_engine.errors import ConfigError, NotBuiltError
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.memory.encoder import EncoderLimits, kept_bytes
 from trimtab_engine.memory.formula import Ledger
-from trimtab_engine.memory.kv_groups import KVGroup
 from trimtab_engine.memory.reserved import cpu_activation_bytes
 from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, reserved_for_processes
 from trimtab_engine.models.adapter_fit import bytes_of_adapters
@@ -57,7 +59,6 @@ from trimtab_engine.models.registry import (
     parse_vision_config,
     tower_of,
 )
-from trimtab_engine.models.tensors import num_elements
 from trimtab_engine.models.tower_share import TowerShare
 from trimtab_engine.parallel.expert_balancer import ExpertBalancer
 from trimtab_engine.parallel.groups import ALONE, RankGroups
@@ -76,7 +77,6 @@ from trimtab_engine.sampling.logprobs import ScoresInFlight
 from trimtab_engine.sampling.pooling import PooledInFlight, pool
 from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, sample
 from trimtab_engine.scheduling.adapter import Adapter
-from trimtab_engine.scheduling.attention_window import Sight
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
@@ -448,7 +448,7 @@ class ModelRunner:
         return self.steps
 
     @property
-    def _sights(self) -> tuple[Sight, ...]:
+    def _sights(self) -> tuple[AttentionWindow, ...]:
         """How far the tokens of each KV group see."""
         return tuple(group.sight for group in self.facts.kv_groups)
 
@@ -742,7 +742,7 @@ def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
 
 
 def _tasks(config: EngineConfig, source: WeightSource, model: ModelConfig) -> Tasks:
-    """What is done with prompts. Raises ModelError, ConfigError, and NotBuiltError for what follows the model in a
+    """What is done with prompts. Raises ModelError, ConfigError, and NotSupportedError for what follows the model in a
     checkpoint that pools."""
     said = OfCheckpoint()
     if config.runner != "generate":
@@ -752,14 +752,14 @@ def _tasks(config: EngineConfig, source: WeightSource, model: ModelConfig) -> Ta
 
 def _vision(config: EngineConfig, source: WeightSource, model: ModelConfig) -> VisionConfig | None:
     """The tower that is to compute images and videos; None: there is none, or none is wanted. Raises ModelError, and
-    NotBuiltError where it is not built."""
+    NotSupportedError where it is not supported."""
     kind = tower_of(model)
     if kind is None or not config.modalities or "vision_config" not in source.config:
         return None
     if config.device == "cuda" and kind.not_on_cuda:
         name = architecture_of(source.config, source.where)
-        raise NotBuiltError(
-            f"images and videos are not built on CUDA for {name}: {kind.not_on_cuda}; serve its text "
+        raise NotSupportedError(
+            f"images and videos are not supported on CUDA for {name}: {kind.not_on_cuda}; serve its text "
             f"""alone, with --limit-mm-per-prompt '{{"image": 0, "video": 0}}', or use --device cpu"""
         )
     return parse_vision_config(source, model)
@@ -790,21 +790,22 @@ def _load_tower(
 
 
 def _check_device(model: ModelConfig, device: Device) -> None:
-    """Raise NotBuiltError for a family whose layers this device's kernels do not have."""
+    """Raise NotSupportedError for a family whose layers this device's kernels do not have."""
     if device.kind == "cuda" and (lacking := family_of(model.architecture).not_on_cuda):
-        raise NotBuiltError(f"{model.architecture} is not built on CUDA: {lacking}; use --device cpu")
+        raise NotSupportedError(f"{model.architecture} is not supported on CUDA: {lacking}; use --device cpu")
 
 
 def _kv_groups(model: ModelConfig, shard: ModelShard, layout: Layout) -> tuple[KVGroup, ...]:
-    """What this rank keeps of each token. Raises NotBuiltError for another geometry than those that attention and the
-    KV cache have: keys and values of one size in all groups, or latent vectors that are both."""
+    """What this rank keeps of each token. Raises NotSupportedError for another geometry than those that attention
+    and the KV cache have: keys and values of one size in all groups, or latent vectors that are both."""
     groups = kv_groups_of(model)
     said = ", ".join(map(_in_words, groups))
     if len({replace(group.each, window=None, is_chunked=False) for group in groups}) > 1 or any(
         group.each.value_size not in (group.each.key_size, 0) for group in groups
     ):
-        raise NotBuiltError(
-            f"the KV cache of {model.architecture} is not built: {said}; built are keys and values of one size, or "
+        raise NotSupportedError(
+            f"the KV cache of {model.architecture} is not supported: {said}; supported are keys and values of one "
+            f"size, or "
             f"latent vectors"
         )
     return tuple(group.on_rank(shard.layers, layout.tensor) for group in groups)

@@ -1,8 +1,10 @@
 """The ledger of one rank, the engine core's or another: what its formula says, beside what its device counts now."""
 
+from trimtab_modelspec.memory_formula import MemoryFormula
+
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVCache
-from trimtab_engine.memory.formula import Ledger, MemoryFormula
+from trimtab_engine.memory.formula import Ledger
 
 
 def rank_ledger(

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from trimtab_kernels.launch.jit import watch_compilations
+from trimtab_modelspec.memory_formula import MemoryFormula
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
-from trimtab_engine.memory.formula import GIB, MemoryFormula
+from trimtab_engine.memory.formula import GIB
 from trimtab_engine.runner.graphs.device_steps import DeviceSteps
 from trimtab_engine.runner.graphs.plan import NO_GRAPHS, GraphPlan, graph_plan
 from trimtab_engine.runner.graphs.recorder import CudaRecorder, Recorder

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from trimtab_kernels.argmax import argmax
 from trimtab_kernels.edit_logits import NONE, ban_tokens, edit_logits
-from trimtab_kernels.likeliest import likeliest as likeliest_of
 
 from trimtab_engine.device.inference import inferring
 from trimtab_engine.device.transfer import receive, send, send_together
@@ -52,7 +52,7 @@ class ChosenTokens:
 
 def likeliest(logits: torch.Tensor) -> ChosenTokens:
     """What plain greedy requests get."""
-    return ChosenTokens(*likeliest_of(logits), [])
+    return ChosenTokens(*argmax(logits), [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class DeviceSampler:
         """Compile what edits logits, and what chooses among those of a model of this dtype, edited or not."""
         logits = torch.zeros(1, self._vocab_size, device=self._device)
         for own in (logits, logits.to(dtype)):
-            likeliest_of(own)
+            argmax(own)
             if self.draws_by_kernel:
                 choose_limited(own, [Choice(Sampling(temperature=1.0), 0)])
         zero = torch.zeros(1, dtype=torch.int32, device=self._device)
@@ -166,7 +166,7 @@ class DeviceSampler:
     def _choose(self, logits: torch.Tensor, rows: Sequence[DeviceRow]) -> torch.Tensor:
         """Greedy or random, when nothing is done to the logits any more."""
         if all(row.request.sampling.temperature == 0 for row in rows):
-            return likeliest_of(logits)[0]
+            return argmax(logits)[0]
         if self.draws_by_kernel:
             num_output_tokens = np.array([row.num_output_tokens for row in rows], np.int64)
             return draw_by_kernel(logits, self._columns_of([row.request for row in rows]), num_output_tokens)

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from trimtab_kernels.apply_penalties import apply_penalties
 from trimtab_kernels.apply_token_bitmask import apply_token_bitmask
+from trimtab_kernels.argmax import argmax
 from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
-from trimtab_kernels.likeliest import likeliest
 from trimtab_kernels.sample import sample_triton
 
 from trimtab_engine.device.transfer import send
@@ -71,7 +71,7 @@ def sample(
     if masks is not None:
         apply_masks(logits, masks)
     if all(_is_plain_greedy(request) for request in requests):
-        chosen, best = likeliest(logits)  # NaN is the largest
+        chosen, best = argmax(logits)  # NaN is the largest
         return SampledTokens(chosen.tolist(), [None] * len(requests), failures_of(best.cpu()))
     logits = logits.float()
     whole = SampledTokens([], [])

@@ -1,6 +1,7 @@
 """Which KV block belongs to which requests, and what freed blocks still hold. Ids only: bytes are the caller's.
 
-A model's layers are one KV group or several, each with a block table of its own (memory/kv_groups.py). Any block
+A model's layers are one KV group or several, each with a block table of its own (trimtab_modelspec/kv_groups.py).
+Any block
 serves any group. All tables of a request reach over the same blocks of tokens; a group that sees a window lets go of
 the first ones.
 
@@ -27,8 +28,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from trimtab_modelspec.attention_window import FULL_ATTENTION, AttentionWindow
+
 from trimtab_engine.errors import IntegrityError
-from trimtab_engine.scheduling.attention_window import SEES_ALL, Sight
 from trimtab_engine.scheduling.prefix_hash import extend_block_hashes
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.swap_space import SwapSpace
@@ -84,7 +86,7 @@ class BlockManager:
         block_size: int,
         swap_space: SwapSpace | None = None,
         *,
-        sights: Sequence[Sight] = (SEES_ALL,),
+        sights: Sequence[AttentionWindow] = (FULL_ATTENTION,),
         max_num_batched_tokens: int | None = None,
     ) -> None:
         if block_size < 1:

@@ -3,14 +3,14 @@
 from dataclasses import dataclass, replace
 
 import msgspec
+from trimtab_modelspec.kv_groups import KVGroup
+from trimtab_modelspec.memory_formula import MemoryFormula
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import FLAG
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVLayers
-from trimtab_engine.errors import ConfigError, NotBuiltError
-from trimtab_engine.memory.formula import MemoryFormula
-from trimtab_engine.memory.kv_groups import KVGroup
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.models.deepseek_mtp import DEEPSEEK_MTP
 from trimtab_engine.models.eagle import EAGLE
 from trimtab_engine.runner.head_runner import HeadRunner
@@ -113,20 +113,20 @@ class Speculation:
 
 
 def _check_one_block_table(model: str, groups: tuple[KVGroup, ...]) -> None:
-    """Raise NotBuiltError for layers that do not all see alike."""
+    """Raise NotSupportedError for layers that do not all see alike."""
     if len(groups) > 1 or groups[0].each.window is not None:
-        raise NotBuiltError(
+        raise NotSupportedError(
             f"{FLAG}: what drafts keeps its tokens under the target's block table, but {model} has layers that see a "
-            f"window, which is not built; use the method ngram"
+            f"window, which is not supported; use the method ngram"
         )
 
 
 def _check_alone(config: EngineConfig, target: ModelFacts) -> None:
-    """Raise NotBuiltError where other cores compute parts of the model."""
+    """Raise NotSupportedError where other cores compute parts of the model."""
     if config.data_parallel_size > 1 and target.whole.moe is not None:
-        raise NotBuiltError(
+        raise NotSupportedError(
             f"{FLAG}: a head that drafts beside a mixture of experts over --data-parallel-size "
-            f"{config.data_parallel_size} is not built; use ngram or draft_model, or one core"
+            f"{config.data_parallel_size} is not supported; use ngram or draft_model, or one core"
         )
 
 

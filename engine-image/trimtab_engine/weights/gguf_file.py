@@ -148,9 +148,9 @@ class GgufSource:
 
     def packing(self, name: str, columns: Span | None = None) -> Packing | None:
         """How these columns of a tensor are multiplied as they are stored; None where they are not."""
-        from trimtab_kernels.native.quantised import FORMS
+        from trimtab_kernels.native.quantised import BLOCK_FORMATS
 
-        form = FORMS.get(self._tensors[name].tensor_type.name)
+        form = BLOCK_FORMATS.get(self._tensors[name].tensor_type.name)
         if form is None or any(column % form.numbers for column in columns or ()):
             return None
         return Packing(form.name, form.packed_bytes / form.numbers)
@@ -159,10 +159,10 @@ class GgufSource:
         """A matrix as it is stored, or a part of it, a view of the file where rows keep their order. None where it is
         not multiplied so, or columns cut a block."""
         import torch
-        from trimtab_kernels.native.quantised import FORMS, QuantisedBlocks
+        from trimtab_kernels.native.quantised import BLOCK_FORMATS, QuantisedBlocks
 
         tensor = self._stored(name)
-        form = FORMS.get(tensor.tensor_type.name)
+        form = BLOCK_FORMATS.get(tensor.tensor_type.name)
         if form is None or (columns is not None and any(column % form.numbers for column in columns)):
             return None
         data = torch.from_numpy(tensor.data if rows is None else tensor.data[rows[0] : rows[1]])

@@ -52,7 +52,7 @@ class IntegerPart:
         """None where it is not multiplied so: columns that are no whole blocks of one group, also when they are sorted
         by their groups; scales that float16 does not hold, whatever power of two is taken out of a row; zero points
         beside 8 bits."""
-        from trimtab_kernels.native.quantised import FORMS, GROUP, WITH_ZEROS, QuantisedBlocks
+        from trimtab_kernels.native.quantised import BLOCK_FORMATS, GROUP, ZERO_POINTS, QuantisedBlocks
 
         if self.integers.shape[1] % BLOCK or (self.zeros is not None and not self._is_small):
             return None
@@ -65,7 +65,7 @@ class IntegerPart:
         numbers = integers.reshape(len(integers), -1, GROUP)
         if self._is_small:
             numbers = numbers[..., : GROUP // 2] | numbers[..., GROUP // 2 :] << 4
-        form = FORMS["Q4_0" if self._is_small else "Q8_0"] if self.zeros is None else WITH_ZEROS
+        form = BLOCK_FORMATS["Q4_0" if self._is_small else "Q8_0"] if self.zeros is None else ZERO_POINTS
         halves = [scales] if self.zeros is None else [scales, self.zeros]
         return QuantisedBlocks(form, _in_bytes(halves, groups, numbers), of_rows, order)
 

@@ -19,11 +19,12 @@ What is quantised is what has scales beside it: what config.json leaves out, or 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from trimtab_modelspec.scaled_form import ScaledForm, Scheme
+
 from trimtab_engine.errors import ModelError
 from trimtab_engine.weights.four_bits import integers_of
 from trimtab_engine.weights.integer_part import BLOCK, BLOCK_BYTES, ZEROS_BYTES, IntegerPart, check_numbers, in_blocks
 from trimtab_engine.weights.packing import Packing
-from trimtab_engine.weights.scaled_form import ScaledForm, Scheme
 from trimtab_engine.weights.source import Span, WeightSource
 
 if TYPE_CHECKING:

@@ -26,15 +26,6 @@ TOWERS = re.compile(r"(model\.)?(vision_model|vision_tower|visual|multi_modal_pr
 """How the names of what only images pass begin."""
 
 
-def text_words(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json's words for the text half, where they are apart; ties are said for the whole."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        return config
-    ties = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-    return {**config, **text, **ties, "architectures": config.get("architectures")}
-
-
 class Half:
     """Some of another source's tensors, under other names."""
 

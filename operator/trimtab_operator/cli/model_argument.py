@@ -7,8 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from trimtab_operator.layout.config_facts import facts_of_config
-from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.facts import ModelFacts, facts_of_config
 
 MAX_FACTS_BYTES = 1 << 20
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

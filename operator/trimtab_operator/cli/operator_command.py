@@ -28,8 +28,8 @@ from trimtab_operator.errors import InvalidSpec, MisconfiguredOperator, TrimtabE
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
-from trimtab_operator.planning.admission import refusals_of, warnings_of
-from trimtab_operator.planning.tuning import standing_replicas
+from trimtab_operator.planning.admission import validation_messages, warnings_of
+from trimtab_operator.planning.tuning import current_replicas
 from trimtab_operator.resource.allowed_privileges import POWERS
 from trimtab_operator.resource.installation import Alerts, GpuBudget, Installation, NetworkAccess, PodMonitoring
 from trimtab_operator.resource.spec import GROUP, KIND, VERSION, InferenceDeployment
@@ -282,7 +282,7 @@ def _verdict(
     body: dict[str, Any], image: str, powers: frozenset[str], facts: ModelFacts | None, gpu: Gpu | None
 ) -> dict[str, Any]:
     """What is said of one resource: warnings where it is accepted."""
-    wrong = refusals_of(body, default_image=image, powers=powers, facts=facts, gpu=gpu)
+    wrong = validation_messages(body, default_image=image, powers=powers, facts=facts, gpu=gpu)
     warnings = [] if wrong else warnings_of(InferenceDeployment.parse(body, default_image=image))
     return {"name": _name(body), "refusals": wrong, "warnings": warnings}
 
@@ -300,7 +300,7 @@ def render(
     manifests: list[dict[str, Any]] = []
     powers, image = _powers(allow_power), default_image or UNKNOWN_IMAGE
     for body in _resources(_the_file(file, file_option)):
-        wrong = refusals_of(body, default_image=image, powers=powers)
+        wrong = validation_messages(body, default_image=image, powers=powers)
         if wrong:
             refuse("\n".join(f"{_name(body)}: {line}" for line in wrong))
         deployment = InferenceDeployment.parse(body, default_image=image, powers=powers)
@@ -318,7 +318,7 @@ def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     found = [service_account(deployment), client_service(deployment)]
     if layout_of(deployment.spec).pods > 1:
         found.append({**meeting_secret(deployment, token=""), "data": {MEETING_SECRET_KEY: UNKNOWN_SECRET}})
-    for ordinal in range(standing_replicas(deployment, None)):
+    for ordinal in range(current_replicas(deployment, None)):
         if layout_of(deployment.spec).pods == 1:
             found.append(leader_stateful_set(wanted, ordinal))
         else:

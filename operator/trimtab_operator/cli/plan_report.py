@@ -16,7 +16,7 @@ from trimtab_operator.layout.memory_fit import Envelope, memory_fit
 from trimtab_operator.layout.ranking import Cluster, Load, Objective, Ranking, Refused, Row
 from trimtab_operator.layout.reasons import reason_for
 from trimtab_operator.layout.rules import Problem
-from trimtab_operator.layout.stored_weights import as_run, what_is_not_run
+from trimtab_operator.layout.stored_weights import as_run, unsupported_reason
 from trimtab_operator.resource.spec import Parallelism
 
 MAX_LISTED = 4  # degrees of one kind in a cell
@@ -134,7 +134,9 @@ def heading(planned: Planned) -> str:
     )
     lines = [model, question]
     if not facts.is_run_on("cuda"):
-        lines.append(f"Note: Trimtab's engine does not run {what_is_not_run(facts)}; the check refuses it")
+        lines.append(f"Note: Trimtab's engine does not run {unsupported_reason(facts)}; validation rejects it")
+    if facts.refusal and facts.quantization is None:
+        lines.append("Note: the weights are counted as unquantized")
     return "\n".join(lines)
 
 
@@ -201,7 +203,7 @@ def legend(planned: Planned) -> str:
     }
     width = max(map(len, meanings))
     lines = [f"{name:<{width}}  {meaning}" for name, meaning in meanings.items()]
-    return "\n".join([*lines, "Times and rates are estimates for comparing rows (docs/guides/layout-planning.md)."])
+    return "\n".join([*lines, "Times and rates are estimates to compare rows by."])
 
 
 def refused_table(planned: Planned) -> Table:
@@ -242,7 +244,7 @@ def _lacks_memory(refused: Refused) -> bool:
 
 def _missing_bytes(planned: Planned, parallelism: Parallelism) -> int:
     rank = memory_fit(planned.facts, parallelism, planned.cluster.hardware.gpu, planned.envelope).tightest
-    return rank.needed_bytes - rank.capacity.requested_bytes
+    return rank.needed_bytes - rank.formula.requested_bytes
 
 
 def _listed(degrees: set[int]) -> str:

@@ -20,10 +20,10 @@ from trimtab_operator.builders.labels import tuning_name_of
 from trimtab_operator.cli.shared import refuse
 from trimtab_operator.kube.rbac import missing_right, server_words
 from trimtab_operator.planning.gpu_budget import OVER_BUDGET
-from trimtab_operator.planning.scheduling_policy import meaning_of, taken_order
+from trimtab_operator.planning.scheduling_policy import meaning_of, stored_scheduling
 from trimtab_operator.resource.signed_text import unverified
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, Tuning
-from trimtab_operator.tuner.explanation import why as words_of
+from trimtab_operator.tuner.explanation import why as termination_message
 from trimtab_operator.tuner.state import Memory
 from trimtab_operator.tuner.stored import decision_to_json, from_json
 
@@ -85,7 +85,7 @@ def as_text(found: Found, memory: Memory) -> str:
     lines += _replicas(found.resource)
     if mode == "Off" and not memory.history:
         return "\n".join([*lines, "", "Nothing is decided while spec.tuning.mode is Off; Recommend only tells."])
-    return "\n".join([*lines, "", words_of(memory.history, memory.recommendation)])
+    return "\n".join([*lines, "", termination_message(memory.history, memory.recommendation)])
 
 
 def as_json(found: Found, memory: Memory) -> str:
@@ -105,7 +105,7 @@ def as_json(found: Found, memory: Memory) -> str:
 
 def _queue(order: Mapping[str, Any]) -> list[str]:
     """In which order engines serve those that wait, and who does not follow."""
-    taken = taken_order({"tuning": {"queueOrder": order}})
+    taken = stored_scheduling({"tuning": {"queueOrder": order}})
     lines = [] if taken is None else [f"  queue order: {taken.policy}: {meaning_of(taken)}"]
     return [*lines, f"  {order['message']}"] if order.get("message") else lines
 

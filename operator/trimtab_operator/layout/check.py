@@ -13,7 +13,7 @@ from trimtab_operator.layout.gpus import GIB, Gpu
 from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit, tower_bytes
 from trimtab_operator.layout.nearest import Offer, nearest_layouts
 from trimtab_operator.layout.rules import Problem, facts_problems, spec_problems
-from trimtab_operator.layout.stored_weights import what_is_not_run
+from trimtab_operator.layout.stored_weights import unsupported_reason
 from trimtab_operator.resource.spec import Parallelism, Spec
 from trimtab_operator.resource.validation_error import Refusal
 
@@ -69,7 +69,7 @@ def no_such_arithmetic(kv_cache_dtype: str | None, gpu: Gpu) -> str | None:
 
 
 def _not_run(facts: ModelFacts) -> Refusal:
-    message = f"is {what_is_not_run(facts)}, which the engine does not run; `trimtab plan` can still plan for it"
+    message = f"is {unsupported_reason(facts)}, which the engine does not run; `trimtab plan` can still plan for it"
     return Refusal("spec.model.uri", message)
 
 
@@ -88,7 +88,7 @@ def _no_such_arithmetic(spec: Spec, gpu: Gpu | None) -> Iterator[Refusal]:
 def _does_not_fit(parallelism: Parallelism, facts: ModelFacts, fit: MemoryFit, gpu: Gpu, envelope: Envelope) -> Problem:
     """The tightest rank's sum, against what the utilisation leaves it; and what else than a layout would help."""
     rank = fit.tightest
-    shape, given = rank.shape, rank.capacity.requested_bytes
+    shape, given = rank.formula, rank.formula.requested_bytes
     rest = shape.fixed_bytes - shape.weights_bytes
     where = "" if parallelism.pipeline == 1 else f" of stage {rank.stage.index}"
     of_tower = tower_bytes(facts, rank.stage, envelope)

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
+from trimtab_modelspec.facts import DTYPE_BYTES
+
+from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.layout.memory_fit import rank_groups
 from trimtab_operator.layout.stages import Stage, stages_of

@@ -7,26 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 
-from trimtab_operator.layout.kv_groups import KvGroup, covers, latent_groups, uniform_groups
+from trimtab_modelspec.errors import ModelError
+from trimtab_modelspec.facts import DTYPE_BYTES
+from trimtab_modelspec.facts import facts_of_config as modelspec_facts
+from trimtab_modelspec.families.registry import BY_ARCHITECTURE
+from trimtab_modelspec.kv_groups import KVGroup, LayerKV, covers_all_layers, uniform_group
 
 MAX_COUNT = 1 << 62  # of whole weights in bytes, too; what is larger no range counts
-RUN_BY_THE_ENGINE = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Gemma3ForCausalLM",
-    "Gemma3ForConditionalGeneration",
-    "GptOssForCausalLM",
-    "Llama4ForCausalLM",
-    "Llama4ForConditionalGeneration",
-    "DeepseekV3ForCausalLM",
-)
+RUN_BY_THE_ENGINE = tuple(BY_ARCHITECTURE)
+"""Architectures that the engine computes with its own code."""
 SEEING_ON_GPUS = ("Qwen2_5_VLForConditionalGeneration", "Llama4ForConditionalGeneration")
 """Whose images and videos the engine computes on GPUs, where it runs them there at all."""
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +78,7 @@ class ModelFacts:
     latent_kv_size: int
     """Elements that a token keeps per layer as one latent vector (multi-head latent attention), on every tensor rank;
     0: keys and values per KV head."""
-    kv_groups: tuple[KvGroup, ...]
+    kv_groups: tuple[KVGroup, ...]
     """What layers keep of each token, in the whole model."""
     weights: WeightsByPart
     weights_at_dtype: WeightsByPart | None = None
@@ -96,6 +87,8 @@ class ModelFacts:
     """What computes images and videos, beside the weights above: whole on the first stage; 0: it takes text alone."""
     is_by_transformers: bool = False
     """The engine has no family for it: transformers' own code computes it, on the CPU."""
+    refusal: str = ""
+    """Why the engine does not run it; empty if it does, or if the engine gave no reason."""
     tensor_sizes: tuple[int, ...] = (1,)
     """Over how many tensor-parallel ranks that code can be divided; of the engine's own families rules say it."""
 
@@ -151,6 +144,7 @@ class ModelFacts:
             kv_groups=_kv_groups(facts, num_layers, num_kv_heads, head_size, latent),
             tower_bytes=reader.count("tower_bytes") if "tower_bytes" in facts else 0,
             is_by_transformers=facts.get("computed_by") == "transformers",
+            refusal=str(facts.get("refusal") or ""),
             tensor_sizes=(reader.counts("tensor_parallel_sizes") if "tensor_parallel_sizes" in facts else ()) or (1,),
             weights=weights,
             weights_at_dtype=_weights(facts, "weights_at_dtype", reader.hint) if "weights_at_dtype" in facts else None,
@@ -185,6 +179,7 @@ class ModelFacts:
             "kv_groups",
             "tower_bytes",
             "is_by_transformers",
+            "refusal",
             "tensor_sizes",
         )
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in nested}
@@ -197,12 +192,26 @@ class ModelFacts:
             "weights_by_part": asdict(self.weights),
             **({} if at_dtype is None else {"weights_at_dtype": asdict(at_dtype)}),
             **({"tower_bytes": self.tower_bytes} if self.tower_bytes else {}),
+            **({"refusal": self.refusal} if self.refusal else {}),
             **(
                 {"computed_by": "transformers", "tensor_parallel_sizes": list(self.tensor_sizes)}
                 if self.is_by_transformers
                 else {}
             ),
         }
+
+
+def facts_of_config(config: Mapping[str, object], model: str) -> ModelFacts:
+    """Return the facts of a model by its config.json only, for planning without a checkpoint.
+
+    Raises:
+        ValueError: The architecture is unknown, or a value is missing, malformed or implausible.
+    """
+    try:
+        facts = modelspec_facts(config)
+    except ModelError as error:
+        raise ValueError(str(error)) from None
+    return ModelFacts.parse({"model": model, **facts})
 
 
 def _weights(facts: Mapping[str, object], key: str, hint: str) -> WeightsByPart:
@@ -215,33 +224,35 @@ def _weights(facts: Mapping[str, object], key: str, hint: str) -> WeightsByPart:
 
 def _kv_groups(
     facts: Mapping[str, object], num_layers: int, num_kv_heads: int, head_size: int, latent_size: int
-) -> tuple[KvGroup, ...]:
+) -> tuple[KVGroup, ...]:
     """Read the groups that the engine names. One that names none has one, of whole heads or of latent vectors."""
     said = facts.get("kv_groups")
     if said is None:
         return (
-            latent_groups(num_layers, latent_size)
+            (KVGroup(((0, num_layers),), LayerKV(num_kv_heads=1, key_size=latent_size, value_size=0)),)
             if latent_size
-            else uniform_groups(num_layers, num_kv_heads, head_size)
+            else (uniform_group(num_layers, num_kv_heads, head_size),)
         )
     if not isinstance(said, list) or not said or len(said) > num_layers:
         raise ValueError(f"model facts: kv_groups is {said!r:.100}; a list of 1 to num_layers {num_layers} is needed")
     groups = tuple(_kv_group(group, f"kv_groups[{index}].") for index, group in enumerate(said))
-    if not covers(groups, num_layers):
+    if not covers_all_layers(groups, num_layers):
         raise ValueError(f"model facts: kv_groups must have each of the {num_layers} layers once")
     return groups
 
 
-def _kv_group(said: object, prefix: str) -> KvGroup:
+def _kv_group(said: object, prefix: str) -> KVGroup:
     if not isinstance(said, Mapping):
         raise ValueError(f"model facts: {prefix[:-1]} is {said!r:.100}; an object is needed")
     reader = _Reader(said, prefix, "")
-    return KvGroup(
-        layers=reader.spans("layers"),
-        num_kv_heads=reader.count("num_kv_heads", least=1),
-        key_size=reader.count("key_size", least=1),
-        value_size=reader.count("value_size"),
-        window=None if said.get("window") is None else reader.count("window", least=1),
+    return KVGroup(
+        reader.spans("layers"),
+        LayerKV(
+            num_kv_heads=reader.count("num_kv_heads", least=1),
+            key_size=reader.count("key_size", least=1),
+            value_size=reader.count("value_size"),
+            window=None if said.get("window") is None else reader.count("window", least=1),
+        ),
     )
 
 
@@ -278,7 +289,7 @@ class _Reader:
             raise self._error(key, f"a whole number of {least} to {MAX_COUNT}")
         return value
 
-    def spans(self, key: str) -> tuple[range, ...]:
+    def spans(self, key: str) -> tuple[tuple[int, int], ...]:
         """Pairs [first, last + 1]."""
         value = self._values.get(key)
         if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
@@ -287,7 +298,7 @@ class _Reader:
             not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= MAX_COUNT for pair in value for n in pair
         ):
             raise self._error(key, "a list of pairs of whole numbers")
-        return tuple(range(first, last) for first, last in value)
+        return tuple((first, last) for first, last in value)
 
     def counts(self, key: str) -> tuple[int, ...]:
         value = self._values.get(key)

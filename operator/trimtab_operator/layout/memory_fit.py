@@ -15,10 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from trimtab_operator.layout.facts import DTYPE_BYTES, SEEING_ON_GPUS, ModelFacts
+from trimtab_modelspec.facts import DTYPE_BYTES
+from trimtab_modelspec.kv_groups import KVGroup
+from trimtab_modelspec.memory_formula import MemoryFormula
+
+from trimtab_operator.layout.facts import SEEING_ON_GPUS, ModelFacts
 from trimtab_operator.layout.gpus import GIB, Gpu
-from trimtab_operator.layout.kv_groups import KvGroup
-from trimtab_operator.layout.memory_formula import KvCapacity, MemoryShape, kv_capacity, min_utilization
 from trimtab_operator.layout.stages import Stage, stages_of
 from trimtab_operator.layout.stored_weights import as_run
 from trimtab_operator.resource.live_parameters import knobs
@@ -104,17 +106,16 @@ class RankMemory:
     """One stage's fullest rank."""
 
     stage: Stage
-    shape: MemoryShape
-    capacity: KvCapacity
+    formula: MemoryFormula
 
     @property
     def needed_bytes(self) -> int:
         """With the KV cache of one request of max_model_len."""
-        return self.shape.fixed_bytes + self.one_request_bytes
+        return self.formula.fixed_bytes + self.one_request_bytes
 
     @property
     def one_request_bytes(self) -> int:
-        return self.shape.blocks_per_request * self.shape.bytes_per_block
+        return self.formula.blocks_per_request * self.formula.bytes_per_block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,38 +127,39 @@ class MemoryFit:
     @property
     def tightest(self) -> RankMemory:
         """The rank with the fewest KV blocks; among those that have none, the one that lacks most."""
-        return min(self.ranks, key=lambda r: (r.capacity.num_blocks, r.capacity.requested_bytes - r.needed_bytes))
+        return min(self.ranks, key=lambda r: (r.formula.num_blocks, r.formula.requested_bytes - r.needed_bytes))
 
     @property
     def fits(self) -> bool:
         """One request of max_model_len can be served."""
-        return self.tightest.capacity.num_blocks >= self.tightest.shape.blocks_per_request
+        return self.tightest.formula.num_blocks >= self.tightest.formula.blocks_per_request
 
     @property
     def kv_tokens(self) -> int:
         """Tokens whose keys and values one engine holds: each token's are spread over all of its ranks."""
-        return self.tightest.capacity.num_tokens
+        return self.tightest.formula.num_tokens
 
     @property
     def max_concurrency(self) -> float:
         """Requests of max_model_len at once, in one engine."""
-        return self.tightest.capacity.max_concurrency
+        return self.tightest.formula.max_concurrency
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of weights on the rank that has most."""
-        return max(rank.shape.weights_bytes for rank in self.ranks)
+        return max(rank.formula.weights_bytes for rank in self.ranks)
 
     @property
     def min_utilization(self) -> str | None:
         """The gpu_memory_utilization at which one request fits; None when not even 1 will do."""
-        needed = [min_utilization(rank.shape) for rank in self.ranks]
+        needed = [rank.formula.min_utilization for rank in self.ranks]
         return None if None in needed else max((text for text in needed if text), key=float)
 
     @property
     def longest_model_len(self) -> int:
         """The longest request that the KV cache would hold; 0: not even one block is left."""
-        return self.tightest.capacity.longest_model_len
+        formula = self.tightest.formula
+        return formula.longest_model_len(formula.num_blocks)
 
 
 def memory_fit(facts: ModelFacts, parallelism: Parallelism, gpu: Gpu, envelope: Envelope) -> MemoryFit:
@@ -169,8 +171,7 @@ def memory_fit(facts: ModelFacts, parallelism: Parallelism, gpu: Gpu, envelope: 
     }
     ranks = []
     for stage in reversed(unlike.values()):
-        shape = _shape(facts, parallelism, stage, gpu, envelope)
-        ranks.append(RankMemory(stage=stage, shape=shape, capacity=kv_capacity(shape, envelope.gpu_memory_utilization)))
+        ranks.append(RankMemory(stage=stage, formula=_formula(facts, parallelism, stage, gpu, envelope)))
     return MemoryFit(ranks=tuple(ranks))
 
 
@@ -179,9 +180,10 @@ def _kept(facts: ModelFacts, stage: Stage) -> tuple[int, ...]:
     return tuple(group.num_layers for group in rank_groups(facts, stage, 1))
 
 
-def _shape(facts: ModelFacts, parallelism: Parallelism, stage: Stage, gpu: Gpu, envelope: Envelope) -> MemoryShape:
-    return MemoryShape(
+def _formula(facts: ModelFacts, parallelism: Parallelism, stage: Stage, gpu: Gpu, envelope: Envelope) -> MemoryFormula:
+    return MemoryFormula(
         device_bytes=gpu.memory_bytes,
+        gpu_memory_utilization=envelope.gpu_memory_utilization,
         other_bytes=OTHER_BYTES,
         weights_bytes=stage.weights_bytes + tower_bytes(facts, stage, envelope),
         activations_peak_bytes=activation_bytes(facts, parallelism, stage, envelope),
@@ -201,9 +203,9 @@ def tower_bytes(facts: ModelFacts, stage: Stage, envelope: Envelope) -> int:
     return facts.tower_bytes if stage.is_first and envelope.computes_images else 0
 
 
-def rank_groups(facts: ModelFacts, stage: Stage, tensor: int) -> tuple[KvGroup, ...]:
+def rank_groups(facts: ModelFacts, stage: Stage, tensor: int) -> tuple[KVGroup, ...]:
     """What one rank of a stage keeps of each token."""
-    return tuple(group.on_rank(stage.layers, tensor) for group in facts.kv_groups)
+    return tuple(group.on_rank((stage.layers.start, stage.layers.stop), tensor) for group in facts.kv_groups)
 
 
 def activation_bytes(facts: ModelFacts, parallelism: Parallelism, stage: Stage, envelope: Envelope) -> int:

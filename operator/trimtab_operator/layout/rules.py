@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from trimtab_modelspec.quantization import BLOCK as FP8_BLOCK
+
 from trimtab_operator.layout.facts import ModelFacts
-from trimtab_operator.layout.stored_weights import FP8_BLOCK
 from trimtab_operator.resource.spec import Parallelism
 
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts
+from trimtab_modelspec.facts import DTYPE_BYTES
+from trimtab_modelspec.partition import layers_of_stages
+
+from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.resource.spec import Parallelism
 
 
@@ -39,21 +42,10 @@ class Stage:
         return self.expert_bytes + self.lookup_bytes + self.read_bytes
 
 
-def layers_of_stages(num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """The layers of each stage. `num_stages` must not exceed `num_layers`."""
-    each, remainder = divmod(num_layers, num_stages)
-    spans, start = [], 0
-    for stage in range(num_stages):
-        end = start + each + (num_stages - 1 - remainder <= stage < num_stages - 1)
-        spans.append(range(start, end))
-        start = end
-    return tuple(spans)
-
-
 def stages_of(facts: ModelFacts, parallelism: Parallelism) -> tuple[Stage, ...]:
     """The stages of a layout that the rules allow."""
     spans = layers_of_stages(facts.num_layers, parallelism.pipeline)
-    return tuple(_stage(facts, parallelism, index, span) for index, span in enumerate(spans))
+    return tuple(_stage(facts, parallelism, index, range(*span)) for index, span in enumerate(spans))
 
 
 def least_weights_bytes(facts: ModelFacts, parallelism: Parallelism) -> int:

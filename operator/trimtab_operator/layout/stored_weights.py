@@ -10,21 +10,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab_operator.layout.facts import DTYPE_BYTES, RUN_BY_THE_ENGINE, ModelFacts
-from trimtab_operator.layout.gpus import Gpu
-from trimtab_operator.layout.scaled_weights import COMPRESSED_TENSORS, MODELOPT
+from trimtab_modelspec.facts import DTYPE_BYTES
+from trimtab_modelspec.quantization import BLOCK as FP8_BLOCK
+from trimtab_modelspec.quantization import FOUR_BIT_METHODS as INTEGER_METHODS
 
-FP8_BLOCK = 128
+from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.gpus import Gpu
+
 FP8_BYTES = 1 + 4 / FP8_BLOCK**2  # of a parameter: float8 and its share of a float32 scale
-INTEGER_METHODS = ("awq", "gptq")
-MXFP4 = "mxfp4"
 UNQUANTISED_ALONE = ("GptOssForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 """Whose experts lie in one tensor, of which the engine reads no quantised form, but gpt-oss's mxfp4, and makes none."""
-BUILT_FORM = (
-    f"built: fp8 in blocks of {FP8_BLOCK} × {FP8_BLOCK} that a head divides, dynamic activations, or one scale "
-    f"per tensor; {' and '.join(INTEGER_METHODS)} of 4 bits; {COMPRESSED_TENSORS} of float8 and of integers of 4 and 8 "
-    f"bits; {MODELOPT}'s FP8"
-)
 PROJECTIONS = ("attention", "kv_projection", "dense_mlp", "experts", "shared_experts")
 
 
@@ -45,16 +40,11 @@ def as_run(facts: ModelFacts, gpu: Gpu, asked: str | None = None) -> ModelFacts:
     return facts
 
 
-def what_is_not_run(facts: ModelFacts) -> str:
-    """Say what keeps the engine from running a model that it does not run, or not on GPUs."""
+def unsupported_reason(facts: ModelFacts) -> str:
+    """Return why the engine does not run the model, or does not run it on GPUs."""
     if facts.supported:
-        return f"{facts.architecture} on GPUs (with runtime.device cpu it is run)"
-    if facts.architecture not in RUN_BY_THE_ENGINE or facts.quantization is None:
-        return facts.architecture
-    if facts.architecture in UNQUANTISED_ALONE:
-        also = f" or in {MXFP4}" if facts.architecture == "GptOssForCausalLM" else ""
-        return f"{facts.architecture} with {facts.quantization} (run are its weights as they are, unquantised{also})"
-    return f"{facts.architecture} with {facts.quantization} as its config.json has it ({BUILT_FORM})"
+        return f"{facts.architecture} on GPUs (with runtime.device cpu it is supported)"
+    return f"{facts.architecture} ({facts.refusal})" if facts.refusal else facts.architecture
 
 
 def _at_dtype(facts: ModelFacts) -> ModelFacts:

@@ -30,11 +30,9 @@ from trimtab_engine.device.address_range import AddressRange, Span
 from trimtab_engine.device.cuda_driver import CudaDriver
 from trimtab_engine.device.mapped_range import CudaMemory, MappedRange, Owner
 from trimtab_engine.device.side_lane import HostLane
-from trimtab_engine.errors import NotBuiltError
+from trimtab_engine.errors import NotSupportedError
 from trimtab_engine.executor import start as rank_start
 from trimtab_engine.executor.messages import Profiled, RankLoaded, RankReport, StartedSteps, StartSteps, Step
-from trimtab_engine.memory.formula import MemoryFormula
-from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.messages import AddRequest, Sleep, WakeUp
 from trimtab_engine.multimodal.items import MEANINGS_BYTES, Modality, MultiModalItem, Patches
 from trimtab_engine.multimodal.items import Span as ItemSpan
@@ -46,6 +44,8 @@ from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_kernels.launch import jit
 from trimtab_kernels.launch.jit import record_launches
+from trimtab_modelspec.kv_groups import uniform_group
+from trimtab_modelspec.memory_formula import MemoryFormula
 
 pytestmark = pytest.mark.skipif(not jit.HAS_TRITON, reason="records launches of Triton kernels")
 DEVICE_BYTES, USED_BYTES = 4 << 30, 100 << 20
@@ -336,7 +336,7 @@ def serve_images(
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionWindow:
     """A model that sees, how much of it is asked for, and what comes to it."""
 
     model: dict[str, Any]
@@ -345,8 +345,8 @@ class Sight:
     modalities: tuple[Modality, ...]
 
 
-OF_WINDOWS = Sight(WATCHING, SEES, an_item, ("image", "video"))
-OF_TILES = Sight(TILED, SEES_TILES, a_tile, ("image",))
+OF_WINDOWS = AttentionWindow(WATCHING, SEES, an_item, ("image", "video"))
+OF_TILES = AttentionWindow(TILED, SEES_TILES, a_tile, ("image",))
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ OF_TILES = Sight(TILED, SEES_TILES, a_tile, ("image",))
     ],
 )
 def test_an_engine_that_sees_starts_serves_and_compiles_nothing_then(
-    sight: Sight, changes: dict[str, Any], tmp_path: Path
+    sight: AttentionWindow, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Images and videos of any size, while text decodes beside them."""
     with a_fake_gpu():
@@ -392,8 +392,8 @@ def test_images_are_refused_by_the_checkpoints_name_with_what_would_do(tmp_path:
     with (
         a_fake_gpu(),
         pytest.raises(
-            NotBuiltError,
-            match=r"not built on CUDA for Llava.*: transformers' own code .*; serve its text alone, with --l",
+            NotSupportedError,
+            match=r"not supported on CUDA for Llava.*: transformers' own code .*; serve its text alone, with --l",
         ),
     ):
         start_engine(config, lambda stage, percent: None, lambda: 0.0)
@@ -612,7 +612,7 @@ def test_the_core_s_rank_of_several_does_so_too(
 
 @pytest.mark.parametrize("mode", ["weights", "data"])
 @pytest.mark.parametrize("sight", [OF_WINDOWS, OF_TILES], ids=["windows", "tiles"])
-def test_the_core_s_rank_of_two_that_see_does_so_too(sight: Sight, mode: EncoderMode, tmp_path: Path) -> None:
+def test_the_core_s_rank_of_two_that_see_does_so_too(sight: AttentionWindow, mode: EncoderMode, tmp_path: Path) -> None:
     """Ranks that share a tower sum twice in each of its layers; those that share items once in a step, beside the
     embedding and twice in each of the text half's layers."""
     recorder = CallingRecorder()

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.memory.formula import (
     Ledger,
-    MemoryFormula,
     check_before_loading,
     check_one_request_fits,
     check_one_request_fits_fixed,
 )
-from trimtab_engine.memory.kv_groups import KVGroup, LayerKV, uniform_group
+from trimtab_modelspec.kv_groups import KVGroup, LayerKV, uniform_group
+from trimtab_modelspec.memory_formula import MemoryFormula
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "memory_formula.json").read_text())["cases"]
 MIB = 1 << 20

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from trimtab_engine.memory.formula import MemoryFormula
-from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.memory.plan import PlanBase, plan_memory
+from trimtab_modelspec.kv_groups import uniform_group
+from trimtab_modelspec.memory_formula import MemoryFormula
 
 MIB = 1 << 20
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.memory.formula import MemoryFormula
-from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, out_of_memory, size_kv_cache, what_is_too_much
+from trimtab_modelspec.kv_groups import uniform_group
+from trimtab_modelspec.memory_formula import MemoryFormula
 
 GIB = 1 << 30
 

@@ -9,8 +9,8 @@ import pytest
 from adapter_folders import an_adapter
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.models.adapter_fit import check_fit
-from trimtab_engine.models.tensors import StoredTensor
 from trimtab_engine.weights.adapter_files import PeftAdapter
+from trimtab_modelspec.tensors import StoredTensor
 
 QUERY, EXPERT = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.1.up_proj"
 TENSORS = {
@@ -42,9 +42,9 @@ def test_one_whose_modules_the_model_has_fits(tmp_path: Path, targets: Any) -> N
         ({QUERY: (6, 8)}, {"rank": 17}, "its rank is 17, above --max-lora-rank 16; raise that to 17"),
         ({QUERY: (6, 8)}, {"target_modules": ["q_proj", "c_attn"]}, "target_modules has c_attn, which is no module of"),
         ({QUERY: (6, 8)}, {"target_modules": ["proj"]}, "target_modules has proj, which is no module of this model"),
-        ({EXPERT: (4, 8)}, {}, "adapters of experts of a mixture are not built; merge it into the model"),
-        ({"lm_head": (97, 8)}, {}, "adapters of the output layer are not built"),
-        ({"model.embed_tokens": (97, 8)}, {}, "adapters of the embeddings are not built"),
+        ({EXPERT: (4, 8)}, {}, "adapters of experts of a mixture are not supported; merge it into the model"),
+        ({"lm_head": (97, 8)}, {}, "adapters of the output layer are not supported"),
+        ({"model.embed_tokens": (97, 8)}, {}, "adapters of the embeddings are not supported"),
     ],
 )
 def test_one_that_does_not_fit_is_refused_with_what_does_not(

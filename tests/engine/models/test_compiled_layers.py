@@ -12,7 +12,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
 from trimtab_engine.layers import linear
 from trimtab_engine.runner.model_runner import ModelRunner
-from trimtab_kernels.native.library import Missing, NativeLibrary, native_library
+from trimtab_kernels.native.library import NativeUnavailable, NativeLibrary, native_library
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (linear, compiled_module):
-        monkeypatch.setattr(module, "native_library", lambda: Missing("they were not compiled"))
+        monkeypatch.setattr(module, "native_library", lambda: NativeUnavailable("they were not compiled"))
 
 
 def tokens(checkpoint: Path, chunk: int | None) -> list[list[int]]:
@@ -53,7 +53,7 @@ def tokens(checkpoint: Path, chunk: int | None) -> list[list[int]]:
 def test_the_engine_without_compiled_operators_gives_the_same_tokens(
     checkpoint: Path, chunk: int | None, request: pytest.FixtureRequest
 ) -> None:
-    if isinstance(native_library(), Missing):
+    if isinstance(native_library(), NativeUnavailable):
         pytest.skip("no compiled operators here")
     expected = tokens(checkpoint, chunk)
     request.getfixturevalue("no_library")
@@ -79,7 +79,7 @@ def test_without_a_library_the_log_says_why(checkpoint: Path, caplog: pytest.Log
 
 
 def test_other_dtypes_are_torch_s(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    if isinstance(native_library(), Missing):
+    if isinstance(native_library(), NativeUnavailable):
         pytest.skip("no compiled operators here")
     config = EngineConfig(model=str(checkpoint), dtype="bfloat16", load_format="dummy")
     with caplog.at_level(logging.INFO):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from four_bit_checkpoint import Recipe, quantise, quantised
 from safetensors.torch import load_file, save_file
-from trimtab_engine.config.quantization import Quantization
 from trimtab_engine.errors import ModelError
 from trimtab_engine.layers.linear import library_for
 from trimtab_engine.layers.moe import StackedExperts
@@ -19,13 +18,14 @@ from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.held_bytes import bytes_to_hold
 from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.registry import open_model, parse_model_config
-from trimtab_engine.models.tensors import num_quantizable
 from trimtab_engine.parallel.groups import ALONE
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.weights.four_bits import FourBitsSource
-from trimtab_engine.weights.four_bits_form import FourBits
 from trimtab_kernels.native.quantised import QuantisedBlocks
+from trimtab_modelspec.four_bit_form import FourBits
+from trimtab_modelspec.quantization import Quantization
+from trimtab_modelspec.tensors import num_quantizable
 
 CPU = torch.device("cpu")
 needs_compiled = pytest.mark.skipif(

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from trimtab_engine.cli.facts_table import bytes_on_disk
-from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
 from trimtab_engine.models.pooler import pooling_of
 from trimtab_engine.models.registry import GGUF_NAMES, open_model, parse_model_config
 from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, ROPE_FREQUENCIES, GgufSource
 from trimtab_engine.weights.packing import Packing
+from trimtab_modelspec.config import ModelConfig
 
 VOCABULARY, HEAD = 97, 16
 SIZES: dict[str, Any] = {
@@ -229,7 +229,7 @@ def test_divisors_of_frequencies_are_llama_3_1s_scaling(tmp_path: Path) -> None:
         (numpy.ones(HEAD, dtype=numpy.float32), None, "has 16 numbers, first 1.0; 8 above 0 are needed"),
         (numpy.zeros(HEAD // 2, dtype=numpy.float32), None, "has 8 numbers, first 0.0; 8 above 0 are needed"),
         (numpy.full(HEAD // 2, numpy.nan, dtype=numpy.float32), None, "has 8 numbers, first nan"),
-        (numpy.ones(HEAD // 2, dtype=numpy.float32), YARN, "beside rope scaling yarn is not built"),
+        (numpy.ones(HEAD // 2, dtype=numpy.float32), YARN, "beside rope scaling yarn is not supported"),
     ],
 )
 def test_divisors_that_say_nothing_are_refused(
@@ -283,12 +283,12 @@ def test_parts_of_two_models_are_told_by_their_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
-        ("llama.expert_count", 8, "mixtures of experts in GGUF architecture llama are not built"),
-        ("llama.rope.dimension_count", 8, "partial_rotary_factor is not built"),
+        ("llama.expert_count", 8, "mixtures of experts in GGUF architecture llama are not supported"),
+        ("llama.rope.dimension_count", 8, "partial_rotary_factor is not supported"),
         ("llama.attention.head_count_kv", [2, 1], "differs from layer to layer"),
         ("llama.attention.head_count", 0, "attention.head_count is 0; a whole number of 1 or more is needed"),
         ("llama.feed_forward_length", "wide", "feed_forward_length is 'wide'; a whole number of 1 or more is needed"),
-        ("llama.rope.scaling.type", "longrope", "rope type 'longrope' is not built"),
+        ("llama.rope.scaling.type", "longrope", "rope type 'longrope' is not supported"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(tmp_path: Path, key: str, value: Any, why: str) -> None:

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM as Reference
 from trimtab_engine.errors import ModelError
 from trimtab_engine.layers import linear
 from trimtab_engine.layers.linear import Linear
-from trimtab_kernels.few_rows import few_rows_triton
 from trimtab_kernels.launch import jit
+from trimtab_kernels.skinny_gemm import skinny_gemm_triton
 
 VOCABULARY = 257
 PROMPT_LENGTHS = (1, 2, 7, 16, 31, 40)
@@ -142,7 +142,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     def of_few_rows(self: Any, x: torch.Tensor, **beside: Any) -> torch.Tensor:
         made.append(tuple(x.shape))
-        return few_rows_triton(x, self.plain, bias=self._bias, is_gated=self._is_gated, **beside)
+        return skinny_gemm_triton(x, self.plain, bias=self._bias, is_gated=self._is_gated, **beside)
 
     monkeypatch.setattr(linear, "library_for", lambda dtype, device: None)
     monkeypatch.setattr(Linear, "__init__", keep)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from seeing_model import save
 from tiled_model import CONFIG, a_tile, pixels, the_reference
-from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tower
@@ -17,7 +16,8 @@ from trimtab_engine.models.llama4_vision import parse_vision, tower_tensors
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import open_tower, parse_model_config, sees_images
 from trimtab_engine.multimodal.patches import as_float32
-from trimtab_engine.weights.text_half import text_words
+from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_modelspec.families.registry import language_model_config
 
 SAID = CONFIG | {"architectures": ["Llama4ForConditionalGeneration"]}
 
@@ -34,7 +34,7 @@ def checkpoint(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def the_vision(said: dict[str, Any]) -> VisionConfig:
     text = parse_model_config(said, {}, "config.json")
-    return parse_vision(ConfigWords(text_words(said), {}, "config.json"), text)
+    return parse_vision(ConfigReader(language_model_config(said), {}, "config.json"), text)
 
 
 @torch.inference_mode()
@@ -62,8 +62,8 @@ def test_a_checkpoint_holds_exactly_the_tensors_of_its_tower(checkpoint: str) ->
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"hidden_act": "silu"}, "hidden_act 'silu' is not built"),
-        ({"pixel_shuffle_ratio": 0.25}, "pixel_shuffle_ratio 0.25 is not built"),
+        ({"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
+        ({"pixel_shuffle_ratio": 0.25}, "pixel_shuffle_ratio 0.25 is not supported"),
         ({"projector_input_dim": 24}, "must be the same; they are 24, 20 and 20"),
         ({"intermediate_size": 48}, "intermediate_size is 48; the adapter reads 2 x 2 patches of 16, which is 64"),
         ({"image_size": 20}, "image_size 20 must be a multiple of 2 x patch_size 4"),

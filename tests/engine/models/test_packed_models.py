@@ -13,7 +13,6 @@ import pytest
 import torch
 from gguf_blocks import stored_matrix
 from safetensors.torch import save_file
-from trimtab_engine.config.quantization import Quantization
 from trimtab_engine.layers.linear import Linear, library_for
 from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
 from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
@@ -24,7 +23,8 @@ from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.runner.model_runner import say_what_was_restored
 from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, LAYER_NAMES, GgufSource
-from trimtab_kernels.native.quantised import FORMS, QuantisedBlocks
+from trimtab_kernels.native.quantised import BLOCK_FORMATS, QuantisedBlocks
+from trimtab_modelspec.quantization import Quantization
 
 CPU = torch.device("cpu")
 HIDDEN, WIDE, VOCABULARY, HEAD = 256, 512, 97, 64
@@ -99,14 +99,14 @@ def logprobs(model: Path) -> torch.Tensor:
     return torch.tensor(engine_builders.logprobs_of(model, VOCABULARY))
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_a_packed_model_computes_what_its_restored_weights_compute(tmp_path: Path, name: str) -> None:
     source = a_gguf(tmp_path / "model.gguf", lambda tensor: name)
     packed = logprobs(tmp_path / "model.gguf")
     torch.testing.assert_close(packed, logprobs(restored(source, tmp_path / "restored")), atol=2e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_ranks_parts_are_parts_of_the_whole(tmp_path: Path, name: str) -> None:
     load = a_loader(a_gguf(tmp_path / "model.gguf", lambda tensor: name))
     x = numbers(3, HIDDEN)

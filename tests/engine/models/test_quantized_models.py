@@ -9,7 +9,6 @@ import engine_builders
 import pytest
 import torch
 from safetensors.torch import save_file
-from trimtab_engine.config.quantization import Quantization
 from trimtab_engine.errors import ConfigError, ModelError
 from trimtab_engine.messages import AddRequest
 from trimtab_engine.models import loading
@@ -17,9 +16,10 @@ from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import open_model, parse_model_config
-from trimtab_engine.models.tensors import num_quantizable
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_kernels.w8a8_block_fp8 import dequantize_blocks, quantize_blocks
+from trimtab_modelspec.quantization import Quantization
+from trimtab_modelspec.tensors import num_quantizable
 
 DENSE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -18,7 +18,6 @@ from seeing_model import (
     the_reference,
     what_transformers_gets,
 )
-from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tower
@@ -29,7 +28,8 @@ from trimtab_engine.models.qwen2_5_vl_tower import Tower
 from trimtab_engine.models.registry import open_tower, parse_model_config
 from trimtab_engine.multimodal.items import MultiModalItem
 from trimtab_engine.multimodal.positions import RopePositions
-from trimtab_engine.weights.text_half import text_words
+from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_modelspec.families.registry import language_model_config
 
 SAID = CONFIG | {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}
 
@@ -46,7 +46,7 @@ def checkpoint(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def the_vision(said: dict[str, Any]) -> VisionConfig:
     text = parse_model_config(said, {}, "config.json")
-    return parse_vision(ConfigWords(text_words(said), {}, "config.json"), text)
+    return parse_vision(ConfigReader(language_model_config(said), {}, "config.json"), text)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_facts_tell_what_the_tower_takes(checkpoint: str, tmp_path: Path) -> Non
     shapes = open_tower(checkpoint).shapes()
     assert model_facts(checkpoint)["tower_bytes"] == 4 * sum(math.prod(shape) for shape in shapes.values())
     (tmp_path / "config.json").write_text(json.dumps(SAID | {"vision_config": {"hidden_act": "gelu"}}))
-    assert "tower_bytes" not in model_facts(str(tmp_path), load_format="dummy"), "one that is not built"
+    assert "tower_bytes" not in model_facts(str(tmp_path), load_format="dummy"), "one that is not supported"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not built"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"out_hidden_size": 64}, "out_hidden_size is 64, the text half's hidden_size 32"),
         ({"num_heads": 5}, "heads of 24 / 5"),
         ({"window_size": 7}, "windows of 7 pixels"),

@@ -12,7 +12,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from scaled_checkpoint import ScaledRecipe, store
-from trimtab_engine.config.compressed_tensors import compressed_tensors
 from trimtab_engine.errors import ModelError
 from trimtab_engine.layers.linear import library_for
 from trimtab_engine.layers.moe import StackedExperts
@@ -22,12 +21,13 @@ from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.held_bytes import bytes_to_hold
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import open_model, parse_model_config
-from trimtab_engine.models.tensors import num_quantizable
 from trimtab_engine.parallel.groups import ALONE
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.weights.scaled import ScaledSource
 from trimtab_engine.weights.source import WeightSource
+from trimtab_modelspec.compressed_tensors import compressed_tensors
+from trimtab_modelspec.tensors import num_quantizable
 
 CPU = torch.device("cpu")
 needs_compiled = pytest.mark.skipif(

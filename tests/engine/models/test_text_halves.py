@@ -16,7 +16,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 from trimtab_engine.models.registry import open_model, parse_model_config
-from trimtab_engine.weights.text_half import text_words
+from trimtab_modelspec.families.registry import language_model_config
 
 TEXT: dict[str, Any] = {
     "vocab_size": 97,
@@ -105,9 +105,9 @@ def test_the_text_configs_words_count_and_ties_are_said_for_the_whole() -> None:
         "tie_word_embeddings": False,
         "text_config": {"hidden_size": 2, "tie_word_embeddings": True, "architectures": None},
     }
-    words = text_words(config)
+    words = language_model_config(config)
     assert (words["architectures"], words["hidden_size"], words["tie_word_embeddings"]) == (["A"], 2, False)
-    assert text_words({"hidden_size": 1}) == {"hidden_size": 1}
+    assert language_model_config({"hidden_size": 1}) == {"hidden_size": 1}
 
 
 def test_a_rope_of_three_positions_is_plain_on_text() -> None:

@@ -9,7 +9,6 @@ import torch
 from fake_device import CUDA, NoWaiting, a_fake_device, variants
 from seeing_model import an_item
 from tiled_model import a_tile
-from trimtab_engine.config.model_words import ConfigWords
 from trimtab_engine.models.family import Tower
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import parse_model_config, tower_of
@@ -18,9 +17,10 @@ from trimtab_engine.multimodal.patches import as_float32
 from trimtab_engine.runner.item_encoder import ItemEncoder, looked_up, shares
 from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs
 from trimtab_engine.weights.source import Span
-from trimtab_engine.weights.text_half import text_words
 from trimtab_kernels.launch import jit
 from trimtab_kernels.launch.jit import record_launches
+from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_modelspec.families.registry import language_model_config
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def a_tower(said: dict[str, Any], architecture: str) -> Tower:
     text = parse_model_config(config, {}, "config.json")
     kind = tower_of(text)
     assert kind is not None
-    vision = kind.parse(ConfigWords(text_words(config), {}, "config.json"), text)
+    vision = kind.parse(ConfigReader(language_model_config(config), {}, "config.json"), text)
     source: Any = ShapesAlone({name: tensor.shape for name, tensor in kind.tensors(vision).items()})
     with NoWaiting(is_start_up=True):
         return kind.build(vision, Loader(source, torch.bfloat16, CUDA, lambda count: None), None)

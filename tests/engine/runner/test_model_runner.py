@@ -9,13 +9,13 @@ import pytest
 import torch
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
-from trimtab_engine.errors import ConfigError, NotBuiltError
-from trimtab_engine.memory.kv_groups import LayerKV, uniform_group
+from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.models.registry import BY_ARCHITECTURE
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_modelspec.kv_groups import LayerKV, uniform_group
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -138,5 +138,5 @@ def test_a_kv_geometry_that_is_not_built_is_refused_by_name(
     """Facts and memory formula know layers of several sizes; attention does not."""
     family = replace(BY_ARCHITECTURE["LlamaForCausalLM"], kv=lambda config: kv)
     monkeypatch.setitem(BY_ARCHITECTURE, "LlamaForCausalLM", family)
-    with pytest.raises(NotBuiltError, match=words):
+    with pytest.raises(NotSupportedError, match=words):
         a_runner(tmp_path)

@@ -1,20 +1,20 @@
 """A request has a block table in every KV group: windows let go of their first blocks, and a beginning is found again
 only where every group can go on from it."""
 
-from trimtab_engine.scheduling.attention_window import SEES_ALL, Sight
 from trimtab_engine.scheduling.block_manager import BlockManager, ShrinkPlan
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.swap_space import SwapSpace
+from trimtab_modelspec.attention_window import FULL_ATTENTION, AttentionWindow
 
 BLOCK_SIZE = 4
-WINDOW = Sight(6)
+WINDOW = AttentionWindow(6)
 
 
-def a_manager(blocks: int = 32, *sights: Sight, host_blocks: int = 0, step: int | None = None) -> BlockManager:
+def a_manager(blocks: int = 32, *sights: AttentionWindow, host_blocks: int = 0, step: int | None = None) -> BlockManager:
     """A group that sees all and one with a window of 6, where nothing else is asked for."""
     swap_space = SwapSpace(host_blocks, host_blocks)
-    groups = sights or (SEES_ALL, WINDOW)
+    groups = sights or (FULL_ATTENTION, WINDOW)
     return BlockManager(blocks, blocks, BLOCK_SIZE, swap_space, sights=groups, max_num_batched_tokens=step)
 
 
@@ -118,7 +118,7 @@ def test_a_beginning_is_found_past_what_no_window_sees_any_more() -> None:
 
 
 def test_two_windows_agree_on_one_beginning() -> None:
-    manager = a_manager(64, Sight(4), SEES_ALL, Sight(9))
+    manager = a_manager(64, AttentionWindow(4), FULL_ATTENTION, AttentionWindow(9))
     first, second = a_request(manager, "first", 33), a_request(manager, "second", 33)
     compute(manager, first, 32)
     forget(manager, first.block_tables[0][7])  # not after 32 tokens
@@ -128,7 +128,7 @@ def test_two_windows_agree_on_one_beginning() -> None:
 
 def test_a_group_finds_no_block_of_another() -> None:
     """Both see all: equal tokens, but other layers."""
-    manager = a_manager(32, SEES_ALL, SEES_ALL)
+    manager = a_manager(32, FULL_ATTENTION, FULL_ATTENTION)
     first, second = a_request(manager, "first"), a_request(manager, "second")
     compute(manager, first, 21)
     found = manager.find_cached(second)

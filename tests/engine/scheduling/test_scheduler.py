@@ -11,7 +11,6 @@ from typing import Any
 import engine_builders
 import pytest
 from trimtab_engine.errors import IntegrityError, InvalidRequest
-from trimtab_engine.scheduling.attention_window import SEES_ALL, Sight
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager
 from trimtab_engine.scheduling.policy import SchedulingPolicy
@@ -20,6 +19,7 @@ from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
 from trimtab_engine.scheduling.swap_space import SwapSpace
+from trimtab_modelspec.attention_window import FULL_ATTENTION, AttentionWindow
 
 EOS = 2
 STOP = 7
@@ -38,7 +38,7 @@ def a_scheduler(
     swap: int = 0,
     caching: bool = False,
     stages: int = 1,
-    sights: tuple[Sight, ...] = (SEES_ALL,),
+    sights: tuple[AttentionWindow, ...] = (FULL_ATTENTION,),
     **policy: Any,
 ) -> Scheduler:
     return Scheduler(
@@ -206,10 +206,10 @@ def test_guesses_take_what_everything_known_has_left() -> None:
     assert batch.num_tokens == 12
 
 
-@pytest.mark.parametrize("sight", [Sight(6), Sight(6, is_chunked=True)], ids=["window", "chunks"])
-def test_a_window_lets_go_of_blocks_though_guesses_always_stand(sight: Sight) -> None:
+@pytest.mark.parametrize("sight", [AttentionWindow(6), AttentionWindow(6, is_chunked=True)], ids=["window", "chunks"])
+def test_a_window_lets_go_of_blocks_though_guesses_always_stand(sight: AttentionWindow) -> None:
     """Then the room for known tokens is there already, and nobody asks for it."""
-    scheduler = a_scheduler(200, tokens=12, length=80, num_speculative_tokens=4, sights=(sight, SEES_ALL))
+    scheduler = a_scheduler(200, tokens=12, length=80, num_speculative_tokens=4, sights=(sight, FULL_ATTENTION))
     request = a_request("a", 2, max_tokens=70, ignore_eos=True)
     add(scheduler, request)
     held = []

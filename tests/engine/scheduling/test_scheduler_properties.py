@@ -19,13 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.values import Envelope, LiveValues
-from trimtab_engine.memory.formula import MemoryFormula
-from trimtab_engine.memory.kv_groups import uniform_group
 from trimtab_engine.multimodal.items import MultiModalItem, Span
 from trimtab_engine.runner.block_table_slots import Seats
 from trimtab_engine.sampling.pooling import add_up, finished
 from trimtab_engine.scheduling.adapter import Adapter
-from trimtab_engine.scheduling.attention_window import SEES_ALL, Sight
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager, Copies
 from trimtab_engine.scheduling.encoder_cache import EncoderCache, key_of, spans_between
@@ -36,6 +33,9 @@ from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
 from trimtab_engine.scheduling.step_inputs import pooled_tokens
 from trimtab_engine.scheduling.swap_space import SwapSpace
+from trimtab_modelspec.attention_window import FULL_ATTENTION, AttentionWindow
+from trimtab_modelspec.kv_groups import uniform_group
+from trimtab_modelspec.memory_formula import MemoryFormula
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
@@ -149,7 +149,7 @@ Block = list[tuple[int, int] | None]
 class StubExecutor:
     """A KV cache of token ids, one list per mapped block, and a swap space like it."""
 
-    sights: tuple[Sight, ...]
+    sights: tuple[AttentionWindow, ...]
     blocks: dict[int, Block] = field(default_factory=dict)
     host: dict[int, Block] = field(default_factory=dict)
     embeddings: dict[bytes, list[int]] = field(default_factory=dict)
@@ -339,7 +339,7 @@ POLICIES = st.builds(
 class SchedulerLives(RuleBasedStateMachine):
     """Rules are what the engine may do between two steps, and a step itself; teardown runs everything to its end."""
 
-    sights: tuple[Sight, ...] = (SEES_ALL,)
+    sights: tuple[AttentionWindow, ...] = (FULL_ATTENTION,)
     max_step_tokens = 2 * MAX_MODEL_LEN
     encoder: EncoderCache | None = None
     max_adapters: int | None = None
@@ -601,13 +601,13 @@ class SchedulerLives(RuleBasedStateMachine):
 class LivesOverGroups(SchedulerLives):
     """Layers of two kinds: two groups see a window that is no multiple of a block, one sees all."""
 
-    sights = (Sight(6), SEES_ALL, Sight(6))
+    sights = (AttentionWindow(6), FULL_ATTENTION, AttentionWindow(6))
 
 
 class LivesOverChunks(SchedulerLives):
     """The same where positions are cut into chunks."""
 
-    sights = (Sight(6, is_chunked=True), SEES_ALL, Sight(6, is_chunked=True))
+    sights = (AttentionWindow(6, is_chunked=True), FULL_ATTENTION, AttentionWindow(6, is_chunked=True))
 
 
 class LivesOfShortSteps(LivesOverGroups):

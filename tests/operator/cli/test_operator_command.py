@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from trimtab_operator.cli.operator_command import app
-from trimtab_operator.layout.config_facts import facts_of_config
+from trimtab_operator.layout.facts import facts_of_config
 from typer.testing import CliRunner
 
 HEAD = "apiVersion: trimtab.dev/v1alpha1\nkind: InferenceDeployment\n"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from trimtab_operator.cli.operator_command import app as operator_app
 from trimtab_operator.cli.trimtab_command import app
-from trimtab_operator.layout.config_facts import facts_of_config
+from trimtab_operator.layout.facts import facts_of_config
 from typer.testing import CliRunner, Result
 
 CONFIGS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "golden/published_configs.json").read_text())
@@ -66,7 +66,7 @@ def test_in_80_columns_no_line_is_longer_and_reasons_stand_below(folder: Path, m
     below_heading = result.output.splitlines()[2:]
     table, legend = below_heading[:3], below_heading[below_heading.index("weights/GPU  of the fullest rank") :]
     assert [line for line in (*table, *legend) if len(line) > 80] == []
-    assert legend[-1] == "Times and rates are estimates for comparing rows (docs/guides/layout-planning.md)."
+    assert legend[-1] == "Times and rates are estimates to compare rows by."
     assert table[0].split()[:3] == ["TP", "PP", "GPUs"]
     assert "\n2: " in result.output
     assert "every layer over 4 GPUs of one node" in " ".join(result.output.split())
@@ -145,19 +145,21 @@ def test_deepseek_is_planned_without_a_note(tmp_path: Path) -> None:
     assert "Note:" not in result.output
 
 
-def test_fp8_in_a_form_that_the_engine_does_not_run_is_planned_with_the_form_that_is_built(tmp_path: Path) -> None:
-    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3.1-8B"] | quantized))
-    result = plan(str(tmp_path), "--gpu", "H200")
-    assert "does not run LlamaForCausalLM with fp8 as its config.json has it (built: fp8 in blocks" in result.output
-
-
-def test_a_family_that_is_run_with_its_weights_as_they_are_alone_is_planned_with_these_words(tmp_path: Path) -> None:
-    quantized = {"quantization_config": {"quant_method": "awq", "bits": 4}}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-4-Scout"] | quantized))
-    result = plan(str(tmp_path), "--gpu", "H200")
-    note = "does not run Llama4ForConditionalGeneration with awq (run are its weights as they are, unquantised)"
-    assert note in result.output.replace("\n", " ")
+@pytest.mark.parametrize(
+    ("model", "scheme", "reason"),
+    [
+        ("Llama-3.1-8B", {"quant_method": "fp8", "weight_block_size": [64, 64]}, "fp8 with weight_block_size [64, 64]"),
+        ("Llama-4-Scout", {"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
+    ],
+)
+def test_plan_of_unsupported_quantization_names_the_reason(
+    tmp_path: Path, model: str, scheme: dict[str, Any], reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model] | {"quantization_config": scheme}))
+    output = plan(str(tmp_path), "--gpu", "H200").output.replace("\n", " ")
+    assert f"does not run {CONFIGS[model]['architectures'][0]} (config.json" in output
+    assert reason in output
+    assert "counted as unquantized" in output
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from trimtab_operator.layout.config_facts import facts_of_config
-from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.facts import ModelFacts, facts_of_config
 from trimtab_operator.resource.spec import Spec
 
 Config = dict[str, Any]

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from trimtab_operator.layout.check import check_layout, layout_problems
-from trimtab_operator.layout.config_facts import facts_of_config
-from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.facts import ModelFacts, facts_of_config
 from trimtab_operator.layout.gpus import GIB, GPUS, Gpu, gpu_named
 from trimtab_operator.layout.memory_fit import Envelope
 from trimtab_operator.layout.nearest import nearest_layouts

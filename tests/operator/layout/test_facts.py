@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from trimtab_modelspec.kv_groups import KVGroup, LayerKV
 from trimtab_operator.layout.facts import ModelFacts
-from trimtab_operator.layout.kv_groups import KvGroup
 
 FACTS: dict[str, object] = {
     "model": "/models/m",
@@ -87,16 +87,16 @@ def a_group(*layers: list[int], window: int | None = None, **sizes: int) -> dict
 
 def test_an_engine_that_names_no_groups_of_layers_has_one() -> None:
     (group,) = ModelFacts.parse(FACTS).kv_groups
-    assert group == KvGroup(layers=(range(2),), num_kv_heads=1, key_size=4, value_size=4)
+    assert group == KVGroup(((0, 2),), LayerKV(num_kv_heads=1, key_size=4, value_size=4))
     (latent,) = ModelFacts.parse(FACTS | {"latent_kv_size": 5}).kv_groups
-    assert latent == KvGroup(layers=(range(2),), num_kv_heads=1, key_size=5, value_size=0)
+    assert latent == KVGroup(((0, 2),), LayerKV(num_kv_heads=1, key_size=5, value_size=0))
 
 
 def test_groups_of_layers_are_read_as_the_engine_names_them() -> None:
     facts = ModelFacts.parse(FACTS | {"kv_groups": [a_group([0, 1], window=128), a_group([1, 2], value_size=32)]})
     assert facts.kv_groups == (
-        KvGroup(layers=(range(1),), num_kv_heads=8, key_size=64, value_size=64, window=128),
-        KvGroup(layers=(range(1, 2),), num_kv_heads=8, key_size=64, value_size=32),
+        KVGroup(((0, 1),), LayerKV(num_kv_heads=8, key_size=64, value_size=64, window=128)),
+        KVGroup(((1, 2),), LayerKV(num_kv_heads=8, key_size=64, value_size=32)),
     )
     assert ModelFacts.parse(json.loads(json.dumps(facts.to_json()))) == facts
 

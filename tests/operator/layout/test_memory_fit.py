@@ -8,8 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from trimtab_operator.layout.config_facts import facts_of_config
-from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.facts import ModelFacts, facts_of_config
 from trimtab_operator.layout.gpus import GIB, GPUS, gpu_named
 from trimtab_operator.layout.memory_fit import Envelope, memory_fit
 from trimtab_operator.layout.rules import facts_problems
@@ -24,21 +23,23 @@ def test_the_kv_cache_of_a_small_model_is_what_engines_report(published: Publish
     """vllm#10511 logs Meta-Llama-3-8B on an H100 of 79.22 GiB at 0.90: 53.29 GiB of KV cache, 14.96 GiB of weights."""
     facts = published("Llama-3.1-8B")
     rank = memory_fit(facts, Parallelism(), H100, Envelope.default(facts, H100)).tightest
-    assert rank.shape.weights_bytes / GIB == pytest.approx(14.96, abs=0.005)
-    assert rank.capacity.kv_bytes / GIB == pytest.approx(53.29, rel=0.01)
+    assert rank.formula.weights_bytes / GIB == pytest.approx(14.96, abs=0.005)
+    assert rank.formula.kv_bytes / GIB == pytest.approx(53.29, rel=0.01)
 
 
 def test_a_token_of_llama_70b_takes_40_kib_on_each_of_8_ranks(published: Published) -> None:
     facts = published("Llama-3.1-70B")
     fit = memory_fit(facts, Parallelism(tensor=8), H100, Envelope.default(facts, H100))
-    assert fit.tightest.shape.bytes_per_block == 16 * 2 * 80 * 1 * 128 * 2  # block, K and V, layers, head, size, bytes
+    assert (
+        fit.tightest.formula.bytes_per_block == 16 * 2 * 80 * 1 * 128 * 2
+    )  # block, K and V, layers, head, size, bytes
 
 
 def test_a_latent_cache_does_not_shrink_with_tensor_ranks(published: Published) -> None:
     facts = published("DeepSeek-V3")
     envelope = Envelope.default(facts, gpu_named("H200"))
     per_block = {
-        memory_fit(facts, Parallelism(tensor=t), gpu_named("H200"), envelope).tightest.shape.bytes_per_block
+        memory_fit(facts, Parallelism(tensor=t), gpu_named("H200"), envelope).tightest.formula.bytes_per_block
         for t in (1, 8, 16)
     }
     assert per_block == {16 * 61 * 576 * 2}
@@ -69,7 +70,7 @@ def test_a_tower_counts_on_the_first_stage_unless_no_image_and_no_video_may_come
         body = {"model": {"uri": "file:///m"}, "runtime": {"kind": kind}, "engine": engine}
         envelope = Envelope.of_spec(Spec.model_validate(body), facts, H100)
         fit = memory_fit(facts, Parallelism(pipeline=pipeline), H100, envelope)
-        return [rank.shape.weights_bytes for rank in fit.ranks]
+        return [rank.formula.weights_bytes for rank in fit.ranks]
 
     (without,) = weights("vllm", {"image": 0, "video": 0})
     assert weights("trimtab", None) == weights("trimtab", {"image": 0, "video": 0}, facts=own) == [without]

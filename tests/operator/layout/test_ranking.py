@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 from trimtab_operator.layout.check import check_layout
-from trimtab_operator.layout.config_facts import facts_of_config
 from trimtab_operator.layout.cost import Hardware, tensor_stays_in_a_node
-from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.facts import ModelFacts, facts_of_config
 from trimtab_operator.layout.gpus import gpu_named
 from trimtab_operator.layout.memory_fit import Envelope, memory_fit
 from trimtab_operator.layout.ranking import Cluster, Load, Objective, Ranking, estimate_layout, rank_layouts

@@ -13,8 +13,7 @@ from trimtab_engine.errors import ConfigError
 from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.parallel.ranks import Layout as EngineLayout
 from trimtab_engine.parallel.shard import check_layout as engine_check
-from trimtab_operator.layout.config_facts import facts_of_config
-from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.facts import ModelFacts, facts_of_config
 from trimtab_operator.layout.replica import layout_of
 from trimtab_operator.layout.rules import facts_problems, spec_problems
 from trimtab_operator.resource.spec import Parallelism, Spec

@@ -18,25 +18,16 @@ from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import family_of, parse_model_config
 from trimtab_engine.parallel.groups import RankGroup, RankGroups
-from trimtab_engine.parallel.partition import layers_of_stages as engine_layers
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.weights.dummy import DummySource
-from trimtab_operator.layout.config_facts import facts_of_config
-from trimtab_operator.layout.facts import ModelFacts
+from trimtab_operator.layout.facts import ModelFacts, facts_of_config
 from trimtab_operator.layout.rules import facts_problems
-from trimtab_operator.layout.stages import layers_of_stages, least_weights_bytes, stages_of
+from trimtab_operator.layout.stages import least_weights_bytes, stages_of
 from trimtab_operator.resource.spec import Parallelism
 
 Published = Callable[[str], ModelFacts]
 RandomCase = Callable[[int], tuple[dict[str, Any], dict[str, Any]]]
-
-
-def test_layers_are_dealt_to_stages_as_the_engine_deals_them() -> None:
-    for num_layers in range(1, 40):
-        for num_stages in range(1, num_layers + 1):
-            spans = [(span.start, span.stop) for span in layers_of_stages(num_layers, num_stages)]
-            assert tuple(spans) == engine_layers(num_layers, num_stages)
 
 
 def a_group(size: int) -> RankGroup | None:

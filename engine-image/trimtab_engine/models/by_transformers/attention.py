@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AttentionInterface
 from trimtab_kernels.paged_attention import AttentionMetadata, paged_attention
 from trimtab_kernels.reshape_and_cache import reshape_and_cache
+from trimtab_modelspec.kv_groups import KVPlace
 
 from trimtab_engine.device.kv_cache import KVTensors
-from trimtab_engine.memory.kv_groups import KVPlace
 from trimtab_engine.models.by_transformers.division import HeadShare
 
 IMPLEMENTATION = "trimtab_paged"

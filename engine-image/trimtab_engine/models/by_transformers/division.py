@@ -24,9 +24,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-from trimtab_engine.models.tensors import Part
-from trimtab_engine.parallel.partition import Span, vocabulary_span
+from trimtab_modelspec.partition import Span, vocabulary_span
+from trimtab_modelspec.tensors import Part
 
 UNCHANGED = frozenset({"replicate", "replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj"})
 """What is said of training, or of DTensors: every rank has all of it and computes all of it."""
@@ -238,13 +237,13 @@ def _of_parameter(name: str, style: str, parameter: nn.Parameter, heads: Heads) 
         return Divided(parameter.dim() - 2, part, NUM_PACKED)
     if style == "rowwise" and parameter.dim() > 1:
         return Divided(parameter.dim() - 1, part)
-    raise CannotDivide(f"its plan says {style} of {name}, which is not built")
+    raise CannotDivide(f"its plan says {style} of {name}, which is not supported")
 
 
 def _of_linear(name: str, style: str, module: nn.Module, heads: Heads) -> dict[str, Divided]:
     """A projection's weight, and the bias where ranks hold rows: of columns the bias is whole and added once."""
     if not _is_linear(module) or style not in ROWS | COLUMNS:
-        raise CannotDivide(f"its plan says {style} of {name} ({type(module).__name__}), which is not built")
+        raise CannotDivide(f"its plan says {style} of {name} ({type(module).__name__}), which is not supported")
     assert isinstance(module, nn.Linear)
     part: Part = "attention" if heads.has(name) else "dense_mlp"
     if style in COLUMNS:

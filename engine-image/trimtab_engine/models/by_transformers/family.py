@@ -7,13 +7,14 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trimtab_engine.config.model import ModelConfig, RopeConfig
-from trimtab_engine.config.model_words import ConfigWords
+from trimtab_modelspec.config import ModelConfig, RopeConfig
+from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_modelspec.kv_groups import LayerKV
+from trimtab_modelspec.tensors import Tensors
+
 from trimtab_engine.errors import ModelError
-from trimtab_engine.memory.kv_groups import LayerKV
 from trimtab_engine.models.by_transformers import seeing
 from trimtab_engine.models.family import Family, Model
-from trimtab_engine.models.tensors import Tensors
 
 if TYPE_CHECKING:
     from trimtab_engine.models.by_transformers.trial import Found
@@ -22,21 +23,21 @@ if TYPE_CHECKING:
     from trimtab_engine.parallel.shard import ModelShard
 
 
-def parse(words: ConfigWords) -> ModelConfig:
+def parse(words: ConfigReader) -> ModelConfig:
     """What trying it out shows. The numbers that only families of our own read are left as they are by default."""
     from trimtab_engine.models.by_transformers.trial import Refused, try_out
 
     name = str(words.architecture)
     if words.config.get("quantization_config"):
         raise ModelError(
-            f"{words.where}: quantization_config is not built for {name}, which transformers' own code runs; use a "
+            f"{words.where}: quantization_config is not supported for {name}, which transformers' own code runs; use a "
             f"checkpoint with its weights as they are"
         )
     text = json.dumps(words.config, sort_keys=True)
     found = try_out(text)
     if isinstance(found, Refused):
         reason = seeing.why_not(name, words.config) or found.reason
-        raise ModelError(f"{words.where}: architecture {name} is not built: {reason}")
+        raise ModelError(f"{words.where}: architecture {name} is not supported: {reason}")
     each = found.layers[0]
     return ModelConfig(
         architecture=name,

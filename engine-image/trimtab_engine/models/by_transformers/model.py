@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import transformers
 from trimtab_kernels.paged_attention import AttentionMetadata
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.kv_groups import groups_of, places_of
 
-from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.device.kv_cache import KVTensors
-from trimtab_engine.errors import ModelError, NotBuiltError
+from trimtab_engine.errors import ModelError, NotSupportedError
 from trimtab_engine.layers.moe import MixtureOfExperts
 from trimtab_engine.layers.vocabulary import Placed
-from trimtab_engine.memory.kv_groups import groups_of, places_of
 from trimtab_engine.models.by_transformers.attention import IMPLEMENTATION, STEP, Step
 from trimtab_engine.models.by_transformers.division import HeadShare, divide, plan_of
 from trimtab_engine.models.by_transformers.halves import Halves
@@ -51,10 +51,11 @@ class TransformersModel:
         self._places = dict(zip(modules, places, strict=True))
 
     def rehearse(self, architecture: str, dtype: torch.dtype) -> None:
-        """Compare it with itself by transformers' own attention. Raises NotBuiltError where that is another model."""
+        """Compare it with itself by transformers' own attention. Raises NotSupportedError where that is another
+        model."""
         difference = largest_difference(self._halves, self._places, self._groups, dtype, self._share)
         if is_too_far(difference, dtype):
-            raise NotBuiltError(
+            raise NotSupportedError(
                 f"{architecture}: what transformers' code of it computes for several requests together is not what it "
                 f"computes for each alone (hidden states differ by {difference:.1e}): it is not served"
             )
@@ -114,8 +115,9 @@ def load_model(
     """Read the weights, this rank's alone where several divide them. Raises ModelError where the checkpoint lacks some,
     or has them in other shapes."""
     if load.is_quantized:
-        raise NotBuiltError(
-            f"--quantization is not built for {config.architecture}, which transformers' own code runs; leave it out"
+        raise NotSupportedError(
+            f"--quantization is not supported for {config.architecture}, which transformers' own code runs; leave it "
+            f"out"
         )
     version = transformers.__version__
     logger.info(

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from trimtab_kernels.paged_attention import AttentionMetadata, build_attention_metadata
+from trimtab_modelspec.kv_groups import KVGroup, KVPlace
 
 from trimtab_engine.device.kv_cache import LayerTensors
-from trimtab_engine.memory.kv_groups import KVGroup, KVPlace
 from trimtab_engine.models.by_transformers.attention import STEP, Step
 from trimtab_engine.models.by_transformers.division import HeadShare
 from trimtab_engine.models.by_transformers.halves import Halves

@@ -7,12 +7,13 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.config.model_words import ConfigWords
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_modelspec.tensors import Tensors
+
 from trimtab_engine.config.vision import Squares, VisionConfig, squares_of
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.family import TowerKind
-from trimtab_engine.models.tensors import Tensors
 from trimtab_engine.multimodal.fixed_resolution import side_of, square_of
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _check_plain(config: Mapping[str, Any], name: object, where: str) -> None:
     for part, words in (("", config), *((f"{half}: ", config.get(half)) for half in HALVES)):
         if isinstance(words, Mapping) and words.get(QUANTIZED):
             raise ModelError(
-                f"{where}: {part}{QUANTIZED} is {words[QUANTIZED]!r:.100}; it is not built for {name}; use a "
+                f"{where}: {part}{QUANTIZED} is {words[QUANTIZED]!r:.100}; it is not supported for {name}; use a "
                 f"checkpoint in 16 or 32 bits"
             )
 
@@ -97,11 +98,11 @@ def _by_transformers(kind: str, name: object, where: str) -> str:
 
     found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     if not isinstance(found, str):
-        raise ModelError(f"{where}: {name} with a text half of model_type {kind!r} is not built")
+        raise ModelError(f"{where}: {name} with a text half of model_type {kind!r} is not supported")
     return found
 
 
-def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
+def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
     """The tower's numbers, as transformers reads config.json. Raises ModelError."""
     size, num_tokens = square_of(words.config, words.where)
     said = _vision_words(words)
@@ -121,11 +122,11 @@ def parse_vision(words: ConfigWords, text: ModelConfig) -> VisionConfig:
     return vision
 
 
-def _vision_words(words: ConfigWords) -> ConfigWords:
+def _vision_words(words: ConfigReader) -> ConfigReader:
     """With what transformers takes for words that are not said."""
     from trimtab_engine.models.by_transformers.tower import vision_words
 
-    return ConfigWords(vision_words(words.config, words.where), {}, f"{words.where}: vision_config")
+    return ConfigReader(vision_words(words.config, words.where), {}, f"{words.where}: vision_config")
 
 
 def _check_computes(vision: VisionConfig, where: str) -> None:

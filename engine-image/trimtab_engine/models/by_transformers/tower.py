@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import transformers
+from trimtab_modelspec.tensors import StoredTensor, Tensors
 
 from trimtab_engine.config.vision import VisionConfig, squares_of
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.by_transformers.reading import read_whole
 from trimtab_engine.models.by_transformers.trial import configuration
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.models.tensors import StoredTensor, Tensors
 
 ATTENTION = "sdpa"  # torch's own, which keeps no scores
 NESTED = "pixel_attention_mask"
@@ -54,7 +54,7 @@ class SquareTower:
         if tuple(made.shape) != expected:
             raise ModelError(
                 f"{where}: transformers' tower makes {list(made.shape)} of a square, config.json implies "
-                f"{list(expected)}; this variant is not built"
+                f"{list(expected)}; this variant is not supported"
             )
 
 

@@ -27,9 +27,10 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from trimtab_modelspec.config import Division
+from trimtab_modelspec.kv_groups import LayerKV
+from trimtab_modelspec.tensors import StoredTensor, Tensors
 
-from trimtab_engine.config.model import Division
-from trimtab_engine.memory.kv_groups import LayerKV
 from trimtab_engine.models.by_transformers.division import (
     CannotDivide,
     Heads,
@@ -41,7 +42,6 @@ from trimtab_engine.models.by_transformers.division import (
     smallest_and_replicating,
 )
 from trimtab_engine.models.by_transformers.halves import Halves
-from trimtab_engine.models.tensors import StoredTensor, Tensors
 
 TRIAL = "trimtab_trial"
 """The name of the attention, of the masks and of the experts of a trial."""
@@ -377,11 +377,11 @@ def _check_kept(cache: Any, num_layers: int) -> None:
 
 
 def _check_asked(asked: _Asked) -> None:
-    """Raise for what would change scores and is not built."""
+    """Raise for what would change scores and is not supported."""
     if asked.query[2] != NUM_TOKENS or asked.key[2] != NUM_TOKENS:
         raise _CannotRun(f"a layer attends {asked.query[2]} queries to {asked.key[2]} keys of {NUM_TOKENS} tokens")
     if asked.key[3] != asked.value[3] or asked.query[3] != asked.key[3]:
-        raise _CannotRun(f"keys have {asked.key[3]} elements and values {asked.value[3]}; built are equal ones")
+        raise _CannotRun(f"keys have {asked.key[3]} elements and values {asked.value[3]}; supported are equal ones")
     if asked.query[1] % asked.key[1]:
         raise _CannotRun(f"{asked.query[1]} heads of queries are no multiple of {asked.key[1]} of keys")
     if asked.said.get("is_causal") is False or not getattr(asked.module, "is_causal", True):

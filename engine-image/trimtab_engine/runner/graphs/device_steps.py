@@ -16,6 +16,7 @@ import torch
 from trimtab_kernels.launch.jit import num_compilations
 from trimtab_kernels.paged_attention import Attend, AttentionMetadata
 from trimtab_kernels.paged_batch import PagedBatch
+from trimtab_modelspec.attention_window import FULL_ATTENTION, AttentionWindow
 
 from trimtab_engine.device.inference import inferring
 from trimtab_engine.device.kv_cache import KVTensors
@@ -35,7 +36,6 @@ from trimtab_engine.sampling.device_sampler import DeviceSampler, ReportsInFligh
 from trimtab_engine.sampling.failures import failures_of
 from trimtab_engine.sampling.sampler import SampledTokens, TokenMasks, apply_masks
 from trimtab_engine.sampling.token_table import DeviceRow
-from trimtab_engine.scheduling.attention_window import SEES_ALL, Sight
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.scheduling.step_inputs import NO_INPUTS, StepInputs
 
@@ -70,7 +70,7 @@ class StepLimits:
     block_size: int
     num_axes: int = 1
     """Positions of each token: over time, height and width where a rope tells them apart."""
-    sights: tuple[Sight, ...] = (SEES_ALL,)
+    sights: tuple[AttentionWindow, ...] = (FULL_ATTENTION,)
     """How far the tokens of each KV group see."""
     with_adapters: bool = False
 
@@ -86,7 +86,7 @@ class StepLimits:
             with_adapters=self.with_adapters,
         )
 
-    def _max_blocks(self, sight: Sight) -> int:
+    def _max_blocks(self, sight: AttentionWindow) -> int:
         """Of one table: a window gives a block back when the next one is wanted, and so may be one late."""
         held = sight.num_blocks(self.max_model_len, self.block_size, self.max_num_batched_tokens)
         return min(held + 1, -(-self.max_model_len // self.block_size))
@@ -357,7 +357,7 @@ class DeviceSteps:
     ) -> list[AttentionMetadata]:
         """Per KV group; without batches attention runs `outside`, on those of the step at hand."""
 
-        def of_group(group: int, sight: Sight) -> AttentionMetadata:
+        def of_group(group: int, sight: AttentionWindow) -> AttentionMetadata:
             def attend_outside(query: torch.Tensor, attend: Attend) -> torch.Tensor:
                 assert outside is not None
                 kept, attended = self._query[:rows], self._attended[:rows]

@@ -16,7 +16,6 @@ from fake_device import CUDA, NoWaiting, Waited, a_fake_device, variants
 from fake_nccl import a_fake_nccl, groups_of
 from trimtab_engine.config.adapters import AdapterConfig
 from trimtab_engine.config.graphs import CompilationConfig
-from trimtab_engine.config.quantization import stored_quantization
 from trimtab_engine.device.kv_cache import LayerTensors
 from trimtab_engine.device.transfer import Mark
 from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
@@ -41,6 +40,7 @@ from trimtab_engine.weights.source import Span
 from trimtab_kernels.launch import jit
 from trimtab_kernels.launch.jit import record_launches
 from trimtab_kernels.paged_batch import warm_up_attention
+from trimtab_modelspec.quantization import stored_quantization
 
 BLOCK_SIZE, MAX_LEN = 16, 256
 DENSE: dict[str, Any] = {
@@ -275,7 +275,7 @@ def test_a_step_waits_for_nothing(config: dict[str, Any], spans: tuple[tuple[int
 @pytest.mark.parametrize(
     ("config", "num_groups", "kernels"),
     [
-        (WINDOW, 1, {"_few_rows"}),
+        (WINDOW, 1, {"_skinny_gemm"}),
         (LOCAL_AND_GLOBAL, 3, set()),
         (SINKS, 2, {"_route", "_grouped_gemm"}),
         (CHUNKS, 2, {"_route_by_sigmoid", "_grouped_gemm"}),
@@ -290,7 +290,7 @@ def test_a_step_of_several_kv_groups_waits_for_nothing_either(
         steps, model = some_steps(config, tmp_path)
         launched = run_step(steps, model, sequences(*spans, num_groups=num_groups))
     assert len(steps._limits.sights) == num_groups
-    of_few_rows = {"_few_rows"} if spans in (MIXED, LARGE) else set()
+    of_few_rows = {"_skinny_gemm"} if spans in (MIXED, LARGE) else set()
     assert {"_rope_and_cache", "_rms_norm", *(kernels - of_few_rows)} <= set(launched)
     assert ("_paged_decode" in launched) == any(now == 1 for _, now in spans)
 
@@ -315,11 +315,11 @@ def test_a_layer_takes_six_launches_for_few_rows(tmp_path: Path) -> None:
     with a_fake_device():
         steps, model = some_steps(DENSE, tmp_path)
         few, many = (run_step(steps, model, sequences(*spans)) for spans in (DECODES, LARGE))
-    layer = ["_few_rows", "_rope_and_cache", "_paged_decode", "_few_rows", "_few_rows", "_few_rows"]
+    layer = ["_skinny_gemm", "_rope_and_cache", "_paged_decode", "_skinny_gemm", "_skinny_gemm", "_skinny_gemm"]
     num_layers = DENSE["num_hidden_layers"]
     assert few[: num_layers * len(layer)] == layer * num_layers
-    assert not {"_few_rows", "_silu_and_mul"} & set(few[num_layers * len(layer) :])
-    assert "_few_rows" not in many, "many rows are the matrix library's"
+    assert not {"_skinny_gemm", "_silu_and_mul"} & set(few[num_layers * len(layer) :])
+    assert "_skinny_gemm" not in many, "many rows are the matrix library's"
 
 
 ROOM = AdapterConfig(max_loras=2, max_cpu_loras=2, is_updatable=True)
@@ -343,7 +343,7 @@ def test_adapters_wait_for_nothing_and_are_launched_where_a_row_has_one(
     projections = 2 if "num_experts" in config else 4
     count = config["num_hidden_layers"] * projections
     assert (launched.count("_lora_shrink"), launched.count("_lora_expand")) == (count, count)
-    assert "_few_rows" not in launched
+    assert "_skinny_gemm" not in launched
 
 
 def test_what_adapters_launch_is_compiled_before_the_first_request(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_float8_weights_and_caches_wait_for_nothing_either(
         steps, model = some_steps(config, tmp_path, kv_dtype)
         launched = run_step(steps, model, sequences(*spans))
     assert {"_rope_and_cache", "_rms_norm", "_quantize_groups", "_w8a8_block_fp8"} <= set(launched)
-    assert "_few_rows" not in launched, "those are of 16 bits"
+    assert "_skinny_gemm" not in launched, "those are of 16 bits"
     assert ("_grouped_gemm" in launched) == ("num_experts" in config)
 
 
@@ -419,7 +419,7 @@ def test_what_any_step_needs_is_compiled_before_the_first_request(tmp_path: Path
         steps, _ = some_steps(DENSE, tmp_path)
         with record_launches() as launches, NoWaiting():
             steps.warm_up()
-    wanted = {"_edit_logits", "_ban_tokens", "_likeliest", "_sample", "_few_rows"}
+    wanted = {"_edit_logits", "_ban_tokens", "_argmax", "_sample", "_skinny_gemm"}
     assert wanted <= {launch.kernel.name for launch in launches}
     dtypes = {launch.arguments["logits"].dtype for launch in launches if launch.kernel.name == "_sample"}
     assert dtypes == {torch.bfloat16, torch.float32}, "logits of the model, and edited ones"

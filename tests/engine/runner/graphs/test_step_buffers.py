@@ -11,9 +11,9 @@ from trimtab_engine.runner.graphs.plan import GraphKey
 from trimtab_engine.runner.graphs.seated_tables import SeatedTables
 from trimtab_engine.runner.graphs.step_buffers import NO_SLOT, Capacity, StepBuffers
 from trimtab_engine.scheduling.adapter import Adapter
-from trimtab_engine.scheduling.attention_window import Sight
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs, flatten
+from trimtab_modelspec.attention_window import AttentionWindow
 
 BLOCK_SIZE, MAX_BLOCKS, MAX_SEQS = 4, 9, 6
 CPU = torch.device("cpu")
@@ -145,7 +145,7 @@ def test_columns_of_decodes_are_filled_in_as_any_step_is() -> None:
         request.num_gone = [num_gone, 0]
         sequences.append(ScheduledSequence(request, length - 1, 1, samples=True))
     batch = Batch(1, sequences, 3, [], sampling=[s.request for s in sequences], only_decodes=True)
-    columns = DecodeLayout(BLOCK_SIZE, (Sight(8, is_chunked=True), Sight())).lay_out(batch)
+    columns = DecodeLayout(BLOCK_SIZE, (AttentionWindow(8, is_chunked=True), AttentionWindow())).lay_out(batch)
     columns.fill_in()
     rows, _ = flatten(sequences, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30, num_groups=2)
     ours, expected = (

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from trimtab_engine.config.quantization import check_unquantised, stored_form, stored_quantization
 from trimtab_engine.errors import ModelError
-from trimtab_engine.weights.scaled_form import Mxfp4, ScaledForm, Scheme
+from trimtab_modelspec.quantization import check_unquantised, stored_form, stored_quantization
+from trimtab_modelspec.scaled_form import Mxfp4, ScaledForm, Scheme
 
 WEIGHTS: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -52,37 +52,37 @@ def test_what_is_published_is_read(scheme: dict[str, Any], expected: Scheme) -> 
 @pytest.mark.parametrize(
     ("scheme", "words"),
     [
-        (said(format="marlin-24"), "quantization_config: format 'marlin-24' is not built; built: float-quantized, int"),
-        (said(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config .* is not built; built: dense"),
-        (said(transform_config={"config_groups": {}}), "transform_config is not built: activations would have to be"),
+        (said(format="marlin-24"), "format 'marlin-24' is not supported; supported: float-quantized, int"),
+        (said(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config .* not supported; supported: dense"),
+        (said(transform_config={"config_groups": {}}), "transform_config is not supported: activations would"),
         (said(config_groups=[]), "config_groups is \\[\\]; an object of groups is needed"),
         (said(7), "config_groups: group_0 is .*; an object with targets and weights is needed"),
         (said(group={"targets": None}), "group_0: targets is None; a list of names is needed"),
         (said(group={"targets": ["re:["]}), "targets: 're:\\[' is no regular expression"),
-        (said(group={"format": "nvfp4-pack-quantized"}), "group_0: format 'nvfp4-pack-quantized' is not built"),
-        (said(group={"input_activations": {"num_bits": 4}}), "input_activations .* is not built; built: 8 bits, none"),
-        (said(group={"output_activations": ACTIVATIONS}), "output_activations .* is not built"),
-        (said(WEIGHTS | {"num_bits": 4}), "group_0: weights: num_bits 4 is not built; built: 8"),
-        (said(WEIGHTS | {"num_bits": "8"}), "num_bits '8' is not built; built: 8"),
-        (said({"num_bits": True}, format="int-quantized"), "num_bits True is not built; built: 4, 8"),
-        (said(WEIGHTS | {"type": "complex"}), "type 'complex' is not built; built: float, int"),
-        (said(format="pack-quantized"), "type 'float' is not built; built: int, in the format pack-quantized"),
-        (said(WEIGHTS | {"dynamic": True}), "dynamic True is not built"),
-        (said(WEIGHTS | {"strategy": "tensor_group"}), "strategy 'tensor_group' is not built; built: tensor, channel"),
+        (said(group={"format": "nvfp4-pack-quantized"}), "group_0: format 'nvfp4-pack-quantized' is not supported"),
+        (said(group={"input_activations": {"num_bits": 4}}), "input_activations .* not supported; supported: 8 bits"),
+        (said(group={"output_activations": ACTIVATIONS}), "output_activations .* is not supported"),
+        (said(WEIGHTS | {"num_bits": 4}), "group_0: weights: num_bits 4 is not supported; supported: 8"),
+        (said(WEIGHTS | {"num_bits": "8"}), "num_bits '8' is not supported; supported: 8"),
+        (said({"num_bits": True}, format="int-quantized"), "num_bits True is not supported; supported: 4, 8"),
+        (said(WEIGHTS | {"type": "complex"}), "type 'complex' is not supported; supported: float, int"),
+        (said(format="pack-quantized"), "type 'float' is not supported; supported: int, in the format pack-quantized"),
+        (said(WEIGHTS | {"dynamic": True}), "dynamic True is not supported"),
+        (said(WEIGHTS | {"strategy": "tensor_group"}), "strategy 'tensor_group' is not supported; supported: tensor"),
         (said({"strategy": "group"}, format="int-quantized"), "group_size is None; a whole number of 1 or more"),
         (said({"group_size": 0}, format="int-quantized"), "group_size is 0; a whole number of 1 or more is needed, or"),
-        (said(WEIGHTS | {"symmetric": False}), "symmetric False is not built; built: True"),
-        (said({"actorder": "random"}, format="int-quantized"), "actorder 'random' is not built; built: group, weight"),
+        (said(WEIGHTS | {"symmetric": False}), "symmetric False is not supported; supported: True"),
+        (said({"actorder": "random"}, format="int-quantized"), "actorder 'random' is not supported; supported: group"),
         (said(WEIGHTS | {"strategy": "block"}), "block_structure is None; two whole numbers of 1 or more are needed"),
         (said(ignore=[1]), "ignore is \\[1\\]; a list of names is needed"),
         (
             {"quant_method": "fp8", "activation_scheme": "weekly"},
-            "activation_scheme 'weekly' is not built; built: stat",
+            "activation_scheme 'weekly' is not supported; supported: stat",
         ),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' is not built; built: FP8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' is not supported; supported: FP8"),
         (
             {"quant_method": "bitsandbytes"},
-            "'bitsandbytes' is not built; built: fp8, awq, gptq, compressed-tensors, modelopt, mxfp4",
+            "'bitsandbytes' is not supported; supported: fp8, awq, gptq, compressed-tensors, modelopt, mxfp4",
         ),
     ],
 )
@@ -118,10 +118,10 @@ def test_mxfp4_is_gpt_oss_s_alone() -> None:
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     assert stored_form(config, "config.json") == Mxfp4()
     check_unquantised(config, "GptOssForCausalLM", "config.json", but="mxfp4")
-    with pytest.raises(ModelError, match="'mxfp4' is not built for Llama4ForCausalLM, whose experts lie in one tensor"):
+    with pytest.raises(ModelError, match="'mxfp4' is not supported for Llama4ForCausalLM, whose experts"):
         check_unquantised(config, "Llama4ForCausalLM", "config.json")
     with pytest.raises(
-        ModelError, match=r"'awq' is not built for GptOss.*weights as they are, or in mxfp4 as it is pub"
+        ModelError, match=r"'awq' is not supported for GptOss.*weights as they are, or in mxfp4 as it is pub"
     ):
         check_unquantised(
             {"quantization_config": {"quant_method": "awq"}}, "GptOssForCausalLM", "config.json", but="mxfp4"

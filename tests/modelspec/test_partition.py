@@ -3,7 +3,7 @@
 import pytest
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.parallel.experts import expert_map, place_experts
-from trimtab_engine.parallel.partition import equal_span, kv_head_span, layers_of_stages, vocabulary_span
+from trimtab_modelspec.partition import equal_span, kv_head_span, layers_of_stages, vocabulary_span
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from trimtab_engine.config.model import ModelConfig
-from trimtab_engine.memory.kv_groups import LayerKV
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.kv_groups import LayerKV
 
 
 def decoder_kv(config: ModelConfig) -> list[LayerKV]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from trimtab_engine.config.model import ModelConfig
+from trimtab_modelspec.config import ModelConfig
 
 Part = Literal[
     "embedding", "lm_head", "attention", "kv_projection", "dense_mlp", "experts", "shared_experts", "replicated"

@@ -1,6 +1,6 @@
 """How layers, heads and columns are divided among ranks: pure; errors name the numbers that do not divide."""
 
-from trimtab_engine.errors import ConfigError
+from trimtab_modelspec.errors import ConfigError
 
 Span = tuple[int, int]
 """[first, last)."""

@@ -7,16 +7,15 @@ layers     0 1 2 3 4 5   6 7 8 9 10 11          w: sees a window, f: sees all
 kind       w w w w w f   w w w w w  f
 groups     a b c d e F   a b c d e  F           five groups of windows, one that sees all, two layers in each
 ```
-A model whose layers are all alike is one group. The operator has the same rules (docs/reference/contract.md,
-section 5).
+A model whose layers are all alike is one group (docs/reference/contract.md, section 5).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from trimtab_engine.parallel.partition import Span
-from trimtab_engine.scheduling.attention_window import Sight
+from trimtab_modelspec.attention_window import AttentionWindow
+from trimtab_modelspec.partition import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +60,9 @@ class KVGroup:
         return self.num_layers * self.each.num_elements
 
     @property
-    def sight(self) -> Sight:
+    def sight(self) -> AttentionWindow:
         """How far back its tokens see."""
-        return Sight(self.each.window, self.each.is_chunked)
+        return AttentionWindow(self.each.window, self.each.is_chunked)
 
     def on_rank(self, stage: Span, tensor: int) -> "KVGroup":
         """The part of a rank that holds the layers of `stage`, as one of `tensor` ranks that divide them."""
@@ -73,6 +72,20 @@ class KVGroup:
     def num_blocks(self, num_tokens: int, *, block_size: int, max_num_batched_tokens: int) -> int:
         """The most blocks that a request holds while it grows to so many tokens."""
         return self.sight.num_blocks(num_tokens, block_size, max_num_batched_tokens)
+
+    def tokens_read(self, context: float) -> float:
+        """Return how many tokens a query at the end of a context of this length attends to."""
+        return context if self.each.window is None else min(context, self.each.window)
+
+    def to_json(self) -> dict[str, object]:
+        """Return the entry of `kv_groups` in the model facts."""
+        return {
+            "layers": [list(span) for span in self.layers],
+            "num_kv_heads": self.each.num_kv_heads,
+            "key_size": self.each.key_size,
+            "value_size": self.each.value_size,
+            "window": self.each.window,
+        }
 
 
 def uniform_group(num_layers: int, num_kv_heads: int, head_size: int) -> KVGroup:
@@ -92,6 +105,16 @@ def groups_of(layers: Sequence[LayerKV]) -> tuple[KVGroup, ...]:
         count = -(-len(indices) // max(1, smallest // kind.num_elements))
         groups += [KVGroup(_spans(indices[first::count]), kind) for first in range(count)]
     return tuple(groups)
+
+
+def covers_all_layers(groups: Iterable[KVGroup], num_layers: int) -> bool:
+    """Return True if every layer is in exactly one group."""
+    end = 0
+    for first, last in sorted(span for group in groups for span in group.layers):
+        if first != end or last <= first:
+            return False
+        end = last
+    return end == num_layers
 
 
 @dataclass(frozen=True, slots=True)

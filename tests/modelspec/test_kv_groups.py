@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trimtab_engine.memory.kv_groups import KVGroup, KVPlace, LayerKV, groups_of, places_of, uniform_group
+from trimtab_modelspec.kv_groups import KVGroup, KVPlace, LayerKV, groups_of, places_of, uniform_group
 
 ALL = LayerKV(num_kv_heads=8, key_size=64, value_size=64)
 WINDOW = LayerKV(num_kv_heads=8, key_size=64, value_size=64, window=128)

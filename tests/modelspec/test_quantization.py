@@ -1,15 +1,15 @@
 """What is asked for, what is stored, what is refused by name."""
 
 import pytest
-from trimtab_engine.config.quantization import (
+from trimtab_engine.errors import ConfigError, NotSupportedError
+from trimtab_modelspec.four_bit_form import FourBits
+from trimtab_modelspec.quantization import (
     Quantization,
     check_aligned,
     stored_form,
     stored_quantization,
     wanted_quantization,
 )
-from trimtab_engine.errors import ConfigError, NotBuiltError
-from trimtab_engine.weights.four_bits_form import FourBits
 
 STORED = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 
@@ -60,7 +60,7 @@ def test_what_is_stored_goes_before_what_is_asked_for(
 
 
 def test_another_method_is_refused_by_name() -> None:
-    with pytest.raises(NotBuiltError, match="--quantization gptq is not built; built: fp8"):
+    with pytest.raises(NotSupportedError, match="--quantization gptq is not supported; supported: fp8"):
         wanted_quantization(None, "gptq", has_weights=True)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AttentionWindow:
     """What a token at some position sees: itself and those before it, as far back as a window reaches, or as its chunk
     begins."""
 
@@ -31,4 +31,4 @@ class Sight:
         return min(blocks, -(-(in_sight - 1) // block_size) + 1)
 
 
-SEES_ALL = Sight()
+FULL_ATTENTION = AttentionWindow()

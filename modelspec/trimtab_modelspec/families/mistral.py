@@ -1,0 +1,28 @@
+"""Mistral (arXiv:2310.06825): Llama without biases. Layers of version 0.1 see a window, those of later ones see all."""
+
+from dataclasses import replace
+
+from trimtab_modelspec.config import ModelConfig
+from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_modelspec.families.decoder import decoder_kv
+from trimtab_modelspec.families.family import ModelFamily
+from trimtab_modelspec.tensors import decoder_tensors
+
+UNSAID_WINDOW = 4096  # of a config.json that does not say sliding_window, as transformers reads it
+
+
+def parse(words: ConfigReader) -> ModelConfig:
+    """A window that no request can leave is none."""
+    config = words.decoder()
+    window = words.window(default=UNSAID_WINDOW)
+    if window is None or window >= config.max_model_len:
+        return config
+    return replace(config, windows=(window,) * words.num_layers())
+
+
+FAMILY = ModelFamily(
+    architectures=("MistralForCausalLM",),
+    parse=parse,
+    tensors=decoder_tensors,
+    kv=decoder_kv,
+)
