@@ -19,17 +19,18 @@ from typing import Any
 
 import trimtab_operator.tuner
 import trimtab_operator.tuner.engine_model
-
 import trimtab_simulator
 from trimtab_simulator.contest import Contest
 from trimtab_simulator.errors import BadRequest
 from trimtab_simulator.policies.names import WITH_TARGET, Entry, parse_entries
 from trimtab_simulator.results import compete, hindsight_target, without_plots
-from trimtab_simulator.scenarios import SCENARIOS, Scenario
+
+import simulator_benchmarks.scenarios
+from simulator_benchmarks.scenarios import SCENARIOS, Scenario
 
 OWN = ("trimtab", "replicas-only")
 """Policies that ask the tuner: whatever of it changes, changes them."""
-NOT_PLAYED = ("cells", "table", "table_page", "report", "memo", "decision_time", "forecast_gain")
+UNUSED_MODULES = ("report", "memo")
 """Modules of the simulator that no replay depends on."""
 
 Cell = dict[str, Any]
@@ -89,15 +90,16 @@ def key_of(cell: Cell) -> Key:
 def inputs_of(folder: Path, policy: str) -> str:
     """Names what a cell of the policy is made from: the traces, the simulator and, for ours, the tuner."""
     digest = hashlib.sha256()
-    left_out = NOT_PLAYED if policy in OWN else (*NOT_PLAYED, "trimtab")
+    excluded = UNUSED_MODULES if policy in OWN else (*UNUSED_MODULES, "trimtab")
     for path in sorted(each for each in folder.iterdir() if each.is_file()):
         digest.update(path.name.encode() + path.read_bytes())
     packages = [trimtab_simulator, trimtab_operator.tuner if policy in OWN else trimtab_operator.tuner.engine_model]
     for package in packages:
         root = Path(package.__file__ or "").parent
         for path in sorted(root.rglob("*.py")):
-            if path.stem not in left_out and "hot_knobs" not in path.parts:
+            if path.stem not in excluded:
                 digest.update(path.read_bytes())
+    digest.update(Path(simulator_benchmarks.scenarios.__file__).read_bytes())
     return digest.hexdigest()[:16]
 
 

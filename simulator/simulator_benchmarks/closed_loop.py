@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trimtab_operator.tuner.engine_model import Sequence as Served
-
 from trimtab_simulator.plant.fleet import Fleet, FleetSettings
 from trimtab_simulator.plant.router import RouterKind, router_of
 from trimtab_simulator.policies.policy import Policy, View

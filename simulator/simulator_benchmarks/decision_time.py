@@ -1,4 +1,4 @@
-"""How long the tuner's turns take, and what they decided: `python -m trimtab_simulator.decision_time --traces FOLDER`.
+"""How long the tuner's turns take, and what they decided: `python -m simulator_benchmarks.decision_time --traces FOLDER`.
 
 Slices of three scenarios that ask for most, or the scenarios as they are with `--whole`. Time is the turn's own CPU
 time (others of this machine do not count); the decisions are printed as one fingerprint, so that who makes a turn
@@ -19,8 +19,9 @@ from trimtab_simulator.contest import Contest
 from trimtab_simulator.policies.policy import Moves, View
 from trimtab_simulator.policies.trimtab import Trimtab
 from trimtab_simulator.results import without_plots
-from trimtab_simulator.scenarios import SCENARIOS
 from trimtab_simulator.scores import percentile
+
+from simulator_benchmarks.scenarios import SCENARIOS
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def _quantile(ordered: Sequence[float], percent: float) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print one JSON object a slice."""
-    parser = argparse.ArgumentParser(prog="python -m trimtab_simulator.decision_time", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m simulator_benchmarks.decision_time", description=__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder of the development slice")
     parser.add_argument("--scenarios", default=",".join(part.scenario for part in SLICES))
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""What a forecast is worth on *day*, and what a wrong one costs: `python -m trimtab_simulator.forecast_gain`.
+"""What a forecast is worth on *day*, and what a wrong one costs: `python -m simulator_benchmarks.forecast_gain`.
 
 The trace's second day under our law, with and without what came in the first: as it was, three hours late, and of
 another service. A day passes in two hours, so that is the period after which the load is said to repeat itself.
@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from trimtab_operator.tuner.load.demand import Point
 from trimtab_operator.tuner.load.season import DAY_SECONDS, Season
-
 from trimtab_simulator.policies.trimtab import TICK_SECONDS, Trimtab
 from trimtab_simulator.results import without_plots
-from trimtab_simulator.scenarios import CONVERSATIONS, DAY, SCENARIOS, SMALL_RATES
 from trimtab_simulator.trace.load import load_trace
+
+from simulator_benchmarks.scenarios import CONVERSATIONS, DAY, SCENARIOS, SMALL_RATES
 
 PERIOD_SECONDS = DAY_SECONDS / DAY.speed
 THREE_HOURS = PERIOD_SECONDS / 8

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab_operator.tuner.knobs import Knob, Value
-
 from trimtab_simulator.contest import Contest
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings

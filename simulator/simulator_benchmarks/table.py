@@ -1,4 +1,4 @@
-"""The table of all scenarios, policies, cold starts and seeds: `python -m trimtab_simulator.table --traces FOLDER`.
+"""The table of all scenarios, policies, cold starts and seeds: `python -m simulator_benchmarks.table --traces FOLDER`.
 
 Each cell is written to a file as soon as it is done, so that a run that was cut off goes on where it was, and a part of
 the table can be run with `--seconds` or by naming scenarios, policies, seeds and cold starts. The table says of every
@@ -15,10 +15,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-from trimtab_simulator.cells import Cell, Key, fill, fixed_on, is_current, key_of, parse_policies
 from trimtab_simulator.errors import BadRequest
-from trimtab_simulator.scenarios import SCENARIOS
-from trimtab_simulator.table_page import table_page
+
+from simulator_benchmarks.cells import Cell, Key, fill, fixed_on, is_current, key_of, parse_policies
+from simulator_benchmarks.scenarios import SCENARIOS
+from simulator_benchmarks.table_page import table_page
 
 POLICIES = "static-n,oracle,hpa-running,keda-queue,kubeai,aibrix-kpa,aibrix-apa,replicas-only,trimtab"
 HEADING = "| policy | GPU-hours (spread) | attained (least) | captured | goodput/s | TTFT p95 | turns | target | in |"
@@ -137,7 +138,7 @@ def captured(its: Sequence[Cell], fixed: Sequence[Cell], oracle: Sequence[Cell])
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fill the table and print it as Markdown."""
-    parser = argparse.ArgumentParser(prog="python -m trimtab_simulator.table", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m simulator_benchmarks.table", description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, required=True, help="folder of the development slice")
     parser.add_argument("--scenarios", default=",".join(each.name for each in SCENARIOS))
     parser.add_argument("--policies", default=POLICIES, help="NAME, NAME@TARGET, or NAME@SCENARIO")

@@ -18,7 +18,7 @@ import trimtab_operator.tuner.engine_model
 import trimtab_simulator
 from trimtab_simulator.contest import Contest
 
-NOT_SEARCHED = ("cells", "report", "results", "scenarios", "table", "table_page", "trimtab")
+NOT_SEARCHED = ("report", "results", "trimtab")
 """Modules that no search depends on."""
 
 

@@ -8,10 +8,10 @@ from dataclasses import astuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stepwise_engine import StepwiseEngine
 from trimtab_operator.tuner.engine_model import Allowance, Gaps, KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
 from trimtab_operator.tuner.engine_model.gaps import fine_edges
 from trimtab_simulator.plant.shared_blocks import SharedBlocks
-from trimtab_simulator.stepwise import StepwiseEngine
 
 COST = StepCost(0.008, 1 / 16_000, 3e-5, 4e-9, 1e-10)
 

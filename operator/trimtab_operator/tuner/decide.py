@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from trimtab_operator.tuner.explanation import sentence_of
 from trimtab_operator.tuner.knobs import Knob, Values
-from trimtab_operator.tuner.learning import attained, learned, objectives_of, with_foresight
+from trimtab_operator.tuner.learning import attained, objectives_of, with_foresight, with_observation
 from trimtab_operator.tuner.load.arrivals import since
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount, Restart, decision_id
 from trimtab_operator.tuner.objectives import Objectives
@@ -80,7 +80,7 @@ def decide(looks: Iterable[Look], memory: Memory, settings: Settings, now: float
     memory, told = _with_count_in_bounds(memory, settings, observation, now)
     if settings.mode is Mode.OFF:
         return _off(memory, observation, settings, told)
-    memory = learned(memory, observation, settings)
+    memory = with_observation(memory, observation, settings)
     turn = _Turn(memory, observation, settings, now)
     turn.decisions.extend(told)
     turn.keep_safe()

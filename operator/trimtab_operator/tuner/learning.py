@@ -44,7 +44,7 @@ TYPICAL_BATCH = 16
 TYPICAL_CHUNK = 1024
 
 
-def learned(memory: Memory, observation: Observation, settings: Settings) -> Memory:
+def with_observation(memory: Memory, observation: Observation, settings: Settings) -> Memory:
     """After one observation. Nothing is learned from a replica whose numbers cannot be believed."""
     memory = _with_model(memory, observation, settings)
     memory = _with_lengths(memory, observation)
@@ -109,7 +109,7 @@ def _with_demand(memory: Memory, observation: Observation, settings: Settings) -
     is_seen = level is not None and demand.seen_seconds(LEVEL_SECONDS) >= LEVEL_SECONDS / 2
     forecast = _forecast(memory, settings)
     if forecast is not None and demand is not memory.demand:
-        forecast = forecast.learned(
+        forecast = forecast.with_observation(
             demand, growth, level=level if is_seen else None, now=observation.at, horizon=horizon
         )
     if level is not None and is_seen:

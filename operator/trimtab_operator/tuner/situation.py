@@ -24,7 +24,7 @@ class Range:
     highest: Value
     is_live: bool
 
-    def holds(self, value: float) -> bool:
+    def holds_load(self, value: float) -> bool:
         """Whether the knob may be set to this."""
         return self.is_live and self.lowest <= value <= self.highest
 

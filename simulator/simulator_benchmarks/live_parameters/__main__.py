@@ -1,4 +1,4 @@
-"""What the tuner's hot knobs bring: `python -m trimtab_simulator.hot_knobs --traces FOLDER`. One replica, in virtual
+"""What the tuner's hot knobs bring: `python -m simulator_benchmarks.live_parameters --traces FOLDER`. One replica, in virtual
 time, beside the same load with nothing moved, or with the values that hindsight would choose.
 
 ```
@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from trimtab_simulator.hot_knobs.figures import Figure, markdown
-from trimtab_simulator.hot_knobs.mixes import shifts, steady
-from trimtab_simulator.hot_knobs.scenes import scenes
-from trimtab_simulator.hot_knobs.storm import storm
+from simulator_benchmarks.live_parameters.figures import Figure, markdown
+from simulator_benchmarks.live_parameters.mixes import shifts, steady
+from simulator_benchmarks.live_parameters.scenes import scenes
+from simulator_benchmarks.live_parameters.storm import storm
 
 SEEDS = "11,12,13"  # nothing was tuned on these
 
@@ -38,7 +38,7 @@ ROWS: dict[str, Callable[[Path, int], Iterator[Figure]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print each figure as JSON to stderr when it is there, and the table at the end."""
-    parser = argparse.ArgumentParser(prog="python -m trimtab_simulator.hot_knobs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m simulator_benchmarks.live_parameters", description=__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder of the development slice")
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--seeds", default=SEEDS)

@@ -8,7 +8,6 @@ from statistics import mean
 
 from trimtab_operator.tuner.engine_model import Sequence as Served
 from trimtab_operator.tuner.knobs import Knob
-
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.replay import Change
 from trimtab_simulator.scores import percentile, reversals

@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimtab_operator.tuner.knobs import Knob, Value
-
 from trimtab_simulator.contest import Contest
-from trimtab_simulator.hot_knobs.figures import good_tokens
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import START_UTILIZATION, Machine, machine_of
@@ -22,6 +20,8 @@ from trimtab_simulator.replay import Loop, Outcome
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 from trimtab_simulator.trace.load import draw_of
 from trimtab_simulator.trace.sampling import Draw
+
+from simulator_benchmarks.live_parameters.figures import good_tokens
 
 BUDGETS = (512, 1024, 2048, 4096, 8192)
 BOTH = Objectives(2.0, 1 / 8000, itl_mean=0.08)

@@ -7,14 +7,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trimtab_operator.tuner.knobs import Knob, Value
-
-from trimtab_simulator.hot_knobs.figures import Figure, good_tokens, turns_of
-from trimtab_simulator.hot_knobs.loads import BOTH, FIRST_TOKEN, Phase, best_budget, budget_of, h200, play, poisson
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.policies.fixed import Fixed
 from trimtab_simulator.policies.policy import STAY, Moves, View
 from trimtab_simulator.replay import Outcome
-from trimtab_simulator.scenarios import CODE, CONVERSATIONS, R1_LENGTHS
+
+from simulator_benchmarks.live_parameters.figures import Figure, good_tokens, turns_of
+from simulator_benchmarks.live_parameters.loads import (
+    BOTH,
+    FIRST_TOKEN,
+    Phase,
+    best_budget,
+    budget_of,
+    h200,
+    play,
+    poisson,
+)
+from simulator_benchmarks.scenarios import CODE, CONVERSATIONS, R1_LENGTHS
 
 PHASE_SECONDS = 900.0
 SETTLED_SECONDS = 300.0  # after a shift

@@ -10,11 +10,7 @@ from pathlib import Path
 
 from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.knobs import Knob
-
-from trimtab_simulator.closed_loop import Clients, play_clients
 from trimtab_simulator.contest import Contest
-from trimtab_simulator.hot_knobs.figures import Figure, good_tokens, turns_of
-from trimtab_simulator.hot_knobs.loads import one_replica
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import START_UTILIZATION, Machine
@@ -23,6 +19,10 @@ from trimtab_simulator.policies.policy import Setup
 from trimtab_simulator.policies.trimtab import Trimtab
 from trimtab_simulator.replay import Loop
 from trimtab_simulator.trace.arrivals import Trace
+
+from simulator_benchmarks.closed_loop import Clients, play_clients
+from simulator_benchmarks.live_parameters.figures import Figure, good_tokens, turns_of
+from simulator_benchmarks.live_parameters.loads import one_replica
 
 CLIENTS, PROMPT, ANSWER = 16, 64, 192
 SCENE_SECONDS, SCENE_WARM_UP = 900.0, 120.0

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trimtab_simulator.contest import Contest
-from trimtab_simulator.hot_knobs.figures import Figure, first_token, turns_of
-from trimtab_simulator.hot_knobs.loads import BOTH, Phase, budget_of, h200, play, poisson
 from trimtab_simulator.policies.fixed import Fixed
 from trimtab_simulator.policies.policy import Moves, Policy, View
 from trimtab_simulator.policies.trimtab import Trimtab
 from trimtab_simulator.replay import Loop
-from trimtab_simulator.scenarios import CONVERSATIONS
+
+from simulator_benchmarks.live_parameters.figures import Figure, first_token, turns_of
+from simulator_benchmarks.live_parameters.loads import BOTH, Phase, budget_of, h200, play, poisson
+from simulator_benchmarks.scenarios import CONVERSATIONS
 
 CALM_SECONDS, STORM_SECONDS = 300.0, 600.0
 CALM_RATE, STORM_RATE = 2.0, 5.5

@@ -15,7 +15,6 @@ from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Scheduler
 from trimtab_operator.tuner.engine_model import Allowance, Sequence, StepCost, StepSums, TwinPolicy
-
 from trimtab_simulator.trace.arrivals import KEY_TOKENS
 
 TOKEN_RANGE = 1 << 31  # ids of tokens; they only need to differ

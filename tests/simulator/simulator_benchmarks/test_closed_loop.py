@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 
+from simulator_benchmarks.closed_loop import LOOK_SECONDS, Clients, play_clients
+from simulator_benchmarks.live_parameters.loads import one_replica
 from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.knobs import Knob
-from trimtab_simulator.closed_loop import LOOK_SECONDS, Clients, play_clients
-from trimtab_simulator.hot_knobs.loads import one_replica
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import Machine
 from trimtab_simulator.policies.fixed import Fixed

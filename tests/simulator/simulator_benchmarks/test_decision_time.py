@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
+from simulator_benchmarks import decision_time
+from simulator_benchmarks.decision_time import SLICES, Slice, cut
+from simulator_benchmarks.scenarios import SCENARIOS
 from trimtab_operator.tuner.knobs import Knob, Value
-from trimtab_simulator import decision_time
 from trimtab_simulator.contest import Contest
-from trimtab_simulator.decision_time import SLICES, Slice, cut
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import machine_of
 from trimtab_simulator.replay import Loop
-from trimtab_simulator.scenarios import SCENARIOS
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 
 

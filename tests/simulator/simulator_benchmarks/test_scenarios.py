@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from trimtab_simulator import scenarios
-from trimtab_simulator.scenarios import SCENARIOS, Scenario
+from simulator_benchmarks import scenarios
+from simulator_benchmarks.scenarios import SCENARIOS, Scenario
 from trimtab_simulator.trace.load import highest_rate
 
 

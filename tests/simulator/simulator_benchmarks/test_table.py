@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trimtab_simulator import cells as kept
-from trimtab_simulator import table
-from trimtab_simulator.cells import fill, inputs_of, key_of, parse_policies, read_cells
+from simulator_benchmarks import cells as kept
+from simulator_benchmarks import table
+from simulator_benchmarks.cells import fill, inputs_of, key_of, parse_policies, read_cells
+from simulator_benchmarks.table import captured, fields_of, markdown
+from simulator_benchmarks.table_page import table_page
 from trimtab_simulator.errors import BadRequest
-from trimtab_simulator.table import captured, fields_of, markdown
-from trimtab_simulator.table_page import table_page
 
 POLICIES = ("static-n", "oracle", "trimtab", "kubeai")
 

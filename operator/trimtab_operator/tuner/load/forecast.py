@@ -63,7 +63,9 @@ class Forecast:
         )
         return min(1.0, low), max(1.0, high)
 
-    def learned(self, demand: Demand, naive: Growth, *, level: float | None, now: float, horizon: float) -> Forecast:
+    def with_observation(
+        self, demand: Demand, naive: Growth, *, level: float | None, now: float, horizon: float
+    ) -> Forecast:
         """After one more look: the newest point of `demand`. `naive` has settled what was foreseen for up to now."""
         errors = self.errors.settled(demand, now)
         season = self.season.with_point(demand.points[-1])

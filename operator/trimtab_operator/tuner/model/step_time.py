@@ -62,7 +62,7 @@ class StepTime:
         own = (OWN_SD, OWN_SD, OWN_SD, OWN_SD, ATTENDED_SD, 1.0)
         return cls(prior, Gaussian.prior((1.0,) * 5 + (0.0,), own_sd=own, common_sd=COMMON_SD))
 
-    def learned(self, decode: Work | None, prefill: Work | None) -> StepTime:
+    def with_observation(self, decode: Work | None, prefill: Work | None) -> StepTime:
         """After one interval of one replica."""
         model = self
         for work, carries_prefill in ((decode, False), (prefill, True)):
@@ -74,7 +74,7 @@ class StepTime:
         """After the intervals of several replicas."""
         model = self
         for decode, prefill in rows:
-            model = model.learned(decode, prefill)
+            model = model.with_observation(decode, prefill)
         return model
 
     @property

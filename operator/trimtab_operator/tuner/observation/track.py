@@ -58,7 +58,7 @@ class Track:
             track = replace(track, start_seconds=max(0.0, (look.since or now) - track.coming_since))
         track = replace(track, served=True)
         if look.sample is None or look.config is None or look.ledger is None:
-            return track, Finding(look.absence, look.problem or "could not be read"), False
+            return track, Finding(look.problem_reason, look.problem or "could not be read"), False
         sample = look.sample
         wrong = contradiction(sample, look.ledger, now=now)
         if wrong is not None:

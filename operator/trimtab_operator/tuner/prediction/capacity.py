@@ -60,7 +60,7 @@ class Bracket:
         """Whether the search has ended."""
         return self.failed <= self.held * (1 + TOLERANCE) or self.failed <= LEAST_RATE
 
-    def holds(self, rate: float) -> bool | None:
+    def holds_load(self, rate: float) -> bool | None:
         """Whether the rate is held; None: it is not known yet."""
         if rate <= self.held:
             return True
@@ -246,9 +246,9 @@ class Foresight:
         """Whether it holds the rate; None: it is not known yet, and this turn has computed enough. Ask next turn."""
         few = self._few(candidate)
         own = rate * few.replicas / candidate.replicas
-        if self._bracket(few).holds(own) is None and self.work_left > 0:
+        if self._bracket(few).holds_load(own) is None and self.work_left > 0:
             self._look_at(few, own)
-        return self._bracket(few).holds(own)
+        return self._bracket(few).holds_load(own)
 
     @property
     def survival(self) -> Survival:

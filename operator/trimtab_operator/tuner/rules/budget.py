@@ -24,7 +24,7 @@ GAIN_DEVIATIONS = 3.0  # standard errors of a request's mean work, likewise
 GAIN_BACK = 1.12  # to turn back within REMEMBERED_SECONDS: what is best by a little changes with every hour's lengths
 BACK_TIMES = 2.0  # the gain that a move must bring otherwise, likewise
 REMEMBERED_SECONDS = 1800.0
-REST_SECONDS = 600.0  # in which it does not turn back: a trial that does harm is undone without it
+REVERSAL_COOLDOWN_SECONDS = 600.0  # in which it does not turn back: a trial that does harm is undone without it
 TRIED = (0, 2)  # budgets on each side of the present one that are compared under overload: the next, and a far one
 UNSURE = 0.1  # of a capacity
 EVIDENCE = {
@@ -45,7 +45,9 @@ def better_budget(s: Situation) -> Move | None:
     present = foresight.capacity_later(_with(s, current))
     if present is None or (s.settings.scaling is not None and foresight.capacity_later(_some(s)) is None):
         return None  # nothing is compared with what is not known yet, and replicas are asked for by it first
-    others = [b for b in rungs(found) if b != current and not _turns_back(s, b > current, within=REST_SECONDS)]
+    others = [
+        b for b in rungs(found) if b != current and not _turns_back(s, b > current, within=REVERSAL_COOLDOWN_SECONDS)
+    ]
     more = _holding_more(s, foresight, others, current, present)
     if more:
         best = max(more, key=lambda budget: more[budget])
@@ -108,10 +110,10 @@ def _holding_more(
     for budget in sorted(others, key=lambda budget: -foresight.as_known(_with(s, budget))):
         best = max(found.values(), default=0.0)
         least = max(_gain(s, budget > current) * present, (1 + TOLERANCE) * best, s.rate)
-        holds = foresight.attains_later(_with(s, budget), least)
-        if holds is None:
+        holds_load = foresight.attains_later(_with(s, budget), least)
+        if holds_load is None:
             return None
-        if holds:
+        if holds_load:
             capacity = foresight.capacity_later(_with(s, budget))
             if capacity is None:
                 return None

@@ -88,7 +88,7 @@ def shrink_kv(s: Situation) -> Move | None:
     """Memory above the start value that nobody has needed for long goes back. The twin of `grow_kv`."""
     found = s.ranges.get(Knob.GPU_MEMORY_UTILIZATION)
     start = s.memory.starts.get(Knob.GPU_MEMORY_UTILIZATION)
-    if found is None or start is None or found.current <= start or not found.holds(start):
+    if found is None or start is None or found.current <= start or not found.holds_load(start):
         return None
     if s.quiet_seconds < s.settings.pace.quiet_seconds or not s.observation.is_complete:
         return None

@@ -102,7 +102,7 @@ def wanted_replicas(
         behavior=scaling.behavior,
         is_burst=memory.demand.has_doubled(start),
         drain=drain(memory),
-        holds=partial(_holds_from_here, situation),
+        holds_load=partial(_holds_from_here, situation),
         meant=meant,
         later=_needed_later(ahead, need, capacity, least=least, most=most),
     )

@@ -55,7 +55,7 @@ def lower_watermark(s: Situation) -> Move | None:
     if found is None or found.current <= start or s.quiet_seconds < s.settings.pace.quiet_seconds:
         return None
     after = max(start, float(typed(Knob.WATERMARK, found.current - STEP)))
-    if not found.holds(after):
+    if not found.holds_load(after):
         return None
     return Move(
         Reason.WATERMARK_NOT_NEEDED,

@@ -83,7 +83,7 @@ def _look(data: Mapping[str, Any]) -> Look:
         config=None if config is None else _config(config),
         ledger=None if ledger is None else Ledger(**_numbers(ledger)),
         problem=None if data["problem"] is None else str(data["problem"]),
-        absence=Reason(data.get("absence", Reason.METRICS_MISSING)),
+        problem_reason=Reason(data.get("absence", Reason.METRICS_MISSING)),
         was_oom_killed=bool(data["was_oom_killed"]),
         restarts=int(data["restarts"]),
         exit_code=data.get("exit_code"),

@@ -225,7 +225,7 @@ class Look:
     config: Config | None = None
     ledger: Ledger | None = None
     problem: str | None = None
-    absence: Reason = Reason.METRICS_MISSING
+    problem_reason: Reason = Reason.METRICS_MISSING
     """What kind of problem that is."""
     was_oom_killed: bool = False
     """Its engine's last end was for want of memory."""

@@ -193,7 +193,7 @@ def decided(
     behavior: Behavior,
     is_burst: bool = False,
     drain: float = 0.0,
-    holds: Callable[[int], bool] = lambda count: True,
+    holds_load: Callable[[int], bool] = lambda count: True,
     meant: int | None = None,
     later: int | None = None,
 ) -> tuple[int, ScalingMemory]:
@@ -220,7 +220,7 @@ def decided(
     if target < current and (not is_known or _turned_lately(memory, now)):
         target = current
     target = limited(behavior, current, target, memory.events, now=now)
-    while target < current and not holds(target):
+    while target < current and not holds_load(target):
         target += 1
     if target == current:
         return current, replace(memory, desired=current)

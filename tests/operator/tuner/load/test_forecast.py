@@ -40,7 +40,7 @@ def lived(
         demand = demand.with_point(Point(now, LOOK, came))
         naive = naive.settled(demand, now)
         level = demand.level(60.0)
-        forecast = forecast.learned(demand, naive, level=level, now=now, horizon=HORIZON)
+        forecast = forecast.with_observation(demand, naive, level=level, now=now, horizon=HORIZON)
         if level is not None:
             naive = naive.foreseen(now + HORIZON, level, demand.trend())
         states.append(forecast.state)

@@ -41,7 +41,7 @@ def test_four_scrapes_predict_the_next_within_a_few_percent(factors: tuple[float
     rng = random.Random(1)
     model = StepTime.of(wrong(TRUE, *factors))
     for _ in range(4):
-        model = model.learned(*works(TRUE, rng))
+        model = model.with_observation(*works(TRUE, rng))
     decode, prefill = works(TRUE, rng)
     error = model.relative_error(decode, prefill)
     assert error is not None
@@ -52,7 +52,7 @@ def test_what_the_load_does_not_show_stays_near_the_prior() -> None:
     rng = random.Random(2)
     model = StepTime.of(wrong(TRUE, 1.0, 1.0, 1.2, 1.0))
     for _ in range(20):
-        model = model.learned(works(TRUE, rng)[0], None)  # while decoding, tokens and sequences are one
+        model = model.with_observation(works(TRUE, rng)[0], None)  # while decoding, tokens and sequences are one
     cost = model.cost
     assert cost.per_token + cost.per_sequence == pytest.approx(TRUE.per_token + TRUE.per_sequence, rel=0.15)
     assert all(getattr(cost, name) >= 0 for name in ("per_step", "per_token", "per_sequence", "per_context"))
@@ -62,11 +62,11 @@ def test_an_engine_that_becomes_slower_is_noticed_and_learned_anew() -> None:
     rng = random.Random(3)
     model = StepTime.of(TRUE)
     for _ in range(20):
-        model = model.learned(*works(TRUE, rng))
+        model = model.with_observation(*works(TRUE, rng))
     assert model.alarms == 0
     slower = wrong(TRUE, 1.4, 1.4, 1.4, 1.4)
     for _ in range(12):
-        model = model.learned(*works(slower, rng))
+        model = model.with_observation(*works(slower, rng))
     assert model.alarms >= 1
     error = model.relative_error(*works(slower, rng))
     assert error is not None
@@ -75,5 +75,5 @@ def test_an_engine_that_becomes_slower_is_noticed_and_learned_anew() -> None:
 
 def test_too_few_steps_teach_nothing() -> None:
     model = StepTime.of(TRUE)
-    assert model.learned(Work(2, 2, 2, 2, 2, 5.0), NOTHING) == model
+    assert model.with_observation(Work(2, 2, 2, 2, 2, 5.0), NOTHING) == model
     assert not model.is_fitted

@@ -166,7 +166,7 @@ def test_what_can_wait_is_computed_over_some_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "rate", "holds"),
+    ("told", "rate", "holds_load"),
     [
         ([], 5.0, None),
         ([(4.0, True)], 3.9, True),
@@ -177,12 +177,12 @@ def test_what_can_wait_is_computed_over_some_turns() -> None:
     ],
 )
 def test_a_rate_between_what_was_seen_is_not_known(
-    told: list[tuple[float, bool]], rate: float, holds: bool | None
+    told: list[tuple[float, bool]], rate: float, holds_load: bool | None
 ) -> None:
     bracket = Bracket(1.15)
     for seen, is_held in told:
         bracket.told(seen, is_held=is_held)
-    assert bracket.holds(rate) is holds
+    assert bracket.holds_load(rate) is holds_load
 
 
 @pytest.mark.parametrize("true", [0.3, 4.9, 5.0, 80.0])

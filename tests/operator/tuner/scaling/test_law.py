@@ -178,7 +178,7 @@ def walked(
             behavior=behavior or Behavior(),
             is_burst=index == burst,
             drain=drain,
-            holds=lambda count: count >= fewest,
+            holds_load=lambda count: count >= fewest,
             later=later,
         )
         counts.append(count)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from simulator_benchmarks.live_parameters.figures import Figure, first_token, good_tokens, markdown, turns_of
 from trimtab_operator.tuner.engine_model import Sequence
-from trimtab_simulator.hot_knobs.figures import Figure, first_token, good_tokens, markdown, turns_of
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.replay import Change
 

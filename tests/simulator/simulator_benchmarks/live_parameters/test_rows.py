@@ -7,14 +7,14 @@ import math
 from pathlib import Path
 
 import pytest
+from simulator_benchmarks.live_parameters import mixes, storm
+from simulator_benchmarks.live_parameters.__main__ import ROWS, main
+from simulator_benchmarks.live_parameters.loads import BOTH, BUDGETS, Phase, best_budget, budget_of, h200, poisson
+from simulator_benchmarks.live_parameters.mixes import Switched
+from simulator_benchmarks.live_parameters.scenes import CLIENTS, scene_settings
+from simulator_benchmarks.scenarios import CODE, CONVERSATIONS
 from trimtab_operator.tuner.knobs import Knob
-from trimtab_simulator.hot_knobs import mixes, storm
-from trimtab_simulator.hot_knobs.__main__ import ROWS, main
-from trimtab_simulator.hot_knobs.loads import BOTH, BUDGETS, Phase, best_budget, budget_of, h200, poisson
-from trimtab_simulator.hot_knobs.mixes import Switched
-from trimtab_simulator.hot_knobs.scenes import CLIENTS, scene_settings
 from trimtab_simulator.policies.policy import STAY, View
-from trimtab_simulator.scenarios import CODE, CONVERSATIONS
 
 LOG = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
