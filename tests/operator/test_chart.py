@@ -12,7 +12,7 @@ import yaml
 from pod_security import violations
 from prometheus_client import generate_latest
 from rendered_chart import CHART, HELM, NAMESPACE, NO_HELM, REPOSITORY, helm, one, render, rights
-from trimtab_operator.resource.allowed_privileges import POWERS
+from trimtab_operator.resource.allowed_privileges import PRIVILEGES
 from trimtab_operator.resource.installation import Alerts, GpuBudget, NetworkAccess, PodMonitoring
 
 CRD = REPOSITORY / "crds" / "trimtab.dev_inferencedeployments.yaml"
@@ -298,14 +298,14 @@ def test_a_gpu_budget_reaches_the_operator_and_there_is_none_by_default() -> Non
     assert helm("template", "t", str(CHART), "--set", "gpuBudget.total=-1").returncode != 0
 
 
-def test_powers_of_pods_are_those_that_the_operator_knows_and_none_by_default() -> None:
+def test_allowed_privileges_default_to_none_and_match_operator() -> None:
     def allowed(*settings: str) -> list[str]:
         arguments = one(render(*settings), "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
-        return [argument.partition("=")[2] for argument in arguments if argument.startswith("--allow-power=")]
+        return [argument.partition("=")[2] for argument in arguments if argument.startswith("--allow-privilege=")]
 
     assert allowed() == []
-    assert allowed(f"overlay.powers={{{','.join(POWERS)}}}") == list(POWERS)
-    assert helm("template", "t", str(CHART), "--set", "overlay.powers={hostPID}").returncode != 0
+    assert allowed(f"podOverlay.allowedPrivileges={{{','.join(PRIVILEGES)}}}") == list(PRIVILEGES)
+    assert helm("template", "t", str(CHART), "--set", "podOverlay.allowedPrivileges={hostPID}").returncode != 0
 
 
 def test_network_policies_let_the_operators_own_pods_in() -> None:

@@ -2,7 +2,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* At most 40 characters, so that suffixes stay within 63. */}}
+{{/* At most 40 characters, so that names with suffixes have at most 63. */}}
 {{- define "trimtab.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
@@ -13,7 +13,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Names of things that are not namespaced carry the namespace, so that two releases of one name do not meet. */}}
+{{/* Names of cluster-scoped objects include the namespace, so that releases with the same name do not collide. */}}
 {{- define "trimtab.clusterName" -}}
 {{- printf "%s-%s" .Release.Namespace (include "trimtab.fullname" .) | trunc 63 | trimSuffix "-" -}}
 {{- end -}}
@@ -51,7 +51,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- dict "namespaceSelector" (dict "matchLabels" $namespace) "podSelector" (dict "matchLabels" $labels) | toJson -}}
 {{- end -}}
 
-{{/* A tag of digits alone arrives as a number. */}}
+{{/* Helm passes a tag with only digits as a number. */}}
 {{- define "trimtab.tag" -}}
 {{- $tag := default (index . 1) (index . 0) -}}
 {{- if kindIs "float64" $tag }}{{ int64 $tag }}{{ else }}{{ $tag }}{{ end -}}
@@ -65,10 +65,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ .Values.engine.image.repository }}:{{ include "trimtab.tag" (list .Values.engine.image.tag .Chart.AppVersion) }}
 {{- end -}}
 
-{{/* What the operator does in the namespaces it looks after. What it lists it also watches: looks ask a cache. */}}
+{{/* Permissions in managed namespaces. Everything listed is also watched, since reconciles read from a cache. */}}
 {{- define "trimtab.workloadRules" -}}
 - apiGroups: [trimtab.dev]
-  resources: [inferencedeployments] # never written: a resource's spec and metadata are its owner's
+  resources: [inferencedeployments] # never written: spec and metadata belong to the resource's owner
   verbs: [get, list, watch]
 - apiGroups: [trimtab.dev]
   resources: [inferencedeployments/status]
@@ -85,21 +85,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [get, list, watch, create, patch]
-# The Secret that the pods of a replica of several share: by its name, never listed.
+# The Secret shared by the pods of a multi-pod replica: read by name, never listed.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [get, create, patch]
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, delete]
-# A replica that serves is replaced as whoever drains nodes would: by its PodDisruptionBudget.
+# Serving replicas are evicted, so that PodDisruptionBudgets apply.
 - apiGroups: [""]
   resources: [pods/eviction]
   verbs: [create]
 - apiGroups: [""]
   resources: [serviceaccounts]
   verbs: [get, list, watch, create, patch]
-# Where the cluster serves them; one that an administrator no longer wants is deleted.
+# If the cluster serves them; objects disabled by the administrator are deleted.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch]
@@ -114,7 +114,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [get, list, create, patch]
 {{- end -}}
 
-{{/* The operator's flags for the Prometheus that it reads, one to a line; nothing without an address. */}}
+{{/* The operator's Prometheus flags, one per line; empty without a URL. */}}
 {{- define "trimtab.prometheusArgs" -}}
 {{- with .Values.prometheus }}
 {{- if .url }}
@@ -147,7 +147,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
-{{/* The sources of the volume with what these flags name; nothing where they name no file of it. */}}
+{{/* The volume sources of the files that these flags reference; empty if they reference none. */}}
 {{- define "trimtab.prometheusFiles" -}}
 {{- with .Values.prometheus }}
 {{- if and .url .caConfigMap.name }}
@@ -162,7 +162,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- if and .url .username }}
 - secret:
-    name: {{ required "prometheus.passwordSecret.name is missing beside prometheus.username" .passwordSecret.name }}
+    name: {{ required "prometheus.passwordSecret.name: required with prometheus.username" .passwordSecret.name }}
     items: [{key: {{ .passwordSecret.key }}, path: password}]
 {{- end }}
 {{- end }}

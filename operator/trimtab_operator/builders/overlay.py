@@ -27,20 +27,20 @@ def lay_over(template: Mapping[str, Any], deployment: InferenceDeployment) -> di
     metadata = template["metadata"]
     merged = {
         "metadata": {**metadata, "labels": {**overlay.metadata.labels, **metadata["labels"]}},
-        "spec": _pod(template["spec"], overlay.spec, deployment.powers),
+        "spec": _pod(template["spec"], overlay.spec, deployment.allowed_privileges),
     }
     if overlay.metadata.annotations:
         merged["metadata"]["annotations"] = dict(overlay.metadata.annotations)
     return merged
 
 
-def _pod(pod: Mapping[str, Any], overlay: PodOverlay, powers: frozenset[str]) -> dict[str, Any]:
+def _pod(pod: Mapping[str, Any], overlay: PodOverlay, allowed_privileges: frozenset[str]) -> dict[str, Any]:
     merged = dict(pod)
     for attribute, field in PASSED_ON.items():
         value = getattr(overlay, attribute)
         if value not in (None, (), {}):
             merged[field] = list(value) if isinstance(value, tuple) else value
-    merged |= {name: value for name, value in (overlay.model_extra or {}).items() if name in powers}
+    merged |= {name: value for name, value in (overlay.model_extra or {}).items() if name in allowed_privileges}
     if overlay.volumes:
         merged["volumes"] = [*pod["volumes"], *map(_volume, overlay.volumes)]
     if overlay.security_context:
@@ -48,7 +48,7 @@ def _pod(pod: Mapping[str, Any], overlay: PodOverlay, powers: frozenset[str]) ->
     (main,) = pod["containers"]
     for container in overlay.containers:
         main = _container(main, container)
-        if LOCK_MEMORY in powers and (container.model_extra or {}).get("securityContext") == LOCKS_MEMORY:
+        if LOCK_MEMORY in allowed_privileges and (container.model_extra or {}).get("securityContext") == LOCKS_MEMORY:
             main = _locking_memory(main)
     merged["containers"] = [main]
     return merged

@@ -30,7 +30,7 @@ from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.planning.admission import validation_messages, warnings_of
 from trimtab_operator.planning.tuning import current_replicas
-from trimtab_operator.resource.allowed_privileges import POWERS
+from trimtab_operator.resource.allowed_privileges import PRIVILEGES
 from trimtab_operator.resource.installation import Alerts, GpuBudget, Installation, NetworkAccess, PodMonitoring
 from trimtab_operator.resource.spec import GROUP, KIND, VERSION, InferenceDeployment
 
@@ -49,9 +49,9 @@ ABOUT = (
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT, context_settings=HELP)
 
 
-AllowPower = Annotated[
+AllowPrivilege = Annotated[
     list[str] | None,
-    typer.Option(help=f"Let overlays give pods this; may be repeated: {', '.join(POWERS)}."),
+    typer.Option(help=f"Privilege that spec.template may give pods; may be repeated: {', '.join(PRIVILEGES)}."),
 ]
 
 
@@ -140,7 +140,7 @@ def run(
             help='GPUs that all engines may hold together, and those of namespaces: {"total": 64, "namespaces": {…}}.',
         ),
     ] = None,
-    allow_power: AllowPower = None,
+    allow_privilege: AllowPrivilege = None,
     log_format: Annotated[LogFormat, typer.Option(help="One JSON object a line, or text.")] = LogFormat.JSON,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     prometheus_url: Annotated[
@@ -205,7 +205,7 @@ def run(
             _choice("--network-policy", network_policy, NetworkAccess),
             _choice("--pod-monitors", pod_monitors, PodMonitoring),
             _choice("--alerts", alerts, Alerts),
-            _powers(allow_power),
+            _parse_privileges(allow_privilege),
             _choice("--gpu-budget", gpu_budget, GpuBudget),
         ),
         prometheus=prometheus,
@@ -218,11 +218,11 @@ def run(
         raise typer.Exit(EXIT_REFUSED if isinstance(error, TrimtabError) else EXIT_FAILED) from error
 
 
-def _powers(given: list[str] | None) -> frozenset[str]:
-    """What --allow-power names. Ends with one line where there is no such power."""
-    for power in given or ():
-        if power not in POWERS:
-            refuse(f"--allow-power: {power!r} is none; there are {', '.join(POWERS)}")
+def _parse_privileges(given: list[str] | None) -> frozenset[str]:
+    """Return the privileges of --allow-privilege. Exits with an error for an unknown one."""
+    for privilege in given or ():
+        if privilege not in PRIVILEGES:
+            refuse(f"--allow-privilege: {privilege!r} is not supported; use one of {', '.join(PRIVILEGES)}")
     return frozenset(given or ())
 
 
@@ -256,7 +256,7 @@ def validate(
         str | None, typer.Option(help="With --facts: check too whether the layout fits the memory of such GPUs.")
     ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="text or json.")] = Output.TEXT,
-    allow_power: AllowPower = None,
+    allow_privilege: AllowPrivilege = None,
 ) -> None:
     """Say what the webhook would say, without a cluster. Exit code 2 when something is refused."""
     resources = _the_file(file, file_option)
@@ -265,8 +265,11 @@ def validate(
     model, device = None if facts is None else _facts(facts), None if gpu is None else given_gpu(gpu)
     if gpu is not None and facts is None:
         refuse("--gpu: what fits depends on the model; give --facts as well")
-    powers = _powers(allow_power)
-    found = [_verdict(body, default_image or UNKNOWN_IMAGE, powers, model, device) for body in _resources(resources)]
+    allowed_privileges = _parse_privileges(allow_privilege)
+    found = [
+        _verdict(body, default_image or UNKNOWN_IMAGE, allowed_privileges, model, device)
+        for body in _resources(resources)
+    ]
     if output is Output.JSON:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -279,10 +282,10 @@ def validate(
 
 
 def _verdict(
-    body: dict[str, Any], image: str, powers: frozenset[str], facts: ModelFacts | None, gpu: Gpu | None
+    body: dict[str, Any], image: str, allowed_privileges: frozenset[str], facts: ModelFacts | None, gpu: Gpu | None
 ) -> dict[str, Any]:
     """What is said of one resource: warnings where it is accepted."""
-    wrong = validation_messages(body, default_image=image, powers=powers, facts=facts, gpu=gpu)
+    wrong = validation_messages(body, default_image=image, allowed_privileges=allowed_privileges, facts=facts, gpu=gpu)
     warnings = [] if wrong else warnings_of(InferenceDeployment.parse(body, default_image=image))
     return {"name": _name(body), "refusals": wrong, "warnings": warnings}
 
@@ -292,18 +295,18 @@ def render(
     file: File = None,
     file_option: FileOption = None,
     default_image: DefaultImage = None,
-    allow_power: AllowPower = None,
+    allow_privilege: AllowPrivilege = None,
 ) -> None:
     """Print what the operator would create, as YAML. The token's hash and the addresses of
     rendezvous Services depend on the cluster and are shown as zeros; so does the secret that pods of one replica
     share. A default image that was not told is shown as such."""
     manifests: list[dict[str, Any]] = []
-    powers, image = _powers(allow_power), default_image or UNKNOWN_IMAGE
+    allowed_privileges, image = _parse_privileges(allow_privilege), default_image or UNKNOWN_IMAGE
     for body in _resources(_the_file(file, file_option)):
-        wrong = validation_messages(body, default_image=image, powers=powers)
+        wrong = validation_messages(body, default_image=image, allowed_privileges=allowed_privileges)
         if wrong:
             refuse("\n".join(f"{_name(body)}: {line}" for line in wrong))
-        deployment = InferenceDeployment.parse(body, default_image=image, powers=powers)
+        deployment = InferenceDeployment.parse(body, default_image=image, allowed_privileges=allowed_privileges)
         if deployment.image == UNKNOWN_IMAGE:
             told = (
                 f"spec.runtime.image is missing: {UNKNOWN_IMAGE} stands for the operator's; say it by --default-image"

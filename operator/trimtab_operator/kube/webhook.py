@@ -25,7 +25,7 @@ from trimtab_operator.kube.client import Cluster, is_owned
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS
 from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.planning.admission import NOTHING_KNOWN, Surroundings, is_checked, review
-from trimtab_operator.resource.allowed_privileges import NO_POWERS
+from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Webhook:
         secret: str,
         configuration: str | None,
         default_image: str | None,
-        powers: frozenset[str] = NO_POWERS,
+        allowed_privileges: frozenset[str] = NO_PRIVILEGES,
     ) -> None:
         self._cluster = cluster
         self._nodes = nodes
@@ -57,7 +57,7 @@ class Webhook:
         self._secret = secret
         self._configuration = configuration
         self._default_image = default_image
-        self._powers = powers
+        self._allowed_privileges = allowed_privileges
         self._names = certificates.service_names(service, namespace)
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -151,7 +151,9 @@ class Webhook:
         try:
             asked = await request.json()
             known = await self._surroundings(asked["request"])
-            answer = review(asked, default_image=self._default_image, powers=self._powers, known=known)
+            answer = review(
+                asked, default_image=self._default_image, allowed_privileges=self._allowed_privileges, known=known
+            )
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
             return web.json_response({"message": f"not an AdmissionReview: {error!r}"}, status=400)
         return web.json_response(answer)

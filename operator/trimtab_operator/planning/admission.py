@@ -12,7 +12,7 @@ from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.layout.node_gpus import gpu_for, too_few_gpus
 from trimtab_operator.planning.model_facts import cached_facts
-from trimtab_operator.resource.allowed_privileges import NO_POWERS
+from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, REPLICAS_ARE_NOT_ASKED, InferenceDeployment
 from trimtab_operator.validation.rules import refusals
@@ -35,13 +35,13 @@ def refusals_of(
     body: Mapping[str, Any],
     *,
     default_image: str | None,
-    powers: frozenset[str] = NO_POWERS,
+    allowed_privileges: frozenset[str] = NO_PRIVILEGES,
     facts: ModelFacts | None = None,
     gpu: Gpu | None = None,
 ) -> list[str]:
     """Everything that is wrong with a resource, as lines; empty when it can be carried out."""
     try:
-        deployment = InferenceDeployment.parse(body, default_image=default_image, powers=powers)
+        deployment = InferenceDeployment.parse(body, default_image=default_image, allowed_privileges=allowed_privileges)
     except InvalidSpec as error:
         return list(error.findings)
     return [str(refusal) for refusal in refusals(deployment, facts, gpu)]
@@ -59,7 +59,7 @@ def review(
     request: Mapping[str, Any],
     *,
     default_image: str | None,
-    powers: frozenset[str] = NO_POWERS,
+    allowed_privileges: frozenset[str] = NO_PRIVILEGES,
     known: Surroundings = NOTHING_KNOWN,
 ) -> dict[str, Any]:
     """Answer an AdmissionReview v1. Raises KeyError or TypeError when it is none.
@@ -72,7 +72,9 @@ def review(
     verdict: dict[str, Any] = {"uid": str(asked["uid"]), "allowed": True}
     new, old = asked.get("object") or {}, asked.get("oldObject") or {}
     if is_checked(asked) and (asked["operation"] == "CREATE" or new.get("spec") != old.get("spec")):
-        wrong = refusals_of(new, default_image=default_image, powers=powers) or _changed_unheard(new, old)
+        wrong = refusals_of(
+            new, default_image=default_image, allowed_privileges=allowed_privileges
+        ) or _changed_unheard(new, old)
         wrong = wrong or _newly_wrong_by_facts(new, old, default_image, known)
         if wrong:
             message = "; ".join(wrong)

@@ -17,7 +17,7 @@ from trimtab_operator.observed.groups import Observed
 from trimtab_operator.observed.missing_pods import wants_words
 from trimtab_operator.planning.gpu_budget import Stake
 from trimtab_operator.planning.state import Memory, Recalled, recalled
-from trimtab_operator.resource.allowed_privileges import NO_POWERS
+from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import MAX_REPLICAS, InferenceDeployment, ModelSource, Spec
@@ -108,11 +108,11 @@ def _nodes_fresh_seconds(deployment: InferenceDeployment, children: Observed) ->
 
 
 def as_read(
-    body: Mapping[str, Any], *, default_image: str | None, powers: frozenset[str] = NO_POWERS
+    body: Mapping[str, Any], *, default_image: str | None, allowed_privileges: frozenset[str] = NO_PRIVILEGES
 ) -> tuple[InferenceDeployment, tuple[Refusal, ...]]:
     """The resource, and what of its spec cannot be read. Such a spec is empty: enough to say so in the status."""
     try:
-        return InferenceDeployment.parse(body, default_image=default_image, powers=powers), ()
+        return InferenceDeployment.parse(body, default_image=default_image, allowed_privileges=allowed_privileges), ()
     except InvalidSpec as error:
         stand_in = InferenceDeployment.parse({**body, "spec": {"model": {"uri": "file:///"}}})
         spec = Spec(model=ModelSource(uri="file:///"), replicas=_readable_count(body))

@@ -183,7 +183,7 @@ class Eyes:
         last = self._read.get((key.namespace, key.name))
         if last is not None and last[0] is body:
             return last[1]
-        found = as_read(body, default_image=self.default_image, powers=self.installation.powers)
+        found = as_read(body, default_image=self.default_image, allowed_privileges=self.installation.allowed_privileges)
         if self.cache is not None:
             self._read[key.namespace, key.name] = body, found
         return found

@@ -164,7 +164,7 @@ def _webhook(door: Cluster, options: Options) -> Webhook | None:
         secret=options.webhook_secret_name,
         configuration=options.webhook_config_name,
         default_image=options.default_image,
-        powers=options.installation.powers,
+        allowed_privileges=options.installation.allowed_privileges,
     )
 
 

@@ -1,6 +1,6 @@
-"""What a pod may have beyond an unprivileged one, where the administrator of an installation allows it by name.
+"""Privileges that `spec.template` may give pods if the installation allows them by name.
 
-Engines need none of it. GPUs that talk over RDMA often need some; a cloud's identity is a service account's.
+Engines need none of them. RDMA between GPUs often needs some, and cloud identities need a service account.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Mapping
 POD_FIELDS: Mapping[str, str] = {
     "hostNetwork": "would give the pod the node's network",
     "hostIPC": "would give the pod the node's shared memory",
-    "serviceAccountName": "would give the pod somebody else's account",
+    "serviceAccountName": "would give the pod another service account",
 }
 HOST_PATH = "hostPath"
 LOCK_MEMORY = "IPC_LOCK"
-POWERS = (*POD_FIELDS, HOST_PATH, LOCK_MEMORY)
-LOCKS_MEMORY = {"capabilities": {"add": [LOCK_MEMORY]}}  # as it stands in an overlay's securityContext of the container
-NO_POWERS: frozenset[str] = frozenset()
+PRIVILEGES = (*POD_FIELDS, HOST_PATH, LOCK_MEMORY)
+LOCKS_MEMORY = {"capabilities": {"add": [LOCK_MEMORY]}}  # the only securityContext that an overlay's container may have
+NO_PRIVILEGES: frozenset[str] = frozenset()
 
 
-def way_to(power: str) -> str:
-    """What to do about a power that this installation does not allow."""
-    return f"remove it, or have the administrator allow {power} (the chart's overlay.powers)"
+def privilege_remedy(privilege: str) -> str:
+    """Return the remedy for a privilege that this installation does not allow."""
+    return f"remove it, or ask the administrator to add {privilege} to the chart's podOverlay.allowedPrivileges"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trimtab_operator.resource.allowed_privileges import NO_POWERS
+from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 from trimtab_operator.resource.spec import Model
 
 Peer = dict[str, Any]
@@ -55,7 +55,7 @@ class Installation:
     network: NetworkAccess | None = None
     pod_monitoring: PodMonitoring | None = None
     alerts: Alerts | None = None
-    powers: frozenset[str] = NO_POWERS
+    allowed_privileges: frozenset[str] = NO_PRIVILEGES
     """What overlays may give pods beyond what every unprivileged one has."""
     gpu_budget: GpuBudget | None = None
     """None: there is no limit."""

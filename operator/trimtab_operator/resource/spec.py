@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from trimtab_operator.errors import InvalidSpec
-from trimtab_operator.resource.allowed_privileges import NO_POWERS
+from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 from trimtab_operator.resource.forms import (
     DNS_LABEL,
     DURATION,
@@ -729,7 +729,7 @@ class InferenceDeployment:
     """One resource, parsed. `image` is spec.runtime.image or the operator's default; None when there is neither.
 
     `restarted_at` is what its owner wrote into the annotation of that name: another text asks for new pods. `is_paused`
-    says that nothing of it is to be changed. `powers` are what this installation's administrator allows its pods.
+    says that nothing of it is to be changed. `allowed_privileges` are those that the installation allows pods.
     """
 
     namespace: str
@@ -746,7 +746,7 @@ class InferenceDeployment:
     manifest; None: not known, or of no such model."""
     weights_bytes: int | None = None
     """How large the model's weights are; None: not known yet."""
-    powers: frozenset[str] = NO_POWERS
+    allowed_privileges: frozenset[str] = NO_PRIVILEGES
     created_at: str = ""
     """As the API server wrote it."""
 
@@ -757,7 +757,11 @@ class InferenceDeployment:
 
     @classmethod
     def parse(
-        cls, body: Mapping[str, Any], *, default_image: str | None = None, powers: frozenset[str] = NO_POWERS
+        cls,
+        body: Mapping[str, Any],
+        *,
+        default_image: str | None = None,
+        allowed_privileges: frozenset[str] = NO_PRIVILEGES,
     ) -> InferenceDeployment:
         """Read a resource as the API server gives it. Raises InvalidSpec with every field that is wrong."""
         metadata = body.get("metadata") or {}
@@ -777,6 +781,6 @@ class InferenceDeployment:
             status=body.get("status") or {},
             restarted_at=annotations.get(RESTARTED_AT),
             is_paused=annotations.get(PAUSED, "false") != "false",
-            powers=powers,
+            allowed_privileges=allowed_privileges,
             created_at=str(metadata.get("creationTimestamp") or ""),
         )

@@ -250,7 +250,9 @@ def proven_deployment(deployment: InferenceDeployment, proven: Form) -> Inferenc
     try:
         body = {"metadata": {"namespace": deployment.namespace, "name": deployment.name, "uid": deployment.uid}}
         before = InferenceDeployment.parse(
-            {**body, "spec": json.loads(proven.spec)}, default_image=proven.image, powers=deployment.powers
+            {**body, "spec": json.loads(proven.spec)},
+            default_image=proven.image,
+            allowed_privileges=deployment.allowed_privileges,
         )
     except (InvalidSpec, ValueError):
         return None

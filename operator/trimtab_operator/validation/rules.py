@@ -19,7 +19,13 @@ from trimtab_operator.builders.startup import MAX_WRITTEN_SECONDS
 from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
-from trimtab_operator.resource.allowed_privileges import HOST_PATH, LOCK_MEMORY, LOCKS_MEMORY, POD_FIELDS, way_to
+from trimtab_operator.resource.allowed_privileges import (
+    HOST_PATH,
+    LOCK_MEMORY,
+    LOCKS_MEMORY,
+    POD_FIELDS,
+    privilege_remedy,
+)
 from trimtab_operator.resource.forms import DNS_LABEL
 from trimtab_operator.resource.live_parameters import knobs
 from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
@@ -594,7 +600,7 @@ def overlay_pod_fields_are_allowed(deployment: InferenceDeployment) -> Iterator[
     for name, value in (deployment.spec.template.spec.model_extra or {}).items():
         where = f"spec.template.spec.{name}"
         if name in POD_FIELDS:
-            yield from _power_refusals(where, name, value, deployment.powers)
+            yield from _privilege_errors(where, name, value, deployment.allowed_privileges)
             continue
         reason = REFUSED_POD_FIELDS.get(
             name, "is not a part of the pod that can be laid over; see docs/reference/resource.md"
@@ -607,14 +613,14 @@ def overlay_pod_fields_are_allowed(deployment: InferenceDeployment) -> Iterator[
         for name, value in (container.model_extra or {}).items():
             if name != "securityContext" or value != LOCKS_MEMORY:
                 yield Refusal(f"{where}.{name}", _refused_container_field(name))
-            elif LOCK_MEMORY not in deployment.powers:
+            elif LOCK_MEMORY not in deployment.allowed_privileges:
                 reason = "would let the engine lock memory, as RDMA needs"
-                yield Refusal(f"{where}.{name}", f"{reason}; {way_to(LOCK_MEMORY)}")
+                yield Refusal(f"{where}.{name}", f"{reason}; {privilege_remedy(LOCK_MEMORY)}")
 
 
-def _power_refusals(where: str, name: str, value: Any, powers: frozenset[str]) -> Iterator[Refusal]:
-    if name not in powers:
-        yield Refusal(where, f"{POD_FIELDS[name]}; {way_to(name)}")
+def _privilege_errors(where: str, name: str, value: Any, allowed_privileges: frozenset[str]) -> Iterator[Refusal]:
+    if name not in allowed_privileges:
+        yield Refusal(where, f"{POD_FIELDS[name]}; {privilege_remedy(name)}")
     elif name == "serviceAccountName" and not (isinstance(value, str) and re.fullmatch(ACCOUNT_NAME, value)):
         yield Refusal(where, f"is {value!r}, which is no name of a service account")
     elif name != "serviceAccountName" and not isinstance(value, bool):
@@ -643,10 +649,12 @@ def overlay_gives_no_power_over_the_node(deployment: InferenceDeployment) -> Ite
         if volume.get("name") in [other.get("name") for other in overlay.volumes[:index]]:
             yield Refusal(f"{where}.name", f"{volume.get('name')!r} is there twice; choose another name")
         for source in sources:
-            if source == HOST_PATH and HOST_PATH in deployment.powers:
+            if source == HOST_PATH and HOST_PATH in deployment.allowed_privileges:
                 continue
             if source == HOST_PATH:
-                yield Refusal(f"{where}.{source}", f"would give the pod the node's files; {way_to(HOST_PATH)}")
+                yield Refusal(
+                    f"{where}.{source}", f"would give the pod the node's files; {privilege_remedy(HOST_PATH)}"
+                )
             elif source not in VOLUME_SOURCES:
                 yield Refusal(f"{where}.{source}", f"is not allowed; use one of {', '.join(VOLUME_SOURCES)}")
     for name, value in (overlay.security_context or {}).items():

@@ -170,7 +170,7 @@ def test_an_image_volume_is_pulled_by_the_node_and_read_as_a_folder(of: Any) -> 
 def test_who_reads_the_model_is_who_the_engine_is() -> None:
     template = {"spec": {"serviceAccountName": "reads-models"}}
     bucket, folder = (
-        replace(a_deployment(uri, template=template), powers=frozenset({"serviceAccountName"}))
+        replace(a_deployment(uri, template=template), allowed_privileges=frozenset({"serviceAccountName"}))
         for uri in ("s3://models/name", "file:///m/x")
     )
     assert job_pod_of(bucket)["serviceAccountName"] == pod_of(bucket)["serviceAccountName"] == "reads-models"

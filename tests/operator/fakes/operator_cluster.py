@@ -168,7 +168,7 @@ class FakeCluster:
     def deployment(self) -> InferenceDeployment:
         """The resource as the operator reads it."""
         assert self.body is not None
-        return as_read(self.body, default_image=self.default_image, powers=self.installation.powers)[0]
+        return as_read(self.body, default_image=self.default_image, allowed_privileges=self.installation.allowed_privileges)[0]
 
     def edit(self, **spec: Any) -> None:
         """Write another spec: these parts of it in the place of the present ones; None removes one."""

@@ -222,7 +222,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ),
     ("spec.template.spec.hostNetwork", True, "spec.template.spec.hostNetwork", "node's network"),
     ("spec.template.spec.hostPID", True, "spec.template.spec.hostPID", "node's processes"),
-    ("spec.template.spec.serviceAccountName", "admin", "spec.template.spec.serviceAccountName", "overlay.powers"),
+    ("spec.template.spec.serviceAccountName", "admin", "spec.template.spec.serviceAccountName", "podOverlay.allowedPrivileges"),
     ("spec.template.spec.initContainers", [{}], "spec.template.spec.initContainers", "not supported"),
     ("spec.template.spec.nonsense", 1, "spec.template.spec.nonsense", "can be laid over"),
     (MAIN, [{"name": "sidecar"}], f"{MAIN}[0].name", "only the container main"),

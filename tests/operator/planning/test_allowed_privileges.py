@@ -12,7 +12,7 @@ from pod_security import violations
 from trimtab_operator.builders.facts_job import facts_job
 from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
 from trimtab_operator.planning.admission import refusals_of, review
-from trimtab_operator.resource.allowed_privileges import POWERS
+from trimtab_operator.resource.allowed_privileges import PRIVILEGES
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.spec import KIND
 
@@ -31,27 +31,27 @@ def a_body(overlay: dict[str, Any]) -> dict[str, Any]:
     return {"kind": KIND, **a_resource(**a_spec(template={"spec": overlay}))}
 
 
-def refused(overlay: dict[str, Any], *powers: str) -> list[str]:
-    return refusals_of(a_body(overlay), default_image="e", powers=frozenset(powers))
+def refused(overlay: dict[str, Any], *allowed_privileges: str) -> list[str]:
+    return refusals_of(a_body(overlay), default_image="e", allowed_privileges=frozenset(allowed_privileges))
 
 
-def test_every_power_has_its_case() -> None:
-    assert OVERLAYS.keys() == set(POWERS)
+def test_every_privilege_has_a_case() -> None:
+    assert OVERLAYS.keys() == set(PRIVILEGES)
 
 
-@pytest.mark.parametrize("power", POWERS)
-def test_a_power_is_refused_with_the_way_to_it_unless_it_is_allowed_by_name(power: str) -> None:
-    others = [other for other in POWERS if other != power]
-    (said,) = refused(OVERLAYS[power], *others)
-    assert f"have the administrator allow {power} (the chart's overlay.powers)" in said
-    assert refused(OVERLAYS[power], power) == []
+@pytest.mark.parametrize("privilege", PRIVILEGES)
+def test_privilege_is_rejected_unless_allowed(privilege: str) -> None:
+    others = [other for other in PRIVILEGES if other != privilege]
+    (said,) = refused(OVERLAYS[privilege], *others)
+    assert f"ask the administrator to add {privilege} to the chart's podOverlay.allowedPrivileges" in said
+    assert refused(OVERLAYS[privilege], privilege) == []
 
 
-@pytest.mark.parametrize("power", POWERS)
-def test_the_webhook_allows_what_the_loop_does(power: str) -> None:
-    request = {"uid": "r", "operation": "CREATE", "object": a_body(OVERLAYS[power])}
-    for powers, is_allowed in ((frozenset[str](), False), (frozenset({power}), True)):
-        answer = review({"request": request}, default_image="e", powers=powers)
+@pytest.mark.parametrize("privilege", PRIVILEGES)
+def test_webhook_accepts_allowed_privileges(privilege: str) -> None:
+    request = {"uid": "r", "operation": "CREATE", "object": a_body(OVERLAYS[privilege])}
+    for allowed_privileges, is_allowed in ((frozenset[str](), False), (frozenset({privilege}), True)):
+        answer = review({"request": request}, default_image="e", allowed_privileges=allowed_privileges)
         assert answer["response"]["allowed"] is is_allowed
 
 
@@ -70,13 +70,13 @@ def test_the_webhook_allows_what_the_loop_does(power: str) -> None:
     ],
 )
 def test_with_all_powers_nothing_else_is_allowed(overlay: dict[str, Any], field: str) -> None:
-    (said,) = refused(overlay, *POWERS)
+    (said,) = refused(overlay, *PRIVILEGES)
     assert field in said
 
 
 def test_what_is_allowed_and_asked_for_is_in_engines_pods_and_not_in_the_readers_of_a_model() -> None:
     overlay = {**OVERLAYS["hostNetwork"], **OVERLAYS["hostIPC"], **OVERLAYS["IPC_LOCK"]}
-    deployment = replace(a_deployment(template={"spec": overlay}), powers=frozenset(POWERS))
+    deployment = replace(a_deployment(template={"spec": overlay}), allowed_privileges=frozenset(PRIVILEGES))
     wanted = rendered(deployment, admin_token_sha256="0" * 64)
     for made in (leader_stateful_set(wanted, 0), worker_stateful_set(wanted, 0, address="10.0.0.1")):
         pod = made["spec"]["template"]["spec"]
@@ -86,9 +86,9 @@ def test_what_is_allowed_and_asked_for_is_in_engines_pods_and_not_in_the_readers
     assert violations(facts_job(deployment, {})["spec"]["template"]) == []
 
 
-def test_a_power_that_is_withdrawn_leaves_what_runs_alone() -> None:
+def test_withdrawn_privilege_leaves_running_pods_alone() -> None:
     cluster = FakeCluster(**a_spec(template={"spec": OVERLAYS["hostNetwork"]}))
-    cluster.installation = Installation(powers=frozenset({"hostNetwork"}))
+    cluster.installation = Installation(allowed_privileges=frozenset({"hostNetwork"}))
     cluster.settle()
     pods = {pod["metadata"]["uid"] for pod in cluster.pods.values()}
     assert cluster.condition("Ready")["status"] == "True"
