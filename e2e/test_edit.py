@@ -69,7 +69,7 @@ def test_ttft_objective_switches_engine_to_deadline_scheduling(ready: Deployment
     set_objectives({"ttft": {"target": "2s", "perPromptToken": "125us"}}, "deadline")
     in_force = read_engine(kube, ready.namespace, ready.pod_name()).values
     assert (in_force["ttft_target"], in_force["ttft_target_per_prompt_token"]) == (2.0, 0.000125)
-    assert ready.status()["tuning"]["queueOrder"]["ttftTarget"] == "2s"
+    assert ready.status()["tuning"]["schedulingPolicy"]["ttftTarget"] == "2s"
     set_objectives(None, "fcfs")
     assert ready.restarts() == before
 

@@ -84,7 +84,7 @@ def test_deleted_worker_pod_replaces_group(three: Deployment, expected: str, kub
     await_ready(three, "worker pod deleted", began)
     after = {pod["metadata"]["uid"] for pod in three.group_pods()}
     assert not before & after, "a pod of the former engine is still there"
-    assert any(event["reason"] == "RestartedAsOne" for event in kube.events(three.namespace, three.name))
+    assert any(event["reason"] == "GroupRestarted" for event in kube.events(three.namespace, three.name))
     assert answer_of(three) == expected
 
 
@@ -148,7 +148,7 @@ def test_group_blocked_by_quota_starts_once_quota_is_removed(
         reason, message = half.waiter.until("the quota is reported", lambda: _rejected(half), deadline_seconds=120.0)
     finally:
         kube.delete("resourcequota", "few", namespace)
-    assert (reason, "exceeded quota: few" in message) == ("PodsRefused", True), message
+    assert (reason, "exceeded quota: few" in message) == ("FailedCreate", True), message
     began = time.monotonic()
     await_ready(half, "group limited to one of two pods by a quota, from the quota's removal", began)
     assert answer_of(half) == expected
@@ -232,7 +232,7 @@ def test_newer_of_two_deadlocked_groups_backs_off(apply: Apply, remove: Remove, 
             assert len(_placed(old)) == 1
             old.ready(deadline_seconds=READY_SECONDS)
             measured(f"two deadlocked groups: the older one is Ready after {time.monotonic() - began:.0f} s")
-            events = [event for event in kube.events(young.namespace, young.name) if event["reason"] == "GaveBack"]
+            events = [event for event in kube.events(young.namespace, young.name) if event["reason"] == "GangSchedulingBackoff"]
             assert events
             assert f"Insufficient {ACCELERATOR}" in events[0]["message"]
             limited = young.waiter.until(

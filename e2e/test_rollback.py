@@ -76,7 +76,7 @@ def test_change_rejected_by_engine_rolls_back_without_downtime(two: Deployment, 
     after = two.restarts()
     if after != kept:  # without room for a third replica, the rollout replaces one in place
         reasons = {event["reason"] for event in kube.events(two.namespace, two.name)}
-        assert "NoRoomForSurge" in reasons, "a replica that served was replaced or restarted"
+        assert "SurgeUnschedulable" in reasons, "a replica that served was replaced or restarted"
         (served,) = {pod["metadata"]["uid"] for pod in two.pods() if pod["metadata"]["name"] == f"{two.name}-g1-0"}
         assert after[served] == kept[served]
     assert not any(after.values())

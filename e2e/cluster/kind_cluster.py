@@ -111,7 +111,7 @@ def create(cluster: Cluster, image: str | None, workers: int, *, own_network: bo
 
     `own_network` is True for images without a CNI (built by hack/offline): bridges and routes are set up instead.
     """
-    host_settings.remember()
+    host_settings.save()
     cluster.folder.mkdir(parents=True, exist_ok=True)
     configuration = cluster.folder / "kind.json"
     configuration.write_text(kind_configuration(workers, own_network=own_network))

@@ -1,4 +1,4 @@
-"""Removal of everything that bringing up a cluster changed on the machine, apart from the cache."""
+"""Removal of everything that a cluster changed on the machine, except the cache."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ def stop_docker_and_restore_host() -> None:
     if stopped:
         log_line("docker: stopped")
     cleared = killed_daemon.clear()
-    host_settings.put_back(docker_stopped=stopped or cleared)
+    host_settings.restore(docker_stopped=stopped or cleared)

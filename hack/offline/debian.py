@@ -1,7 +1,7 @@
-"""Debian's packages: installed where root may, or fetched and unpacked aside.
+"""Debian packages: installed as root, or downloaded and unpacked without installation.
 
-The machine's own apt lists stay as they are: other suites and source packages come through a private list in the
-cache, which uses the archive that the machine itself is set up for.
+The machine's apt lists are not changed: other suites and source packages use a private list in the cache, with the
+archive that the machine is configured for.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from devtools.errors import ClusterError
 from devtools.process import output_of, run
 
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
-BASE_SUITE = "bookworm"  # whose source package of Kubernetes is the full tree; later suites hold only kubectl
-TOOLS_SUITE = "trixie"  # the first with a package of kind; it runs on bookworm too
+BASE_SUITE = "bookworm"  # its source package of Kubernetes is complete; later suites only have kubectl
+TOOLS_SUITE = "trixie"  # the first suite with a kind package, which also runs on bookworm
 
 
 def require_debian(purpose: str, *, as_root: bool = True) -> None:
-    """Building without an image registry needs root on Debian; elsewhere say what else would do."""
+    """Raise ClusterError with alternatives unless this is Debian on x86-64 (and the user is root)."""
     if platform.machine() != "x86_64":
-        raise ClusterError(f"{purpose}: only x86-64 is built locally, this is {platform.machine()}; {ALTERNATIVES}")
+        raise ClusterError(f"{purpose}: local builds need x86-64 (this is {platform.machine()}); {ALTERNATIVES}")
     if not Path("/etc/debian_version").exists() or shutil.which("apt-get") is None:
         raise ClusterError(f"{purpose} needs Debian (apt-get); {ALTERNATIVES}")
     if as_root and os.geteuid() != 0:
@@ -33,26 +33,26 @@ def require_debian(purpose: str, *, as_root: bool = True) -> None:
 
 
 ALTERNATIVES = (
-    "use a machine whose Docker reaches an image registry, name a node image in KIND_NODE_IMAGE, "
-    "or use a cluster you have with CLUSTER=current"
+    "use a machine whose Docker reaches an image registry, set KIND_NODE_IMAGE to a node image, "
+    "or use an existing cluster with CLUSTER=current"
 )
 
 
 def archive_url() -> str:
-    """The Debian archive that this machine's own apt uses, whatever mirror that is."""
+    """Return the URL of the Debian archive that this machine's apt uses."""
     lines = output_of(["apt-get", "indextargets", "--format", "$(REPO_URI) $(LABEL) $(COMPONENT)"]).splitlines()
     for line in lines:
         url, _, rest = line.partition(" ")
         if rest.split() == ["Debian", "main"]:
             return url
     raise ClusterError(
-        "apt knows no Debian archive: `apt-get indextargets` lists none with label Debian and component main; "
-        "run `apt-get update` and look at /etc/apt/sources.list.d"
+        "no Debian archive found: `apt-get indextargets` lists none with label Debian and component main; "
+        "run `apt-get update` and check /etc/apt/sources.list.d"
     )
 
 
 def private_apt() -> list[str]:
-    """apt options that select the private lists, fetched once (30 MB)."""
+    """Return apt options for the private lists, which are downloaded once (30 MB)."""
 
     def make(folder: Path) -> None:
         for part in ("lists/partial", "cache/archives/partial"):
@@ -75,13 +75,13 @@ def _options(folder: Path) -> list[str]:
         "Dir::Etc::sourceparts": "/dev/null",
         "Dir::State::lists": folder / "lists",
         "Dir::Cache": folder / "cache",
-        "APT::Sandbox::User": "root",  # the cache is under root's home, which the user _apt may not enter
+        "APT::Sandbox::User": "root",  # the user _apt has no access to root's home, which contains the cache
     }
     return [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
 
 
 def fetch(arguments: Sequence[str], folder: Path, *, log: str) -> None:
-    """apt-get with the private lists, into `folder`. The lists grow old in the cache: a failure fetches them anew."""
+    """Run apt-get with the private lists in `folder`. After a failure the lists are updated once and it is retried."""
     options = private_apt()
     try:
         run(["apt-get", *options, *arguments], log=log, folder=folder)
@@ -92,7 +92,7 @@ def fetch(arguments: Sequence[str], folder: Path, *, log: str) -> None:
 
 
 def install(packages: Sequence[str]) -> None:
-    """Install what is missing with the machine's own apt; RUNLEVEL 1 asks init scripts to start no service."""
+    """Install missing packages with the machine's apt. RUNLEVEL=1 keeps init scripts from starting services."""
     with locked("apt-install"):
         missing = [package for package in packages if not is_installed(package)]
         if not missing:
@@ -102,7 +102,7 @@ def install(packages: Sequence[str]) -> None:
         command = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
         try:
             run(command, log="apt", environment=environment)
-        except ClusterError:  # lists that are absent or out of date: fetch them and try once more
+        except ClusterError:  # lists may be missing or outdated: update them and retry once
             run(["apt-get", "update"], log="apt")
             run(command, log="apt", environment=environment)
 
@@ -115,7 +115,7 @@ def is_installed(package: str) -> bool:
 
 
 def unpack(package: str, folder: Path, *, suite: str = BASE_SUITE) -> None:
-    """Fetch `package` from `suite` and unpack its files into `folder`, without installing it."""
+    """Download `package` from `suite` and unpack its files into `folder`, without installing it."""
     scratch = folder / ".deb"
     scratch.mkdir(parents=True)
     fetch(["download", f"{package}/{suite}"], scratch, log="apt")
@@ -125,13 +125,13 @@ def unpack(package: str, folder: Path, *, suite: str = BASE_SUITE) -> None:
 
 
 def program(package: str) -> Path:
-    """The program of the package that has its name, kept in the cache."""
+    """Return the program with the package's name, unpacked into the cache."""
     folder = entry(f"tools/{package}", lambda making: unpack(package, making))
     return folder / "usr" / "bin" / package
 
 
 def bootstrap(folder: Path, packages: Sequence[str], *, log: str) -> None:
-    """A minimal Debian root file system with `packages`, in `folder`."""
+    """Create a minimal Debian root file system with `packages` in `folder`."""
     install(["debootstrap"])
     run(
         ["debootstrap", "--variant=minbase", f"--include={','.join(packages)}", BASE_SUITE, folder, archive_url()],

@@ -20,25 +20,25 @@ from . import debian, host_settings, runtime_shim
 
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
-SHIM_PYTHON = "/usr/bin/python3"  # by its full name: what comes first on PATH may be a script
+SHIM_PYTHON = "/usr/bin/python3"  # absolute, since the first python3 on PATH may be a script
 
 
 def start() -> dict[str, str]:
     """Start a daemon, and install it if it is missing. Return the environment with which docker reaches it."""
-    host_settings.remember()
+    host_settings.save()
     if shutil.which("dockerd") is None or shutil.which("docker") is None:
         debian.install(["docker.io", "iptables"])
-        found = find()  # where systemd runs, the package has started one
+        found = find()  # with systemd, the package has started a daemon
         if found is not None:
             return found
     if os.geteuid() != 0:
         raise ClusterError(
-            f"No Docker daemon answers and only root can start one; start Docker, set DOCKER_HOST, "
+            f"No Docker daemon is running and only root can start one; start Docker, set DOCKER_HOST, "
             f"or {debian.ALTERNATIVES}"
         )
     folder = own_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    # A daemon that was killed leaves its containerd's pid file, and a new one would wait for that process.
+    # A killed daemon leaves its containerd's pid file, and a new daemon would wait for that process.
     shutil.rmtree(folder / "exec", ignore_errors=True)
     (folder / "dockerd.pid").unlink(missing_ok=True)
     command = [
@@ -64,7 +64,7 @@ def start() -> dict[str, str]:
 
     if not wait_until("docker", START_SECONDS, answers, every_seconds=0.5):
         daemon.terminate()
-        raise ClusterError(f"dockerd does not answer on {own_host()} after {START_SECONDS:g} s; its log is {log}")
+        raise ClusterError(f"dockerd does not respond on {own_host()} after {START_SECONDS:g} s; its log is {log}")
     return environment
 
 
@@ -78,12 +78,12 @@ def _runtime_options(folder: Path) -> list[str]:
 
 
 def stop() -> bool:
-    """Stop the daemon this tool started, and what it started; False when there was none."""
+    """Stop the daemon that these tools started. Return False if there was none."""
     with locked("docker"):
         pid = own_pid()
         if pid is None:
             return False
-        with contextlib.suppress(ClusterError):  # its bridges go with its networks
+        with contextlib.suppress(ClusterError):  # removes the networks' bridges
             run(["docker", "network", "prune", "-f"], log="docker", environment={"DOCKER_HOST": own_host()})
         os.kill(pid, signal.SIGTERM)
         end = time.monotonic() + STOP_SECONDS
@@ -91,7 +91,7 @@ def stop() -> bool:
             _reap(pid)
             time.sleep(0.2)
         if own_pid() is not None:
-            log_line(f"docker: pid {pid} ignores SIGTERM after {STOP_SECONDS:g} s: killing it")
+            log_line(f"docker: pid {pid} did not stop {STOP_SECONDS:g} s after SIGTERM; killing it")
             os.kill(pid, signal.SIGKILL)
         (own_folder() / "dockerd.pid").unlink(missing_ok=True)
         delete_bridge()
@@ -99,11 +99,11 @@ def stop() -> bool:
 
 
 def delete_bridge() -> None:
-    """Docker's own bridge, which no daemon takes away at its end."""
+    """Delete Docker's default bridge, which a daemon does not remove when it stops."""
     if Path("/sys/class/net/docker0").exists():
         run(["ip", "link", "delete", "docker0"], log="docker")
 
 
 def _reap(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):  # only our own child when `up` and `down` run in one process
+    with contextlib.suppress(ChildProcessError):  # it is a child only if `up` and `down` run in the same process
         os.waitpid(pid, os.WNOHANG)

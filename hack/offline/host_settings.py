@@ -1,7 +1,7 @@
-"""What a cluster changes on the machine it runs on, remembered before and put back when the last cluster is gone.
+"""Host settings that a cluster changes: saved before, and restored after the last cluster is deleted.
 
-The kubelet sets three sysctls; a Docker daemon turns packet forwarding on, makes the firewall drop what it does not
-know and leaves its chains behind when it ends.
+The kubelet sets three sysctls. A Docker daemon enables packet forwarding, sets the firewall's FORWARD policy to DROP
+and leaves its chains when it stops.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def _path(sysctl: str) -> Path:
     return Path("/proc/sys", *sysctl.split("."))
 
 
-def remember() -> None:
-    """Write the settings down, once: a second cluster must not take the first one's settings for the machine's own."""
-    if _remembered() is not None:
+def save() -> None:
+    """Save the settings unless they are already saved: a second cluster must not save the first one's values."""
+    if _saved() is not None:
         return
     sysctls = {}
     for name in (*KUBELET_SYSCTLS, *DOCKER_SYSCTLS):
@@ -48,8 +48,8 @@ def remember() -> None:
     _file().write_text(json.dumps(settings, indent=1) + "\n")
 
 
-def _remembered() -> dict[str, object] | None:
-    """What was written down since this machine started."""
+def _saved() -> dict[str, object] | None:
+    """Return the settings saved since this machine booted, or None."""
     try:
         settings: dict[str, object] = json.loads(_file().read_text())
     except (OSError, ValueError):
@@ -57,16 +57,16 @@ def _remembered() -> dict[str, object] | None:
     return settings if settings.get("boot") == _boot() else None
 
 
-def put_back(*, docker_stopped: bool) -> None:
-    """Put back what still has the value that a cluster gave it; what Docker changes only once our daemon has ended."""
-    settings = _remembered()
+def restore(*, docker_stopped: bool) -> None:
+    """Restore settings that still have the cluster's value; Docker's only if its daemon was stopped."""
+    settings = _saved()
     if settings is None:
         return
     before = settings.get("sysctls")
     for name, value in changed(before if isinstance(before, dict) else {}, docker_stopped=docker_stopped).items():
         with contextlib.suppress(OSError):
             _path(name).write_text(value)
-            log_line(f"host: {name} is {value} again")
+            log_line(f"host: {name} restored to {value}")
     if docker_stopped:
         for table in ("filter", "nat"):
             for arguments in docker_leftovers(_firewall(table)):
@@ -78,18 +78,18 @@ def put_back(*, docker_stopped: bool) -> None:
 
 
 def changed(before: dict[str, str], *, docker_stopped: bool) -> dict[str, str]:
-    """The sysctls that now have a cluster's value and had another: name to the value from before."""
-    given = KUBELET_SYSCTLS | (DOCKER_SYSCTLS if docker_stopped else {})
+    """Return the previous values of sysctls that still have the value set by a cluster."""
+    cluster_values = KUBELET_SYSCTLS | (DOCKER_SYSCTLS if docker_stopped else {})
     found = {}
     for name, value in before.items():
         with contextlib.suppress(OSError):
-            if name in given and value != given[name] and _path(name).read_text().strip() == given[name]:
+            if name in cluster_values and value != cluster_values[name] == _path(name).read_text().strip():
                 found[name] = value
     return found
 
 
 def _firewall(table: str) -> str:
-    """iptables-save's words for one table; none where there is no iptables."""
+    """Return iptables-save's output for one table, or an empty string without iptables."""
     if shutil.which("iptables-save") is None:
         return ""
     try:
@@ -99,7 +99,7 @@ def _firewall(table: str) -> str:
 
 
 def forward_policy(saved: str) -> str:
-    """What the firewall does with a forwarded packet that no rule knows; a machine without iptables accepts it."""
+    """Return the policy of the FORWARD chain; ACCEPT on machines without iptables."""
     for line in saved.splitlines():
         if line.startswith(":FORWARD "):
             return line.split()[1]
@@ -107,7 +107,7 @@ def forward_policy(saved: str) -> str:
 
 
 def docker_leftovers(saved: str) -> list[list[str]]:
-    """The iptables arguments that remove what a Docker daemon has left in one table: its rules, then its chains."""
+    """Return iptables arguments that remove a Docker daemon's rules and then its chains from a table."""
     chains = [line[1:].split()[0] for line in saved.splitlines() if line.startswith(":DOCKER")]
     rules = [shlex.split(line) for line in saved.splitlines() if line.startswith("-A ")]
     own = [rule for rule in rules if rule[1] not in chains and _is_dockers(rule, chains)]
@@ -116,16 +116,16 @@ def docker_leftovers(saved: str) -> list[list[str]]:
 
 
 def _is_dockers(rule: list[str], chains: list[str]) -> bool:
-    """Whether a rule leads into one of Docker's chains or is about its own bridge; others went with their networks."""
+    """Return True if a rule jumps to one of Docker's chains or matches its default bridge."""
     return any(
         (option == "-j" and value in chains) or (option in ("-i", "-o") and value == "docker0")
         for option, value in itertools.pairwise(rule)
     )
 
 
-def not_put_back() -> list[str]:
-    """A line for each setting that is not as it was before the first cluster."""
-    settings = _remembered()
+def not_restored() -> list[str]:
+    """Return a line for each setting that differs from its value before the first cluster."""
+    settings = _saved()
     before = settings.get("sysctls") if settings is not None else None
     found = changed(before if isinstance(before, dict) else {}, docker_stopped=True)
     return [f"setting: {name} was {value}" for name, value in found.items()]

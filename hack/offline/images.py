@@ -1,6 +1,6 @@
-"""Parts of images for machines whose image builds reach no registry and no package index.
+"""Image parts for machines where `docker build` reaches neither a registry nor a package index.
 
-The base comes from Debian's packages, Prometheus likewise, and Python packages are installed by the host's pip.
+The base image and Prometheus come from Debian packages, and Python packages are installed by the host's pip.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from . import debian
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 RECIPES = REPOSITORY / "images"
 PYTHON_BASE_PACKAGES = ("ca-certificates", "python3", "libgomp1")  # torch's threads need libgomp
-# No tests, C headers, static libraries or bytecode of another interpreter: nothing of these is read at run time.
+# Tests, C headers, static libraries and bytecode are not needed at run time.
 WASTE_FOLDERS = frozenset({"__pycache__", "tests"})
 WASTE_PATHS = ("torch/include", "torch/share", "torch/test", "bin")
-WASTE_SUFFIXES = (".a", ".pyi", ".pyx", ".pxd")  # not .c and .h: Triton compiles its own when it meets a GPU
-TORCH_HELPER = "torch_shm_manager"  # the only one of torch/bin (50 MB) that `import torch` looks for
-KEPT_TAGS = 3  # of each image, the newest: a switch between two checkouts rebuilds nothing
+WASTE_SUFFIXES = (".a", ".pyi", ".pyx", ".pxd")  # not .c and .h: Triton compiles its own on GPUs
+TORCH_HELPER = "torch_shm_manager"  # the only program of torch/bin (50 MB) that `import torch` needs
+KEPT_TAGS = 3  # newest tags kept per image, so that switching between checkouts rebuilds nothing
 STRIPPED = (*sorted(WASTE_FOLDERS), *WASTE_PATHS, *WASTE_SUFFIXES, TORCH_HELPER)
 """Everything that `strip` depends on, for the hash of an image."""
 
@@ -55,15 +55,15 @@ def build_python_base(docker: dict[str, str], image: str) -> None:
 
 
 def requirements(pyproject: str, extra: str) -> list[str]:
-    """The requirement strings of one extra."""
+    """Return the requirements of one extra of pyproject.toml."""
     found = tomllib.loads(pyproject)["project"]["optional-dependencies"].get(extra)
     if not found:
-        raise ClusterError(f"pyproject.toml has no extra named {extra}, so there is nothing to put into its image")
+        raise ClusterError(f"pyproject.toml: there is no extra named {extra}, so its image would be empty")
     return list(found)
 
 
 def pins(constraints: str) -> list[str]:
-    """The lines of constraints.txt that pin something, in order, so that a comment changes no hash."""
+    """Return the sorted pins of constraints.txt, so that comments do not change a hash."""
     return sorted(line.strip() for line in constraints.splitlines() if re.match(r"^[A-Za-z0-9]", line))
 
 
@@ -98,7 +98,7 @@ def packages(
 
 
 def install_packages(folder: Path, wanted: list[str], version: str, *, log: str) -> None:
-    """pip install into `folder` for Python `version`, wheels only (nothing is compiled), and strip the rest."""
+    """Install wheels for Python `version` into `folder` with pip, and strip unneeded files."""
     constraints = REPOSITORY / "constraints.txt"
     run(
         [
@@ -112,7 +112,7 @@ def install_packages(folder: Path, wanted: list[str], version: str, *, log: str)
 
 
 def strip(folder: Path) -> None:
-    """Remove what nothing reads at run time; about a tenth of torch's tree."""
+    """Remove files that are not needed at run time, about a tenth of torch."""
     for name in WASTE_PATHS:
         remove_tree(folder / name)
     for path in folder.glob("torch/bin/*"):
@@ -126,7 +126,7 @@ def strip(folder: Path) -> None:
 
 
 def make_readable(folder: Path) -> None:
-    """Readable by the image's user, whatever this process's umask was."""
+    """Make files readable by the image's user, independent of the umask."""
     for path in folder.rglob("*"):
         if not path.is_symlink():
             path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
@@ -138,7 +138,7 @@ def prometheus(docker: dict[str, str], base: str) -> str:
     image = f"trimtab-prometheus:{key_of(base, str(program.stat().st_size), recipe.read_bytes())}"
     if docker_cli.has_image(docker, image):
         return image
-    with stage(f"images: {image}, of Debian's package", 20):
+    with stage(f"images: {image}, from Debian's package", 20):
         context = scratch_folder("image-prometheus")
         shutil.copy2(program, context / "prometheus")
         docker_cli.build(docker, image, context, recipe, {"BASE_IMAGE": base})

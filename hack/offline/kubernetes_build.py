@@ -1,6 +1,6 @@
-"""Kubernetes' binaries, built from Debian's source package: the longest stage, done once and kept in the cache.
+"""Kubernetes binaries built from Debian's source package: the longest stage, done once and cached.
 
-Debian 12 carries the full tree of Kubernetes 1.20.2 with its vendored modules, and a Go that builds it.
+Debian 12 has the complete source of Kubernetes 1.20.2 with vendored modules, and a Go version that builds it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACKAGES = (
     "jq",
 )
 # The vendored reflect2 1.0.1 corrupts memory under Go 1.18 and later: the API server dies of SIGSEGV in mapiterinit
-# after some minutes. Debian's package holds 1.0.2.
+# after some minutes. Debian's package has 1.0.2.
 REFLECT2 = "github.com/modern-go/reflect2"
 BUILD_ENVIRONMENT = {
     "GO111MODULE": "off",
@@ -47,28 +47,28 @@ BUILD_ENVIRONMENT = {
     "KUBE_GIT_TREE_STATE": "archive",
     "KUBE_GIT_COMMIT": "faecb196815e248d3ecfb03c680a4507229c2a56",  # the commit of v1.20.2
     "SOURCE_DATE_EPOCH": "1610600000",
-    # As the others are, so that what they share is compiled once: with cgo nearly all of it is compiled for it again.
+    # Static like the others: with cgo nearly all shared packages would be compiled again for the kubelet.
     "KUBE_STATIC_OVERRIDES": "kubelet",
 }
-# Nodes of kind run containerd and no cloud's machines: without the clouds' libraries a quarter less is compiled.
+# kind's nodes need neither cloud providers nor dockershim: a quarter less is compiled without them.
 TAGS = "providerless,dockerless"
-GENERATE_SECONDS = 70.0  # on two cores, as the next
+GENERATE_SECONDS = 70.0  # on two cores, like the next
 BUILD_SECONDS = 300.0
 
 
 def entry_name() -> str:
-    """The cache entry of the binaries: a hash of what they are built from, so that it can be taken to another cache."""
+    """Return the binaries' cache entry. Its hash covers all inputs, so it can be moved to another cache."""
     recipe = key_of(VERSION, *BINARIES, REFLECT2, TAGS, *(f"{k}={v}" for k, v in BUILD_ENVIRONMENT.items()))
     return f"kubernetes/{VERSION}-{recipe}"
 
 
 def is_built() -> bool:
-    """Whether the binaries are in the cache."""
+    """Return True if the binaries are in the cache."""
     return (cache_root() / entry_name()).exists()
 
 
 def binaries() -> Path:
-    """The folder of the seven binaries, from the cache or built now."""
+    """Return the folder of the seven binaries, built if missing."""
     return entry(entry_name(), _build)
 
 

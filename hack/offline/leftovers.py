@@ -1,6 +1,6 @@
-"""What of ours is left on this machine: containers, a daemon, mounts, processes, bridges, settings. Empty after `down`.
+"""Leftovers of clusters on this machine: containers, a daemon, mounts, processes and host settings.
 
-Ours is what lies in this checkout, or where a cluster's parts lie in the cache: other checkouts' work is left alone.
+Only those of this checkout and of clusters in the cache count; other checkouts are ignored.
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ from devtools.process import output_of
 from . import host_settings
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-IN_CACHE = ("docker", "clusters", "scratch", "tools", "bin")  # what a cluster's processes run or name
+IN_CACHE = (
+    "docker",
+    "clusters",
+    "scratch",
+    "tools",
+    "bin",
+)  # folders that command lines of a cluster's processes contain
 COMMAND_LENGTH = 140  # columns of a command line in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process as /proc shows it."""
+    """A process as shown in /proc."""
 
     pid: int
     parent: int
@@ -34,8 +40,8 @@ class Process:
 
 
 def find() -> list[str]:
-    """A line for each thing that is left."""
-    # Not the whole cache: other checkouts read its models, and their engines are no leftovers of ours.
+    """Return a line for each leftover."""
+    # Not the whole cache: engines of other checkouts read its models.
     roots = (*(str(cache_root() / name) for name in IN_CACHE), str(REPOSITORY))
     found = [*_containers(), *mounts(Path("/proc/self/mounts").read_text(), roots)]
     pid = docker_cli.own_pid()
@@ -44,9 +50,9 @@ def find() -> list[str]:
     everything = list(processes())
     found += [
         f"process: {process.pid} {' '.join(process.words)[:COMMAND_LENGTH]}"
-        for process in belonging(everything, roots, own_line(everything, os.getpid()))
+        for process in matching(everything, roots, ancestors(everything, os.getpid()))
     ]
-    found += host_settings.not_put_back()
+    found += host_settings.not_restored()
     return found
 
 
@@ -60,19 +66,19 @@ def _containers() -> list[str]:
             environment=docker,
         )
     except ClusterError as error:
-        return [f"containers: Docker does not list them: {error}"]
+        return [f"containers: docker ps failed: {error}"]
     own = docker.get("DOCKER_HOST") == docker_cli.own_host()
     return [f"container: {line}" for line in listed.splitlines() if own or "trimtab" in line]
 
 
 def mounts(table: str, roots: Sequence[str]) -> list[str]:
-    """Mount points below our folders."""
+    """Return mount points below the folders."""
     points = [line.split()[1] for line in table.splitlines() if len(line.split()) > 1]
     return [f"mount: {point}" for point in points if any(point.startswith(f"{root}/") for root in roots)]
 
 
 def processes() -> Iterator[Process]:
-    """Every process that can be looked at; those that end meanwhile are left out."""
+    """Yield all accessible processes, without those that exit meanwhile."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = folder.joinpath("cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
@@ -83,8 +89,8 @@ def processes() -> Iterator[Process]:
         yield Process(int(folder.name), parent, words, executable)
 
 
-def own_line(found: Sequence[Process], pid: int) -> frozenset[int]:
-    """`pid`, and whoever started it: make, a shell, CI."""
+def ancestors(found: Sequence[Process], pid: int) -> frozenset[int]:
+    """Return `pid` and its ancestors, such as make, a shell and CI."""
     parents = {process.pid: process.parent for process in found}
     line = set()
     while pid in parents and pid not in line:
@@ -93,11 +99,11 @@ def own_line(found: Sequence[Process], pid: int) -> frozenset[int]:
     return frozenset(line)
 
 
-def belonging(found: Sequence[Process], roots: Sequence[str], besides: frozenset[int]) -> list[Process]:
-    """Processes that run a program of ours or name one of our folders, or what is in it, but for those in `besides`."""
-    ours = re.compile("(?:" + "|".join(re.escape(root.rstrip("/")) for root in roots) + r")(?![\w.-])")
+def matching(found: Sequence[Process], roots: Sequence[str], excluded: frozenset[int]) -> list[Process]:
+    """Return processes whose executable or arguments are in one of the folders, except `excluded`."""
+    pattern = re.compile("(?:" + "|".join(re.escape(root.rstrip("/")) for root in roots) + r")(?![\w.-])")
     return [
         process
         for process in found
-        if process.pid not in besides and any(map(ours.search, (process.executable, *process.words)))
+        if process.pid not in excluded and any(map(pattern.search, (process.executable, *process.words)))
     ]

@@ -1,7 +1,7 @@
-"""The image that kind's nodes run, built of Debian's packages where no image registry can be reached.
+"""kind's node image, built from Debian packages if no image registry is reachable.
 
-kind asks little of it: containerd, kubeadm, kubelet, kubectl, ctr, bash, /kind/version, and an entrypoint that prints
-the line kind waits for. systemd is not needed.
+kind needs containerd, kubeadm, kubelet, kubectl, ctr, bash, /kind/version, and an entrypoint that prints the line kind
+waits for. systemd is not needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BASE_PACKAGES = (
     "kmod",
     "curl",
 )
-# What `kubeadm config images list` of this version names. coredns has no Debian package: this cluster has no DNS.
+# The images of `kubeadm config images list`. Debian has no coredns package, so this cluster has no DNS.
 REGISTRY = "k8s.gcr.io"
 STATIC_COMPONENTS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 ETCD_TAG = "3.4.13-0"
@@ -44,13 +44,13 @@ NODE_BINARIES = ("kubelet", "kubeadm", "kubectl")
 
 
 def image_name() -> str:
-    """The node image's name; the tag is a hash of what it is made from."""
+    """Return the node image's name; the tag is a hash of its inputs."""
     key = key_of(kubernetes_build.entry_name(), *BASE_PACKAGES, REGISTRY, ETCD_TAG, PAUSE_TAG, tree_key([RECIPE]))
     return f"{NAME}:{kubernetes_build.VERSION}-{key}"
 
 
 def ensure(docker: dict[str, str]) -> str:
-    """The name of the node image, built if the daemon does not have it."""
+    """Return the name of the node image, built if missing."""
     image = image_name()
     with locked("node-image"):
         if not docker_cli.has_image(docker, image):
@@ -63,7 +63,7 @@ def ensure(docker: dict[str, str]) -> str:
 def _require_cgroup_v1() -> None:
     if not Path("/sys/fs/cgroup/memory").is_dir():
         raise ClusterError(
-            "No image registry can be reached, and a node image built locally (Kubernetes 1.20 without systemd) needs "
+            "No image registry is reachable, and a locally built node image (Kubernetes 1.20 without systemd) needs "
             f"cgroup v1, which this machine does not mount at /sys/fs/cgroup/memory; {debian.ALTERNATIVES}"
         )
 
@@ -111,7 +111,7 @@ def _pause_and_etcd(context: Path) -> None:
 
 
 def _components(docker: dict[str, str], context: Path, binaries: Path, base: str) -> None:
-    """Build every image that kubeadm names and save them into one archive, which a node imports when it starts."""
+    """Build the images that kubeadm needs and save them to one archive, which nodes import at startup."""
     sources = {name: (binaries / name, "scratch", kubernetes_build.VERSION) for name in STATIC_COMPONENTS}
     sources["kube-proxy"] = (binaries / "kube-proxy", base, kubernetes_build.VERSION)  # it runs iptables
     sources["etcd"] = (context / "etcd", base, ETCD_TAG)  # it needs a C library

@@ -26,9 +26,9 @@ class Cluster(Protocol):
 
 
 def configuration(pod_cidr: str) -> str:
-    """The CNI configuration of one node: a bridge with the node's own range of addresses.
+    """Return the CNI configuration of one node: a bridge with the node's address range.
 
-    No masquerading by the bridge: pods keep their own source address across nodes (see connect for the rest).
+    The bridge does not masquerade, so that pods keep their source address across nodes (see `connect`).
     """
     bridge = {
         "type": "bridge",
@@ -43,10 +43,10 @@ def configuration(pod_cidr: str) -> str:
 
 
 def connect(cluster: Cluster) -> None:
-    """Give each node its bridge, a route to every other node's pods, and one rule that masquerades what leaves."""
+    """Set up each node's bridge, routes to other nodes' pods, and masquerading of traffic that leaves the cluster."""
     if not wait_until("pod address ranges", POD_CIDR_SECONDS, lambda: _have_ranges(cluster)):
         raise ClusterError(
-            f"not every node got a podCIDR within {POD_CIDR_SECONDS:g} s: the controller manager is not up"
+            f"not every node got a podCIDR within {POD_CIDR_SECONDS:g} s; the controller manager is not running"
         )
     found = [(n["metadata"]["name"], n["spec"]["podCIDR"], _internal_ip(n)) for n in _nodes(cluster)]
     for name, pod_cidr, _ in found:
@@ -54,11 +54,11 @@ def connect(cluster: Cluster) -> None:
         rule = f"POSTROUTING -s {POD_SUBNET} ! -d {POD_SUBNET} -j MASQUERADE"
         script = (
             f"{routes}iptables -t nat -C {rule} 2>/dev/null || iptables -t nat -A {rule}\n"
-            # Renamed into place: the runtime watches the folder and must not see half a file.
+            # Renamed into place: the runtime watches the folder and must not read a partial file.
             f"cat >{CNI_FILE}.new && mv {CNI_FILE}.new {CNI_FILE}"
         )
         cluster.on_node(name, script, stdin=configuration(pod_cidr).encode())
-    # This cluster has no image of coredns; without its pods nothing is left that cannot start.
+    # This cluster has no coredns image, so its pods could not start.
     with contextlib.suppress(ClusterError):
         cluster.kubectl("-n", "kube-system", "scale", "deployment", "coredns", "--replicas=0")
 

@@ -1,8 +1,8 @@
-"""An OCI runtime that runs runc with what this machine can give.
+"""An OCI runtime that wraps runc on machines without CAP_SYS_RESOURCE.
 
-Where CAP_SYS_RESOURCE is missing, runc refuses every privileged container ("unable to apply caps: operation not
-permitted") and every lowered OOM score. dockerd then gets this file as its runtime: it takes both out of what Docker
-asks for and hands over to runc. It runs by itself, from a copy in the cache, so it imports nothing of this project.
+There runc rejects privileged containers ("unable to apply caps: operation not permitted") and negative OOM scores.
+dockerd uses this file as its runtime, which removes both from the container's configuration and executes runc. It runs
+from a copy in the cache, so it imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CAPABILITY_BIT = 24  # of the masks in /proc/self/status (linux/capability.h)
 
 
 def is_needed(status: str) -> bool:
-    """Whether /proc/self/status (its text) shows that CAP_SYS_RESOURCE cannot be had."""
+    """Return True if the text of /proc/self/status shows that CAP_SYS_RESOURCE is not available."""
     for line in status.splitlines():
         name, _, value = line.partition(":")
         if name == "CapBnd":
@@ -28,7 +28,7 @@ def is_needed(status: str) -> bool:
 
 
 def fit(process: dict[str, Any]) -> None:
-    """Change an OCI process object in place: without the capability, and no OOM score below 0."""
+    """Remove the capability and negative OOM scores from an OCI process object, in place."""
     for names in (process.get("capabilities") or {}).values():
         if CAPABILITY in names:
             names.remove(CAPABILITY)
@@ -37,7 +37,7 @@ def fit(process: dict[str, Any]) -> None:
 
 
 def option(arguments: list[str], name: str) -> str | None:
-    """The value of `--name VALUE` or `--name=VALUE`; None when it is not there."""
+    """Return the value of `--name VALUE` or `--name=VALUE`, or None if absent."""
     for position, argument in enumerate(arguments):
         if argument == name and position + 1 < len(arguments):
             return arguments[position + 1]
@@ -47,7 +47,7 @@ def option(arguments: list[str], name: str) -> str | None:
 
 
 def rewrite(arguments: list[str]) -> None:
-    """Edit the file that runc will read: the bundle's config.json, or the process file of `runc exec`."""
+    """Edit the file that runc reads: the bundle's config.json, or the process file of `runc exec`."""
     bundle, process_file = option(arguments, "--bundle"), option(arguments, "--process")
     if bundle is not None:
         path = Path(bundle, "config.json")

@@ -1,8 +1,8 @@
-"""A current API server's code for custom resources: what judges a CRD, its schema and its rules in CEL.
+"""A current apiextensions API server, to validate the CRD, its schema and its CEL rules.
 
-Debian's unstable suite carries the Go packages of a current Kubernetes as libraries, among them `apiextensions`, which
-is a server of its own: it serves CustomResourceDefinitions and what they define, and nothing else. Neither the
-machine's packages nor its Go are touched; all is unpacked in the cache and goes again once the two binaries are built.
+Debian's unstable suite has the Go packages of a current Kubernetes as libraries, including `apiextensions`, a server
+for only CustomResourceDefinitions and their resources. The machine's packages and its Go are not changed; everything
+is unpacked in the cache and removed after the two binaries are built.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ BUILD_SECONDS = 200.0  # on two idle cores
 
 
 def installed_versions() -> list[Path]:
-    """The folders that hold a server, by the version of Kubernetes, oldest first."""
+    """Return the folders of built servers, one per Kubernetes version, oldest first."""
     return sorted((cache_root() / "schema-server").glob("v*"), key=lambda folder: folder.stat().st_mtime)
 
 
 def server() -> Path:
-    """The folder with `apiextensions-apiserver` and `etcd`: the newest that is there, or built now.
+    """Return the folder with `apiextensions-apiserver` and `etcd`: the newest existing one, or built now.
 
     Raises:
-        ClusterError: not a Debian of x86-64, or the suite's packages do not fit together today.
+        ClusterError: this is not Debian on x86-64, or the suite's packages cannot be installed together.
     """
     there = installed_versions()
     if there:
@@ -49,13 +49,13 @@ def server() -> Path:
 
 
 def _planned(line: str) -> tuple[str, str]:
-    """`Inst NAME (VERSION …)` of apt's simulation."""
+    """Parse `Inst NAME (VERSION …)` of apt's simulation."""
     _, name, version = line.split()[:3]
     return name, version.lstrip("(")
 
 
 def _private_apt(scratch: Path) -> list[str]:
-    """apt options for the suite alone, as on a machine where nothing is installed: then a plan names all it needs."""
+    """Return apt options for only this suite and an empty package status, so that a plan lists all dependencies."""
     for part in ("lists/partial", "cache/archives/partial", "debs"):
         (scratch / part).mkdir(parents=True)
     (scratch / "status").touch()
@@ -100,10 +100,10 @@ def _build(folder: Path, options: list[str], packages: list[str]) -> None:
 
 
 def _whole_go(root: Path) -> Path:
-    """Go's root: the package splits it over two folders, with links to where they would be installed."""
+    """Return Go's root. The package splits it into two folders with links to their installed locations."""
     go_root = next(iter(sorted((root / "usr/lib").glob("go-*"))), None)
     if go_root is None:
-        raise ClusterError(f"the packages of {SUITE} hold no Go below {root / 'usr/lib'}")
+        raise ClusterError(f"the packages of {SUITE} have no Go below {root / 'usr/lib'}")
     shared = root / "usr/share" / go_root.name
     for part in shared.iterdir():
         link = go_root / part.name

@@ -1,4 +1,4 @@
-"""The command line: wrong use is one line and exit code 2."""
+"""The command line: errors are one line, and wrong usage has exit code 2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
     "words",
     [[], ["nonsense"], ["up", "--workers", "many"], ["up", "--workers", "-1"], ["load"], ["images", "kernel"]],
 )
-def test_wrong_use_is_one_line_and_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_prints_one_line_and_exits_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
@@ -39,7 +39,7 @@ def test_main_module_parses_on_old_pythons(folder: str) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
-def test_a_cache_that_cannot_be_written_is_one_line(
+def test_unwritable_cache_prints_one_line(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*_: object) -> None:
@@ -52,7 +52,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 
 
 @pytest.mark.parametrize("command", ["up", "down", "status", "kubeconfig", "env", "load"])
-def test_an_unknown_value_of_cluster_is_refused_before_anything_is_done(
+def test_unknown_cluster_value_is_rejected_first(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CLUSTER", "mine")
@@ -60,7 +60,7 @@ def test_an_unknown_value_of_cluster_is_refused_before_anything_is_done(
     assert "CLUSTER is 'mine'" in capsys.readouterr().err
 
 
-def test_cluster_current_means_the_cluster_you_have() -> None:
+def test_uses_current_accepts_only_known_values() -> None:
     assert uses_current({"CLUSTER": "current"})
     assert not uses_current({"CLUSTER": ""})
     assert not uses_current({})
@@ -68,16 +68,16 @@ def test_cluster_current_means_the_cluster_you_have() -> None:
         uses_current({"CLUSTER": "Current"})
 
 
-def test_down_deletes_nothing_of_the_cluster_you_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_down_with_current_cluster_deletes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER", "current")
     monkeypatch.setattr("cluster.kind_cluster.delete", lambda _: pytest.fail("deleted"))
     assert main(["down"]) == 0
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.2, "59 s"), (65.0, "1m05s"), (600.0, "10m00s")])
-def test_durations_read_at_a_glance(seconds: float, text: str) -> None:
+def test_duration_format(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_lists_read_as_prose() -> None:
+def test_as_list_format() -> None:
     assert [as_list(["a"]), as_list(["a", "b"]), as_list(["a", "b", "c"])] == ["a", "a and b", "a, b and c"]

@@ -1,4 +1,4 @@
-"""What goes into the images, and into their hashes."""
+"""Contents of the images and of their hashes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ operator = ["kopf>=1.45", "httpx"]
 """
 
 
-def test_an_image_s_packages_are_its_extra() -> None:
+def test_requirements_are_read_from_extra() -> None:
     assert requirements(PYPROJECT, "operator") == ["kopf>=1.45", "httpx"]
 
 
-def test_an_extra_that_is_missing_is_named() -> None:
+def test_missing_extra_is_named_in_error() -> None:
     with pytest.raises(ClusterError, match="engine"):
         requirements(PYPROJECT, "engine")
 
 
-def test_the_project_s_version_is_found_as_pip_would_have_left_it(tmp_path: Path) -> None:
+def test_distribution_metadata_is_found_by_importlib(tmp_path: Path) -> None:
     folder, text = distribution_metadata('[project]\nname = "trimtab"\n', "1.2.3")
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "METADATA").write_text(text)
@@ -36,13 +36,13 @@ def test_the_project_s_version_is_found_as_pip_would_have_left_it(tmp_path: Path
     assert found.version == "1.2.3"
 
 
-def test_comments_and_order_of_the_constraints_change_no_hash() -> None:
+def test_pins_ignore_comments_and_order() -> None:
     assert pins("# made by pip\nb==2\na==1\n") == pins("a==1\n\nb==2\n# end\n") == ["a==1", "b==2"]
 
 
-def test_stripping_removes_tests_and_headers_and_keeps_what_runs(tmp_path: Path) -> None:
+def test_strip_removes_only_files_unneeded_at_run_time(tmp_path: Path) -> None:
     kept = ["torch/__init__.py", "torch/lib/libtorch.so", "torch/bin/torch_shm_manager", "torch/testing/__init__.py"]
-    gone = [
+    removed = [
         "torch/bin/protoc",
         "torch/include/ATen.h",
         "numpy/tests/test_a.py",
@@ -50,7 +50,7 @@ def test_stripping_removes_tests_and_headers_and_keeps_what_runs(tmp_path: Path)
         "bin/pip",
         "a/lib.a",
     ]
-    for name in kept + gone:
+    for name in kept + removed:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     strip(tmp_path)
@@ -72,12 +72,12 @@ def test_image_sources_include_imported_packages(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_every_source_of_an_image_is_in_the_checkout(name: str) -> None:
+def test_image_sources_exist(name: str) -> None:
     assert all((REPOSITORY / source / "__init__.py").is_file() for source in PRODUCTS[name].sources)
 
 
-def test_the_model_is_made_beside_the_packages_of_the_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each waits for the others to have begun, so one after the other would never end."""
+def test_model_and_packages_are_built_in_parallel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each step waits for the others to start, so sequential steps would time out."""
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     meeting = threading.Barrier(3, timeout=30.0)
 

@@ -1,5 +1,4 @@
-"""README's two minutes on one's own machine do what README says: its blocks are read from README and executed; those of
-the page on live configuration likewise."""
+"""README's local quickstart and the live configuration page work: their code blocks are read and executed."""
 
 from __future__ import annotations
 
@@ -21,44 +20,44 @@ BLOCK = re.compile(r"<!--\s*laptop:\s*([a-z-]+)\s*-->\s*```bash\n(.*?)```", re.D
 BLOCKS = dict(BLOCK.findall(README.read_text()))
 LIVE_PAGE = REPOSITORY / "docs" / "concepts" / "live-configuration.md"
 LIVE_BLOCK = re.compile(r"<!--\s*live:\s*([a-z-]+)\s*-->\s*```sh\n(.*?)```", re.DOTALL)
-SECONDS = 240.0  # a dozen on two idle cores
+SECONDS = 240.0  # about 12 on two idle cores
 
 
 @pytest.fixture
 def ports() -> Iterator[ReservedPorts]:
-    """Nobody else gets one of them while the test runs."""
+    """Reserve ports for the duration of the test."""
     with ReservedPorts("127.0.0.1") as ports:
         yield ports
 
 
-def as_here(script: str, ports: ReservedPorts) -> str:
-    """README's commands with this machine's cache and with ports that are free; the environment is there already."""
+def adapt(script: str, ports: ReservedPorts) -> str:
+    """Return README's commands with this machine's cache and free ports, and without the set-up."""
     api, admin = ports.take(), ports.take()
     lines = [line for line in script.splitlines() if not line.startswith(("make setup", "source .venv"))]
-    here = "\n".join(lines).replace("~/.cache/trimtab/models", str(model.ensure().parent))
-    return here.replace("8000", str(api)).replace("8001", str(admin))
+    adapted = "\n".join(lines).replace("~/.cache/trimtab/models", str(model.ensure().parent))
+    return adapted.replace("8000", str(api)).replace("8001", str(admin))
 
 
-def test_readme_has_each_step_in_its_order() -> None:
+def test_readme_blocks_are_in_order() -> None:
     assert list(BLOCKS) == ["serve", "curl", "openai", "patch", "stop"]
     assert "make setup" in BLOCKS["serve"]
 
 
 @pytest.mark.model
 @pytest.mark.timeout(SECONDS + 60.0)
-def test_readme_s_two_minutes_serve_answer_and_grow_live(tmp_path: Path, ports: ReservedPorts) -> None:
-    """All blocks run in one shell, as a reader would type them; the server ends by the last one."""
-    script = as_here("\n".join(f"echo '# {name}'\n{text}" for name, text in BLOCKS.items()) + "\nwait\n", ports)
-    code, said = run(script, tmp_path / "output.txt")
-    assert code == 0, said
-    assert "Paris" in said, said
-    assert "Mercury" in said or "planets" in said, said
-    before, after = (float(total) for total in re.findall(r'trimtab_kv_blocks\{.*"total"\} ([\d.e+]+)', said))
-    assert after > before, f"the PATCH has not made the KV cache larger:\n{said}"
+def test_readme_local_quickstart_works(tmp_path: Path, ports: ReservedPorts) -> None:
+    """All blocks run in one shell, as typed by a reader; the last one stops the server."""
+    script = adapt("\n".join(f"echo '# {name}'\n{text}" for name, text in BLOCKS.items()) + "\nwait\n", ports)
+    code, output = run(script, tmp_path / "output.txt")
+    assert code == 0, output
+    assert "Paris" in output, output
+    assert "Mercury" in output or "planets" in output, output
+    before, after = (float(total) for total in re.findall(r'trimtab_kv_blocks\{.*"total"\} ([\d.e+]+)', output))
+    assert after > before, f"the PATCH did not enlarge the KV cache:\n{output}"
 
 
 def run(script: str, log: Path) -> tuple[int, str]:
-    """In one shell, as a reader would type it. The exit code, and what was said."""
+    """Run a script in one shell, and return the exit code and the output."""
     with log.open("w") as output:
         shell = subprocess.Popen(
             ["bash", "-m", "-euo", "pipefail", "-c", script],
@@ -77,22 +76,20 @@ def run(script: str, log: Path) -> tuple[int, str]:
 
 @pytest.mark.model
 @pytest.mark.timeout(SECONDS + 60.0)
-def test_the_server_of_the_page_on_live_configuration_takes_every_change_of_the_page(
-    tmp_path: Path, ports: ReservedPorts
-) -> None:
+def test_live_configuration_page_commands_work(tmp_path: Path, ports: ReservedPorts) -> None:
     blocks = dict(LIVE_BLOCK.findall(LIVE_PAGE.read_text()))
     assert list(blocks) == ["serve", "change"]
-    script = as_here(
+    script = adapt(
         f"{blocks['serve']}\n{blocks['change'].replace('curl -s', 'curl --silent --fail')}\nkill %1\nwait\n",
         ports,
     )
-    code, said = run(script, tmp_path / "output.txt")
-    assert code == 0, said
-    assert "configuration generation 3: preemption_mode recompute → auto" in said, said
+    code, output = run(script, tmp_path / "output.txt")
+    assert code == 0, output
+    assert "configuration generation 3: preemption_mode recompute → auto" in output, output
 
 
 def _end(shell: subprocess.Popen[bytes]) -> None:
-    """With job control each background job has a group of its own, but all are of the shell's session."""
+    """End all processes of the shell's session, since job control gives each background job its own group."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if os.getsid(int(folder.name)) == shell.pid:

@@ -1,4 +1,4 @@
-"""Which kind, kubectl and helm are good enough."""
+"""Supported versions of kind, kubectl and helm."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from cluster.tools import HELM, KIND, Tool, is_supported, parse_version
         ("no version here", None),
     ],
 )
-def test_a_version_is_read_from_the_tool_s_own_words(text: str, version: tuple[int, ...] | None) -> None:
+def test_parse_version_reads_tool_output(text: str, version: tuple[int, ...] | None) -> None:
     assert parse_version(text) == version
 
 
 @pytest.mark.parametrize(
-    ("tool", "says", "good"),
+    ("tool", "output", "supported"),
     [
         (KIND, "kind v0.20.0 go1.20", True),
-        (KIND, "kind v0.9.0 go1.15", False),  # as text it would be the newer one
+        (KIND, "kind v0.9.0 go1.15", False),  # newer only in text order
         (HELM, "v2.17.0+ga690bad", False),
         (HELM, "v3.0.0+ge29ce2a", True),
         (HELM, "no version", False),
     ],
 )
-def test_a_tool_is_good_from_its_oldest_version_on(
-    tool: Tool, says: str, good: bool, monkeypatch: pytest.MonkeyPatch
+def test_is_supported_from_oldest_version(
+    tool: Tool, output: str, supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.tools.output_of", lambda *_, **__: says)
-    assert is_supported(tool, "/usr/bin/tool") is good
+    monkeypatch.setattr("cluster.tools.output_of", lambda *_, **__: output)
+    assert is_supported(tool, "/usr/bin/tool") is supported
 
 
-def test_a_tool_that_is_absent_is_not_good() -> None:
+def test_is_supported_is_false_without_executable() -> None:
     assert not is_supported(KIND, None)
     assert not is_supported(KIND, "/nonexistent/kind")

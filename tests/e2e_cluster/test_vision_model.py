@@ -1,5 +1,4 @@
-"""The story of images: its model is made as in the pod and read by the engine, its image is one, its resource is
-admitted."""
+"""The vision model of the e2e scenario: built as in the pod, read by the engine, and accepted by validation."""
 
 from __future__ import annotations
 
@@ -33,16 +32,16 @@ PACKAGES = os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("e
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pod's script writes, with another folder for the claim's."""
+    """Run the pod's script with a local folder instead of the claim."""
     claim = tmp_path_factory.mktemp("claim")
     script = build_script().replace(MOUNT, str(claim))
-    this_python_first = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    environment = os.environ | {"PYTHONPATH": PACKAGES, "PATH": this_python_first}
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = os.environ | {"PYTHONPATH": PACKAGES, "PATH": path}
     subprocess.run(["sh", "-ec", script], check=True, timeout=240, env=environment)
     return claim / FOLDER
 
 
-def test_the_engine_reads_the_model_and_its_tower(folder: Path) -> None:
+def test_engine_reads_model_and_vision_encoder(folder: Path) -> None:
     source = open_model(str(folder))
     config = parse_model_config(source.config, {}, "config.json")
     check_tensors(config, source)
@@ -53,7 +52,7 @@ def test_the_engine_reads_the_model_and_its_tower(folder: Path) -> None:
     assert facts["tower_bytes"] > 0
 
 
-def test_the_image_that_is_sent_takes_the_tokens_that_the_story_counts(folder: Path) -> None:
+def test_image_has_expected_number_of_tokens(folder: Path) -> None:
     content = message("Which?", png(255, 0, 0))["content"]
 
     async def read() -> int:
@@ -68,7 +67,7 @@ def test_the_image_that_is_sent_takes_the_tokens_that_the_story_counts(folder: P
     assert asyncio.run(read()) == NUM_TOKENS + DELIMITER_TOKENS + len(content[1]["text"])
 
 
-def test_the_resource_is_admitted() -> None:
+def test_resource_is_valid() -> None:
     resource = with_defaults(sample("seeing", image="engine:1", **spec_changes("a-claim")))
     assert not validation_messages(resource, default_image=None)
     assert not cel_refusals(resource)

@@ -1,4 +1,4 @@
-"""A daemon that was killed leaves processes and mounts: which are its own, and in which order they go."""
+"""Clean-up after a killed Docker daemon: its processes, and the order of unmounting."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 from devtools import docker_cli
 from offline import killed_daemon
-from offline.killed_daemon import clear, family, mounts_below
+from offline.killed_daemon import clear, descendants, mounts_below
 from offline.leftovers import Process
 
 FOLDER = Path("/home/a/.cache/trimtab/docker")
 DEADLINE_SECONDS = 120.0
 
 
-def test_containers_are_found_by_the_shims_that_started_them() -> None:
+def test_descendants_include_containers_of_shims() -> None:
     shim = Process(7, 1, ("containerd-shim", "-address", f"{FOLDER}/exec/containerd.sock"), "/usr/bin/shim")
     init = Process(8, 7, ("/sbin/init",), "/usr/lib/systemd/systemd")
     kubelet = Process(9, 8, ("kubelet",), "/usr/bin/kubelet")
     another = Process(10, 1, ("containerd-shim", "-address", "/run/containerd.sock"), "/usr/bin/shim")
-    asks = Process(11, 7, ("python3", f"{FOLDER}/exec/"), "/usr/bin/python3")
-    assert family([init, kubelet, another, shim, asks], FOLDER, frozenset({11})) == [init, kubelet, shim]
+    caller = Process(11, 7, ("python3", f"{FOLDER}/exec/"), "/usr/bin/python3")
+    assert descendants([init, kubelet, another, shim, caller], FOLDER, frozenset({11})) == [init, kubelet, shim]
 
 
-def test_mounts_go_in_the_reverse_of_the_order_in_which_they_came() -> None:
+def test_mounts_below_are_in_reverse_order() -> None:
     table = (
         f"overlay {FOLDER}/data ext4 rw 0 0\n"
         f"overlay {FOLDER}/data/overlay2/x/merged overlay rw 0 0\n"
@@ -54,7 +54,7 @@ def await_command_line(pid: int, word: str) -> None:
         time.sleep(0.01)
 
 
-def test_what_it_left_ends_and_is_unmounted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_kills_processes_and_unmounts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table, commands = tmp_path / "mounts", list[list[str]]()
     table.write_text(f"overlay {folder}/data ext4 rw 0 0\n")
     monkeypatch.setattr(killed_daemon, "MOUNTS", table)
@@ -71,12 +71,10 @@ def test_what_it_left_ends_and_is_unmounted(folder: Path, tmp_path: Path, monkey
         assert shim.wait(120) == -9
     assert commands == [["umount", "--lazy", f"{folder}/data"]]
     table.write_text("")
-    assert not clear(), "a second time there is nothing"
+    assert not clear(), "nothing is left for a second call"
 
 
-def test_the_mounts_of_a_daemon_that_runs_are_left_alone(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clear_ignores_running_daemon(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docker_cli, "own_pid", os.getpid)
     monkeypatch.setattr(killed_daemon, "MOUNTS", tmp_path / "not-read")
     assert not clear()

@@ -1,13 +1,13 @@
 #!/bin/bash
-# What runs first in a node, instead of systemd: containerd and the kubelet, each restarted when it ends.
+# The init process of a node instead of systemd: runs containerd and the kubelet, and restarts them.
 set -u
 
 mount --make-rshared /
 
-# kind looks for this line before it goes on.
+# kind waits for this line.
 echo "detected cgroup v1"
 
-# kind sets cgroupRoot to /kubelet: the group must be there in every controller, and a cpuset is unusable while empty.
+# kind sets cgroupRoot to /kubelet: the group must exist in every controller, and an empty cpuset is unusable.
 for controller in /sys/fs/cgroup/*/; do
     group="${controller}kubelet"
     mkdir -p "$group" 2>/dev/null || continue
@@ -31,7 +31,7 @@ until ctr version >/dev/null 2>&1; do
     sleep 0.2
 done
 
-# /var is a fresh volume in every node, so the images come in now, before the kubelet asks for them.
+# /var is a new volume in every node, so the images are imported before the kubelet needs them.
 for archive in /kind/images/*.tar; do
     ctr --namespace k8s.io images import "$archive" >>/var/log/images.log 2>&1
 done

@@ -1,4 +1,4 @@
-/* The process that holds a pod's namespaces open: it reaps what is orphaned in them and ends when told to. */
+/* The process that keeps a pod's namespaces: it reaps orphaned processes and exits on SIGINT and SIGTERM. */
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/wait.h>
