@@ -1,6 +1,6 @@
-"""Fixtures of the user stories: one cluster, one installed chart, a namespace per story.
+"""Fixtures of the e2e scenarios: one cluster, one installed chart, a namespace per file.
 
-The stories need a cluster that is up (`python3 e2e/cluster up`, or CLUSTER=current) and drive it as a user would.
+The scenarios need a running cluster (`python3 e2e/cluster up`, or CLUSTER=current) and use it as a user would.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ import pytest
 from harness.deployment import Deployment, sample
 from harness.install import Installation, require_no_other_release
 from harness.kube import CRD_KIND, Kube, KubectlError
-from harness.lanes import Lanes, LaneScheduling, in_order, is_alone, lane
+from harness.lanes import Lanes, LaneScheduling, in_order, lane, needs_exclusive_cluster
 from harness.report import add_facts, facts, log_line, set_sink
 from harness.target import NoCluster, Target, connect, images_in_cluster
 from harness.tuning import CALM_SECONDS, SOAK_CALM_SECONDS
 from harness.wait import Waiter
 
-SCENARIO_SECONDS = 3600.0  # far above any deadline of a story, soaking or not: pytest-timeout is the last resort
-FACTS = "facts"  # what a lane has measured, on its way to the process that prints the summary
+SCENARIO_SECONDS = 3600.0  # far above all deadlines; a last resort
+FACTS = "facts"  # values measured by a lane, sent to the process that prints the summary
 LANES = pytest.StashKey[Lanes]()
-TURN = pytest.StashKey[ExitStack]()
+CLUSTER_USE = pytest.StashKey[ExitStack]()
 
 Apply = Callable[..., Deployment]
 Remove = Callable[[Deployment], None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", action="store_true", help="stay under load far longer where that shows something")
+    parser.addoption("--soak", action="store_true", help="run load phases much longer")
 
 
 @pytest.fixture(scope="session")
 def calm_seconds(request: pytest.FixtureRequest) -> float:
-    """How long the load must go on without a preemption after the operator has acted."""
+    """Return how long the load must run without a preemption after the operator has acted."""
     return SOAK_CALM_SECONDS if request.config.getoption("--soak") else CALM_SECONDS
 
 
-# --- lanes: three stories at once where none disturbs the others (harness/lanes.py) ----------------------------------
+# --- lanes: parallel scenarios (harness/lanes.py) ---------------------------------------------------------------------
 
 
-@pytest.hookimpl(trylast=True)  # the reporter is registered by then
+@pytest.hookimpl(trylast=True)  # after the reporter is registered
 def pytest_configure(config: pytest.Config) -> None:
-    """Progress lines go past pytest's capture, so they are seen while a story runs."""
+    """Print progress lines past pytest's capture, so that they are visible while a scenario runs."""
     given = getattr(config, "workerinput", {}).get("lanes")
     config.stash[LANES] = Lanes(Path(given or tempfile.mkdtemp(prefix="trimtab-e2e-")))
     reporter = config.pluginmanager.get_plugin("terminalreporter")
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     def show(line: str) -> None:
         with capture.global_and_fixture_disabled():
-            if number is not None:  # its reporter speaks to nobody: the terminal belongs to who started the lane
+            if number is not None:  # the terminal belongs to the process that started the lane
                 print(f"{number}| {line}", file=sys.stderr, flush=True)
             else:
                 reporter.ensure_newline()
@@ -85,19 +85,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LaneScheduli
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """Take a turn: one for all stories that run beside others, and then one for those that have the cluster."""
+    """Reserve the cluster: shared for parallel scenarios, then exclusively for the others."""
     stash = item.config.stash
-    if TURN not in stash:
-        stash[TURN] = ExitStack()
-        stash[TURN].enter_context(stash[LANES].turn(is_alone=is_alone(item)))
+    if CLUSTER_USE not in stash:
+        stash[CLUSTER_USE] = ExitStack()
+        stash[CLUSTER_USE].enter_context(stash[LANES].use_cluster(exclusive=needs_exclusive_cluster(item)))
     if lane() is not None:
         log_line(f"{item.path.name}: {item.name}")
     try:
         return (yield)
     finally:
-        if nextitem is None or is_alone(item) != is_alone(nextitem):
-            stash[TURN].close()
-            del stash[TURN]
+        if nextitem is None or needs_exclusive_cluster(item) != needs_exclusive_cluster(nextitem):
+            stash[CLUSTER_USE].close()
+            del stash[CLUSTER_USE]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -107,7 +107,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A lane has ended: what it measured is told with the rest."""
+    """Collect the values that a finished lane has measured."""
     add_facts(getattr(node, "workeroutput", {}).get(FACTS, []))
 
 
@@ -123,7 +123,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"measured: {fact}")
 
 
-# --- what stories stand on --------------------------------------------------------------------------------------------
+# --- fixtures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -133,19 +133,19 @@ def lanes(pytestconfig: pytest.Config) -> Lanes:
 
 @pytest.fixture(scope="session")
 def target() -> Target:
-    with _a_cluster():
+    with _cluster_required():
         found = connect()
     log_line(f"running on {found.describe()}")
     return found
 
 
 @contextmanager
-def _a_cluster() -> Iterator[None]:
-    """End the run, with what to do, where there is no cluster to run on."""
+def _cluster_required() -> Iterator[None]:
+    """End the run with the remedy if there is no cluster to run on."""
     try:
         yield
     except NoCluster as error:
-        pytest.exit(f"{error}\nbring one up with `python3 e2e/cluster up`, or set CLUSTER=current", returncode=2)
+        pytest.exit(f"{error}\ncreate one with `python3 e2e/cluster up`, or set CLUSTER=current", returncode=2)
 
 
 @pytest.fixture(scope="session")
@@ -155,26 +155,26 @@ def kube(target: Target) -> Kube:
 
 @pytest.fixture(scope="session")
 def chart(target: Target, lanes: Lanes) -> Iterator[Installation]:
-    """The chart, installed once for all stories and removed at the end; its values are what the last file chose."""
-    with lanes.one_at_a_time("images"):
+    """Return the chart, installed once for all scenarios and removed at the end, with the values of the last file."""
+    with lanes.locked("images"):
         installed = Installation(target.kube, images_in_cluster())
 
     def install() -> None:
-        with _a_cluster():
+        with _cluster_required():
             require_no_other_release(target)
         installed.install()
 
     def remove() -> None:
         for name in lanes.namespaces():
-            _await_end(installed.kube, name)
+            _await_namespace_deletion(installed.kube, name)
         installed.uninstall()
 
     with lanes.installed(install, remove):
         yield installed
 
 
-def _await_end(kube: Kube, name: str) -> None:
-    """A story's namespace went while the next one ran; at the end of all, nothing may be left."""
+def _await_namespace_deletion(kube: Kube, name: str) -> None:
+    """Wait until a namespace is deleted, which was started while other scenarios ran."""
     try:
         kube.delete("namespace", name, wait=True)
     except KubectlError as error:
@@ -183,14 +183,14 @@ def _await_end(kube: Kube, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def installation(chart: Installation) -> Installation:
-    """The chart with its own values. A file of stories about other values has an `installation` of its own."""
+    """Return the chart with default values. Files that need other values override this fixture."""
     chart.ensure()
     return chart
 
 
 @pytest.fixture(scope="module")
 def bare_cluster(chart: Installation, kube: Kube) -> Iterator[Installation]:
-    """A cluster without Trimtab, for stories that install it as a page says. They come last."""
+    """Return a cluster without Trimtab, for the scenarios that install it with a page's commands. They run last."""
     chart.uninstall()
     yield chart
     if kube.get("crd", CRD_KIND) is not None:
@@ -200,10 +200,10 @@ def bare_cluster(chart: Installation, kube: Kube) -> Iterator[Installation]:
 
 @pytest.fixture(scope="module")
 def namespace(request: pytest.FixtureRequest, chart: Installation, lanes: Lanes) -> Iterator[str]:
-    """`trimtab-e2e-STORY`, empty, deleted after the story."""
+    """Return the empty namespace `trimtab-e2e-FILE`, deleted after the file's scenarios."""
     kube = chart.kube
-    story = re.sub(r"^.*test_", "", request.module.__name__).replace("_", "-")
-    name = f"trimtab-e2e-{story}"
+    scenario = re.sub(r"^.*test_", "", request.module.__name__).replace("_", "-")
+    name = f"trimtab-e2e-{scenario}"
     kube.delete("namespace", name, wait=True)
     kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
     lanes.use_namespace(name)
@@ -213,7 +213,7 @@ def namespace(request: pytest.FixtureRequest, chart: Installation, lanes: Lanes)
 
 @pytest.fixture(scope="module")
 def apply(installation: Installation, namespace: str) -> Apply:
-    """Apply the sample with changes to its spec, under a name, in the story's namespace."""
+    """Return a function that applies the sample with changes to its spec, in the scenario's namespace."""
 
     def apply_sample(name: str | None = None, **changes: Any) -> Deployment:
         manifest = sample(name, image=installation.images.model, **changes)
@@ -225,7 +225,7 @@ def apply(installation: Installation, namespace: str) -> Apply:
 
 @pytest.fixture(scope="module")
 def remove(kube: Kube, namespace: str) -> Iterator[Remove]:
-    """Delete a resource, and go on: that nothing of it stays is looked at after the file's last story."""
+    """Return a function that deletes a resource; its deletion is verified after the file's last scenario."""
     removed: list[Deployment] = []
 
     def delete(deployment: Deployment) -> None:
@@ -239,7 +239,7 @@ def remove(kube: Kube, namespace: str) -> Iterator[Remove]:
 
 @pytest.fixture(scope="module")
 def ready(apply: Apply) -> Deployment:
-    """The sample, applied and Ready: the state that most stories start from."""
+    """Return the sample, applied and Ready."""
     deployment = apply()
     deployment.ready()
     return deployment

@@ -1,9 +1,9 @@
-"""`make schema-current`: the CRD and every refusal before the code of a current API server.
+"""`make schema-current`: validate the CRD and all invalid specs with a current API server.
 
-The Kubernetes that `make e2e` builds is older than rules in CEL, so it never reads ours. Here a current `apiextensions`
-server, with an etcd of its own on loopback, takes the CRD, whose cost it foresees, and judges each resource that the
-stories of refusals apply: what it says must be what the story expects, and where it is silent, what the webhook says.
-Exit code 0 only when all was as expected.
+The Kubernetes that `make e2e` builds is older than CEL rules. Here a current `apiextensions` server, with etcd on
+loopback, accepts the CRD (including its CEL cost estimate) and validates each resource of the e2e validation scenarios.
+Its message must be the expected one; if it accepts a resource, the webhook's message must be.
+The exit code is 0 only if all results are as expected.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 RESOURCES = f"/apis/{GROUP}/{VERSION}/namespaces/default/{PLURAL}"
 READY_SECONDS = 60.0
-# The server has no cluster behind it: what would ask one is off.
-ASKING = (
+# Admission plugins that need a cluster, which this server does not have.
+CLUSTER_PLUGINS = (
     "NamespaceLifecycle",
     "MutatingAdmissionWebhook",
     "ValidatingAdmissionWebhook",
@@ -46,7 +46,7 @@ ASKING = (
 WITHOUT_CLUSTER = (
     "--authentication-skip-lookup",
     "--enable-priority-and-fairness=false",
-    f"--disable-admission-plugins={','.join(ASKING)}",
+    f"--disable-admission-plugins={','.join(CLUSTER_PLUGINS)}",
 )
 NO_CLUSTER = """\
 apiVersion: v1
@@ -60,18 +60,20 @@ KEY = ("-newkey", "rsa:2048", "-nodes")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """One resource: who refused it, in which words, and the parts that should have been in them and were not."""
+class Result:
+    """The validation result of one resource: the rejecting component, its message, and missing parts of the message."""
 
-    story: str
-    by: str
-    words: str
+    case: str
+    rejected_by: str
+    message: str
     missing: list[str]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--crd", type=Path, default=REPOSITORY / DEFAULT_PATH, help="the CRD to judge (default: crds/)")
+    parser.add_argument(
+        "--crd", type=Path, default=REPOSITORY / DEFAULT_PATH, help="the CRD to validate (default: crds/)"
+    )
     options = parser.parse_args()
     console = Console(width=160)
     try:
@@ -82,73 +84,74 @@ def main() -> int:
     with running(folder) as client:
         answer = client.post(CRDS, content=options.crd.read_bytes(), headers={"Content-Type": "application/yaml"})
         if not answer.is_success:
-            print(f"error: Kubernetes {folder.name} refuses the CRD: {answer.json()['message']}", file=sys.stderr)
+            print(f"error: Kubernetes {folder.name} rejects the CRD: {answer.json()['message']}", file=sys.stderr)
             return 1
         wait_for_resources(client)
-        verdicts = [judge(client, story, changes, parts) for story, changes, parts in (*ACCEPTED, *REJECTED)]
-        verdicts += [judge_name(client), judge_change(client)]
-    table = Table("story", "refused by", "in the words", title=f"Kubernetes {folder.name}")
-    for verdict in verdicts:
-        table.add_row(verdict.story, verdict.by, verdict.words)
+        results = [validate(client, case, changes, parts) for case, changes, parts in (*ACCEPTED, *REJECTED)]
+        results += [validate_long_name(client), validate_replicas_change(client)]
+    table = Table("case", "rejected by", "message", title=f"Kubernetes {folder.name}")
+    for result in results:
+        table.add_row(result.case, result.rejected_by, result.message)
     console.print(table)
-    wrong = [verdict for verdict in verdicts if verdict.missing]
-    for verdict in wrong:
-        print(f"error: {verdict.story}: not in the words: {', '.join(verdict.missing)}", file=sys.stderr)
-    print(f"{len(verdicts)} resources judged, {len(wrong)} otherwise than expected")
+    wrong = [result for result in results if result.missing]
+    for result in wrong:
+        print(f"error: {result.case}: missing in the message: {', '.join(result.missing)}", file=sys.stderr)
+    print(f"{len(results)} resources validated, {len(wrong)} with unexpected results")
     return 1 if wrong else 0
 
 
 ACCEPTED: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("the sample", {}, ()),
-    ("both promises", {"objectives": {"ttft": {"target": "2s"}, "itl": {"target": "80ms"}}}, ()),
+    ("both objectives", {"objectives": {"ttft": {"target": "2s"}, "itl": {"target": "80ms"}}}, ()),
     ("scaled", {"replicas": None, "scaling": {"minReplicas": 1, "maxReplicas": 3}}, ()),
 )
 
 
-def judge(client: httpx.Client, story: str, changes: dict[str, Any], parts: tuple[str, ...]) -> Verdict:
-    """What is said of the sample with these changes; stories without `parts` must be taken."""
-    resource = sample("judged", image="engine:1", **changes)
+def validate(client: httpx.Client, case: str, changes: dict[str, Any], parts: tuple[str, ...]) -> Result:
+    """Validate the sample with these changes; cases without `parts` must be accepted."""
+    resource = sample("validated", image="engine:1", **changes)
     answer = create(client, resource, is_kept=False)
     if not answer.is_success:
-        words = answer.json()["message"]
-        return Verdict(story, "the CRD", words, [part for part in parts if part not in words] or _unless(parts, words))
+        message = answer.json()["message"]
+        missing = [part for part in parts if part not in message]
+        return Result(case, "CRD", message, missing or _unexpected_rejection(parts, message))
     if not parts:
-        return Verdict(story, "nobody", "", [])
-    words = "; ".join(validation_messages(answer.json(), default_image=None))
-    return Verdict(story, "the webhook", words, [part for part in parts if part not in words])
+        return Result(case, "none", "", [])
+    message = "; ".join(validation_messages(answer.json(), default_image=None))
+    return Result(case, "webhook", message, [part for part in parts if part not in message])
 
 
-def judge_name(client: httpx.Client) -> Verdict:
-    """A name that is too long: the rule at the resource's root."""
+def validate_long_name(client: httpx.Client) -> Result:
+    """Validate a name that is too long, rejected by the rule at the resource's root."""
     answer = create(client, sample("x" * (MAX_NAME_LENGTH + 1), image="engine:1"), is_kept=False)
-    words = "" if answer.is_success else answer.json()["message"]
+    message = "" if answer.is_success else answer.json()["message"]
     part = f"has {MAX_NAME_LENGTH + 1} characters"
-    return Verdict("a long name", "the CRD" if words else "nobody", words, [] if part in words else [part])
+    return Result("a long name", "CRD" if message else "none", message, [] if part in message else [part])
 
 
-def judge_change(client: httpx.Client) -> Verdict:
-    """A count of replicas that somebody writes while `scaling` decides: the rule that knows the resource before."""
+def validate_replicas_change(client: httpx.Client) -> Result:
+    """Validate a write of `replicas` while `scaling` is set, rejected by the rule with `oldSelf`."""
     stored = create(client, sample("scaled", image="engine:1", scaling={"maxReplicas": 3}), is_kept=True).json()
     stored["spec"]["replicas"] = 3
     answer = client.put(f"{RESOURCES}/scaled", json=stored)
-    words = "" if answer.is_success else answer.json()["message"]
+    message = "" if answer.is_success else answer.json()["message"]
     part = "spec.replicas: is ignored while spec.scaling is set"
-    return Verdict("replicas beside scaling", "the CRD" if words else "nobody", words, [] if part in words else [part])
+    return Result("replicas with scaling", "CRD" if message else "none", message, [] if part in message else [part])
 
 
-def _unless(parts: tuple[str, ...], words: str) -> list[str]:
-    """A resource that ought to be taken was not: what was said is what is wrong."""
-    return [] if parts else [f"nothing, but {words}"]
+def _unexpected_rejection(parts: tuple[str, ...], message: str) -> list[str]:
+    """Return the message as an error if the resource was expected to be accepted."""
+    return [] if parts else [f"acceptance, but got: {message}"]
 
 
 def create(client: httpx.Client, resource: dict[str, Any], *, is_kept: bool) -> httpx.Response:
-    """Create it, or only ask whether it could be; unknown fields are errors."""
-    asked = {"fieldValidation": "Strict"} | ({} if is_kept else {"dryRun": "All"})
-    return client.post(RESOURCES, json=resource, params=asked)
+    """Create a resource, or only dry-run it; unknown fields are errors."""
+    parameters = {"fieldValidation": "Strict"} | ({} if is_kept else {"dryRun": "All"})
+    return client.post(RESOURCES, json=resource, params=parameters)
 
 
 def wait_for_resources(client: httpx.Client) -> None:
-    """A CRD is served a moment after it was taken."""
+    """Wait until the CRD is served."""
     deadline = time.monotonic() + READY_SECONDS
     while not client.get(RESOURCES).is_success:
         if time.monotonic() > deadline:
@@ -158,7 +161,7 @@ def wait_for_resources(client: httpx.Client) -> None:
 
 @contextlib.contextmanager
 def running(binaries: Path) -> Iterator[httpx.Client]:
-    """Both servers on free ports of loopback, and a client that may do everything; all ends with the block."""
+    """Run both servers on free loopback ports, and yield a client with all permissions."""
     with tempfile.TemporaryDirectory(prefix="trimtab-schema-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         _make_certificates(folder)
@@ -175,7 +178,7 @@ def running(binaries: Path) -> Iterator[httpx.Client]:
         server += ["--bind-address", "127.0.0.1", "--secure-port", str(port), "--cert-dir", folder / "serving"]
         server += _pairs("--kubeconfig", "--authentication-kubeconfig", "--authorization-kubeconfig", value=none)
         stack.enter_context(program(server, folder / "server.log"))
-        # The server made its own certificate a moment ago, and speaks on loopback alone.
+        # The server has a self-signed certificate and listens only on loopback.
         client = stack.enter_context(
             httpx.Client(
                 base_url=f"https://127.0.0.1:{port}",
@@ -184,24 +187,24 @@ def running(binaries: Path) -> Iterator[httpx.Client]:
                 timeout=30,
             )
         )
-        _wait_until_it_answers(client, folder / "server.log")
+        _wait_until_ready(client, folder / "server.log")
         yield client
 
 
-def _wait_until_it_answers(client: httpx.Client, log: Path) -> None:
+def _wait_until_ready(client: httpx.Client, log: Path) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while True:
         with contextlib.suppress(httpx.TransportError):
             if client.get(CRDS).is_success:
                 return
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no answer after {READY_SECONDS:.0f} s; its last words: {log.read_text()[-1000:]}")
+            raise TimeoutError(f"no response after {READY_SECONDS:.0f} s; end of its log: {log.read_text()[-1000:]}")
         time.sleep(0.2)
 
 
 @contextlib.contextmanager
 def program(command: list[str | Path], log: Path) -> Iterator[None]:
-    """A program that runs as long as the block."""
+    """Run a program within the block."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
         try:
@@ -216,7 +219,7 @@ def program(command: list[str | Path], log: Path) -> Iterator[None]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on."""
+    """Return free loopback ports."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -229,7 +232,7 @@ def _pairs(*flags: str, value: str) -> list[str | Path]:
 
 
 def _make_certificates(folder: Path) -> None:
-    """An authority, and a client of the group that may do everything."""
+    """Create a CA, and a client certificate of the group system:masters."""
     authority = ["-x509", "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=authority", "-days", "1"]
     request = ["-keyout", "client.key", "-out", "client.csr", "-subj", "/O=system:masters/CN=judge"]
     signed = ["-in", "client.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-out", "client.crt"]

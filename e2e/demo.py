@@ -1,8 +1,8 @@
-"""`make demo`: from nothing to tokens to trim, told on the terminal, on a real Kubernetes node.
+"""`make demo`: install, serve and tune a model on a kind cluster, shown in the terminal.
 
-Two scenes with one real model under one load. With headroom on the device, the operator sees preemptions and raises
-`gpu_memory_utilization`; without headroom it raises `watermark`. What was read of the engine becomes a picture.
-Exit code 0 only when everything was seen.
+Two scenes have the same model and load. With headroom on the device, the operator sees preemptions and raises
+`gpu_memory_utilization`; without headroom it raises `watermark`. The engine's metrics are drawn as a chart.
+The exit code is 0 only if everything was observed.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from rich.console import Console
 from rich.table import Table
 
 NAMESPACE = "trimtab-demo"
-EXIT_INTERRUPTED = 130  # as a shell says it
+EXIT_INTERRUPTED = 130  # as in shells
 PICTURE = REPOSITORY / "build" / "demo.svg"
-LOG_WIDTH = 140  # columns where the output is no terminal: long enough for sentences, short enough for a CI log
+LOG_WIDTH = 140  # columns if the output is not a terminal
 FAILURES = (AssertionError, KubectlError, NoForward, NoCluster, RuntimeError, KeyError, OSError)
 
 
 @dataclass(slots=True)
 class Scene:
-    """What one scene showed: before, when the decision was in force, after."""
+    """Results of one scene: before the decision, when it was applied, and afterwards."""
 
     title: str
     decision: dict[str, Any]
@@ -76,7 +76,7 @@ class Scene:
 
 @dataclass(slots=True)
 class Demo:
-    """The story so far."""
+    """The demo and its results so far."""
 
     stage: Stage
     target: Target
@@ -87,14 +87,14 @@ class Demo:
     # --- chapters -----------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        self.stage.chapter("The operator is installed with helm", 25, stage="install")
+        self.stage.chapter("Install the operator with helm", 25, stage="install")
         self.stage.dim("$ helm " + " ".join(self.installation.helm_arguments()))
         self.installation.install()
         self.target.kube.delete("namespace", NAMESPACE, wait=True)
         self.target.kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
 
     def serve(self, name: str, **changes: Any) -> Deployment:
-        """Apply the sample and follow its load progress until it is Ready."""
+        """Apply the sample and show its load progress until it is Ready."""
         deployment = Deployment(self.target.kube, NAMESPACE, name)
         manifest = sample(name, image=self.installation.images.model, **changes)
         self.stage.dim(f"$ kubectl apply -f config/samples/smollm2-cpu.yaml   # as {name}")
@@ -107,31 +107,33 @@ class Demo:
         return deployment
 
     def answer(self, deployment: Deployment, applied_at: float) -> None:
-        self.stage.chapter("The official openai client asks through the Service", 5, stage="answer")
+        self.stage.chapter("Send a request through the Service with the openai client", 5, stage="answer")
         self.stage.line(f"  {QUESTION}")
         answer = ask(deployment, show=self.stage.piece)
         self.stage.line("")
-        assert EXPECTED in answer.text, f"the answer does not hold {EXPECTED}: {answer.text!r}"
+        assert EXPECTED in answer.text, f"the answer does not contain {EXPECTED}: {answer.text!r}"
         assert answer.chunks > 1, "the answer was not streamed"
         self.numbers["answer"] = answer.text
         self.numbers["apply_to_first_token_seconds"] = round(answer.first_token_at - applied_at, 1)
-        self.stage.line(f"  streamed in {answer.chunks} pieces")
+        self.stage.line(f"  streamed in {answer.chunks} chunks")
 
     def trim(self, title: str, deployment: Deployment, knob: str) -> Scene:
-        """Load until the operator has moved `knob`, then on: until preemptions are gone where there is more KV memory,
-        for a while where there is none to be had."""
+        """Run load until the operator has changed `knob`, and then until preemptions end, or for a fixed time.
+
+        Preemptions only end if more KV memory is available.
+        """
         before, restarts = deployment.engine(), deployment.restarts()
         self.stage.line(
-            f"  {CONCURRENCY} clients ask for {OUTPUT_TOKENS} tokens after a prompt of {PROMPT_TOKENS}, over and over. "
-            f"The KV cache holds {before.kv_tokens:,} tokens, and {before.kv_tokens_cap:,} at its bound."
+            f"  {CONCURRENCY} clients continuously send prompts of {PROMPT_TOKENS} tokens and request {OUTPUT_TOKENS}. "
+            f"The KV cache holds {before.kv_tokens:,} tokens, and at most {before.kv_tokens_cap:,}."
         )
         options, trace = load_options(deployment), Trace(title)
         with load(self.target.kube, NAMESPACE, self.installation.images.operator, options) as running:
             decision = self._until_moved(deployment, knob, before, trace)
             then = deployment.engine()
             self._explain(decision, before, then, restarted=deployment.restarts() != restarts)
-            go_on = self._until_calm if knob == UTILIZATION else self._watched
-            after = go_on(deployment, trace)
+            continue_load = self._until_calm if knob == UTILIZATION else self._watched
+            after = continue_load(deployment, trace)
             trace.moves = [_move(entry) for entry in reversed(deployment.history()) if "to" in entry]
             report = self._stop(running)
         restarted = deployment.restarts() != restarts
@@ -143,37 +145,37 @@ class Demo:
     def _until_moved(self, deployment: Deployment, knob: str, before: EngineReading, trace: Trace) -> dict[str, Any]:
         with self.stage.meter() as meter:
             probe = moved(deployment, knob, before.values[knob], _both(meter.show, trace))
-            return deployment.waiter.until(f"the operator moves {knob}", probe, deadline_seconds=DECISION_SECONDS)
+            return deployment.waiter.until(f"the operator changes {knob}", probe, deadline_seconds=DECISION_SECONDS)
 
     def _explain(self, decision: dict[str, Any], before: EngineReading, now: EngineReading, *, restarted: bool) -> None:
-        assert now.preemptions > before.preemptions, "no preemption was counted"
+        assert now.preemptions > before.preemptions, "no preemptions were counted"
         self.stage.line(f"  [bold red]{now.preemptions - before.preemptions:.0f} preemptions[/bold red] were counted.")
         self.stage.quote(f"The operator's decision {decision['id']} ({decision['reason']})", decision["message"])
         self.stage.line(
-            f"  Live in the engine: configuration generation {before.config_generation} → {now.config_generation}, "
+            f"  Engine: configuration generation {before.config_generation} → {now.config_generation}, "
             f"KV cache {before.kv_tokens:,} → {now.kv_tokens:,} tokens, watermark {before.values[WATERMARK]:g} → "
             f"{now.values[WATERMARK]:g}, max_num_seqs {before.values[SEQS]:.0f} → {now.values[SEQS]:.0f}; "
             f"{'RESTARTED' if restarted else 'nothing was restarted'}."
         )
 
     def _until_calm(self, deployment: Deployment, trace: Trace) -> EngineReading:
-        self.stage.line("  The same load goes on:")
+        self.stage.line("  The same load continues:")
         with self.stage.meter() as meter:
             after = deployment.waiter.until(
-                "preemptions are gone",
+                "preemptions have ended",
                 calm_probe(deployment, _both(meter.show, trace)),
                 deadline_seconds=CALM_DEADLINE_SECONDS,
             )
         further = deployment.history()
         if len(further) > 1:
-            self.stage.dim("  decisions in all, newest first:")
+            self.stage.dim("  all decisions, newest first:")
             for entry in further:
                 self.stage.dim(f"    {entry['message']}")
         self.stage.line("  [bold green]No more preemptions under the same load.[/bold green]")
         return after
 
     def _watched(self, deployment: Deployment, trace: Trace) -> EngineReading:
-        self.stage.line(f"  The same load goes on for {WATCH_SECONDS:.0f} s:")
+        self.stage.line(f"  The same load continues for {WATCH_SECONDS:.0f} s:")
         with self.stage.meter() as meter:
             show = _both(meter.show, trace)
 
@@ -183,24 +185,24 @@ class Demo:
                 return seen
 
             return deployment.waiter.until(
-                "the same load goes on", watch_probe(reading), deadline_seconds=2 * WATCH_SECONDS
+                "the same load continues", watch_probe(reading), deadline_seconds=2 * WATCH_SECONDS
             )
 
     def _stop(self, running: Load) -> LoadReport:
         report = running.stop()
-        self.stage.line(f"  What the clients saw: {report}")
+        self.stage.line(f"  Client results: {report}")
         return report
 
     def play(self) -> None:
         self.install()
-        self.stage.chapter("A model is applied and becomes Ready", 30, stage="model Ready")
+        self.stage.chapter("Apply a model and wait until it is Ready", 30, stage="model Ready")
         applied_at = time.monotonic()
         first = self.serve("smollm2")
         self.answer(first, applied_at)
-        self.stage.chapter("Scene one: load on a small KV cache, with headroom on the device", 90, stage="scene one")
+        self.stage.chapter("Scene one: load on a small KV cache with headroom on the device", 90, stage="scene one")
         self.scenes.append(self.trim("with headroom", first, UTILIZATION))
         self.stage.chapter(
-            "Scene two: the same load without headroom (the utilisation is pinned)", 100, stage="scene two"
+            "Scene two: the same load without headroom (gpuMemoryUtilization is pinned)", 100, stage="scene two"
         )
         self.target.kube.delete(CRD_KIND, first.name, NAMESPACE, wait=True)
         first.await_deletion()
@@ -218,14 +220,14 @@ class Demo:
             table.add_row(name, *values)
         self.stage.console.print(table)
         self.stage.line(f"  kubectl apply to first token: {self.numbers['apply_to_first_token_seconds']} s")
-        self.stage.line(f"  the whole story: {self.stage.elapsed():.0f} s")
+        self.stage.line(f"  total: {self.stage.elapsed():.0f} s")
 
     def picture(self, path: Path) -> None:
         caption = (
             f"SmolLM2-135M on the CPU, Kubernetes {self.target.version}: {CONCURRENCY} clients, no request failed, "
         )
         write_picture([scene.trace for scene in self.scenes], caption + "nothing restarted", path)
-        self.stage.line(f"  what happened, as a picture: {path}")
+        self.stage.line(f"  chart: {path}")
 
     def _rows(self) -> list[tuple[str, list[str]]]:
         scenes = self.scenes
@@ -278,7 +280,7 @@ class Demo:
 
 
 def _both(show: Callable[[EngineReading], None], trace: Trace) -> Callable[[EngineReading], None]:
-    """Show a reading and keep it for the picture."""
+    """Return a function that shows a reading and records it for the chart."""
 
     def seen(reading: EngineReading) -> None:
         show(reading)
@@ -288,14 +290,14 @@ def _both(show: Callable[[EngineReading], None], trace: Trace) -> Callable[[Engi
 
 
 def _move(entry: dict[str, Any]) -> Move:
-    """An entry of status.tuning.history as the picture has it."""
+    """Convert an entry of status.tuning.history for the chart."""
     at = datetime.fromisoformat(entry["time"]).timestamp()
     return Move(at, f"{entry['knob']} {entry['from']} → {entry['to']}")
 
 
 def clean_up(stage: Stage, target: Target, installation: Installation) -> None:
-    """Nothing is left running: of a cluster of yours what was put into it, and our own as a whole."""
-    stage.chapter("Cleaning up (KEEP=1 leaves everything up)", 20, stage="clean-up")
+    """Delete the kind cluster, or with CLUSTER=current everything that was installed into it."""
+    stage.chapter("Clean up (KEEP=1 skips this)", 20, stage="clean-up")
     if target.is_own:
         subprocess.run([sys.executable, str(CLUSTER_TOOL), "down"], check=True, timeout=300.0)
         return
@@ -304,8 +306,8 @@ def clean_up(stage: Stage, target: Target, installation: Installation) -> None:
     installation.uninstall()
 
 
-def look_around(stage: Stage, target: Target) -> None:
-    stage.chapter("Everything is left up (KEEP=1)", 0, stage="left up")
+def show_next_commands(stage: Stage, target: Target) -> None:
+    stage.chapter("Everything keeps running (KEEP=1)", 0, stage="left up")
     if target.is_own:
         stage.line('  eval "$(python3 e2e/cluster env)"')
     for command in (
@@ -322,20 +324,20 @@ def look_around(stage: Stage, target: Target) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="From nothing to tokens to trim, on a real Kubernetes node.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser = argparse.ArgumentParser(description="Install, serve and tune a model on a kind cluster.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument(
         "--picture",
         type=Path,
         metavar="FILE.svg",
         default=Path(os.environ.get("PICTURE") or PICTURE),
-        help="draw KV use, preemptions and decisions there, and write their figures beside it (%(default)s)",
+        help="chart of KV usage, preemptions and decisions, with its data in FILE.json (default: %(default)s)",
     )
     parser.add_argument("--keep", action="store_true", default=os.environ.get("KEEP", "") not in ("", "0"))
     arguments = parser.parse_args()
     stage = Stage(Console() if sys.stdout.isatty() else Console(width=LOG_WIDTH))
     set_sink(stage.dim)
-    stage.chapter("A Kubernetes node", 10, stage="node")
+    stage.chapter("Kubernetes cluster", 10, stage="node")
     try:
         target = connect()
         require_no_other_release(target)
@@ -343,7 +345,7 @@ def main() -> int:
         stage.line(f"  {target.describe()}")
         installation = Installation(target.kube, images_in_cluster())
     except FAILURES as error:
-        stage.line(f"[bold red]The demo cannot begin:[/bold red] {error}")
+        stage.line(f"[bold red]The demo cannot start:[/bold red] {error}")
         return 2
     demo = Demo(stage, target, installation)
     code = 0
@@ -352,7 +354,7 @@ def main() -> int:
         demo.summary()
         demo.picture(arguments.picture)
     except FAILURES as error:
-        stage.console.print(f"The demo did not show what it should: {error}", markup=False, style="bold red")
+        stage.console.print(f"The demo failed: {error}", markup=False, style="bold red")
         code = 1
     except KeyboardInterrupt:
         stage.line("[bold red]Interrupted.[/bold red]")
@@ -362,7 +364,7 @@ def main() -> int:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(demo.as_json(), indent=2) + "\n")
         if arguments.keep:
-            look_around(stage, target)
+            show_next_commands(stage, target)
         else:
             clean_up(stage, target, installation)
         stage.end()

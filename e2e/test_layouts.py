@@ -232,7 +232,11 @@ def test_newer_of_two_deadlocked_groups_backs_off(apply: Apply, remove: Remove, 
             assert len(_placed(old)) == 1
             old.ready(deadline_seconds=READY_SECONDS)
             measured(f"two deadlocked groups: the older one is Ready after {time.monotonic() - began:.0f} s")
-            events = [event for event in kube.events(young.namespace, young.name) if event["reason"] == "GangSchedulingBackoff"]
+            events = [
+                event
+                for event in kube.events(young.namespace, young.name)
+                if event["reason"] == "GangSchedulingBackoff"
+            ]
             assert events
             assert f"Insufficient {ACCELERATOR}" in events[0]["message"]
             limited = young.waiter.until(

@@ -1,10 +1,12 @@
-"""Triton reads this when it is imported, so it is set before any test module is: kernels then run in its interpreter,
-on CPU tensors. Compilation has its own processes (tests/kernels/kernel_benchmarks/aot). `make test-gpu` sets 0: kernels then run on the
-GPU.
+"""Settings for all tests.
 
-No test is left to luck: dice begin at the same number for the same test, whatever ran before it in its process, and
-properties are tried on the same examples each time, however slow the machine is. Other examples come from
-`--lives N` (state machines) and `--hypothesis-profile default` (properties).
+TRITON_INTERPRET is set before any test module imports Triton, so that kernels run in its interpreter on CPU tensors.
+Tests that compile kernels start their own processes (tests/kernels/kernel_benchmarks/aot). `make test-gpu` sets it to
+0: kernels then run on the GPU.
+
+Tests are deterministic: the random seed depends only on the test's name, and property tests use the same examples each
+time, however slow the machine is. Other examples come from `--lives N` (state machines) and
+`--hypothesis-profile default` (properties).
 """
 
 import gc
@@ -20,7 +22,7 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
-if importlib.util.find_spec("hypothesis") is not None:  # `make test-gpu` does without it where it is missing
+if importlib.util.find_spec("hypothesis") is not None:  # optional for `make test-gpu`
     from hypothesis import HealthCheck, settings
 
     settings.register_profile(
@@ -30,18 +32,19 @@ if importlib.util.find_spec("hypothesis") is not None:  # `make test-gpu` does w
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--lives", type=int, help="so many random lives of each state machine, instead of its own number")
-    parser.addoption("--worlds", type=int, help="so many random worlds for the operator, instead of the first 2,000")
-    parser.addoption("--all", action="store_true", help="more of the same too: what is marked soak, for `make soak`")
+    parser.addoption("--lives", type=int, help="number of random runs of each state machine, instead of its default")
+    parser.addoption(
+        "--worlds", type=int, help="number of randomized cluster states for operator tests (default: 2,000)"
+    )
+    parser.addoption("--all", action="store_true", help="also run tests marked soak, for `make soak`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked soak runs only with --all. With --lives, state machines get their number of lives from there, and
-    as long as they need."""
+    """Deselect tests marked soak unless --all is set. With --lives, set the runs of state machines and no timeout."""
     if not config.getoption("--all"):
-        left_out = [item for item in items if item.get_closest_marker("soak")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        deselected = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in set(deselected)]
     lives: int | None = config.getoption("--lives")
     if lives is None:
         return
@@ -55,8 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def signals_stay_as_they_were() -> Iterator[None]:
-    """Commands say what a signal does to their process. Here that process is everyone's."""
+def restore_signal_handlers() -> Iterator[None]:
+    """Restore signal handlers that commands install, since all tests share this process."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in before.items():
@@ -66,14 +69,14 @@ def signals_stay_as_they_were() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def worlds(request: pytest.FixtureRequest) -> int:
-    """How many random worlds the operator's tests try; rarer kinds have a part of that. `make soak` asks for 10,000."""
+    """Return the number of randomized cluster states per property test; rare kinds use a fraction of it."""
     wanted: int | None = request.config.getoption("--worlds")
     return 2000 if wanted is None else wanted
 
 
 @pytest.fixture(autouse=True)
-def logs_stay_as_they_were() -> Iterator[None]:
-    """Commands and live changes say how much is logged, and where."""
+def restore_logging() -> Iterator[None]:
+    """Restore log levels and handlers that commands and live parameters change."""
     logging.getLogger("trimtab_engine")
     loggers = [
         logging.root,
@@ -91,29 +94,31 @@ def logs_stay_as_they_were() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the fixtures, which throw dice too."""
+    """Seed random number generators before fixtures use them."""
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
-    if (torch := sys.modules.get("torch")) is not None:  # not for tests that have nothing to do with it
+    if (torch := sys.modules.get("torch")) is not None:  # only if a test has imported it
         torch.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed)
 
 
 @pytest.fixture
-def nothing_else_to_collect() -> Iterator[None]:
-    """For a test that measures its own processor time: garbage collection looks at nothing that was there before."""
+def frozen_gc() -> Iterator[None]:
+    """Exclude existing objects from garbage collection, for tests that measure their CPU time."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
 @pytest.fixture
-def device_outlives_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """CUDA's errors come late: here, with the test that made them. Some take the process's device for good; under
-    pytest-xdist a new process then runs the tests behind, else all of them would fail."""
+def report_device_errors(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Synchronize, so that asynchronous CUDA errors fail the test that caused them.
+
+    Some errors make the process's device unusable; with pytest-xdist a new process then runs the remaining tests.
+    """
     yield
-    import torch  # not for tests that have nothing to do with it
+    import torch  # only if a test has imported it
 
     try:
         torch.cuda.synchronize()

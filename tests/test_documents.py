@@ -1,4 +1,4 @@
-"""Pages are read in terminals and in diffs: no line of prose is longer than a screen is wide."""
+"""Prose lines of documentation pages have at most 120 characters, to be readable in terminals and diffs."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 WIDTH = 120
-MADE_BY_PROGRAMS = "results"
+GENERATED_FOLDER = "results"
 FENCE = re.compile(r"\s*(```|~~~)")
 TABLE_OR_LINK = re.compile(r"\s*(\||\[[^\]]+\]:|!?\[[^\]]*\]\([^)]*\)$|<)")
 
@@ -18,12 +18,12 @@ def pages() -> list[Path]:
         path.relative_to(REPOSITORY)
         for folder in ("docs", "kernels", ".")
         for path in (REPOSITORY / folder).glob("**/*.md" if folder == "docs" else "*.md")
-        if MADE_BY_PROGRAMS not in path.parts
+        if GENERATED_FOLDER not in path.parts
     )
 
 
 def prose(text: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines that are neither code nor tables, which cannot be broken."""
+    """Yield numbered lines except code and tables, which cannot be wrapped."""
     in_code = False
     for number, line in enumerate(text.splitlines(), start=1):
         if FENCE.match(line):
@@ -33,10 +33,10 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("page", pages(), ids=str)
-def test_no_line_of_prose_is_longer_than_a_screen_is_wide(page: Path) -> None:
+def test_prose_lines_are_not_too_long(page: Path) -> None:
     long = [number for number, line in prose((REPOSITORY / page).read_text()) if len(line) > WIDTH]
     assert long == [], f"{page}: lines {long} have more than {WIDTH} characters"
 
 
-def test_there_are_pages() -> None:
+def test_pages_are_found() -> None:
     assert len(pages()) > 40

@@ -1,8 +1,8 @@
-"""Three stories at once where none disturbs the others: who may run beside whom, and in which order they are taken.
+"""Parallel scenarios: the order of files, and which of them need exclusive use of the cluster.
 
-Most of a story is waiting: for a pod to start, to drain, to be noticed. So stories run in lanes, which are workers of
-pytest-xdist (`make e2e` has three; without `--numprocesses` there is one). Some stories have the cluster to
-themselves: they measure what users feel under load, take a node away, or kill, replace or reconfigure the operator.
+Scenarios mostly wait for pods to start or drain, so they run in lanes, which are pytest-xdist workers (`make e2e` has
+three; without `--numprocesses` there is one). Some scenarios need exclusive use of the cluster: they measure latency
+under load, take a node away, or kill, replace or reconfigure the operator.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import IO
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# The longest of those that run beside others, so that the lanes end at about the same time.
+# The longest parallel files first, so that the lanes end at about the same time.
 FIRST = ("test_layouts.py", "test_rollback.py", "test_hub.py")
-# Those that have the cluster for themselves, in this order: what leaves the chart as it is, what installs it with
-# values of its own, and what installs and removes it as a page says.
+# Files with exclusive use of the cluster, in this order: those that keep the chart's values, those that install it with
+# other values, and those that install and remove it.
 LAST = (
     "test_autoscaling.py", "test_zero_downtime.py", "test_tuning.py", "test_node_loss.py",
     "test_operator.py", "test_prometheus.py", "test_gpu_budget.py", "test_without_webhook.py",
@@ -30,75 +30,75 @@ LAST = (
 
 
 def in_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The stories as lanes take them, file by file."""
+    """Return the scenarios in the order in which lanes run them, file by file."""
 
     def place(item: pytest.Item) -> int:
         name = item.path.name
-        if is_alone(item):
+        if needs_exclusive_cluster(item):
             return len(FIRST) + 1 + LAST.index(name)
         return FIRST.index(name) if name in FIRST else len(FIRST)
 
     return sorted(items, key=place)
 
 
-def is_alone(item: pytest.Item) -> bool:
-    """Whether it has the cluster for itself."""
+def needs_exclusive_cluster(item: pytest.Item) -> bool:
+    """Return True if the scenario needs exclusive use of the cluster."""
     return item.path.name in LAST
 
 
 def lane() -> int | None:
-    """Which lane this process is, from 1; None where all stories run in this process."""
+    """Return the number of this process's lane, from 1, or None without pytest-xdist."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     return int(worker.removeprefix("gw")) + 1 if worker else None
 
 
 class LaneScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist is not typed
-    """One lane takes a whole file, as its stories share fixtures, and one lane all files of `LAST`, at the end."""
+    """A scheduler that assigns whole files to lanes, and all files of `LAST` to one lane at the end."""
 
     def __init__(self, config: pytest.Config, log: object) -> None:
-        config.option.loadscopereorder = False  # the order is the stories'
+        config.option.loadscopereorder = False  # keep the order of in_order()
         super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "alone" if Path(file).name in LAST else file
+        return "exclusive" if Path(file).name in LAST else file
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What the lanes of one run share: a folder of locks, each of which ends with the process that holds it."""
+    """Coordination of the lanes of one run: a folder with file locks, which are released when their process ends."""
 
     folder: Path
 
     @contextmanager
-    def turn(self, *, is_alone: bool) -> Iterator[None]:
-        """Run beside other lanes, or alone once they have come to their end."""
-        with self._file("room") as room:
-            fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+    def use_cluster(self, *, exclusive: bool) -> Iterator[None]:
+        """Use the cluster in parallel to other lanes, or exclusively after they have finished."""
+        with self._file("cluster") as cluster:
+            fcntl.flock(cluster, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
             yield
 
     def use_namespace(self, name: str) -> None:
-        """Write down a namespace that some lane has made; an appended line is written at once, or not at all."""
+        """Record a namespace created by a lane. Appending one line is atomic."""
         with (self.folder / "namespaces").open("a") as file:
             file.write(f"{name}\n")
 
     def namespaces(self) -> list[str]:
-        """Those of all lanes."""
+        """Return the namespaces of all lanes."""
         file = self.folder / "namespaces"
         return file.read_text().split() if file.exists() else []
 
     @contextmanager
-    def one_at_a_time(self, what: str) -> Iterator[None]:
-        with self._file(what) as lock:
+    def locked(self, name: str) -> Iterator[None]:
+        with self._file(name) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     @contextmanager
     def installed(self, install: Callable[[], None], uninstall: Callable[[], None]) -> Iterator[None]:
-        """What all lanes use: the first installs it while the others wait, the last one to leave removes it."""
+        """Share an installation: the first lane installs it while others wait, and the last one removes it."""
         done = self.folder / "installed"
         with self._file("users") as users:
-            with self.one_at_a_time("installing"):
+            with self.locked("installing"):
                 fcntl.flock(users, fcntl.LOCK_SH)
                 if not done.exists():
                     install()
@@ -106,7 +106,7 @@ class Lanes:
             yield
             try:
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # another lane goes on
+            except BlockingIOError:  # another lane still uses it
                 return
             uninstall()
             done.unlink()

@@ -1,4 +1,4 @@
-"""Stories at once: who is alone is alone, what all use is installed once, and a file belongs to one lane."""
+"""Parallel scenarios: exclusive use of the cluster, one shared installation, and whole files per lane."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from pathlib import Path
 import pytest
 from harness.lanes import FIRST, LAST, Lanes, LaneScheduling
 
-STORIES = Path(__file__).parents[2] / "e2e"
+SCENARIOS = Path(__file__).parents[2] / "e2e"
 DEADLINE_SECONDS = 120.0
 
 
 class Lane:
-    """Another lane, a thread that enters something and leaves it when told."""
+    """A lane: a thread that enters a context manager and leaves it on request."""
 
     def __init__(self, enter: Callable[[], AbstractContextManager[None]]) -> None:
-        self.is_in, self._leave = threading.Event(), threading.Event()
+        self.entered, self._leave = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(enter,))
         self._thread.start()
 
     def _run(self, enter: Callable[[], AbstractContextManager[None]]) -> None:
         with enter():
-            self.is_in.set()
+            self.entered.set()
             self._leave.wait(DEADLINE_SECONDS)
 
-    def enters(self) -> None:
-        assert self.is_in.wait(DEADLINE_SECONDS)
+    def assert_enters(self) -> None:
+        assert self.entered.wait(DEADLINE_SECONDS)
 
-    def stays_out(self) -> None:
-        assert not self.is_in.wait(0.2)
+    def assert_waits(self) -> None:
+        assert not self.entered.wait(0.2)
 
     def leave(self) -> None:
         self._leave.set()
@@ -60,25 +60,25 @@ def lane() -> Iterator[Callable[[Callable[[], AbstractContextManager[None]]], La
 Make = Callable[[Callable[[], AbstractContextManager[None]]], Lane]
 
 
-def test_stories_run_beside_each_other(lanes: Lanes, lane: Make) -> None:
+def test_shared_use_runs_in_parallel(lanes: Lanes, lane: Make) -> None:
     for _ in range(2):
-        lane(lambda: lanes.turn(is_alone=False)).enters()
+        lane(lambda: lanes.use_cluster(exclusive=False)).assert_enters()
 
 
-def test_who_is_alone_waits_for_those_that_run_and_they_for_him(lanes: Lanes, lane: Make) -> None:
-    beside = lane(lambda: lanes.turn(is_alone=False))
-    beside.enters()
-    alone = lane(lambda: lanes.turn(is_alone=True))
-    alone.stays_out()
-    beside.leave()
-    alone.enters()
-    late = lane(lambda: lanes.turn(is_alone=False))
-    late.stays_out()
-    alone.leave()
-    late.enters()
+def test_exclusive_use_waits_for_others_and_blocks_them(lanes: Lanes, lane: Make) -> None:
+    shared = lane(lambda: lanes.use_cluster(exclusive=False))
+    shared.assert_enters()
+    exclusive = lane(lambda: lanes.use_cluster(exclusive=True))
+    exclusive.assert_waits()
+    shared.leave()
+    exclusive.assert_enters()
+    late = lane(lambda: lanes.use_cluster(exclusive=False))
+    late.assert_waits()
+    exclusive.leave()
+    late.assert_enters()
 
 
-def test_what_all_use_is_installed_by_the_first_and_removed_by_the_last(lanes: Lanes, lane: Make) -> None:
+def test_first_lane_installs_and_last_lane_removes(lanes: Lanes, lane: Make) -> None:
     done: list[str] = []
 
     def install() -> None:
@@ -89,17 +89,17 @@ def test_what_all_use_is_installed_by_the_first_and_removed_by_the_last(lanes: L
         return lanes.installed(install, lambda: done.append("removed"))
 
     first, second = lane(use), lane(use)
-    first.enters()
-    second.enters()
+    first.assert_enters()
+    second.assert_enters()
     first.leave()
     assert done == ["installed"]
     second.leave()
     assert done == ["installed", "removed"]
-    lane(use).enters()
+    lane(use).assert_enters()
     assert done == ["installed", "removed", "installed"]
 
 
-def test_an_installation_that_fails_is_tried_again_by_the_next_lane(lanes: Lanes) -> None:
+def test_failed_installation_is_retried_by_next_lane(lanes: Lanes) -> None:
     def fails() -> None:
         raise RuntimeError("no chart")
 
@@ -110,20 +110,20 @@ def test_an_installation_that_fails_is_tried_again_by_the_next_lane(lanes: Lanes
         assert done == ["installed"]
 
 
-def test_whoever_leaves_last_knows_every_lanes_namespaces(lanes: Lanes) -> None:
+def test_namespaces_of_all_lanes_are_known(lanes: Lanes) -> None:
     assert lanes.namespaces() == []
     for name in ("trimtab-e2e-a", "trimtab-e2e-b"):
         Lanes(lanes.folder).use_namespace(name)
     assert lanes.namespaces() == ["trimtab-e2e-a", "trimtab-e2e-b"]
 
 
-def test_a_lane_takes_whole_files_and_one_lane_all_that_are_alone() -> None:
+def test_lane_takes_whole_files_and_one_lane_exclusive_files() -> None:
     scope_of = LaneScheduling._split_scope
     scheduling = LaneScheduling.__new__(LaneScheduling)
     assert scope_of(scheduling, "e2e/test_scale.py::test_a[x::y]") == "e2e/test_scale.py"
-    assert {scope_of(scheduling, f"e2e/{name}::test_b") for name in LAST} == {"alone"}
+    assert {scope_of(scheduling, f"e2e/{name}::test_b") for name in LAST} == {"exclusive"}
 
 
 @pytest.mark.parametrize("name", FIRST + LAST)
-def test_what_is_ordered_is_there(name: str) -> None:
-    assert (STORIES / name).is_file()
+def test_ordered_files_exist(name: str) -> None:
+    assert (SCENARIOS / name).is_file()

@@ -1,11 +1,12 @@
-"""Memory that a kernel allocates and does not write must show: torch fills uninitialised tensors with NaN here.
+"""Fixtures that make unwritten output visible: torch fills uninitialised tensors with NaN here.
 
-Triton's interpreter must know the bounds of loops: before 3.9 it hands numpy's arrays of one element to int(), which
-numpy refuses from 2.4 on (and warns of before). Triton 3.9 takes the element out of them first; here the older ones do.
+Triton's interpreter must evaluate the bounds of loops: before 3.9 it passes numpy arrays of one element to int(), which
+numpy rejects from 2.4 on (and warned about before). Triton 3.9 extracts the element first; the fixture does the same
+for older versions.
 
-The same tests run on a GPU (`make test-gpu`, TRITON_INTERPRET=0): tensors that a test makes are then made on the CPU,
-so that they hold the same values, and moved. Tests of what only the CPU does are marked `cpu`. Parameters are made at
-import and would stay on the CPU: a tensor among them is refused, on CPUs too, where nothing else would show it.
+The same tests run on a GPU (`make test-gpu`, TRITON_INTERPRET=0): tensors of a test are then created on the CPU, so
+that they have the same values, and moved. Tests for the CPU only are marked `cpu`. Parameters are created at import and
+would stay on the CPU: a tensor among them is rejected on CPUs too, where the error would not show otherwise.
 """
 
 import os
@@ -27,7 +28,7 @@ CONSTRUCTORS = (
 
 
 def let_scalars_be_indices(interpreter: Any) -> None:
-    """What Triton 3.9 does to its language within a kernel, for an older interpreter module."""
+    """Patch an older interpreter module as Triton 3.9 changes its language within a kernel."""
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch(tensor: Any, scope: Any) -> None:
@@ -38,11 +39,11 @@ def let_scalars_be_indices(interpreter: Any) -> None:
 
 
 if HAS_TRITON and not ON_GPU and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
-    let_scalars_be_indices(import_module("triton.runtime.interpreter"))  # some versions import it when it is asked for
+    let_scalars_be_indices(import_module("triton.runtime.interpreter"))  # some versions import it on first use
 
 
 class MadeOn(TorchFunctionMode):
-    """Tensors for which no device is named come to this one."""
+    """Moves tensors created without a device to this one."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class MadeOn(TorchFunctionMode):
 
 
 def has_tensor_of_the_cpu(value: Any) -> bool:
-    """In itself, or in what it holds."""
+    """Return True for a CPU tensor, or a container with one."""
     if isinstance(value, torch.Tensor):
         return value.device.type == "cpu"
     if is_dataclass(value) and not isinstance(value, type):
@@ -82,12 +83,12 @@ def poisoned_outputs() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tensors of the test lie where the kernels run."""
+    """Create the test's tensors on the device that runs the kernels."""
     if not ON_GPU or request.node.get_closest_marker("cpu"):
         yield
         return
     if not torch.cuda.is_available():
-        pytest.fail("TRITON_INTERPRET=0 says to run kernels on the GPU, and torch sees none")
-    request.getfixturevalue("device_outlives_the_test")
+        pytest.fail("TRITON_INTERPRET=0 requires a GPU, but torch finds none")
+    request.getfixturevalue("report_device_errors")
     with MadeOn("cuda"):
         yield

@@ -15,7 +15,7 @@ def on_an_empty_device(request: pytest.FixtureRequest) -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    request.getfixturevalue("device_outlives_the_test")
+    request.getfixturevalue("report_device_errors")
     yield
     gc.collect()
     torch.cuda.empty_cache()
