@@ -14,7 +14,6 @@ import torch
 from kernel_benchmarks import (
     copy_blocks,
     edit_logits,
-    few_rows,
     fused_moe,
     latent_attention,
     layer,
@@ -27,6 +26,7 @@ from kernel_benchmarks import (
     rotary_embedding,
     sample,
     silu_and_mul,
+    skinny_gemm,
     w8a8_block_fp8,
 )
 from kernel_benchmarks.phase import DEVICE_LOST, DONE, FAILED, OUT_OF_TIME, Phase, parse_phase
@@ -37,7 +37,7 @@ from kernel_benchmarks.wheels import use_wheels
 
 MODULES = (
     paged_decode, paged_prefill, latent_attention, rms_norm, rope_and_cache, rotary_embedding, silu_and_mul,
-    reshape_and_cache, copy_blocks, few_rows, lora, layer, sample, edit_logits, fused_moe, w8a8_block_fp8,
+    reshape_and_cache, copy_blocks, skinny_gemm, lora, layer, sample, edit_logits, fused_moe, w8a8_block_fp8,
 )  # fmt: skip
 ROW_SECONDS, PEER_SECONDS = 60.0, 120.0
 """After that a row counts as hung, and a peer as too slow to compile. FlashInfer compiles for a minute."""

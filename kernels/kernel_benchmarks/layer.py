@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from trimtab_kernels.few_rows import few_rows_reference, few_rows_triton
+from trimtab_kernels.launch.backends import KernelBackends, override_backends
 from trimtab_kernels.launch.dependence import FIRST_CAPABILITY
 from trimtab_kernels.launch.device_facts import device_facts
-from trimtab_kernels.launch.switches import Ways, taking
 from trimtab_kernels.paged_decode import paged_decode_reference, paged_decode_triton
 from trimtab_kernels.rope_and_cache import rope_and_cache_reference, rope_and_cache_triton
+from trimtab_kernels.skinny_gemm import skinny_gemm_reference, skinny_gemm_triton
 
 from kernel_benchmarks.row import Row, tolerance_of
 
@@ -71,31 +71,31 @@ class _Step:
         self.num_bytes = sum(w.nbytes for layer in self.layers for w in layer.weights) + num_layers * keys
 
     def run(self) -> torch.Tensor:
-        with taking(Ways()):
+        with override_backends(KernelBackends()):
             return self._run()
 
     def _run(self) -> torch.Tensor:
         hidden = self.hidden.copy_(self.start)
         for layer in self.layers:
-            qkv = few_rows_triton(hidden, layer.qkv, norm=layer.norms[0], eps=EPS)
+            qkv = skinny_gemm_triton(hidden, layer.qkv, norm=layer.norms[0], eps=EPS)
             query, *_ = rope_and_cache_triton(qkv, self.rotation, *layer.caches, self.slots)
             seen = paged_decode_triton(query, *layer.caches, self.tables, self.lengths, scale=0.1)
-            few_rows_triton(seen.flatten(1), layer.out, residual=hidden)
-            wide = few_rows_triton(hidden, layer.gate_up, norm=layer.norms[1], eps=EPS, is_gated=True)
-            few_rows_triton(wide, layer.down, residual=hidden)
+            skinny_gemm_triton(seen.flatten(1), layer.out, residual=hidden)
+            wide = skinny_gemm_triton(hidden, layer.gate_up, norm=layer.norms[1], eps=EPS, is_gated=True)
+            skinny_gemm_triton(wide, layer.down, residual=hidden)
         return hidden
 
     def run_dependent(self) -> torch.Tensor:
-        with taking(Ways(dependent_launches=True)):
+        with override_backends(KernelBackends(dependent_launches=True)):
             return self._run()
 
     def reference(self) -> torch.Tensor:
         hidden, dtype = self.start.float(), self.start.dtype
         for layer in self.layers:
-            qkv = few_rows_reference(hidden, layer.qkv, norm=layer.norms[0], eps=EPS).to(dtype)
+            qkv = skinny_gemm_reference(hidden, layer.qkv, norm=layer.norms[0], eps=EPS).to(dtype)
             query, *_ = rope_and_cache_reference(qkv, self.rotation, *layer.caches, self.slots)
             seen = paged_decode_reference(query, *layer.caches, self.tables, self.lengths, scale=0.1)
-            hidden = hidden + few_rows_reference(seen.flatten(1), layer.out)
-            wide = few_rows_reference(hidden, layer.gate_up, norm=layer.norms[1], eps=EPS, is_gated=True)
-            hidden = hidden + few_rows_reference(wide.to(dtype), layer.down)
+            hidden = hidden + skinny_gemm_reference(seen.flatten(1), layer.out)
+            wide = skinny_gemm_reference(hidden, layer.gate_up, norm=layer.norms[1], eps=EPS, is_gated=True)
+            hidden = hidden + skinny_gemm_reference(wide.to(dtype), layer.down)
         return hidden

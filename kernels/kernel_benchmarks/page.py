@@ -20,7 +20,7 @@ LIMITS = {
 }
 TERA = 1e12
 MEMORY_BOUND = (
-    "rms_norm", "rope", "rotary", "silu", "reshape", "copy_blocks", "likeliest", "sample", "edit_logits",
+    "rms_norm", "rope", "rotary", "silu", "reshape", "copy_blocks", "argmax", "sample", "edit_logits",
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ ASKED = (
         "0.90 of copy",
         lambda n: n.startswith(MEMORY_BOUND),
     ),
-    Asked("products of 16 rows and fewer, bf16", "0.80 of read", lambda n: n.startswith("few_rows")),
+    Asked("products of 16 rows and fewer, bf16", "0.80 of read", lambda n: n.startswith("skinny_gemm")),
     Asked("what adapters add to products", "none", lambda n: n.startswith("lora")),
     Asked("attention over latent vectors", "none", lambda n: n.startswith("latent")),
     Asked("layers of few rows, one after another and dependent", "0.85 of read", lambda n: " layers of " in n),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from trimtab_kernels.likeliest import likeliest_reference, likeliest_triton
+from trimtab_kernels.argmax import argmax_reference, argmax_triton
 from trimtab_kernels.sample import sample_reference, sample_triton
 
 from kernel_benchmarks.row import Row
@@ -27,12 +27,12 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
 def _greedy(num_rows: int, vocab: int, device: torch.device) -> Row:
     logits = torch.randn(num_rows, vocab, device=device).to(torch.bfloat16)
     return Row(
-        f"likeliest {num_rows}x{vocab}",
+        f"argmax {num_rows}x{vocab}",
         "read",
         logits.numel() * logits.itemsize,
         0.90 if num_rows > 1 else 0.0,  # of one row a launch is what it costs
-        lambda: likeliest_triton(logits)[1],
-        lambda: likeliest_reference(logits)[1],
+        lambda: argmax_triton(logits)[1],
+        lambda: argmax_reference(logits)[1],
         0.0,
         {"torch.argmax of a float32 copy": lambda: logits.float().argmax(dim=-1)},
     )

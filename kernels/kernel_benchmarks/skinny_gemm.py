@@ -1,12 +1,12 @@
-"""few_rows: the four products of a layer of Llama-3.1-8B for 1 and 16 rows, beside what they replace."""
+"""skinny_gemm: the four products of a layer of Llama-3.1-8B for 1 and 16 rows, beside what they replace."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from trimtab_kernels.few_rows import few_rows_reference, few_rows_triton
 from trimtab_kernels.rms_norm import rms_norm_reference
+from trimtab_kernels.skinny_gemm import skinny_gemm_reference, skinny_gemm_triton
 
 from kernel_benchmarks.row import Row, tolerance_of
 
@@ -29,13 +29,13 @@ def _row(num_rows: int, n: int, k: int, beside: str, dtype: torch.dtype, device:
     norm = None if beside == "residual" else torch.rand(k, device=device).to(dtype)
     residual = torch.zeros(num_rows, n, device=device, dtype=dtype) if beside == "residual" else None
     return Row(
-        f"few_rows {n}x{k} {beside}, {num_rows} rows",
+        f"skinny_gemm {n}x{k} {beside}, {num_rows} rows",
         "read",
         weight.numel() * weight.itemsize,
         0.80,
-        partial(few_rows_triton, x, weight, norm=norm, eps=EPS, is_gated=is_gated, residual=residual),
+        partial(skinny_gemm_triton, x, weight, norm=norm, eps=EPS, is_gated=is_gated, residual=residual),
         # The residual is summed up by every call: what is compared is the product alone.
-        partial(few_rows_reference, x, weight, norm=norm, eps=EPS, is_gated=is_gated),
+        partial(skinny_gemm_reference, x, weight, norm=norm, eps=EPS, is_gated=is_gated),
         4 * tolerance_of(dtype),
         {"torch": partial(_by_torch, x, weight, norm, residual, is_gated=is_gated)},
         read=None if residual is None else _product_alone(residual, x, weight),
@@ -45,7 +45,7 @@ def _row(num_rows: int, n: int, k: int, beside: str, dtype: torch.dtype, device:
 def _product_alone(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Callable[[], torch.Tensor]:
     def read() -> torch.Tensor:
         residual.zero_()
-        return few_rows_triton(x, weight, residual=residual)
+        return skinny_gemm_triton(x, weight, residual=residual)
 
     return read
 

@@ -1,1 +1,1 @@
-"""Trimtab's kernels: each file holds a reference, a Triton kernel where there is one, and a wrapper."""
+"""Trimtab's kernels: each file contains a reference, a Triton kernel if there is one, and a wrapper."""

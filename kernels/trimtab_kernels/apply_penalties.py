@@ -9,7 +9,7 @@ repetition (seen_ids):    logit > 0 ? logit / repetition : logit * repetition   
 frequency (output_ids):   logit - frequency * count
 presence (output_ids):    logit - presence
 ```
-Bound by latency: a few hundred elements. Source: own.
+Latency-bound: a few hundred elements. Source: own.
 """
 
 import torch
@@ -25,7 +25,7 @@ def apply_penalties_reference(
     frequency: float,
     repetition: float,
 ) -> None:
-    """One token at a time."""
+    """Apply one token at a time."""
     for token in seen_ids.tolist():
         logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
     for token, count in zip(output_ids.tolist(), output_counts.tolist(), strict=True):
@@ -42,7 +42,11 @@ def apply_penalties(
     frequency: float,
     repetition: float,
 ) -> None:
-    """Penalise in place. Raises ValueError where shapes do not fit."""
+    """Penalise the logits in place.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
     if logits.dim() != 1 or output_ids.shape != output_counts.shape:
         raise ValueError(
             f"apply_penalties: logits is {list(logits.shape)}, output_ids {list(output_ids.shape)}, output_counts "

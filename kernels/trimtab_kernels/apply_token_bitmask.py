@@ -1,14 +1,14 @@
-"""Leave a row only the tokens whose bit is set: what a grammar allows next.
+"""Token bitmask: set the logits of all tokens that a grammar does not allow next to -inf.
 
 logits   [num_rows, vocab_size] fp32, bf16 or fp16, changed in place
 bitmask  [num_masked, num_words] int32 on the logits' device: bit t % 32 of word t // 32 is token t
-rows     [num_masked] int64 on the same device: which row of the logits each mask is for; the others stay as they are
+rows     [num_masked] int64 on the same device: the row of logits of each mask; other rows are unchanged
 
 ```
 y = bit set ? logit : -inf          tokens beyond 32 * num_words have no bit and are not allowed
-y[0] = logit[0] where that is NaN   so that a row which was computed wrongly does not look as if nothing were allowed
+y[0] = logit[0] if that is NaN      so that an incorrectly computed row differs from one without allowed tokens
 ```
-Bound by memory: the logits of the masked rows, once read and written. Source: own.
+Memory-bound: the logits of the masked rows, read and written once. Source: own.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ WORD_BITS = 32
 
 
 def apply_token_bitmask_reference(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
-    """One token at a time."""
+    """Apply one token at a time."""
     for mask, row in zip(bitmask.tolist(), rows.tolist(), strict=True):
         for token in range(logits.shape[1]):
             word = mask[token // WORD_BITS] if token // WORD_BITS < len(mask) else 0
@@ -28,7 +28,7 @@ def apply_token_bitmask_reference(logits: torch.Tensor, bitmask: torch.Tensor, r
 
 
 def apply_token_bitmask_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
-    """numpy unpacks bits at a byte per clock; torch's shifts would take four bytes per bit."""
+    """Unpack bits with numpy, at a byte per clock; torch's shifts would take four bytes per bit."""
     bits = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
     refused = torch.from_numpy(bits).eq_(0).view(torch.bool)
     for mask, row in zip(refused, rows.tolist(), strict=True):
@@ -36,7 +36,11 @@ def apply_token_bitmask_cpu(logits: torch.Tensor, bitmask: torch.Tensor, rows: t
 
 
 def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor) -> None:
-    """Mask in place; nobody waits for the device. Raises ValueError where shapes or types do not fit."""
+    """Mask the logits in place, without a synchronisation with the device.
+
+    Raises:
+        ValueError: shapes or types do not match.
+    """
     if logits.dim() != 2 or bitmask.dim() != 2 or bitmask.dtype != torch.int32 or rows.shape != bitmask.shape[:1]:
         raise ValueError(
             f"apply_token_bitmask: logits is {list(logits.shape)}, bitmask {list(bitmask.shape)} of {bitmask.dtype} "

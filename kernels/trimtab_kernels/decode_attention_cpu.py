@@ -1,18 +1,18 @@
-"""Attention of single tokens over a paged KV cache, read where it lies: paged_attention's decode groups on the CPU.
+"""Attention of single tokens over a paged KV cache, read in place: paged_attention's decode groups on the CPU.
 
 query                   [num_sequences, num_heads, head_size]              fp32
 key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size]  fp32
 y                       like query
 
-Gathering the blocks first would write and read every key and value once more. Instead a sparse matrix names, per
-query row, the cached rows that it reads (a row is one token's key or value of one kv head):
+Gathering the blocks first would write and read every key and value once more. Instead, a sparse matrix lists, per query
+row, the cached rows that it reads (a row is one token's key or value of one kv head):
 ```
-scores[row, j] = query[row] · keys[columns[row, j]]       a sampled product, SDDMM
+scores[row, j] = query[row] · keys[columns[row, j]]       a sampled dense-dense multiplication (SDDMM)
 y[row]         = sum_j softmax(scores)[row, j] * values[columns[row, j]]     an embedding bag with weights
 ```
-Both are operators of torch that run in parallel over rows. All rows of a group have equally many columns; where a
-sequence is shorter, its last block stands again and a mask hides it.
-Bound by memory: 2 * sum(lengths) * num_kv_heads * head_size * 4 bytes. Measured with 2 threads, 9 heads of 64, in
+Both are torch operators that run in parallel over rows. All rows of a group have equally many columns; the last block
+of a shorter sequence is repeated and masked.
+Memory-bound: 2 * sum(lengths) * num_kv_heads * head_size * 4 bytes. Measured with 2 threads, 9 heads of 64, in
 microseconds per layer, and with gathering and torch's flash kernel: 1 x 97 tokens 26 (41), 8 x 97 61 (117),
 32 x 97 252 (442). Source: own.
 """
@@ -27,11 +27,11 @@ _SUM = 0  # embedding_bag's mode
 
 @dataclass(frozen=True, slots=True)
 class ReadPattern:
-    """Which rows of a layer's cache the query rows of a group read; built once per step, used by every layer.
+    """The cache rows that the query rows of a group read; built once per step, used by every layer.
 
     scores: sparse [num_sequences * num_heads, num_blocks * block_size * num_kv_heads], its values are overwritten.
     weights: the same values as [rows, length]. columns, offsets: the same places as embedding bags.
-    mask [num_sequences, 1, length] is 0 or -inf; None: every place counts.
+    mask [num_sequences, 1, length] is 0 or -inf; None if every place counts.
     """
 
     scores: torch.Tensor
@@ -44,9 +44,10 @@ class ReadPattern:
 def plan_reads(
     blocks: torch.Tensor, length: int, mask: torch.Tensor | None, num_heads: int, cache_shape: torch.Size
 ) -> ReadPattern:
-    """blocks [num_sequences, blocks_per_sequence] int64, of whose tokens the first `length` are read.
+    """Plan the reads of blocks [num_sequences, blocks_per_sequence] int64, the first `length` tokens of each sequence.
 
-    Raises ValueError when `length` is more than the cache's rows: torch would cut the sparse rows and write past them.
+    Raises:
+        ValueError: `length` exceeds the cache's rows; torch would cut the sparse rows and write past them.
     """
     num_blocks, block_size, num_kv_heads, _ = cache_shape
     if length > num_blocks * block_size * num_kv_heads:
@@ -68,7 +69,7 @@ def plan_reads(
 def _sparse_rows(
     bounds: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """A sparse matrix on this very memory, unchecked."""
+    """Return a sparse matrix on this memory, unchecked."""
     return torch.sparse_csr_tensor(bounds, columns, values, shape, check_invariants=False)
 
 
@@ -81,7 +82,8 @@ def decode_attention_cpu(
     *,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[num_sequences, num_heads, head_size]. Overwrites the pattern's scores. sinks [num_heads]: of paged_attention."""
+    """Return [num_sequences, num_heads, head_size]. Overwrites the pattern's scores. sinks [num_heads]: as in
+    paged_attention."""
     num_sequences, num_heads, head_size = query.shape
     weights = reads.weights
     torch.sparse.sampled_addmm(
@@ -106,6 +108,7 @@ def decode_attention_cpu(
     return output.view(num_sequences, num_heads, head_size)
 
 
-with warnings.catch_warnings():  # torch says once per process that sparse tensors are in beta; not in the server's log
+# torch warns once per process that sparse tensors are in beta; kept out of the server's log
+with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)
     _sparse_rows(torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0), (1, 1))

@@ -1,12 +1,12 @@
-"""What requests ask of their logits before a token is chosen: biases, penalties, and tokens that may not come now. The
-penalties are apply_penalties', counted on the device, so that a token is penalised before the host has seen it.
+"""Per-request edits of logits before sampling: biases, penalties and bans. The penalties are apply_penalties', counted
+on the device, so that a token is penalised before the host has seen it.
 
 logits       [num_rows, vocab_size] fp32, changed in place
 table        [num_table_rows, width >= vocab_size] int32, two kinds of rows:
              biases  the bits of an fp32 per token, added to its logit (-inf: never chosen)
              counts  2 * times in the output + 1 if the token is in the prompt
 edited       [num_edits] int32: rows of logits, each one once
-bias_rows    [num_edits] int32: its row of biases; -1: none      count_rows likewise, of counts
+bias_rows    [num_edits] int32: its row of biases, or -1      count_rows likewise, of counts
 presence, frequency, repetition   [num_edits] fp32
 
 ```
@@ -14,10 +14,10 @@ y = x + bias
 token seen (count > 0):      y > 0 ? y / repetition : y * repetition
 in the output (count > 1):   y - (frequency * times + presence)
 ```
-A ban is a row of logits, a token, and perhaps a condition: that last_tokens[source] is `needed`. Source -1: always.
+A ban is a row of logits, a token, and optionally a condition: last_tokens[source] equals `needed`. Source -1: always.
 bans         [num_bans] int32 each: rows, tokens, sources, needed;   last_tokens int64
 
-Bound by memory: a row of logits read and written, and its rows of the table read, 4 bytes per token each. Source: own.
+Memory-bound: a row of logits read and written, and its rows of the table read, 4 bytes per token each. Source: own.
 """
 
 import torch
@@ -25,11 +25,11 @@ import torch
 from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 
 BLOCK_TOKENS = 2048
-"""Tokens of one program: 16 per thread at 4 warps, in 16-byte loads."""
+"""Tokens of one CTA: 16 per thread with 4 warps, in 16-byte loads."""
 BLOCK_BANS = 128
-"""Bans of one program, one per thread. They are few: a launch is what they cost."""
+"""Bans of one CTA, one per thread. There are few: their cost is the launch."""
 NONE = -1
-"""As a row of the table, or a source."""
+"""No row of the table, or no source."""
 
 
 def edit_logits_reference(
@@ -42,7 +42,7 @@ def edit_logits_reference(
     frequency: torch.Tensor,
     repetition: torch.Tensor,
 ) -> None:
-    """One row at a time, rounded as apply_penalties rounds."""
+    """Compute one row at a time, rounded as apply_penalties rounds."""
     table = table[:, : logits.shape[1]]
     values = zip(edited, bias_rows, count_rows, presence, frequency, repetition, strict=True)
     for row, bias_row, count_row, present, frequent, repeated in values:
@@ -65,7 +65,7 @@ def ban_tokens_reference(
     needed: torch.Tensor,
     last_tokens: torch.Tensor,
 ) -> None:
-    """All at once."""
+    """Apply all bans at once."""
     holds = (sources < 0) | (last_tokens[sources.clamp_min(0).long()] == needed)
     logits[rows[holds].long(), tokens[holds].long()] = float("-inf")
 
@@ -85,7 +85,7 @@ def _edit_logits(
     table_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (edit, block of tokens)."""
+    """CTA (edit, block of tokens)."""
     edit = tl.program_id(0)
     row = tl.load(edited + edit).to(tl.int64)
     bias_row = tl.load(bias_rows + edit).to(tl.int64)
@@ -93,14 +93,14 @@ def _edit_logits(
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocab_size
     x = tl.load(logits + row * logits_stride + tokens, mask=inside, other=0.0)
-    # A row that there is none of reads nothing: it has no tokens.
+    # A missing row is read with length 0.
     num_biases = tl.where(bias_row >= 0, vocab_size, 0)
     bias = tl.load(table + bias_row * table_stride + tokens, mask=tokens < num_biases, other=0)
     x += bias.to(tl.float32, bitcast=True)
     num_counts = tl.where(count_row >= 0, vocab_size, 0)
     counts = tl.load(table + count_row * table_stride + tokens, mask=tokens < num_counts, other=0)
     repeated = tl.load(repetition + edit)
-    # Divided as IEEE says, not by an approximate reciprocal: a penalty of 1 changes nothing.
+    # IEEE division instead of an approximate reciprocal: a penalty of 1 changes nothing.
     x = tl.where(counts > 0, tl.where(x > 0, tl.div_rn(x, tl.zeros([BLOCK], tl.float32) + repeated), x * repeated), x)
     due = (counts >> 1).to(tl.float32) * tl.load(frequency + edit) + tl.load(presence + edit)
     x = tl.where(counts > 1, x - due, x)
@@ -119,7 +119,7 @@ def _ban_tokens(
     logits_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Bans of one block. Two of one token write the same, so their order does not matter."""
+    """Apply one block of bans. Two bans of one token write the same value, so their order does not matter."""
     bans = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = bans < num_bans
     source = tl.load(sources + bans, mask=inside, other=-1)
@@ -141,7 +141,7 @@ def edit_logits_triton(
     frequency: torch.Tensor,
     repetition: torch.Tensor,
 ) -> None:
-    """Launch the kernel; shapes have been checked."""
+    """Launch the kernel. Shapes must have been checked."""
     vocab_size = logits.shape[1]
     block = min(BLOCK_TOKENS, next_power_of_2(vocab_size))
     _edit_logits[(edited.shape[0], cdiv(vocab_size, block))](
@@ -169,7 +169,7 @@ def ban_tokens_triton(
     needed: torch.Tensor,
     last_tokens: torch.Tensor,
 ) -> None:
-    """Launch the kernel; shapes have been checked."""
+    """Launch the kernel. Shapes must have been checked."""
     num_bans = rows.shape[0]
     _ban_tokens[(cdiv(num_bans, BLOCK_BANS),)](
         logits, rows, tokens, sources, needed, last_tokens, num_bans, logits.stride(0), BLOCK=BLOCK_BANS, num_warps=4
@@ -186,7 +186,11 @@ def edit_logits(
     frequency: torch.Tensor,
     repetition: torch.Tensor,
 ) -> None:
-    """Edit in place. Raises ValueError where shapes or dtypes do not fit."""
+    """Edit the logits in place.
+
+    Raises:
+        ValueError: shapes or dtypes do not match.
+    """
     values = (bias_rows, count_rows, presence, frequency, repetition)
     fits = logits.dim() == table.dim() == 2 and table.shape[1] >= logits.shape[1]
     if not fits or logits.dtype != torch.float32 or table.dtype != torch.int32 or logits.stride(1) != 1:
@@ -215,7 +219,11 @@ def ban_tokens(
     needed: torch.Tensor,
     last_tokens: torch.Tensor,
 ) -> None:
-    """-inf in place for every ban whose condition holds. Raises ValueError where shapes do not fit."""
+    """Set the logit of every token whose ban applies to -inf, in place.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
     if any(value.shape != rows.shape or value.dtype != torch.int32 for value in (tokens, sources, needed)):
         raise ValueError(
             f"ban_tokens: {list(rows.shape)} rows are given, but tokens, sources and needed are "

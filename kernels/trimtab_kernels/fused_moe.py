@@ -1,4 +1,4 @@
-"""Mixture of experts with a gated MLP in each (Shazeer et al. 2017, arXiv:1701.06538), as Qwen3-MoE computes it:
+"""Mixture of experts (MoE) with a gated MLP per expert (Shazeer et al. 2017, arXiv:1701.06538), as in Qwen3-MoE:
 
 y[t] = sum over the top_k experts e of token t:  weight[t, e] * W2[e] @ silu_and_mul(W13[e] @ x[t])
 
@@ -6,17 +6,17 @@ x              [num_tokens, hidden_size]                          fp32 | bf16 | 
 router_logits  [num_tokens, num_experts]                          dtype of x
 w13            [num_local_experts, 2 * intermediate_size, hidden_size]  gate rows, then up rows
 w2             [num_local_experts, hidden_size, intermediate_size]
-expert_map     [num_experts] int64: an expert's local index, below 0 where another rank holds it; None: all are local.
+expert_map     [num_experts] int64: an expert's local index, below 0 if another rank holds it; None if all are local.
                [num_patterns, num_experts]: token t reads row t % num_patterns, so that copies of an expert share it
-y              like x: with an expert_map the local experts' part of the sum
+y              like x: with an expert_map, the local experts' part of the sum
 w13_bias       [num_local_experts, 2 * intermediate_size], w2_bias [num_local_experts, hidden_size], or None; w2's is
-               weighted like its product
-clamps         (alpha, limit): gate and up are cut off at the limit, and (up + 1) * gate * sigmoid(alpha * gate) takes
-               the place of silu_and_mul (gpt-oss)
-sigmoid        how experts are chosen by sigmoids (Llama 4, DeepSeek-V3): moe/sigmoid_routing.py
-Without the latter the softmax over all experts is taken in fp32 before the top_k are chosen; `renormalize` divides by
-their sum. The weights may be float8 with block scales (w8a8_block_fp8). On CUDA four kernels of `moe/` do it.
-Bound by memory for few tokens: the weights of the experts that are hit. Source: own.
+               weighted like the expert's output
+clamps         (alpha, limit): gate and up are clamped to the limit, and (up + 1) * gate * sigmoid(alpha * gate)
+               replaces silu_and_mul (gpt-oss)
+sigmoid        sigmoid routing (Llama 4, DeepSeek-V3): moe/sigmoid_routing.py
+Without `sigmoid`, the softmax over all experts is computed in fp32 before the top_k are selected; `renormalize` divides
+by their sum. The weights may be float8 with block scales (w8a8_block_fp8). On CUDA, four kernels of `moe/` compute it.
+Memory-bound for few tokens: the weights of the active experts. Source: own.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ Expert = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights [num_tokens, top_k] of the logits' dtype, experts [num_tokens, top_k] int64)."""
+    """Return (weights [num_tokens, top_k] of the logits' dtype, experts [num_tokens, top_k] int64)."""
     probabilities = router_logits.softmax(dim=-1, dtype=torch.float32)
     weights, experts = probabilities.topk(top_k, dim=-1)
     if renormalize:
@@ -49,8 +49,8 @@ def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[t
     return weights.to(router_logits.dtype), experts
 
 
-def held_experts(experts: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
-    """experts [num_tokens, top_k] -> what expert_map has in their place."""
+def map_to_local_experts(experts: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
+    """Map experts [num_tokens, top_k] by expert_map."""
     if expert_map.dim() == 1:
         return expert_map[experts]
     patterns = torch.arange(experts.shape[0], device=experts.device) % expert_map.shape[0]
@@ -71,7 +71,7 @@ def fused_moe_reference(
     clamps: tuple[float, float] | None = None,
     sigmoid: SigmoidRouting | None = None,
 ) -> torch.Tensor:
-    """One expert after the other, each over the tokens that chose it."""
+    """Compute one expert after the other, each over the tokens routed to it."""
 
     def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
         gate_up = F.linear(rows, w13[expert], None if w13_bias is None else w13_bias[expert])
@@ -91,14 +91,14 @@ def sum_of_experts(
     *,
     sigmoid: SigmoidRouting | None = None,
 ) -> torch.Tensor:
-    """The same of experts of any kind."""
+    """Compute the MoE for experts of any kind."""
     if sigmoid is None:
         weights, experts = route(router_logits, top_k, renormalize)
     else:
         weights, experts = route_by_sigmoid(router_logits, top_k, renormalize, sigmoid)
     weighs_inputs = sigmoid is not None and sigmoid.weighs_inputs
     if expert_map is not None:
-        experts = held_experts(experts, expert_map)
+        experts = map_to_local_experts(experts, expert_map)
     y = torch.zeros_like(x)
     for expert in sorted(set(experts.flatten().tolist())):
         if expert < 0:
@@ -128,8 +128,8 @@ def fused_moe_triton(
     config: GemmConfig | None = None,
     facts: DeviceFacts | None = None,
 ) -> torch.Tensor:
-    """Launch the kernels; shapes have been checked. float8 weights come with scales, and then the activations are
-    quantised before each product."""
+    """Launch the kernels. Shapes must have been checked. float8 weights have scales, and then the activations are
+    quantised before each GEMM."""
     num_tokens = x.shape[0]
     if num_tokens == 0:
         return torch.empty_like(x)
@@ -151,7 +151,7 @@ def fused_moe_triton(
         )
 
     rows = x
-    if sigmoid is not None and sigmoid.weighs_inputs:  # a row per slot then
+    if sigmoid is not None and sigmoid.weighs_inputs:  # then one row per slot
         rows = (x.unsqueeze(1) * weights.to(x.dtype).unsqueeze(2)).view(num_slots, -1)
         weights = torch.ones_like(weights)
     wide = silu_and_mul_triton(product(rows, w13, w13_scales, w13_bias), clamps)
@@ -174,7 +174,11 @@ def fused_moe(
     clamps: tuple[float, float] | None = None,
     sigmoid: SigmoidRouting | None = None,
 ) -> torch.Tensor:
-    """The mixture of the experts that w13 and w2 hold. Raises ValueError where shapes do not fit."""
+    """Return the MoE output of the experts in w13 and w2.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
     num_experts = router_logits.shape[1]
     known = num_experts if expert_map is None else expert_map.shape[-1]
     if w13.shape[2] != x.shape[1] or 2 * w2.shape[2] != w13.shape[1] or known != num_experts or top_k > num_experts:

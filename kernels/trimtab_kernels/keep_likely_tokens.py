@@ -3,22 +3,22 @@
 logits  [rows, vocab_size] fp32, already divided by the temperature, changed in place
 top_k   [rows] int64: keep the k largest (vocab_size: all)
 top_p   [rows] fp32: of those, the smallest set whose probabilities reach p (Holtzman et al. 2020, arXiv:1904.09751)
-min_p   [rows] fp32: keep tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024, arXiv:2407.01082)
+min_p   [rows] fp32: keep tokens at least min_p times as likely as the best one (Nguyen et al. 2024, arXiv:2407.01082)
 
-As in vLLM: min-p on the whole distribution first, then top-k, then top-p on what top-k left, renormalised. The
-likeliest token is always kept. Ties at the k-th value are all kept.
-Bound by the sort: vocab_size * log(vocab_size) per row, avoided when every k is small. Source: own.
+As in vLLM: min-p on the whole distribution first, then top-k, then top-p on the result of top-k, renormalised. The most
+likely token is always kept. Ties at the k-th value are all kept.
+Bound by the sort: vocab_size * log(vocab_size) per row, avoided if every k is small. Source: own.
 """
 
 import torch
 
-SMALL_TOP_K = 1024  # up to here a partial selection beats the full sort
+SMALL_TOP_K = 1024  # up to here, a partial selection is faster than the full sort
 
 
 def keep_likely_tokens_reference(
     logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> None:
-    """Row by row, by the definitions."""
+    """Apply the definitions row by row."""
     for row, (k, p, m) in enumerate(zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)):
         values = logits[row]
         probabilities = values.softmax(dim=-1)
@@ -32,7 +32,11 @@ def keep_likely_tokens_reference(
 
 
 def keep_likely_tokens(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Mask in place. Raises ValueError where shapes do not fit or k is below 1."""
+    """Mask the logits in place.
+
+    Raises:
+        ValueError: shapes do not match, or k is below 1.
+    """
     rows, vocab_size = logits.shape
     if any(limit.shape != (rows,) for limit in (top_k, top_p, min_p)) or bool((top_k < 1).any()):
         raise ValueError(f"keep_likely_tokens: logits is {list(logits.shape)}; each limit must be [{rows}], and k >= 1")

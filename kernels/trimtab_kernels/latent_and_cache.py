@@ -1,24 +1,24 @@
-"""What attention over latent vectors needs of a layer's projections, in one pass: the latent vector normalised, its
-token's part of the key turned, both in their slot of the paged cache, and the rotated part of all query heads turned.
+"""Latent attention's cache write in one pass: normalise the latent vector, rotate the key part of its token, write both
+to their slot of the paged cache, and rotate the rotary part of all query heads.
 
-kept      [num_tokens, width]                       fp32 | bf16 | fp16: the latent vector, then the part that turns
-rotated   [num_tokens, num_heads, rotary_size]      of the queries; a head's elements side by side
-query     [num_tokens, num_heads, width]            contiguous; the last rotary_size of each head are written here, the
-                                                    first are another's
+kept      [num_tokens, width]                       fp32 | bf16 | fp16: the latent vector, then the rotary part
+rotated   [num_tokens, num_heads, rotary_size]      of the queries; a head's elements are contiguous
+query     [num_tokens, num_heads, width]            contiguous; the last rotary_size elements of each head are
+                                                    written here, the first ones by another kernel
 norm      [kv_rank]                                 see rms_norm; kv_rank is width - rotary_size
 rotation  [num_tokens, rotary_size // 2] complex64  for adjacent pairs (see rotary_embedding)
 cache     [num_blocks, block_size, 1, width]        slots and scale: see reshape_and_cache; tokens with a negative slot,
                                                     and those from len(slot_mapping) on, are padding and reach no cache
-y         [num_tokens, 1, width]: the keys, on CUDA in the place of kept
+y         [num_tokens, 1, width]: the keys, on CUDA written over `kept`
 
-Bound by memory: num_tokens * ((2 * num_heads * rotary_size + 2 * width) * itemsize + width * cache itemsize) bytes.
+Memory-bound: num_tokens * ((2 * num_heads * rotary_size + 2 * width) * itemsize + width * cache itemsize) bytes.
 Source: own.
 """
 
 import torch
 
 from trimtab_kernels.launch.jit import cdiv, jit, kernel, next_power_of_2, tl
-from trimtab_kernels.reshape_and_cache import LARGEST, clamped, reshape_and_cache, reshape_and_cache_reference
+from trimtab_kernels.reshape_and_cache import LARGEST, clamp_to_float8, reshape_and_cache, reshape_and_cache_reference
 from trimtab_kernels.rms_norm import rms_norm, rms_norm_reference
 from trimtab_kernels.rotary_embedding import BLOCK_ELEMENTS, rotary_embedding, rotary_embedding_reference
 
@@ -35,7 +35,7 @@ def latent_and_cache_reference(
     *,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """The references of its parts, one after another."""
+    """Apply the references of its steps, one after another."""
     kv_rank = norm.shape[0]
     query[:, :, kv_rank:] = rotary_embedding_reference(rotated, rotation)
     latent = rms_norm_reference(kept[:, :kv_rank], norm, eps)
@@ -46,8 +46,8 @@ def latent_and_cache_reference(
 
 
 @jit
-def _turned(tile: tl.tensor, turns: tl.tensor, HEADS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """[HEADS, BLOCK] of pairs in fp32, each turned by [BLOCK] of cos and sin."""
+def _rotate(tile: tl.tensor, turns: tl.tensor, HEADS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """Return [HEADS, BLOCK] of pairs in fp32, each rotated by [BLOCK] of cos and sin."""
     even, odd = tl.split(tl.reshape(tile, (HEADS, BLOCK // 2, 2)))
     cos, sin = tl.split(tl.reshape(turns, (BLOCK // 2, 2)))
     turned_even = even * cos[None, :] - odd * sin[None, :]
@@ -78,7 +78,7 @@ def _latent_and_cache(
     BLOCK: tl.constexpr,
     LARGEST_VALUE: tl.constexpr,
 ) -> None:
-    """Program (token, part): the first part is the key, the others HEADS query heads each. SIZE elements turn."""
+    """CTA (token, part): part 0 is the key, the others are HEADS query heads each. SIZE elements are rotated."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     columns = tl.arange(0, BLOCK)
@@ -89,7 +89,7 @@ def _latent_and_cache(
         inside = (heads < NUM_HEADS)[:, None] & in_head[None, :]
         places = token * rotated_stride + heads[:, None] * head_stride + columns[None, :]
         tile = tl.load(rotated + places, mask=inside, other=0.0)
-        turned = _turned(tile.to(tl.float32), turns, HEADS, BLOCK).to(tile.dtype)
+        turned = _rotate(tile.to(tl.float32), turns, HEADS, BLOCK).to(tile.dtype)
         target = (token * NUM_HEADS + heads)[:, None] * (KV_RANK + SIZE) + KV_RANK + columns[None, :]
         tl.store(query + target, turned, mask=inside)
     else:
@@ -100,10 +100,10 @@ def _latent_and_cache(
         wide = vector.to(tl.float32)
         factor = tl.rsqrt(tl.sum(wide * wide, 0) / KV_RANK + eps)
         weight = tl.load(norm + latents, mask=in_latent, other=0.0).to(tl.float32)
-        # Rounded where rms_norm rounds: before the weight, and after it.
+        # Rounded where rms_norm rounds: before and after the weight.
         latent = ((wide * factor).to(vector.dtype).to(tl.float32) * weight).to(vector.dtype)
         beside = tl.load(row + KV_RANK + columns, mask=in_head, other=0.0)
-        turned_alone = _turned(tl.reshape(beside.to(tl.float32), (1, BLOCK)), turns, 1, BLOCK)
+        turned_alone = _rotate(tl.reshape(beside.to(tl.float32), (1, BLOCK)), turns, 1, BLOCK)
         shared = tl.reshape(turned_alone, (BLOCK,)).to(vector.dtype)
         tl.store(row + latents, latent, mask=in_latent)
         tl.store(row + KV_RANK + columns, shared, mask=in_head)
@@ -111,8 +111,8 @@ def _latent_and_cache(
         if slot >= 0:
             place = cache + slot * (KV_RANK + SIZE)
             if LARGEST_VALUE is not None:
-                stored_latent = clamped(latent.to(tl.float32) * inverse_scale, LARGEST_VALUE)
-                stored_shared = clamped(shared.to(tl.float32) * inverse_scale, LARGEST_VALUE)
+                stored_latent = clamp_to_float8(latent.to(tl.float32) * inverse_scale, LARGEST_VALUE)
+                stored_shared = clamp_to_float8(shared.to(tl.float32) * inverse_scale, LARGEST_VALUE)
                 tl.store(place + latents, stored_latent.to(cache.dtype.element_ty), mask=in_latent)
                 tl.store(place + KV_RANK + columns, stored_shared.to(cache.dtype.element_ty), mask=in_head)
             else:
@@ -132,7 +132,7 @@ def latent_and_cache_triton(
     *,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """Launch the kernel; shapes have been checked."""
+    """Launch the kernel. Shapes must have been checked."""
     num_tokens, num_heads, size = rotated.shape
     kv_rank = norm.shape[0]
     if num_tokens:
@@ -177,8 +177,12 @@ def latent_and_cache(
     scale: float = 1.0,
     is_padded: bool = False,
 ) -> torch.Tensor:
-    """The step's keys, with the queries whole and the cache written. On the CPU `is_padded` must say that there may be
-    negative slots. Raises ValueError where shapes do not fit."""
+    """Write the cache and complete the queries; return the step's keys. On the CPU, `is_padded` must be set if slots
+    may be negative.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
     num_tokens, num_heads, size = rotated.shape
     kv_rank, width = norm.shape[0], kept.shape[1]
     fits = query.shape == (num_tokens, num_heads, width) and kept.shape[0] == num_tokens and kv_rank + size == width

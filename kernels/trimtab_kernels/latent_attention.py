@@ -1,13 +1,13 @@
-"""Attention of a step over a paged cache of latent vectors: decodes, and drafts of equally many tokens, by
-latent_decode, the rest by latent_prefill. On the CPU it is paged_attention's, with one kv head whose values are its
-keys.
+"""Attention of a step over a paged cache of latent vectors. latent_decode processes decodes and drafts of equal
+lengths, latent_prefill all other tokens. On the CPU, paged_attention processes all, with one kv head whose values are
+its keys.
 
-query    [num_tokens, num_heads, width]            fp32 | bf16 | fp16: what meets the latent vector, then the rest
-key      [num_tokens, 1, width]                    this step's; already written to the cache. The kernels do not read it
+query    [num_tokens, num_heads, width]            fp32 | bf16 | fp16: the latent part, then the rotary part
+key      [num_tokens, 1, width]                    of this step, already written to the cache; not read by the kernels
 cache    [num_blocks, block_size, 1, width]        dtype of query, or float8: times cache_scale
 y        [num_tokens, num_heads, kv_rank]          sums of the first kv_rank elements of each key
 
-A step is laid out as in paged_batch, whose metadata is the same for all kernels. Source: own.
+A step has the layout of paged_batch, whose metadata is the same for all kernels. Source: own.
 """
 
 from functools import partial
@@ -21,8 +21,8 @@ from trimtab_kernels.paged_attention import AttentionMetadata, paged_attention
 from trimtab_kernels.paged_batch import PagedBatch
 
 MAX_SHARED_TOKENS = 8
-"""Tokens of a sequence whose keys several programs share: drafts. Longer chunks have rows enough for all programs, and
-the sums that each would leave are as many as the rows."""
+"""Tokens of a sequence whose keys may be split over CTAs: drafts. Longer chunks have enough rows for all CTAs, and
+their partial results would be as large as the rows."""
 
 
 def attend_latent_batch(
@@ -35,8 +35,8 @@ def attend_latent_batch(
     cache_scale: float = 1.0,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query [rows, num_heads, width]; rows from num_tokens on are padding and yield zeros. This step's vectors are
-    already in the cache. `output`: where the result goes, [rows, num_heads, kv_rank] and contiguous."""
+    """Attend over a step: query [rows, num_heads, width]; rows from num_tokens on are padding and yield zeros. This
+    step's vectors are already in the cache. `output` receives the result, [rows, num_heads, kv_rank] and contiguous."""
     if output is None:
         output = torch.empty((*query.shape[:2], kv_rank), dtype=query.dtype, device=query.device)
     first, last, longest = batch.num_decodes, batch.num_tokens, batch.max_query_len
@@ -48,7 +48,7 @@ def attend_latent_batch(
         latent_decode_triton(query[:first], *of_decodes, query_len=1, output=output[:first], **options)
     if last > first:
         rows, attended = query[first:last], output[first:last]
-        if longest <= MAX_SHARED_TOKENS and last - first == num_chunks * longest:  # as many of each
+        if longest <= MAX_SHARED_TOKENS and last - first == num_chunks * longest:  # equally many rows of each
             latent_decode_triton(rows, *of_chunks, query_len=longest, output=attended, **options)
         else:
             starts = batch.query_starts
@@ -68,7 +68,7 @@ def attend_latent_batch_reference(
     cache_scale: float = 1.0,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same by the kernels' reference, a sequence at a time."""
+    """Compute attend_latent_batch with the kernels' reference, one sequence at a time."""
     output = query.new_zeros((*query.shape[:2], kv_rank)) if output is None else output.zero_()
     first, last = batch.num_decodes, batch.num_tokens
     if last:
@@ -115,7 +115,11 @@ def latent_attention(
     kv_rank: int,
     cache_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Attention of a step. Raises ValueError where shapes do not fit."""
+    """Return the attention of a step.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
     attend = partial(
         attend_latent_batch if query.is_cuda else attend_latent_batch_reference,
         kv_rank=kv_rank,

@@ -1,16 +1,15 @@
-"""Attention of a few new tokens per sequence, equally many of each, over a paged cache of latent vectors: decodes, and
-drafts that are verified.
+"""Attention of a few new tokens per sequence, the same number for each, over a paged cache of latent vectors: decodes,
+and drafts to verify.
 
-query         [num_seqs * query_len, num_heads, width]; everything else as in latent_prefill, query_len rows of tokens
-              per sequence, the last of them its newest
-seq_lens      [num_seqs] int32: tokens in the cache, the new ones included; 0 marks a row of padding, which yields zeros
+query         [num_seqs * query_len, num_heads, width]; all other arguments as in latent_prefill, query_len rows of
+              tokens per sequence, the last of them its newest
+seq_lens      [num_seqs] int32: tokens in the cache, including the new ones; 0 marks a padding row, which yields zeros
 y             [num_seqs * query_len, num_heads, kv_rank]
 
-Programs share the tiles of keys of all sequences as paged_decode's do; where a sequence has more rows (tokens times
-heads) than a tile, each BLOCK_M of them have programs of their own. What they share is merged likewise, by whoever
-comes last, or by a launch of its own (latent_merge) where few sequences are in many parts. Equal inputs give equal
-outputs.
-Bound by memory: sum(seq_lens) * width * cache itemsize bytes, up to some 100 heads; then by compute. Source: own.
+CTAs share the key tiles of all sequences as in paged_decode. If a sequence has more rows (tokens times heads) than a
+tile, each group of BLOCK_M rows has its own CTAs. Splits are merged by the last CTA to finish, or by a separate launch
+(latent_merge) if a few sequences have many splits. Equal inputs give equal outputs.
+Memory-bound: sum(seq_lens) * width * cache itemsize bytes, up to about 100 heads; compute-bound above. Source: own.
 """
 
 import torch
@@ -27,19 +26,19 @@ from trimtab_kernels.latent_prefill import (
 from trimtab_kernels.launch.arrivals import arrival_counters
 from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
 from trimtab_kernels.launch.jit import cdiv, jit, kernel, next_power_of_2, tl
-from trimtab_kernels.paged_decode import MAX_PARTS, SEARCHED_LENGTHS, _sequence_at, _share_of, _tiles_of
+from trimtab_kernels.paged_decode import MAX_SPLITS, SEARCHED_LENGTHS, _find_sequence, _split_size, _tiles_of
 from trimtab_kernels.paged_prefill import MIN_ROWS, score_scale
 
 MIN_SHARE_TOKENS, MIN_SHARE_OF_MANY = 512, 128
-"""Where one program merges all parts, and where many do. A part of 16 rows, fp32, is written and read again in the time
-of 57 tokens."""
-MANY_PARTS = 2
-"""Programs for each sequence, from which on a launch of its own merges: one program takes 3.3 us for each part on an
-H200, and a launch about as much for all."""
-TWO_PROGRAMS_BYTES = 2 * 56 << 10
-"""Of shared memory, that two programs of 16 rows take; those of 32 are there with Hopper's alone."""
-MERGED_COLUMNS, MERGED_PARTS = 64, 8
-"""Read at once of each row: 64 values per thread in a tile of 16 rows and 4 warps."""
+"""Minimum tokens of a split if one CTA merges all splits, and if many CTAs do. Writing and reading a partial result of
+16 rows in fp32 takes the time of 57 tokens."""
+MANY_SPLITS = 2
+"""CTAs per sequence from which on a separate launch merges: one CTA takes 3.3 us per split on an H200, and a launch
+takes about as much for all splits."""
+TWO_CTAS_BYTES = 2 * 56 << 10
+"""Shared memory of two CTAs with 16 rows; with 32 rows only Hopper's is large enough."""
+MERGED_COLUMNS, MERGED_SPLITS = 64, 8
+"""Columns and splits that are read at once from each row: 64 values per thread in a tile of 16 rows and 4 warps."""
 
 
 def latent_decode_reference(
@@ -53,74 +52,74 @@ def latent_decode_reference(
     scale: float,
     cache_scale: float = 1.0,
 ) -> torch.Tensor:
-    """latent_prefill's, with as many rows of each sequence."""
+    """Return the result of latent_prefill_reference with query_len rows per sequence."""
     starts = torch.arange(seq_lens.shape[0] + 1, dtype=torch.int32, device=query.device) * query_len
     return latent_prefill_reference(
         query, cache, block_tables, seq_lens, starts, kv_rank=kv_rank, scale=scale, cache_scale=cache_scale
     )
 
 
-def merges_apart(num_seqs: int, programs: int) -> bool:
-    """Whether a launch of its own merges the parts of so many sequences, which `programs` per group of rows share."""
-    return num_seqs * MANY_PARTS <= programs
+def has_separate_merge(num_seqs: int, programs: int) -> bool:
+    """Return True if a separate launch merges the splits of `num_seqs` sequences that `ctas` per row group share."""
+    return num_seqs * MANY_SPLITS <= programs
 
 
-def latent_programs(num_row_groups: int, tile: LatentTile, facts: DeviceFacts) -> int:
-    """Programs per group of rows: as many as run at once, so that all shares end together. Four warps leave a second
-    program its registers, and shared memory but for Ada's; eight take most of the registers."""
-    per_sm = 2 if tile.num_warps == 4 and facts.shared_bytes > TWO_PROGRAMS_BYTES else 1
+def latent_ctas(num_row_groups: int, tile: LatentTile, facts: DeviceFacts) -> int:
+    """Return the CTAs per row group: as many as are resident at once, so that all splits end together. With four warps,
+    registers allow a second CTA, and shared memory does except on Ada; eight warps take most of the registers."""
+    per_sm = 2 if tile.num_warps == 4 and facts.shared_bytes > TWO_CTAS_BYTES else 1
     return max(1, per_sm * facts.num_sms // num_row_groups)
 
 
 @jit
-def _merged_columns(
-    part_sums: tl.tensor,
-    part_statistics: tl.tensor,
+def _merge_columns(
+    split_sums: tl.tensor,
+    split_statistics: tl.tensor,
     highest: tl.tensor,
-    first_part: tl.tensor,
-    num_parts: tl.tensor,
+    first_split: tl.tensor,
+    num_splits: tl.tensor,
     columns: tl.tensor,
     is_row: tl.tensor,
     KV_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_M, COLUMNS] sums of weighted values, relative to the highest scores [BLOCK_M] of all parts."""
+    """Return [BLOCK_M, COLUMNS]: sums of weighted values, relative to the highest scores [BLOCK_M] of all splits."""
     members = tl.arange(0, BLOCK_M)
     sums = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
-    for start in tl.range(0, num_parts, PARTS):
-        parts = start + tl.arange(0, PARTS)
-        is_real = (parts < num_parts)[:, None] & is_row[None, :]
-        rows = (first_part + tl.maximum(2 * parts - 1, 0))[:, None] * BLOCK_M + members[None, :]
-        own = tl.load(part_statistics + 2 * rows, mask=is_real, other=float("-inf"))
+    for start in tl.range(0, num_splits, SPLITS):
+        splits = start + tl.arange(0, SPLITS)
+        is_real = (splits < num_splits)[:, None] & is_row[None, :]
+        rows = (first_split + tl.maximum(2 * splits - 1, 0))[:, None] * BLOCK_M + members[None, :]
+        own = tl.load(split_statistics + 2 * rows, mask=is_real, other=float("-inf"))
         weights = tl.exp2(own - highest[None, :])
         places = rows[:, :, None].to(tl.int64) * KV_RANK + columns[None, None, :]
         inside = is_real[:, :, None] & (columns < KV_RANK)[None, None, :]
-        sums += tl.sum(tl.load(part_sums + places, mask=inside, other=0.0) * weights[:, :, None], 0)
+        sums += tl.sum(tl.load(split_sums + places, mask=inside, other=0.0) * weights[:, :, None], 0)
     return sums
 
 
 @jit
-def _merged_statistics(
-    part_statistics: tl.tensor,
-    first_part: tl.tensor,
-    num_parts: tl.tensor,
+def _merge_statistics(
+    split_statistics: tl.tensor,
+    first_split: tl.tensor,
+    num_splits: tl.tensor,
     is_row: tl.tensor,
     BLOCK_M: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> tl.tensor:
-    """([BLOCK_M] highest scores, finite; [BLOCK_M] totals of weights relative to them). The first part is its program's
-    last, and the others are their programs' first: every second one from first_part + 1 on."""
+    """Return ([BLOCK_M] highest scores, finite; [BLOCK_M] totals of weights relative to them). The first split is the
+    second one of its CTA, and the others are the first ones of their CTAs: every second one from first_split + 1 on."""
     members = tl.arange(0, BLOCK_M)
     highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for start in tl.range(0, num_parts, PARTS):
-        parts = start + tl.arange(0, PARTS)
-        is_real = (parts < num_parts)[:, None] & is_row[None, :]
-        rows = (first_part + tl.maximum(2 * parts - 1, 0))[:, None] * BLOCK_M + members[None, :]
-        own = tl.load(part_statistics + 2 * rows, mask=is_real, other=float("-inf"))
-        own_total = tl.load(part_statistics + 2 * rows + 1, mask=is_real, other=0.0)
+    for start in tl.range(0, num_splits, SPLITS):
+        splits = start + tl.arange(0, SPLITS)
+        is_real = (splits < num_splits)[:, None] & is_row[None, :]
+        rows = (first_split + tl.maximum(2 * splits - 1, 0))[:, None] * BLOCK_M + members[None, :]
+        own = tl.load(split_statistics + 2 * rows, mask=is_real, other=float("-inf"))
+        own_total = tl.load(split_statistics + 2 * rows + 1, mask=is_real, other=0.0)
         new_highest = tl.maximum(highest, tl.max(own, 0))
         finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         total = total * tl.exp2(highest - finite) + tl.sum(own_total * tl.exp2(own - finite[None, :]), 0)
@@ -133,8 +132,8 @@ def _latent_decode(
     query: tl.tensor,
     cache: tl.tensor,
     output: tl.tensor,
-    part_sums: tl.tensor,
-    part_statistics: tl.tensor,
+    split_sums: tl.tensor,
+    split_statistics: tl.tensor,
     arrivals: tl.tensor,
     block_tables: tl.tensor,
     seq_lens: tl.tensor,
@@ -158,11 +157,11 @@ def _latent_decode(
     MOST_PARTS: tl.constexpr,
     LENGTHS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     MERGES: tl.constexpr,
 ) -> None:
-    """Program (group of rows, share): neighbours read the same blocks at the same time. MERGES: whoever comes last
-    merges the parts; else they are left as they are."""
+    """CTA (row group, split): neighbouring CTAs read the same blocks at the same time. MERGES: the last CTA merges the
+    splits; otherwise they are left to latent_merge."""
     group = tl.program_id(0)
     program = tl.program_id(1)
     members = tl.arange(0, BLOCK_M)
@@ -172,12 +171,12 @@ def _latent_decode(
     heads = rows % NUM_HEADS
     latents = tl.arange(0, BLOCK_C)
     is_float8: tl.constexpr = cache.dtype.element_ty.is_fp8()
-    num_tiles, share = _share_of(
+    num_tiles, split_tiles = _split_size(
         seq_lens, seq_lens, num_seqs, None, None, KEYS, PROGRAMS, MIN_TILES, MOST_PARTS, LENGTHS
     )
-    tile = program * share
-    last_tile = tl.minimum(tile + share, num_tiles)
-    sequence, before = _sequence_at(tile, seq_lens, seq_lens, num_seqs, None, None, KEYS, LENGTHS)
+    tile = program * split_tiles
+    last_tile = tl.minimum(tile + split_tiles, num_tiles)
+    sequence, before = _find_sequence(tile, seq_lens, seq_lens, num_seqs, None, None, KEYS, LENGTHS)
     while tile < last_tile:
         length = tl.load(seq_lens + sequence)
         _, tiles = _tiles_of(length, length, None, None, KEYS)
@@ -194,42 +193,44 @@ def _latent_decode(
         first = (tile - before) * KEYS
         last = tl.minimum((stop - before) * KEYS, length)
         table = block_tables + sequence.to(tl.int64) * table_stride
-        # Entered only where it runs, as in latent_prefill.
+        # Entered only if it runs at least once, as in latent_prefill.
         if first < last:
             accumulator, highest, total = attend_latents(
                 accumulator, highest, total, plain, turned, limits, cache, table, first, last, scale,
                 KV_RANK, WIDTH, BLOCK_SIZE, BLOCK_C, BLOCK_R, KEYS,
             )  # fmt: skip
         target = output + tokens * output_stride + heads * KV_RANK
-        first_program = before // share
-        num_parts = (before + tiles - 1) // share - first_program + 1
-        if num_parts == 1:
+        first_program = before // split_tiles
+        num_splits = (before + tiles - 1) // split_tiles - first_program + 1
+        if num_splits == 1:
             result = accumulator * (cache_scale / tl.where(total == 0.0, 1.0, total))[:, None]
             inside = is_row[:, None] & (latents < KV_RANK)[None, :]
             tl.store(target[:, None] + latents[None, :], result.to(output.dtype.element_ty), mask=inside)
         else:
-            # Each program has at most two: of a sequence that began before its share, and of one that goes on behind.
-            first_part = 2 * (group * PROGRAMS + first_program) + 1
-            part = 2 * (group * PROGRAMS + program) + (tile == before).to(tl.int32)
-            part_rows = part * BLOCK_M + members
-            places = part_rows[:, None].to(tl.int64) * KV_RANK + latents[None, :]
-            tl.store(part_sums + places, accumulator, mask=is_row[:, None] & (latents < KV_RANK)[None, :])
-            tl.store(part_statistics + 2 * part_rows, highest, mask=is_row)
-            tl.store(part_statistics + 2 * part_rows + 1, total, mask=is_row)
+            # Each CTA has at most two partial results: of a sequence that started before its split, and of one that
+            # continues after it.
+            first_split = 2 * (group * PROGRAMS + first_program) + 1
+            split = 2 * (group * PROGRAMS + program) + (tile == before).to(tl.int32)
+            split_rows = split * BLOCK_M + members
+            places = split_rows[:, None].to(tl.int64) * KV_RANK + latents[None, :]
+            tl.store(split_sums + places, accumulator, mask=is_row[:, None] & (latents < KV_RANK)[None, :])
+            tl.store(split_statistics + 2 * split_rows, highest, mask=is_row)
+            tl.store(split_statistics + 2 * split_rows + 1, total, mask=is_row)
             if MERGES:
-                # All threads have stored before one tells of it, and whoever hears it reads what was stored before.
+                # All threads store before one of them increments the counter; the last CTA reads after it has seen the
+                # full count.
                 tl.debug_barrier()
                 counter = arrivals + group * PROGRAMS + first_program
-                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
-                    merged_highest, totals = _merged_statistics(
-                        part_statistics, first_part, num_parts, is_row, BLOCK_M, PARTS
+                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+                    merged_highest, totals = _merge_statistics(
+                        split_statistics, first_split, num_splits, is_row, BLOCK_M, SPLITS
                     )
                     factor = cache_scale / tl.where(totals == 0.0, 1.0, totals)
                     for first_column in tl.range(0, KV_RANK, COLUMNS):
                         columns = first_column + tl.arange(0, COLUMNS)
-                        sums = _merged_columns(
-                            part_sums, part_statistics, merged_highest, first_part, num_parts, columns, is_row,
-                            KV_RANK, BLOCK_M, COLUMNS, PARTS,
+                        sums = _merge_columns(
+                            split_sums, split_statistics, merged_highest, first_split, num_splits, columns, is_row,
+                            KV_RANK, BLOCK_M, COLUMNS, SPLITS,
                         )  # fmt: skip
                         merged = (sums * factor[:, None]).to(output.dtype.element_ty)
                         tl.store(
@@ -258,8 +259,11 @@ def latent_decode_triton(
     facts: DeviceFacts | None = None,
     apart: bool | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel. Raises ValueError where shapes do not fit. `programs` per group of rows and whether parts are
-    merged `apart` override the choice."""
+    """Launch the kernel. `ctas` per row group and `separate_merge` override the defaults.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
     check_latent_shapes("latent_decode", query, cache, block_tables, seq_lens, kv_rank)
     num_tokens, num_heads, width = query.shape
     num_seqs, block_size = seq_lens.shape[0], cache.shape[1]
@@ -271,20 +275,21 @@ def latent_decode_triton(
     facts = facts or device_facts(query.device)
     tile = latent_tile(query_len * num_heads, width, query.element_size(), cache.element_size(), facts)
     groups = cdiv(query_len * num_heads, tile.rows)
-    programs = programs or latent_programs(groups, tile, facts)
-    apart = merges_apart(num_seqs, programs) if apart is None else apart
+    programs = programs or latent_ctas(groups, tile, facts)
+    apart = has_separate_merge(num_seqs, programs) if apart is None else apart
     min_tiles = cdiv(MIN_SHARE_OF_MANY if apart else MIN_SHARE_TOKENS, tile.keys)
-    most_tiles = num_seqs * max(1, cdiv(block_tables.shape[1] * block_size, tile.keys))  # as far as block tables go
-    parts = (groups * 2 * programs, tile.rows)
-    part_sums = torch.empty(*parts, kv_rank, dtype=torch.float32, device=query.device)
-    part_statistics = torch.empty(*parts, 2, dtype=torch.float32, device=query.device)
-    most_parts = programs if apart else MAX_PARTS
+    # Upper bound given by the block tables.
+    most_tiles = num_seqs * max(1, cdiv(block_tables.shape[1] * block_size, tile.keys))
+    splits = (groups * 2 * programs, tile.rows)
+    split_sums = torch.empty(*splits, kv_rank, dtype=torch.float32, device=query.device)
+    split_statistics = torch.empty(*splits, 2, dtype=torch.float32, device=query.device)
+    most_parts = programs if apart else MAX_SPLITS
     _latent_decode[(groups, min(programs, cdiv(most_tiles, min_tiles)))](
         query,
         cache,
         output,
-        part_sums,
-        part_statistics,
+        split_sums,
+        split_statistics,
         arrival_counters(query.device, groups * programs),
         block_tables,
         seq_lens,
@@ -308,15 +313,15 @@ def latent_decode_triton(
         MOST_PARTS=most_parts,
         LENGTHS=SEARCHED_LENGTHS,
         COLUMNS=MERGED_COLUMNS,
-        PARTS=max(1, MERGED_PARTS * MIN_ROWS * tile.num_warps // (4 * tile.rows)),
+        SPLITS=max(1, MERGED_SPLITS * MIN_ROWS * tile.num_warps // (4 * tile.rows)),
         MERGES=not apart,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     if apart:
         merge_latents(
-            part_sums,
-            part_statistics,
+            split_sums,
+            split_statistics,
             seq_lens,
             output,
             query_len=query_len,

@@ -1,24 +1,24 @@
-"""Merging what programs of latent_decode left of the sequences that several of them share, by the log-sum-exp.
+"""Merge of the partial results of latent_decode, for sequences that span several splits, by log-sum-exp.
 
-part_sums        [num_groups * 2 * programs, rows of a tile, kv_rank] float32: sums of weighted vectors, relative to
-part_statistics  [num_groups * 2 * programs, rows of a tile, 2] float32: the highest score, and the total of weights
-seq_lens         [num_seqs] int32
-y                [num_seqs * query_len, num_heads, kv_rank]; a sequence that one program had alone is there already
+split_sums        [num_groups * 2 * ctas, rows of a tile, kv_rank] float32: sums of weighted vectors, relative to
+split_statistics  [num_groups * 2 * ctas, rows of a tile, 2] float32: the highest score, and the total of weights
+seq_lens          [num_seqs] int32
+y                 [num_seqs * query_len, num_heads, kv_rank]; rows of sequences within one split are already written
 
-A program has one row (a token's head) and COLUMNS of it, and reads all parts of these, many at once: one program that
-merges a whole tile of rows takes 3.3 us for each part. Which parts there are follows from the lengths, as in
-latent_decode, so a captured graph merges whatever its sequences have grown to. Parts come in the order of their keys.
-Bound by memory: parts * rows * kv_rank * 4 bytes, out of the L2 cache. Source: own.
+A CTA computes COLUMNS columns of one row (a token's head) and reads many of its splits at once; one CTA that merges a
+whole tile of rows takes 3.3 us per split. The splits follow from the lengths, as in latent_decode, so a captured graph
+merges sequences of any length. Splits are merged in the order of their keys.
+Memory-bound: splits * rows * kv_rank * 4 bytes, from the L2 cache. Source: own.
 """
 
 import torch
 
 from trimtab_kernels.latent_prefill import LatentTile
 from trimtab_kernels.launch.jit import cdiv, jit, kernel, next_power_of_2, tl
-from trimtab_kernels.paged_decode import SEARCHED_LENGTHS, _share_of, _tiles_of, _tiles_of_rows
+from trimtab_kernels.paged_decode import SEARCHED_LENGTHS, _split_size, _tiles_of, _tiles_of_rows
 
-MERGED_COLUMNS, MERGED_PARTS = 128, 32
-"""Read at once: 32 values per thread."""
+MERGED_COLUMNS, MERGED_SPLITS = 128, 32
+"""Columns and splits read at once: 32 values per thread."""
 NUM_WARPS = 4
 
 
@@ -26,7 +26,7 @@ NUM_WARPS = 4
 def _tiles_before(
     sequence: tl.tensor, seq_lens: tl.tensor, num_seqs: tl.tensor, KEYS: tl.constexpr, ROWS: tl.constexpr
 ) -> tl.tensor:
-    """Tiles of the sequences before this one."""
+    """Return the tiles of the sequences before this one."""
     before = 0
     for first_row in tl.range(0, sequence, ROWS):
         tiles = _tiles_of_rows(seq_lens, seq_lens, first_row, num_seqs, None, None, KEYS, ROWS)
@@ -36,8 +36,8 @@ def _tiles_before(
 
 @kernel("seq_lens", "num_seqs", "query_len")
 def _latent_merge(
-    part_sums: tl.tensor,
-    part_statistics: tl.tensor,
+    split_sums: tl.tensor,
+    split_statistics: tl.tensor,
     seq_lens: tl.tensor,
     output: tl.tensor,
     num_seqs: tl.tensor,
@@ -52,32 +52,32 @@ def _latent_merge(
     MIN_TILES: tl.constexpr,
     LENGTHS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> None:
-    """Program (row of a sequence, part of its columns, sequence)."""
+    """CTA (row of a sequence, block of columns, sequence)."""
     row = tl.program_id(0)
     sequence = tl.program_id(2)
-    _, share = _share_of(seq_lens, seq_lens, num_seqs, None, None, KEYS, PROGRAMS, MIN_TILES, PROGRAMS, LENGTHS)
+    _, split_tiles = _split_size(seq_lens, seq_lens, num_seqs, None, None, KEYS, PROGRAMS, MIN_TILES, PROGRAMS, LENGTHS)
     before = _tiles_before(sequence, seq_lens, num_seqs, KEYS, LENGTHS)
     length = tl.load(seq_lens + sequence)
     _, tiles = _tiles_of(length, length, None, None, KEYS)
-    first_program = before // share
-    num_parts = (before + tiles - 1) // share - first_program + 1
-    if num_parts > 1:
-        first_part = 2 * ((row // BLOCK_M) * PROGRAMS + first_program) + 1
+    first_program = before // split_tiles
+    num_splits = (before + tiles - 1) // split_tiles - first_program + 1
+    if num_splits > 1:
+        first_split = 2 * ((row // BLOCK_M) * PROGRAMS + first_program) + 1
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         sums = tl.zeros([COLUMNS], dtype=tl.float32)
         highest = float("-inf")
         total = 0.0
-        for start in tl.range(0, num_parts, PARTS):
-            parts = start + tl.arange(0, PARTS)
-            is_real = parts < num_parts
-            # The first part is its program's last, and the others are their programs' first.
-            rows = ((first_part + tl.maximum(2 * parts - 1, 0)) * BLOCK_M + row % BLOCK_M).to(tl.int64)
-            own = tl.load(part_statistics + 2 * rows, mask=is_real, other=float("-inf"))
-            own_total = tl.load(part_statistics + 2 * rows + 1, mask=is_real, other=0.0)
+        for start in tl.range(0, num_splits, SPLITS):
+            splits = start + tl.arange(0, SPLITS)
+            is_real = splits < num_splits
+            # The first split is the second one of its CTA, and the others are the first ones of their CTAs.
+            rows = ((first_split + tl.maximum(2 * splits - 1, 0)) * BLOCK_M + row % BLOCK_M).to(tl.int64)
+            own = tl.load(split_statistics + 2 * rows, mask=is_real, other=float("-inf"))
+            own_total = tl.load(split_statistics + 2 * rows + 1, mask=is_real, other=0.0)
             inside = is_real[:, None] & (columns < KV_RANK)[None, :]
-            values = tl.load(part_sums + rows[:, None] * KV_RANK + columns[None, :], mask=inside, other=0.0)
+            values = tl.load(split_sums + rows[:, None] * KV_RANK + columns[None, :], mask=inside, other=0.0)
             new_highest = tl.maximum(highest, tl.max(own, 0))
             finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)
             weights = tl.exp2(own - finite)
@@ -92,8 +92,8 @@ def _latent_merge(
 
 
 def merge_latents(
-    part_sums: torch.Tensor,
-    part_statistics: torch.Tensor,
+    split_sums: torch.Tensor,
+    split_statistics: torch.Tensor,
     seq_lens: torch.Tensor,
     output: torch.Tensor,
     *,
@@ -103,13 +103,13 @@ def merge_latents(
     programs: int,
     min_tiles: int,
 ) -> None:
-    """Launch the kernel over what latent_decode left with the same tile, `programs` and `min_tiles`."""
+    """Launch the kernel over the results of latent_decode with the same tile, `ctas` and `min_tiles`."""
     num_seqs, kv_rank = seq_lens.shape[0], output.shape[2]
     num_heads = output.shape[1]
     columns = min(MERGED_COLUMNS, next_power_of_2(kv_rank))
     _latent_merge[(query_len * num_heads, cdiv(kv_rank, columns), num_seqs)](
-        part_sums,
-        part_statistics,
+        split_sums,
+        split_statistics,
         seq_lens,
         output,
         num_seqs,
@@ -124,6 +124,6 @@ def merge_latents(
         MIN_TILES=min_tiles,
         LENGTHS=SEARCHED_LENGTHS,
         COLUMNS=columns,
-        PARTS=MERGED_PARTS,
+        SPLITS=MERGED_SPLITS,
         num_warps=NUM_WARPS,
     )

@@ -1,21 +1,21 @@
 """Attention over a paged cache of latent vectors for any mix of prefill chunks and decodes: multi-head latent attention
-(DeepSeek-V2, arXiv:2405.04434) whose unfolding has been moved to the queries and behind the sum.
+(DeepSeek-V2, arXiv:2405.04434) with its up-projections absorbed into the queries and applied after the sum.
 
-query         [num_tokens, num_heads, width]  fp32 | bf16 | fp16, heads in a row: what meets the latent vector, and then
-              what meets the rotated part of the key
+query         [num_tokens, num_heads, width]  fp32 | bf16 | fp16, heads contiguous: the latent part, then the
+              rotary part
 cache         [num_blocks, block_size, 1, width]  contiguous; dtype of query, or float8: one vector per token for all
-              heads, of which all width elements are the key and the first kv_rank are the value as well
+              heads; all width elements are the key, and the first kv_rank are also the value
 block_tables, seq_lens, query_starts  as in paged_prefill
 y             [num_tokens, num_heads, kv_rank]
 
-A vector is read once for both products. As all heads read the same one, a program takes consecutive rows of a sequence,
-whichever tokens and heads they are:
+A vector is read once for both GEMMs. All heads read the same vectors, so a CTA takes consecutive rows of a sequence,
+across tokens and heads:
 ```
 rows of a sequence   | token 0: head 0 .. 127 | token 1: head 0 .. 127 | token 2 …
-programs             |    0     |     1       |     2     |     3      |    4 …
+CTAs                 |    0     |     1       |     2     |     3      |    4 …
 ```
-As in paged_prefill a float8 cache holds x / scale, float32 is multiplied as three tf32 products, and softmax statistics
-are fp32. Bound by compute: 2 * num_heads * (width + kv_rank) * sum(visible keys per token) FLOPs. Source: own.
+As in paged_prefill, a float8 cache contains x / scale, float32 is multiplied as three tf32 GEMMs, and softmax
+statistics are fp32. Compute-bound: 2 * num_heads * (width + kv_rank) * sum(visible keys per token) FLOPs. Source: own.
 """
 
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ from trimtab_kernels.launch.jit import jit, kernel, next_power_of_2, tl
 from trimtab_kernels.paged_prefill import MIN_ROWS, paged_prefill_reference, score_scale, slots_of
 
 ROW_BYTES = 16
-"""Of what is copied at once. Triton (3.6) takes a token's slot for a multiple of the block size when it asks where its
-row begins: rows of 168 bytes were read at addresses that do not allow it, and the device was lost."""
+"""Bytes that are copied at once. Triton 3.6 assumes that a token's slot is a multiple of the block size when it derives
+the alignment of its row: rows of 168 bytes were read at unaligned addresses, and the device was lost."""
 NARROW_ROWS, WIDE_ROWS = 32, 64
-"""Rows of a tile at most. 64 are for Hopper's warp-group products: their sums take half of the registers, and queries
-and two tiles of keys 216 KiB of shared memory. Elsewhere 32 do it."""
+"""Rows of a tile at most. 64 are for Hopper's warp-group instructions: their sums take half of the registers, and
+queries and two tiles of keys take 216 KiB of shared memory. Other devices use 32."""
 DEEPSEEK_WIDTH = 576
-"""Up to it two programs of 32 rows have the shared memory."""
+"""Largest width for which two CTAs of 32 rows fit into the shared memory."""
 
 
 def latent_prefill_reference(
@@ -47,7 +47,7 @@ def latent_prefill_reference(
     scale: float,
     cache_scale: float = 1.0,
 ) -> torch.Tensor:
-    """paged_prefill's, whose values are its keys, cut to what is wanted."""
+    """Return the result of paged_prefill_reference with the keys as values, cut to kv_rank."""
     attended = paged_prefill_reference(
         query,
         cache,
@@ -73,16 +73,18 @@ class LatentTile:
 
 
 def latent_tile(num_rows: int, width: int, itemsize: int, cache_itemsize: int, facts: DeviceFacts) -> LatentTile:
-    """For up to so many rows of a sequence that read the same keys: tokens times heads.
+    """Return the tile for up to `num_rows` rows (tokens times heads) of a sequence that read the same keys.
 
-    A key of DeepSeek-V3 has 576 elements and queries are read anew for each tile of keys, so high tiles take more keys
-    where the shared memory holds them. Tiles of 16 rows, and with Hopper's memory of 32 where all are that low, have
-    two programs to a multiprocessor. Conversions of a float8 cache take the registers of more rows; float32 is for
+    A key of DeepSeek-V3 has 576 elements, and queries are read again for each tile of keys, so tall tiles use more keys
+    if the shared memory allows it. Tiles of 16 rows, and with Hopper's memory those of 32 if all are that small, run
+    two CTAs per multiprocessor. Conversions of a float8 cache take the registers of more rows; float32 is for
     correctness only.
-    Raises ValueError where that does not fit.
+
+    Raises:
+        ValueError: the tile does not fit.
     """
     if itemsize == 4:
-        least_bytes = 3 * MIN_ROWS * width * itemsize  # queries, keys, and keys as they are multiplied with queries
+        least_bytes = 3 * MIN_ROWS * width * itemsize  # queries, keys, and keys in the dtype of the queries
         if least_bytes > facts.shared_bytes:
             raise ValueError(
                 f"attention over latent vectors of {width} in float32 takes {least_bytes >> 10} KiB of a GPU's shared "
@@ -92,11 +94,11 @@ def latent_tile(num_rows: int, width: int, itemsize: int, cache_itemsize: int, f
     if cache_itemsize == 1:
         return LatentTile(rows=MIN_ROWS, keys=32, num_warps=8, num_stages=2)
     rows = max(MIN_ROWS, next_power_of_2(num_rows))
-    two_fit = rows == 2 * MIN_ROWS and width <= DEEPSEEK_WIDTH and facts.has_hoppers_memory
+    two_fit = rows == 2 * MIN_ROWS and width <= DEEPSEEK_WIDTH and facts.has_hopper_shared_memory
     if rows == MIN_ROWS or two_fit:
         return LatentTile(rows, keys=32, num_warps=4, num_stages=3)
     rows = min(rows, WIDE_ROWS if facts.capability == HOPPER else NARROW_ROWS)
-    if facts.has_hoppers_memory:
+    if facts.has_hopper_shared_memory:
         return LatentTile(rows, keys=64, num_warps=8, num_stages=2)
     return LatentTile(rows, keys=32, num_warps=8, num_stages=3)
 
@@ -113,9 +115,9 @@ def latent_queries(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> tl.tensor:
-    """Rows that begin at `places`: ([rows, BLOCK_C] that meets latent vectors, [rows, BLOCK_R] that meets the rotated
-    part, scale of the scores). IS_FLOAT8: beside such a cache they are float16, divided by their largest value
-    (paged_decode's _paired_queries)."""
+    """Return the rows that start at `places`: ([rows, BLOCK_C] latent part, [rows, BLOCK_R] rotary part, scale of the
+    scores). IS_FLOAT8: with such a cache they are float16, divided by their largest value (see paged_decode's
+    _load_query_pairs)."""
     latents = tl.arange(0, BLOCK_C)
     rotated = tl.arange(0, BLOCK_R)
     in_latent = is_row[:, None] & (latents < KV_RANK)[None, :]
@@ -152,8 +154,8 @@ def attend_latents(
     BLOCK_R: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> tl.tensor:
-    """Continue the online softmax over the keys [first, last): (sums [rows, BLOCK_C], highest scores [rows], totals of
-    weights [rows]). Row i sees the first limits[i] tokens."""
+    """Continue the online softmax over the keys [first, last): return (sums [rows, BLOCK_C], highest scores [rows],
+    totals of weights [rows]). Row i sees the first limits[i] tokens."""
     latents = tl.arange(0, BLOCK_C)
     rotated = tl.arange(0, BLOCK_R)
     for start in tl.range(first, last, KEYS):
@@ -170,7 +172,7 @@ def attend_latents(
         scores = tl.dot(plain, tl.trans(vectors), input_precision="tf32x3")
         scores = tl.dot(turned, tl.trans(beside.to(plain.dtype)), scores, input_precision="tf32x3")
         scores = tl.where(positions[None, :] < limits[:, None], scores, float("-inf"))
-        # The factor comes after the maximum, so that scaling and subtracting are one instruction per score.
+        # The factor is applied after the maximum, so that scaling and subtracting are one instruction per score.
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
         # A row that has seen no key yet keeps -inf; subtracting it from itself would be NaN.
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
@@ -207,8 +209,8 @@ def _latent_prefill(
     BLOCK_M: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
-    """Program b belongs to the last sequence i with query_starts[i] * NUM_HEADS // BLOCK_M + i <= b; some have no rows.
-    The last blocks come first: under causality they have the most keys."""
+    """CTA b belongs to the last sequence i with query_starts[i] * NUM_HEADS // BLOCK_M + i <= b; some have no rows. The
+    last blocks run first: with a causal mask they have the most keys."""
     block = num_row_blocks - 1 - tl.program_id(0)
     low, high = num_seqs * 0, num_seqs  # the sequence is in [low, high); a tensor even if the loop does not run
     while low + 1 < high:
@@ -237,8 +239,8 @@ def _latent_prefill(
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
         table = block_tables + low.to(tl.int64) * table_stride
-        # Entered only where it runs: a loop of products that may run zero times gives their sums a second definition,
-        # and then ptxas lets every product wait for the one before it.
+        # Entered only if it runs at least once: a loop of matrix instructions that may run zero times gives their
+        # accumulators a second definition, and ptxas then serialises them.
         if last > 0:
             accumulator, highest, total = attend_latents(
                 accumulator, highest, total, plain, turned, limits, cache, table, length * 0, last, scale,
@@ -265,8 +267,12 @@ def latent_prefill_triton(
     output: torch.Tensor | None = None,
     facts: DeviceFacts | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel. Raises ValueError where shapes do not fit. `max_query_len` chooses the tile, and may be more
-    than any sequence has; `output` may be a slice of a larger batch's."""
+    """Launch the kernel. `max_query_len` selects the tile, and may exceed every sequence's length; `output` may be a
+    slice of a larger batch's.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
     check_latent_shapes("latent_prefill", query, cache, block_tables, seq_lens, kv_rank)
     num_tokens, num_heads, width = query.shape
     output = query.new_empty((num_tokens, num_heads, kv_rank)) if output is None else output
@@ -312,7 +318,11 @@ def check_latent_shapes(
     seq_lens: torch.Tensor,
     kv_rank: int,
 ) -> None:
-    """Raises ValueError, naming the kernel."""
+    """Check the shapes.
+
+    Raises:
+        ValueError: shapes do not match; the message names the kernel.
+    """
     width = query.shape[2]
     if cache.shape[2:] != (1, width) or query.stride()[1:] != (width, 1) or not 0 < kv_rank < width:
         raise ValueError(

@@ -1,25 +1,25 @@
-"""Low-rank adapters beside a product: rows whose request has an adapter get what it adds (LoRA: Hu et al. 2021,
+"""Low-rank adapters added to a GEMM's output, for rows whose request has an adapter (LoRA: Hu et al. 2021,
 arXiv:2106.09685; many adapters in one batch: Chen et al. 2023, arXiv:2310.18547).
 
-x      [num_rows, k], rows may lie apart
-down   [num_slots, rank, k]      up   [num_slots, n, rank], with the scale in it
-slots  [num_rows] int32: whose factors a row takes; -1: none's
-y      [num_rows, n], changed in place, rows may lie apart
+x      [num_rows, k], any row stride
+down   [num_slots, rank, k]      up   [num_slots, n, rank], including the scale
+slots  [num_rows] int32: adapter slot of each row; -1: no adapter
+y      [num_rows, n], changed in place, any row stride
 
 ```
 y[row] += up[slots[row]] (down[slots[row]] x[row])
 ```
-Two launches, which read their slots on the device, so that a graph holds them whatever adapters its replays have:
+Two launches, which read their slots on the device, so that a captured graph works for any adapters:
 
 ```
-shrink   parts[slice, row, :] = down x, over some of the columns       program (16 or 64 rows, slice of k, ranks)
-expand   y += up (sum of the slices)                                   program (16 or 64 rows, 128 outputs)
+shrink   splits[slice, row, :] = down x, over some of the columns      CTA (16 or 64 rows, slice of k, ranks)
+expand   y += up (sum of the slices)                                   CTA (16 or 64 rows, 128 outputs)
 ```
-A program takes one slot of its rows after the other and leaves the others' out of the product. Rows of a prompt have
-one slot, so that it is one product; programs whose rows have none end at once. The sums of slices are added up in their
-order: equal inputs give equal outputs. Sums are float32, and what lies between the factors is rounded to their dtype.
-The rank is that of the largest adapter; what a smaller one lacks is zeros.
-Bound by memory: the factors of each slot, once for every 16 rows. Source: own.
+A CTA processes its rows' slots one after the other and masks the rows of other slots. Rows of a prompt have one slot,
+so that they are one GEMM; CTAs whose rows have no adapter end at once. The sums of slices are added up in order: equal
+inputs give equal outputs. Sums are float32; the intermediate is rounded to the factors' dtype. The rank is the largest
+adapter's; smaller ones are padded with zeros.
+Memory-bound: the factors of each slot, once for every 16 rows. Source: own.
 """
 
 import torch
@@ -30,18 +30,18 @@ from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 NONE = -1
 """The slot of rows without an adapter."""
 RANK_STEP = 16
-"""Ranks are multiples of it: the narrow side of a product of the matrix units."""
+"""Ranks are multiples of it: the narrow side of a matrix unit instruction."""
 FEW_ROWS, MANY_ROWS = 16, 64
-"""Of a program: decodes have a slot each, and rows of prompts one together."""
+"""Rows of a CTA: decodes have a slot each, rows of prompts share one."""
 COLUMNS, OUTPUTS, MAX_RANKS = 128, 128, 64
 MIN_SLICE = 512
-"""Columns: four tiles, so that loads are ahead of products."""
+"""Columns: four tiles, so that loads run ahead of the multiplications."""
 
 
 def lora_reference(
     y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
-    """One row at a time, in float32."""
+    """Compute one row at a time, in float32."""
     wide = y.float().clone()
     for row, slot in enumerate(slots.tolist()):
         if slot != NONE:
@@ -52,7 +52,7 @@ def lora_reference(
 def lora_cpu(
     y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
-    """One slot at a time. Returns y."""
+    """Compute one slot at a time. Returns y."""
     for slot in sorted(set(slots.tolist()) - {NONE}):
         rows = (slots == slot).nonzero().flatten()
         y.index_add_(0, rows, (x[rows] @ down[slot].t()) @ up[slot].t())
@@ -64,7 +64,7 @@ def _lora_shrink(
     x: tl.tensor,
     down: tl.tensor,
     slots: tl.tensor,
-    parts: tl.tensor,
+    splits: tl.tensor,
     num_rows: tl.tensor,
     x_stride: tl.tensor,
     K: tl.constexpr,
@@ -74,7 +74,7 @@ def _lora_shrink(
     RANKS: tl.constexpr,
     SLICE: tl.constexpr,
 ) -> None:
-    """Program (rows, slice of k, ranks). What rows without an adapter get is 0, or nothing."""
+    """CTA (rows, slice of k, ranks). Rows without an adapter get 0 or are not written."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     own_slice = tl.program_id(1)
     ranks = tl.program_id(2) * RANKS + tl.arange(0, RANKS)
@@ -95,12 +95,12 @@ def _lora_shrink(
                 sums = tl.dot(own_x, tl.trans(weights), sums, input_precision="tf32x3")
             slot = tl.max(tl.where(own < slot, own, -1), 0)
         places = (own_slice * num_rows + rows).to(tl.int64)[:, None] * RANK + ranks[None, :]
-        tl.store(parts + places, sums, mask=(rows < num_rows)[:, None] & (ranks < RANK)[None, :])
+        tl.store(splits + places, sums, mask=(rows < num_rows)[:, None] & (ranks < RANK)[None, :])
 
 
 @kernel("num_rows", "slots")
 def _lora_expand(
-    parts: tl.tensor,
+    splits: tl.tensor,
     up: tl.tensor,
     slots: tl.tensor,
     y: tl.tensor,
@@ -113,7 +113,7 @@ def _lora_expand(
     RANKS: tl.constexpr,
     SLICES: tl.constexpr,
 ) -> None:
-    """Program (rows, outputs)."""
+    """CTA (rows, outputs)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = tl.load(slots + rows, mask=rows < num_rows, other=-1)
@@ -126,9 +126,9 @@ def _lora_expand(
                 ranks = start + tl.arange(0, RANKS)
                 is_own = (own == slot)[:, None] & (ranks < RANK)[None, :]
                 between = tl.zeros([ROWS, RANKS], dtype=tl.float32)
-                for part in tl.range(SLICES):
-                    places = (part * num_rows + rows).to(tl.int64)[:, None] * RANK + ranks[None, :]
-                    between += tl.load(parts + places, mask=is_own, other=0.0)
+                for split in tl.range(SLICES):
+                    places = (split * num_rows + rows).to(tl.int64)[:, None] * RANK + ranks[None, :]
+                    between += tl.load(splits + places, mask=is_own, other=0.0)
                 inside = (outputs < N)[:, None] & (ranks < RANK)[None, :]
                 weights = tl.load(factor + ranks[None, :], mask=inside, other=0.0)
                 sums = tl.dot(between.to(weights.dtype), tl.trans(weights), sums, input_precision="tf32x3")
@@ -140,7 +140,8 @@ def _lora_expand(
 
 
 def slices_of(num_programs: int, k: int, facts: DeviceFacts) -> int:
-    """Into how many k is cut, so that programs fill the device: a power of two, as a kernel is compiled for each."""
+    """Return the number of slices of k that fills the device with CTAs: a power of two, because a kernel is compiled
+    for each."""
     most = max(1, min(k // MIN_SLICE, facts.num_sms // max(num_programs, 1)))
     return 1 << (most.bit_length() - 1)
 
@@ -154,7 +155,11 @@ def lora_triton(
     *,
     facts: DeviceFacts | None = None,
 ) -> torch.Tensor:
-    """Launch the kernels. Returns y. Raises ValueError where shapes or dtypes do not fit."""
+    """Launch the kernels. Returns y.
+
+    Raises:
+        ValueError: shapes or dtypes do not match.
+    """
     _check(y, x, down, up, slots)
     (num_rows, k), n, rank = x.shape, up.shape[1], up.shape[2]
     if not num_rows:
@@ -163,12 +168,12 @@ def lora_triton(
     ranks = min(MAX_RANKS, next_power_of_2(rank))
     tiles, rank_blocks = cdiv(num_rows, own_rows), cdiv(rank, ranks)
     slices = slices_of(tiles * rank_blocks, k, facts or device_facts(x.device))
-    parts = torch.empty(slices, num_rows, rank, dtype=torch.float32, device=x.device)
+    splits = torch.empty(slices, num_rows, rank, dtype=torch.float32, device=x.device)
     _lora_shrink[(tiles, slices, rank_blocks)](
         x,
         down,
         slots,
-        parts,
+        splits,
         num_rows,
         x.stride(0),
         K=k,
@@ -181,7 +186,7 @@ def lora_triton(
         num_stages=3,
     )
     _lora_expand[(tiles, cdiv(n, OUTPUTS))](
-        parts,
+        splits,
         up,
         slots,
         y,
@@ -194,13 +199,13 @@ def lora_triton(
         RANKS=ranks,
         SLICES=slices,
         num_warps=num_warps,
-        num_stages=1,  # more, and triton 3.6 writes to registers that a product under way still reads
+        num_stages=1,  # with more, triton 3.6 writes to registers that an asynchronous instruction still reads
     )
     return y
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, slots: torch.Tensor) -> None:
-    """Add to each row what its adapter does."""
+    """Add each row's adapter output to y."""
     (lora_triton if x.is_cuda else lora_cpu)(y, x, down, up, slots)
 
 

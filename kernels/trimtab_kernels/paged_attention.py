@@ -1,37 +1,37 @@
 """Attention over a paged KV cache, for any mix of decodes and prefill chunks.
 
 query                   [num_tokens, num_heads, head_size]                 fp32 | bf16 | fp16
-key, value              [num_tokens, num_kv_heads, head_size]              this step's; already written to the cache
-key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size], perhaps of another dtype (float8: times
-                        key_scale, value_scale); then this step's keys and values count as rounded by it, too
+key, value              [num_tokens, num_kv_heads, head_size]              of this step, already written to the cache
+key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size], possibly of another dtype (float8: times
+                        key_scale, value_scale); then this step's keys and values are rounded to it, too
 y                       [num_tokens, num_heads, head_size]
 Query head h reads kv head h // (num_heads // num_kv_heads). Softmax statistics are fp32.
 
-The batch is laid out as decodes first, grouped so that padding stays small, then one chunk after another:
+The batch contains decodes first, grouped so that padding stays small, then one chunk after another:
 ```
 tokens   |- decode group 0 -|- decode group 1 -|---- chunk 0 ----|-- chunk 1 --|
 ```
-- A decode group gathers its blocks to [sequences, length, kv heads, head size] and runs one attention call in which
-  the query heads of a kv head are the rows. A group's gather is at most GATHER_TOKENS long. On the CPU in float32 it
-  reads them in place instead (decode_attention_cpu).
-- Short chunks of equally many tokens in a row, such as drafts to be verified, form groups as well: their tokens are
-  rows beside the heads, and a mask keeps each from seeing those after it.
-- A chunk attends causally to its own fresh keys (no gather, no mask), and to the cached tokens before it in slices of
-  GATHER_TOKENS; the parts are merged by their log-sum-exp (Dao 2023, arXiv:2307.08691). So neither a mask nor a
-  gather grows with the context, and the workspace is bounded. Long chunks go by matrix products
-  (prefill_attention_cpu), short ones through torch's flash kernel.
-- Blocks that lie in a row in the cache are read in place.
-- Under a window each token sees the last `window` tokens, itself included. Block tables then begin where the step's
-  first token sees, so that a mask hides a block's worth at most; a chunk is cut into pieces shorter than the window,
-  each a chunk of its own, of which a mask hides only what it sees of the tokens before it.
-- Where positions are cut into chunks, of which each token sees its own (Llama 4), what a step has of each chunk is a
-  sequence of its own, whose block table begins where that chunk does; `skip` are the tokens before it in its block.
-- Sinks, one number per head, are weights in the softmax that no value has (gpt-oss): exp(sink) beside the sum of the
-  scores' exponentials. They are put in at the end, by the log-sum-exp.
-- A soft cap bends every score to cap * tanh(score / cap) before it is masked (Gemma 2); then attention is plain torch,
-  a few rows at a time.
-That is the CPU. On CUDA the step goes to the Triton kernels, which read the cache by block tables (paged_batch).
-Bound by memory for decodes: 2 * sum(lengths) * num_kv_heads * head_size * itemsize bytes per layer. Source: own.
+- A decode group gathers its blocks to [sequences, length, kv heads, head size] and runs one attention call in which the
+query heads of a kv head are the rows. A group gathers at most GATHER_TOKENS tokens. On the CPU in float32, it reads
+them in place instead (decode_attention_cpu).
+- Consecutive short chunks of equal length, such as drafts to verify, form groups as well: their tokens are additional
+rows, and a mask hides later tokens.
+- A chunk attends causally to its own new keys (no gather, no mask), and to the cached tokens before it in slices of
+GATHER_TOKENS; the results are merged by log-sum-exp (Dao 2023, arXiv:2307.08691). Neither a mask nor a gather grows
+with the context, and the workspace is bounded. Long chunks use GEMMs (prefill_attention_cpu), short ones torch's flash
+kernel.
+- Blocks that are consecutive in the cache are read in place.
+- With a window, each token sees the last `window` tokens, including itself. Block tables then start at the first key
+that the step's first token sees, so a mask hides at most one block. A chunk is cut into pieces shorter than the window;
+each piece is a chunk, and a mask is needed only for the tokens before it.
+- With attention chunks, each token sees only its own chunk of positions (Llama 4). The step's part of each attention
+chunk is a sequence, whose block table starts with the chunk; `skip` are the tokens before it in its first block.
+- Sinks, one number per head, are weights in the softmax without a value (gpt-oss): exp(sink) is added to the sum of the
+scores' exponentials. They are applied at the end, by the log-sum-exp.
+- A soft cap changes every score to cap * tanh(score / cap) before masking (Gemma 2); attention is then plain torch, a
+few rows at a time.
+This is the CPU path. On CUDA, the step uses the Triton kernels, which read the cache by block tables (paged_batch).
+Memory-bound for decodes: 2 * sum(lengths) * num_kv_heads * head_size * itemsize bytes per layer. Source: own.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,13 +50,13 @@ from trimtab_kernels.reshape_and_cache import as_read, as_stored
 GATHER_TOKENS = 4096
 """Tokens gathered at once: keys and values of a few MiB, which stay in the last-level cache between copy and use."""
 MAX_PADDING = 0.25
-"""Part of a decode group that may be padding: a second call costs more than reading that much too much."""
+"""Maximum fraction of padding in a decode group: a second call costs more than reading that much more."""
 MIN_GROUP_PADDING_BLOCKS = 32
 """Padding blocks that are always allowed: reading them is cheaper than another call."""
 MAX_PIECE_TOKENS = 512
-"""Tokens of a chunk's piece under a window: the mask of what they see before it is as high as they are many."""
+"""Tokens of a chunk's piece with a window: the mask of the tokens before it has one row per token."""
 CAPPED_ROWS = 256
-"""Rows whose softly capped scores are there at once: as many as there are keys for each, and several times over."""
+"""Rows whose soft-capped scores are in memory at once: as many as there are keys for each, several times over."""
 MAX_GROUPED_TOKENS = 16
 """Tokens of a chunk that may join a group: the mask has tokens * length entries per sequence."""
 
@@ -88,9 +88,9 @@ class PrefixSlice:
     blocks: torch.Tensor
     run: int | None
     mask: torch.Tensor | None = None
-    """[1, 1, tokens of the chunk, length]: 0, or -inf where a window ends; None: every token sees all of it."""
+    """[1, 1, tokens of the chunk, length]: 0, or -inf outside the window; None if every token sees all keys."""
     skip: int = 0
-    """So many of the tokens no token sees."""
+    """Leading tokens that no token of the chunk sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Chunk:
 
 
 Attend = Callable[[torch.Tensor, PagedBatch, torch.Tensor], torch.Tensor]
-"""One layer's attention: of a query and a batch, into an output like the query."""
+"""One layer's attention, of a query and a batch, into an output with the query's shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +122,22 @@ class AttentionMetadata:
     decode_groups: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
     paged: PagedBatch | None = None
-    """The step as the Triton kernels take it: on CUDA, where there are neither groups nor chunks."""
+    """The step for the Triton kernels: on CUDA, where there are neither groups nor chunks."""
     native: NativeBatch | None = None
-    """The step as the compiled layers take it, then the same."""
+    """The step for the compiled CPU layers; then there are neither groups nor chunks."""
     is_padded: bool = False
-    """Some slots are negative: their keys and values are not written."""
+    """True if some slots are negative: their keys and values are not written."""
     outside: Callable[[torch.Tensor, Attend], torch.Tensor] | None = None
-    """Takes the query and does the layer's attention itself: outside of the graph that is being captured."""
+    """Computes the layer's attention from the query outside of the graph that is being captured."""
     window: int | None = None
-    """How many tokens each token sees, itself included; None: all before it."""
+    """Number of tokens that each token sees, including itself; None if it sees all before it."""
     chunk_size: int | None = None
-    """Of the chunks of positions that each token sees its own of, where a step goes to the Triton kernels."""
+    """Size of the attention chunks, if the step uses the Triton kernels."""
 
 
 def max_decode_tokens(device: torch.device) -> int:
-    """The longest context whose decode is grouped with others; a longer one is a chunk of one token. The CPU gathers
-    keys; the Triton kernels read them in place, up to what an int32 position can say."""
+    """Return the longest context whose decode is grouped with others; a longer one is a chunk of one token. The CPU
+    gathers keys; the Triton kernels read them in place, up to the range of int32 positions."""
     return (1 << 31) - 1 if device.type == "cuda" else GATHER_TOKENS
 
 
@@ -162,7 +162,7 @@ def plan_decode_groups(num_blocks: list[int], block_size: int) -> list[int]:
 
 
 def first_of_run(blocks: list[int]) -> int | None:
-    """The first block when all follow one another in the cache, else None."""
+    """Return the first block if all are consecutive in the cache, otherwise None."""
     if blocks[-1] - blocks[0] != len(blocks) - 1 or any(b - a != 1 for a, b in pairwise(blocks)):
         return None
     return blocks[0]
@@ -180,11 +180,13 @@ def build_attention_metadata(
     chunk_size: int | None = None,
     gone: Sequence[int] = (),
 ) -> AttentionMetadata:
-    """Plan a step. decodes: (block table, context length with the new token), longest first, one token each, at most
-    GATHER_TOKENS long; chunks: (block table, tokens before, tokens now). `slots`: one per real token, in this order.
-    is_native: the compiled layers of the CPU will take it, which know no window. Under a window tables and lengths may
-    begin where the first of the tokens sees; so they may where positions are cut into chunks of chunk_size, and `gone`
-    then counts the tokens before each table (empty: none anywhere).
+    """Plan a step.
+
+    decodes: (block table, context length with the new token), longest first, one token each, at most GATHER_TOKENS
+    long. chunks: (block table, tokens before, tokens now). `slots`: one per real token, in this order. is_native: the
+    compiled CPU layers, which support no window, will run it. With a window, tables and lengths may start at the first
+    key that the first token sees; with attention chunks of chunk_size they may, too, and `gone` then counts the tokens
+    before each table (empty: none).
     """
     slot_mapping = torch.tensor(slots, dtype=torch.int64, device=device)
     if device.type == "cuda":
@@ -200,21 +202,21 @@ def build_attention_metadata(
     planned: list[Chunk] = []
     skips = [0] * (len(decodes) + len(chunks))
     if chunk_size is not None:
-        decodes, chunks, skips = _cut_to_chunks(decodes, chunks, gone or skips, chunk_size, block_size)
-    first = _add_groups(groups, decodes, skips, 1, 0, block_size, window, device)
+        decodes, chunks, skips = _split_by_attention_chunk(decodes, chunks, gone or skips, chunk_size, block_size)
+    first = _append_groups(groups, decodes, skips, 1, 0, block_size, window, device)
     skips = skips[len(decodes) :]
     index = 0
     while index < len(chunks):
-        short = _short_chunks(chunks, index, block_size)
+        short = _count_short_chunks(chunks, index, block_size)
         if short:
             num_tokens = chunks[index][2]
             sequences = [(table, before + now) for table, before, now in chunks[index : index + short]]
             own_skips = skips[index : index + short]
-            first = _add_groups(groups, sequences, own_skips, num_tokens, first, block_size, window, device)
+            first = _append_groups(groups, sequences, own_skips, num_tokens, first, block_size, window, device)
             index += short
             continue
         table, before, now = chunks[index]
-        for start, end in _pieces(before, before + now, window):
+        for start, end in _cut_into_pieces(before, before + now, window):
             prefix = tuple(_prefix_slices(table, start, end, skips[index], block_size, window, device))
             planned.append(Chunk(first, first + end - start, prefix))
             first += end - start
@@ -222,19 +224,19 @@ def build_attention_metadata(
     return AttentionMetadata(first, slot_mapping, tuple(groups), tuple(planned), window=window)
 
 
-def _cut_to_chunks(
+def _split_by_attention_chunk(
     decodes: list[tuple[list[int], int]],
     chunks: list[tuple[list[int], int, int]],
     gone: Sequence[int],
     chunk_size: int,
     block_size: int,
 ) -> tuple[list[tuple[list[int], int]], list[tuple[list[int], int, int]], list[int]]:
-    """The same step as tokens that see all before them: cut where chunks of positions end, each piece with the table of
-    its own chunk. The third are the tokens of another chunk in the first block of each.
+    """Cut the step at the boundaries of attention chunks, so that tokens see all tokens before them; each piece gets
+    the table of its own chunk. The third result is the number of tokens of another chunk in the first block of each.
     ```
     positions   |-- chunk of positions --|-- chunk of positions --|
     blocks      |     |     |     |     |     |     |     |
-    a step                       |- piece -|-- piece --|           the second piece's table begins with the fifth block
+    a step                       |- piece -|-- piece --|           the second piece's table starts with the fifth block
     ```
     """
     cut_decodes, pieces, skips = [], [], []
@@ -256,8 +258,8 @@ def _cut_to_chunks(
 
 
 def _chunk_of(place: int, before_table: int, chunk_size: int) -> tuple[int, int]:
-    """[first, last) of the chunk of positions that a place lies in. All three are counted from where the table begins,
-    which is before_table tokens into the sequence; the chunk may begin before it."""
+    """Return [first, last) of the attention chunk that contains a place. All three are counted from the start of the
+    table, which is before_table tokens into the sequence; the chunk may start before it."""
     first = (place + before_table) // chunk_size * chunk_size - before_table
     return first, first + chunk_size
 
@@ -274,8 +276,8 @@ def plan_cpu_reads(metadata: AttentionMetadata, num_heads: int, cache: torch.Ten
 
 
 def _plan_group(group: DecodeGroup, num_heads: int, cache_shape: torch.Size) -> ReadPattern | None:
-    """None for several tokens per sequence, and where a profiling step reads one block over and over: a sparse row
-    cannot have more places than the matrix has columns."""
+    """Plan the reads of one group; None for several tokens per sequence, and if a profiling step reads one block
+    repeatedly: a sparse row cannot have more places than the matrix has columns."""
     if group.num_tokens > 1 or group.length > cache_shape[:3].numel():
         return None
     num_sequences = group.last - group.first
@@ -283,8 +285,9 @@ def _plan_group(group: DecodeGroup, num_heads: int, cache_shape: torch.Size) -> 
     return plan_reads(group.blocks.view(num_sequences, -1), group.length, mask, num_heads, cache_shape)
 
 
-def _short_chunks(chunks: list[tuple[list[int], int, int]], index: int, block_size: int) -> int:
-    """How many chunks from `index` on can be grouped: equally many tokens each, few; not growing blocks."""
+def _count_short_chunks(chunks: list[tuple[list[int], int, int]], index: int, block_size: int) -> int:
+    """Return the number of chunks from `index` on that can be grouped: few tokens, equally many in each, and a
+    non-increasing number of blocks."""
     num_tokens = chunks[index][2]
     if not 1 < num_tokens <= MAX_GROUPED_TOKENS:
         return 0
@@ -297,7 +300,7 @@ def _short_chunks(chunks: list[tuple[list[int], int, int]], index: int, block_si
     return len(chunks) - index
 
 
-def _add_groups(
+def _append_groups(
     groups: list[DecodeGroup],
     sequences: list[tuple[list[int], int]],
     skips: list[int],
@@ -307,8 +310,8 @@ def _add_groups(
     window: int | None,
     device: torch.device,
 ) -> int:
-    """Append groups of sequences (block table, length with the new tokens), longest first, of `num_tokens` new tokens
-    each, which begin at token `first` of the batch. Returns where they end."""
+    """Append groups of sequences (block table, length with the new tokens), longest first, each with `num_tokens` new
+    tokens; the first one is token `first` of the batch. Returns the token after the last one."""
     counts = [-(-length // block_size) for _, length in sequences]
     for begin, end in pairwise(plan_decode_groups(counts, block_size)) if sequences else ():
         part = slice(begin, end)
@@ -355,8 +358,8 @@ def _group(
     return DecodeGroup(first, last, length, ids, mask, run, num_tokens)
 
 
-def _pieces(start: int, end: int, window: int | None) -> list[tuple[int, int]]:
-    """A chunk's tokens [start, end), cut so that all of a piece see each other, and all see the token before it."""
+def _cut_into_pieces(start: int, end: int, window: int | None) -> list[tuple[int, int]]:
+    """Cut a chunk's tokens [start, end) so that all tokens of a piece see each other and the token before the piece."""
     if window is None:
         return [(start, end)]
     step = max(1, min(window - 1, MAX_PIECE_TOKENS))
@@ -366,8 +369,8 @@ def _pieces(start: int, end: int, window: int | None) -> list[tuple[int, int]]:
 def _prefix_slices(
     table: list[int], start: int, end: int, skip: int, block_size: int, window: int | None, device: torch.device
 ) -> list[PrefixSlice]:
-    """What tokens [start, end) of a sequence see of those before them, in slices of whole blocks; none of them sees the
-    first `skip`, fewer than a block has."""
+    """Return the earlier tokens that tokens [start, end) of a sequence see, in slices of whole blocks. None of them
+    sees the first `skip` tokens (fewer than a block)."""
     if start <= skip:
         return []
     slices = []
@@ -400,7 +403,7 @@ def paged_attention_reference(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """One sequence, float32, no tricks: tokens [start, start + len(query)) against all cached tokens up to each."""
+    """Compute one sequence in float32: tokens [start, start + len(query)) against all cached tokens up to each."""
     num_tokens, num_heads, _ = query.shape
     end = start + num_tokens
     group = num_heads // key_cache.shape[2]
@@ -431,7 +434,7 @@ def attend_reference(
     is_causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` in plain torch and float32, for every device."""
+    """Compute `attend` in plain torch and float32, for every device."""
     scores = torch.matmul(query.float(), key.float().transpose(-1, -2)) * scale
     if mask is not None:
         scores = scores + mask
@@ -474,8 +477,8 @@ def attend_capped(
     is_causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` with scores that are softly capped. With is_causal the rows are the keys' last tokens, in their order;
-    each sees those up to itself."""
+    """Compute `attend` with soft-capped scores. With is_causal the rows are the keys' last tokens, in order; each sees
+    the keys up to itself."""
     rows, length = query.shape[-2], key.shape[-2]
     outputs, lses = [], []
     for first in range(0, rows, CAPPED_ROWS):
@@ -489,24 +492,24 @@ def attend_capped(
             own = torch.arange(first, last, device=query.device).unsqueeze(1) + length - rows
             scores.masked_fill_(torch.arange(seen, device=query.device) > own, float("-inf"))
         lse = scores.logsumexp(dim=-1)
-        largest = lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)  # a row may see nothing of these keys
+        largest = lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)  # a row may see none of these keys
         outputs.append(torch.matmul(scores.sub_(largest).exp_(), value[..., :seen, :].float()))
         lses.append(lse)
     return torch.cat(outputs, dim=-2).to(query.dtype), torch.cat(lses, dim=-1)
 
 
-def merge_parts(
+def merge_key_ranges(
     output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint key ranges, from the attention over each. Shapes as `attend` returns."""
+    """Merge the attention over two disjoint key ranges. Shapes as `attend` returns."""
     merged = torch.logaddexp(lse, other_lse)
     left = (lse - merged).exp().unsqueeze(-1)
     right = (other_lse - merged).exp().unsqueeze(-1)
     return (output * left + other * right).to(output.dtype), merged
 
 
-def with_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Attention with sinks beside the keys, from that without. output [..., d]; lse, sinks broadcast to [...]."""
+def add_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Add sinks to attention that was computed without. output [..., d]; lse, sinks broadcast to [...]."""
     return (output * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(output.dtype)
 
 
@@ -527,7 +530,8 @@ Cache = torch.Tensor | ScaledCache
 
 
 def _read_blocks(cache: Cache, blocks: torch.Tensor, run: int | None) -> torch.Tensor:
-    """[num_blocks, block_size, kv heads, head size] of these blocks: in place when they lie in a row, else gathered."""
+    """Return [num_blocks, block_size, kv heads, head size] of these blocks: in place if they are consecutive, otherwise
+    gathered."""
     if isinstance(cache, ScaledCache):
         return as_read(_read_blocks(cache.stored, blocks, run), cache.dtype, cache.scale)
     if run is not None:
@@ -544,7 +548,7 @@ def _attend_decodes(
     sinks: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[tokens, heads, head size]. The heads of one kv head are the rows of one attention call."""
+    """Return [tokens, heads, head size]. The heads of one kv head are the rows of one attention call."""
     reads = group.reads if softcap is None else None
     if reads is not None and isinstance(key_cache, torch.Tensor) and isinstance(value_cache, torch.Tensor):
         rows = query[group.first : group.last]
@@ -559,16 +563,16 @@ def _attend_decodes(
         rows = query[group.first : group.last].view(n, num_kv_heads, heads, head_size)
         output, lse = attend_rows(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=mask)
         if sinks is not None:
-            output = with_sinks(output, lse, sinks.view(num_kv_heads, heads))
+            output = add_sinks(output, lse, sinks.view(num_kv_heads, heads))
         return output.reshape(n, num_heads, head_size)
-    # Several tokens per sequence: rows are (head, token), and the mask of the tokens holds for every head.
+    # With several tokens per sequence, rows are (head, token), and the token mask is the same for every head.
     rows = query[group.first : group.last].view(n, m, num_kv_heads, heads, head_size).permute(0, 2, 3, 1, 4)
     rows = rows.reshape(n, num_kv_heads, heads * m, head_size)
     assert mask is not None
     mask = mask.repeat(1, 1, heads, 1)
     output, lse = attend_rows(rows, keys.transpose(1, 2), values.transpose(1, 2), scale=scale, mask=mask)
     if sinks is not None:
-        output = with_sinks(output, lse, sinks.view(num_kv_heads, heads).repeat_interleave(m, dim=1))
+        output = add_sinks(output, lse, sinks.view(num_kv_heads, heads).repeat_interleave(m, dim=1))
     output = output.reshape(n, num_kv_heads, heads, m, head_size).permute(0, 3, 1, 2, 4)
     return output.reshape(n * m, num_heads, head_size).contiguous()
 
@@ -584,7 +588,8 @@ def _attend_chunk(
     sinks: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[chunk tokens, heads, head size]. kv heads are the batch dimension, so that their query heads share one view."""
+    """Return [chunk tokens, heads, head size]. kv heads are the batch dimension, so that their query heads share one
+    view."""
     num_heads, head_size = query.shape[1:]
     num_kv_heads = key.shape[1]
     tokens = slice(chunk.first, chunk.last)
@@ -594,7 +599,7 @@ def _attend_chunk(
     def part(
         keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None, *, is_causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows over some keys [length, kv heads, d]: [kv heads, group, m, d] and its log-sum-exp."""
+        """Attend over some keys [length, kv heads, d]: return [kv heads, group, m, d] and its log-sum-exp."""
         if mask is None and softcap is None and can_multiply(rows, keys.shape[0]):
             wants_lse = bool(chunk.prefix) or sinks is not None
             return prefill_attention_cpu(rows, keys, values, scale=scale, is_causal=is_causal, wants_lse=wants_lse)
@@ -609,9 +614,9 @@ def _attend_chunk(
         seen = slice(cached.skip, cached.length)
         keys = _read_blocks(key_cache, cached.blocks, cached.run).flatten(0, 1)[seen]
         values = _read_blocks(value_cache, cached.blocks, cached.run).flatten(0, 1)[seen]
-        output, lse = merge_parts(output, lse, *part(keys, values, cached.mask, is_causal=False))
+        output, lse = merge_key_ranges(output, lse, *part(keys, values, cached.mask, is_causal=False))
     if sinks is not None:
-        output = with_sinks(output, lse, sinks.view(num_kv_heads, group, 1))
+        output = add_sinks(output, lse, sinks.view(num_kv_heads, group, 1))
     return output.permute(2, 0, 1, 3).reshape(m, num_heads, head_size)
 
 
@@ -629,10 +634,13 @@ def paged_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Attention of a step; sinks [num_heads] float32. Raises ValueError where shapes do not fit, and for a soft cap on
-    CUDA, whose kernels have none."""
+    """Return the attention of a step; sinks [num_heads] float32.
+
+    Raises:
+        ValueError: shapes do not match, or a soft cap on CUDA, whose kernels support none.
+    """
     if softcap is not None and query.is_cuda:
-        raise ValueError("paged_attention: scores are softly capped on the CPU alone")
+        raise ValueError("paged_attention: soft-capped scores are supported on the CPU only")
     if query.shape[1] % key_cache.shape[2] or query.shape[2] != key_cache.shape[3]:
         raise ValueError(
             f"paged_attention: query {list(query.shape)} does not fit the cache {list(key_cache.shape)}: "
@@ -679,7 +687,7 @@ def _attend_step(
     sinks: torch.Tensor | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """On the CPU: group by group, chunk by chunk."""
+    """Compute the step on the CPU: group by group, chunk by chunk."""
     groups, chunks = metadata.decode_groups, metadata.chunks
     if len(groups) == 1 and not chunks and metadata.num_tokens == query.shape[0]:
         return _attend_decodes(query, key_cache, value_cache, groups[0], scale, sinks, softcap)

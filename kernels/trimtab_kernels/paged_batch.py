@@ -1,11 +1,11 @@
-"""What the Triton attention kernels need of a step, and their launches: decodes by paged_decode, the rest by
+"""A step's inputs for the Triton attention kernels, and their launches: decodes by paged_decode, the rest by
 paged_prefill.
 
 ```
 query rows   |-- one per decode --|---- chunk 0 ----|-- chunk 1 --|- padding -|
 ```
-All integers of a step travel to the device in one copy. `attend_paged_batch_reference` takes the same values on
-the CPU, where the engine plans attention otherwise: so a step with inputs at fixed places is checked without a GPU.
+All integers of a step are copied to the device at once. `attend_paged_batch_reference` takes the same values on the
+CPU, where the engine plans attention differently: steps with inputs at fixed addresses are thus tested without a GPU.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ class PagedBatch:
     """Sequences [0, num_decodes) have one query row each; the others [query_starts[i], query_starts[i + 1]) after them.
 
     block_tables [num_seqs, width], seq_lens [num_seqs], query_starts [num_seqs - num_decodes + 1]: int32, on the
-    device. max_query_len is the longest chunk; 0 where there is none. gone [num_seqs] int32: how many tokens lie before
-    each table, where tokens see chunks of positions.
+    device. max_query_len is the longest chunk; 0 if there is none. gone [num_seqs] int32: the number of tokens before
+    each table, with attention chunks.
     """
 
     num_tokens: int
@@ -36,7 +36,7 @@ class PagedBatch:
     gone: torch.Tensor | None = None
 
     def split_gone(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of the decodes, and of the others."""
+        """Return `gone` of the decodes, and of the other sequences."""
         if self.gone is None:
             return None, None
         return self.gone[: self.num_decodes], self.gone[self.num_decodes :]
@@ -50,8 +50,8 @@ def build_paged_batch(
     device: torch.device,
     gone: Sequence[int] | None = None,
 ) -> PagedBatch:
-    """decodes: (block table, context length with the new token); chunks: (block table, tokens before, tokens now).
-    `gone`: how many tokens lie before each one's table, of decodes and then of chunks."""
+    """Build a batch from decodes, (block table, context length with the new token), and chunks, (block table, tokens
+    before, tokens now). `gone`: the number of tokens before each table, of decodes and then of chunks."""
     tables = [table for table, _ in decodes] + [table for table, _, _ in chunks]
     lengths = [length for _, length in decodes] + [before + now for _, before, now in chunks]
     starts = [0]
@@ -93,8 +93,8 @@ def attend_paged_batch(
     value_scale: float = 1.0,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query [rows, num_heads, head_size]; rows from num_tokens on are padding and yield zeros. This step's keys and
-    values are already in the cache. `output`: where the result goes, like query and contiguous."""
+    """Attend over a step: query [rows, num_heads, head_size]; rows from num_tokens on are padding and yield zeros. This
+    step's keys and values are already in the cache. `output` receives the result; like query and contiguous."""
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     first, last = batch.num_decodes, batch.num_tokens
@@ -155,7 +155,7 @@ def attend_paged_batch_reference(
     value_scale: float = 1.0,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same by the kernels' references, a sequence at a time."""
+    """Compute attend_paged_batch with the kernels' references, one sequence at a time."""
     output = torch.zeros_like(query) if output is None else output.zero_()
     first, last = batch.num_decodes, batch.num_tokens
     gone_of_decodes, gone_of_chunks = batch.split_gone()

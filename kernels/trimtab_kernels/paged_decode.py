@@ -1,21 +1,20 @@
 """Attention of one new token per sequence over a paged KV cache: PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 
-query         [num_seqs, num_heads, head_size]; everything else as in paged_prefill, one query row per sequence
-seq_lens      [num_seqs] int32: tokens in the cache, the new one included; 0 marks a row of padding, which yields zeros
+query         [num_seqs, num_heads, head_size]; all other arguments as in paged_prefill, one query row per sequence
+seq_lens      [num_seqs] int32: tokens in the cache, including the new one; 0 marks a padding row, which yields zeros
 y             like query
 
-The tiles of keys of all sequences lie in a row, and each program of a kv head takes an equal share of them, however
-they are spread over sequences (as Stream-K shares a product's: Osama et al. 2023, arXiv:2301.03598):
+The key tiles of all sequences form one list, and each CTA of a kv head processes an equal split of it, independent of
+sequence boundaries (like Stream-K for GEMMs: Osama et al. 2023, arXiv:2301.03598):
 ```
 tiles       |--- sequence 0 ---|-- 1 --|- 2 -|------------ sequence 3 ------------|- 4 -|
-programs    |  program 0  |  program 1  |  program 2  |  program 3  |  program 4  |  5  |
+CTAs        |  CTA 0      |  CTA 1      |  CTA 2      |  CTA 3      |  CTA 4      |  5  |
 ```
-A sequence within one share is written as it is. One that several programs share leaves a part with each, and the
-program whose part comes last merges them by the log-sum-exp: one launch. Programs read the lengths on the device, so a
-captured graph is balanced for whatever its sequences have grown to, and how long they might become plays no part.
-Parts are merged in the order of their keys, whoever comes last:
-equal inputs give equal outputs.
-Bound by memory: 2 * sum(seq_lens) * num_kv_heads * head_size * cache itemsize bytes. Source: own.
+A sequence within one split is written directly. For a sequence that spans several splits, each CTA stores a partial
+result, and the last CTA to finish merges them by log-sum-exp, in the same launch. CTAs read the lengths on the device,
+so a captured graph stays balanced for any lengths, independent of the maximum length.
+Splits are merged in the order of their keys, so equal inputs give equal outputs.
+Memory-bound: 2 * sum(seq_lens) * num_kv_heads * head_size * cache itemsize bytes. Source: own.
 """
 
 import torch
@@ -26,7 +25,7 @@ from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
 from trimtab_kernels.launch.jit import cdiv, jit, kernel, next_power_of_2, tl
 from trimtab_kernels.paged_prefill import (
     MIN_ROWS,
-    capped,
+    apply_soft_cap,
     check_attention_shapes,
     check_chunks,
     paged_prefill_reference,
@@ -34,22 +33,23 @@ from trimtab_kernels.paged_prefill import (
     slots_of,
 )
 
-LEAST_SHARE, MOST_LEAST_SHARE, SHARE_OF_A_HEAD = 64, 256, 16
-"""Tokens of a program's share at least: SHARE_OF_A_HEAD for each query head of a kv head, within these. Where keys are
-so few that programs are left over, latency counts more than the bytes of parts: one sequence of 1,024, a group of 4,
-takes 9.5 us on an H200 in shares of 64 and 12.7 in shares of 256. Parts of large groups are as large as their keys."""
-MAX_PARTS = 64
-"""Of a sequence: one program merges them all, while the others may have ended."""
-MERGED_VALUES, MERGED_PARTS = 8192, 16
-"""Read at once: values, 64 per thread, and parts. More would take the registers of the third program."""
+MIN_SPLIT_TOKENS, MAX_MIN_SPLIT_TOKENS, SPLIT_TOKENS_PER_HEAD = 64, 256, 16
+"""Minimum tokens of a CTA's split: SPLIT_TOKENS_PER_HEAD for each query head of a kv head, within these limits. If
+there are fewer splits than CTAs, latency matters more than the bytes of partial results: one sequence of 1,024 tokens
+with a group of 4 takes 9.5 us on an H200 in splits of 64 tokens, and 12.7 us in splits of 256. The partial results of
+large groups are as large as their keys."""
+MAX_SPLITS = 64
+"""Splits of a sequence at most: one CTA merges them all, while the others may have ended."""
+MERGED_VALUES, MERGED_SPLITS = 8192, 16
+"""Values (64 per thread) and splits that are read at once. More would take the registers of the third CTA."""
 NUM_WARPS = 4
 SEARCHED_LENGTHS = 256
-"""Lengths that a program looks at in one go."""
-PROGRAMS_PER_SM = 2
-"""With 128 KiB on their way they read at 0.96 of a copy's bandwidth on an H200. Of three, one has to wait: a thread
-takes 217 registers by triton 3.6 (144 by 3.9)."""
-FLOAT8_PROGRAMS_PER_SM, FLOAT8_REGISTERS = 3, 168
-"""Conversions keep programs of a float8 cache waiting, so a third one helps: at so many registers it fits."""
+"""Lengths that a CTA reads at once."""
+CTAS_PER_SM = 2
+"""With 128 KiB in flight, two CTAs read at 0.96 of the copy bandwidth on an H200. A third one would have to wait: a
+thread takes 217 registers with triton 3.6 (144 with 3.9)."""
+FLOAT8_CTAS_PER_SM, FLOAT8_REGISTERS = 3, 168
+"""Conversions stall the CTAs of a float8 cache, so a third one helps; it fits with this register limit."""
 EVEN_E4M3, ODD_E4M3 = (
     tl.constexpr(
         "{ .reg .b32 both; .reg .b16 low, high; "
@@ -58,10 +58,11 @@ EVEN_E4M3, ODD_E4M3 = (
     for places in ("0x4420", "0x4431")
 )
 EVEN_E5M2, ODD_E5M2 = (tl.constexpr(f"prmt.b32 $0, $1, 0, {places};") for places in ("0x2404", "0x3414"))
-"""Of two registers' halves the bytes at even places, or at odd ones; float16 is e5m2 and eight bits more."""
+"""Byte permutations of two registers: the bytes at even places, or at odd ones. float16 is e5m2 followed by eight more
+bits."""
 LARGE_GROUP, LARGE_HEAD, HUGE_GROUP = 16, 128, 32
-"""More query heads to a kv head, and larger heads, would lose too much with FLOAT8_REGISTERS, or take the shared memory
-of the third program. More than HUGE_GROUP leave no room for a second one beside tiles of 128 keys."""
+"""Limits of the third CTA: larger groups and larger heads would lose too much with FLOAT8_REGISTERS, or exceed its
+shared memory. Groups above HUGE_GROUP leave no room for a second CTA with tiles of 128 keys."""
 
 
 def paged_decode_reference(
@@ -80,7 +81,7 @@ def paged_decode_reference(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """paged_prefill's, with one row per sequence."""
+    """Return the result of paged_prefill_reference with one query row per sequence."""
     starts = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
     return paged_prefill_reference(
         query,
@@ -100,21 +101,22 @@ def paged_decode_reference(
     )
 
 
-def decode_programs(
+def decode_ctas(
     num_kv_heads: int, group: int, head_size: int, facts: DeviceFacts, *, is_float8: bool = False
 ) -> tuple[int, int | None]:
-    """(programs per kv head, registers of a thread at most): as many programs as run at once, so that all shares end
-    together."""
-    fits = facts.has_hoppers_memory and group <= LARGE_GROUP and head_size <= LARGE_HEAD
-    per_sm, registers = (FLOAT8_PROGRAMS_PER_SM, FLOAT8_REGISTERS) if is_float8 and fits else (PROGRAMS_PER_SM, None)
+    """Return (CTAs per kv head, register limit per thread): as many CTAs as are resident at once, so that all splits
+    end together."""
+    fits = facts.has_hopper_shared_memory and group <= LARGE_GROUP and head_size <= LARGE_HEAD
+    per_sm, registers = (FLOAT8_CTAS_PER_SM, FLOAT8_REGISTERS) if is_float8 and fits else (CTAS_PER_SM, None)
     return max(1, per_sm * facts.num_sms // num_kv_heads), registers
 
 
 def decode_tile(head_size: int, itemsize: int, facts: DeviceFacts) -> tuple[int, int]:
-    """(keys of a tile, stages of its pipeline). Keys and values of a tile take 32 KiB.
+    """Return (keys of a tile, stages of its pipeline). Keys and values of a tile take 32 KiB.
 
-    A tile's address comes from the block table, so three stages keep one tile in flight and five keep two: on Hopper
-    128 KiB by two programs of a multiprocessor, 192 KiB of float8 by three; Ada has room for one each.
+    A tile's address is read from the block table, so three stages keep one tile in flight and five keep two. On Hopper,
+    two CTAs per multiprocessor keep 128 KiB in flight, and three with a float8 cache 192 KiB; Ada has room for one CTA
+    each.
     """
     bytes_per_key = next_power_of_2(head_size) * itemsize
     keys = min(128, max(16, 16384 // bytes_per_key))
@@ -127,10 +129,10 @@ def _by_assembler(pairs: tl.tensor, TEXT: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def _float16_pairs(pairs: tl.tensor, FLOAT8: tl.constexpr, BY_ASSEMBLER: tl.constexpr) -> tl.tensor:
-    """(values at even places, at odd ones) in float16, which holds float8 exactly, of float8 values that were read two
-    by two as 16 bits. Neighbours along the other axis lie in one register so, as the matrix units want them; byte by
-    byte they would be gathered from shared memory. What the compiler makes of the plain way takes more instructions."""
+def _to_float16_pairs(pairs: tl.tensor, FLOAT8: tl.constexpr, BY_ASSEMBLER: tl.constexpr) -> tl.tensor:
+    """Return (values at even places, values at odd places) in float16, which represents float8 exactly, from float8
+    values read in pairs as 16 bits. Neighbours along the other axis then share a register, as the matrix units require;
+    single bytes would have to be gathered from shared memory. The compiler's own conversion takes more instructions."""
     if BY_ASSEMBLER and FLOAT8.is_fp8e5():
         return _by_assembler(pairs, EVEN_E5M2), _by_assembler(pairs, ODD_E5M2)
     if BY_ASSEMBLER:
@@ -140,9 +142,9 @@ def _float16_pairs(pairs: tl.tensor, FLOAT8: tl.constexpr, BY_ASSEMBLER: tl.cons
 
 
 @jit
-def _paired_queries(places: tl.tensor, inside: tl.tensor, score_scale: tl.tensor) -> tl.tensor:
-    """(queries at even places, at odd ones, score_scale) for a float8 cache. The queries are divided by their largest
-    value, so that float16 holds them."""
+def _load_query_pairs(places: tl.tensor, inside: tl.tensor, score_scale: tl.tensor) -> tl.tensor:
+    """Return (queries at even places, queries at odd places, score_scale) for a float8 cache. Queries are divided by
+    their largest value, so that they fit into float16."""
     even = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     odd = tl.load(places + 1, mask=inside, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1), 0), 1e-30)
@@ -153,9 +155,8 @@ def _paired_queries(places: tl.tensor, inside: tl.tensor, score_scale: tl.tensor
 def _tiles_of(
     lengths: tl.tensor, gone: tl.tensor, WINDOW: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr
 ) -> tl.tensor:
-    """(first key of the first tile that is seen, how many tiles there are from it on). Tiles of a chunk of positions
-    begin with it, so that all their keys are seen. A row of padding counts as a tile: its zeros are written by whoever
-    has it."""
+    """Return (first key of the first visible tile, number of tiles from it on). Tiles of an attention chunk start with
+    the chunk, so all their keys are visible. A padding row counts as one tile, whose CTA writes its zeros."""
     first = lengths * 0
     if WINDOW is not None:
         first = tl.maximum(lengths - WINDOW, 0) // KEYS * KEYS
@@ -175,7 +176,7 @@ def _tiles_of_rows(
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """Tiles of the sequences from first_row on; 0 behind the last one."""
+    """Return the tiles of each sequence from first_row on; 0 after the last one."""
     rows = first_row + tl.arange(0, ROWS)
     lengths = tl.load(seq_lens + rows, mask=rows < num_seqs, other=0)
     moved = lengths
@@ -186,7 +187,7 @@ def _tiles_of_rows(
 
 
 @jit
-def _share_of(
+def _split_size(
     seq_lens: tl.tensor,
     gone: tl.tensor,
     num_seqs: tl.tensor,
@@ -195,22 +196,22 @@ def _share_of(
     KEYS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """(tiles of all sequences, tiles of one program's share)."""
+    """Return (tiles of all sequences, tiles of one CTA's split)."""
     total = 0
     longest = 0
     for first_row in tl.range(0, num_seqs, ROWS):
         tiles = _tiles_of_rows(seq_lens, gone, first_row, num_seqs, WINDOW, CHUNK, KEYS, ROWS)
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
-    share = tl.maximum(tl.cdiv(total, PROGRAMS), tl.cdiv(longest, MAX_PARTS))
-    return total, tl.maximum(share, MIN_TILES)
+    split_tiles = tl.maximum(tl.cdiv(total, PROGRAMS), tl.cdiv(longest, MAX_SPLITS))
+    return total, tl.maximum(split_tiles, MIN_TILES)
 
 
 @jit
-def _sequence_at(
+def _find_sequence(
     tile: tl.tensor,
     seq_lens: tl.tensor,
     gone: tl.tensor,
@@ -220,7 +221,7 @@ def _sequence_at(
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """(whose this tile is, tiles of the sequences before it)."""
+    """Return (sequence that contains this tile, tiles of the sequences before it)."""
     sequence = 0
     before = 0
     seen = 0
@@ -235,39 +236,40 @@ def _sequence_at(
 
 
 @jit
-def _merged_parts(
-    part_sums: tl.tensor,
-    part_statistics: tl.tensor,
-    first_part: tl.tensor,
-    num_parts: tl.tensor,
+def _merge_splits(
+    split_sums: tl.tensor,
+    split_statistics: tl.tensor,
+    first_split: tl.tensor,
+    num_splits: tl.tensor,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> tl.tensor:
-    """([BLOCK_G, BLOCK_D] sums of weighted values, [BLOCK_G] totals of weights), PARTS parts at a time. The first part
-    is its program's last, and the others are their programs' first: every second one from first_part + 1 on."""
+    """Return ([BLOCK_G, BLOCK_D] sums of weighted values, [BLOCK_G] totals of weights), merging SPLITS splits at a
+    time. The first split is the second one of its CTA, and the others are the first ones of their CTAs: every second
+    one from first_split + 1 on."""
     members = tl.arange(0, BLOCK_G)
     columns = tl.arange(0, BLOCK_D)
     in_head = columns < HEAD_SIZE
     sums = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
     highest = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_G], dtype=tl.float32)
-    for start in tl.range(0, num_parts, PARTS):
-        parts = start + tl.arange(0, PARTS)
-        is_real = (parts < num_parts)[:, None] & (members < GROUP)[None, :]
-        rows = (first_part + tl.maximum(2 * parts - 1, 0))[:, None] * GROUP + members[None, :]
-        part_highest = tl.load(part_statistics + 2 * rows, mask=is_real, other=float("-inf"))
-        part_total = tl.load(part_statistics + 2 * rows + 1, mask=is_real, other=0.0)
+    for start in tl.range(0, num_splits, SPLITS):
+        splits = start + tl.arange(0, SPLITS)
+        is_real = (splits < num_splits)[:, None] & (members < GROUP)[None, :]
+        rows = (first_split + tl.maximum(2 * splits - 1, 0))[:, None] * GROUP + members[None, :]
+        split_highest = tl.load(split_statistics + 2 * rows, mask=is_real, other=float("-inf"))
+        split_total = tl.load(split_statistics + 2 * rows + 1, mask=is_real, other=0.0)
         places = rows[:, :, None] * HEAD_SIZE + columns[None, None, :]
-        part = tl.load(part_sums + places, mask=is_real[:, :, None] & in_head[None, None, :], other=0.0)
-        new_highest = tl.maximum(highest, tl.max(part_highest, 0))
-        finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # places without a head have no part
-        weights = tl.exp2(part_highest - finite[None, :])
+        split = tl.load(split_sums + places, mask=is_real[:, :, None] & in_head[None, None, :], other=0.0)
+        new_highest = tl.maximum(highest, tl.max(split_highest, 0))
+        finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # rows without a head have no split
+        weights = tl.exp2(split_highest - finite[None, :])
         decay = tl.exp2(highest - finite)
-        total = total * decay + tl.sum(part_total * weights, 0)
-        sums = sums * decay[:, None] + tl.sum(part * weights[:, :, None], 0)
+        total = total * decay + tl.sum(split_total * weights, 0)
+        sums = sums * decay[:, None] + tl.sum(split * weights[:, :, None], 0)
         highest = new_highest
     return sums, total
 
@@ -279,8 +281,8 @@ def _paged_decode(
     value_cache: tl.tensor,
     output: tl.tensor,
     sinks: tl.tensor,
-    part_sums: tl.tensor,
-    part_statistics: tl.tensor,
+    split_sums: tl.tensor,
+    split_statistics: tl.tensor,
     arrivals: tl.tensor,
     block_tables: tl.tensor,
     seq_lens: tl.tensor,
@@ -301,8 +303,8 @@ def _paged_decode(
     KEYS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    PARTS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -311,8 +313,8 @@ def _paged_decode(
     BY_ASSEMBLER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Program (kv head, share): neighbours read the same blocks at the same time. DEPENDENT: it may begin before the
-    kernel before it has ended."""
+    """CTA (kv head, split): neighbouring CTAs read the same blocks at the same time. DEPENDENT: the kernel may start
+    before the previous kernel has ended."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -327,10 +329,12 @@ def _paged_decode(
     halves = tl.arange(0, BLOCK_D // 2)
     in_half = halves < HEAD_SIZE // 2
     offsets = heads[:, None] * HEAD_SIZE + columns[None, :]
-    num_tiles, share = _share_of(seq_lens, gone, num_seqs, WINDOW, CHUNK, KEYS, PROGRAMS, MIN_TILES, MAX_PARTS, ROWS)
-    tile = program * share
-    last_tile = tl.minimum(tile + share, num_tiles)
-    sequence, before = _sequence_at(tile, seq_lens, gone, num_seqs, WINDOW, CHUNK, KEYS, ROWS)
+    num_tiles, split_tiles = _split_size(
+        seq_lens, gone, num_seqs, WINDOW, CHUNK, KEYS, PROGRAMS, MIN_TILES, MAX_SPLITS, ROWS
+    )
+    tile = program * split_tiles
+    last_tile = tl.minimum(tile + split_tiles, num_tiles)
+    sequence, before = _find_sequence(tile, seq_lens, gone, num_seqs, WINDOW, CHUNK, KEYS, ROWS)
     while tile < last_tile:
         row = sequence.to(tl.int64)
         length = tl.load(seq_lens + row)
@@ -342,7 +346,7 @@ def _paged_decode(
         row_scale = score_scale
         if IN_PAIRS:
             query_places = query + row * query_stride + heads[:, None] * HEAD_SIZE + 2 * halves[None, :]
-            even_queries, odd_queries, row_scale = _paired_queries(
+            even_queries, odd_queries, row_scale = _load_query_pairs(
                 query_places, in_group[:, None] & in_half[None, :], score_scale
             )
         else:
@@ -355,7 +359,7 @@ def _paged_decode(
             accumulator = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        if sinks is not None:  # as if its key came first
+        if sinks is not None:  # as if its key were the first one
             own = tl.load(sinks + heads, mask=in_group, other=0.0) * 1.4426950408889634
             highest = tl.where(tile == before, own, highest)
             total += tl.where(tile == before, 1.0, 0.0)
@@ -373,7 +377,7 @@ def _paged_decode(
                 is_loaded = is_seen[:, None] & in_half[None, :]
                 keys = tl.load(key_cache.to(tl.pointer_type(tl.uint16)) + cached, mask=is_loaded, other=0)
                 values = tl.load(value_cache.to(tl.pointer_type(tl.uint16)) + cached, mask=is_loaded, other=0)
-                even_keys, odd_keys = _float16_pairs(keys, key_cache.dtype.element_ty, BY_ASSEMBLER)
+                even_keys, odd_keys = _to_float16_pairs(keys, key_cache.dtype.element_ty, BY_ASSEMBLER)
                 scores = tl.dot(even_queries, tl.trans(even_keys), input_precision="tf32x3")
                 scores = tl.dot(odd_queries, tl.trans(odd_keys), scores, input_precision="tf32x3") * row_scale
             else:
@@ -383,15 +387,15 @@ def _paged_decode(
                 values = tl.load(value_cache + cached, mask=is_loaded, other=0.0)
                 scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="tf32x3") * row_scale
             if SOFT_CAP is not None:
-                scores = capped(scores, SOFT_CAP) * 1.4426950408889634
+                scores = apply_soft_cap(scores, SOFT_CAP) * 1.4426950408889634
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
-            # Every tile has a key that is seen, so the maximum is finite from the first tile on.
+            # Every tile has a visible key, so the maximum is finite from the first tile on.
             new_highest = tl.maximum(highest, tl.max(scores, 1))
             weights = tl.exp2(scores - new_highest[:, None])
             decay = tl.exp2(highest - new_highest)
             total = total * decay + tl.sum(weights, 1)
             if IN_PAIRS:
-                even_values, odd_values = _float16_pairs(values, value_cache.dtype.element_ty, BY_ASSEMBLER)
+                even_values, odd_values = _to_float16_pairs(values, value_cache.dtype.element_ty, BY_ASSEMBLER)
                 halved = weights.to(tl.float16)
                 even_sums = tl.dot(halved, even_values, even_sums * decay[:, None], input_precision="tf32x3")
                 odd_sums = tl.dot(halved, odd_values, odd_sums * decay[:, None], input_precision="tf32x3")
@@ -402,25 +406,27 @@ def _paged_decode(
             highest = new_highest
         if IN_PAIRS:
             accumulator = tl.reshape(tl.join(even_sums, odd_sums), [BLOCK_M, BLOCK_D])
-        first_program = before // share
-        num_parts = (before + tiles - 1) // share - first_program + 1
-        if num_parts == 1:
+        first_program = before // split_tiles
+        num_splits = (before + tiles - 1) // split_tiles - first_program + 1
+        if num_splits == 1:
             result = accumulator * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
             tl.store(output + row * output_stride + offsets, result.to(output.dtype.element_ty), mask=inside)
         else:
-            # Each program has at most two: of a sequence that began before its share, and of one that goes on behind.
-            first_part = 2 * (kv_head * PROGRAMS + first_program) + 1
-            part = 2 * (kv_head * PROGRAMS + program) + (tile == before).to(tl.int32)
-            part_rows = part * GROUP + places
-            tl.store(part_sums + part_rows[:, None] * HEAD_SIZE + columns[None, :], accumulator, mask=inside)
-            tl.store(part_statistics + 2 * part_rows, highest, mask=in_group)
-            tl.store(part_statistics + 2 * part_rows + 1, total, mask=in_group)
-            # All threads have stored before one tells of it, and whoever hears it reads what was stored before.
+            # Each CTA has at most two partial results: of a sequence that started before its split, and of one that
+            # continues after it.
+            first_split = 2 * (kv_head * PROGRAMS + first_program) + 1
+            split = 2 * (kv_head * PROGRAMS + program) + (tile == before).to(tl.int32)
+            split_rows = split * GROUP + places
+            tl.store(split_sums + split_rows[:, None] * HEAD_SIZE + columns[None, :], accumulator, mask=inside)
+            tl.store(split_statistics + 2 * split_rows, highest, mask=in_group)
+            tl.store(split_statistics + 2 * split_rows + 1, total, mask=in_group)
+            # All threads store before one of them increments the counter; the last CTA reads after it has seen the full
+            # count.
             tl.debug_barrier()
             counter = arrivals + kv_head * PROGRAMS + first_program
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
-                sums, totals = _merged_parts(
-                    part_sums, part_statistics, first_part, num_parts, GROUP, HEAD_SIZE, BLOCK_G, BLOCK_D, PARTS
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+                sums, totals = _merge_splits(
+                    split_sums, split_statistics, first_split, num_splits, GROUP, HEAD_SIZE, BLOCK_G, BLOCK_D, SPLITS
                 )
                 members = tl.arange(0, BLOCK_G)
                 merged = sums * (value_scale / tl.where(totals == 0.0, 1.0, totals))[:, None]
@@ -452,7 +458,11 @@ def paged_decode_triton(
     programs: int | None = None,
     facts: DeviceFacts | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel. Raises ValueError where shapes do not fit. `programs` per kv head overrides the choice."""
+    """Launch the kernel. `ctas` per kv head overrides the default.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
     check_attention_shapes("paged_decode", query, key_cache, block_tables, seq_lens)
     check_chunks("paged_decode", chunk_size, gone, seq_lens, window)
     num_seqs, num_heads, head_size = query.shape
@@ -463,18 +473,19 @@ def paged_decode_triton(
         return output
     facts = facts or device_facts(query.device)
     is_float8 = key_cache.element_size() == 1
-    most, registers = decode_programs(num_kv_heads, group, head_size, facts, is_float8=is_float8)
+    most, registers = decode_ctas(num_kv_heads, group, head_size, facts, is_float8=is_float8)
     programs = programs or most
     in_pairs = is_float8 and query.element_size() == 2
     if in_pairs and head_size % 2:
         raise ValueError(f"paged_decode: heads of {head_size} in a float8 cache, which is read two values at a time")
     keys, stages = decode_tile(head_size, 1 if in_pairs and group <= HUGE_GROUP else query.element_size(), facts)
-    min_tiles = cdiv(min(MOST_LEAST_SHARE, max(LEAST_SHARE, SHARE_OF_A_HEAD * group)), keys)
-    most_tiles = num_seqs * max(1, cdiv(block_tables.shape[1] * block_size, keys))  # as far as block tables go
-    # A product sums over 16 values at least, of pairs over half of a head.
+    min_tiles = cdiv(min(MAX_MIN_SPLIT_TOKENS, max(MIN_SPLIT_TOKENS, SPLIT_TOKENS_PER_HEAD * group)), keys)
+    # Upper bound given by the block tables.
+    most_tiles = num_seqs * max(1, cdiv(block_tables.shape[1] * block_size, keys))
+    # A matrix instruction sums over at least 16 values; for pairs, over half of a head.
     block_d = max(2 * MIN_ROWS if in_pairs else MIN_ROWS, next_power_of_2(head_size))
     block_g = next_power_of_2(group)
-    parts = torch.empty(num_kv_heads * 2 * programs, group, head_size, dtype=torch.float32, device=query.device)
+    splits = torch.empty(num_kv_heads * 2 * programs, group, head_size, dtype=torch.float32, device=query.device)
     statistics = torch.empty(num_kv_heads * 2 * programs, group, 2, dtype=torch.float32, device=query.device)
     _paged_decode[(num_kv_heads, min(programs, cdiv(most_tiles, min_tiles)))](
         query,
@@ -482,7 +493,7 @@ def paged_decode_triton(
         value_cache,
         output,
         sinks,
-        parts,
+        splits,
         statistics,
         arrival_counters(query.device, num_kv_heads * programs),
         block_tables,
@@ -504,8 +515,8 @@ def paged_decode_triton(
         KEYS=keys,
         PROGRAMS=programs,
         MIN_TILES=min_tiles,
-        MAX_PARTS=MAX_PARTS,
-        PARTS=min(MERGED_PARTS, max(1, MERGED_VALUES // (block_g * block_d))),
+        MAX_SPLITS=MAX_SPLITS,
+        SPLITS=min(MERGED_SPLITS, max(1, MERGED_VALUES // (block_g * block_d))),
         ROWS=SEARCHED_LENGTHS,
         WINDOW=window,
         CHUNK=chunk_size,

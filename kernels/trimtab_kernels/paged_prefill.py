@@ -1,28 +1,28 @@
 """Attention over a paged KV cache for any mix of prefill chunks and decodes: unified attention.
 
-query                   [num_tokens, num_heads, head_size]                 fp32 | bf16 | fp16, heads in a row
+query                   [num_tokens, num_heads, head_size]                 fp32 | bf16 | fp16, heads contiguous
 key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size]  contiguous; dtype of query, or float8_e4m3fn
 block_tables            [num_seqs, width] int32: blocks of each sequence
-seq_lens                [num_seqs] int32: tokens in the cache, the query's own included
-query_starts            [num_seqs + 1] int32: sequence i has the query's rows [query_starts[i], query_starts[i + 1])
+seq_lens                [num_seqs] int32: tokens in the cache, including the query's
+query_starts            [num_seqs + 1] int32: sequence i has the query rows [query_starts[i], query_starts[i + 1])
 gone                    [num_seqs] int32, with chunk_size: tokens of the sequence before those in its table
 y                       like query
 
-Query row r of a sequence stands at position seq_len - query_len + r and sees the keys up to its own: all of them, the
-last `window`, or those of its chunk, where positions, counted from the sequence's own beginning, are cut into chunks of
-chunk_size (Llama 4). Tables may begin where the first row sees. Scores are scaled, then softly capped: cap * tanh(score
-/ cap) (Gemma 2). Sinks [num_heads] float32 are scores in the softmax that no value has (gpt-oss). A float8 cache holds
-x / scale. float32 is multiplied as three tf32 products, nearly exactly; softmax statistics are fp32 (online softmax:
-Dao et al. 2022, arXiv:2205.14135; the block layout of the queries follows the unified attention kernel of vLLM,
-arXiv:2511.11581).
+Query row r of a sequence is at position seq_len - query_len + r and sees the keys up to its own: all of them, the last
+`window`, or those of its attention chunk (positions from the start of the sequence are cut into chunks of chunk_size,
+Llama 4). Tables may start at the first visible key of the first row. Scores are scaled, then soft-capped: cap *
+tanh(score / cap) (Gemma 2). Sinks [num_heads] float32 are scores in the softmax without a value (gpt-oss). A float8
+cache contains x / scale. float32 is multiplied as three tf32 GEMMs, nearly exactly; softmax statistics are fp32 (online
+softmax: Dao et al. 2022, arXiv:2205.14135; the block layout of the queries follows the unified attention kernel of
+vLLM, arXiv:2511.11581).
 
-A program takes BLOCK_Q consecutive query rows with all query heads of one kv head, so that keys are read once for the
-whole group:
+A CTA takes BLOCK_Q consecutive query rows with all query heads of one kv head, so that keys are read once for the whole
+group:
 ```
-query rows   |---- sequence 0 ----|-- sequence 1 --|      program b belongs to the last sequence i with
+query rows   |---- sequence 0 ----|-- sequence 1 --|      CTA b belongs to the last sequence i with
 q blocks     | 0 | 1 | 2 | 3 |  (4)  | 5 | 6 | 7 | (8)    query_starts[i] // BLOCK_Q + i <= b; some have no rows
 ```
-Bound by compute: 4 * num_heads * head_size * sum(visible keys per row) FLOPs. Source: own.
+Compute-bound: 4 * num_heads * head_size * sum(visible keys per row) FLOPs. Source: own.
 """
 
 import math
@@ -55,7 +55,7 @@ def paged_prefill_reference(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """One sequence at a time, float32, the whole score matrix."""
+    """Compute one sequence at a time in float32, with the whole score matrix."""
     output = torch.zeros_like(query)
     group = query.shape[1] // key_cache.shape[2]
     starts = query_starts.tolist()
@@ -98,11 +98,11 @@ class PrefillConfig:
 
 
 def prefill_config(head_size: int, group: int, max_query_len: int, itemsize: int, facts: DeviceFacts) -> PrefillConfig:
-    """128 rows per tile of keys, so that the L2 cache keeps up with the matrix units; short chunks take fewer.
+    """Return 128 rows per key tile, so that the L2 cache keeps up with the matrix units; fewer for short chunks.
 
-    On Hopper one warp group does them where the sums fit its registers (heads of 128): then two programs share a
-    multiprocessor, and one multiplies while the other takes its softmax. Wide heads and float32 take smaller tiles, so
-    that the tiles in flight fit the shared memory.
+    On Hopper, one warp group computes them if the sums fit into its registers (heads of 128): then two CTAs share a
+    multiprocessor, and one multiplies while the other computes its softmax. Wide heads and float32 use smaller tiles,
+    so that the tiles in flight fit into the shared memory.
     """
     rows = min(128, max(MIN_ROWS, next_power_of_2(group), next_power_of_2(max_query_len * group)))
     bytes_per_key = next_power_of_2(head_size) * itemsize
@@ -119,8 +119,8 @@ def prefill_config(head_size: int, group: int, max_query_len: int, itemsize: int
 
 
 @jit
-def capped(scores: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
-    """cap * tanh(scores / cap), by the sigmoid, which is exact at both ends."""
+def apply_soft_cap(scores: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """Return cap * tanh(scores / cap), computed by the sigmoid, which is exact at both ends."""
     return CAP * (2.0 * tl.sigmoid(2.0 * scores / CAP) - 1.0)
 
 
@@ -132,10 +132,11 @@ def slots_of(
     BLOCK_SIZE: tl.constexpr,
     BY_MASK: tl.constexpr = False,
 ) -> tl.tensor:
-    """Where the tokens at these positions lie in the cache, int64. Positions that are not real get block 0.
+    """Return the cache slots of the tokens at these positions, int64. Positions that are not real get block 0.
 
-    BY_MASK: the same place in a block, a power of two, by `&`. The compiler concludes something else from it: decodes
-    are faster so (float8, 256 of 1,024: 161 -> 152 us on an H200), prompts slower (8,192: 1,317 -> 1,361 us)."""
+    BY_MASK: compute the offset in a block, whose size is a power of two, by `&`. The compiler derives other code from
+    it: decodes are faster (float8, 256 of 1,024: 161 -> 152 us on an H200), prompts slower (8,192: 1,317 -> 1,361
+    us)."""
     blocks = tl.load(table + positions // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
     if BY_MASK:
         return blocks * BLOCK_SIZE + (positions & (BLOCK_SIZE - 1))
@@ -169,7 +170,7 @@ def _attend_keys(
     MASKED: tl.constexpr,
 ) -> tl.tensor:
     """Continue the online softmax over the keys [first, last), whole tiles. MASKED: some keys are hidden from rows.
-    row_firsts: where each row's chunk begins, with CHUNK."""
+    row_firsts: the start of each row's attention chunk, with CHUNK."""
     columns = tl.arange(0, BLOCK_D)
     in_head = columns < HEAD_SIZE
     for start in tl.range(first, last, KEYS):
@@ -177,7 +178,7 @@ def _attend_keys(
         is_real = positions < length
         places = slots_of(table, positions, is_real, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_SIZE) + kv_head * HEAD_SIZE
         offsets = places[:, None] + columns[None, :]
-        # Unmasked tiles lie wholly below the length.
+        # Unmasked tiles are entirely below the length.
         if MASKED or BLOCK_D != HEAD_SIZE:
             inside = is_real[:, None] & in_head[None, :]
             keys = tl.load(key_cache + offsets, mask=inside, other=0.0)
@@ -187,7 +188,7 @@ def _attend_keys(
             values = tl.load(value_cache + offsets)
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="tf32x3")
         if SOFT_CAP is not None:
-            scores = capped(scores * score_scale, SOFT_CAP)
+            scores = apply_soft_cap(scores * score_scale, SOFT_CAP)
         if MASKED:
             is_seen = positions[None, :] <= row_positions[:, None]
             if WINDOW is not None:
@@ -195,7 +196,7 @@ def _attend_keys(
             if CHUNK is not None:
                 is_seen &= positions[None, :] >= row_firsts[:, None]
             scores = tl.where(is_seen, scores, float("-inf"))
-        # The factor comes after the maximum, so that scaling and subtracting are one instruction per score.
+        # The factor is applied after the maximum, so that scaling and subtracting are one instruction per score.
         factor = 1.4426950408889634 if SOFT_CAP is not None else score_scale
         new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
         # A row that has seen no key yet keeps -inf; subtracting it from itself would be NaN.
@@ -238,8 +239,8 @@ def _paged_prefill(
     CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ) -> None:
-    """Program (kv head of a q block), the last blocks first: under causality they have the most keys. The grid has one
-    axis: only the first takes more than 65,535 programs."""
+    """CTA (kv head of a q block). The last blocks run first: with a causal mask they have the most keys. The grid has
+    one axis, because only the first one allows more than 65,535 CTAs."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     block = num_q_blocks - 1 - tl.program_id(0) // NUM_KV_HEADS
@@ -267,7 +268,7 @@ def _paged_prefill(
         queries = tl.load(query + tokens[:, None] * query_stride + offsets, mask=inside, other=0.0)
         row_positions = before + rows
         end = tl.minimum(before + first_row + BLOCK_Q, length)
-        # Keys that every row of the block sees: whole tiles up to the first row's own position.
+        # Keys visible to every row of the block: whole tiles up to the first row's own position.
         first = 0
         seen_by_all = (before + first_row + 1) // KEYS * KEYS
         if WINDOW is not None:
@@ -275,8 +276,8 @@ def _paged_prefill(
             seen_by_all = first
         row_firsts = row_positions
         if CHUNK is not None:
-            # Tiles begin with the first row's chunk, so that most are whole; where another one begins among the rows,
-            # all of them are masked.
+            # Tiles start at the first row's attention chunk, so that most are whole; if another chunk starts among the
+            # rows, all tiles are masked.
             moved = tl.load(gone + low)
             row_firsts = (row_positions + moved) // CHUNK * CHUNK - moved
             chunk = (before + first_row + moved) // CHUNK
@@ -286,12 +287,12 @@ def _paged_prefill(
         accumulator = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        if sinks is not None:  # as if its key came first
+        if sinks is not None:  # as if its key were the first one
             highest = tl.load(sinks + heads, mask=is_row, other=0.0) * 1.4426950408889634
             total += 1.0
         table = block_tables + low.to(tl.int64) * table_stride
-        # Each loop is entered only where it runs: a loop of products that may run zero times gives their sums a second
-        # definition, and then ptxas lets every product wait for the one before it.
+        # Each loop is entered only if it runs at least once: a loop of matrix instructions that may run zero times
+        # gives their accumulators a second definition, and ptxas then serialises them.
         if WINDOW is None and first < seen_by_all:
             accumulator, highest, total = _attend_keys(
                 accumulator, highest, total, queries, row_positions, row_firsts, key_cache, value_cache, table, kv_head,
@@ -304,7 +305,7 @@ def _paged_prefill(
                 seen_by_all, end, length, score_scale,
                 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCK_D, KEYS, WINDOW, CHUNK, SOFT_CAP, MASKED=True,
             )  # fmt: skip
-        # Rows of padding may have seen no key under a window.
+        # Padding rows may have seen no key with a window.
         result = accumulator * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
         tl.store(output + tokens[:, None] * output_stride + offsets, result.to(output.dtype.element_ty), mask=inside)
 
@@ -329,8 +330,12 @@ def paged_prefill_triton(
     output: torch.Tensor | None = None,
     facts: DeviceFacts | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel. Raises ValueError where shapes do not fit. `max_query_len` chooses the tile, and may be more
-    than any sequence has; `output` may be a slice of a larger batch's."""
+    """Launch the kernel. `max_query_len` selects the tile, and may exceed every sequence's length; `output` may be a
+    slice of a larger batch's.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
     check_attention_shapes("paged_prefill", query, key_cache, block_tables, seq_lens)
     check_chunks("paged_prefill", chunk_size, gone, seq_lens, window)
     num_tokens, num_heads, head_size = query.shape
@@ -375,14 +380,19 @@ def paged_prefill_triton(
 
 
 def score_scale(scale: float, key_scale: float, soft_cap: float | None) -> float:
-    """The factor of raw scores: into the base-2 logarithm at once, unless a cap comes between."""
+    """Return the factor of raw scores: converted to the base-2 logarithm at once, unless a soft cap is applied
+    first."""
     return scale * key_scale * (1.0 if soft_cap is not None else LOG2_E)
 
 
 def check_attention_shapes(
     name: str, query: torch.Tensor, key_cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor
 ) -> None:
-    """Raises ValueError, naming the kernel."""
+    """Check the shapes.
+
+    Raises:
+        ValueError: shapes do not match; the message names the kernel.
+    """
     num_kv_heads, head_size = key_cache.shape[2:]
     if query.shape[1] % num_kv_heads or query.shape[2] != head_size or query.stride()[1:] != (head_size, 1):
         raise ValueError(
@@ -400,12 +410,16 @@ def check_attention_shapes(
 def check_chunks(
     name: str, chunk_size: int | None, gone: torch.Tensor | None, seq_lens: torch.Tensor, window: int | None
 ) -> None:
-    """Raises ValueError, naming the kernel."""
+    """Check the arguments of attention chunks.
+
+    Raises:
+        ValueError: they do not match; the message names the kernel.
+    """
     if chunk_size is None and gone is None:
         return
     if chunk_size is None or gone is None or window is not None or gone.shape != seq_lens.shape:
         raise ValueError(
             f"{name}: chunk_size is {chunk_size}, window {window}, gone "
-            f"{None if gone is None else list(gone.shape)}; chunks need how many tokens are gone of each of the "
+            f"{None if gone is None else list(gone.shape)}; pass the number of tokens before the table for each of the "
             f"{seq_lens.shape[0]} sequences, and have no window"
         )

@@ -1,74 +1,75 @@
-"""paged_prefill for Hopper, with warps that each do one thing: one walks over the cache's blocks and has the tensor
-memory accelerator copy them, two groups of four multiply, each 64 of the tile's 128 rows, and take their softmax in
-turns: while one group's products run, the other takes its exponentials.
+"""paged_prefill for Hopper with warp specialisation: a producer warp walks over the cache's blocks and issues copies by
+the tensor memory accelerator; two consumer groups of four warps multiply 64 of the tile's 128 rows each and alternate:
+while one group's GEMMs run, the other computes its exponentials.
 
-Inputs and output are paged_prefill's, whose reference this is held against. 16-bit queries and caches of the same
-dtype, heads of 64, 128 or 256, blocks of 16 or more tokens, chunks with more than 64 rows (tokens times query heads of
-a kv head); no soft cap. Everything else is left to paged_prefill (`suits`).
+Inputs, output and reference are paged_prefill's. Supported: 16-bit queries and caches of the same dtype, heads of 64,
+128 or 256, blocks of 16 or more tokens, chunks with more than 64 rows (tokens times query heads of a kv head), no soft
+cap. All else is left to paged_prefill (see `is_supported`).
 
 ```
-tile of keys   from the last that a row sees back to the first:  | masked | ... | whole, unmasked | ... | window |
-producer       K0  V0  K1  V1  K2 ...       into STAGES places for keys and as many for values
+tile of keys   from the last visible one of a row back to the first:  | masked | ... | whole, unmasked | ... | window |
+producer       K0  V0  K1  V1  K2 ...       into STAGES buffers for keys and as many for values
 group 0        S0  ·  S1 P0V0  softmax  S2 P1V1  softmax ...
 group 1            S0  ·  softmax  S1 P0V0  softmax ...       S: queries times keys; PV: weights times values
 ```
-A product with values runs beside the next one with keys, so a group's softmax hides behind both of its own products and
-the other's. Barriers: `full` ends a phase when a tile's bytes have come, `empty` when both groups have read it, `turns`
-when the other group has issued its products.
+A GEMM with values runs concurrently with the next one with keys, so a group's softmax is hidden by its own GEMMs and
+the other group's. Barriers: `full` completes a phase when a tile's bytes have arrived, `empty` when both groups have
+read it, `turns` when the other group has issued its GEMMs.
 
-A box is what one copy takes of a block: its rows of one kv head. Tokens behind a sequence's end may be anything, NaN
-included, and a weight of zero does not make NaN vanish. So the box that holds the end is moved back until it ends there
-(masked twice are then its first rows, which an earlier box has), and a box behind the end is read outside of the block:
-the accelerator writes zeros for what lies outside.
+A box is the part of a block that one copy takes: its rows of one kv head. Tokens after a sequence's end may be
+anything, NaN included, and a weight of zero does not remove NaN. So the box with the end is moved back until it ends
+there (its first rows, which an earlier box contains, are then masked), and a box after the end is read outside of the
+block, where the accelerator writes zeros.
 ```
 block of 16 tokens, 5 of them real:   box moved by 11:   |0 0 0 0 0 0 0 0 0 0 0 k0 k1 k2 k3 k4|
 ```
-Bound by compute, as paged_prefill. Source: own; the schedule of products is FlashAttention-3's (arXiv:2407.08608).
+Compute-bound, as paged_prefill. Source: own; the schedule of the GEMMs is FlashAttention-3's (arXiv:2407.08608).
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from trimtab_kernels.launch.backends import kernel_backends
 from trimtab_kernels.launch.device_facts import HOPPER, DeviceFacts, device_facts
 from trimtab_kernels.launch.gluon import (
     WARPS_OF_GROUP,
-    boxes_of,
-    copy_box,
+    copy_from_descriptor,
     gl,
     gluon_jit,
     gluon_kernel,
     hopper,
     mbarrier,
-    meet,
+    partition_barrier,
+    tensor_descriptor,
 )
 from trimtab_kernels.launch.jit import tl
-from trimtab_kernels.launch.switches import ways
 from trimtab_kernels.paged_prefill import check_attention_shapes, paged_prefill_triton, score_scale
 
 GROUPS = 2
 ROWS = 128
-"""Of a tile, both groups together: a group's sums and scores fill its registers."""
+"""Rows of a tile for both groups: a group's sums and scores fill its registers."""
 HEAD_SIZES = (64, 128, 256)
 MIN_BLOCK = 16
 PRODUCER_WARPS, PRODUCER_REGISTERS, GROUP_REGISTERS = 1, 40, 232
-"""Registers per thread: 128 threads of each group and of the producer's, padded to a group, share 504."""
+"""Registers per thread: 128 threads of each group and of the producer (padded to a group) share 504."""
 
 
 @dataclass(frozen=True, slots=True)
 class GluonPrefillConfig:
-    """Keys of a tile, and how many tiles of keys (and of values) lie in shared memory."""
+    """Keys of a tile, and the number of key tiles (and of value tiles) in shared memory."""
 
     keys: int
     stages: int
 
 
 def gluon_prefill_config(head_size: int) -> GluonPrefillConfig:
-    """As many keys as registers hold scores of; then two tiles or more, 160 to 192 KiB of the 227 in all."""
+    """Return as many keys as fit into the registers as scores; then two tiles or more, 160 to 192 KiB of the 227
+    available."""
     return {64: GluonPrefillConfig(128, 4), 128: GluonPrefillConfig(128, 2), 256: GluonPrefillConfig(64, 2)}[head_size]
 
 
-def suits(
+def is_supported(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     *,
@@ -77,7 +78,7 @@ def suits(
     chunk_size: int | None = None,
     facts: DeviceFacts | None = None,
 ) -> bool:
-    """Whether this kernel can take the step."""
+    """Return True if this kernel supports the step."""
     facts = facts or device_facts(query.device)
     block_size, num_kv_heads, head_size = key_cache.shape[1:]
     group = query.shape[1] // num_kv_heads
@@ -100,7 +101,7 @@ def _copy_tile(
     BLOCK_SIZE: gl.constexpr,
     KEYS: gl.constexpr,
 ) -> None:
-    """The tokens from `first` on, box by box."""
+    """Copy the tokens from `first` on, box by box."""
     BOX_ROWS: gl.constexpr = box.block_shape[1]
     HEAD_SIZE: gl.constexpr = box.block_shape[2]
     mbarrier.expect(full.index(stage), KEYS * HEAD_SIZE * 2)
@@ -110,7 +111,7 @@ def _copy_tile(
         real = gl.minimum(gl.maximum(length - start, 0), BOX_ROWS)
         block = gl.load(table + start // BLOCK_SIZE, mask=real > 0, other=0)
         row = gl.where(real > 0, start % BLOCK_SIZE + real - BOX_ROWS, BLOCK_SIZE)
-        copy_box(box, [block, row, column], full.index(stage), tile.slice(number, 1, 0))
+        copy_from_descriptor(box, [block, row, column], full.index(stage), tile.slice(number, 1, 0))
 
 
 @gluon_jit
@@ -132,7 +133,7 @@ def _produce(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """The producer: every tile into the next place that both groups have read."""
+    """Producer: load every tile into the next buffer that both groups have read."""
     for done in range(num_tiles):
         stage = done % STAGES
         free = ((done // STAGES) & 1) ^ 1
@@ -144,7 +145,7 @@ def _produce(
 
 
 @gluon_jit
-def _hide(
+def _mask_scores(
     scores: tl.tensor,
     first: tl.tensor,
     length: tl.tensor,
@@ -154,8 +155,8 @@ def _hide(
     WINDOW: gl.constexpr,
     LAYOUT: gl.constexpr,
 ) -> tl.tensor:
-    """Scores of the tile from `first` on, -inf where a row does not see the key. Only the last tile (BOX_ROWS is given)
-    may have keys behind the end, and a box that was moved."""
+    """Return the scores of the tile from `first` on, -inf for keys hidden from a row. Only the last tile (BOX_ROWS is
+    given) may have keys after the end and a moved box."""
     slots = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
     positions = first + slots
     if BOX_ROWS is not None:
@@ -170,10 +171,10 @@ def _hide(
 
 
 @gluon_jit
-def _soften(
+def _softmax_step(
     scores: tl.tensor, highest: tl.tensor, total: tl.tensor, factor: tl.tensor, MASKED: gl.constexpr
 ) -> tl.tensor:
-    """(weights, by how much earlier sums shrink, highest, total): one step of the online softmax."""
+    """Return (weights, decay of earlier sums, highest, total): one step of the online softmax."""
     new_highest = gl.maximum(highest, gl.max(scores, 1) * factor)
     # A row that has seen no key yet keeps -inf; subtracting it from itself would be NaN.
     base = gl.where(new_highest == float("-inf"), 0.0, new_highest) if MASKED else new_highest
@@ -183,7 +184,7 @@ def _soften(
 
 
 @gluon_jit
-def _sweep(
+def _run_passes(
     sums: tl.tensor,
     weights: tl.tensor,
     highest: tl.tensor,
@@ -209,8 +210,8 @@ def _sweep(
     SCORES: gl.constexpr,
     SUMS: gl.constexpr,
 ) -> tl.tensor:
-    """Passes [begin, end) of a group. A pass multiplies its own tile of keys, and the values of the pass before it,
-    whose weights it is given; its own weights go to the next. MASKED: some keys are hidden from rows."""
+    """Run the passes [begin, end) of a group. A pass multiplies its own key tile and the value tile of the previous
+    pass, whose weights are an argument; its own weights are passed on. MASKED: some keys are hidden from rows."""
     HEAD_SIZE: gl.constexpr = queries.shape[1]
     GROUP_ROWS: gl.constexpr = queries.shape[0]
     for done in range(begin, end):
@@ -228,8 +229,8 @@ def _sweep(
         scores = hopper.warpgroup_mma_wait(1, deps=[raw])
         mbarrier.arrive(key_empty.index(stage), count=1)
         if MASKED:
-            scores = _hide(scores, (last_tile - done) * KEYS, 0, row_positions, None, KEYS, WINDOW, SCORES)
-        new_weights, decay, highest, total = _soften(scores, highest, total, factor, MASKED)
+            scores = _mask_scores(scores, (last_tile - done) * KEYS, 0, row_positions, None, KEYS, WINDOW, SCORES)
+        new_weights, decay, highest, total = _softmax_step(scores, highest, total, factor, MASKED)
         sums, weights = hopper.warpgroup_mma_wait(0, deps=[under_way, weights])
         mbarrier.arrive(value_empty.index(before), count=1)
         sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
@@ -270,7 +271,7 @@ def _consume(
     STAGES: gl.constexpr,
     WINDOW: gl.constexpr,
 ) -> None:
-    """Group ME of the two: its rows, over all tiles."""
+    """Consumer: the rows of group ME, over all tiles."""
     GROUP_ROWS: gl.constexpr = both_queries.shape[1]
     HEAD_SIZE: gl.constexpr = both_queries.shape[2]
     BLOCK_Q: gl.constexpr = both_queries.shape[0] * GROUP_ROWS // GROUP
@@ -288,12 +289,12 @@ def _consume(
     if num_tiles > 0:
         queries.store(gl.load(query + tokens[:, None] * query_stride + offsets, mask=inside, other=0.0))
         hopper.fence_async_shared()
-        meet()
+        partition_barrier()
         own_places = ME * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
         row_positions = length - query_len + first_row + own_places // GROUP
         highest = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         total = gl.zeros([GROUP_ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-        if sinks is not None:  # as if its key came first
+        if sinks is not None:  # as if its key were the first one
             highest = gl.load(sinks + kv_head * GROUP + own_places % GROUP) * 1.4426950408889634
             total = total + 1.0
         mbarrier.wait(key_full.index(0), 0)
@@ -304,25 +305,25 @@ def _consume(
         mbarrier.arrive(turns.index(1 - ME), count=1)
         scores = hopper.warpgroup_mma_wait(0, deps=[raw])
         mbarrier.arrive(key_empty.index(0), count=1)
-        scores = _hide(scores, last_tile * KEYS, length, row_positions, BOX_ROWS, KEYS, WINDOW, SCORES)
-        new_weights, _, highest, total = _soften(scores, highest, total, factor, True)
+        scores = _mask_scores(scores, last_tile * KEYS, length, row_positions, BOX_ROWS, KEYS, WINDOW, SCORES)
+        new_weights, _, highest, total = _softmax_step(scores, highest, total, factor, True)
         weights = gl.convert_layout(new_weights.to(queries.dtype), gl.DotOperandLayout(0, SUMS, 2))
         sums = gl.zeros([GROUP_ROWS, HEAD_SIZE], gl.float32, SUMS)
-        # Each loop is entered only where it runs, or ptxas lets every product wait for the one before it.
+        # Each loop is entered only if it runs at least once; otherwise ptxas serialises the matrix instructions.
         if masked_until > 1:
-            sums, weights, highest, total = _sweep(
+            sums, weights, highest, total = _run_passes(
                 sums, weights, highest, total, queries, keys, values, key_full, key_empty, value_full, value_empty,
                 turns, row_positions, last_tile, 1, masked_until, factor,
                 ME, KEYS, STAGES, WINDOW, True, SCORES, SUMS,
             )  # fmt: skip
         if whole_until > masked_until:
-            sums, weights, highest, total = _sweep(
+            sums, weights, highest, total = _run_passes(
                 sums, weights, highest, total, queries, keys, values, key_full, key_empty, value_full, value_empty,
                 turns, row_positions, last_tile, masked_until, whole_until, factor,
                 ME, KEYS, STAGES, WINDOW, False, SCORES, SUMS,
             )  # fmt: skip
         if WINDOW is not None and num_tiles > whole_until:
-            sums, weights, highest, total = _sweep(
+            sums, weights, highest, total = _run_passes(
                 sums, weights, highest, total, queries, keys, values, key_full, key_empty, value_full, value_empty,
                 turns, row_positions, last_tile, whole_until, num_tiles, factor,
                 ME, KEYS, STAGES, WINDOW, True, SCORES, SUMS,
@@ -331,11 +332,11 @@ def _consume(
         mbarrier.wait(value_full.index(last), ((num_tiles - 1) // STAGES) & 1)
         under_way = hopper.warpgroup_mma(weights, values.index(last).reshape([KEYS, HEAD_SIZE]), sums, is_async=True)
         sums, weights = hopper.warpgroup_mma_wait(0, deps=[under_way, weights])
-        # Rows of padding may have seen no key under a window.
+        # Padding rows may have seen no key with a window.
         shares = value_scale / gl.where(total == 0.0, 1.0, total)
         result = sums * gl.convert_layout(shares, gl.SliceLayout(1, SUMS))[:, None]
-        queries.store(result.to(queries.dtype))  # their place is free by now, and rows leave it whole
-        meet()
+        queries.store(result.to(queries.dtype))  # the buffers are free by now, and rows leave them whole
+        partition_barrier()
         gl.store(output + tokens[:, None] * output_stride + offsets, queries.load(LINES), mask=inside)
 
 
@@ -365,7 +366,7 @@ def _paged_prefill_gluon(
     WINDOW: gl.constexpr,
     REGISTERS: gl.constexpr,
 ) -> None:
-    """Program (kv head of a q block), as paged_prefill's."""
+    """CTA (kv head of a q block), as in paged_prefill."""
     BOX_ROWS: gl.constexpr = key_box.block_shape[1]
     HEAD_SIZE: gl.constexpr = key_box.block_shape[2]
     BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
@@ -383,8 +384,8 @@ def _paged_prefill_gluon(
     first_row = (block - (row_start // BLOCK_Q + low)) * BLOCK_Q
     length = gl.load(seq_lens + low)
     table = block_tables + low.to(gl.int64) * table_stride
-    # Passes go back from the last tile. [0, masked_until) has keys after the first row, and behind the end; none is
-    # hidden from anybody in [masked_until, whole_until); what is left a window hides in part.
+    # Passes run from the last tile backwards. [0, masked_until) has keys after the first row or after the end; all keys
+    # of [masked_until, whole_until) are visible to all rows; the rest is partly hidden by the window.
     first_position = gl.maximum(length - query_len + first_row, 0)
     end = gl.minimum(first_position + BLOCK_Q, length)
     last_tile = gl.maximum(end - 1, 0) // KEYS
@@ -457,8 +458,11 @@ def paged_prefill_gluon(
     value_scale: float = 1.0,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel for what `suits` it. Raises ValueError where shapes do not fit. `output` may be a slice of a
-    larger batch's."""
+    """Launch the kernel for a supported step. `output` may be a slice of a larger batch's.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
     check_attention_shapes("paged_prefill_gluon", query, key_cache, block_tables, seq_lens)
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads = key_cache.shape[:3]
@@ -470,7 +474,7 @@ def paged_prefill_gluon(
     width = num_kv_heads * head_size
     box = [1, min(block_size, config.keys), head_size]
     key_box, value_box = (
-        boxes_of(cache, [num_blocks, block_size, width], [block_size * width, width, 1], box)
+        tensor_descriptor(cache, [num_blocks, block_size, width], [block_size * width, width, 1], box)
         for cache in (key_cache, value_cache)
     )
     num_q_blocks = num_tokens // (ROWS // group) + num_seqs
@@ -522,9 +526,9 @@ def prefill(
     value_scale: float = 1.0,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """By this kernel where `ways` ask for it and it suits, else by paged_prefill_triton."""
+    """Use this kernel if `kernel_backends` enables it and it supports the step, otherwise paged_prefill_triton."""
     tensors = (query, key_cache, value_cache, block_tables, seq_lens, query_starts)
-    if ways().gluon_prefill and suits(
+    if kernel_backends().gluon_prefill and is_supported(
         query, key_cache, max_query_len=max_query_len, soft_cap=soft_cap, chunk_size=chunk_size
     ):
         return paged_prefill_gluon(

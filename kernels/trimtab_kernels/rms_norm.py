@@ -8,7 +8,7 @@ residual  [num_tokens, hidden_size] for `add_rms_norm`: residual += x, rounded, 
 rows      [num_rows] int64 for `gather_rms_norm`: y has only these rows, in this order (the last token of each
           sequence, before the lm_head)
 
-Bound by memory: 2 * num_tokens * hidden_size * itemsize bytes, 4 * ... with a residual. Source: own.
+Memory-bound: 2 * num_tokens * hidden_size * itemsize bytes, 4 * ... with a residual. Source: own.
 """
 
 import math
@@ -19,13 +19,15 @@ import torch
 from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 
 MAX_COLUMNS = 16384
-"""Widest row that stays in registers: 32 values per thread at 16 warps. Models' hidden sizes end at 16384."""
+"""Widest row that fits into registers: 32 values per thread with 16 warps. No supported model has a larger hidden size.
+"""
 TILE_ELEMENTS = 2048
-"""Short rows (heads) share a program until it moves this much: two vector loads of 16 B per thread at 4 warps."""
+"""Elements that a CTA processes at least; short rows (heads) share one. Two 16-byte vector loads per thread with 4
+warps."""
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The definition in plain torch, computed in float32."""
+    """Return the definition in plain torch, computed in float32."""
     wide = x.float()
     normalised = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
     return normalised.to(x.dtype) * weight
@@ -64,7 +66,7 @@ def _rms_norm(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program normalises ROWS rows of SIZE columns; a row is a (token, head). `residual`, `rows` may be None."""
+    """Each CTA normalises ROWS rows of SIZE columns; a row is a (token, head). `residual` and `rows` may be None."""
     index = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_row = index < num_rows
@@ -95,7 +97,8 @@ def rms_norm_triton(
     residual: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel; shapes have been checked. The last dimension must be contiguous, residual wholly."""
+    """Launch the kernel. Shapes must have been checked. x's last dimension and the whole residual must be
+    contiguous."""
     size = x.shape[-1]
     num_heads = x.shape[1] if x.dim() == 3 else 1
     num_tokens = x.shape[0] if rows is None else rows.shape[0]
@@ -124,7 +127,7 @@ def rms_norm_triton(
 
 
 def _runs_on_triton(x: torch.Tensor) -> bool:
-    """Rows wider than any model's, and rows whose elements lie apart, are left to torch."""
+    """Return True if the kernel supports x. Very wide rows and rows with non-contiguous elements are left to torch."""
     return x.is_cuda and x.shape[-1] <= MAX_COLUMNS and x.stride(-1) == 1 and x.dim() in (2, 3)
 
 
@@ -137,7 +140,11 @@ def _check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Normalise the rows of x. Raises ValueError where shapes or dtypes do not fit."""
+    """Normalise the rows of x.
+
+    Raises:
+        ValueError: shapes or dtypes do not match.
+    """
     _check_weight(x, weight)
     if x.dtype == torch.float32 and x.device.type == "cpu":
         return rms_norm_cpu(x, weight, eps)
@@ -145,7 +152,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """residual += x in place; returns the normalised residual. Raises ValueError where shapes or dtypes do not fit."""
+    """Compute residual += x in place and return the normalised residual.
+
+    Raises:
+        ValueError: shapes or dtypes do not match.
+    """
     _check_weight(x, weight)
     if x.dim() != 2 or residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
         raise ValueError(
@@ -158,7 +169,11 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 
 def gather_rms_norm(x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Normalise only these rows of x [num_tokens, hidden_size]. Raises ValueError where shapes or dtypes do not fit."""
+    """Normalise only these rows of x [num_tokens, hidden_size].
+
+    Raises:
+        ValueError: shapes or dtypes do not match.
+    """
     _check_weight(x, weight)
     if x.dim() != 2 or rows.dim() != 1 or rows.dtype != torch.int64:
         raise ValueError(

@@ -1,21 +1,21 @@
-"""What attention needs of a layer's projection, in one pass: heads of query and key normalised (Qwen3), turned by their
-position, keys and values in their slots of the paged KV cache.
+"""Attention's input from a layer's projection in one pass: heads of query and key normalised (Qwen3) and rotated, keys
+and values written to their slots of the paged KV cache.
 
-qkv       [num_tokens, (num_heads + 2 * num_kv_heads) * head_size]   fp32 | bf16 | fp16; rows may lie apart
+qkv       [num_tokens, (num_heads + 2 * num_kv_heads) * head_size]   fp32 | bf16 | fp16; any row stride
 rotation  [num_tokens, head_size // 2] complex64, for adjacent pairs (see rotary_embedding)
 norms     (query's, key's) weights [head_size] of qkv's dtype, or None (see rms_norm)
 caches, slots, scales: see reshape_and_cache; tokens with a negative slot, and those from len(slot_mapping) on, are
           padding and reach no cache
-y         (query, key, value): [num_tokens, heads, head_size] each, heads in a row
+y         (query, key, value): [num_tokens, heads, head_size] each, heads contiguous
 
 ```
-a row of qkv   | query heads | key heads | value heads |      one launch where there were three, or six with norms
-                 norm, turn    norm, turn      |
+a row of qkv   | query heads | key heads | value heads |      one launch instead of three, or six with norms
+                 norm, rotate  norm, rotate    |
                       v          v    v        v
                    in place   in place  slot of the cache
 ```
-On CUDA query and key are changed in place and the results are views of qkv; elsewhere qkv stays as it is.
-Bound by memory: num_tokens * head_size * ((2 * num_heads + 3 * num_kv_heads) * itemsize + 2 * num_kv_heads * cache
+On CUDA, query and key are changed in place and the results are views of qkv; on other devices qkv is unchanged.
+Memory-bound: num_tokens * head_size * ((2 * num_heads + 3 * num_kv_heads) * itemsize + 2 * num_kv_heads * cache
 itemsize + 4) bytes.
 Source: own.
 """
@@ -26,7 +26,7 @@ import torch
 
 from trimtab_kernels.launch.dependence import dependence, gdc_launch_dependents, gdc_wait
 from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
-from trimtab_kernels.reshape_and_cache import LARGEST, clamped, reshape_and_cache, reshape_and_cache_reference
+from trimtab_kernels.reshape_and_cache import LARGEST, clamp_to_float8, reshape_and_cache, reshape_and_cache_reference
 from trimtab_kernels.rms_norm import rms_norm, rms_norm_reference
 from trimtab_kernels.rotary_embedding import BLOCK_ELEMENTS, rotary_embedding, rotary_embedding_reference
 
@@ -36,7 +36,7 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Of each query head and each key head on its own: weights [head_size], and the epsilon."""
+    """Norms of query heads and key heads: weights [head_size], and the epsilon."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -44,7 +44,7 @@ class Norms:
 
 
 def split_heads(qkv: torch.Tensor, num_kv_heads: int, head_size: int) -> Heads:
-    """Views of a projection's query, key and value heads."""
+    """Return views of a projection's query, key and value heads."""
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_size, head_size)
     return heads[:, : -2 * num_kv_heads], heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
 
@@ -60,7 +60,7 @@ def rope_and_cache_reference(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Heads:
-    """The references of its parts, one after another."""
+    """Apply the references of its steps, one after another."""
     query, key, value = split_heads(qkv, *key_cache.shape[2:])
     if norms is not None:
         query = rms_norm_reference(query, norms.query, norms.eps)
@@ -68,7 +68,7 @@ def rope_and_cache_reference(
     query, key = (rotary_embedding_reference(heads, rotation) for heads in (query, key))
     reshape_and_cache_reference(
         key, value, key_cache, value_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale
-    )  # tokens beyond the slots are left out there
+    )  # tokens after the last slot are omitted there
     return query, key, value
 
 
@@ -94,8 +94,8 @@ def _rope_and_cache(
     LARGEST_VALUE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Program (token, group of HEADS heads of any kind). BLOCK is SIZE padded to a power of two. Norms may be None.
-    DEPENDENT: it may begin before the kernel before it has ended."""
+    """CTA (token, group of HEADS heads of any kind). BLOCK is SIZE padded to a power of two. Norms may be None.
+    DEPENDENT: the kernel may start before the previous kernel has ended."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -114,7 +114,7 @@ def _rope_and_cache(
         query_weight = tl.load(query_norm + columns, mask=in_head, other=0.0).to(tl.float32)
         key_weight = tl.load(key_norm + columns, mask=in_head, other=0.0).to(tl.float32)
         weight = tl.where(is_query[:, None], query_weight[None, :], key_weight[None, :])
-        # Rounded where rms_norm rounds: before the weight, and after it.
+        # Rounded where rms_norm rounds: before and after the weight.
         normalised = (wide * scale[:, None]).to(tile.dtype).to(tl.float32)
         wide = (normalised * weight).to(tile.dtype).to(tl.float32)
     turns = tl.load(rotation + token * SIZE + columns, mask=in_head, other=0.0)
@@ -129,7 +129,7 @@ def _rope_and_cache(
         stored = tl.where(is_value[:, None], tile, turned)
         if LARGEST_VALUE is not None:
             inverse = tl.where(is_value, inverse_value_scale, inverse_key_scale)
-            stored = clamped(stored.to(tl.float32) * inverse[:, None], LARGEST_VALUE)
+            stored = clamp_to_float8(stored.to(tl.float32) * inverse[:, None], LARGEST_VALUE)
         row = slot * (NUM_KV_HEADS * SIZE)
         keys = key_cache + row + (heads - NUM_HEADS)[:, None] * SIZE + columns[None, :]
         values = value_cache + row + (heads - NUM_HEADS - NUM_KV_HEADS)[:, None] * SIZE + columns[None, :]
@@ -150,7 +150,7 @@ def rope_and_cache_triton(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Heads:
-    """Launch the kernel; shapes have been checked. Elements of a row of qkv lie side by side; caches are contiguous."""
+    """Launch the kernel. Shapes must have been checked. Elements of a row of qkv and the caches must be contiguous."""
     num_kv_heads, size = key_cache.shape[2:]
     query, key, value = split_heads(qkv, num_kv_heads, size)
     num_tokens, num_heads, _ = query.shape
@@ -212,20 +212,24 @@ def rope_and_cache(
     value_scale: float = 1.0,
     is_padded: bool = False,
 ) -> Heads:
-    """Query, key and value for attention, with the caches written. On the CPU `is_padded` must say that there may be
-    negative slots. Raises ValueError where shapes or dtypes do not fit."""
+    """Write the caches and return query, key and value for attention. On the CPU, `is_padded` must be set if slots may
+    be negative.
+
+    Raises:
+        ValueError: shapes or dtypes do not match.
+    """
     scales = {"key_scale": key_scale, "value_scale": value_scale}
     _check(qkv, rotation, key_cache, slot_mapping, norms)
     if qkv.is_cuda:
         return rope_and_cache_triton(qkv, rotation, key_cache, value_cache, slot_mapping, norms=norms, **scales)
-    query, key, value = _turned(qkv, rotation, key_cache.shape[2], norms)
+    query, key, value = _rotate(qkv, rotation, key_cache.shape[2], norms)
     real = slice(slot_mapping.shape[0])
     reshape_and_cache(key[real], value[real], key_cache, value_cache, slot_mapping, is_padded=is_padded, **scales)
     return query, key, value
 
 
-def _turned(qkv: torch.Tensor, rotation: torch.Tensor, num_kv_heads: int, norms: Norms | None) -> Heads:
-    """In torch's operators: query and key heads turn in one product."""
+def _rotate(qkv: torch.Tensor, rotation: torch.Tensor, num_kv_heads: int, norms: Norms | None) -> Heads:
+    """Compute it with torch operators: query and key heads are rotated in one multiplication."""
     query, key, value = split_heads(qkv, num_kv_heads, 2 * rotation.shape[1])
     num_heads = query.shape[1]
     if norms is None:

@@ -1,13 +1,13 @@
-"""Rotary position embedding:  each pair (x[2i], x[2i+1]) turns by position * frequency_i   (arXiv:2104.09864).
+"""Rotary position embedding:  each pair (x[2i], x[2i+1]) is rotated by position * frequency_i   (arXiv:2104.09864).
 
 x        [num_tokens, num_heads, head_size]  fp32 | bf16 | fp16, pairs interleaved (adjacent)
 rotation [num_tokens, head_size // 2]        complex64: cos + i sin of each token's angles, scaled by the rope's factor
 y        like x, contiguous.  Computed in fp32, rounded once.
 
 Checkpoints in the transformers format pair x[i] with x[i + head_size/2]; the model permutes the rows of its q and k
-projections once at load (`interleave_pairs`), because adjacent pairs turn in one complex product. Dot products of q
-and k do not change under a permutation that both share.
-Bound by memory: 2 * num_tokens * num_heads * head_size * itemsize bytes. Source: own.
+projections once at load (`interleave_pairs`), because adjacent pairs rotate in one complex multiplication. Dot products
+of q and k do not change if both have the same permutation.
+Memory-bound: 2 * num_tokens * num_heads * head_size * itemsize bytes. Source: own.
 """
 
 import torch
@@ -15,11 +15,11 @@ import torch
 from trimtab_kernels.launch.jit import cdiv, kernel, next_power_of_2, tl
 
 BLOCK_ELEMENTS = 2048
-"""Elements of one program: 16 heads of 128, two vector loads of 16 B per thread at 4 warps and 2 bytes per value."""
+"""Elements of one CTA: 16 heads of 128, two 16-byte vector loads per thread with 4 warps and 2 bytes per value."""
 
 
 def rotary_embedding_reference(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """The definition in real arithmetic, float32."""
+    """Return the definition in real arithmetic, float32."""
     wide = x.float()
     cos, sin = rotation.real.unsqueeze(1), rotation.imag.unsqueeze(1)
     even, odd = wide[..., 0::2], wide[..., 1::2]
@@ -28,7 +28,7 @@ def rotary_embedding_reference(x: torch.Tensor, rotation: torch.Tensor) -> torch
 
 
 def rotary_embedding_complex(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """The same as one complex product."""
+    """Compute the rotation as one complex multiplication."""
     num_tokens, num_heads, head_size = x.shape
     pairs = torch.view_as_complex(x.float().view(num_tokens, num_heads, head_size // 2, 2))
     turned = torch.view_as_real(pairs * rotation.unsqueeze(1)).view(num_tokens, num_heads, head_size)
@@ -36,7 +36,7 @@ def rotary_embedding_complex(x: torch.Tensor, rotation: torch.Tensor) -> torch.T
 
 
 def interleave_pairs(weight: torch.Tensor, head_size: int) -> torch.Tensor:
-    """Reorder rows [num_heads * head_size, ...] of a projection: pairs (i, i + head_size/2) become adjacent."""
+    """Reorder the rows [num_heads * head_size, ...] of a projection: pairs (i, i + head_size/2) become adjacent."""
     rest = weight.shape[1:]
     return weight.view(-1, 2, head_size // 2, *rest).transpose(1, 2).reshape(weight.shape)
 
@@ -75,8 +75,8 @@ def _rotary_embedding(
 
 
 def rotary_embedding_triton(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Launch the kernel; shapes have been checked. Tokens of x may lie apart; heads that do not lie in a row are copied
-    first."""
+    """Launch the kernel. Shapes must have been checked. x may have any token stride; heads that are not contiguous are
+    copied first."""
     num_tokens, num_heads, size = x.shape
     x = x if x.stride()[1:] == (size, 1) else x.contiguous()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -99,7 +99,11 @@ def rotary_embedding_triton(x: torch.Tensor, rotation: torch.Tensor) -> torch.Te
 
 
 def rotary_embedding(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Turn every head of x by its token's rotation. Raises ValueError where shapes do not fit."""
+    """Rotate every head of x by its token's rotation.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
     num_tokens, _, head_size = x.shape
     if head_size % 2 or rotation.shape != (num_tokens, head_size // 2):
         raise ValueError(

@@ -1,56 +1,58 @@
-"""Draws one token per row from temperature, min-p, top-k and top-p, without sorting the vocabulary.
+"""Sampling of one token per row with temperature, min-p, top-k and top-p, without sorting the vocabulary.
 
-logits       [rows, vocab_size] fp32, bf16 or fp16, rows may lie apart
-temperature  [rows] fp32; 0 chooses the likeliest token
+logits       [rows, vocab_size] fp32, bf16 or fp16; row stride may exceed the row size
+temperature  [rows] fp32; 0 selects the most likely token
 top_k        [rows] int32: keep the k largest (vocab_size: all)
 top_p        [rows] fp32: of those, the smallest set whose probabilities reach p (1: all)
-min_p        [rows] fp32: keep tokens at least min_p times as likely as the likeliest (0: all)
-seeds        [rows] int64: equal seeds draw equally, whatever the rest of the batch
+min_p        [rows] fp32: keep tokens at least min_p times as likely as the most likely one (0: all)
+seeds        [rows] int64: equal seeds draw equal tokens, independent of the rest of the batch
 token_ids    [rows] int64
 thresholds   [rows] fp32: a token was kept if logit / temperature >= threshold
 
-The order and meaning are keep_likely_tokens'. There a set is cut out of a sorted row; here its smallest member is
-searched, among few: one launch, and one pass over the logits by as many programs as fill the device.
+The order and semantics are those of keep_likely_tokens, which sorts a row. This kernel searches the threshold of the
+kept set among a few candidates: one launch and one pass over the logits, by as many CTAs as fill the device.
 ```
-sample      4096 tokens from all over the row say above which value about TARGET tokens lie: `low`
-candidates  every token at or above low is written down, by all programs of the row; what lies below is only summed
-finish      the program that comes last searches the threshold among the candidates, and draws among those kept
+sample      4096 tokens spread over the row estimate `low`, the value that about TARGET tokens reach
+candidates  all CTAs of the row store every token at or above `low`; tokens below are only summed
+finish      the last CTA searches the threshold among the candidates and draws among the kept ones
 ```
-Where the set is larger than its candidates, or they are too many, the last program searches and draws over the whole
-row: right as well, and slow. Rows without limits draw in the first pass. Tokens that tie at the threshold are all kept.
-Masses are summed in integers, so they do not depend on who wrote what down first: equal inputs give equal outputs.
+If the kept set is larger than the candidates, or there are too many candidates, the last CTA searches and draws over
+the whole row: correct, but slow. Rows without limits draw in the first pass. Tokens that tie at the threshold are all
+kept.
+Probability masses are summed as integers, so the sums do not depend on the order of the writes: equal inputs give equal
+outputs.
 The draw is the argmax of x - log(E), E exponential (the Gumbel-max trick, with Philox numbers of (seed, token)). A tile
-whose largest logit cannot win whatever is drawn for it draws nothing.
-Bound by memory: rows * vocab_size * itemsize bytes, once. Source: own.
+whose largest logit cannot win with any noise is skipped.
+Memory-bound: rows * vocab_size * itemsize bytes, once. Source: own.
 """
 
 import torch
 
+from trimtab_kernels.argmax import (
+    BLOCK_TOKENS,
+    LOGIT_DTYPES,
+    MAX_SPLITS,
+    NUM_WARPS,
+    TILE_TOKENS,
+    argmax_of_split,
+    best_of_splits,
+    reduce_best,
+    split_range,
+    splits_of_row,
+    update_best,
+)
 from trimtab_kernels.keep_likely_tokens import keep_likely_tokens_reference
 from trimtab_kernels.launch.arrivals import arrival_counters
 from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
 from trimtab_kernels.launch.jit import jit, kernel, next_power_of_2, tl
-from trimtab_kernels.likeliest import (
-    BLOCK_TOKENS,
-    LOGIT_DTYPES,
-    MAX_PARTS,
-    NUM_WARPS,
-    TILE_TOKENS,
-    best_of_parts,
-    better,
-    first_best,
-    likeliest_of_part,
-    part_of_row,
-    parts_of_row,
-)
 
-MOST_CANDIDATES = 4096
-"""Of a row: 32 KiB that the last program reads at each step of its search, from the L2 cache."""
-PROGRAMS_PER_SM = 2
+MAX_CANDIDATES = 4096
+"""Candidates of a row at most: 32 KiB, which the last CTA reads from the L2 cache at each step of its search."""
+CTAS_PER_SM = 2
 MAX_REGISTERS = 128
-"""Of a thread: two programs of eight warps share a multiprocessor."""
-SAMPLED_TOKENS, SAMPLED_TOGETHER = 4096, 64
-"""Looked at first, in runs of so many neighbours."""
+"""Registers per thread: two CTAs of eight warps share a multiprocessor."""
+SAMPLED_TOKENS, SAMPLED_RUN_TOKENS = 4096, 64
+"""Tokens that estimate the threshold, and the length of the runs of adjacent tokens they are read in."""
 
 
 def sample_reference(
@@ -60,7 +62,7 @@ def sample_reference(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """[rows, vocab_size] bool: the tokens that may be drawn. By sorting."""
+    """Return the tokens that may be drawn, [rows, vocab_size] bool. Computed by sorting."""
     logits = logits.float()
     greedy = temperature == 0
     scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
@@ -71,42 +73,43 @@ def sample_reference(
 
 
 @jit
-def _lowest() -> tl.tensor:
-    """What every token reaches that may be chosen at all."""
+def _min_float() -> tl.tensor:
+    """Return the value that every selectable token reaches."""
     return tl.full([], -3.4e38, tl.float32)
 
 
 @jit
 def _key(x: tl.tensor) -> tl.tensor:
-    """float32 as an int32 of the same order."""
+    """Return float32 as int32 with the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 @jit
 def _value(key: tl.tensor) -> tl.tensor:
-    """The inverse of `_key`, which is its own."""
+    """Return the inverse of `_key`, which is its own inverse."""
     return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @jit
-def _scaled(source: tl.tensor, tokens: tl.tensor, end: tl.tensor, inverse: tl.tensor) -> tl.tensor:
-    """Logits by temperature; -inf from `end` on."""
+def _load_scaled(source: tl.tensor, tokens: tl.tensor, end: tl.tensor, inverse: tl.tensor) -> tl.tensor:
+    """Return the logits divided by temperature; -inf from `end` on."""
     return tl.load(source + tokens, mask=tokens < end, other=float("-inf")).to(tl.float32) * inverse
 
 
 @jit
-def _mass(x: tl.tensor, top: tl.tensor) -> tl.tensor:
-    """Relative to the likeliest token, in units of 2^-40: sums of integers do not depend on their order."""
+def _probability_mass(x: tl.tensor, top: tl.tensor) -> tl.tensor:
+    """Return the probability mass relative to the most likely token, in units of 2^-40. Integer sums do not depend on
+    their order."""
     return (tl.exp(x - top) * 1099511627776.0).to(tl.int64)
 
 
 @jit
-def _highest(source: tl.tensor, size: tl.tensor, inverse: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """The largest of these logits by temperature."""
+def _max_scaled(source: tl.tensor, size: tl.tensor, inverse: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Return the largest of these logits after temperature."""
     highest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     for start in tl.range(0, size, BLOCK):
-        highest = tl.maximum(highest, _scaled(source, start + tl.arange(0, BLOCK), size, inverse))
+        highest = tl.maximum(highest, _load_scaled(source, start + tl.arange(0, BLOCK), size, inverse))
     return tl.max(highest, 0)
 
 
@@ -114,11 +117,11 @@ def _highest(source: tl.tensor, size: tl.tensor, inverse: tl.tensor, BLOCK: tl.c
 def _mass_above(
     source: tl.tensor, size: tl.tensor, inverse: tl.tensor, top: tl.tensor, low: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """Of the tokens at or above `low`."""
+    """Return the mass of the tokens at or above `low`."""
     sums = tl.zeros([BLOCK], dtype=tl.int64)
     for start in tl.range(0, size, BLOCK):
-        x = _scaled(source, start + tl.arange(0, BLOCK), size, inverse)
-        sums += tl.where(x >= low, _mass(x, top), 0)
+        x = _load_scaled(source, start + tl.arange(0, BLOCK), size, inverse)
+        sums += tl.where(x >= low, _probability_mass(x, top), 0)
     return tl.sum(sums, 0)
 
 
@@ -133,8 +136,8 @@ def _search(
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The largest float32 of which the tokens at or above reach the target: their number, or their mass. Low (float32)
-    reaches it."""
+    """Return the largest float32 threshold whose tokens (at or above it) reach the target count or mass. `low`
+    (float32) must reach the target."""
     # 64 bits, because the difference of two keys may not fit 32.
     reaching = _key(low).to(tl.int64)
     failing = _key(top).to(tl.int64) + 1
@@ -149,9 +152,9 @@ def _search(
         sums3 = tl.zeros([BLOCK], dtype=tl.int64)
         for start in tl.range(0, size, BLOCK):
             tokens = start + tl.arange(0, BLOCK)
-            x = _scaled(source, tokens, size, inverse)
+            x = _load_scaled(source, tokens, size, inverse)
             key = _key(x)
-            weight = _mass(x, top) if BY_MASS else (tokens < size).to(tl.int64)
+            weight = _probability_mass(x, top) if BY_MASS else (tokens < size).to(tl.int64)
             sums1 += tl.where(key >= first_key, weight, 0)
             sums2 += tl.where(key >= second_key, weight, 0)
             sums3 += tl.where(key >= third_key, weight, 0)
@@ -165,7 +168,7 @@ def _search(
 
 
 @jit
-def _threshold_of(
+def _find_threshold(
     source: tl.tensor,
     size: tl.tensor,
     inverse: tl.tensor,
@@ -177,14 +180,14 @@ def _threshold_of(
     least: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """(threshold, whether it is that of the row). Source has the row's tokens at or above `low`; the others' mass,
-    relative to the largest, is `mass_below`."""
-    top = _highest(source, size, inverse, BLOCK)
+    """Return (threshold, whether it is valid for the row). `source` contains the row's tokens at or above `low`;
+    `mass_below` is the mass of the others, relative to the largest."""
+    top = _max_scaled(source, size, inverse, BLOCK)
     # p >= m * p_max  <=>  x >= x_max + log(m). A smaller literal than 1e-37 would be a float64 in Triton 3.6.
     threshold = tl.where(least > 0.0, top + tl.log(tl.maximum(least, 1e-37)), float("-inf"))
     threshold = tl.minimum(threshold, top)
-    has_all = low <= _lowest()
-    # A row of which nothing may be chosen has no order to search in.
+    has_all = low <= _min_float()
+    # A row without any selectable token has no order to search.
     is_found = (top > float("-inf")) | has_all
     if (count < vocab_size) & (top > float("-inf")):
         if size >= count:
@@ -196,9 +199,9 @@ def _threshold_of(
             is_found = has_all
     if (share < 1.0) & (top > float("-inf")):
         rest = tl.where(threshold == float("-inf"), mass_below, tl.full([], 0, tl.int64))
-        # Of tokens between the threshold of min-p and `low` nobody knows the mass alone.
+        # The mass of tokens between the min-p threshold and `low` is not known separately.
         is_found = is_found & (has_all | (threshold >= low) | (threshold == float("-inf")))
-        # Below this the exponential is 0 in float32: nothing there adds to the mass.
+        # Below this, the exponential is 0 in float32 and adds no mass.
         floor = tl.maximum(threshold, top - 104.0)
         mass = _mass_above(source, size, inverse, top, floor, BLOCK)
         whole = mass + rest
@@ -212,16 +215,17 @@ def _threshold_of(
 
 @jit
 def _gumbel(uniform: tl.tensor) -> tl.tensor:
-    """What is added to a logit in units of ln 2, up to a constant: minus the logarithm of an exponential number, which
-    is precise near 0, where 1 - u would have been rounded away."""
+    """Return Gumbel noise in units of ln 2, up to a constant: minus the logarithm of an exponential number, precise
+    near 0, where 1 - u would be rounded away."""
     u = tl.maximum(uniform, 2.3e-10)  # half of the smallest number that can be drawn
     near_zero = u * (1.0 + u * (0.5 + u * 0.33333334)) * 1.4426950408889634
     return -tl.log2(tl.where(u < 0.01, near_zero, -tl.log2(1.0 - u)))
 
 
 @jit
-def _numbers_of(seed: tl.tensor, tokens: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """The uniform number of each token: as `_drawn_part` has it for four blocks of tokens at once."""
+def _uniform_of(seed: tl.tensor, tokens: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Return the uniform number of each token, equal to the one that `_draw_from_split` computes for four blocks of
+    tokens at once."""
     counters = tokens // (4 * BLOCK) * BLOCK + tokens % BLOCK
     first, second, third, fourth = tl.rand4x(seed, counters, n_rounds=7)
     block = tokens // BLOCK % 4
@@ -229,16 +233,16 @@ def _numbers_of(seed: tl.tensor, tokens: tl.tensor, BLOCK: tl.constexpr) -> tl.t
 
 
 @jit
-def _with_noise(
+def _add_noise(
     best: tl.tensor, best_tokens: tl.tensor, x: tl.tensor, tokens: tl.tensor, threshold: tl.tensor, uniform: tl.tensor
 ) -> tl.tensor:
-    """(best, best_tokens) with the scores of these tokens put in, where they reach the threshold."""
+    """Return (best, best_tokens) updated with the scores of the tokens that reach the threshold."""
     score = tl.where(x >= threshold, x * 1.4426950408889634 + _gumbel(uniform), float("-inf"))
-    return better(best, best_tokens, score, tokens)
+    return update_best(best, best_tokens, score, tokens)
 
 
 @jit
-def _drawn_part(
+def _draw_from_split(
     row: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
@@ -247,32 +251,32 @@ def _drawn_part(
     seed: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """(score, token) of the winner among tokens [first, last) that reach the threshold. One Philox counter has the
-    numbers of four tokens, a block apart."""
+    """Return (score, token) of the winner among the tokens [first, last) that reach the threshold. One Philox counter
+    provides the numbers of four tokens that are one block apart."""
     best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     best_tokens = tl.zeros([BLOCK], dtype=tl.int32)
     leader = tl.full([], float("-inf"), tl.float32)
     lanes = tl.arange(0, BLOCK)
     for start in tl.range(first, last, 4 * BLOCK):
-        x0 = _scaled(row, start + lanes, last, inverse)
-        x1 = _scaled(row, start + BLOCK + lanes, last, inverse)
-        x2 = _scaled(row, start + 2 * BLOCK + lanes, last, inverse)
-        x3 = _scaled(row, start + 3 * BLOCK + lanes, last, inverse)
+        x0 = _load_scaled(row, start + lanes, last, inverse)
+        x1 = _load_scaled(row, start + BLOCK + lanes, last, inverse)
+        x2 = _load_scaled(row, start + 2 * BLOCK + lanes, last, inverse)
+        x3 = _load_scaled(row, start + 3 * BLOCK + lanes, last, inverse)
         quads = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
         highest = tl.max(tl.where(quads == quads, quads, float("-inf")), 0)
-        # No number makes more than 32 of the noise.
+        # The noise never exceeds 32.
         if (highest >= threshold) & (highest * 1.4426950408889634 + 32.0 >= leader):
             u0, u1, u2, u3 = tl.rand4x(seed, start // 4 + lanes, n_rounds=7)
-            best, best_tokens = _with_noise(best, best_tokens, x0, start + lanes, threshold, u0)
-            best, best_tokens = _with_noise(best, best_tokens, x1, start + BLOCK + lanes, threshold, u1)
-            best, best_tokens = _with_noise(best, best_tokens, x2, start + 2 * BLOCK + lanes, threshold, u2)
-            best, best_tokens = _with_noise(best, best_tokens, x3, start + 3 * BLOCK + lanes, threshold, u3)
+            best, best_tokens = _add_noise(best, best_tokens, x0, start + lanes, threshold, u0)
+            best, best_tokens = _add_noise(best, best_tokens, x1, start + BLOCK + lanes, threshold, u1)
+            best, best_tokens = _add_noise(best, best_tokens, x2, start + 2 * BLOCK + lanes, threshold, u2)
+            best, best_tokens = _add_noise(best, best_tokens, x3, start + 3 * BLOCK + lanes, threshold, u3)
             leader = tl.max(best, 0)
-    return first_best(best, best_tokens)
+    return reduce_best(best, best_tokens)
 
 
 @jit
-def _drawn_candidate(
+def _draw_from_candidates(
     values: tl.tensor,
     tokens: tl.tensor,
     size: tl.tensor,
@@ -280,24 +284,24 @@ def _drawn_candidate(
     seed: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """(score, token) of the winner among the candidates that reach the threshold. They are in no order: of equal
-    scores the lowest token's wins in any case."""
+    """Return (score, token) of the winner among the candidates that reach the threshold. Candidates are unordered: of
+    equal scores, the lowest token wins."""
     best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     best_tokens = tl.full([BLOCK], 2147483647, dtype=tl.int32)
     for start in tl.range(0, size, BLOCK):
         places = start + tl.arange(0, BLOCK)
-        x = _scaled(values, places, size, 1.0)
+        x = _load_scaled(values, places, size, 1.0)
         token = tl.load(tokens + places, mask=places < size, other=0)
-        score = x * 1.4426950408889634 + _gumbel(_numbers_of(seed, token, BLOCK))
+        score = x * 1.4426950408889634 + _gumbel(_uniform_of(seed, token, BLOCK))
         score = tl.where(x >= threshold, score, float("-inf"))
         is_better = (score > best) | ((score == best) & (token < best_tokens))
         best = tl.where(is_better, score, best)
         best_tokens = tl.where(is_better, token, best_tokens)
-    return first_best(best, best_tokens)
+    return reduce_best(best, best_tokens)
 
 
 @jit
-def _low_of_sample(
+def _estimate_low(
     row: tl.tensor,
     vocab_size: tl.tensor,
     inverse: tl.tensor,
@@ -305,14 +309,15 @@ def _low_of_sample(
     SAMPLED: tl.constexpr,
     TOGETHER: tl.constexpr,
 ) -> tl.tensor:
-    """(low, reference): about `wanted` tokens of the row are at or above low, as a sample says; the reference is the
-    sample's largest. A row of no more tokens than the sample has them all for candidates."""
-    low = _lowest()
+    """Return (low, reference). About `wanted` tokens of the row are at or above `low`, estimated from a sample;
+    `reference` is the sample's largest value. A row with no more tokens than the sample uses all of them as candidates.
+    """
+    low = _min_float()
     reference = tl.full([], 0.0, tl.float32)
     if vocab_size > SAMPLED:
         places = tl.arange(0, SAMPLED)
-        apart = vocab_size // (SAMPLED // TOGETHER) // 16 * 16  # so that runs begin where loads of 16 bytes may
-        x = _scaled(row, places // TOGETHER * apart + places % TOGETHER, vocab_size, inverse)
+        apart = vocab_size // (SAMPLED // TOGETHER) // 16 * 16  # runs start at 16-byte boundaries
+        x = _load_scaled(row, places // TOGETHER * apart + places % TOGETHER, vocab_size, inverse)
         keys = _key(tl.where(x == x, x, float("-inf")))
         wanted = tl.minimum(tl.maximum(2 * count, 1200), 3000)
         wanted = tl.where(count < vocab_size, wanted, 1200)
@@ -348,12 +353,12 @@ def _collect(
     MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Write down the tokens [first, last) at or above `low`. Returns the mass of the others relative to the reference,
-    which is no less than any of them."""
+    """Store the tokens [first, last) at or above `low`. Returns the mass of the others relative to `reference`, which
+    is no less than any of them."""
     mass = tl.full([], 0, tl.int64)
     for start in tl.range(first, last, BLOCK):
         own = start + tl.arange(0, BLOCK)
-        x = _scaled(row, own, last, inverse)
+        x = _load_scaled(row, own, last, inverse)
         is_candidate = x >= low
         found = tl.sum(is_candidate.to(tl.int32), 0)
         if found > 0:
@@ -363,13 +368,13 @@ def _collect(
             tl.store(values + places, x, mask=has_room)
             tl.store(tokens + places, own, mask=has_room)
         if needs_mass:
-            # Sums of one block in float32: blocks are the same however a row is split.
+            # Sums of one block in float32: block boundaries do not depend on the split of a row.
             below = tl.sum(tl.where(x < low, tl.exp(tl.minimum(x - reference, 0.0)), 0.0), 0)
             mass += (below * 1099511627776.0).to(tl.int64)
     return mass
 
 
-@kernel("part_tiles", "num_parts")
+@kernel("split_tiles", "num_splits")
 def _sample(
     logits: tl.tensor,
     temperature: tl.tensor,
@@ -380,24 +385,24 @@ def _sample(
     token_ids: tl.tensor,
     thresholds: tl.tensor,
     part_scores: tl.tensor,
-    part_tokens: tl.tensor,
+    split_tokens: tl.tensor,
     part_masses: tl.tensor,
     candidate_values: tl.tensor,
     candidate_tokens: tl.tensor,
     counters: tl.tensor,
     vocab_size: tl.tensor,
-    part_tiles: tl.tensor,
-    num_parts: tl.tensor,
+    split_tiles: tl.tensor,
+    num_splits: tl.tensor,
     stride: tl.tensor,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     MOST: tl.constexpr,
     SAMPLED: tl.constexpr,
     TOGETHER: tl.constexpr,
 ) -> None:
-    """Program (row, part)."""
+    """CTA (row, split)."""
     index = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
+    split = tl.program_id(1)
     row = logits + index * stride
     heat = tl.load(temperature + index)
     inverse = 1.0 / tl.where(heat == 0.0, 1.0, heat)
@@ -407,57 +412,62 @@ def _sample(
     seed = tl.load(seeds + index)
     is_random = heat != 0.0
     is_limited = is_random & ((count < vocab_size) | (share < 1.0) | (least > 0.0))
-    first, last = part_of_row(part, part_tiles, vocab_size, BLOCK)
+    first, last = split_range(split, split_tiles, vocab_size, BLOCK)
     values = candidate_values + index * MOST
     tokens = candidate_tokens + index * MOST
     arrivals = counters + 2 * index
     taken = arrivals + 1
-    left = index * PARTS + part
+    left = index * SPLITS + split
     low = tl.full([], 0.0, tl.float32)
     reference = tl.full([], 0.0, tl.float32)
     if is_limited:
-        low, reference = _low_of_sample(row, vocab_size, inverse, count, SAMPLED, TOGETHER)
+        low, reference = _estimate_low(row, vocab_size, inverse, count, SAMPLED, TOGETHER)
         mass = _collect(row, first, last, inverse, low, reference, share < 1.0, values, tokens, taken, MOST, BLOCK)
         tl.store(part_masses + left, mass)
     else:
         if is_random:
-            score, token = _drawn_part(row, first, last, inverse, tl.full([], float("-inf"), tl.float32), seed, BLOCK)
+            score, token = _draw_from_split(
+                row, first, last, inverse, tl.full([], float("-inf"), tl.float32), seed, BLOCK
+            )
         else:
-            score, token = likeliest_of_part(row, first, last, BLOCK)
+            score, token = argmax_of_split(row, first, last, BLOCK)
         tl.store(part_scores + left, score)
-        tl.store(part_tokens + left, token)
-    # All threads have stored before one tells of it, and whoever hears it reads what was stored before.
+        tl.store(split_tokens + left, token)
+    # All threads store before one of them increments the counter; the last CTA reads after it has seen the full count.
     tl.debug_barrier()
-    if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+    if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
         if is_limited:
             size = tl.load(taken)
             threshold, is_found = tl.full([], float("-inf"), tl.float32), False
             score, token = tl.full([], float("-inf"), tl.float32), 0
             if size <= MOST:
-                parts = tl.arange(0, PARTS)
-                masses = tl.load(part_masses + index * PARTS + parts, mask=parts < num_parts, other=0)
-                top = _highest(values, size, 1.0, BLOCK // 2)
+                splits = tl.arange(0, SPLITS)
+                masses = tl.load(part_masses + index * SPLITS + splits, mask=splits < num_splits, other=0)
+                top = _max_scaled(values, size, 1.0, BLOCK // 2)
                 nearer = tl.exp(tl.minimum(reference - top, 0.0))
                 mass_below = (tl.sum(masses, 0).to(tl.float32) * nearer).to(tl.int64)
-                threshold, is_found = _threshold_of(
+                threshold, is_found = _find_threshold(
                     values, size, 1.0, low, mass_below, vocab_size, count, share, least, BLOCK // 2
                 )
                 if is_found:
-                    score, token = _drawn_candidate(values, tokens, size, threshold, seed, BLOCK)
+                    score, token = _draw_from_candidates(values, tokens, size, threshold, seed, BLOCK)
             if not is_found:
                 nothing = tl.full([], 0, tl.int64)
                 everything = tl.full([], float("-inf"), tl.float32)
-                threshold, _ = _threshold_of(
+                threshold, _ = _find_threshold(
                     row, vocab_size, inverse, everything, nothing, vocab_size, count, share, least, BLOCK // 2
                 )
-                score, token = _drawn_part(row, 0, vocab_size, inverse, threshold, seed, BLOCK)
+                score, token = _draw_from_split(row, 0, vocab_size, inverse, threshold, seed, BLOCK)
             tl.store(taken, 0)  # for the next launch
         else:
-            score, token = best_of_parts(part_scores + index * PARTS, part_tokens + index * PARTS, num_parts, PARTS)
+            score, token = best_of_splits(
+                part_scores + index * SPLITS, split_tokens + index * SPLITS, num_splits, SPLITS
+            )
             threshold = tl.where(is_random, float("-inf"), score)
         if is_random & (score == float("-inf")):
-            # Nothing can be drawn: a token that is no number tells why, where there is one, whatever is banned.
-            _, token = likeliest_of_part(row, 0, vocab_size, BLOCK)
+            # No token can be drawn: return a NaN token if there is one, even if it is banned, so that the caller sees
+            # the cause.
+            _, token = argmax_of_split(row, 0, vocab_size, BLOCK)
         tl.store(token_ids + index, token.to(tl.int64))
         tl.store(thresholds + index, threshold)
         tl.store(arrivals, 0)
@@ -473,8 +483,12 @@ def sample_triton(
     *,
     facts: DeviceFacts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token_ids, thresholds). Raises ValueError where shapes or dtypes do not fit. A row of which nothing can be
-    chosen gets a token whose logit tells why: NaN where the row has any, else -inf."""
+    """Return (token_ids, thresholds). A row without any selectable token gets a token whose logit names the cause: NaN
+    if the row contains one, else -inf.
+
+    Raises:
+        ValueError: shapes or dtypes do not match.
+    """
     rows, vocab_size = logits.shape
     limits = (temperature, top_k, top_p, min_p, seeds)
     wanted = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
@@ -492,27 +506,27 @@ def sample_triton(
     thresholds = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
         facts = facts or device_facts(device)
-        num_parts, part_size = parts_of_row(rows, vocab_size, facts, per_sm=PROGRAMS_PER_SM)
-        _sample[(rows, num_parts)](
+        num_splits, split_size = splits_of_row(rows, vocab_size, facts, per_sm=CTAS_PER_SM)
+        _sample[(rows, num_splits)](
             logits,
             *limits,
             token_ids,
             thresholds,
-            torch.empty(rows, MAX_PARTS, dtype=torch.float32, device=device),
-            torch.empty(rows, MAX_PARTS, dtype=torch.int32, device=device),
-            torch.empty(rows, MAX_PARTS, dtype=torch.int64, device=device),
-            torch.empty(rows, MOST_CANDIDATES, dtype=torch.float32, device=device),
-            torch.empty(rows, MOST_CANDIDATES, dtype=torch.int32, device=device),
+            torch.empty(rows, MAX_SPLITS, dtype=torch.float32, device=device),
+            torch.empty(rows, MAX_SPLITS, dtype=torch.int32, device=device),
+            torch.empty(rows, MAX_SPLITS, dtype=torch.int64, device=device),
+            torch.empty(rows, MAX_CANDIDATES, dtype=torch.float32, device=device),
+            torch.empty(rows, MAX_CANDIDATES, dtype=torch.int32, device=device),
             arrival_counters(device, 2 * next_power_of_2(rows)),
             vocab_size,
-            part_size // TILE_TOKENS,
-            num_parts,
+            split_size // TILE_TOKENS,
+            num_splits,
             logits.stride(0),
             BLOCK=BLOCK_TOKENS,
-            PARTS=MAX_PARTS,
-            MOST=MOST_CANDIDATES,
+            SPLITS=MAX_SPLITS,
+            MOST=MAX_CANDIDATES,
             SAMPLED=SAMPLED_TOKENS,
-            TOGETHER=SAMPLED_TOGETHER,
+            TOGETHER=SAMPLED_RUN_TOKENS,
             num_warps=NUM_WARPS,
             maxnreg=MAX_REGISTERS,
         )

@@ -1,22 +1,24 @@
-"""Products of few rows, with what stands before and behind them in a layer: one launch where there were two or three.
+"""Small-M fused GEMM for up to 16 rows, with a norm prologue, a gate, or a residual epilogue: one launch instead of two
+or three.
 
 x         [num_rows <= 16, k] 16 bits wide, rows may lie apart
 weight    [n, k]; gated: [2 n, k], gate above up
 norm      [k]: x is RMS-normalised by it first;  bias [n], or [2 n]
-residual  [num_rows, n]: what comes out is added to it in place, and nothing is returned
+residual  [num_rows, n]: the result is added to it in place, and the residual is returned
 y         [num_rows, n]
 
 ```
-y = norm(x) Wᵀ + b          before attention          (norm + product)
-y = silu(gate) * up         of the two halves of it   (norm + product + gate)
-residual += x Wᵀ + b        behind attention and MLP  (product + residual)
+y = norm(x) Wᵀ + b          before attention          (norm + GEMM)
+y = silu(gate) * up         for gate and up           (norm + GEMM + gate)
+residual += x Wᵀ + b        after attention and MLP   (GEMM + residual)
 ```
-So a layer takes six launches: these (twice the last), rotation with the KV cache, attention. The factor of a row's norm
-comes behind the product, because rows are whole only then: sum(w * v) / rms instead of sum(w * (v / rms)).
-A gated tile has as many rows of the gate's weights as of up's, so that one product computes both.
-k is split over programs until they fill the device. Each leaves its sums, and the one that comes last adds them up, in
-the order of the slices: equal inputs give equal outputs, and it is one launch.
-Bound by memory: the weights, once. Source: own.
+A layer takes six launches: these three (the last one twice), rotation with the KV cache write, and attention. The
+factor of a row's norm is applied after the GEMM, when the whole row has been read: sum(w * v) / rms instead of sum(w *
+(v / rms)).
+A gated tile contains equally many rows of the gate's and of up's weights, so one GEMM computes both.
+k is split over CTAs until they fill the device (split-K). Each CTA stores its partial sums, and the last one to finish
+adds them up in the order of the slices: equal inputs give equal outputs, in one launch.
+Memory-bound: the weights are read once. Source: own.
 """
 
 from dataclasses import dataclass
@@ -31,45 +33,48 @@ from trimtab_kernels.launch.jit import cdiv, jit, kernel, tl
 from trimtab_kernels.rms_norm import rms_norm_reference
 
 MAX_ROWS = 16
-"""The narrow side of a product of the matrix units."""
+"""The narrow side of a matrix unit instruction."""
 MIN_SLICE = 512
 PREFETCHED_LINES = tl.constexpr(8)
-"""Of 128 bytes of each row of a tile of a program that has been started ahead: 64 KiB, four tiles; gated 128 KiB."""
+"""Lines of 128 bytes that a CTA started ahead of time prefetches from each row of its tile: 64 KiB (four tiles), gated
+128 KiB."""
 SLICE_OVERHEAD = 256
-"""What beginning and ending a slice costs, in columns of its weights: a guess, which was not measured by itself."""
+"""Cost of starting and finishing a slice, in columns of its weights. An estimate; it was not measured separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows and columns of a tile of weights, stages of its pipeline, and programs that share a multiprocessor: at 64 x
-    128 in four stages, three tiles of 16 KiB are under way while one is multiplied. `by_warps`: x times the tile, by
-    products of single warps, where the tile times x is one of a warp group."""
+    """Tile shape of the weights, pipeline stages and CTAs per multiprocessor. With 64 x 128 and four stages, three
+    tiles of 16 KiB are in flight while one is multiplied. `by_warps` computes x times the tile with single-warp
+    instructions; otherwise the tile times x is one warp-group instruction."""
 
     rows: int = 64
     columns: int = 128
     stages: int = 4
-    programs_per_sm: int = 2
+    ctas_per_sm: int = 2
     num_warps: int = 4
     by_warps: bool = False
 
 
 TILING = Tiling()
-"""Where a block has less shared memory than Hopper's."""
+"""For devices with less shared memory per block than Hopper."""
 PLAIN, NORMED = Tiling(64, 128, 6, 1), Tiling(64, 128, 3, 3)
 GATED = Tiling(128, 128, 3, 2, num_warps=8, by_warps=True)
-"""The fastest of 30 and more on an H200, at the shapes of Llama-3.1-8B: without a norm, with one, and gated."""
+"""The fastest of more than 30 tilings on an H200, for the shapes of Llama-3.1-8B: without a norm, with one, and gated.
+"""
 
 
 def tiling_of(*, has_norm: bool, is_gated: bool, facts: DeviceFacts) -> Tiling:
-    """Which tiling a product takes."""
-    if not facts.has_hoppers_memory:
+    """Return the tiling for a GEMM."""
+    if not facts.has_hopper_shared_memory:
         return TILING
     return GATED if is_gated else NORMED if has_norm else PLAIN
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """`outputs` and columns of one program, and how many programs share a tile of outputs."""
+    """Split of a GEMM over CTAs: outputs and columns of one CTA, and the number of CTAs that share a tile of
+    outputs."""
 
     outputs: int
     tiles: int
@@ -78,9 +83,9 @@ class Split:
 
 
 def split_of(n: int, k: int, *, is_gated: bool, facts: DeviceFacts, tiling: Tiling) -> Split:
-    """Slices of k so that the last round of programs is full and slices are long."""
+    """Choose the number of k slices so that the last wave of CTAs is full and slices stay long."""
     outputs = tiling.rows // 2 if is_gated else tiling.rows
-    tiles, at_once = cdiv(n, outputs), tiling.programs_per_sm * facts.num_sms
+    tiles, at_once = cdiv(n, outputs), tiling.ctas_per_sm * facts.num_sms
 
     def columns(slices: int) -> int:
         return cdiv(cdiv(k, slices), tiling.columns) * tiling.columns
@@ -92,7 +97,7 @@ def split_of(n: int, k: int, *, is_gated: bool, facts: DeviceFacts, tiling: Tili
     return Split(outputs, tiles, columns(best), cdiv(k, columns(best)))
 
 
-def few_rows_reference(
+def skinny_gemm_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
@@ -101,7 +106,7 @@ def few_rows_reference(
     bias: torch.Tensor | None = None,
     is_gated: bool = False,
 ) -> torch.Tensor:
-    """What is computed, in float32: what goes to the residual is added by whoever asks."""
+    """Return the GEMM in float32, without the residual: the caller adds it."""
     wide = x.float() if norm is None else rms_norm_reference(x.float(), norm.float(), eps)
     y = F.linear(wide, weight.float(), None if bias is None else bias.float())
     if is_gated:
@@ -119,7 +124,7 @@ def _prefetch(
     K: tl.constexpr,
     LINES: tl.constexpr,
 ) -> None:
-    """A slice's first weights into the L2 cache, LINES lines of 128 bytes of each row; nothing waits for them."""
+    """Prefetch a slice's first weights into the L2 cache, LINES lines of 128 bytes per row, without waiting."""
     width: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
     columns = tl.minimum(first + tl.arange(0, LINES) * width, last - 1)
     places = weight + weight_rows[:, None].to(tl.int64) * K + columns[None, :]
@@ -129,42 +134,42 @@ def _prefetch(
 
 
 @jit
-def _at_columns(places: tl.tensor, columns: tl.tensor, last: tl.tensor, IS_WHOLE: tl.constexpr) -> tl.tensor:
-    """What is there; 0 behind the last column, where tiles are not whole."""
+def _load_columns(places: tl.tensor, columns: tl.tensor, last: tl.tensor, IS_WHOLE: tl.constexpr) -> tl.tensor:
+    """Load `places`; columns after the last one are 0 if tiles are not whole."""
     if IS_WHOLE:
         return tl.load(places)
     return tl.load(places, mask=columns < last, other=0.0)
 
 
 @jit
-def _summed_slices(
-    parts: tl.tensor,
+def _sum_slices(
+    split_sums: tl.tensor,
     first: tl.tensor,
     rows: tl.tensor,
     num_rows: tl.tensor,
     TILE: tl.constexpr,
     SLICES: tl.constexpr,
 ) -> tl.tensor:
-    """[TILE, rows] of all slices from `first` on, in their order."""
+    """Return [TILE, rows]: the sum of all slices from `first` on, added in order."""
     own = tl.arange(0, TILE)
     places = rows[None, :] * TILE + own[:, None]
     is_real = (rows < num_rows)[None, :] & (own >= 0)[:, None]
     size = rows.shape[0] * TILE
-    sums = tl.load(parts + first * size + places, mask=is_real, other=0.0)
-    for part in tl.range(1, SLICES):
-        sums += tl.load(parts + (first + part) * size + places, mask=is_real, other=0.0)
+    sums = tl.load(split_sums + first * size + places, mask=is_real, other=0.0)
+    for slice_index in tl.range(1, SLICES):
+        sums += tl.load(split_sums + (first + slice_index) * size + places, mask=is_real, other=0.0)
     return sums
 
 
 @kernel("num_rows")
-def _few_rows(
+def _skinny_gemm(
     x: tl.tensor,
     weight: tl.tensor,
     norm: tl.tensor,
     bias: tl.tensor,
     residual: tl.tensor,
     y: tl.tensor,
-    parts: tl.tensor,
+    split_sums: tl.tensor,
     squares: tl.tensor,
     arrivals: tl.tensor,
     num_rows: tl.tensor,
@@ -181,7 +186,7 @@ def _few_rows(
     SLICES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Program (tile of TILE rows of weights, slice of k). DEPENDENT: it may begin before the kernel before it has
+    """CTA (tile of TILE rows of weights, slice of k). DEPENDENT: the kernel may start before the previous kernel has
     ended."""
     tile = tl.program_id(0)
     own_slice = tl.program_id(1)
@@ -201,24 +206,25 @@ def _few_rows(
     rows = tl.arange(0, ROWS)
     is_row = rows < num_rows
     sums = tl.zeros([ROWS, TILE], dtype=tl.float32) if BY_WARPS else tl.zeros([TILE, ROWS], dtype=tl.float32)
-    # Summed over columns behind the loop: within it, threads would wait for each other.
+    # Reduced over columns after the loop: inside it, threads would wait for each other.
     wide_squares = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    # What is behind the last row, of weights or of x, is read of that row, and never stored.
+    # Rows of weights or x after the last one are read from the last row and never stored.
     row_starts = weight_rows[:, None].to(tl.int64) * K
     x_rows = tl.minimum(rows, num_rows - 1)[:, None] * x_stride
-    # A tile ahead, by hand: no copy brings what lies so narrow, and a load that is waited for costs more than a tile.
+    # Loaded one tile ahead explicitly: no asynchronous copy moves such narrow rows, and a load that must be waited for
+    # costs more than a tile.
     next_factor = tl.zeros([COLUMNS], dtype=tl.float32)
     if norm is not None:
-        next_factor = _at_columns(norm + first + tl.arange(0, COLUMNS), first + tl.arange(0, COLUMNS), K, False)
+        next_factor = _load_columns(norm + first + tl.arange(0, COLUMNS), first + tl.arange(0, COLUMNS), K, False)
     for start in tl.range(first, last, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        weights = _at_columns(weight + row_starts + columns[None, :], columns[None, :], last, K % COLUMNS == 0)
-        tile_of_x = _at_columns(x + x_rows + columns[None, :], columns[None, :], last, K % COLUMNS == 0)
+        weights = _load_columns(weight + row_starts + columns[None, :], columns[None, :], last, K % COLUMNS == 0)
+        tile_of_x = _load_columns(x + x_rows + columns[None, :], columns[None, :], last, K % COLUMNS == 0)
         if norm is not None:
             wide = tile_of_x.to(tl.float32)
             wide_squares += wide * wide
             factor = next_factor
-            next_factor = _at_columns(norm + columns + COLUMNS, columns + COLUMNS, K, False)
+            next_factor = _load_columns(norm + columns + COLUMNS, columns + COLUMNS, K, False)
             tile_of_x = (wide * factor.to(tl.float32)[None, :]).to(tile_of_x.dtype)
         if BY_WARPS:
             sums = tl.dot(tile_of_x, tl.trans(weights), sums, input_precision="tf32x3")
@@ -229,18 +235,19 @@ def _few_rows(
     square_sums = tl.sum(wide_squares, 1)
     is_last = True
     if SLICES > 1:
-        part = (tile * SLICES + own_slice).to(tl.int64)
-        left = part * (ROWS * TILE) + rows[None, :] * TILE + own[:, None]
-        tl.store(parts + left, sums, mask=is_row[None, :] & (own >= 0)[:, None])
+        slice_index = (tile * SLICES + own_slice).to(tl.int64)
+        left = slice_index * (ROWS * TILE) + rows[None, :] * TILE + own[:, None]
+        tl.store(split_sums + left, sums, mask=is_row[None, :] & (own >= 0)[:, None])
         if norm is not None:
-            tl.store(squares + part * ROWS + rows, square_sums)
-        # All threads have stored before one tells of it, and whoever hears it reads what was stored before.
+            tl.store(squares + slice_index * ROWS + rows, square_sums)
+        # All threads store before one of them increments the counter; the last CTA reads after it has seen the full
+        # count.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == SLICES - 1
     if is_last:
         if SLICES > 1:
             before = (tile * SLICES).to(tl.int64)
-            sums = _summed_slices(parts, before, rows, num_rows, TILE, SLICES)
+            sums = _sum_slices(split_sums, before, rows, num_rows, TILE, SLICES)
             if norm is not None:
                 square_sums = tl.load(squares + before * ROWS + rows)
                 for other in tl.range(1, SLICES):
@@ -265,7 +272,7 @@ def _few_rows(
             tl.store(y + places, results.to(y.dtype.element_ty), mask=is_real)
 
 
-def few_rows_triton(
+def skinny_gemm_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
@@ -277,7 +284,11 @@ def few_rows_triton(
     facts: DeviceFacts | None = None,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel. Returns y, or the residual. Raises ValueError where shapes or dtypes do not fit."""
+    """Launch the kernel and return y, or the residual.
+
+    Raises:
+        ValueError: shapes or dtypes do not match.
+    """
     num_rows, k = x.shape
     n = weight.shape[0] // 2 if is_gated else weight.shape[0]
     _check(x, weight, norm, bias, residual, n)
@@ -291,7 +302,7 @@ def few_rows_triton(
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(split.tiles * split.slices, MAX_ROWS, *shape, dtype=torch.float32, device=x.device)
 
-    _few_rows[(split.tiles, split.slices)](
+    _skinny_gemm[(split.tiles, split.slices)](
         x,
         weight,
         norm,
@@ -335,7 +346,7 @@ def _check(
         fits = fits and residual.shape == (num_rows, n) and residual.dtype == x.dtype and residual.is_contiguous()
     if not fits or not weight.is_contiguous():
         raise ValueError(
-            f"few_rows: x is {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype}; x must be "
+            f"skinny_gemm: x is {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype}; x must be "
             f"[{MAX_ROWS} rows at most, k], weight [n, k] of its dtype and contiguous, a norm [k], a bias [n], a "
             f"residual [rows, n] likewise"
         )

@@ -1,38 +1,38 @@
-"""Matrix product of float8 weights and float8 activations, scaled by blocks:  y = (a * a_scales) @ (b * b_scales)^T.
+"""GEMM of float8 weights and float8 activations with block scales:  y = (a * a_scales) @ (b * b_scales)^T.
 
 x         [num_tokens, K]               bf16 | fp16 | fp32, the activations before quantisation
 a         [num_tokens, K]               float8_e4m3fn
 a_scales  [num_tokens, ceil(K / 128)]   fp32: one per token and group of 128
 b         [N, K]                        float8_e4m3fn, the weights
 b_scales  [ceil(N/128), ceil(K/128)]    fp32: one per block of 128 x 128
-y         [num_tokens, N]               dtype asked for
+y         [num_tokens, N]               requested dtype
 
-Quantisation: scale = max|x| of the group / 448, a = x / scale, clamped; NaN stays NaN. Products of a 128-wide step are
-summed by the matrix unit, scaled in fp32 and added in fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3), so the unit's
-narrow accumulator never sees more than 128 terms.
+Quantisation: scale = max|x| of the group / 448, a = x / scale, clamped; NaN stays NaN. A step of 128 columns is summed
+by the matrix unit, then scaled and added in fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3), so the unit's narrow
+accumulator never sees more than 128 terms.
 
-Few tokens need many programs to read the weights at full speed: then SPLIT_K programs share the sum over K of a tile.
-Each leaves its part, and the one that comes last adds them up, in the order of the parts: equal inputs give equal
-outputs, and it is one launch. Launch configurations are measured per shape and GPU by `python -m trimtab_kernels.tune`.
-Bound by memory for few tokens (N * K bytes), by compute for many (2 * num_tokens * N * K FLOPs). Source: own.
+Few tokens need many CTAs to read the weights at full speed: SPLIT_K CTAs then share the sum over K of a tile. Each
+stores its partial sums, and the last one to finish adds them up in the order of the splits: equal inputs give equal
+outputs, in one launch. Launch configurations are measured per shape and GPU by `python -m trimtab_kernels.tune`.
+Memory-bound for few tokens (N * K bytes), compute-bound for many (2 * num_tokens * N * K FLOPs). Source: own.
 """
 
 import torch
 
 from trimtab_kernels.launch.arrivals import arrival_counters
+from trimtab_kernels.launch.backends import kernel_backends
 from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
 from trimtab_kernels.launch.gemm_config import GemmConfig, block_fp8_config
 from trimtab_kernels.launch.jit import cdiv, jit, kernel, next_power_of_2, tl
-from trimtab_kernels.launch.switches import ways
-from trimtab_kernels.reshape_and_cache import FLOAT8, FLOAT8_MAX, clamped
-from trimtab_kernels.w8a8_block_fp8_gluon import suits, w8a8_block_fp8_gluon
+from trimtab_kernels.reshape_and_cache import FLOAT8, FLOAT8_MAX, clamp_to_float8
+from trimtab_kernels.w8a8_block_fp8_gluon import is_supported, w8a8_block_fp8_gluon
 
 GROUP = 128  # values of one activation scale, and side of a block of weights
-SMALLEST_SCALE = 1e-10  # of a group that is all zeros: keeps the division finite
+SMALLEST_SCALE = 1e-10  # for a group of zeros: keeps the division finite
 
 
 def quantize_groups_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a, a_scales) in plain torch."""
+    """Return (a, a_scales) in plain torch."""
     rows, columns = x.shape
     groups = cdiv(columns, GROUP)
     padded = torch.zeros(rows, groups * GROUP, device=x.device)
@@ -55,7 +55,7 @@ def w8a8_block_fp8_reference(
 
 
 def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(b, b_scales) of a weight [N, K], in plain torch: for loading, where it need not be fast."""
+    """Return (b, b_scales) of a weight [N, K], in plain torch, for loading."""
     n, k = weight.shape
     rows, columns = cdiv(n, GROUP), cdiv(k, GROUP)
     padded = torch.zeros(rows * GROUP, columns * GROUP, device=weight.device)
@@ -67,7 +67,7 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize_blocks(b: torch.Tensor, b_scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [N, K] again, or [experts, N, K] with a leading dimension."""
+    """Return the weight [N, K], or [experts, N, K] with a leading dimension."""
     n, k = b.shape[-2:]
     wide = b_scales.repeat_interleave(GROUP, dim=-2).repeat_interleave(GROUP, dim=-1)
     return (b.float() * wide[..., :n, :k]).to(dtype)
@@ -84,7 +84,7 @@ def _quantize_groups(
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
 ) -> None:
-    """Program (token, GROUPS groups)."""
+    """CTA (token, GROUPS groups)."""
     token = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
@@ -92,13 +92,13 @@ def _quantize_groups(
     values = tl.load(x + token * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     # Division, not multiplication by 1/448: the largest value must become 448 exactly.
     scales = tl.maximum(tl.max(tl.abs(values), 1), 448.0 * 1e-10) / 448.0
-    quantized = clamped(values / scales[:, None], 448.0)
+    quantized = clamp_to_float8(values / scales[:, None], 448.0)
     tl.store(a + token * size + columns, quantized.to(a.dtype.element_ty), mask=inside)
     tl.store(a_scales + token * num_groups + groups, scales, mask=groups < num_groups)
 
 
 def quantize_groups_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel. Rows of x may lie apart."""
+    """Launch the kernel. x may have any row stride."""
     rows, columns = x.shape
     groups = cdiv(columns, GROUP)
     a = torch.empty(rows, columns, dtype=FLOAT8, device=x.device)
@@ -113,8 +113,8 @@ def quantize_groups_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 @jit
 def tile_of(program: tl.tensor, num_rows: tl.tensor, num_columns: tl.tensor, GROUP_M: tl.constexpr) -> tl.tensor:
-    """(row tile, column tile) of a program: GROUP_M rows at a time, column by column, so that neighbours in time share
-    tiles in the L2 cache."""
+    """Return (row tile, column tile) of a CTA: GROUP_M rows at a time, column by column, so that CTAs running at the
+    same time share tiles in the L2 cache."""
     per_group = GROUP_M * num_columns
     first = program // per_group * GROUP_M
     height = tl.minimum(num_rows - first, GROUP_M)
@@ -137,7 +137,8 @@ def scaled_sum(
     BLOCK_K: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_M, BLOCK_N] fp32: the product over the steps [first, last) of BLOCK_K. Pointers are to the start of rows.
+    """Return [BLOCK_M, BLOCK_N] fp32: the GEMM over the steps [first, last) of BLOCK_K. Pointers are to the start of
+    rows.
 
     IS_FLOAT8: each step is scaled; BLOCK_K divides 128, so a step has one scale per row of a and one per 128 rows of b.
     `b_scale_row` points to those of the tile's first rows of b."""
@@ -152,7 +153,7 @@ def scaled_sum(
             group = step * BLOCK_K // 128
             a_scale = tl.load(a_scale_rows + group, mask=is_row, other=0.0)
             product = tl.dot(left, tl.trans(right), input_precision="tf32x3")
-            if BLOCK_N <= 128:  # one scale for the tile: a load per step and not one per sum
+            if BLOCK_N <= 128:  # one scale for the tile: one load per step instead of one per sum
                 accumulator += product * (a_scale * tl.load(b_scale_row + group))[:, None]
             else:
                 b_scale_rows = b_scale_row + tl.arange(0, BLOCK_N) // 128 * groups
@@ -170,7 +171,7 @@ def _w8a8_block_fp8(
     b: tl.tensor,
     b_scales: tl.tensor,
     y: tl.tensor,
-    parts: tl.tensor,
+    splits: tl.tensor,
     arrivals: tl.tensor,
     num_tokens: tl.tensor,
     N: tl.constexpr,
@@ -181,16 +182,16 @@ def _w8a8_block_fp8(
     GROUP_M: tl.constexpr,
     SPLIT_K: tl.constexpr,
 ) -> None:
-    """Program (tile, part of K). parts [SPLIT_K, num_tokens, N] fp32, None where nothing is shared."""
+    """CTA (tile, split of K). splits [SPLIT_K, num_tokens, N] fp32, None without split K."""
     row_tile, column_tile = tile_of(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
-    part = tl.program_id(1)
+    split = tl.program_id(1)
     rows = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     is_row, is_column = rows < num_tokens, columns < N
     groups: tl.constexpr = (K + 127) // 128
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     steps_per_part: tl.constexpr = (steps + SPLIT_K - 1) // SPLIT_K
-    first = part * steps_per_part
+    first = split * steps_per_part
     last = tl.minimum(first + steps_per_part, steps)
     total = scaled_sum(
         a + rows * K,
@@ -212,15 +213,16 @@ def _w8a8_block_fp8(
     is_last = True
     if SPLIT_K > 1:
         size = num_tokens.to(tl.int64) * N
-        tl.store(parts + part * size + places, total, mask=inside)
-        # All threads have stored before one tells of it, and whoever hears it reads what was stored before.
+        tl.store(splits + split * size + places, total, mask=inside)
+        # All threads store before one of them increments the counter; the last CTA reads after it has seen the full
+        # count.
         tl.debug_barrier()
         is_last = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
     if is_last:
         if SPLIT_K > 1:
-            total = tl.load(parts + places, mask=inside, other=0.0)
+            total = tl.load(splits + places, mask=inside, other=0.0)
             for other in tl.range(1, SPLIT_K):
-                total += tl.load(parts + other * size + places, mask=inside, other=0.0)
+                total += tl.load(splits + other * size + places, mask=inside, other=0.0)
             tl.store(arrivals + tl.program_id(0), 0)  # for the next launch
         tl.store(y + places, total.to(y.dtype.element_ty), mask=inside)
 
@@ -235,7 +237,7 @@ def w8a8_block_fp8_triton(
     config: GemmConfig | None = None,
     facts: DeviceFacts | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel. Shapes have been checked; everything is contiguous."""
+    """Launch the kernel. Shapes must have been checked; everything is contiguous."""
     num_tokens, k = a.shape
     n = b.shape[0]
     y = torch.empty(num_tokens, n, dtype=dtype, device=a.device)
@@ -245,9 +247,9 @@ def w8a8_block_fp8_triton(
     config = config or block_fp8_config(num_tokens, n, k, facts)
     split = min(config.split_k, cdiv(k, config.block_k))
     tiles = cdiv(num_tokens, config.block_m) * cdiv(n, config.block_n)
-    parts = arrivals = None
+    splits = arrivals = None
     if split > 1:
-        parts = torch.empty(split, num_tokens, n, dtype=torch.float32, device=a.device)
+        splits = torch.empty(split, num_tokens, n, dtype=torch.float32, device=a.device)
         arrivals = arrival_counters(a.device, next_power_of_2(tiles))
     _w8a8_block_fp8[(tiles, split)](
         a,
@@ -255,7 +257,7 @@ def w8a8_block_fp8_triton(
         b,
         b_scales,
         y,
-        parts,
+        splits,
         arrivals,
         num_tokens,
         N=n,
@@ -291,18 +293,22 @@ def _check(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: t
 
 
 def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a, a_scales) of activations [num_tokens, K]."""
+    """Return (a, a_scales) of activations [num_tokens, K]."""
     return quantize_groups_triton(x) if x.is_cuda else quantize_groups_reference(x)
 
 
 def w8a8_block_fp8(
     a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The scaled product. Raises ValueError where shapes or dtypes do not fit, or the GPU has no float8."""
+    """Return the scaled GEMM.
+
+    Raises:
+        ValueError: shapes or dtypes do not match, or the GPU has no float8.
+    """
     _check(a, a_scales, b, b_scales)
     if a.is_cuda:
         tensors = (a.contiguous(), a_scales.contiguous(), b.contiguous(), b_scales.contiguous())
-        if ways().gluon_float8 and suits(a.shape[0], a.shape[1], device_facts(a.device)):
+        if kernel_backends().gluon_float8 and is_supported(a.shape[0], a.shape[1], device_facts(a.device)):
             return w8a8_block_fp8_gluon(*tensors, dtype)
         return w8a8_block_fp8_triton(*tensors, dtype)
     return w8a8_block_fp8_reference(a, a_scales, b, b_scales, dtype)

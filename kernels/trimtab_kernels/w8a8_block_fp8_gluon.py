@@ -1,19 +1,20 @@
-"""w8a8_block_fp8 of many tokens for Hopper, with warps that each do one thing: one has the tensor memory accelerator
-copy tiles, two groups of four multiply, each 64 of a tile's 128 rows by 256 columns. Programs are as many as there are
-multiprocessors and take one tile after another, so copies of the next tile come while the last one is written.
+"""w8a8_block_fp8 of many tokens for Hopper with warp specialisation: a producer warp issues tile copies by the tensor
+memory accelerator; two consumer groups of four warps multiply 64 of a tile's 128 rows each, by 256 columns. The kernel
+is persistent: one CTA per multiprocessor takes one tile after another, so that the next tile is copied while the last
+one is written.
 
-Inputs and output are w8a8_block_fp8's, whose reference this is held against: 1024 tokens or more, K a multiple of 128
-(`suits`). A step's products, 128 columns of K, leave the matrix unit before they are scaled and added in float32, half
-a tile's width at a time: sums of 128 columns and products of 128 are all the registers that a thread has. While one
-group scales and adds, the other multiplies.
+Inputs, output and reference are w8a8_block_fp8's: 1024 tokens or more, K a multiple of 128 (see `is_supported`). The
+sums of a step (128 columns of K) leave the matrix unit before they are scaled and added in float32, half a tile's width
+at a time: sums of 128 columns and partial sums of 128 use all registers of a thread. While one group scales and adds,
+the other multiplies.
 
 ```
-producer   A0 B0  A1 B1  A2 B2 ...            into STAGES places, over the ends of tiles
+producer   A0 B0  A1 B1  A2 B2 ...            into STAGES buffers, across tile boundaries
 group 0    lo add hi add | lo add hi add ...  lo, hi: the left and the right half of the columns
 group 1     lo add hi add | lo ...
 ```
-Bound by compute, as w8a8_block_fp8; tiles twice as wide read three quarters of the bytes per product. Source: own; the
-plan of roles follows DeepGEMM's description (github.com/deepseek-ai/DeepGEMM).
+Compute-bound, as w8a8_block_fp8; tiles twice as wide read three quarters of the bytes per FLOP. Source: own; the
+assignment of roles follows DeepGEMM's description (github.com/deepseek-ai/DeepGEMM).
 """
 
 import torch
@@ -21,31 +22,31 @@ import torch
 from trimtab_kernels.launch.device_facts import HOPPER, DeviceFacts, device_facts
 from trimtab_kernels.launch.gluon import (
     WARPS_OF_GROUP,
-    boxes_of,
-    copy_box,
+    copy_from_descriptor,
     gl,
     gluon_jit,
     gluon_kernel,
     hopper,
     mbarrier,
+    tensor_descriptor,
 )
 from trimtab_kernels.launch.jit import cdiv, tl
 
 MIN_TOKENS = 1024
 ROWS, HALF, STEP = 128, 128, 128
-"""Of a tile: its rows, half its columns, and the columns of K that are summed in the matrix unit."""
+"""Rows of a tile, half its columns, and the columns of K that are summed in the matrix unit."""
 STAGES, GROUP_M = 4, 8
 PRODUCER_REGISTERS, GROUP_REGISTERS = 24, 240
 
 
-def suits(num_tokens: int, k: int, facts: DeviceFacts) -> bool:
-    """Whether this kernel can take the product."""
+def is_supported(num_tokens: int, k: int, facts: DeviceFacts) -> bool:
+    """Return True if this kernel supports the GEMM."""
     return facts.capability == HOPPER and num_tokens >= MIN_TOKENS and k % STEP == 0
 
 
 @gluon_jit
 def _place_of(tile: tl.tensor, num_rows: tl.tensor, num_columns: tl.tensor, GROUP_M: gl.constexpr) -> tl.tensor:
-    """(row tile, column tile): GROUP_M rows at a time, column by column, as w8a8_block_fp8's."""
+    """Return (row tile, column tile): GROUP_M rows at a time, column by column, as in w8a8_block_fp8."""
     per_group = GROUP_M * num_columns
     first = tile // per_group * GROUP_M
     height = gl.minimum(num_rows - first, GROUP_M)
@@ -66,7 +67,7 @@ def _produce(
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
 ) -> None:
-    """The producer: the tiles of all steps of all of the program's tiles."""
+    """Producer: load the tiles of all steps of all of the CTA's tiles."""
     HALF_ROWS: gl.constexpr = a_box.block_shape[0]
     HALF_COLUMNS: gl.constexpr = b_box.block_shape[0]
     STEP: gl.constexpr = a_box.block_shape[1]
@@ -80,8 +81,8 @@ def _produce(
             for half in gl.static_range(2):
                 row = row_tile * (2 * HALF_ROWS) + half * HALF_ROWS
                 column = column_tile * (2 * HALF_COLUMNS) + half * HALF_COLUMNS
-                copy_box(a_box, [row, step * STEP], full.index(stage), a_tiles.index(2 * stage + half))
-                copy_box(b_box, [column, step * STEP], full.index(stage), b_tiles.index(2 * stage + half))
+                copy_from_descriptor(a_box, [row, step * STEP], full.index(stage), a_tiles.index(2 * stage + half))
+                copy_from_descriptor(b_box, [column, step * STEP], full.index(stage), b_tiles.index(2 * stage + half))
             done += 1
 
 
@@ -89,7 +90,7 @@ def _produce(
 def _write(
     y: tl.tensor, sums: tl.tensor, rows: tl.tensor, first_column: tl.tensor, num_tokens: tl.tensor, N: gl.constexpr
 ) -> None:
-    """Half of a group's tile; a thread has pairs of neighbours."""
+    """Write half of a group's tile; a thread has adjacent pairs."""
     columns = first_column + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, sums.type.layout))
     places = rows.to(gl.int64)[:, None] * N + columns[None, :]
     gl.store(y + places, sums.to(y.dtype.element_ty), mask=(rows < num_tokens)[:, None] & (columns < N)[None, :])
@@ -113,7 +114,7 @@ def _consume(
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
 ) -> None:
-    """Group ME of the two: its rows of all of the program's tiles."""
+    """Consumer: group ME's rows of all of the CTA's tiles."""
     HALF_ROWS: gl.constexpr = a_tiles.shape[1]
     HALF_COLUMNS: gl.constexpr = b_tiles.shape[1]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_COLUMNS, 32])
@@ -123,12 +124,12 @@ def _consume(
         rows = row_tile * (2 * HALF_ROWS) + ME * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, SUMS))
         is_row = rows < num_tokens
         scale_rows = a_scales + rows * STEPS
-        # Of weights behind the last row there are no scales, and nothing of them is written.
+        # Weights after the last row have no scales, and their outputs are not written.
         left_scales = b_scales + column_tile * 2 * STEPS
         right_scales = b_scales + gl.minimum(column_tile * 2 + 1, (N - 1) // HALF_COLUMNS) * STEPS
         left_sums = gl.zeros([HALF_ROWS, HALF_COLUMNS], gl.float32, SUMS)
         right_sums = gl.zeros([HALF_ROWS, HALF_COLUMNS], gl.float32, SUMS)
-        # One set of registers for all products: the next one waits until this one is added.
+        # One set of registers for all steps: the next one waits until this one is added.
         product = gl.zeros([HALF_ROWS, HALF_COLUMNS], gl.float32, SUMS)
         scale = gl.load(scale_rows, mask=is_row, other=0.0)
         left_scale = gl.load(left_scales)
@@ -139,7 +140,7 @@ def _consume(
             mine = a_tiles.index(2 * stage + ME)
             left = b_tiles.index(2 * stage).permute([1, 0])
             under_way = hopper.warpgroup_mma(mine, left, product, use_acc=False, is_async=True)
-            # The next step's scales come meanwhile.
+            # The next step's scales are loaded meanwhile.
             following = gl.minimum(step + 1, STEPS - 1)
             next_scale = gl.load(scale_rows + following, mask=is_row, other=0.0)
             next_left = gl.load(left_scales + following)
@@ -174,7 +175,7 @@ def _w8a8_block_fp8_gluon(
     GROUP_M: gl.constexpr,
     REGISTERS: gl.constexpr,
 ) -> None:
-    """Program p takes the tiles p, p + programs, ..."""
+    """CTA p takes the tiles p, p + num_ctas, ..."""
     HALF_ROWS: gl.constexpr = a_box.block_shape[0]
     HALF_COLUMNS: gl.constexpr = b_box.block_shape[0]
     STEP: gl.constexpr = a_box.block_shape[1]
@@ -218,16 +219,16 @@ def w8a8_block_fp8_gluon(
     *,
     facts: DeviceFacts | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel for what `suits` it. Shapes have been checked; everything is contiguous."""
+    """Launch the kernel for a supported GEMM. Shapes must have been checked; everything is contiguous."""
     num_tokens, k = a.shape
     n = b.shape[0]
     y = torch.empty(num_tokens, n, dtype=dtype, device=a.device)
     facts = facts or device_facts(a.device)
     tiles = cdiv(num_tokens, ROWS) * cdiv(n, 2 * HALF)
     _w8a8_block_fp8_gluon[(min(tiles, facts.num_sms),)](
-        boxes_of(a, [num_tokens, k], [k, 1], [ROWS // 2, STEP]),
+        tensor_descriptor(a, [num_tokens, k], [k, 1], [ROWS // 2, STEP]),
         a_scales,
-        boxes_of(b, [n, k], [k, 1], [HALF, STEP]),
+        tensor_descriptor(b, [n, k], [k, 1], [HALF, STEP]),
         b_scales,
         y,
         num_tokens,

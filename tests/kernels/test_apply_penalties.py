@@ -8,7 +8,7 @@ from trimtab_kernels.apply_penalties import apply_penalties, apply_penalties_ref
 @pytest.mark.parametrize(
     ("presence", "frequency", "repetition"), [(0, 0, 1), (1.5, 0, 1), (0, -0.5, 1), (0.3, 0.7, 1.9)]
 )
-def test_it_matches_the_reference(presence: float, frequency: float, repetition: float) -> None:
+def test_apply_penalties_matches_reference(presence: float, frequency: float, repetition: float) -> None:
     logits = torch.randn(101)
     expected = logits.clone()
     counts = {"output_ids": torch.tensor([3, 50, 100]), "output_counts": torch.tensor([1.0, 7.0, 2.0])}
@@ -20,7 +20,7 @@ def test_it_matches_the_reference(presence: float, frequency: float, repetition:
     torch.testing.assert_close(logits, expected)
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_apply_penalties_rejects_mismatched_shapes() -> None:
     ids = torch.tensor([1])
     with pytest.raises(ValueError, match="must be"):
         apply_penalties(

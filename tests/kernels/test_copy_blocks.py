@@ -8,14 +8,14 @@ import pytest
 import torch
 from trimtab_kernels.copy_blocks import copy_blocks, copy_blocks_reference, copy_blocks_triton
 
-COPIES = (copy_blocks, copy_blocks_triton, partial(copy_blocks_triton, max_programs=2))
-"""The triton ones in the interpreter."""
+COPIES = (copy_blocks, copy_blocks_triton, partial(copy_blocks_triton, max_ctas=2))
+"""The Triton variants run in the interpreter."""
 
 
 @pytest.mark.parametrize("copy", COPIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("elements", [2, 96, 4098])
-def test_blocks_move_inside_a_cache(copy: Callable[..., Any], dtype: torch.dtype, elements: int) -> None:
+def test_copy_blocks_within_cache(copy: Callable[..., Any], dtype: torch.dtype, elements: int) -> None:
     ours = torch.randn(3, 9, elements).to(dtype)
     expected = ours.clone()
     pairs = torch.tensor([[0, 5], [2, 8], [0, 1]])
@@ -25,7 +25,7 @@ def test_blocks_move_inside_a_cache(copy: Callable[..., Any], dtype: torch.dtype
 
 
 @pytest.mark.parametrize("copy", COPIES)
-def test_blocks_move_between_caches_whose_regions_lie_apart(copy: Callable[..., Any]) -> None:
+def test_copy_blocks_between_caches_with_region_stride(copy: Callable[..., Any]) -> None:
     source = torch.randn(2, 4, 80)[:, :, :64].contiguous()
     destination = torch.zeros(2, 7, 64)
     wide = torch.zeros(4, 7, 64)
@@ -37,8 +37,8 @@ def test_blocks_move_between_caches_whose_regions_lie_apart(copy: Callable[..., 
 
 
 @pytest.mark.parametrize("copy", COPIES)
-def test_blocks_move_as_words_whatever_they_hold(copy: Callable[..., Any]) -> None:
-    """As the KV cache moves them: regions of float8 at distances, seen as 64-bit words."""
+def test_copy_blocks_as_words_for_any_content(copy: Callable[..., Any]) -> None:
+    """Regions of float8 with a stride, viewed as 64-bit words, as the KV cache moves them."""
     memory = torch.randint(0, 256, (3 * 1024,), dtype=torch.uint8)
     words = memory.view(torch.int64).as_strided((3, 7, 10), (128, 10, 1))  # blocks of 80 bytes, regions of 1024
     expected = memory.clone()
@@ -50,13 +50,13 @@ def test_blocks_move_as_words_whatever_they_hold(copy: Callable[..., Any]) -> No
 
 
 @pytest.mark.parametrize("copy", COPIES)
-def test_no_pairs_is_no_work(copy: Callable[..., Any]) -> None:
+def test_copy_blocks_without_pairs_does_nothing(copy: Callable[..., Any]) -> None:
     cache = torch.ones(1, 2, 4)
     copy(cache, cache, torch.empty(0, 2, dtype=torch.int64))
     assert torch.equal(cache, torch.ones(1, 2, 4))
 
 
-def test_caches_that_differ_are_refused() -> None:
+def test_copy_blocks_rejects_different_caches() -> None:
     pairs = torch.tensor([[0, 1]])
     with pytest.raises(ValueError, match="must be alike"):
         copy_blocks(torch.ones(1, 2, 4), torch.ones(1, 2, 8), pairs)

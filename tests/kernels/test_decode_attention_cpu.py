@@ -1,4 +1,4 @@
-"""Decode attention that reads the cache in place, against the one-sequence reference."""
+"""CPU decode attention, which reads the cache in place, against the one-sequence reference."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def a_cache(num_blocks: int, kv_heads: int, size: int) -> tuple[torch.Tensor, to
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(1, 1, 7), (4, 4, 16), (9, 3, 64), (6, 1, 10)])
 @pytest.mark.parametrize("length", [1, 4, 7, 12])
-def test_one_sequence_of_any_length(heads: int, kv_heads: int, size: int, length: int) -> None:
+def test_decode_attention_single_sequence_of_any_length(heads: int, kv_heads: int, size: int, length: int) -> None:
     keys, values = a_cache(9, kv_heads, size)
     table = [7, 2, 5][: -(-length // BLOCK_SIZE)]
     query = torch.randn(1, heads, size)
@@ -29,7 +29,7 @@ def test_one_sequence_of_any_length(heads: int, kv_heads: int, size: int, length
         torch.testing.assert_close(output, expected, rtol=2e-6, atol=2e-6)
 
 
-def test_shorter_sequences_of_a_group_see_only_their_own_tokens() -> None:
+def test_shorter_sequences_of_group_see_only_own_tokens() -> None:
     keys, values = a_cache(12, 2, 8)
     tables, lengths = [[11, 3], [4, 4]], [8, 3]
     mask = torch.zeros(2, 1, 8)
@@ -42,6 +42,6 @@ def test_shorter_sequences_of_a_group_see_only_their_own_tokens() -> None:
         torch.testing.assert_close(output[i : i + 1], expected, rtol=2e-6, atol=2e-6)
 
 
-def test_more_places_than_the_cache_has_rows_are_refused() -> None:
+def test_plan_reads_rejects_length_beyond_cache_rows() -> None:
     with pytest.raises(ValueError, match="8 places per row"):
         plan_reads(torch.tensor([[0, 0]]), 8, None, 1, torch.Size((1, BLOCK_SIZE, 1, 8)))

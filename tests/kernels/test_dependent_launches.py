@@ -1,5 +1,5 @@
-"""Kernels that begin while the one before them ends compute what they compute one after another. The order is a GPU's:
-in the interpreter there is none, and what the compiled code does before it waits is read in aot/test_dependence.py."""
+"""Dependent launches give the results of ordinary launches. Only a GPU overlaps kernels; the interpreter runs them in
+order. kernel_benchmarks/aot/test_dependence.py checks in the compiled code what runs before the wait."""
 
 import os
 
@@ -14,7 +14,7 @@ REPETITIONS = 50
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU that starts kernels ahead")
 @pytest.mark.parametrize("in_a_graph", [False, True])
-def test_layers_are_the_same_however_they_are_launched(in_a_graph: bool) -> None:
+def test_layer_results_do_not_depend_on_launch_mode(in_a_graph: bool) -> None:
     found = list(rows(torch.device("cuda"), tiny=True))
     if len(found) < 2:
         pytest.skip("before Hopper no kernel is started ahead")

@@ -1,4 +1,4 @@
-"""edit_logits and ban_tokens, in the interpreter, against their references; and the penalties are apply_penalties'."""
+"""edit_logits and ban_tokens in the interpreter against their references, whose penalties equal apply_penalties'."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,8 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def a_table(vocab: int) -> torch.Tensor:
-    """Four rows: biases, counts, biases, counts; some tokens forbidden, some seen, some both."""
+    """Return four rows (biases, counts, biases, counts) with forbidden tokens, seen tokens, and tokens that are
+    both."""
     generator = torch.Generator().manual_seed(vocab)
     table = torch.zeros(4, vocab + 3, dtype=torch.int32)
     for row in (0, 2):
@@ -36,7 +37,7 @@ def a_table(vocab: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("edit", [edit_logits, edit_logits_triton])
 @pytest.mark.parametrize("vocab", [1, 7, 2049, 4097])
-def test_edits_match_the_reference(edit: Callable[..., Any], vocab: int) -> None:
+def test_edit_logits_matches_reference(edit: Callable[..., Any], vocab: int) -> None:
     logits = torch.randn(5, vocab + 3, generator=torch.Generator().manual_seed(1))[:, :vocab]
     expected = logits.clone()
     edits = (
@@ -50,7 +51,7 @@ def test_edits_match_the_reference(edit: Callable[..., Any], vocab: int) -> None
     )
     edit(logits, *edits)
     edit_logits_reference(expected, *edits)
-    # Products may be fused with sums on the device: one rounding less.
+    # The device may fuse a multiplication with an addition: one rounding less.
     torch.testing.assert_close(logits, expected, rtol=4 * torch.finfo(torch.float32).eps, atol=1e-6)
 
 
@@ -58,7 +59,7 @@ def test_edits_match_the_reference(edit: Callable[..., Any], vocab: int) -> None
 @pytest.mark.parametrize(
     ("presence", "frequency", "repetition"), [(0.0, 0.0, 1.0), (1.5, 0.0, 1.0), (0.0, -0.5, 1.0), (0.3, 0.7, 1.9)]
 )
-def test_the_reference_penalises_to_the_last_bit_as_apply_penalties(
+def test_edit_logits_reference_equals_apply_penalties_bitwise(
     presence: float, frequency: float, repetition: float
 ) -> None:
     logits = torch.randn(1, 101)
@@ -82,7 +83,7 @@ def test_the_reference_penalises_to_the_last_bit_as_apply_penalties(
     assert torch.equal(logits[0], expected)
 
 
-def test_what_is_forbidden_stays_so_whatever_penalties_do() -> None:
+def test_forbidden_tokens_stay_forbidden_after_penalties() -> None:
     for edit in (edit_logits, edit_logits_triton):
         logits = torch.tensor([[1.0, 2.0]])
         table = torch.stack([torch.tensor([-INF, 0.0]).view(torch.int32), ints(5, 5)])
@@ -93,7 +94,7 @@ def test_what_is_forbidden_stays_so_whatever_penalties_do() -> None:
 
 
 @pytest.mark.parametrize("ban", [ban_tokens, ban_tokens_triton, ban_tokens_reference])
-def test_a_ban_holds_where_the_last_token_is_the_one_it_needs(ban: Callable[..., Any]) -> None:
+def test_ban_applies_only_after_its_required_last_token(ban: Callable[..., Any]) -> None:
     logits = torch.zeros(3, 9)
     last_tokens = torch.tensor([4, 8])
     rows, tokens = ints(0, 0, 1, 2, 2), ints(5, 6, 5, 7, 7)
@@ -102,7 +103,7 @@ def test_a_ban_holds_where_the_last_token_is_the_one_it_needs(ban: Callable[...,
     assert banned == {(0, 5), (0, 6), (2, 7)}
 
 
-def test_more_bans_than_one_program_takes() -> None:
+def test_ban_tokens_with_more_bans_than_one_cta() -> None:
     logits = torch.zeros(2, 200)
     tokens = torch.arange(150, dtype=torch.int32)
     ban_tokens_triton(logits, torch.ones_like(tokens), tokens, -torch.ones_like(tokens), tokens, torch.zeros(1).long())
@@ -110,7 +111,7 @@ def test_more_bans_than_one_program_takes() -> None:
     assert not logits[0].any()
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_edit_logits_rejects_mismatched_shapes() -> None:
     table, one = torch.zeros(1, 4, dtype=torch.int32), torch.ones(1)
     with pytest.raises(ValueError, match="vocab_size"):
         edit_logits(torch.ones(1, 5), table, ints(0), ints(0), ints(0), one, one, one)

@@ -1,16 +1,16 @@
-"""float32 stays float32 on a GPU: Triton's own choice for products there is tf32, whose mantissa has 10 bits. The
-interpreter multiplies exactly whatever is asked, so the source is looked at."""
+"""float32 stays float32 on a GPU: Triton's default for `tl.dot` is tf32, whose mantissa has 10 bits. The interpreter
+always multiplies exactly, so the source is checked."""
 
 import ast
 from pathlib import Path
 
 import trimtab_kernels
 
-PRECISION = "tf32x3"  # three tf32 products, on the matrix units; 16-bit and float8 operands compile to the same code
+PRECISION = "tf32x3"  # three tf32 GEMMs on the matrix units; 16-bit and float8 operands compile to the same code
 
 
 def products() -> list[tuple[str, ast.Call]]:
-    """Where, and what, of every `tl.dot` in the kernels."""
+    """Return the location and text of every `tl.dot` in the kernels."""
     folder = Path(trimtab_kernels.__file__).parent
     return [
         (f"{file.relative_to(folder)}:{node.lineno}", node)
@@ -20,7 +20,7 @@ def products() -> list[tuple[str, ast.Call]]:
     ]
 
 
-def test_every_product_of_a_kernel_says_how_precise_float32_is() -> None:
+def test_every_dot_sets_float32_precision() -> None:
     found = products()
     assert found, "the kernels multiply by tl.dot"
     for where, call in found:

@@ -40,14 +40,14 @@ def by_token(
 
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 7, 65])
-def test_each_token_gets_the_weighted_sum_of_its_experts(num_tokens: int, renormalize: bool) -> None:
+def test_token_gets_weighted_sum_of_its_experts(num_tokens: int, renormalize: bool) -> None:
     inputs = an_input(num_tokens)
     output = fused_moe(*inputs, TOP_K, renormalize)
     torch.testing.assert_close(output, by_token(*inputs, renormalize), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("weighs_inputs", [True, False])
-def test_by_sigmoids_each_token_gets_its_best_experts_weighted_before_or_behind_them(weighs_inputs: bool) -> None:
+def test_sigmoid_routing_weights_inputs_or_outputs(weighs_inputs: bool) -> None:
     x, logits, w13, w2 = an_input(9)
     output = fused_moe(x, logits, w13, w2, TOP_K, False, sigmoid=SigmoidRouting(weighs_inputs=weighs_inputs))
     for token, scores, y in zip(x, logits.sigmoid(), output, strict=True):
@@ -60,7 +60,7 @@ def test_by_sigmoids_each_token_gets_its_best_experts_weighted_before_or_behind_
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_the_parts_of_two_ranks_sum_to_the_whole() -> None:
+def test_partial_sums_of_two_ranks_add_up() -> None:
     x, logits, w13, w2 = an_input(9)
     whole = fused_moe(x, logits, w13, w2, TOP_K, True)
     parts = torch.zeros_like(whole)
@@ -71,7 +71,7 @@ def test_the_parts_of_two_ranks_sum_to_the_whole() -> None:
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-4)
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_fused_moe_rejects_mismatched_shapes() -> None:
     x, logits, w13, w2 = an_input(2)
     with pytest.raises(ValueError, match="do not fit together"):
         fused_moe(x, logits, w13, w2[:, :, 1:], TOP_K, True)
@@ -81,13 +81,13 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 7, 20])
-def test_the_kernels_match_the_reference(num_tokens: int, renormalize: bool) -> None:
+def test_fused_moe_kernels_match_reference(num_tokens: int, renormalize: bool) -> None:
     inputs = an_input(num_tokens)
     ours = fused_moe_triton(*inputs, TOP_K, renormalize, config=CONFIG)
     torch.testing.assert_close(ours, by_token(*inputs, renormalize), rtol=1e-5, atol=1e-4)
 
 
-def test_the_kernels_leave_out_experts_that_another_rank_holds() -> None:
+def test_fused_moe_kernels_skip_experts_of_other_ranks() -> None:
     x, logits, w13, w2 = an_input(9)
     held = [4, 1, 3]
     expert_map = torch.full((NUM_EXPERTS,), -1)
@@ -98,8 +98,8 @@ def test_the_kernels_leave_out_experts_that_another_rank_holds() -> None:
 
 
 def a_map_with_copies() -> tuple[torch.Tensor, list[list[int]]]:
-    """Expert 0 has three copies, two on the first of two ranks; expert 3 has one on each. (map of slots, slots of
-    ranks by expert.)"""
+    """Return (map of slots, slots of ranks by expert). Expert 0 has three copies, two on the first of two ranks; expert
+    3 has one on each."""
     slots = [[0, 1, 2, 0, 3], [3, 0, 4, 5]]
     whole = [*slots[0], *slots[1]]
     places = [[slot for slot, held in enumerate(whole) if held == expert] for expert in range(NUM_EXPERTS)]
@@ -107,7 +107,7 @@ def a_map_with_copies() -> tuple[torch.Tensor, list[list[int]]]:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 20])
-def test_tokens_take_turns_among_the_copies_of_an_expert(num_tokens: int) -> None:
+def test_tokens_alternate_among_copies_of_expert(num_tokens: int) -> None:
     x, logits, w13, w2 = an_input(num_tokens)
     slot_of, slots = a_map_with_copies()
     whole = fused_moe(x, logits, w13, w2, TOP_K, True)
@@ -121,7 +121,7 @@ def test_tokens_take_turns_among_the_copies_of_an_expert(num_tokens: int) -> Non
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-4)
 
 
-def test_the_kernels_choose_a_configuration_of_their_own() -> None:
+def test_fused_moe_kernels_select_default_configuration() -> None:
     inputs = an_input(5)
     torch.testing.assert_close(fused_moe_triton(*inputs, TOP_K, True), by_token(*inputs, True), rtol=1e-5, atol=1e-4)
 
@@ -146,7 +146,7 @@ MIXTURES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("held", [None, [4, 1, 3]], ids=["", "some held"])
-def test_the_kernels_know_what_other_mixtures_have(mixture: str, held: list[int] | None) -> None:
+def test_fused_moe_kernels_support_biases_clamps_and_sigmoids(mixture: str, held: list[int] | None) -> None:
     x, logits, w13, w2 = an_input(17)
     more = MIXTURES[mixture]()
     expert_map = None

@@ -18,7 +18,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize("rows", [[limit] for limit in LIMITS] + [LIMITS])
-def test_it_keeps_what_the_reference_keeps(rows: list[tuple[int, float, float]]) -> None:
+def test_keep_likely_tokens_matches_reference(rows: list[tuple[int, float, float]]) -> None:
     logits = torch.randn(len(rows), 4097) * 3
     expected = logits.clone()
     top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
@@ -30,7 +30,7 @@ def test_it_keeps_what_the_reference_keeps(rows: list[tuple[int, float, float]])
     assert torch.equal(logits[both], expected[both])
 
 
-def test_the_likeliest_token_is_always_kept() -> None:
+def test_most_likely_token_is_always_kept() -> None:
     logits = torch.randn(3, 100)
     best = logits.argmax(dim=-1)
     keep_likely_tokens(
@@ -40,7 +40,7 @@ def test_the_likeliest_token_is_always_kept() -> None:
     assert int((~logits.isinf()).sum()) == 3
 
 
-def test_limits_of_another_length_or_k_of_zero_are_refused() -> None:
+def test_keep_likely_tokens_rejects_wrong_lengths_and_zero_k() -> None:
     ones = torch.ones(2)
     with pytest.raises(ValueError, match="each limit must be"):
         keep_likely_tokens(torch.ones(2, 5), top_k=torch.tensor([1]), top_p=ones, min_p=ones)

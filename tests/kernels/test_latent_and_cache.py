@@ -1,4 +1,4 @@
-"""latent_and_cache is its parts, one after another."""
+"""latent_and_cache against the references of its steps."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ FLOAT8 = torch.float8_e4m3fn
 def tensors_of(
     num_tokens: int, num_heads: int, kv_rank: int, size: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
-    """Rotated parts lie within longer heads, kept rows in wider ones, as in a layer."""
+    """Return inputs as in a layer: rotary parts within longer heads, `kept` rows within wider ones."""
     generator = torch.Generator().manual_seed(5)
     width = kv_rank + size
     query = torch.full((num_tokens, num_heads, width), 7.0).to(dtype)
@@ -27,7 +27,7 @@ def tensors_of(
 @pytest.mark.parametrize(("kv_rank", "size"), [(512, 64), (24, 8), (10, 6), (48, 20)])
 @pytest.mark.parametrize("num_heads", [1, 5, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_equals_its_parts(dtype: torch.dtype, num_heads: int, kv_rank: int, size: int) -> None:
+def test_latent_and_cache_equals_its_steps(dtype: torch.dtype, num_heads: int, kv_rank: int, size: int) -> None:
     query, rotated, kept, norm, rotation, cache, slots = tensors_of(5, num_heads, kv_rank, size, dtype, dtype)
     own_query, own_cache = query.clone(), cache.clone()
     slots[2] = -1
@@ -42,9 +42,9 @@ def test_it_equals_its_parts(dtype: torch.dtype, num_heads: int, kv_rank: int, s
 
 
 @pytest.mark.parametrize("cache_dtype", [FLOAT8, torch.float8_e5m2])
-def test_a_float8_cache_holds_scaled_and_clamped_values(cache_dtype: torch.dtype) -> None:
-    """Values that the format holds exactly, behind a norm and a turn that change none: Triton's interpreter loses the
-    carry when a conversion rounds up."""
+def test_latent_and_cache_float8_cache_is_scaled_and_clamped(cache_dtype: torch.dtype) -> None:
+    """Uses exactly representable values, and a norm and rotation that change none: Triton's interpreter loses the carry
+    when a conversion rounds up."""
     query, rotated, kept, norm, rotation, cache, slots = tensors_of(4, 2, 24, 8, torch.float32, cache_dtype)
     kept = torch.cat([kept[:, :24].sign(), kept[:, 24:].to(cache_dtype).float()], dim=1)
     norm, rotation, own_cache = norm.to(cache_dtype).float(), torch.ones_like(rotation), cache.clone()
@@ -58,7 +58,7 @@ def test_a_float8_cache_holds_scaled_and_clamped_values(cache_dtype: torch.dtype
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_the_cpu_has_the_same_result(is_padded: bool) -> None:
+def test_latent_and_cache_on_cpu_equals_reference(is_padded: bool) -> None:
     query, rotated, kept, norm, rotation, cache, slots = tensors_of(5, 3, 24, 8, torch.float32, torch.float32)
     own_query, own_cache = query.clone(), cache.clone()
     if is_padded:
@@ -71,7 +71,7 @@ def test_the_cpu_has_the_same_result(is_padded: bool) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_latent_and_cache_rejects_mismatched_inputs() -> None:
     query, rotated, kept, norm, rotation, cache, slots = tensors_of(5, 3, 24, 8, torch.float32, torch.float32)
     with pytest.raises(ValueError, match="latent_and_cache: query"):
         latent_and_cache(query[:, :, :30], rotated, kept, norm, 1e-6, rotation, cache, slots)

@@ -1,5 +1,4 @@
-"""A step's attention over latent vectors gives what the CPU's plan of the same step gives, by the kernels and by their
-reference."""
+"""Latent attention of a step by the kernels and by their reference equals the CPU's plan of the same step."""
 
 from typing import Any
 
@@ -25,13 +24,13 @@ DRAFTS = [([5, 6, 8], 19, 3), ([10], 0, 3), ([11, 12], 9, 3)]
 def a_batch(
     decodes: list[tuple[list[int], int]], chunks: list[tuple[list[int], int, int]], device: torch.device
 ) -> PagedBatch:
-    """Its integers are packed on the host wherever the device is: no mode of the test may move them before."""
+    """Build a batch whose integers are created on the host: the tests' device mode must not move them."""
     with torch._C.DisableTorchFunction():
         return build_paged_batch(decodes, chunks, block_size=BLOCK_SIZE, device=device)
 
 
 DECODED = ["_latent_decode", "_latent_merge"]
-"""Of few sequences."""
+"""Kernels for few sequences."""
 
 
 @pytest.mark.parametrize(
@@ -44,9 +43,9 @@ DECODED = ["_latent_decode", "_latent_merge"]
         (DECODES[:1], DRAFTS, [*DECODED, *DECODED]),
         (DECODES, DRAFTS[:1] + CHUNKS, [*DECODED, "_latent_prefill"]),
     ],
-    ids=["decodes", "chunks", "mixed", "drafts", "drafts beside a decode", "all"],
+    ids=["decodes", "chunks", "mixed", "drafts", "drafts and a decode", "all"],
 )
-def test_it_equals_the_cpu_plan_of_the_same_step(
+def test_latent_attention_equals_cpu_plan(
     decodes: list[tuple[list[int], int]], chunks: list[tuple[list[int], int, int]], kernels: list[str]
 ) -> None:
     slots = [table[(length - 1) // BLOCK_SIZE] * BLOCK_SIZE + (length - 1) % BLOCK_SIZE for table, length in decodes]
@@ -70,7 +69,7 @@ def test_it_equals_the_cpu_plan_of_the_same_step(
 
 
 @pytest.mark.parametrize("num_heads", [1, 4, 24, 128])
-def test_a_warm_start_has_compiled_every_variant_that_a_step_may_choose(num_heads: int) -> None:
+def test_warm_up_compiles_every_variant_of_a_step(num_heads: int) -> None:
     like: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
     cache = torch.empty(64, BLOCK_SIZE, 1, 576, **like)
     with record_launches() as launches:

@@ -1,17 +1,17 @@
-"""latent_decode, sequences whole and shared by programs, one token and several, against float32 attention of one
-sequence at a time."""
+"""latent_decode against float32 attention of one sequence at a time: whole and split sequences, one token and
+several."""
 
 import pytest
 import torch
-from kernel_benchmarks.aot.bounds import programs_per_sm
-from trimtab_kernels.latent_decode import latent_decode_reference, latent_decode_triton, latent_programs, merges_apart
+from kernel_benchmarks.aot.bounds import ctas_per_sm
+from trimtab_kernels.latent_decode import has_separate_merge, latent_ctas, latent_decode_reference, latent_decode_triton
 from trimtab_kernels.latent_prefill import latent_tile
 from trimtab_kernels.launch.arrivals import arrival_counters
 from trimtab_kernels.launch.device_facts import A100, B200, H200, L40, DeviceFacts
 from trimtab_kernels.launch.jit import record_launches
 
 LENGTHS = [1, 65, 1100, 0, 33]
-"""Of which the long one is shared where there are several programs, and short ones lie beside its parts."""
+"""With several CTAs, the long sequence is split, and short ones share CTAs with its splits."""
 FLOAT8 = torch.float8_e4m3fn
 
 
@@ -28,7 +28,7 @@ def check(
     cache_scale: float = 1.0,
     programs: int = 1,
 ) -> None:
-    """Compute both ways. Every sequence's blocks are shuffled; slots beyond its length hold NaN."""
+    """Compare with the reference. Every sequence's blocks are shuffled; slots beyond its length contain NaN."""
     generator = torch.Generator().manual_seed(5)
     counts = [-(-length // block_size) for length in lengths]
     order = (torch.randperm(sum(counts), generator=generator) + 1).to(torch.int32)
@@ -57,55 +57,55 @@ def check(
 @pytest.mark.parametrize("programs", [1, 4])
 @pytest.mark.parametrize("heads", [1, 16, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_all_heads_read_one_vector(heads: int, programs: int, dtype: torch.dtype) -> None:
-    """More of them than a tile has rows are groups of their own, in float32 of 16."""
+def test_latent_decode_all_heads_read_one_vector(heads: int, programs: int, dtype: torch.dtype) -> None:
+    """Heads beyond a tile's rows form row groups; in float32, groups of 16."""
     check(heads=heads, programs=programs, dtype=dtype)
 
 
 @pytest.mark.parametrize("programs", [1, 5])
 @pytest.mark.parametrize(("query_len", "heads"), [(2, 4), (3, 8), (8, 3), (5, 16)])
-def test_drafts_see_the_tokens_up_to_their_own(query_len: int, heads: int, programs: int) -> None:
+def test_latent_decode_drafts_see_tokens_up_to_their_own(query_len: int, heads: int, programs: int) -> None:
     check(lengths=[8, 65, 1100, 33, 514], query_len=query_len, heads=heads, programs=programs, dtype=torch.float16)
 
 
-def test_a_part_in_which_a_row_sees_nothing_counts_nothing() -> None:
-    """The last tile of the second program has the newest key alone, which the older of two rows does not see."""
+def test_split_without_visible_keys_of_a_row_has_no_weight() -> None:
+    """The last tile of the second CTA contains only the newest key, which the older of two rows does not see."""
     check(lengths=[1025], query_len=2, programs=3, dtype=torch.float16)
     check(lengths=[513, 1026], query_len=3, programs=2)
 
 
 @pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 128])
-def test_every_block_size(block_size: int, programs: int) -> None:
+def test_latent_decode_every_block_size(block_size: int, programs: int) -> None:
     check(block_size=block_size, programs=programs, dtype=torch.float16)
 
 
 @pytest.mark.parametrize(("kv_rank", "rotary"), [(512, 64), (10, 6), (48, 16), (100, 20)])
-def test_widths_that_are_powers_of_two_and_not(kv_rank: int, rotary: int) -> None:
+def test_latent_decode_widths_with_and_without_padding(kv_rank: int, rotary: int) -> None:
     check(lengths=[1100, 3], kv_rank=kv_rank, rotary=rotary, dtype=torch.float16, programs=2)
 
 
 @pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_float8_cache_is_read_with_its_scale(dtype: torch.dtype, programs: int) -> None:
+def test_latent_decode_float8_cache_uses_scale(dtype: torch.dtype, programs: int) -> None:
     check(dtype=dtype, cache_dtype=FLOAT8, cache_scale=0.5, programs=programs)
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 0, 0], [0, 1030, 0], [1030, 0, 0, 0]])
-def test_rows_of_padding_are_zeros_wherever_they_stand(lengths: list[int]) -> None:
+def test_latent_decode_padding_rows_are_zeros(lengths: list[int]) -> None:
     check(lengths=lengths, programs=3)
 
 
-def test_a_sequence_of_many_parts_is_merged_some_at_a_time() -> None:
+def test_latent_decode_merges_many_splits_in_steps() -> None:
     check(lengths=[5500, 3, 7000], heads=3, programs=99, dtype=torch.float16)
 
 
-def test_columns_and_rows_that_fill_no_program() -> None:
+def test_latent_decode_partially_filled_tiles() -> None:
     check(lengths=[1300, 0, 2], kv_rank=200, rotary=20, programs=5, dtype=torch.float16, query_len=2)
 
 
-def test_only_what_is_shared_is_merged_apart() -> None:
-    """A result that lies where nothing has to be merged stays as the first launch wrote it."""
+def test_latent_merge_writes_only_split_sequences() -> None:
+    """Results that need no merge stay as the first launch wrote them."""
     generator = torch.Generator().manual_seed(8)
     tensors = (
         torch.randn(3, 4, 32, generator=generator),
@@ -128,16 +128,13 @@ def test_only_what_is_shared_is_merged_apart() -> None:
 @pytest.mark.parametrize(
     ("num_seqs", "programs", "expected"), [(1, 2, True), (1, 1, False), (8, 33, True), (17, 33, False)]
 )
-def test_parts_are_merged_apart_where_a_sequence_has_several_programs(
-    num_seqs: int, programs: int, expected: bool
-) -> None:
-    assert merges_apart(num_seqs, programs) is expected
+def test_separate_merge_is_used_for_several_ctas_per_sequence(num_seqs: int, programs: int, expected: bool) -> None:
+    assert has_separate_merge(num_seqs, programs) is expected
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_one_launch_of_one_grid_serves_whatever_lengths_there_are(apart: bool) -> None:
-    """As a captured graph is replayed: nothing but the lengths on the device changes. Equal inputs give equal
-    outputs."""
+def test_one_grid_serves_all_lengths(apart: bool) -> None:
+    """Replays as a captured graph does: only the lengths on the device change. Equal inputs give equal outputs."""
     generator = torch.Generator().manual_seed(8)
     cache = torch.randn(129, 16, 1, 32, generator=generator)
     tables = (torch.arange(128, dtype=torch.int32) + 1).repeat(3, 1)
@@ -158,7 +155,7 @@ def test_one_launch_of_one_grid_serves_whatever_lengths_there_are(apart: bool) -
     assert len({launch.grid for launch in launches}) == 1 + apart
 
 
-def test_as_many_rows_as_sequences_have_tokens_are_asked_for() -> None:
+def test_latent_decode_rejects_wrong_number_of_rows() -> None:
     zeros = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="latent_decode: 3 rows are not 2 of each of 2 sequences"):
         latent_decode_triton(
@@ -168,13 +165,11 @@ def test_as_many_rows_as_sequences_have_tokens_are_asked_for() -> None:
 
 @pytest.mark.parametrize("facts", [A100, L40, H200, B200])
 @pytest.mark.parametrize("num_rows", [8, 16, 32, 128, 1024])
-def test_all_programs_run_at_once(facts: DeviceFacts, num_rows: int) -> None:
-    """By what tiles take of registers and shared memory where they were compiled."""
+def test_all_ctas_are_resident_at_once(facts: DeviceFacts, num_rows: int) -> None:
+    """Checked with the registers and shared memory of compiled tiles."""
     tile = latent_tile(num_rows, 576, 2, 2, facts)
     groups = -(-num_rows // tile.rows)
-    programs = latent_programs(groups, tile, facts)
+    programs = latent_ctas(groups, tile, facts)
     shared = {(16, 32): 56 << 10, (32, 32): 75 << 10, (32, 64): 113 << 10, (64, 64): 217 << 10}[tile.rows, tile.keys]
-    room = min(
-        programs_per_sm(248 if tile.num_warps == 4 else 255, shared, tile.num_warps), facts.shared_bytes // shared
-    )
+    room = min(ctas_per_sm(248 if tile.num_warps == 4 else 255, shared, tile.num_warps), facts.shared_bytes // shared)
     assert 0 < programs * groups <= max(room * facts.num_sms, groups)

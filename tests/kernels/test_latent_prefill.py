@@ -1,5 +1,5 @@
-"""latent_prefill against float32 attention of one sequence at a time, in Triton's interpreter, which multiplies float16
-and float32 but no bfloat16; the ahead-of-time cases compile bfloat16."""
+"""latent_prefill against float32 attention of one sequence at a time. Triton's interpreter multiplies float16 and
+float32 but not bfloat16; the ahead-of-time cases compile bfloat16."""
 
 import pytest
 import torch
@@ -24,8 +24,8 @@ def check(
     cache_scale: float = 1.0,
     max_query_len: int | None = None,
 ) -> None:
-    """Compute both ways. Every sequence's blocks are shuffled, slots beyond its length hold NaN, the query's tokens lie
-    apart."""
+    """Compare with the reference. Every sequence's blocks are shuffled, slots beyond its length contain NaN, and the
+    query has a token stride."""
     generator = torch.Generator().manual_seed(5)
     lengths = [before + now for before, now in spans]
     counts = [-(-length // block_size) for length in lengths]
@@ -51,36 +51,36 @@ def check(
 
 @pytest.mark.parametrize("heads", [1, 3, 16, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_are_tokens_and_heads_together(heads: int, dtype: torch.dtype) -> None:
+def test_latent_prefill_rows_span_tokens_and_heads(heads: int, dtype: torch.dtype) -> None:
     check(heads=heads, dtype=dtype)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 128])
-def test_every_block_size(block_size: int) -> None:
+def test_latent_prefill_every_block_size(block_size: int) -> None:
     check(block_size=block_size, dtype=torch.float16)
 
 
 @pytest.mark.parametrize(("kv_rank", "rotary"), [(512, 64), (10, 6), (48, 16), (64, 24)])
-def test_widths_that_are_powers_of_two_and_not(kv_rank: int, rotary: int) -> None:
+def test_latent_prefill_widths_with_and_without_padding(kv_rank: int, rotary: int) -> None:
     check([(0, 19), (40, 3), (9, 1)], kv_rank=kv_rank, rotary=rotary, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("longest", [1, 3, 7, 100])
-def test_any_tile_gives_the_same(longest: int) -> None:
+def test_latent_prefill_result_does_not_depend_on_tile(longest: int) -> None:
     check(max_query_len=longest, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_float8_cache_is_read_with_its_scale(dtype: torch.dtype) -> None:
+def test_latent_prefill_float8_cache_uses_scale(dtype: torch.dtype) -> None:
     check(dtype=dtype, cache_dtype=FLOAT8, cache_scale=0.5)
 
 
-def test_a_sequence_without_rows_is_passed_over() -> None:
+def test_latent_prefill_skips_sequence_without_rows() -> None:
     check([(0, 3), (7, 0), (8, 5), (33, 0)])
 
 
-def test_rows_of_no_tokens_yield_nothing_and_read_nothing() -> None:
-    """As at start, before the cache is mapped: lengths are 0."""
+def test_latent_prefill_zero_lengths_read_and_write_nothing() -> None:
+    """Lengths are 0 at start-up, before the cache is mapped."""
     cache = torch.full((1, 8, 1, 32), float("nan"))
     zeros = torch.zeros(1, dtype=torch.int32)
     starts = torch.zeros(2, dtype=torch.int32)
@@ -92,7 +92,7 @@ def test_rows_of_no_tokens_yield_nothing_and_read_nothing() -> None:
 @pytest.mark.parametrize(
     ("shape", "kv_rank", "width"), [((2, 8, 2, 32), 24, 32), ((2, 8, 1, 40), 24, 32), ((2, 8, 1, 32), 32, 32)]
 )
-def test_what_does_not_fit_is_refused_by_name(shape: tuple[int, ...], kv_rank: int, width: int) -> None:
+def test_latent_prefill_rejects_mismatched_inputs(shape: tuple[int, ...], kv_rank: int, width: int) -> None:
     zeros, starts = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"latent_prefill: query .* do not fit the cache"):
         latent_prefill_triton(
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused_by_name(shape: tuple[int, ...], kv_rank: i
 
 
 @pytest.mark.cpu
-def test_rows_that_a_gpu_cannot_read_at_once_are_refused() -> None:
+def test_latent_prefill_rejects_unaligned_rows_on_gpu() -> None:
     query, cache = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((1, 4, 84), (2, 8, 1, 84)))
     numbers = torch.empty(1, 1, dtype=torch.int32, device="meta")
     with pytest.raises(ValueError, match=r"latent_prefill: a token's 84 elements take 168 bytes .* a multiple of 16"):
@@ -113,18 +113,18 @@ def test_rows_that_a_gpu_cannot_read_at_once_are_refused() -> None:
     ("facts", "few", "many"),
     [(A100, (16, 32), (32, 32)), (L40, (16, 32), (32, 32)), (H200, (16, 32), (64, 64)), (B200, (16, 32), (32, 64))],
 )
-def test_tiles_are_as_high_as_a_device_holds_them(
+def test_latent_tiles_are_as_tall_as_device_allows(
     facts: DeviceFacts, few: tuple[int, int], many: tuple[int, int]
 ) -> None:
-    """That they fit is what compiling them ahead of time shows."""
+    """Ahead-of-time compilation checks that they fit."""
     for num_rows, expected in ((1, few), (16, few), (128, many), (1 << 20, many)):
         tile = latent_tile(num_rows, 576, 2, 2, facts)
         assert (tile.rows, tile.keys) == expected
     assert latent_tile(32, 576, 2, 2, facts).rows == 32
-    assert latent_tile(1 << 20, 576, 2, 1, facts).rows == 16, "beside a float8 cache"
+    assert latent_tile(1 << 20, 576, 2, 1, facts).rows == 16, "with a float8 cache"
 
 
-def test_float32_is_refused_by_name_where_it_does_not_fit() -> None:
+def test_latent_tile_rejects_oversized_float32() -> None:
     assert latent_tile(128, 576, 4, 4, H200).rows == 16
     assert latent_tile(128, 32, 4, 4, L40).rows == 16
     with pytest.raises(ValueError, match=r"latent vectors of 576 in float32 takes 108 KiB .* has 99 KiB; use bfloat16"):

@@ -1,4 +1,4 @@
-"""lora, in the interpreter: what adapters add, however rows, slots, ranks and columns are cut."""
+"""lora in the interpreter for all partitions of rows, slots, ranks and columns."""
 
 import os
 from dataclasses import replace
@@ -21,18 +21,18 @@ from trimtab_kernels.lora import (
 )
 
 SHAPES = [(40, 72, 16), (130, 257, 48), (33, 2 * MIN_SLICE + 1, 16), (48, 80, 80)]
-"""(n, k, rank): of one tile; of tiles that are not full, and a rank that is no power of two; of several slices; of a
-rank that takes two tiles."""
+"""(n, k, rank): one tile; partially filled tiles and a rank that is not a power of two; several slices; a rank of two
+tiles."""
 TOLERANCES = {torch.float32: 3e-5, torch.float16: 4e-3}
 """Relative: about four roundings of the dtype."""
-if os.environ["TRITON_INTERPRET"] == "0":  # the interpreter has no products of bfloat16
+if os.environ["TRITON_INTERPRET"] == "0":  # the interpreter does not multiply bfloat16
     TOLERANCES[torch.bfloat16] = 3e-2
 
 
 def inputs(
     slots: list[int], n: int, k: int, rank: int, dtype: torch.dtype = torch.float32, num_slots: int = 4
 ) -> tuple[torch.Tensor, ...]:
-    """y, x, down, up and slots. Rows of x and y lie apart."""
+    """Return y, x, down, up and slots. x and y have a row stride."""
     generator = torch.Generator().manual_seed(n + k)
     rows = len(slots)
     x = torch.randn(rows, k + 8, generator=generator).to(dtype)[:, :k]
@@ -54,7 +54,7 @@ CHUNKS = [1] * 20 + [NONE] * 17 + [3] * 30 + [0]
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("n", "k", "rank"), SHAPES)
 @pytest.mark.parametrize("slots", [[0], [NONE, 3], MIXED, CHUNKS], ids=["one", "two", "mixed", "chunks"])
-def test_each_row_gets_what_its_adapter_adds(slots: list[int], n: int, k: int, rank: int, dtype: torch.dtype) -> None:
+def test_lora_adds_each_rows_adapter(slots: list[int], n: int, k: int, rank: int, dtype: torch.dtype) -> None:
     arguments = inputs(slots, n, k, rank, dtype)
     expected = lora_reference(*arguments)
     before = arguments[0].clone()
@@ -64,14 +64,14 @@ def test_each_row_gets_what_its_adapter_adds(slots: list[int], n: int, k: int, r
     assert torch.equal(arguments[0][without], before[without]), "rows without an adapter are as they were"
 
 
-def test_where_nobody_has_an_adapter_nothing_is_read() -> None:
+def test_lora_without_adapters_reads_nothing() -> None:
     y, x, down, up, slots = inputs([NONE] * 35, 40, 72, 16)
     before = y.clone()
     lora_triton(y, x * torch.nan, down * torch.nan, up * torch.nan, slots, facts=H200)
     assert torch.equal(y, before)
 
 
-def test_what_lies_in_other_slots_is_not_read() -> None:
+def test_lora_does_not_read_other_slots() -> None:
     y, x, down, up, slots = inputs(MIXED, 40, 72, 16)
     expected = lora_reference(y, x, down, up, slots)
     down[1], up[1] = torch.nan, torch.nan
@@ -80,8 +80,8 @@ def test_what_lies_in_other_slots_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("rows", [FEW_ROWS * MANY_ROWS, FEW_ROWS * MANY_ROWS + 1])
-def test_many_rows_take_larger_tiles(rows: int) -> None:
-    """Few of them have an adapter, so that it is quick in the interpreter."""
+def test_lora_uses_larger_tiles_for_many_rows(rows: int) -> None:
+    """Few rows have an adapter, so that the interpreter is fast."""
     slots = [NONE] * rows
     slots[3], slots[rows - 1] = 0, 2
     y, x, down, up, own = inputs(slots, 24, 32, 16)
@@ -94,7 +94,7 @@ def test_many_rows_take_larger_tiles(rows: int) -> None:
 
 
 @pytest.mark.parametrize("facts", [H200, replace(H200, num_sms=1)])
-def test_equal_inputs_give_equal_outputs(facts: DeviceFacts) -> None:
+def test_lora_equal_inputs_give_equal_outputs(facts: DeviceFacts) -> None:
     def run() -> torch.Tensor:
         y, *others = inputs(MIXED, 33, 2 * MIN_SLICE + 1, 16)
         lora_triton(y, *others, facts=facts)
@@ -103,7 +103,7 @@ def test_equal_inputs_give_equal_outputs(facts: DeviceFacts) -> None:
     assert torch.equal(run(), run())
 
 
-def test_k_is_cut_where_programs_are_few() -> None:
+def test_lora_splits_k_if_ctas_are_few() -> None:
     assert [slices_of(programs, 4096, H200) for programs in (1, 16, 33, 66, 132, 1000)] == [8, 8, 4, 2, 1, 1]
     assert slices_of(1, 500, H200) == 1
     assert slices_of(1, 14336, H200) == 16
@@ -111,7 +111,7 @@ def test_k_is_cut_where_programs_are_few() -> None:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize(("n", "k", "rank"), SHAPES[:2])
-def test_the_cpu_takes_one_slot_after_the_other(n: int, k: int, rank: int) -> None:
+def test_lora_on_cpu_processes_slots_in_turn(n: int, k: int, rank: int) -> None:
     arguments = inputs(MIXED, n, k, rank)
     expected = lora_reference(*arguments)
     for add in (lora_cpu, add_lora):
@@ -138,11 +138,11 @@ def changed(**changes: Any) -> dict[str, torch.Tensor]:
         {"up": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)},
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, Any]) -> None:
+def test_lora_rejects_mismatched_inputs(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="lora: x is"):
         lora_triton(**changed(**changes), facts=H200)
 
 
-def test_no_rows_are_no_launch() -> None:
+def test_lora_without_rows_launches_nothing() -> None:
     y, x, down, up, slots = inputs([0], 40, 72, 16)
     lora_triton(y[:0], x[:0], down, up, slots[:0], facts=H200)

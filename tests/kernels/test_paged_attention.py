@@ -12,7 +12,7 @@ from trimtab_kernels.paged_attention import (
     attend_reference,
     build_attention_metadata,
     first_of_run,
-    merge_parts,
+    merge_key_ranges,
     paged_attention,
     paged_attention_reference,
     plan_cpu_reads,
@@ -30,8 +30,8 @@ def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, 
                scales: tuple[float, float] = (1.0, 1.0), window: int | None = None,
                chunk_size: int | None = None, has_sinks: bool = False, from_sight: bool = False,
                softcap: float | None = None) -> None:  # fmt: skip
-    """Compute a step in every way. Blocks are scattered over the cache, or in rows. `from_sight`: tables begin with the
-    first block that the step's first token sees."""
+    """Compute a step in every way. Blocks are scattered over the cache, or consecutive. `from_sight`: tables start with
+    the first block that the step's first token sees."""
     generator = torch.Generator().manual_seed(1)
     counts = [-(-(before + now) // BLOCK_SIZE) for before, now in sequences]
     ids = list(range(1, sum(counts) + 1))
@@ -106,43 +106,39 @@ MIXED: list[list[Sequence]] = [
 @pytest.mark.parametrize("from_sight", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 8, 13, 64, 600])
 @pytest.mark.parametrize("sequences", MIXED, ids=str)
-def test_under_a_window_a_token_sees_only_the_last_ones(
-    sequences: list[Sequence], window: int, from_sight: bool
-) -> None:
+def test_window_limits_visible_tokens(sequences: list[Sequence], window: int, from_sight: bool) -> None:
     check_step(sequences, window=window, from_sight=from_sight)
 
 
 @pytest.mark.parametrize("from_sight", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 8, 13, 64, 600])
 @pytest.mark.parametrize("sequences", MIXED, ids=str)
-def test_of_chunks_of_positions_a_token_sees_its_own(
-    sequences: list[Sequence], chunk_size: int, from_sight: bool
-) -> None:
+def test_attention_chunks_limit_visible_tokens(sequences: list[Sequence], chunk_size: int, from_sight: bool) -> None:
     check_step(sequences, chunk_size=chunk_size, from_sight=from_sight)
 
 
 @pytest.mark.parametrize("window", [None, 13, 600])
 @pytest.mark.parametrize("sequences", MIXED, ids=str)
-def test_sinks_take_their_part_of_the_softmax(sequences: list[Sequence], window: int | None) -> None:
+def test_sinks_add_to_softmax_denominator(sequences: list[Sequence], window: int | None) -> None:
     check_step(sequences, window=window, has_sinks=True)
 
 
 @pytest.mark.parametrize("window", [None, 5, 40])
 @pytest.mark.parametrize("sequences", MIXED, ids=str)
-def test_scores_are_softly_capped_before_they_are_masked(sequences: list[Sequence], window: int | None) -> None:
+def test_soft_cap_is_applied_before_mask(sequences: list[Sequence], window: int | None) -> None:
     check_step(sequences, window=window, has_sinks=True, softcap=0.3)
 
 
-def test_soft_caps_of_more_rows_than_are_computed_at_once() -> None:
+def test_soft_cap_with_more_rows_than_computed_at_once() -> None:
     check_step([(70, CAPPED_ROWS + 50)], softcap=0.3)
 
 
-def test_a_window_and_sinks_over_a_narrower_cache() -> None:
+def test_window_and_sinks_with_narrower_cache() -> None:
     check_step(MIXED[6], window=13, has_sinks=True, cache_dtype=torch.float8_e4m3fn, scales=(0.5, 2.0))
     check_step(MIXED[6], window=13, has_sinks=True, dtype=torch.bfloat16)
 
 
-def test_slices_of_a_long_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_window_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "GATHER_TOKENS", 64)
     monkeypatch.setattr(kernel, "MAX_PIECE_TOKENS", 24)
     check_step([(700, 90), (10, 50), (300, 1)][:2], window=200, from_sight=True)
@@ -163,13 +159,15 @@ def test_slices_of_a_long_window(monkeypatch: pytest.MonkeyPatch) -> None:
         [(0, 200), (70, 300), (9, 1)],
     ],
 )
-def test_any_mix_of_decodes_and_chunks(sequences: list[Sequence], heads: int, kv_heads: int, size: int) -> None:
+def test_paged_attention_any_mix_of_decodes_and_chunks(
+    sequences: list[Sequence], heads: int, kv_heads: int, size: int
+) -> None:
     check_step(sequences, heads=heads, kv_heads=kv_heads, size=size)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cache_of_another_dtype_is_read_by_its_scales(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_cache_of_another_dtype_uses_scales(cache_dtype: torch.dtype, dtype: torch.dtype) -> None:
     if cache_dtype != dtype:
         scales = (1.0, 1.0) if cache_dtype == torch.bfloat16 else (0.5, 2.0)
         check_step([(5, 1), (0, 17), (99, 1), (24, 9)], cache_dtype=cache_dtype, dtype=dtype, scales=scales)
@@ -177,7 +175,7 @@ def test_a_cache_of_another_dtype_is_read_by_its_scales(cache_dtype: torch.dtype
         check_step([(40, 5), (17, 5), (16, 5)], cache_dtype=cache_dtype, dtype=dtype, scales=scales)
 
 
-def test_fresh_tokens_count_as_rounded_by_the_cache_so_that_chunks_do_not_matter() -> None:
+def test_new_tokens_are_rounded_to_cache_for_any_chunking() -> None:
     generator = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(24, 2, 16, generator=generator) for _ in range(3))
     caches = [torch.zeros(4, BLOCK_SIZE, 2, 16).to(torch.float8_e4m3fn) for _ in range(2)]
@@ -196,7 +194,7 @@ def test_fresh_tokens_count_as_rounded_by_the_cache_so_that_chunks_do_not_matter
     torch.testing.assert_close(attended([(0, 24)]), attended([(0, 5), (5, 10), (15, 9)]), rtol=1e-5, atol=1e-5)
 
 
-def test_short_chunks_of_equally_many_tokens_form_groups() -> None:
+def test_short_chunks_of_equal_length_form_groups() -> None:
     check_step([(40, 5), (17, 5), (16, 5), (3, 5), (0, 5)])
     check_step([(70, 1), (9, 1), (40, 5), (39, 5), (30, 3), (8, 3), (200, 2), (90, 60)])
     check_step([(50, 4)], in_rows=True)
@@ -206,21 +204,21 @@ def test_short_chunks_of_equally_many_tokens_form_groups() -> None:
     assert [(c.first, c.last) for c in metadata.chunks] == [(11, 31)]
 
 
-def test_short_chunks_of_contexts_longer_than_a_gather_stay_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_chunks_with_long_contexts_stay_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "GATHER_TOKENS", 32)
     check_step([(100, 3), (29, 3), (28, 3)])
 
 
-def test_blocks_in_a_row_are_read_in_place() -> None:
+def test_consecutive_blocks_are_read_in_place() -> None:
     check_step([(50, 1), (70, 12)], in_rows=True)
 
 
-def test_contexts_longer_than_a_gather_are_merged_from_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_contexts_are_merged_from_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "GATHER_TOKENS", 32)
     check_step([(100, 3), (64, 2), (129, 20)])
 
 
-def test_a_long_decode_can_be_a_chunk_of_one_token() -> None:
+def test_long_decode_can_be_chunk_of_one_token() -> None:
     generator = torch.Generator().manual_seed(2)
     keys, values = (torch.randn(8, BLOCK_SIZE, 2, 16, generator=generator) for _ in range(2))
     table = [5, 2, 7, 1]
@@ -237,7 +235,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     check_step([(20, 1), (9, 1), (12, 10)], dtype=dtype)
 
 
-def test_padding_rows_after_the_tokens_are_zero() -> None:
+def test_padding_rows_after_tokens_are_zero() -> None:
     cache = torch.randn(2, BLOCK_SIZE, 1, 4)
     metadata = build_attention_metadata([8], [([1], 1)], [], block_size=BLOCK_SIZE, device=torch.device("cpu"))
     query = torch.randn(4, 2, 4)
@@ -245,7 +243,7 @@ def test_padding_rows_after_the_tokens_are_zero() -> None:
     assert torch.equal(output[1:], torch.zeros(3, 2, 4))
 
 
-def test_the_plain_torch_form_gives_the_same_output_and_log_sum_exp() -> None:
+def test_plain_torch_attention_gives_same_output_and_lse() -> None:
     query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     mask = torch.zeros(1, 1, 1, 5)
     mask[..., 4] = float("-inf")
@@ -256,16 +254,16 @@ def test_the_plain_torch_form_gives_the_same_output_and_log_sum_exp() -> None:
         torch.testing.assert_close(lse, expected_lse)
 
 
-def test_parts_merge_to_the_whole() -> None:
+def test_merge_key_ranges_equals_whole() -> None:
     query, key, value = (torch.randn(1, 2, 9, 8) for _ in range(3))
     whole, whole_lse = attend(query, key, value, scale=0.3)
     parts = [attend(query, key[:, :, part], value[:, :, part], scale=0.3) for part in (slice(0, 4), slice(4, 9))]
-    merged, lse = merge_parts(*parts[0], *parts[1])
+    merged, lse = merge_key_ranges(*parts[0], *parts[1])
     torch.testing.assert_close(merged, whole)
     torch.testing.assert_close(lse, whole_lse)
 
 
-def test_decode_groups_bound_padding_and_gather() -> None:
+def test_decode_groups_limit_padding_and_gather() -> None:
     counts = [400, 390, 20, 19, 18, 1]
     boundaries = plan_decode_groups(counts, BLOCK_SIZE)
     assert boundaries[0] == 0
@@ -275,18 +273,18 @@ def test_decode_groups_bound_padding_and_gather() -> None:
         assert last - first == 1 or (last - first) * counts[first] * BLOCK_SIZE <= kernel.GATHER_TOKENS
 
 
-def test_equal_lengths_make_one_group() -> None:
+def test_equal_lengths_form_one_group() -> None:
     assert plan_decode_groups([8] * 32, 16) == [0, 32]
 
 
 @pytest.mark.parametrize(
     ("blocks", "first"), [([4], 4), ([4, 5, 6], 4), ([4, 6, 5], None), ([4, 6], None), ([6, 5], None)]
 )
-def test_a_run_is_blocks_that_follow_one_another(blocks: list[int], first: int | None) -> None:
+def test_first_of_run_requires_consecutive_blocks(blocks: list[int], first: int | None) -> None:
     assert first_of_run(blocks) == first
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
+def test_paged_attention_rejects_indivisible_heads() -> None:
     cache = torch.zeros(2, BLOCK_SIZE, 2, 4)
     metadata = build_attention_metadata([8], [([1], 1)], [], block_size=BLOCK_SIZE, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="multiple of num_kv_heads"):

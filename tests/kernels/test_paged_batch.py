@@ -1,4 +1,4 @@
-"""A step's batch for the Triton attention kernels gives what the CPU's plan of the same step gives."""
+"""A step's batch for the Triton attention kernels equals the CPU's plan of the same step."""
 
 from typing import Any
 
@@ -31,14 +31,14 @@ def a_batch(
     device: torch.device,
     gone: list[int] | None = None,
 ) -> PagedBatch:
-    """Its integers are packed on the host wherever the device is: no mode of the test may move them before."""
+    """Build a batch whose integers are created on the host: the tests' device mode must not move them."""
     with torch._C.DisableTorchFunction():
         return build_paged_batch(decodes, chunks, block_size=BLOCK_SIZE, device=device, gone=gone)
 
 
 @pytest.mark.parametrize("num_decodes", [0, 1, 3])
 @pytest.mark.parametrize("num_chunks", [0, 2])
-def test_it_equals_the_cpu_plan_of_the_same_step(num_decodes: int, num_chunks: int) -> None:
+def test_paged_batch_equals_cpu_plan(num_decodes: int, num_chunks: int) -> None:
     decodes = [([4, 2, 9], 20), ([1, 7], 9), ([3], 1)][:num_decodes]
     chunks = [([5, 6, 8], 10, 12), ([10], 0, 5)][:num_chunks]
     if not decodes and not chunks:
@@ -62,10 +62,8 @@ def test_it_equals_the_cpu_plan_of_the_same_step(num_decodes: int, num_chunks: i
     [({"window": 9}, None), ({"window": 30}, None), ({"chunk_size": 9}, [16, 8, 0, 40, 0]), ({"chunk_size": 24}, None)],
     ids=str,
 )
-def test_windows_and_chunks_of_positions_equal_the_cpu_plan_too(
-    options: dict[str, Any], gone: list[int] | None
-) -> None:
-    """Where tables begin behind what is gone, chunks are counted from where the sequence does."""
+def test_windows_and_attention_chunks_equal_cpu_plan(options: dict[str, Any], gone: list[int] | None) -> None:
+    """Tables start after `gone` tokens, but attention chunks are counted from the start of the sequence."""
     decodes = [([4, 2, 9], 20), ([1, 7], 9), ([3], 1)]
     chunks = [([5, 6, 8], 10, 12), ([10], 0, 5)]
     is_chunked = "chunk_size" in options
@@ -84,7 +82,7 @@ def test_windows_and_chunks_of_positions_equal_the_cpu_plan_too(
         torch.testing.assert_close(ours, expected.to(query.device), rtol=1e-5, atol=1e-5)
 
 
-def test_tables_are_as_wide_as_the_longest_context_needs() -> None:
+def test_tables_are_as_wide_as_longest_context() -> None:
     batch = build_paged_batch([([4, 2, 9], 9)], [([5, 6, 8], 0, 3)], block_size=BLOCK_SIZE, device=torch.device("cpu"))
     assert batch.block_tables.tolist() == [[4, 2], [5, 0]]
     assert batch.seq_lens.tolist() == [9, 3]
@@ -97,7 +95,7 @@ def test_tables_are_as_wide_as_the_longest_context_needs() -> None:
     [{}, {"window": 40}, {"chunk_size": 40}, {"window": 40, "sinks": torch.empty(4, device="meta")}],
     ids=["", "window", "chunks", "sinks"],
 )
-def test_a_warm_start_has_compiled_every_variant_that_a_step_may_choose(options: dict[str, Any]) -> None:
+def test_warm_up_compiles_every_variant_of_a_step(options: dict[str, Any]) -> None:
     cache = torch.empty(64, BLOCK_SIZE, 2, 16, device="meta")
     with record_launches() as launches:
         warm_up_attention(torch.empty(1, 4, 16, device="meta"), cache, cache, **options)

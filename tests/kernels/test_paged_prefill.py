@@ -1,5 +1,5 @@
-"""paged_prefill against float32 attention of one sequence at a time. In Triton's interpreter, whose matrix product
-takes float16 and float32 but no bfloat16; the ahead-of-time cases compile bfloat16."""
+"""paged_prefill against float32 attention of one sequence at a time. Triton's interpreter multiplies float16 and
+float32 but not bfloat16; the ahead-of-time cases compile bfloat16."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 @dataclass
 class Paged:
-    """Sequences (tokens before, tokens now) in a cache whose blocks are shuffled and whose free rows hold NaN."""
+    """Sequences (tokens before, tokens now) in a cache whose blocks are shuffled and whose free rows contain NaN."""
 
     query: torch.Tensor
     key_cache: torch.Tensor
@@ -53,7 +53,7 @@ def a_batch(
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """A float32 product is three of TF32 on a GPU, which leave about 21 bits."""
+    """Return the tolerance. A float32 GEMM consists of three TF32 GEMMs on a GPU, which preserve about 21 bits."""
     return (64 if dtype == torch.float32 else 16) * torch.finfo(dtype).eps
 
 
@@ -78,59 +78,61 @@ MIXES = [
 
 @pytest.mark.parametrize("sequences", MIXES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 16), (9, 3, 64), (6, 1, 10)])
-def test_any_mix_of_chunks_and_decodes(sequences: list[tuple[int, int]], heads: int, kv_heads: int, size: int) -> None:
+def test_paged_prefill_any_mix_of_chunks_and_decodes(
+    sequences: list[tuple[int, int]], heads: int, kv_heads: int, size: int
+) -> None:
     check(a_batch(sequences, heads=heads, kv_heads=kv_heads, size=size))
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_every_block_size(block_size: int, dtype: torch.dtype) -> None:
+def test_paged_prefill_every_block_size(block_size: int, dtype: torch.dtype) -> None:
     check(a_batch([(70, 9), (3, 1), (0, 20)], block_size=block_size, dtype=dtype))
 
 
 @pytest.mark.parametrize("size", [80, 128, 192, 256])
-def test_head_sizes_that_are_no_power_of_two_are_padded(size: int) -> None:
+def test_paged_prefill_pads_head_sizes(size: int) -> None:
     check(a_batch([(20, 9), (3, 1)], size=size, dtype=torch.float16), scale=size**-0.5)
 
 
 @pytest.mark.parametrize("window", [1, 5, 64, 100, 1000])
-def test_a_sliding_window_hides_older_keys(window: int) -> None:
+def test_paged_prefill_window_hides_older_keys(window: int) -> None:
     check(a_batch([(150, 40), (2, 1), (0, 90)]), window=window)
 
 
 @pytest.mark.parametrize("gone", [(0, 0, 0), (48, 0, 8), (1000, 2048, 96)])
 @pytest.mark.parametrize("chunk_size", [1, 5, 64, 100, 1000])
-def test_what_lies_before_a_row_s_chunk_of_positions_is_hidden(chunk_size: int, gone: tuple[int, ...]) -> None:
-    """A step's rows may lie in several chunks; these are counted from where the sequence begins."""
+def test_paged_prefill_hides_keys_before_attention_chunk(chunk_size: int, gone: tuple[int, ...]) -> None:
+    """A step's rows may belong to several chunks, which are counted from the start of the sequence."""
     batch = a_batch([(150, 40), (2, 1), (0, 90)])
     check(batch, chunk_size=chunk_size, gone=torch.tensor(gone, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
-def test_many_rows_of_one_chunk_and_of_two(has_sinks: bool) -> None:
-    """Tiles that all rows of a block see, tiles that some see, and blocks in which another chunk begins."""
+def test_paged_prefill_many_rows_in_one_and_two_chunks(has_sinks: bool) -> None:
+    """Covers tiles visible to all rows of a block, tiles visible to some, and blocks in which another chunk starts."""
     batch = a_batch([(300, 150), (20, 200)], dtype=torch.float16)
     sinks = torch.tensor([-2.0, 0.0, 1.0, 9.0]) if has_sinks else None
     check(batch, chunk_size=256, gone=torch.tensor([16, 0], dtype=torch.int32), sinks=sinks)
 
 
-def test_scores_are_softly_capped() -> None:
+def test_paged_prefill_soft_cap() -> None:
     check(a_batch([(70, 9), (0, 20)]), scale=2.0, soft_cap=5.0)
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_sinks_take_their_part_of_the_softmax(window: int | None) -> None:
+def test_paged_prefill_sinks_add_to_softmax_denominator(window: int | None) -> None:
     sinks = torch.tensor([-2.0, 0.0, 1.0, 9.0])
     check(a_batch([(150, 40), (2, 1), (0, 90)]), window=window, sinks=sinks)
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_a_float8_cache_is_read_with_its_scales(window: int | None) -> None:
+def test_paged_prefill_float8_cache_uses_scales(window: int | None) -> None:
     batch = a_batch([(70, 9), (3, 1), (0, 20)], dtype=torch.float16, cache_dtype=FLOAT8)
     check(batch, key_scale=0.5, value_scale=2.0, window=window)
 
 
-def test_only_its_own_rows_of_a_larger_output_are_written() -> None:
+def test_paged_prefill_writes_only_own_rows_of_larger_output() -> None:
     batch = a_batch([(9, 4)])
     whole = torch.full((8, 4, 32), 7.0)
     paged_prefill_triton(
@@ -151,7 +153,7 @@ def test_only_its_own_rows_of_a_larger_output_are_written() -> None:
 @pytest.mark.parametrize("facts", [A100, L40, H200])
 @pytest.mark.parametrize("head_size", [64, 80, 128, 192, 256])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_tiles_fit_the_shared_memory(facts: DeviceFacts, head_size: int, itemsize: int) -> None:
+def test_paged_prefill_tiles_fit_shared_memory(facts: DeviceFacts, head_size: int, itemsize: int) -> None:
     for group in (1, 3, 8, 16):
         for longest in (1, 4, 8192):
             config = prefill_config(head_size, group, longest, itemsize, facts)
@@ -160,7 +162,7 @@ def test_tiles_fit_the_shared_memory(facts: DeviceFacts, head_size: int, itemsiz
             assert (2 * config.keys * config.num_stages + config.rows) * row_bytes <= facts.shared_bytes
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_paged_prefill_rejects_mismatched_inputs() -> None:
     batch = a_batch([(9, 4)])
     tensors = (batch.key_cache, batch.value_cache, batch.block_tables, batch.seq_lens, batch.query_starts)
     with pytest.raises(ValueError, match="multiple of num_kv_heads"):

@@ -1,5 +1,6 @@
-"""The warp-specialised prefill attention against the reference. Without a GPU its source runs as plain Python, one
-program after another, in orders that a seed decides (gluon_stand_in says what that proves); on a Hopper GPU it runs."""
+"""The warp-specialised prefill attention against the reference. Without a GPU, its source runs as plain Python, one CTA
+after another, in an order derived from a seed (see gluon_stand_in for what this checks); on a Hopper GPU it runs as
+compiled."""
 
 import importlib.util
 import os
@@ -10,12 +11,18 @@ import pytest
 import torch
 from gluon_stand_in import Box, GluonError, pointer, run_program, value
 from trimtab_kernels import paged_prefill_gluon as gluon_module
+from trimtab_kernels.launch.backends import KernelBackends, override_backends
 from trimtab_kernels.launch.device_facts import A100, H200
 from trimtab_kernels.launch.jit import HAS_TRITON, record_launches
-from trimtab_kernels.launch.switches import Ways, taking
 from trimtab_kernels.paged_batch import PagedBatch, attend_paged_batch, warm_up_attention
 from trimtab_kernels.paged_prefill import paged_prefill_reference, score_scale
-from trimtab_kernels.paged_prefill_gluon import HEAD_SIZES, ROWS, gluon_prefill_config, paged_prefill_gluon, suits
+from trimtab_kernels.paged_prefill_gluon import (
+    HEAD_SIZES,
+    ROWS,
+    gluon_prefill_config,
+    is_supported,
+    paged_prefill_gluon,
+)
 
 ON_GPU = os.environ["TRITON_INTERPRET"] == "0"
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -31,7 +38,8 @@ def a_batch(
     block_size: int = 16,
     dtype: torch.dtype = torch.float16,
 ) -> tuple[torch.Tensor, ...]:
-    """Sequences (tokens before, tokens now) in a cache whose blocks are shuffled and whose free places hold NaN."""
+    """Return sequences (tokens before, tokens now) in a cache whose blocks are shuffled and whose free slots contain
+    NaN."""
     generator = torch.Generator().manual_seed(3)
     lengths = [before + now for before, now in sequences]
     counts = [-(-length // block_size) for length in lengths]
@@ -66,7 +74,7 @@ def as_python(
     value_scale: float = 1.0,
     module: ModuleType = gluon_module,
 ) -> torch.Tensor:
-    """All programs of the launch, as the stand-in runs them."""
+    """Run all CTAs of the launch in the stand-in."""
     num_blocks, block_size, kv_heads, size = keys.shape
     config = gluon_prefill_config(size)
     group = query.shape[1] // kv_heads
@@ -126,54 +134,57 @@ MIXES = [
 
 
 @pytest.mark.parametrize("sequences", MIXES)
-def test_any_mix_of_chunks(sequences: list[tuple[int, int]]) -> None:
+def test_gluon_prefill_any_mix_of_chunks(sequences: list[tuple[int, int]]) -> None:
     check(a_batch(sequences))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_in_whatever_order_warps_copies_and_products_come(seed: int) -> None:
+def test_gluon_prefill_any_order_of_warps_copies_and_gemms(seed: int) -> None:
     check(a_batch([(700, 40)], kv_heads=1), seed=seed)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 128, 256])
-def test_every_block_size_and_ends_within_a_box(block_size: int) -> None:
+def test_gluon_prefill_every_block_size_and_box_end(block_size: int) -> None:
     check(a_batch([(130, 70), (300, 33), (0, 129)], block_size=block_size, kv_heads=1))
 
 
 @pytest.mark.parametrize("size", [128, 256])
-def test_every_head_size(size: int) -> None:
+def test_gluon_prefill_every_head_size(size: int) -> None:
     check(a_batch([(300, 40), (0, 70)], size=size, kv_heads=1), scale=size**-0.5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (7, 1), (16, 1), (8, 8)])
-def test_query_heads_share_their_kv_head(heads: int, kv_heads: int) -> None:
+def test_gluon_prefill_query_heads_share_kv_head(heads: int, kv_heads: int) -> None:
     check(a_batch([(70, 130)], heads=heads, kv_heads=kv_heads))
 
 
 @pytest.mark.parametrize("window", [1, 5, 64, 128, 300, 1000])
-def test_a_sliding_window_hides_older_keys(window: int) -> None:
+def test_gluon_prefill_window_hides_older_keys(window: int) -> None:
     check(a_batch([(600, 70), (2, 65), (0, 90)], kv_heads=1), window=window)
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_sinks_take_their_part_of_the_softmax(window: int | None) -> None:
+def test_gluon_prefill_sinks_add_to_softmax_denominator(window: int | None) -> None:
     check(a_batch([(150, 40), (0, 90)]), window=window, sinks=torch.tensor([-2.0, 0.0, 1.0, 9.0]))
 
 
-def test_bfloat16_and_scales() -> None:
+def test_gluon_prefill_bfloat16_and_scales() -> None:
     check(a_batch([(150, 40), (0, 90)], dtype=torch.bfloat16), key_scale=0.5, value_scale=2.0)
 
 
 FAULTS = {
-    "a place is free when one group has read it": ("mbarrier.init(key_empty.index(stage), count=2)", "count=1"),
+    "a buffer is released after one group has read it": ("mbarrier.init(key_empty.index(stage), count=2)", "count=1"),
     "values too": ("mbarrier.init(value_empty.index(stage), count=2)", "count=1"),
-    "a tile is read before it has come": ("mbarrier.wait(key_full.index(stage), (done // STAGES) & 1)", "pass"),
-    "values are read before they have come": ("mbarrier.wait(value_full.index(before),", "print("),
+    "a tile is read before its copy has completed": (
+        "mbarrier.wait(key_full.index(stage), (done // STAGES) & 1)",
+        "pass",
+    ),
+    "values are read before their copy has completed": ("mbarrier.wait(value_full.index(before),", "print("),
     "values are overwritten": ("mbarrier.wait(value_empty.index(stage), free)", "pass"),
     "the phase is wrong": ("free = ((done // STAGES) & 1) ^ 1", "free = (done // STAGES) & 1"),
     "both wait for their turn": ("mbarrier.wait(turns.index(ME), 1 - ME)", "mbarrier.wait(turns.index(ME), 0)"),
-    "nobody says when values were read": ("mbarrier.arrive(value_empty.index(before), count=1)", "pass"),
-    "queries are not fenced": ("hopper.fence_async_shared()\n        meet()", "meet()"),
+    "the barrier for read values is never signalled": ("mbarrier.arrive(value_empty.index(before), count=1)", "pass"),
+    "queries are not fenced": ("hopper.fence_async_shared()\n        partition_barrier()", "partition_barrier()"),
     "boxes stay where they are": ("start % BLOCK_SIZE + real - BOX_ROWS", "start % BLOCK_SIZE"),
     "the end is not where the box has it": ("positions - moved, nowhere", "positions, nowhere"),
     "a tile too few is masked": ("(first_position + 1) // KEYS, 1)", "(first_position + KEYS) // KEYS, 1)"),
@@ -182,12 +193,12 @@ FAULTS = {
         "sums = sums + 0 * gl.convert_layout(decay",
     ),
 }
-"""What is changed in the kernel's source, and into what."""
+"""Replacements in the kernel's source that must fail."""
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_stand_in_finds(fault: str, tmp_path: Path) -> None:
+def test_stand_in_detects_fault(fault: str, tmp_path: Path) -> None:
     was, becomes = FAULTS[fault]
     source = Path(gluon_module.__file__).read_text()
     assert was in source, "the kernel has changed: change the fault with it"
@@ -211,40 +222,40 @@ def _compare_in_many_orders(module: ModuleType) -> None:
 
 
 @pytest.mark.cpu
-def test_it_takes_what_it_was_made_for_and_leaves_the_rest() -> None:
+def test_gluon_prefill_support_by_device_and_shapes() -> None:
     query, keys = torch.empty(4, 32, 128, dtype=torch.bfloat16), torch.empty(2, 16, 8, 128, dtype=torch.bfloat16)
-    assert suits(query, keys, max_query_len=17, facts=H200)
-    assert not suits(query, keys, max_query_len=16, facts=H200), "64 rows: one group has them all"
-    assert not suits(query, keys, max_query_len=8192, facts=A100)
-    assert not suits(query, keys, max_query_len=8192, soft_cap=50.0, facts=H200)
-    assert not suits(query, keys, max_query_len=8192, chunk_size=64, facts=H200)
-    assert not suits(query.float(), keys.float(), max_query_len=8192, facts=H200)
-    assert not suits(query, keys.to(torch.float8_e4m3fn), max_query_len=8192, facts=H200)
-    assert not suits(query, keys.view(4, 8, 8, 128), max_query_len=8192, facts=H200)
-    assert not suits(query[..., :96], keys[..., :96], max_query_len=8192, facts=H200)
+    assert is_supported(query, keys, max_query_len=17, facts=H200)
+    assert not is_supported(query, keys, max_query_len=16, facts=H200), "64 rows: one group has them all"
+    assert not is_supported(query, keys, max_query_len=8192, facts=A100)
+    assert not is_supported(query, keys, max_query_len=8192, soft_cap=50.0, facts=H200)
+    assert not is_supported(query, keys, max_query_len=8192, chunk_size=64, facts=H200)
+    assert not is_supported(query.float(), keys.float(), max_query_len=8192, facts=H200)
+    assert not is_supported(query, keys.to(torch.float8_e4m3fn), max_query_len=8192, facts=H200)
+    assert not is_supported(query, keys.view(4, 8, 8, 128), max_query_len=8192, facts=H200)
+    assert not is_supported(query[..., :96], keys[..., :96], max_query_len=8192, facts=H200)
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("size", HEAD_SIZES)
-def test_tiles_fit_the_shared_memory(size: int) -> None:
+def test_gluon_prefill_tiles_fit_shared_memory(size: int) -> None:
     config = gluon_prefill_config(size)
     assert (2 * config.stages * config.keys + ROWS) * size * 2 + 1024 <= H200.shared_bytes
 
 
-def _launched(chosen: Ways) -> list[str]:
-    """Kernels of a step with chunks of 100 tokens, and of warm-up, on tensors without memory."""
+def _launched(chosen: KernelBackends) -> list[str]:
+    """Return the kernels of a step with chunks of 100 tokens, and of warm-up, on tensors without memory."""
     like = {"dtype": torch.bfloat16, "device": "meta"}
     query, cache = torch.empty(100, 32, 128, **like), torch.empty(64, 16, 8, 128, **like)  # type: ignore[call-overload]
     tables, lengths, starts = (torch.empty(n, dtype=torch.int32, device="meta") for n in ((1, 8), (1,), (2,)))
-    with taking(chosen), record_launches() as launches:
+    with override_backends(chosen), record_launches() as launches:
         attend_paged_batch(query, cache, cache, PagedBatch(100, 0, tables, lengths, starts, 100), 0.1)
         warm_up_attention(query[:1], cache, cache)
     return [launch.kernel.name for launch in launches]
 
 
 @pytest.mark.cpu
-def test_a_step_takes_it_where_it_is_asked_for_and_warm_up_compiles_both() -> None:
-    assert "_paged_prefill_gluon" not in _launched(Ways())
-    asked = _launched(Ways(gluon_prefill=True))
+def test_step_uses_gluon_if_enabled_and_warm_up_compiles_both() -> None:
+    assert "_paged_prefill_gluon" not in _launched(KernelBackends())
+    asked = _launched(KernelBackends(gluon_prefill=True))
     assert asked[0] == "_paged_prefill_gluon"
     assert {"_paged_prefill_gluon", "_paged_prefill"} <= set(asked[1:]), "short chunks are left to the other"

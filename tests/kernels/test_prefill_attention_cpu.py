@@ -1,4 +1,4 @@
-"""Attention by oneDNN's products against the plain form."""
+"""Attention by oneDNN's GEMMs against the plain form."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from trimtab_kernels.prefill_attention_cpu import (
     MIN_ROWS,
     ROW_BLOCK,
     can_multiply,
-    padded_keys,
+    padded_length,
     prefill_attention_cpu,
 )
 
@@ -23,12 +23,12 @@ pytestmark = [
     ("num_tokens", "length", "is_causal"),
     [(1, 1, True), (128, 128, True), (193, 193, True), (520, 520, True), (130, 7, False), (256, 384, False)],
 )
-def test_it_equals_the_plain_form(
+def test_prefill_attention_cpu_equals_plain_form(
     num_tokens: int, length: int, is_causal: bool, heads: int, kv_heads: int, size: int
 ) -> None:
     group = heads // kv_heads
     query = torch.randn(num_tokens, heads, size)
-    joint = torch.randn(length, 2 * kv_heads, size)  # keys and values are views into one product's result
+    joint = torch.randn(length, 2 * kv_heads, size)  # keys and values are views of one GEMM's result
     key, value = joint[:, :kv_heads], joint[:, kv_heads:]
     output, lse = prefill_attention_cpu(query, key, value, scale=0.2, is_causal=is_causal, wants_lse=True)
     plain, _ = prefill_attention_cpu(query, key, value, scale=0.2, is_causal=is_causal, wants_lse=False)
@@ -40,13 +40,13 @@ def test_it_equals_the_plain_form(
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_padding_is_at_most_a_third_and_lengths_are_few() -> None:
+def test_padded_lengths_are_few_and_waste_at_most_a_third() -> None:
     assert len(KEY_LENGTHS) <= 10
     for length in range(ROW_BLOCK, KEY_LENGTHS[-1], ROW_BLOCK):
-        assert length <= padded_keys(length) <= 1.5 * length
+        assert length <= padded_length(length) <= 1.5 * length
 
 
-def test_few_rows_many_keys_and_other_dtypes_are_left_to_the_flash_kernel() -> None:
+def test_unsupported_shapes_use_flash_kernel() -> None:
     rows = torch.zeros(MIN_ROWS, 1, 4)
     assert can_multiply(rows, 4096)
     assert not can_multiply(rows, 4097)

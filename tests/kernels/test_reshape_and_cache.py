@@ -17,7 +17,7 @@ from trimtab_kernels.reshape_and_cache import (
 @pytest.mark.parametrize("write", [reshape_and_cache, reshape_and_cache_triton])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 7, 40])
-def test_it_matches_the_reference_and_touches_nothing_else(
+def test_reshape_and_cache_matches_reference_and_writes_only_slots(
     write: Callable[..., Any], tokens: int, dtype: torch.dtype
 ) -> None:
     shape = (10, 8, 3, 5)
@@ -30,7 +30,7 @@ def test_it_matches_the_reference_and_touches_nothing_else(
     assert torch.equal(ours[1], expected[1])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_reshape_and_cache_rejects_mismatched_inputs() -> None:
     cache = torch.zeros(2, 8, 3, 5)
     key, slots = torch.ones(1, 3, 5), torch.tensor([0])
     with pytest.raises(ValueError, match="do not fit together"):
@@ -41,7 +41,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("write", [reshape_and_cache, reshape_and_cache_triton])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_float8_cache_holds_scaled_and_clamped_values(write: Callable[..., Any], dtype: torch.dtype) -> None:
+def test_reshape_and_cache_float8_is_scaled_and_clamped(write: Callable[..., Any], dtype: torch.dtype) -> None:
     # Values that the format holds exactly: Triton's interpreter loses the carry when a conversion rounds up.
     key, value = (torch.randn(6, 2, 16).to(FLOAT8).to(dtype) for _ in range(2))
     key[0, 0, 0] = 9000.0  # beyond the format even after scaling
@@ -57,7 +57,7 @@ def test_a_float8_cache_holds_scaled_and_clamped_values(write: Callable[..., Any
 
 @pytest.mark.parametrize("write", [reshape_and_cache, reshape_and_cache_triton])
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e5m2, torch.float16, torch.float32])
-def test_a_cache_of_another_format_holds_what_it_can_express(
+def test_reshape_and_cache_other_float8_format_uses_its_range(
     write: Callable[..., Any], cache_dtype: torch.dtype
 ) -> None:
     key, value = (torch.randn(4, 2, 16).to(torch.float8_e5m2).float() for _ in range(2))
@@ -68,7 +68,7 @@ def test_a_cache_of_another_format_holds_what_it_can_express(
     assert torch.equal(caches[1].flatten(0, 1)[[15, 0, 5, 8]].float(), value)
 
 
-def test_rows_of_padding_are_not_written() -> None:
+def test_reshape_and_cache_does_not_write_padding_rows() -> None:
     key = torch.randn(3, 1, 4)
     caches = [torch.zeros(2, 8, 1, 4) for _ in range(2)]
     reshape_and_cache_triton(key, key, caches[0], caches[1], torch.tensor([3, -1, 9]))
@@ -77,7 +77,7 @@ def test_rows_of_padding_are_not_written() -> None:
     assert torch.equal(caches[0].flatten(0, 1), expected)
 
 
-def test_the_kernel_reads_a_slice_of_a_wider_projection_in_place() -> None:
+def test_reshape_and_cache_reads_slice_of_wider_projection() -> None:
     qkv = torch.randn(5, 64)
     key, value = qkv[:, 16:32].view(5, 2, 8), qkv[:, 32:48].view(5, 2, 8)
     caches = [torch.zeros(1, 8, 2, 8) for _ in range(2)]

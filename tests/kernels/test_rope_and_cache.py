@@ -1,4 +1,4 @@
-"""rope_and_cache against the references of its parts."""
+"""rope_and_cache against the references of its steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ BOTH = pytest.mark.parametrize("compute", [rope_and_cache, rope_and_cache_triton
 
 @dataclass
 class Case:
-    """Inputs of one step, and a way to run any form on copies of them."""
+    """Inputs of one step, which run any implementation on copies."""
 
     num_heads: int
     num_kv_heads: int
@@ -41,7 +41,7 @@ class Case:
         self.norms = Norms(weights[0], weights[1], 1e-6) if self.has_norms else None
 
     def run(self, compute: Callable[..., Any], **changes: Any) -> tuple[torch.Tensor, ...]:
-        """(query, key, value, key cache, value cache)."""
+        """Return (query, key, value, key cache, value cache)."""
         shape = (NUM_BLOCKS, BLOCK_SIZE, self.num_kv_heads, self.size)
         caches = [torch.zeros(shape).to(self.cache_dtype or self.dtype) for _ in range(2)]
         heads = compute(self.qkv.clone(), self.rotation, *caches, self.slots, norms=self.norms, **changes)
@@ -59,7 +59,7 @@ def assert_same(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, .
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "size", "tokens"), [(1, 1, 2, 1), (4, 2, 64, 7), (9, 3, 10, 33), (40, 1, 80, 3)]
 )
-def test_it_matches_its_parts_one_after_another(
+def test_rope_and_cache_equals_its_steps(
     compute: Callable[..., Any], num_heads: int, num_kv_heads: int, size: int, tokens: int, has_norms: bool, dtype: Any
 ) -> None:
     case = Case(num_heads, num_kv_heads, size, tokens, dtype, has_norms=has_norms)
@@ -69,10 +69,11 @@ def test_it_matches_its_parts_one_after_another(
 
 @BOTH
 @pytest.mark.parametrize("cache_dtype", [FLOAT8, torch.float8_e5m2])
-def test_a_float8_cache_holds_scaled_and_clamped_values(compute: Callable[..., Any], cache_dtype: torch.dtype) -> None:
+def test_rope_and_cache_float8_cache_is_scaled_and_clamped(
+    compute: Callable[..., Any], cache_dtype: torch.dtype
+) -> None:
     case = Case(4, 2, 16, 5, torch.bfloat16, cache_dtype)
-    # Values that the format holds exactly, and no turn: Triton's interpreter loses the carry when a conversion rounds
-    # up.
+    # Exactly representable values without rotation: Triton's interpreter loses the carry when a conversion rounds up.
     case.qkv = torch.randn(case.qkv.shape).to(cache_dtype).to(torch.bfloat16)
     case.qkv[0] = 60000.0
     case.rotation = torch.ones_like(case.rotation)
@@ -80,7 +81,7 @@ def test_a_float8_cache_holds_scaled_and_clamped_values(compute: Callable[..., A
     assert_same(case.run(compute, **scales), case.run(rope_and_cache_reference, **scales), 0.0)
 
 
-def test_rows_of_padding_turn_and_reach_no_cache() -> None:
+def test_rope_and_cache_rotates_padding_without_caching_it() -> None:
     case = Case(2, 1, 8, 4)
     case.slots = torch.tensor([9, -1, 3])  # the second and the fourth token are padding
     query, key, value, *caches = case.run(rope_and_cache_triton)
@@ -92,13 +93,13 @@ def test_rows_of_padding_turn_and_reach_no_cache() -> None:
         assert torch.equal(cache.flatten(0, 1), held)
 
 
-def test_negative_slots_are_left_out_on_the_cpu_when_the_batch_says_that_it_is_padded() -> None:
+def test_rope_and_cache_on_cpu_skips_negative_slots_if_padded() -> None:
     case = Case(2, 1, 8, 3)
     case.slots = torch.tensor([5, -1, 6])
     assert_same(case.run(rope_and_cache, is_padded=True), case.run(rope_and_cache_reference), 1e-5)
 
 
-def test_the_kernel_reads_rows_that_lie_apart_and_writes_nothing_between_them() -> None:
+def test_rope_and_cache_supports_row_stride() -> None:
     case = Case(3, 1, 4, 6)
     wide = torch.full((6, 32), 7.0)
     wide[:, :20] = case.qkv
@@ -108,7 +109,7 @@ def test_the_kernel_reads_rows_that_lie_apart_and_writes_nothing_between_them() 
     assert torch.all(wide[:, 20:] == 7.0)
 
 
-def test_the_kernel_works_in_place() -> None:
+def test_rope_and_cache_works_in_place() -> None:
     case = Case(2, 1, 8, 3)
     caches = [torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, 8) for _ in range(2)]
     heads = rope_and_cache_triton(case.qkv, case.rotation, caches[0], caches[1], case.slots)
@@ -116,13 +117,13 @@ def test_the_kernel_works_in_place() -> None:
         assert found.data_ptr() == view.data_ptr()
 
 
-def test_no_tokens_are_no_launch() -> None:
+def test_rope_and_cache_without_tokens_launches_nothing() -> None:
     case = Case(2, 1, 8, 0)
     query, *_ = case.run(rope_and_cache_triton)
     assert query.shape == (0, 2, 8)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_rope_and_cache_rejects_mismatched_inputs() -> None:
     case = Case(2, 1, 8, 3)
     cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, 8)
     with pytest.raises(ValueError, match="twice the cache's heads"):

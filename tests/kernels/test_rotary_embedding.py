@@ -21,7 +21,7 @@ def rotations(num_tokens: int, half: int) -> torch.Tensor:
 @pytest.mark.parametrize("rotate", [rotary_embedding, rotary_embedding_triton])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "heads", "size"), [(1, 1, 2), (7, 12, 64), (33, 3, 10)])
-def test_it_matches_the_reference(
+def test_rotary_embedding_matches_reference(
     rotate: Callable[..., Any], tokens: int, heads: int, size: int, dtype: torch.dtype
 ) -> None:
     x = torch.randn(tokens, heads, size).to(dtype)
@@ -32,14 +32,14 @@ def test_it_matches_the_reference(
 
 
 @pytest.mark.parametrize("rotate", [rotary_embedding, rotary_embedding_triton])
-def test_a_slice_of_a_wider_projection_is_read_in_place(rotate: Callable[..., Any]) -> None:
+def test_rotary_embedding_reads_slice_of_wider_projection(rotate: Callable[..., Any]) -> None:
     qkv = torch.randn(5, 5 * 8)
     x = qkv[:, : 4 * 8].view(5, 4, 8)
     rotation = rotations(5, 4)
     torch.testing.assert_close(rotate(x, rotation), rotary_embedding(x.contiguous(), rotation))
 
 
-def test_interleaved_heads_give_the_dot_products_of_the_halves_form() -> None:
+def test_interleaved_heads_keep_dot_products_of_halves_form() -> None:
     """transformers pairs i with i + size/2; after interleave_pairs q·k is the same."""
     size, tokens = 16, 6
     q, k = torch.randn(tokens, 1, size), torch.randn(tokens, 1, size)
@@ -58,6 +58,6 @@ def test_interleaved_heads_give_the_dot_products_of_the_halves_form() -> None:
     torch.testing.assert_close((pairs(q) * pairs(k)).sum(-1), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_rotary_embedding_rejects_mismatched_shapes() -> None:
     with pytest.raises(ValueError, match="head_size must be even"):
         rotary_embedding(torch.ones(2, 1, 8), rotations(2, 3))

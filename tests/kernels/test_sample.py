@@ -1,17 +1,17 @@
-"""sample, in the interpreter: the kept set is the sorted one, and draws follow the probabilities."""
+"""sample in the interpreter: the kept set equals sorting's, and draws follow the probabilities."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from trimtab_kernels.argmax import TILE_TOKENS
 from trimtab_kernels.launch.arrivals import arrival_counters
 from trimtab_kernels.launch.device_facts import H200
-from trimtab_kernels.likeliest import TILE_TOKENS
-from trimtab_kernels.sample import MOST_CANDIDATES, sample_reference, sample_triton
+from trimtab_kernels.sample import MAX_CANDIDATES, sample_reference, sample_triton
 
 ROWS = 3
 LARGE = TILE_TOKENS + 1000
-"""Two programs share a row of so many tokens, and a sample says which ones are candidates."""
+"""A vocabulary that two CTAs share, and that is large enough for the candidate path."""
 ONE_PROGRAM = replace(H200, num_sms=1)
 
 
@@ -40,9 +40,7 @@ def limits(
         (0.5, 3, 0.99, 0.5),
     ],
 )
-def test_the_kept_set_is_the_one_that_sorting_finds(
-    vocab: int, temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
+def test_sample_kept_set_equals_sorting(vocab: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = torch.randn(ROWS, vocab + 3, generator=torch.Generator().manual_seed(vocab))[:, :vocab] * 3
     chosen = limits(temperature=temperature, top_k=min(top_k, vocab), top_p=top_p, min_p=min_p, vocab=vocab)
     check_kept(logits, *chosen)
@@ -55,14 +53,14 @@ def check_kept(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the tokens that were drawn."""
+    """Check the kept set and return the drawn tokens."""
     chosen = temperatures, top_k, top_p, min_p
     token_ids, thresholds = sample_triton(logits, *chosen, torch.arange(ROWS))
     kept = sample_reference(logits, *chosen)
     temperature = float(temperatures[0])
     scaled = logits.float() * (1 / temperature if temperature else 1.0)
     ours = (scaled >= thresholds.unsqueeze(1)) & (scaled > float("-inf"))
-    # At the edge the two sum probabilities in another order: one token may differ, by less than 1e-5 of the mass.
+    # The two sum probabilities in different orders: at the edge, one token may differ, by less than 1e-5 of the mass.
     differs = (ours != kept).any(dim=1)
     edge = scaled.softmax(dim=-1)[ours != kept]
     assert int(differs.sum()) <= 1, "only the edge of a set may differ"
@@ -79,9 +77,9 @@ def large_logits(spread: float, dtype: torch.dtype = torch.float32) -> torch.Ten
 CASES = [
     pytest.param({"top_k": 50}, 3.0, id="among candidates: top-k"),
     pytest.param({"top_k": 50, "top_p": 0.8, "min_p": 0.01}, 3.0, id="among candidates: all limits"),
-    pytest.param({"top_p": 0.9}, 5.0, id="among candidates: top-p, whose rest is only summed"),
+    pytest.param({"top_p": 0.9}, 5.0, id="among candidates: top-p, with only a sum for the other tokens"),
     pytest.param({"min_p": 0.1}, 3.0, id="among candidates: min-p"),
-    pytest.param({"top_k": MOST_CANDIDATES + 1}, 3.0, id="in the whole row: top-k of more than there are"),
+    pytest.param({"top_k": MAX_CANDIDATES + 1}, 3.0, id="in the whole row: top-k of more than there are"),
     pytest.param({"top_p": 0.95}, 0.5, id="in the whole row: top-p of a flat row"),
     pytest.param({"min_p": 0.01}, 0.5, id="in the whole row: min-p of a flat row"),
     pytest.param({"top_p": 0.5, "min_p": 0.001}, 0.5, id="in the whole row: top-p above a low min-p"),
@@ -89,12 +87,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("wanted", "spread"), CASES)
-def test_a_large_vocabulary_keeps_what_sorting_finds(wanted: dict[str, float], spread: float) -> None:
+def test_sample_large_vocabulary_equals_sorting(wanted: dict[str, float], spread: float) -> None:
     check_kept(large_logits(spread), *limits(vocab=LARGE, **wanted))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("wanted", "spread"), [*CASES, pytest.param({}, 3.0, id="no limits")])
-def test_how_a_row_is_split_plays_no_part(wanted: dict[str, float], spread: float) -> None:
+def test_sample_result_does_not_depend_on_split(wanted: dict[str, float], spread: float) -> None:
     logits, chosen = large_logits(spread), limits(vocab=LARGE, **wanted)  # type: ignore[arg-type]
     several = sample_triton(logits, *chosen, torch.arange(ROWS))
     alone = sample_triton(logits, *chosen, torch.arange(ROWS), facts=ONE_PROGRAM)
@@ -103,8 +101,8 @@ def test_how_a_row_is_split_plays_no_part(wanted: dict[str, float], spread: floa
 
 
 @pytest.mark.parametrize("wanted", [{"top_k": 50}, {"min_p": 0.1}, {"top_p": 0.9}])
-def test_candidates_draw_as_the_row_of_them_alone_does(wanted: dict[str, float]) -> None:
-    """The numbers of a token are the same whether it is drawn among candidates or among all."""
+def test_sample_among_candidates_equals_draw_over_row(wanted: dict[str, float]) -> None:
+    """A token's random numbers are the same whether it is drawn among candidates or among all tokens."""
     logits, chosen = large_logits(5.0), limits(vocab=LARGE, **wanted)  # type: ignore[arg-type]
     token_ids, thresholds = sample_triton(logits, *chosen, torch.arange(ROWS))
     left = logits.masked_fill(logits < thresholds.unsqueeze(1), float("-inf"))
@@ -113,7 +111,7 @@ def test_candidates_draw_as_the_row_of_them_alone_does(wanted: dict[str, float])
 
 
 @pytest.mark.parametrize("wanted", [{"top_k": 3}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9, "min_p": 0.1}, {}])
-def test_of_a_large_row_that_is_masked_an_allowed_token_is_drawn(wanted: dict[str, float]) -> None:
+def test_sample_draws_allowed_token_of_large_masked_row(wanted: dict[str, float]) -> None:
     logits = torch.full((ROWS, LARGE), float("-inf"))
     logits[:, [17, TILE_TOKENS, LARGE - 1]] = torch.tensor([1.0, 2.0, 1.5])
     check_kept(logits, *limits(vocab=LARGE, **wanted))  # type: ignore[arg-type]
@@ -122,7 +120,7 @@ def test_of_a_large_row_that_is_masked_an_allowed_token_is_drawn(wanted: dict[st
     assert check_kept(one, *limits(vocab=LARGE, **wanted)).tolist() == [TILE_TOKENS + 1] * ROWS  # type: ignore[arg-type]
 
 
-def test_more_equals_than_there_is_room_for_are_all_kept() -> None:
+def test_sample_keeps_ties_beyond_candidate_limit() -> None:
     logits = torch.zeros(ROWS, LARGE)
     logits[:, 5] = -1.0
     check_kept(logits, *limits(vocab=LARGE, top_k=2))
@@ -132,7 +130,7 @@ def test_more_equals_than_there_is_room_for_are_all_kept() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wanted", [{}, {"temperature": 0.0}, {"top_k": 50, "top_p": 0.9}])
-def test_logits_are_read_as_the_model_computed_them(wanted: dict[str, float], dtype: torch.dtype) -> None:
+def test_sample_reads_logits_in_their_own_dtype(wanted: dict[str, float], dtype: torch.dtype) -> None:
     logits, chosen = large_logits(3.0, dtype), limits(vocab=LARGE, **wanted)  # type: ignore[arg-type]
     ours = sample_triton(logits, *chosen, torch.arange(ROWS))
     widened = sample_triton(logits.float(), *chosen, torch.arange(ROWS))
@@ -143,7 +141,7 @@ def test_logits_are_read_as_the_model_computed_them(wanted: dict[str, float], dt
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("wanted", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}])
 @pytest.mark.parametrize("vocab", [100, LARGE])
-def test_the_logit_of_a_row_without_a_choice_tells(value: float, wanted: dict[str, float], vocab: int) -> None:
+def test_sample_row_without_choice_returns_cause_as_logit(value: float, wanted: dict[str, float], vocab: int) -> None:
     logits = torch.full((ROWS, vocab), value)
     token_ids, _ = sample_triton(logits, *limits(vocab=vocab, **wanted), torch.arange(ROWS))  # type: ignore[arg-type]
     assert bool(((token_ids >= 0) & (token_ids < vocab)).all())
@@ -152,8 +150,9 @@ def test_the_logit_of_a_row_without_a_choice_tells(value: float, wanted: dict[st
 
 @pytest.mark.parametrize("wanted", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}])
 @pytest.mark.parametrize("vocab", [100, LARGE])
-def test_a_row_of_no_numbers_tells_so_whatever_is_banned_of_it(wanted: dict[str, float], vocab: int) -> None:
-    """A ban of the first token or the last (as an end before its time) must not look as if the client forbade all."""
+def test_sample_nan_row_is_reported_for_any_ban(wanted: dict[str, float], vocab: int) -> None:
+    """A ban of the first or last token (such as an early end) must not look as if the client had forbidden all
+    tokens."""
     logits = torch.full((ROWS, vocab), float("nan"))
     logits[:, [0, vocab - 1]] = float("-inf")
     logits[1, 1:] = float("-inf")
@@ -162,7 +161,7 @@ def test_a_row_of_no_numbers_tells_so_whatever_is_banned_of_it(wanted: dict[str,
     assert logits.gather(1, token_ids.unsqueeze(1)).isnan().all()
 
 
-def test_rows_of_all_kinds_share_a_launch() -> None:
+def test_sample_rows_of_all_kinds_share_launch() -> None:
     logits = large_logits(3.0)
     chosen = (
         torch.tensor([0.0, 1.0, 0.7]),
@@ -178,7 +177,7 @@ def test_rows_of_all_kinds_share_a_launch() -> None:
     assert int(together[0]) == int(logits[0].argmax())
 
 
-def test_a_vocabulary_of_several_blocks() -> None:
+def test_sample_vocabulary_of_several_blocks() -> None:
     logits = torch.randn(1, 4097, generator=torch.Generator().manual_seed(1)) * 3
     logits[0, 4096] = 20.0
     chosen = limits(1, temperature=2.0, top_k=40, vocab=4097)
@@ -188,20 +187,20 @@ def test_a_vocabulary_of_several_blocks() -> None:
     assert greedy.tolist() == [4096]
 
 
-def test_ties_at_the_edge_are_all_kept() -> None:
+def test_sample_keeps_all_ties_at_threshold() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, -1.0, float("-inf")]]).repeat(ROWS, 1)
     _, thresholds = sample_triton(logits, *limits(top_k=2, vocab=6), torch.arange(ROWS))
     assert thresholds.tolist() == [2.0] * ROWS
 
 
-def test_masked_tokens_are_never_drawn() -> None:
+def test_sample_never_draws_masked_tokens() -> None:
     logits = torch.full((ROWS, 50), float("-inf"))
     logits[:, 17] = -3.0
     token_ids, _ = sample_triton(logits, *limits(top_p=0.9, vocab=50), torch.arange(ROWS))
     assert token_ids.tolist() == [17] * ROWS
 
 
-def test_draws_follow_the_probabilities() -> None:
+def test_sample_draws_follow_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1])
     rows = 200
     token_ids, _ = sample_triton(probabilities.log().repeat(rows, 1), *limits(rows, vocab=4), torch.arange(rows) * 7919)
@@ -210,14 +209,14 @@ def test_draws_follow_the_probabilities() -> None:
     assert chi_squared < 16.3, "3 degrees of freedom: exceeded by chance once in a thousand; the seeds are fixed"
 
 
-def test_a_row_draws_alike_wherever_it_stands() -> None:
+def test_sample_draw_does_not_depend_on_batch_position() -> None:
     logits = torch.randn(1, 300)
     alone, _ = sample_triton(logits, *limits(1, vocab=300), torch.tensor([42]))
     many, _ = sample_triton(logits.repeat(3, 1), *limits(3, vocab=300), torch.tensor([1, 42, 5]))
     assert int(many[1]) == int(alone[0])
 
 
-def test_wrong_dtypes_are_refused() -> None:
+def test_sample_rejects_wrong_dtypes() -> None:
     chosen = limits(vocab=10)
     with pytest.raises(ValueError, match="top_k int32"):
         sample_triton(torch.randn(ROWS, 10), chosen[0], chosen[1].long(), *chosen[2:], torch.arange(ROWS))

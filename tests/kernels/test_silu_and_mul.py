@@ -11,7 +11,7 @@ from trimtab_kernels.silu_and_mul import clamped_gate, silu_and_mul, silu_and_mu
 @pytest.mark.parametrize("gate", [silu_and_mul, silu_and_mul_triton])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (7, 1536), (3, 4097)])
-def test_it_matches_the_reference(gate: Callable[..., Any], rows: int, size: int, dtype: torch.dtype) -> None:
+def test_silu_and_mul_matches_reference(gate: Callable[..., Any], rows: int, size: int, dtype: torch.dtype) -> None:
     x = torch.randn(rows, 2 * size).to(dtype)
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(gate(x), silu_and_mul_reference(x), rtol=tolerance, atol=tolerance)
@@ -19,7 +19,7 @@ def test_it_matches_the_reference(gate: Callable[..., Any], rows: int, size: int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (7, 1536), (3, 2049)])
-def test_a_clamped_gate_is_cut_off_at_its_limit(rows: int, size: int, dtype: torch.dtype) -> None:
+def test_clamped_gate_is_clamped_to_limit(rows: int, size: int, dtype: torch.dtype) -> None:
     x = (torch.randn(rows, 2 * size) * 3).to(dtype)
     ours = silu_and_mul_triton(x, (1.702, 2.5))
     tolerance = 4 * torch.finfo(dtype).eps
@@ -27,20 +27,20 @@ def test_a_clamped_gate_is_cut_off_at_its_limit(rows: int, size: int, dtype: tor
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
-def test_nan_passes_a_clamped_gate() -> None:
-    """Cut off as a number it would be the limit, and nobody would see that something is wrong."""
+def test_clamped_gate_propagates_nan() -> None:
+    """Clamped as a number, NaN would become the limit and hide the error."""
     x = torch.ones(3, 8)
     x[1, 2] = x[2, 5] = float("nan")
     assert silu_and_mul_triton(x, (1.702, 2.5)).isnan().nonzero().tolist() == [[1, 2], [2, 1]]
 
 
-def test_the_input_is_left_as_it_was() -> None:
+def test_silu_and_mul_leaves_input_unchanged() -> None:
     x = torch.randn(3, 8)
     before = x.clone()
     silu_and_mul(x)
     assert torch.equal(x, before)
 
 
-def test_an_odd_width_is_refused() -> None:
+def test_silu_and_mul_rejects_odd_width() -> None:
     with pytest.raises(ValueError, match="gate and up"):
         silu_and_mul(torch.ones(2, 7))

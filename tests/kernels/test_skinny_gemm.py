@@ -1,12 +1,13 @@
-"""few_rows, in the interpreter: products of few rows, with a norm before or a gate or residual behind, however k is
-split."""
+"""skinny_gemm in the interpreter: small-M GEMMs with a norm, gate or residual, for any split of k."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from trimtab_kernels.few_rows import (
+from trimtab_kernels.launch.arrivals import arrival_counters
+from trimtab_kernels.launch.device_facts import H200, L40, DeviceFacts
+from trimtab_kernels.skinny_gemm import (
     GATED,
     MAX_ROWS,
     MIN_SLICE,
@@ -14,17 +15,15 @@ from trimtab_kernels.few_rows import (
     PLAIN,
     TILING,
     Tiling,
-    few_rows_reference,
-    few_rows_triton,
+    skinny_gemm_reference,
+    skinny_gemm_triton,
     split_of,
     tiling_of,
 )
-from trimtab_kernels.launch.arrivals import arrival_counters
-from trimtab_kernels.launch.device_facts import H200, L40, DeviceFacts
 
 ONE_MULTIPROCESSOR = replace(H200, num_sms=1)
 SHAPES = [(96, 64), (40, 1200), (200, 2 * MIN_SLICE), (33, 2 * MIN_SLICE + 1)]
-"""(n, k): of one tile and one slice; of tiles and columns that are not full; of several of both; of odd numbers."""
+"""(n, k): one tile and one slice; partially filled tiles and columns; several of both; odd numbers."""
 
 
 def inputs(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32, *, is_gated: bool = False) -> Any:
@@ -41,13 +40,13 @@ def inputs(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32, *, is_
 @pytest.mark.parametrize("rows", [1, 2, MAX_ROWS - 1, MAX_ROWS])
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_it_is_norm_product_bias_and_gate(
+def test_skinny_gemm_applies_norm_bias_and_gate(
     facts: DeviceFacts, n: int, k: int, rows: int, is_gated: bool, has_norm: bool
 ) -> None:
     x, weight, norm, bias, _ = inputs(rows, n, k, is_gated=is_gated)
     asked: dict[str, Any] = {"norm": norm * 3 if has_norm else None, "bias": bias, "is_gated": is_gated, "eps": 1e-5}
-    y = few_rows_triton(x, weight, **asked, facts=facts)
-    torch.testing.assert_close(y, few_rows_reference(x, weight, **asked), atol=2e-5, rtol=2e-5)
+    y = skinny_gemm_triton(x, weight, **asked, facts=facts)
+    torch.testing.assert_close(y, skinny_gemm_reference(x, weight, **asked), atol=2e-5, rtol=2e-5)
     tiling = tiling_of(has_norm=has_norm, is_gated=is_gated, facts=facts)
     tiles = split_of(n, k, is_gated=is_gated, facts=facts, tiling=tiling).tiles
     assert not arrival_counters(x.device, tiles).any(), "the next launch counts from 0"
@@ -55,26 +54,26 @@ def test_it_is_norm_product_bias_and_gate(
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_it_is_added_to_the_residual_in_place(n: int, k: int, has_bias: bool) -> None:
+def test_skinny_gemm_adds_to_residual_in_place(n: int, k: int, has_bias: bool) -> None:
     x, weight, _, bias, residual = inputs(3, n, k)
     before = residual.clone()
     asked: dict[str, Any] = {"bias": bias if has_bias else None}
-    assert few_rows_triton(x, weight, **asked, residual=residual) is residual
-    torch.testing.assert_close(residual, before + few_rows_reference(x, weight, **asked), atol=2e-5, rtol=2e-5)
+    assert skinny_gemm_triton(x, weight, **asked, residual=residual) is residual
+    torch.testing.assert_close(residual, before + skinny_gemm_reference(x, weight, **asked), atol=2e-5, rtol=2e-5)
 
 
-def test_large_hidden_states_of_16_bits_are_normalised_behind_the_product() -> None:
+def test_skinny_gemm_normalises_large_16_bit_inputs_after_gemm() -> None:
     x, weight, norm, _, _ = inputs(4, 96, 1200, torch.float16)
     x *= 300
-    y = few_rows_triton(x, weight, norm=norm)
-    torch.testing.assert_close(y.float(), few_rows_reference(x, weight, norm=norm), atol=5e-3, rtol=5e-3)
+    y = skinny_gemm_triton(x, weight, norm=norm)
+    torch.testing.assert_close(y.float(), skinny_gemm_reference(x, weight, norm=norm), atol=5e-3, rtol=5e-3)
 
 
-def test_equal_inputs_give_equal_outputs_and_rows_do_not_meet() -> None:
+def test_skinny_gemm_is_deterministic_and_rows_are_independent() -> None:
     x, weight, norm, _, _ = inputs(7, 200, 2 * MIN_SLICE)
-    whole = few_rows_triton(x, weight, norm=norm)
-    assert torch.equal(few_rows_triton(x, weight, norm=norm), whole)
-    assert torch.equal(few_rows_triton(x[2:5], weight, norm=norm), whole[2:5])
+    whole = skinny_gemm_triton(x, weight, norm=norm)
+    assert torch.equal(skinny_gemm_triton(x, weight, norm=norm), whole)
+    assert torch.equal(skinny_gemm_triton(x[2:5], weight, norm=norm), whole[2:5])
 
 
 @pytest.mark.parametrize("facts", [H200, ONE_MULTIPROCESSOR])
@@ -82,26 +81,26 @@ def test_equal_inputs_give_equal_outputs_and_rows_do_not_meet() -> None:
     ("n", "k", "tiling"),
     [(6144, 4096, NORMED), (4096, 4096, PLAIN), (14336, 4096, GATED), (4096, 14336, PLAIN), (1, 8, TILING)],
 )
-def test_slices_cover_k_and_fill_the_device(n: int, k: int, tiling: Tiling, facts: DeviceFacts) -> None:
+def test_slices_cover_k_and_fill_device(n: int, k: int, tiling: Tiling, facts: DeviceFacts) -> None:
     split = split_of(n, k, is_gated=tiling is GATED, facts=facts, tiling=tiling)
     assert (split.slices - 1) * split.slice_columns < k <= split.slices * split.slice_columns
     assert split.tiles * split.outputs >= n
     assert split.slices == 1 or split.slice_columns >= MIN_SLICE
     if n > 1:
-        programs, at_once = split.tiles * split.slices, tiling.programs_per_sm * facts.num_sms
-        assert programs / (-(-programs // at_once) * at_once) > 0.7, "of the last round most programs have work"
+        programs, at_once = split.tiles * split.slices, tiling.ctas_per_sm * facts.num_sms
+        assert programs / (-(-programs // at_once) * at_once) > 0.7, "most CTAs of the last wave have work"
 
 
-def test_a_device_with_less_shared_memory_takes_smaller_tiles() -> None:
+def test_small_shared_memory_uses_smaller_tiles() -> None:
     for has_norm, is_gated in ((False, False), (True, False), (True, True)):
         for facts in (L40, H200):
             tiling = tiling_of(has_norm=has_norm, is_gated=is_gated, facts=facts)
             in_flight = tiling.stages * 2 * tiling.columns * (tiling.rows + MAX_ROWS)
-            assert tiling.programs_per_sm * in_flight <= 232_448 or tiling is TILING
+            assert tiling.ctas_per_sm * in_flight <= 232_448 or tiling is TILING
             assert in_flight <= facts.shared_bytes
 
 
-def test_wrong_shapes_are_refused() -> None:
+def test_skinny_gemm_rejects_wrong_shapes() -> None:
     x, weight, norm, bias, residual = inputs(3, 96, 64)
     for wrong in (
         {"norm": norm[1:]},
@@ -111,6 +110,6 @@ def test_wrong_shapes_are_refused() -> None:
         {"weight": weight[:, :-8]},
         {"residual": residual[:2]},
     ):
-        with pytest.raises(ValueError, match="few_rows"):
-            few_rows_triton(**({"x": x, "weight": weight} | wrong))
-    assert few_rows_triton(x[:0], weight).shape == (0, 96)
+        with pytest.raises(ValueError, match="skinny_gemm"):
+            skinny_gemm_triton(**({"x": x, "weight": weight} | wrong))
+    assert skinny_gemm_triton(x[:0], weight).shape == (0, 96)

@@ -1,4 +1,4 @@
-"""w8a8_block_fp8 against dequantised float32 products; the kernels in Triton's interpreter."""
+"""w8a8_block_fp8 against dequantised float32 GEMMs; the kernels run in Triton's interpreter."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("quantize", [quantize_groups, quantize_groups_triton])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 128), (5, 100), (3, 2176)])
-def test_activations_are_scaled_by_groups(
+def test_quantize_groups_scales_activations(
     quantize: Callable[..., Any], rows: int, columns: int, dtype: torch.dtype
 ) -> None:
     # Exact in the format at scales 2^0..2^2: the interpreter loses the carry when a conversion rounds up.
@@ -46,7 +46,7 @@ def test_activations_are_scaled_by_groups(
     torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
 
 
-def test_quantised_activations_are_near_what_they_stand_for() -> None:
+def test_quantised_activations_are_close_to_originals() -> None:
     x = torch.randn(7, 300) * 5
     a, scales = quantize_groups(x)
     torch.testing.assert_close(a.float() * scales.repeat_interleave(128, dim=1)[:, :300], x, rtol=2**-4, atol=1e-2)
@@ -56,7 +56,7 @@ def test_quantised_activations_are_near_what_they_stand_for() -> None:
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (7, 200, 256), (33, 48, 384), (16, 64, 320)])
 @pytest.mark.parametrize("split_k", [1, 2, 3])
-def test_the_kernel_matches_the_reference(m: int, n: int, k: int, split_k: int) -> None:
+def test_w8a8_block_fp8_kernel_matches_reference(m: int, n: int, k: int, split_k: int) -> None:
     tensors = operands(m, n, k)
     config = GemmConfig(16, 32, 128, 2, 4, 2, split_k)
     expected = w8a8_block_fp8_reference(*tensors, torch.float32)
@@ -65,8 +65,8 @@ def test_the_kernel_matches_the_reference(m: int, n: int, k: int, split_k: int) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_who_comes_last_adds_the_parts_up_in_their_order(dtype: torch.dtype) -> None:
-    """Seven steps of K among four programs: one of them has a single step, and what it leaves counts."""
+def test_last_cta_adds_splits_in_order(dtype: torch.dtype) -> None:
+    """Seven steps of K among four CTAs: one of them has a single step, which must be included."""
     tensors = operands(17, 96, 7 * 128)
     config = GemmConfig(16, 32, 128, 2, 4, 2, 4)
     ours = w8a8_block_fp8_triton(*tensors, dtype, config=config)
@@ -78,7 +78,7 @@ def test_who_comes_last_adds_the_parts_up_in_their_order(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("block_k", [64, 128])
 @pytest.mark.parametrize("block_n", [64, 256])
-def test_tiles_wider_than_a_block_and_steps_shorter_than_a_group(block_n: int, block_k: int) -> None:
+def test_tiles_wider_than_block_and_steps_shorter_than_group(block_n: int, block_k: int) -> None:
     tensors = operands(9, 300, 256)
     config = GemmConfig(16, block_n, block_k, 1, 4, 2)
     expected = w8a8_block_fp8_reference(*tensors, torch.float32)
@@ -86,12 +86,12 @@ def test_tiles_wider_than_a_block_and_steps_shorter_than_a_group(block_n: int, b
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_no_tokens_are_no_work() -> None:
+def test_w8a8_block_fp8_without_tokens_launches_nothing() -> None:
     assert w8a8_block_fp8_triton(*operands(0, 128, 128), torch.bfloat16, config=SMALL).shape == (0, 128)
 
 
 @pytest.mark.cpu
-def test_the_wrapper_runs_the_reference_on_the_cpu_and_refuses_what_does_not_fit() -> None:
+def test_w8a8_block_fp8_on_cpu_uses_reference_and_rejects_mismatches() -> None:
     a, a_scales, b, b_scales = operands(3, 128, 256)
     expected = w8a8_block_fp8_reference(a, a_scales, b, b_scales, torch.bfloat16)
     assert torch.equal(w8a8_block_fp8(a, a_scales, b, b_scales, torch.bfloat16), expected)

@@ -1,5 +1,5 @@
-"""The warp-specialised product of float8 blocks against the reference. Without a GPU its source runs as plain Python in
-orders that a seed decides (gluon_stand_in says what that proves); on a Hopper GPU it runs."""
+"""The warp-specialised float8 block GEMM against the reference. Without a GPU, its source runs as plain Python in an
+order derived from a seed (see gluon_stand_in for what this checks); on a Hopper GPU it runs as compiled."""
 
 import os
 
@@ -10,7 +10,7 @@ from trimtab_kernels import w8a8_block_fp8_gluon as gluon_module
 from trimtab_kernels.launch.device_facts import A100, H200
 from trimtab_kernels.launch.jit import HAS_TRITON
 from trimtab_kernels.w8a8_block_fp8 import quantize_blocks, quantize_groups_reference, w8a8_block_fp8_reference
-from trimtab_kernels.w8a8_block_fp8_gluon import GROUP_M, HALF, ROWS, STAGES, STEP, suits, w8a8_block_fp8_gluon
+from trimtab_kernels.w8a8_block_fp8_gluon import GROUP_M, HALF, ROWS, STAGES, STEP, is_supported, w8a8_block_fp8_gluon
 
 ON_GPU = os.environ["TRITON_INTERPRET"] == "0"
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -28,7 +28,7 @@ def operands(num_tokens: int, n: int, k: int) -> Operands:
 def as_python(
     a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, *, num_programs: int, seed: int
 ) -> torch.Tensor:
-    """All programs of the launch, as the stand-in runs them."""
+    """Run all CTAs of the launch in the stand-in."""
     num_tokens, n = a.shape[0], b.shape[0]
     y = torch.full((num_tokens, n), float("nan"), dtype=torch.float32)
     for program in range(num_programs):
@@ -62,13 +62,13 @@ def as_python(
     ("num_tokens", "n", "k", "num_programs"),
     [
         (128, 256, 128, 1),
-        (130, 300, 640, 1),  # four tiles of one program: places go round over the ends of tiles
+        (130, 300, 640, 1),  # four tiles of one CTA: buffers wrap around across tiles
         (130, 300, 640, 3),
-        (1200, 136, 256, 4),  # more row tiles than are taken at a time; the right half of a tile is partly there
-        (65, 64, 384, 1),  # no right half at all
+        (1200, 136, 256, 4),  # more row tiles than one group; the right half of a tile is partial
+        (65, 64, 384, 1),  # without a right half
     ],
 )
-def test_products_are_the_references(num_tokens: int, n: int, k: int, num_programs: int, seed: int) -> None:
+def test_gluon_gemm_matches_reference(num_tokens: int, n: int, k: int, num_programs: int, seed: int) -> None:
     tensors = operands(num_tokens, n, k)
     expected = w8a8_block_fp8_reference(*tensors, torch.float32)
     if ON_GPU:
@@ -82,13 +82,13 @@ def test_products_are_the_references(num_tokens: int, n: int, k: int, num_progra
 
 
 @pytest.mark.cpu
-def test_it_takes_many_tokens_on_hopper() -> None:
-    assert suits(1024, 4096, H200)
-    assert not suits(1023, 4096, H200)
-    assert not suits(4096, 4096 + 64, H200)
-    assert not suits(4096, 4096, A100)
+def test_gluon_gemm_supports_many_tokens_on_hopper() -> None:
+    assert is_supported(1024, 4096, H200)
+    assert not is_supported(1023, 4096, H200)
+    assert not is_supported(4096, 4096 + 64, H200)
+    assert not is_supported(4096, 4096, A100)
 
 
 @pytest.mark.cpu
-def test_tiles_fit_the_shared_memory() -> None:
+def test_gluon_gemm_tiles_fit_shared_memory() -> None:
     assert H200.shared_bytes >= STAGES * (ROWS + 2 * HALF) * STEP + 1024

@@ -22,7 +22,7 @@ from trimtab_kernels.copy_blocks import copy_blocks
 from trimtab_modelspec.kv_groups import KVGroup
 
 from trimtab_engine.device.address_range import AddressRange, AddressSpace, HostMemory, round_up
-from trimtab_engine.device.changes import CopyBlocks, KvChange, MapBlocks, UnmapAbove
+from trimtab_engine.device.kv_commands import CopyBlocks, KvChange, MapBlocks, UnmapAbove
 
 WORD_BYTES = 8
 BUS_PROGRAMS = 64  # of a copy over the bus: 16 KiB each on their way are ten times what PCIe 5 holds in a round trip
@@ -144,10 +144,10 @@ class KVCache:
     @property
     def rounding_bytes(self) -> int:
         """What the last pages of all regions may take beyond mapped_bytes."""
-        return self._page * len(self._regions) if self.gives_memory_back else 0
+        return self._page * len(self._regions) if self.releases_memory else 0
 
     @property
-    def gives_memory_back(self) -> bool:
+    def releases_memory(self) -> bool:
         """Whether memory comes and goes with the blocks; else num_blocks is a limit in the books only."""
         return self._range.is_live
 

@@ -25,7 +25,7 @@ from trimtab_kernels.rotary_embedding import interleave_pairs
 from trimtab_kernels.skinny_gemm import MAX_ROWS as MAX_FEW_ROWS
 from trimtab_modelspec.config import ModelConfig, MoeConfig
 from trimtab_modelspec.families.decoder import decoder_kv
-from trimtab_modelspec.kv_groups import KVPlace, LayerKV, groups_of, places_of
+from trimtab_modelspec.kv_groups import KVLayerIndex, LayerKV, groups_of, kv_layer_indices
 
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.layers.adapted import AdaptedLinear
@@ -41,7 +41,7 @@ from trimtab_engine.models.compiled_layers import compile_layers, is_library_mis
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.parallel.expert_slots import ExpertSlots
 from trimtab_engine.parallel.experts import expert_map
-from trimtab_engine.parallel.groups import ALONE, RankGroups
+from trimtab_engine.parallel.groups import SINGLE_RANK, RankGroups
 from trimtab_engine.parallel.shard import ModelShard
 from trimtab_engine.weights.source import Span
 
@@ -227,7 +227,7 @@ class DecoderLayer:
     """One decoder layer: attention, then an MLP or a mixture, each behind a norm and beside a residual."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, place: KVPlace, shard: ModelShard, groups: RankGroups, load: Loader
+        self, config: ModelConfig, layer: int, place: KVLayerIndex, shard: ModelShard, groups: RankGroups, load: Loader
     ) -> None:
         prefix = f"model.layers.{layer}."
         self._place = place
@@ -375,7 +375,7 @@ class Decoder:
         config: ModelConfig,
         load: Loader,
         shard: ModelShard,
-        groups: RankGroups = ALONE,
+        groups: RankGroups = SINGLE_RANK,
         *,
         layer_type: type[DecoderLayer] = DecoderLayer,
         kv: Sequence[LayerKV] | None = None,
@@ -385,7 +385,7 @@ class Decoder:
         dtype, device = load.dtype, load.device
         self._dtype, self._pipeline = dtype, groups.pipeline
         self._is_first_stage, self._is_last_stage = shard.is_first_stage, shard.is_last_stage
-        places = places_of(groups_of(decoder_kv(config) if kv is None else kv), shard.layers)
+        places = kv_layer_indices(groups_of(decoder_kv(config) if kv is None else kv), shard.layers)
         self._layers = [
             layer_type(config, layer, place, shard, groups, load)
             for layer, place in zip(range(*shard.layers), places, strict=True)
@@ -480,7 +480,7 @@ class Decoder:
         stage before, which are overwritten; the first stage has token ids alone."""
         hidden = self.embedded(token_ids, placed) if before is None else before
         turns = [Turn(rotary(positions)) for rotary in self._rotaries]
-        if self.config.unturned:
+        if self.config.nope_layers:
             turns.append(no_turn(positions, self.config.rotary_size, self.config.temperature))
         if metadata[0].native is not None:
             assert self._compiled is not None
@@ -525,7 +525,7 @@ class Decoder:
 
 def turn_of(config: ModelConfig, layer: int) -> int:
     """Which of the turns of a step is the layer's: the rope's, the local rope's under windows, or none, the last."""
-    if layer in config.unturned:
+    if layer in config.nope_layers:
         return 1 if config.local_rope is None else 2
     return int(config.local_rope is not None and config.window(layer) is not None)
 

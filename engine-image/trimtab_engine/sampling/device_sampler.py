@@ -11,7 +11,7 @@ import torch
 from trimtab_kernels.argmax import argmax
 from trimtab_kernels.edit_logits import NONE, ban_tokens, edit_logits
 
-from trimtab_engine.device.inference import inferring
+from trimtab_engine.device.inference import in_inference_mode
 from trimtab_engine.device.transfer import receive, send, send_together
 from trimtab_engine.sampling.choice_columns import Choice, ChoiceColumns, Chooser, PlainRows, packed_parameters
 from trimtab_engine.sampling.forbidden_tokens import Ban, bans_of
@@ -102,7 +102,7 @@ class DeviceSampler:
         ban_tokens(logits, zero, zero, none, zero, last_tokens)
         edit_logits(logits, self._table.words, zero, none, none, half, half, half)
 
-    @inferring
+    @in_inference_mode
     def sample(
         self, logits: torch.Tensor, rows: Sequence[DeviceRow] | PlainRows, last_tokens: torch.Tensor
     ) -> ChosenTokens:

@@ -24,7 +24,7 @@ LATENCY_SECONDS = 800e-9
 """Of a read under load, between 700 and 900 ns."""
 BYTES_IN_FLIGHT_NEEDED = 4.3e12 * LATENCY_SECONDS / NUM_SMS
 """Per multiprocessor, to read at full bandwidth (Little's law): 26 KB."""
-REGISTERS, SHARED_MEMORY, MAX_WARPS, MAX_PROGRAMS = 65536, 228 << 10, 64, 32
+REGISTERS, SHARED_MEMORY, MAX_WARPS, MAX_CTAS = 65536, 228 << 10, 64, 32
 """Of a multiprocessor. Registers are given out in units of 8 per thread, and a program takes 1 KiB of shared memory
 for the system."""
 
@@ -41,14 +41,14 @@ class Bound:
     in_flight: int
 
 
-def programs_per_sm(registers: int, shared_bytes: int, num_warps: int) -> int:
+def ctas_per_sm(registers: int, shared_bytes: int, num_warps: int) -> int:
     """How many programs a multiprocessor runs at once; 0 when it cannot hold one."""
     per_thread = -(-max(registers, 1) // 8) * 8
     return min(
         REGISTERS // (per_thread * LANES * num_warps),
         SHARED_MEMORY // (shared_bytes + 1024),
         MAX_WARPS // num_warps,
-        MAX_PROGRAMS,
+        MAX_CTAS,
     )
 
 
@@ -92,7 +92,7 @@ def bound(
     loaded = loop.load_bytes * busy_warps + bulk_bytes
     source = "memory" if is_memory_bound else "L2"
     cycles[source] = (loaded + loop.store_bytes * busy_warps) / (MEMORY_BYTES if is_memory_bound else L2_BYTES)
-    programs = max(1, programs_per_sm(registers, shared_bytes, num_warps))
+    programs = max(1, ctas_per_sm(registers, shared_bytes, num_warps))
     if loop.products and not loop.products_ahead:
         others = max(cycles[unit] for unit in ("issue", "special", "integer", "float"))
         cycles["chain"] = (cycles["tensor"] + others) / (programs * max(1, consumer_groups))

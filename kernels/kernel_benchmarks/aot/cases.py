@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from trimtab_kernels.argmax import argmax_triton
 from trimtab_kernels.copy_blocks import copy_blocks_triton
 from trimtab_kernels.edit_logits import ban_tokens_triton, edit_logits_triton
-from trimtab_kernels.few_rows import few_rows_triton
 from trimtab_kernels.fused_moe import fused_moe_triton
 from trimtab_kernels.latent_and_cache import latent_and_cache_triton
 from trimtab_kernels.latent_decode import latent_decode_triton
 from trimtab_kernels.latent_prefill import latent_prefill_triton
+from trimtab_kernels.launch.backends import KernelBackends, override_backends
 from trimtab_kernels.launch.device_facts import HOPPER, DeviceFacts
 from trimtab_kernels.launch.gemm_config import default_config
 from trimtab_kernels.launch.jit import Launch, record_launches
-from trimtab_kernels.launch.switches import Ways, taking
-from trimtab_kernels.likeliest import likeliest_triton
 from trimtab_kernels.lora import lora_triton
 from trimtab_kernels.moe.grouped_gemm import default_moe_config
 from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting, route_by_sigmoid_triton
@@ -33,6 +32,7 @@ from trimtab_kernels.rope_and_cache import Norms, rope_and_cache_triton
 from trimtab_kernels.rotary_embedding import rotary_embedding_triton
 from trimtab_kernels.sample import sample_triton
 from trimtab_kernels.silu_and_mul import silu_and_mul_triton
+from trimtab_kernels.skinny_gemm import skinny_gemm_triton
 from trimtab_kernels.w8a8_block_fp8 import quantize_groups_triton, w8a8_block_fp8_triton
 from trimtab_kernels.w8a8_block_fp8_gluon import w8a8_block_fp8_gluon
 
@@ -59,7 +59,7 @@ class Case:
         """What the launcher launches on such a device, in the plain way where the case asks for no other."""
         if (self.needs_float8 and not facts.has_float8) or (self.needs_hopper and facts.capability != HOPPER):
             return []
-        with taking(Ways()), record_launches() as recorded:
+        with override_backends(KernelBackends()), record_launches() as recorded:
             self.launch(facts)
         return recorded
 
@@ -157,8 +157,8 @@ class Heads:
         """What their attention is asked for beside the tensors."""
         gone = None if self.chunk_size is None else empty(num_seqs, dtype=torch.int32)
         sinks = empty(self.num_heads, dtype=torch.float32) if self.has_sinks else None
-        sight = {"window": self.window, "chunk_size": self.chunk_size, "gone": gone}
-        return {"scale": 0.1, "soft_cap": self.soft_cap, "sinks": sinks, **sight}
+        attention_window = {"window": self.window, "chunk_size": self.chunk_size, "gone": gone}
+        return {"scale": 0.1, "soft_cap": self.soft_cap, "sinks": sinks, **attention_window}
 
     @property
     def name(self) -> str:
@@ -363,7 +363,7 @@ def _sampling() -> Iterator[Case]:
         return sample_triton(empty(8, 128256, dtype=dtype), floats, ints, floats, floats, seeds, facts=facts)
 
     def choose(facts: DeviceFacts, dtype: torch.dtype) -> object:
-        return likeliest_triton(empty(8, 128256, dtype=dtype), facts=facts)
+        return argmax_triton(empty(8, 128256, dtype=dtype), facts=facts)
 
     def edit(_: DeviceFacts) -> None:
         table, ints, floats = (empty(256, 128256, dtype=torch.int32), *_eight())
@@ -375,7 +375,7 @@ def _sampling() -> Iterator[Case]:
 
     for dtype in (BF16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        yield Case(f"likeliest {name}", lambda facts, d=dtype: choose(facts, d), in_sample=True)  # type: ignore[misc]
+        yield Case(f"argmax {name}", lambda facts, d=dtype: choose(facts, d), in_sample=True)  # type: ignore[misc]
         yield Case(f"sample {name}", lambda facts, d=dtype: draw(facts, d), in_sample=True)  # type: ignore[misc]
     yield Case("edit_logits", edit, in_sample=True)
     yield Case("ban_tokens", ban, in_sample=True)
@@ -386,7 +386,7 @@ def _eight() -> tuple[torch.Tensor, torch.Tensor]:
     return empty(8, dtype=torch.int32), empty(8, dtype=torch.float32)
 
 
-def _few_rows() -> Iterator[Case]:
+def _skinny_gemm() -> Iterator[Case]:
     for n, k, beside in (
         (6144, 4096, "norm"), (4096, 4096, "residual"), (14336, 4096, "gate"), (4096, 14336, "residual"),
         (960, 576, "norm"), (576, 576, "residual"), (1536, 576, "gate"), (576, 1536, "residual"),
@@ -399,7 +399,7 @@ def _product_of_few_rows(n: int, k: int, beside: str) -> Case:
     is_gated = beside == "gate"
 
     def launch(facts: DeviceFacts) -> object:
-        return few_rows_triton(
+        return skinny_gemm_triton(
             empty(16, k),
             empty(2 * n if is_gated else n, k),
             norm=None if beside == "residual" else empty(k),
@@ -408,7 +408,7 @@ def _product_of_few_rows(n: int, k: int, beside: str) -> Case:
             facts=facts,
         )
 
-    return Case(f"few_rows {n}x{k} {beside}", launch, in_sample=k == 4096)
+    return Case(f"skinny_gemm {n}x{k} {beside}", launch, in_sample=k == 4096)
 
 
 def _lora() -> Iterator[Case]:
@@ -546,12 +546,12 @@ def _route_in_groups(_: DeviceFacts) -> object:
 def _dependent() -> Iterator[Case]:
     """A layer's kernels as they are launched while the one before them ends."""
     llama = HEADS[1]
-    products = [case for case in _few_rows() if "4096" in case.name]
+    products = [case for case in _skinny_gemm() if "4096" in case.name]
     ready = next(case for case in _rope_and_cache(llama))
     for case in (*products, ready, _decode(llama, in_sample=False)):
 
         def launch(facts: DeviceFacts, case: Case = case) -> None:
-            with taking(Ways(dependent_launches=True)):
+            with override_backends(KernelBackends(dependent_launches=True)):
                 case.launch(facts)
 
         kernel, what = case.name.split(" ", 1)
@@ -566,7 +566,7 @@ def all_cases() -> list[Case]:
         *_cache(),
         *_elementwise(),
         *_sampling(),
-        *_few_rows(),
+        *_skinny_gemm(),
         *_lora(),
         *_dependent(),
         *_block_fp8(),

@@ -19,7 +19,7 @@ from trimtab_kernels.launch.device_facts import H200, DeviceFacts
 from trimtab_kernels.launch.gluon import GluonKernel, source_of
 from trimtab_kernels.launch.jit import Launch, triton
 
-from kernel_benchmarks.aot.async_products import check_products
+from kernel_benchmarks.aot.async_mma import check_products
 from kernel_benchmarks.aot.bounds import Bound, bound
 from kernel_benchmarks.aot.machine_code import Loop, hot_loop, instructions_of
 from kernel_benchmarks.aot.specialisation import Specialisation, specialise

@@ -1,1 +1,1 @@
-"""How kernels are compiled and launched, and what they ask about the device: no kernel is in here."""
+"""Compilation, launch configuration and device facts of the kernels. Contains no kernel."""

@@ -1,4 +1,4 @@
-"""Counters by which programs of one launch learn who of them is the last: it finishes what all of them have begun."""
+"""Arrival counters, by which the CTAs of one launch determine the last one, which finishes their common result."""
 
 from functools import cache
 
@@ -7,6 +7,7 @@ import torch
 
 @cache
 def arrival_counters(device: torch.device, num_counters: int) -> torch.Tensor:
-    """How many programs have left their part of something shared: 0 between launches, which come one after another.
-    Kept as long as the process: captured graphs know where they are. So the first launch must not be captured."""
+    """Return counters of the CTAs that have stored their part of a shared result. They are 0 between launches, which
+    run one after another. They live as long as the process, because captured graphs contain their addresses; the first
+    launch must therefore not be captured."""
     return torch.zeros(num_counters, dtype=torch.int32, device=device)

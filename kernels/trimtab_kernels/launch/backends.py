@@ -1,10 +1,10 @@
-"""Ways of the GPU kernels beside their plain ones. Each is off until a GPU has said that it is right and faster, and
-then the default (docs/results/gpu.md has both); the environment variable says for a whole process which are taken
-instead of the default, `none` of them included:
+"""Alternative backends of the GPU kernels. A backend becomes the default after a GPU run has shown that it is correct
+and faster (docs/results/gpu.md). The environment variable replaces the default for a whole process; `none` disables all
+of them:
 
-TRIMTAB_GPU_WAYS=gluon-prefill,dependent-launches
+TRIMTAB_KERNEL_BACKENDS=gluon-prefill,dependent-launches
 
-Read once; ranks and workers inherit it.
+It is read once; ranks and workers inherit it.
 """
 
 import os
@@ -13,14 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
-VARIABLE = "TRIMTAB_GPU_WAYS"
+ENVIRONMENT_VARIABLE = "TRIMTAB_KERNEL_BACKENDS"
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """gluon_prefill: attention of prompts by the warp-specialised kernel where it suits (`paged_prefill_gluon`).
-    gluon_float8: products of float8 blocks likewise (`w8a8_block_fp8_gluon`).
-    dependent_launches: kernels of a step of few rows begin while the one before them ends (`launch/dependence.py`)."""
+class KernelBackends:
+    """Enabled backends.
+
+    gluon_prefill: prefill attention by the warp-specialised kernel if it supports the shapes (`paged_prefill_gluon`).
+    gluon_float8: float8 block GEMMs by the warp-specialised kernel if it supports the shapes (`w8a8_block_fp8_gluon`).
+    dependent_launches: kernels of a step of few rows start while the previous kernel ends (`launch/dependence.py`).
+    """
 
     gluon_prefill: bool = False
     gluon_float8: bool = False
@@ -32,41 +35,51 @@ NAMES = {
     "gluon-float8": "gluon_float8",
     "dependent-launches": "dependent_launches",
 }
-DEFAULT = Ways(gluon_prefill=True, gluon_float8=True)
-"""On an H200 dependent launches are right; no engine was faster by them, though four layers of one row take 537 us with
-them and 557 without."""
+DEFAULT = KernelBackends(gluon_prefill=True, gluon_float8=True)
+"""On an H200, dependent launches are correct but made no engine faster, although four layers of one row take 537 us
+with them and 557 us without."""
 NONE = "none"
-_set: list[Ways] = []
-"""The innermost `taking` last."""
+_overrides: list[KernelBackends] = []
+"""Active overrides; the innermost is the last."""
 
 
-def parse(text: str) -> Ways:
-    """Names, separated by commas, or `none`; nothing is the default. Raises ValueError for an unknown one."""
+def parse(text: str) -> KernelBackends:
+    """Parse backend names separated by commas, or `none`; an empty text is the default.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         return DEFAULT
     if names == [NONE]:
-        return Ways()
+        return KernelBackends()
     if unknown := [name for name in names if name not in NAMES]:
-        raise ValueError(f"{VARIABLE} names {', '.join(unknown)}; there are {', '.join(NAMES)}, and {NONE}")
-    return Ways(**{NAMES[name]: True for name in names})
+        raise ValueError(
+            f"{ENVIRONMENT_VARIABLE}: unknown backend ({', '.join(unknown)}); use {', '.join(NAMES)} or {NONE}"
+        )
+    return KernelBackends(**{NAMES[name]: True for name in names})
 
 
 @cache
-def _of_the_process() -> Ways:
-    return parse(os.environ.get(VARIABLE, ""))
+def _process_backends() -> KernelBackends:
+    return parse(os.environ.get(ENVIRONMENT_VARIABLE, ""))
 
 
-def ways() -> Ways:
-    """What launchers ask. Raises ValueError where the variable names what there is not."""
-    return _set[-1] if _set else _of_the_process()
+def kernel_backends() -> KernelBackends:
+    """Return the enabled backends.
+
+    Raises:
+        ValueError: the environment variable contains an unknown name.
+    """
+    return _overrides[-1] if _overrides else _process_backends()
 
 
 @contextmanager
-def taking(chosen: Ways) -> Iterator[None]:
-    """Within the block launchers take these ways."""
-    _set.append(chosen)
+def override_backends(chosen: KernelBackends) -> Iterator[None]:
+    """Use these backends for the launches within the block."""
+    _overrides.append(chosen)
     try:
         yield
     finally:
-        _set.pop()
+        _overrides.pop()

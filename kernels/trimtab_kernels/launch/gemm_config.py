@@ -1,8 +1,8 @@
-"""Which tiles a matrix product takes: measured ones where there are any, else a rule.
+"""Tile configuration of GEMMs: measured configurations if available, otherwise a rule.
 
-One file per shape and GPU name, in vLLM's format and with vLLM's names, so that files travel both ways:
+One file per shape and GPU name, in vLLM's format and with vLLM's names, so that files can be exchanged with vLLM:
 `N=4096,K=4096,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128,128].json`, `{"M": {"BLOCK_SIZE_M": …}}`.
-The entry whose M is nearest to the number of tokens is taken.
+The entry whose M is nearest to the number of tokens is used.
 """
 
 import json
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 CONFIG_FOLDER = Path(__file__).parents[1] / "configs"
 BLOCK_SHAPE = "[128,128]"
 MAX_SPLIT_K = 8
-MIN_STEPS_PER_PART = 4
-"""Of 128 columns: a shorter part of K would not fill its own pipeline."""
+MIN_STEPS_PER_SPLIT = 4
+"""Steps of 128 columns: a shorter split of K would not fill its own pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """Tile sizes, tiles of a group (see tile_of), parts of K, warps and stages."""
+    """Tile sizes, tiles of a group (see tile_of), splits of K, warps and stages."""
 
     block_m: int
     block_n: int
@@ -37,7 +37,7 @@ class GemmConfig:
     split_k: int = 1
 
     def to_json(self) -> dict[str, int]:
-        """vLLM's keys; SPLIT_K is ours, and absent when 1."""
+        """Return the configuration with vLLM's keys; SPLIT_K is an addition and absent when it is 1."""
         entry = {
             "BLOCK_SIZE_M": self.block_m,
             "BLOCK_SIZE_N": self.block_n,
@@ -50,7 +50,11 @@ class GemmConfig:
 
     @classmethod
     def from_json(cls, entry: dict[str, int]) -> "GemmConfig":
-        """Raises KeyError where a key lacks."""
+        """Parse an entry.
+
+        Raises:
+            KeyError: a key is missing.
+        """
         return cls(
             entry["BLOCK_SIZE_M"],
             entry["BLOCK_SIZE_N"],
@@ -63,28 +67,28 @@ class GemmConfig:
 
     @property
     def operand_bytes(self) -> int:
-        """Elements of both operands in flight; times the itemsize, their shared memory."""
+        """Return the elements of both operands in flight; times the itemsize, their shared memory."""
         return (self.block_m + self.block_n) * self.block_k * self.num_stages
 
 
 def config_file_name(
     n: int, k: int, device_name: str, *, num_experts: int | None = None, dtype: str = "fp8_w8a8"
 ) -> str:
-    """`num_experts`: for fused_moe, whose files begin with E."""
+    """Return the file name. `num_experts` is set for fused_moe, whose file names begin with E."""
     head = f"N={n},K={k}" if num_experts is None else f"E={num_experts},N={n},K={k}"
     tail = f",block_shape={BLOCK_SHAPE}" if dtype == "fp8_w8a8" else ""
     return f"{head},device_name={device_name},dtype={dtype}{tail}.json"
 
 
 def device_name() -> str:
-    """The GPU's name as in file names; all H200 variants share one."""
+    """Return the GPU's name as used in file names; all H200 variants share one name."""
     name = torch.cuda.get_device_name().replace(" ", "_")
     return "NVIDIA_H200" if "H200" in name else name
 
 
 @cache
 def load_configs(file_name: str, folder: Path = CONFIG_FOLDER) -> dict[int, GemmConfig] | None:
-    """By number of tokens; None, with one warning, when there is no such file."""
+    """Return the configurations by number of tokens, or None, with one warning, if the file does not exist."""
     path = folder / file_name
     if not path.exists():
         logger.warning(
@@ -97,17 +101,17 @@ def load_configs(file_name: str, folder: Path = CONFIG_FOLDER) -> dict[int, Gemm
 
 
 def nearest(configs: dict[int, GemmConfig], num_tokens: int) -> GemmConfig:
-    """The entry whose M is nearest; the larger of two that are equally near."""
+    """Return the entry whose M is nearest; the larger one of two equally near entries."""
     return configs[min(configs, key=lambda m: (abs(m - num_tokens), -m))]
 
 
 def default_config(num_tokens: int, n: int, k: int, facts: DeviceFacts, *, itemsize: int = 1) -> GemmConfig:
-    """Without measurements: few tokens take narrow tiles and share K until the device is full; many, square ones."""
+    """Return the configuration without measurements: narrow tiles and split K for few tokens, square tiles for many."""
     block_m = min(128, max(16, next_power_of_2(num_tokens)))
     block_n = 64 if block_m <= 32 else 128
     block_k = 128 if itemsize == 1 else 64
     tiles = cdiv(num_tokens, block_m) * cdiv(n, block_n)
-    most = max(1, cdiv(k, 128) // MIN_STEPS_PER_PART)
+    most = max(1, cdiv(k, 128) // MIN_STEPS_PER_SPLIT)
     split = min(MAX_SPLIT_K, next_power_of_2(most + 1) // 2, next_power_of_2(cdiv(2 * facts.num_sms, tiles)))
     stages = 4 if facts.shared_bytes >= 160 << 10 else 3
     while stages > 2 and (block_m + block_n) * block_k * itemsize * stages > facts.shared_bytes:
@@ -116,7 +120,7 @@ def default_config(num_tokens: int, n: int, k: int, facts: DeviceFacts, *, items
 
 
 def block_fp8_config(num_tokens: int, n: int, k: int, facts: DeviceFacts) -> GemmConfig:
-    """Of w8a8_block_fp8. Nothing is looked up where there is no GPU."""
+    """Return the configuration of w8a8_block_fp8. Without a GPU, no file is read."""
     if torch.cuda.is_available():
         measured = load_configs(config_file_name(n, k, device_name()))
         if measured:

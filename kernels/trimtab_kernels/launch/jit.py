@@ -1,13 +1,14 @@
-"""The one door to Triton: kernels import `tl`, `jit` and `kernel` from here, never triton itself.
+"""The only module that imports Triton: kernels import `tl`, `jit` and `kernel` from here.
 
-Triton comes with torch's CUDA builds and is absent beside its CPU builds, where the references run instead. So a file
-holds its reference, its kernel and its wrapper, and imports everywhere: without Triton a kernel is an object that
-refuses to be launched.
+Triton is part of torch's CUDA builds and absent from its CPU builds, where the references run instead. A kernel's file
+therefore contains its reference, its kernel and its wrapper, and can be imported everywhere: without Triton, a kernel
+is an object that refuses to be launched.
 
-`watch_compilations` counts what Triton compiles from then on: after warm-up nothing may be.
+`watch_compilations` counts Triton's compilations from then on: there must be none after warm-up.
 
-`record_launches` keeps what would be launched instead of launching it. Called with tensors on torch's meta device, a
-launcher thereby tells exactly which specialisation of which kernel it needs: that is what `aot` compiles.
+`record_launches` records launches instead of making them. Called with tensors on torch's meta device, a launcher thus
+reports exactly which specialisation of which kernel it needs: the input of the ahead-of-time compiler
+(kernel_benchmarks/aot).
 """
 
 import os
@@ -18,12 +19,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# Triton 3.9 asks for a choice: whether products and sums fuse must not change with its version.
+# Triton 3.9 requires a choice: whether multiplications and additions are fused must not depend on its version.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 class Absent:
-    """Stands for the module where Triton is not installed, so that decorators and annotations still evaluate."""
+    """Placeholder for the module if Triton is not installed, so that decorators and annotations still evaluate."""
 
     def __getattr__(self, name: str) -> "Absent":
         if name.startswith("__"):
@@ -53,7 +54,7 @@ class Launch:
 
 _recorded: list[Launch] | None = None
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
-"""Keywords of a launch that are no parameters of the kernel."""
+"""Launch keywords that are not parameters of the kernel."""
 
 
 class Kernel:
@@ -82,19 +83,19 @@ class Kernel:
 
 
 def kernel(*varying: str) -> Callable[[Callable[..., None]], Kernel]:
-    """Decorates an entry point. `varying` arguments change from step to step (numbers of tokens; slices of a step's
-    integers, with any alignment): they are not specialised on, so that serving never compiles."""
+    """Decorate an entry point. `varying` arguments change from step to step (numbers of tokens; slices of a step's
+    integers, with any alignment). They are not specialised on, so that serving never compiles."""
     return lambda source: Kernel(source, varying)
 
 
 def jit(source: Callable[..., Any]) -> Any:
-    """Decorates a device function, which kernels call."""
+    """Decorate a device function that kernels call."""
     return triton.jit(source) if HAS_TRITON else source
 
 
 @contextmanager
 def record_launches() -> Iterator[list[Launch]]:
-    """Within the block launches are recorded, not made."""
+    """Record launches within the block instead of making them."""
     global _recorded  # noqa: PLW0603 - the launch site is deep inside a launcher; one process records at a time
     assert _recorded is None, "recordings do not nest"
     _recorded = []
@@ -105,12 +106,12 @@ def record_launches() -> Iterator[list[Launch]]:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is n or more."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -118,12 +119,13 @@ _num_compilations = 0
 
 
 def num_compilations() -> int:
-    """Kernels that Triton has compiled, or loaded from its cache, in this process since it is watched."""
+    """Return the number of kernels that Triton has compiled, or loaded from its cache, in this process since
+    watch_compilations."""
     return _num_compilations
 
 
 def watch_compilations() -> None:
-    """Count every kernel that a launch finds uncompiled. Watching twice counts once."""
+    """Count every kernel that a launch finds uncompiled. Repeated calls count once."""
     if not HAS_TRITON:
         return
     runtime = triton.knobs.runtime

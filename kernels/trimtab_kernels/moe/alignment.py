@@ -1,15 +1,15 @@
-"""Sorts (token, choice) slots by expert, each expert's padded to whole tiles, so that a tile has one expert.
+"""Sort of (token, choice) slots by expert, padded to whole tiles per expert, so that each tile has one expert.
 
 experts        [num_slots] int32: slot = token * top_k + place; -1 is left out
 sorted_slots   [max_padded] int32: slots by expert, in their order; padding is num_slots
 tile_experts   [max_padded // block_m] int32: the expert of each tile
-num_padded     [1] int32: how much of the two is in use
+num_padded     [1] int32: number of entries in use
 
 ```
 sorted_slots | expert 0: 3 7 8 . | expert 2: 0 1 2 4 | expert 2: 5 . . . |      block_m = 4, "." = num_slots
 ```
-The place of a slot is a sum of counts, not an atomic's answer: equal inputs give equal outputs. Slots are counted in
-chunks of 128; one program adds the chunks up. Bound by latency. Source: own.
+The place of a slot is a sum of counts instead of an atomic's result: equal inputs give equal outputs. Slots are counted
+in chunks of 128; one CTA adds the chunks up. Latency-bound. Source: own.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ TILES_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """See the module. max_tiles bounds the tiles in use, which only the device knows."""
+    """Sorted slots; see the module. max_tiles bounds the tiles in use, whose number only the device knows."""
 
     sorted_slots: torch.Tensor
     tile_experts: torch.Tensor
@@ -35,7 +35,7 @@ class Alignment:
 
 
 def align_reference(experts: torch.Tensor, num_experts: int, block_m: int) -> tuple[list[int], list[int]]:
-    """(sorted_slots in use, tile_experts in use)."""
+    """Return (sorted_slots in use, tile_experts in use)."""
     flat = experts.flatten().tolist()
     slots: list[int] = []
     tiles: list[int] = []
@@ -49,7 +49,7 @@ def align_reference(experts: torch.Tensor, num_experts: int, block_m: int) -> tu
 
 @kernel("num_slots")
 def _count(experts: tl.tensor, counts: tl.tensor, num_slots: tl.tensor, BINS: tl.constexpr, SIZE: tl.constexpr) -> None:
-    """counts[chunk, expert]. What is left out, or beyond the end, falls into the last bin."""
+    """Count [chunk, expert]. Omitted slots and those beyond the end are counted in the last bin."""
     chunk = tl.program_id(0)
     slots = chunk * SIZE + tl.arange(0, SIZE)
     expert = tl.load(experts + slots, mask=slots < num_slots, other=-1)
@@ -70,7 +70,7 @@ def _offsets(
     CHUNKS: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
-    """One program: starts[chunk, expert] is where the chunk's first slot of an expert goes."""
+    """One CTA: starts[chunk, expert] is the place of the chunk's first slot of an expert."""
     bins = tl.arange(0, BINS)
     total = tl.zeros([BINS], dtype=tl.int32)
     for first in tl.range(0, num_chunks, CHUNKS):
@@ -104,12 +104,12 @@ def _place(
     BINS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """A slot goes behind the earlier ones of its chunk that have its expert."""
+    """Place a slot after the earlier ones of its chunk with the same expert."""
     chunk = tl.program_id(0)
     places = tl.arange(0, SIZE)
     slots = chunk * SIZE + places
     expert = tl.load(experts + slots, mask=slots < num_slots, other=-1)
-    # The chunk's experts again, as columns: from memory, which is cheaper than a change of layout.
+    # The chunk's experts again, as columns: loading them is cheaper than a change of layout.
     others = tl.load(
         experts + chunk * SIZE + places[None, :], mask=chunk * SIZE + places[None, :] < num_slots, other=-1
     )
@@ -121,11 +121,11 @@ def _place(
 
 
 def align_triton(experts: torch.Tensor, num_experts: int, block_m: int) -> Alignment:
-    """Three small launches, no word back to the host."""
+    """Launch the three small kernels, without a synchronisation with the host."""
     num_slots, device = experts.numel(), experts.device
     bins = next_power_of_2(num_experts + 1)
     chunks = cdiv(num_slots, CHUNK)
-    # No expert pads more than block_m - 1 slots, and none without slots pads.
+    # No expert pads more than block_m - 1 slots, and experts without slots are not padded.
     max_tiles = min(num_slots, cdiv(num_slots + num_experts * (block_m - 1), block_m))
     counts = torch.empty(chunks, bins, dtype=torch.int32, device=device)
     starts = torch.empty(chunks, bins, dtype=torch.int32, device=device)

@@ -1,9 +1,9 @@
-"""Sums each token's experts:  y[t] = sum over places p with experts[t, p] >= 0 of weights[t, p] * parts[t * top_k + p].
+"""Weighted sum of each token's experts:  y[t] = sum over p of weights[t, p] * parts[t * top_k + p], experts[t, p] >= 0.
 
 parts    [num_tokens * top_k, hidden_size]  fp32 | bf16 | fp16; rows of experts held elsewhere are not read
 weights  [num_tokens, top_k] fp32; experts [num_tokens, top_k] int32
 y        [num_tokens, hidden_size], dtype of parts; summed in fp32, rounded once
-Bound by memory: (top_k + 1) * num_tokens * hidden_size * itemsize bytes. Source: own.
+Memory-bound: (top_k + 1) * num_tokens * hidden_size * itemsize bytes. Source: own.
 """
 
 import torch

@@ -1,13 +1,13 @@
-"""Matrix products of each slot's row with its expert's weights:  y[slot] = a[slot // rows_per_a] @ b[expert(slot)]^T.
+"""Grouped GEMM of each slot's row with its expert's weights:  y[slot] = a[slot // rows_per_a] @ b[expert(slot)]^T.
 
 a         [num_tokens, K] (rows_per_a = top_k: each token feeds all its slots) or [num_slots, K] (rows_per_a = 1)
 b         [num_experts, N, K]
 bias      [num_experts, N] of any of these dtypes, or None: added to each row of its expert
-y         [num_slots, N]: slots whose expert is elsewhere are not written
+y         [num_slots, N]: slots of experts on other ranks are not written
 a, b of one dtype fp32 | bf16 | fp16, or float8_e4m3fn with a_scales [rows of a, ceil(K / 128)] and
 b_scales [num_experts, ceil(N / 128), ceil(K / 128)] (see w8a8_block_fp8)
 
-Bound by memory for few tokens (the weights of the experts that are hit), by compute for many. Source: own.
+Memory-bound for few tokens (the weights of the active experts), compute-bound for many. Source: own.
 """
 
 import torch
@@ -21,8 +21,8 @@ from trimtab_kernels.w8a8_block_fp8 import scaled_sum, tile_of
 
 
 def default_moe_config(num_tokens: int, top_k: int, num_experts: int, itemsize: int, facts: DeviceFacts) -> GemmConfig:
-    """Tiles as tall as an expert has tokens on average: taller ones would compute padding. On Hopper 16-bit ones are
-    256 wide: two of 128 would read a quarter more from the L2 cache, which binds."""
+    """Return tiles as tall as the average number of tokens per expert: taller ones would compute padding. On Hopper,
+    16-bit tiles are 256 wide: two of 128 would read a quarter more from the L2 cache, which is the limit."""
     per_expert = cdiv(num_tokens * top_k, num_experts)
     block_m = min(128, max(16, next_power_of_2(per_expert)))
     block_n = 64 if block_m <= 32 or itemsize == 4 else 128
@@ -38,7 +38,8 @@ def default_moe_config(num_tokens: int, top_k: int, num_experts: int, itemsize: 
 def moe_config(
     num_tokens: int, top_k: int, num_experts: int, n: int, k: int, dtype: torch.dtype, facts: DeviceFacts
 ) -> GemmConfig:
-    """A measured one where there is any, by the nearest number of tokens. Nothing is looked up without a GPU."""
+    """Return a measured configuration if there is one, by the nearest number of tokens. Without a GPU, no file is
+    read."""
     if torch.cuda.is_available():
         kind = "fp8_w8a8" if dtype == FLOAT8 else str(dtype).removeprefix("torch.")
         measured = load_configs(config_file_name(n, k, device_name(), num_experts=num_experts, dtype=kind))
@@ -68,7 +69,7 @@ def _grouped_gemm(
     GROUP_M: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
 ) -> None:
-    """Program: a tile of slots that share an expert, and of columns. Programs beyond the tiles in use end at once."""
+    """CTA: a tile of slots that share an expert, and of columns. CTAs beyond the tiles in use end at once."""
     num_rows = tl.load(num_padded) // BLOCK_M
     num_columns: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
@@ -119,7 +120,7 @@ def grouped_gemm_triton(
     b_scales: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel. All tensors are contiguous; the alignment was made with the config's block_m."""
+    """Launch the kernel. All tensors are contiguous; the alignment was made with the configuration's block_m."""
     _, n, k = b.shape
     y = torch.empty(num_slots, n, dtype=dtype, device=a.device)
     _grouped_gemm[(alignment.max_tiles * cdiv(n, config.block_n),)](

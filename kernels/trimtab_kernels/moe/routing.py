@@ -1,14 +1,14 @@
-"""Chooses each token's experts:  softmax over all experts in fp32, the top_k of them, renormalised if asked.
+"""Softmax routing:  softmax over all experts in fp32, the top_k of them, renormalised on request.
 
 router_logits  [num_tokens, num_experts]  fp32 | bf16 | fp16
-expert_map     [num_experts] int64: an expert's local index, below 0 where another rank holds it; None: all are local.
+expert_map     [num_experts] int64: an expert's local index, below 0 if another rank holds it; None if all are local.
                [num_patterns, num_experts]: token t reads row t % num_patterns
 weights        [num_tokens, top_k] fp32, rounded to the logits' dtype as transformers does
-experts        [num_tokens, top_k] int32: local indices, -1 where another rank holds the expert
+experts        [num_tokens, top_k] int32: local indices, -1 if another rank holds the expert
 
-A token with a NaN among its logits has NaN for weights, and experts that exist.
+A token with a NaN among its logits has NaN weights and valid experts.
 
-The reference is fused_moe's `route`. Bound by latency: a few hundred values per token. Source: own.
+The reference is fused_moe's `route`. Latency-bound: a few hundred values per token. Source: own.
 """
 
 import torch
@@ -29,7 +29,7 @@ def store_choice(
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """A token's experts, as this rank calls them, and their weights. expert_map may be None."""
+    """Store a token's experts as this rank's indices, and their weights. expert_map may be None."""
     places = tl.arange(0, BLOCK_K)
     is_place = places < TOP_K
     if expert_map is not None:
@@ -40,7 +40,7 @@ def store_choice(
 
 
 def num_patterns_of(expert_map: torch.Tensor | None) -> int:
-    """Rows of an expert map, of which each token reads one."""
+    """Return the rows of an expert map, of which each token reads one."""
     return 1 if expert_map is None or expert_map.dim() == 1 else expert_map.shape[0]
 
 
@@ -58,7 +58,7 @@ def _route(
     BLOCK_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ) -> None:
-    """One program per token. The best is taken TOP_K times: cheaper than a sort for the 1 to 8 that models take."""
+    """One CTA per token. The best expert is selected TOP_K times: cheaper than a sort for the usual 1 to 8."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     logits = tl.load(router_logits + token * stride + columns, mask=columns < NUM_EXPERTS, other=float("-inf"))
@@ -70,7 +70,8 @@ def _route(
     values = tl.zeros([BLOCK_K], dtype=tl.float32)
     for place in tl.static_range(TOP_K):
         best = tl.max(left, 0)
-        expert = tl.min(tl.where(left == best, columns, NUM_EXPERTS - 1), 0)  # the lowest of equals; NaN equals none
+        # the lowest of equal ones; NaN is not equal to any
+        expert = tl.min(tl.where(left == best, columns, NUM_EXPERTS - 1), 0)
         chosen = tl.where(places == place, expert, chosen)
         values = tl.where(places == place, best, values)
         left = tl.where(columns == expert, -1.0, left)
@@ -81,21 +82,21 @@ def _route(
 
 
 def empty_choice(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights [num_tokens, top_k] float32, experts likewise int32), to be written."""
+    """Return uninitialised (weights [num_tokens, top_k] float32, experts likewise int32)."""
     shape = router_logits.shape[0], top_k
     weights = torch.empty(shape, dtype=torch.float32, device=router_logits.device)
     return weights, torch.empty(shape, dtype=torch.int32, device=router_logits.device)
 
 
 def warps_for(num_experts: int) -> int:
-    """Of a program that has a token's experts in its registers."""
+    """Return the warps of a CTA that has a token's experts in its registers."""
     return 1 if num_experts <= 128 else 4
 
 
 def route_triton(
     router_logits: torch.Tensor, top_k: int, renormalize: bool, expert_map: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, experts)."""
+    """Return (weights, experts)."""
     num_tokens, num_experts = router_logits.shape
     weights, experts = empty_choice(router_logits, top_k)
     if num_tokens:

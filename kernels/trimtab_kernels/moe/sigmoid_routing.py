@@ -1,11 +1,12 @@
-"""Which experts a token gets where each expert's score is the sigmoid of its logit (Llama 4, DeepSeek-V3).
+"""Sigmoid routing: each expert's score is the sigmoid of its logit (Llama 4, DeepSeek-V3).
 
 router_logits  [num_tokens, num_experts]  fp32 | bf16 | fp16
 y              weights [num_tokens, top_k] of the logits' dtype, experts [num_tokens, top_k] int64; of the Triton kernel
-               fp32, rounded to the logits' dtype, and int32: local indices, -1 where another rank holds the expert
-The scores are taken in fp32. Groups of experts and the numbers that are added for the choice are DeepSeek-V3's
-(arXiv:2412.19437, section 2.1.2): a group counts by its two best experts. A token with a NaN among its logits has NaN
-for weights, and experts that exist. `route_by_sigmoid` is the reference. Bound by latency. Source: own.
+               fp32, rounded to the logits' dtype, and int32: local indices, -1 if another rank holds the expert
+               The scores are computed in fp32. Expert groups and the selection bias are DeepSeek-V3's
+               (arXiv:2412.19437, section 2.1.2): a group is ranked by its two best experts. A token with a NaN among
+               its logits has NaN weights and valid experts. `route_by_sigmoid` is the reference. Latency-bound. Source:
+               own.
 """
 
 from dataclasses import dataclass
@@ -15,16 +16,16 @@ import torch
 from trimtab_kernels.launch.jit import jit, kernel, next_power_of_2, tl
 from trimtab_kernels.moe.routing import empty_choice, num_patterns_of, store_choice, warps_for
 
-LEAST_SUM = 1e-20  # by which weights are divided at least, as in the released code
+LEAST_SUM = 1e-20  # minimum divisor of weights, as in the released code
 
 
 @dataclass(frozen=True, slots=True)
 class SigmoidRouting:
-    """How experts are chosen and weighted. bias [num_experts] float32 is added to the scores for the choice alone;
-    experts of the best num_top_groups of num_groups are chosen; `factor` multiplies the weights."""
+    """Selection and weighting of experts. bias [num_experts] float32 is added to the scores for the selection only;
+    experts are selected from the best num_top_groups of num_groups; `factor` multiplies the weights."""
 
     weighs_inputs: bool = False
-    """What an expert gets is weighted, not what it yields."""
+    """True if an expert's inputs are weighted instead of its outputs."""
     bias: torch.Tensor | None = None
     num_groups: int = 1
     num_top_groups: int = 1
@@ -34,13 +35,13 @@ class SigmoidRouting:
 def route_by_sigmoid(
     router_logits: torch.Tensor, top_k: int, renormalize: bool, routing: SigmoidRouting
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, experts) as in the module's words; `renormalize` divides the weights by their sum."""
+    """Return (weights, experts) as described in the module; `renormalize` divides the weights by their sum."""
     logits = router_logits.float()
     scores = logits.sigmoid()
-    # Without a bias the logits are in the order of the scores, and stay apart where scores are both rounded to 1.
+    # Without a bias, the logits have the order of the scores, and remain distinct if scores are rounded to 1.
     choice = logits if routing.bias is None else scores + routing.bias
     if routing.num_top_groups < routing.num_groups:
-        choice = _of_the_best_groups(choice, routing)
+        choice = _mask_other_groups(choice, routing)
     experts = choice.topk(top_k, dim=-1).indices
     weights = scores.gather(1, experts)
     if renormalize:
@@ -48,8 +49,8 @@ def route_by_sigmoid(
     return (weights * routing.factor).to(router_logits.dtype), experts
 
 
-def _of_the_best_groups(choice: torch.Tensor, routing: SigmoidRouting) -> torch.Tensor:
-    """The same with -inf for the experts of all other groups."""
+def _mask_other_groups(choice: torch.Tensor, routing: SigmoidRouting) -> torch.Tensor:
+    """Return the scores with -inf for the experts of all other groups."""
     groups = choice.view(choice.shape[0], routing.num_groups, -1)
     best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(routing.num_top_groups, dim=-1).indices
     is_left_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, False)
@@ -58,12 +59,12 @@ def _of_the_best_groups(choice: torch.Tensor, routing: SigmoidRouting) -> torch.
 
 @jit
 def _first_of(best: tl.tensor, values: tl.tensor, places: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """The lowest place that has the best value; NaN equals none, and the last one is taken."""
+    """Return the lowest place with the best value; NaN is not equal to any value, and selects the last place."""
     return tl.min(tl.where(values == best, places, COUNT - 1), 0)
 
 
 @jit
-def _in_the_best_groups(
+def _mask_other_groups_kernel(
     choice: tl.tensor,
     columns: tl.tensor,
     NUM_EXPERTS: tl.constexpr,
@@ -71,7 +72,7 @@ def _in_the_best_groups(
     NUM_TOP_GROUPS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ) -> tl.tensor:
-    """The same with -inf for the experts of all other groups."""
+    """Return the scores with -inf for the experts of all other groups."""
     group_of = columns // (NUM_EXPERTS // NUM_GROUPS)
     groups = tl.arange(0, BLOCK_GROUPS)
     worth = tl.full([BLOCK_GROUPS], float("-inf"), dtype=tl.float32)
@@ -107,7 +108,7 @@ def _route_by_sigmoid(
     NUM_TOP_GROUPS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ) -> None:
-    """One program per token; bias may be None."""
+    """One CTA per token; bias may be None."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_expert = columns < NUM_EXPERTS
@@ -117,7 +118,7 @@ def _route_by_sigmoid(
     if bias is not None:
         choice = tl.where(is_expert, scores + tl.load(bias + columns, mask=is_expert, other=0.0), float("-inf"))
     if NUM_TOP_GROUPS < NUM_GROUPS:
-        choice = _in_the_best_groups(choice, columns, NUM_EXPERTS, NUM_GROUPS, NUM_TOP_GROUPS, BLOCK_GROUPS)
+        choice = _mask_other_groups_kernel(choice, columns, NUM_EXPERTS, NUM_GROUPS, NUM_TOP_GROUPS, BLOCK_GROUPS)
     places = tl.arange(0, BLOCK_K)
     chosen = tl.zeros([BLOCK_K], dtype=tl.int32)
     values = tl.zeros([BLOCK_K], dtype=tl.float32)
@@ -128,7 +129,7 @@ def _route_by_sigmoid(
         choice = tl.where(columns == expert, float("-inf"), choice)
     if RENORMALIZE:
         values = values / (tl.sum(values, 0) + 1e-20)
-    values = values * factor + 0.0 * tl.sum(tl.where(is_expert, scores, 0.0), 0)  # NaN of any expert shows
+    values = values * factor + 0.0 * tl.sum(tl.where(is_expert, scores, 0.0), 0)  # NaN of any expert propagates
     rounded = values.to(router_logits.dtype.element_ty).to(tl.float32)
     store_choice(rounded, chosen, token, expert_map, weights, experts, num_patterns, NUM_EXPERTS, TOP_K, BLOCK_K)
 
@@ -140,7 +141,7 @@ def route_by_sigmoid_triton(
     routing: SigmoidRouting,
     expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel: (weights, experts) as in the module's words."""
+    """Launch the kernel and return (weights, experts) as described in the module."""
     num_tokens, num_experts = router_logits.shape
     weights, experts = empty_choice(router_logits, top_k)
     if num_tokens:

@@ -1,1 +1,1 @@
-"""A decoder layer's whole work compiled from C for the CPU: ADR-0010 says why."""
+"""Decoder layers compiled from C for the CPU; ADR-0010 has the reasons."""

@@ -1,4 +1,4 @@
-"""A step as the compiled layers take it: which rows are whose, and the block tables."""
+"""A step's inputs for the compiled layers: the rows of each sequence, and the block tables."""
 
 from array import array
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class NativeBatch:
-    """sequences [num_sequences, 4] int64: first row, number of rows, tokens before them, where its block table begins
-    in `tables` [number of blocks] int32."""
+    """sequences [num_sequences, 4] int64: first row, number of rows, tokens before them, start of the block table in
+    `tables` [number of blocks] int32."""
 
     sequences: torch.Tensor
     tables: torch.Tensor
@@ -19,8 +19,8 @@ class NativeBatch:
 def build_native_batch(
     decodes: list[tuple[list[int], int]], chunks: list[tuple[list[int], int, int]], *, block_size: int
 ) -> NativeBatch:
-    """decodes: (block table, context length with the new token), chunks: (block table, tokens before, tokens now), in
-    the order of their rows."""
+    """Build a batch from decodes, (block table, context length with the new token), and chunks, (block table, tokens
+    before, tokens now), in the order of their rows."""
     sequences, tables, row = array("q"), array("i"), 0
     for table, length in decodes:
         sequences.extend((row, 1, length - 1, len(tables)))

@@ -1,10 +1,10 @@
-"""Compiles the C sources beside this file, once per instruction set, into shared libraries that ctypes loads.
+"""Compilation of the C sources in this folder, once per instruction set, into shared libraries that ctypes loads.
 
     python -m trimtab_kernels.native.build [FOLDER]
 
-A compiler is needed here and nowhere else: without libraries the engine computes by torch's operators. `CC` names the
-compiler, cc is the default. They link the C library alone, and are the same bytes wherever the same compiler made them.
-Each carries the hash of its sources, so that a library that was left behind by an update is not used.
+Only this step needs a compiler: without libraries, the engine uses torch's operators. `CC` names the compiler; the
+default is cc. The libraries link only the C library and are reproducible with the same compiler. Each contains the hash
+of its sources, so that an outdated library is not used.
 """
 
 import hashlib
@@ -30,18 +30,18 @@ FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wall", 
 
 
 def library_name(instruction_set: str) -> str:
-    """The file of one instruction set."""
+    """Return the file name for an instruction set."""
     return f"layers-{instruction_set}.so"
 
 
 def sources_hash() -> str:
-    """Of layers.c and what it includes."""
+    """Return the hash of the C sources and headers."""
     texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]"))]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
 def compiler() -> str | None:
-    """CC, or cc, if there is one."""
+    """Return the path of CC, or of cc, or None if there is none."""
     return shutil.which(os.environ.get("CC", "cc"))
 
 
@@ -71,7 +71,7 @@ def build(folder: Path = FOLDER, only: str | None = None) -> list[Path]:
         )
         if done.returncode:
             raise RuntimeError(f"{command} could not compile layers.c for {name}:\n{done.stderr.strip()}")
-        draft.replace(target)  # whole or not at all: somebody may be loading it
+        draft.replace(target)  # atomic, because another process may be loading it
         made.append(target)
     return made
 

@@ -1,10 +1,10 @@
-"""Decoder layers of the Llama family, compiled: a step's attention and MLPs in one call, or by halves.
+"""Compiled decoder layers of the Llama family: a step's attention and MLPs in one call, or as separate halves.
 
 hidden                  [num_tokens, hidden_size]                          fp32, changed in place
 rotation                [num_tokens, head_size // 2]                       complex64
 key_cache, value_cache  [num_blocks, block_size, num_kv_heads, head_size]  fp32, per layer
-The halves are the parts between which ranks of a tensor-parallel group sum, or a mixture of experts takes the MLP's
-place. The definition is the model's own layer (models/decoder.py of the engine), operator by operator.
+The layers are split into halves if the ranks of a tensor-parallel group sum between them, or an MoE replaces the MLP.
+The definition is the model's own layer (models/decoder.py of the engine), operator by operator.
 """
 
 import ctypes
@@ -16,13 +16,13 @@ from trimtab_kernels.native.batch import NativeBatch
 from trimtab_kernels.native.library import MatrixView, NativeLibrary
 from trimtab_kernels.native.matrix import PackedMatrix
 
-MAX_HEAD_SIZE = 256  # what the threads' scratch memory was measured with
-ATTENTION, MLP = 1, 2  # `enum part` of layers.c
+MAX_HEAD_SIZE = 256  # scratch memory per thread is sized for it
+ATTENTION, MLP = 1, 2  # `enum layer_half` of layers.c
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """This rank's. intermediate_size 0: the layers have no compiled MLP."""
+    """Shape of this rank's part. intermediate_size 0: the layers have no compiled MLP."""
 
     hidden_size: int
     num_heads: int
@@ -35,7 +35,8 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Norms [hidden_size], of heads [head_size] with pairs interleaved; gate_up is gated. None: not in this layer."""
+    """Norms [hidden_size], head norms [head_size] with pairs interleaved; gate_up is gated. None if the layer lacks
+    it."""
 
     input_norm: torch.Tensor
     post_norm: torch.Tensor
@@ -70,13 +71,13 @@ class _Step(ctypes.Structure):
     )
 
 
-def fits(head_size: int) -> bool:
-    """Whether the compiled layers take heads of this size."""
+def supports_head_size(head_size: int) -> bool:
+    """Return True if the compiled layers support heads of this size."""
     return head_size % 2 == 0 and head_size <= MAX_HEAD_SIZE
 
 
 class NativeStep:
-    """One step's tensors, checked, for all layers. It keeps them alive."""
+    """One step's checked tensors, for all layers. Keeps them alive."""
 
     def __init__(
         self,
@@ -87,7 +88,11 @@ class NativeStep:
         slots: torch.Tensor,
         batch: NativeBatch,
     ) -> None:
-        """Raises ValueError where something does not fit."""
+        """Check the tensors.
+
+        Raises:
+            ValueError: a shape, dtype or stride does not match.
+        """
         num_tokens, shape = slots.shape[0], decoder.shape
         cache = (batch.block_size, shape.num_kv_heads, shape.head_size)
         if (
@@ -119,7 +124,7 @@ class NativeStep:
 
 
 class NativeDecoder:
-    """The layers of one rank. Not for two threads at once: the scratch memory is one step's."""
+    """The layers of one rank. Not thread-safe: the scratch memory belongs to one step."""
 
     def __init__(self, library: NativeLibrary, shape: DecoderShape, layers: list[LayerWeights]) -> None:
         self.shape, self._library, self._weights = shape, library, layers
@@ -133,7 +138,7 @@ class NativeDecoder:
         self._scratch = torch.empty(0)
 
     def scratch(self) -> tuple[int, torch.Tensor]:
-        """The number of threads, and memory for so many."""
+        """Return the number of threads, and scratch memory for them."""
         threads = self._library.num_threads
         if threads != self._threads:
             self._scratch = torch.empty(self._library.functions.trimtab_scratch(ctypes.addressof(self._shape), threads))
@@ -141,15 +146,15 @@ class NativeDecoder:
         return threads, self._scratch
 
     def run(self, step: NativeStep, num_layers: int | None = None) -> None:
-        """All layers, or the first ones, added to the step's hidden states."""
+        """Run all layers, or the first ones, and add to the step's hidden states."""
         self._call(step, 0, len(self._layers[:num_layers]), ATTENTION | MLP, None)
 
     def attention(self, step: NativeStep, layer: int, *, adds: bool) -> torch.Tensor | None:
-        """Half a layer, added to hidden; not adds: its result [num_tokens, hidden_size]."""
+        """Run the attention half and add to hidden; with adds=False, return its result [num_tokens, hidden_size]."""
         return self._half(step, layer, ATTENTION, adds=adds)
 
     def mlp(self, step: NativeStep, layer: int, *, adds: bool) -> torch.Tensor | None:
-        """The other half."""
+        """Run the MLP half, as `attention` does."""
         return self._half(step, layer, MLP, adds=adds)
 
     def _half(self, step: NativeStep, layer: int, part: int, *, adds: bool) -> torch.Tensor | None:

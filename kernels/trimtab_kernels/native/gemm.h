@@ -1,12 +1,12 @@
-/* Products with packed weights.  y[r][o] = sum_i x[r][i] * w[o][i]
+/* GEMMs with packed weights.  y[r][o] = sum_i x[r][i] * w[o][i]
  *
- * What is stored with 4 to 8 bits stays so (quantised.h; float8 below). A float32 weight [out, in] is stored as panels of PANEL
- * outputs, so that a tile reads it as one stream:
+ * Weights of 4 to 8 bits keep their format (quantised.h; float8 below). A float32 weight [out, in] is stored as panels
+ * of PANEL outputs, so that a tile reads it as one stream:
  *
- *     packed  | in 0: o0 o1 .. o31 | in 1: o0 o1 .. o31 | ... || panel 1: in 0: o32 ..      (zeros behind the last o)
+ *     packed  | in 0: o0 o1 .. o31 | in 1: o0 o1 .. o31 | ... || panel 1: in 0: o32 ..      (zeros after the last o)
  *
  * A tile is up to TILE_ROWS rows of one panel, all sums in registers. While the rows of a panel are computed, the
- * next panel is fetched: a few rows are bound by reading the weights once, many by the multiplication.
+ * next panel is prefetched. Few rows are bound by reading the weights once, many by the multiplication.
  */
 #pragma once
 
@@ -20,19 +20,19 @@ typedef struct {
 typedef struct {
     const Panel *panels;
     const float *bias;    /* [out] or NULL */
-    const float *scales;  /* [out] or NULL: what sums are multiplied by, before the bias */
-    const int32_t *order; /* [in] or NULL: which of x's numbers each input is; only of integers */
+    const float *scales;  /* [out] or NULL: factors of the sums, before the bias */
+    const int32_t *order; /* [in] or NULL: index into x of each input; quantised weights only */
     long out, in;
-    long is_quantised; /* all panels are of integers; they may be of several kinds */
+    long is_quantised; /* all panels are quantised, possibly with several kinds */
 } Matrix;
 
-#define NEAR_FLOATS 1024 /* with one tile per panel: how far ahead of its reading it fetches, 4 KiB */
-#define LINE_FLOATS 16   /* of a cache line */
+#define NEAR_FLOATS 1024 /* prefetch distance with one tile per panel: 4 KiB */
+#define LINE_FLOATS 16   /* per cache line */
 enum fetch { FETCH_NOTHING, FETCH_LINE, FETCH_NEAR };
 
-/* y += x . w for R rows of one panel; w's rows are ldw apart. FETCH_LINE: one line of `ahead` per i. */
+/* y += x . w for R rows of one panel; ldw is w's row stride. FETCH_LINE: prefetch one line of `ahead` per i. */
 #define TILE(R)                                                                                                        \
-    static void tile_##R(const float *x, long ldx, const float *w, long ldw, long in, const float *ahead,             \
+    static void tile_##R(const float *x, long ldx, const float *w, long ldw, long in, const float *ahead,              \
                          enum fetch fetch, float *y, long ldy) {                                                       \
         vec sum[R][PANEL_VECTORS];                                                                                     \
         _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                                           \
@@ -57,7 +57,7 @@ TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
 TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
 #endif
 
-/* One row of a packed panel: four sums per vector, because one would wait for itself. */
+/* One row of a packed panel: four sums per vector, because a single one would be bound by its latency. */
 static void tile_row(const float *x, const float *w, long in, float *y) {
     vec sum[4][PANEL_VECTORS] = {{{0}}};
     long i = 0;
@@ -81,16 +81,16 @@ static const tile_function tiles[] = {0, tile_1, tile_2, tile_3, tile_4, tile_5,
 #endif
 };
 
-/* WIDTH numbers of float8 (e4m3), 256 times smaller: their bits are those of float16 but for the exponent's bias, 7 in
- * the place of 15. None is NaN. */
+/* Load WIDTH float8 (e4m3) numbers, 256 times smaller: the bits are those of float16, except for the exponent's bias (7
+ * instead of 15). None may be NaN. */
 INLINE vec load_e4m3(const char *p) {
     signed_octets stored;
     memcpy(&stored, p, sizeof stored);
-    signed_narrow wide = __builtin_convertvector(stored, signed_narrow); /* the sign is the highest bit, and the next */
-    return halves_of(((narrow)wide << 7) & 0xbf80);
+    signed_narrow wide = __builtin_convertvector(stored, signed_narrow); /* the sign in the two highest bits */
+    return widen_float16(((narrow)wide << 7) & 0xbf80);
 }
 
-/* sums += x . panel for R rows, inputs one by one: a row is computed alike however many there are. */
+/* sums += x . panel for R rows, input by input: a row's result does not depend on the number of rows. */
 #define E4M3_TILE(R)                                                                                                   \
     static void e4m3_tile_##R(const float *x, long ldx, const char *w, long in, float *sums) {                         \
         vec sum[R][PANEL_VECTORS] = {{{0}}};                                                                           \
@@ -130,7 +130,7 @@ static void multiply_e4m3_panel(const float *x, long ldx, long rows, const char 
     }
 }
 
-/* sums[rows][PANEL] = x . panel; `panel` is one of a row of packed panels. */
+/* sums[rows][PANEL] = x . panel; `panel` is followed by the next packed panel. */
 static void multiply_panel(const float *x, long ldx, long rows, const float *panel, long in, float *sums) {
     long blocks = (rows + TILE_ROWS - 1) / TILE_ROWS;
     memset(sums, 0, sizeof(float) * rows * PANEL);
@@ -140,14 +140,14 @@ static void multiply_panel(const float *x, long ldx, long rows, const float *pan
     }
     for (long block = 0; block < blocks; block++) {
         long first = rows * block / blocks, last = rows * (block + 1) / blocks;
-        /* The next panel has in * PANEL / LINE_FLOATS lines: the first passes fetch it, a line per i. */
+        /* The next panel has in * PANEL / LINE_FLOATS lines: the first passes prefetch it, a line per i. */
         enum fetch fetch = blocks == 1 ? FETCH_NEAR : block * LINE_FLOATS < PANEL ? FETCH_LINE : FETCH_NOTHING;
         const float *ahead = panel + PANEL * in + block * LINE_FLOATS * in;
         tiles[last - first](x + first * ldx, ldx, panel, PANEL, in, ahead, fetch, sums + first * PANEL, PANEL);
     }
 }
 
-/* rows of y, columns [first, first + count): sums + bias, added to what is there or stored. */
+/* rows of y, columns [first, first + count): sums + bias, added or stored. */
 INLINE void finish_panel(const float *sums, const float *bias, long count, long rows, float *y, long ldy, int adds) {
     for (long r = 0; r < rows; r++) {
         const float *from = sums + r * PANEL;
@@ -170,26 +170,26 @@ INLINE void finish_panel(const float *sums, const float *bias, long count, long 
 #define SLICE_ROWS 240 /* rows at once, a multiple of TILE_ROWS: a layer's activations stay in the cache */
 
 INLINE long panels_of(long out) { return (out + PANEL - 1) / PANEL; }
-INLINE long at_most(long a, long b) { return a < b ? a : b; }
+INLINE long min_of(long a, long b) { return a < b ? a : b; }
 
-/* The rows of x in the form in which the matrix is multiplied: integers, made in this thread's scratch, or as they
- * are. */
+/* The rows of x in the format that the matrix is multiplied with: quantised into this thread's scratch, or
+ * unchanged. */
 typedef struct {
     const float *x;
     long ldx, rows;
-    Integers integers;
-} Rows;
+    QuantisedRows integers;
+} PreparedRows;
 
-INLINE Rows rows_for(const Matrix *m, const float *x, long ldx, long rows, float *scratch) {
-    Rows made = {x, ldx, rows, {0}};
+INLINE PreparedRows prepare_rows(const Matrix *m, const float *x, long ldx, long rows, float *scratch) {
+    PreparedRows made = {x, ldx, rows, {0}};
     if (m->is_quantised) {
-        made.integers = integers_at(scratch, m->in);
-        integers_of(x, ldx, rows, m->order, made.integers);
+        made.integers = quantised_rows_at(scratch, m->in);
+        quantise_rows(x, ldx, rows, m->order, made.integers);
     }
     return made;
 }
 
-INLINE void sums_of_panel(const Matrix *m, const Rows *rows, long panel, float *sums) {
+INLINE void multiply_one_panel(const Matrix *m, const PreparedRows *rows, long panel, float *sums) {
     const Panel *p = m->panels + panel;
     if (m->is_quantised)
         multiply_quantised_panel(p->kind, &rows->integers, rows->rows, p->weight, sums);
@@ -199,46 +199,46 @@ INLINE void sums_of_panel(const Matrix *m, const Rows *rows, long panel, float *
         multiply_panel(rows->x, rows->ldx, rows->rows, (const float *)p->weight, m->in, sums);
 }
 
-/* sums[rows][PANEL] times the scales of the outputs from `output` on. */
+/* Multiply sums[rows][PANEL] by the scales of the outputs from `output` on. */
 INLINE void scale_panel(const Matrix *m, long output, long rows, float *sums) {
-    long columns = at_most(PANEL, m->out - output);
+    long columns = min_of(PANEL, m->out - output);
     if (!m->scales) return;
     for (long r = 0; r < rows; r++)
         for (long c = 0; c < columns; c++) sums[r * PANEL + c] *= m->scales[output + c];
 }
 
-/* How many rows are multiplied at once. */
-INLINE long rows_at_once(const Matrix *m, long rows) { return m->is_quantised ? at_most(ROWS_AT_ONCE, rows) : rows; }
+/* Number of rows that are multiplied at once. */
+INLINE long rows_at_once(const Matrix *m, long rows) { return m->is_quantised ? min_of(ROWS_AT_ONCE, rows) : rows; }
 
-/* Columns of y[rows][out] = x . m, or y += x . m: those of the panels [first_panel, last_panel). Each thread computes its
- * share of them. At most SLICE_ROWS rows. No barrier. */
+/* Compute columns of y[rows][out] = x . m, or y += x . m: those of the panels [first_panel, last_panel), divided among
+ * the threads. At most SLICE_ROWS rows. No barrier. */
 static void multiply_panels(Team team, const Matrix *m, long first_panel, long last_panel, const float *x, long ldx,
                             long rows, float *y, long ldy, int adds, float *scratch) {
     float sums[SLICE_ROWS * PANEL] __attribute__((aligned(64)));
     long first, last, step = rows_at_once(m, rows);
-    share_of(team, last_panel - first_panel, &first, &last);
+    thread_range(team, last_panel - first_panel, &first, &last);
     for (long r = 0; r < rows; r += step) {
-        long count = at_most(step, rows - r);
-        Rows taken = rows_for(m, x + r * ldx, ldx, count, scratch);
+        long count = min_of(step, rows - r);
+        PreparedRows taken = prepare_rows(m, x + r * ldx, ldx, count, scratch);
         for (long p = first_panel + first; p < first_panel + last; p++) {
             long column = p * PANEL;
-            sums_of_panel(m, &taken, p, sums);
+            multiply_one_panel(m, &taken, p, sums);
             scale_panel(m, column, count, sums);
-            finish_panel(sums, m->bias ? m->bias + column : NULL, at_most(PANEL, m->out - column), count,
+            finish_panel(sums, m->bias ? m->bias + column : NULL, min_of(PANEL, m->out - column), count,
                          y + r * ldy + column, ldy, adds);
         }
     }
 }
 
-/* All columns of y. */
+/* Compute all columns of y. */
 INLINE void multiply(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy, int adds,
                      float *scratch) {
     multiply_panels(team, m, 0, panels_of(m->out), x, ldx, rows, y, ldy, adds, scratch);
 }
 
-/* y[count][PANEL or fewer] = silu(gates) * ups, both [count][PANEL], changed. `column`: their place in m's halves. */
+/* y[count][PANEL or fewer] = silu(gates) * ups, both [count][PANEL], overwritten. `column`: their column in m's halves. */
 INLINE void finish_gated_panel(const Matrix *m, long column, float *gates, float *ups, long count, float *y, long ldy) {
-    long size = m->out / 2, columns = at_most(PANEL, size - column);
+    long size = m->out / 2, columns = min_of(PANEL, size - column);
     if (m->bias) {
         for (long r = 0; r < count; r++)
             for (long c = 0; c < columns; c++) {
@@ -253,9 +253,9 @@ INLINE void finish_gated_panel(const Matrix *m, long column, float *gates, float
     finish_panel(gates, NULL, columns, count, y, ldy, 0);
 }
 
-/* The same of a panel of gates and one of ups. `column`: their place in m's halves. */
+/* Scale a panel of gates and one of ups. `column`: their column in m's halves. */
 INLINE void scale_halves(const Matrix *m, long column, long rows, float *gates, float *ups) {
-    long size = m->out / 2, columns = at_most(PANEL, size - column);
+    long size = m->out / 2, columns = min_of(PANEL, size - column);
     if (!m->scales) return;
     for (long r = 0; r < rows; r++)
         for (long c = 0; c < columns; c++) {
@@ -264,19 +264,19 @@ INLINE void scale_halves(const Matrix *m, long column, long rows, float *gates, 
         }
 }
 
-/* y[rows][out / 2] = silu(gate) * up. The panels of m take turns: gate's first, up's first, gate's second, ... */
+/* y[rows][out / 2] = silu(gate) * up. The panels of m alternate: gate's first, up's first, gate's second, ... */
 static void multiply_gated(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy,
                            float *scratch) {
     float gates[SLICE_ROWS * PANEL] __attribute__((aligned(64)));
     float ups[SLICE_ROWS * PANEL] __attribute__((aligned(64)));
     long first, last, step = rows_at_once(m, rows);
-    share_of(team, panels_of(m->out / 2), &first, &last);
+    thread_range(team, panels_of(m->out / 2), &first, &last);
     for (long r = 0; r < rows; r += step) {
-        long count = at_most(step, rows - r);
-        Rows taken = rows_for(m, x + r * ldx, ldx, count, scratch);
+        long count = min_of(step, rows - r);
+        PreparedRows taken = prepare_rows(m, x + r * ldx, ldx, count, scratch);
         for (long p = first; p < last; p++) {
-            sums_of_panel(m, &taken, 2 * p, gates);
-            sums_of_panel(m, &taken, 2 * p + 1, ups);
+            multiply_one_panel(m, &taken, 2 * p, gates);
+            multiply_one_panel(m, &taken, 2 * p + 1, ups);
             scale_halves(m, p * PANEL, count, gates, ups);
             finish_gated_panel(m, p * PANEL, gates, ups, count, y + r * ldy + p * PANEL, ldy);
         }

@@ -1,7 +1,7 @@
-"""Finds the compiled library for this CPU and gives it torch's threads.
+"""Selection of the compiled library for this CPU, which uses torch's threads.
 
-The library takes plain addresses, so one file serves every version of Python and of torch. Its threads are those of
-the OpenMP runtime that torch has loaded: a second pool would spin beside the first.
+The library takes plain addresses, so one file works with every version of Python and torch. Its threads are those of
+the OpenMP runtime that torch has loaded: a second pool would spin and compete with the first.
 """
 
 import ctypes
@@ -26,12 +26,12 @@ NEEDED_FLAGS = {
     "x86-64-v2": {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"},
     "armv8-a": set[str](),
 }
-"""Of /proc/cpuinfo; v4's include v3's on every CPU that has them."""
+"""Flags of /proc/cpuinfo; v4's include v3's on every CPU that has them."""
 THREAD_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
 
 
 class MatrixView(ctypes.Structure):
-    """`Matrix` of product.h."""
+    """`Matrix` of gemm.h."""
 
     _fields_ = (
         ("panels", ctypes.c_void_p),
@@ -45,30 +45,30 @@ class MatrixView(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
-    """Why there are no compiled operators here."""
+class NativeUnavailable:
+    """The reason why there are no compiled operators."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The loaded library. `functions` are those of layers.c."""
+    """A loaded library. `functions` are those of layers.c."""
 
     instruction_set: str
     panel: int
-    """Outputs of a packed weight that lie together."""
+    """Outputs per panel of a packed weight."""
     functions: Any
     has_threads: bool
 
     @property
     def num_threads(self) -> int:
-        """Threads of the next call: torch's."""
+        """Number of threads of the next call: torch's."""
         return torch.get_num_threads() if self.has_threads else 1
 
 
 @cache
-def native_library() -> NativeLibrary | Missing:
+def native_library() -> NativeLibrary | NativeUnavailable:
     """Return the compiled operators for this CPU: of the package, of the user's cache, or compiled now into the cache.
 
     Cached per process. A source tree and a wheel that was built without a compiler contain no libraries.
@@ -85,7 +85,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TRIMTAB_CACHE") or f"{user_cache}/trimtab") / "native" / sources_hash()[:16]
 
 
-def compiled_in_cache(folder: Path) -> NativeLibrary | Missing:
+def compiled_in_cache(folder: Path) -> NativeLibrary | NativeUnavailable:
     """Return the library in `folder`, after compiling it for the best instruction set of this CPU if it is not there.
 
     A lock makes the ranks of one engine compile once.
@@ -100,37 +100,39 @@ def compiled_in_cache(folder: Path) -> NativeLibrary | Missing:
                 logger.info("CPU operators: compiling for %s into %s (once per version, some seconds)", best, folder)
                 build(folder, only=best)
     except (RuntimeError, OSError) as error:
-        return Missing(f"the package contains none, and compiling them failed: {error}")
+        return NativeUnavailable(f"the package contains none, and compiling them failed: {error}")
     return open_library(path, best)
 
 
-def load_library(folder: Path) -> NativeLibrary | Missing:
-    """The best library in `folder` that this CPU can run."""
+def load_library(folder: Path) -> NativeLibrary | NativeUnavailable:
+    """Return the best library in `folder` that this CPU can run."""
     usable = usable_instruction_sets()
     if not usable:
-        return Missing(f"there are none for this CPU ({platform.machine()})")
+        return NativeUnavailable(f"there are none for this CPU ({platform.machine()})")
     for name in usable:
         path = folder / library_name(name)
         if path.is_file():
             return open_library(path, name)
-    return Missing("they were not compiled; python -m trimtab_kernels.native.build does it")
+    return NativeUnavailable("they were not compiled; run python -m trimtab_kernels.native.build")
 
 
 def usable_instruction_sets() -> list[str]:
-    """Those that this CPU has, the best first."""
+    """Return the instruction sets of this CPU, the best first."""
     flags = _cpu_flags()
     return [name for name in INSTRUCTION_SETS.get(platform.machine(), {}) if NEEDED_FLAGS[name] <= flags]
 
 
-def open_library(path: Path, name: str) -> NativeLibrary | Missing:
-    """One library, whichever CPU this is."""
+def open_library(path: Path, name: str) -> NativeLibrary | NativeUnavailable:
+    """Load one library without checking the CPU."""
     try:
         functions = ctypes.CDLL(str(path))
     except OSError as error:
-        return Missing(f"{path.name} does not load: {error}")
+        return NativeUnavailable(f"{path.name} does not load: {error}")
     functions.trimtab_sources.restype = ctypes.c_char_p
     if functions.trimtab_sources().decode() != sources_hash():
-        return Missing(f"{path.name} was compiled from other sources; python -m trimtab_kernels.native.build renews it")
+        return NativeUnavailable(
+            f"{path.name} was compiled from other sources; run python -m trimtab_kernels.native.build"
+        )
     pointer, long = ctypes.c_void_p, ctypes.c_long
     functions.trimtab_use_threads.argtypes = (pointer, pointer, pointer, pointer)
     functions.trimtab_use_threads.restype = None
@@ -142,8 +144,8 @@ def open_library(path: Path, name: str) -> NativeLibrary | Missing:
     functions.trimtab_multiply.restype = None
     functions.trimtab_pack.argtypes = (long, pointer, long, long, pointer, long)
     functions.trimtab_pack.restype = None
-    functions.trimtab_product_scratch.argtypes = (pointer, long)
-    functions.trimtab_product_scratch.restype = long
+    functions.trimtab_gemm_scratch.argtypes = (pointer, long)
+    functions.trimtab_gemm_scratch.restype = long
     functions.trimtab_panel_bytes.argtypes = (long, long)
     functions.trimtab_panel_bytes.restype = long
     functions.trimtab_pack_blocks.argtypes = (long, pointer, long, long, long, pointer, long)
@@ -155,7 +157,7 @@ def open_library(path: Path, name: str) -> NativeLibrary | Missing:
 
 
 def _cpu_flags() -> set[str]:
-    """What the kernel says the CPU can do; empty where it says nothing."""
+    """Return the CPU's flags from /proc/cpuinfo; empty if it has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -165,7 +167,8 @@ def _cpu_flags() -> set[str]:
 
 
 def _openmp_runtime() -> ctypes.CDLL | None:
-    """The one that torch has loaded, if it speaks GNU's interface. With several nobody knows which is torch's."""
+    """Return torch's OpenMP runtime if it has GNU's interface, or None. If several are loaded, torch's cannot be
+    identified."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -1,11 +1,11 @@
-"""Weights packed for the compiled products, and those products.
+"""Weights packed for the compiled GEMMs, and those GEMMs.
 
 weight  [out_features, in_features]  fp32, bf16 or fp16, rows contiguous, packed as fp32, or blocks of 4 to 8 bits
-                                     (quantised.py); packed once, zeros behind the last output
+                                     (quantised.py); packed once, zeros after the last output
 bias    [out_features] or None       fp32
-x       [rows, in_features]          fp32, rows contiguous, any distance apart
+x       [rows, in_features]          fp32, elements of a row contiguous, any row stride
 y       [rows, out_features]         or, gated, silu(first half) * second half: [rows, out_features // 2]
-Bound by memory for few rows (the weights are read once), by compute from about 24 rows on.
+Memory-bound for few rows (the weights are read once), compute-bound from about 24 rows on.
 """
 
 import ctypes
@@ -17,24 +17,27 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 
-from trimtab_kernels.native.huge_pages import ask_for_huge_pages
+from trimtab_kernels.native.huge_pages import advise_huge_pages
 from trimtab_kernels.native.library import MatrixView, NativeLibrary
-from trimtab_kernels.native.quantised import FLOAT8, Form, MixedBlocks, QuantisedBlocks, scales_of
+from trimtab_kernels.native.quantised import FLOAT8, BlockFormat, MixedBlocks, QuantisedBlocks, scales_of
 
 FLOAT_BYTES = 4
-ALIGNMENT = 64  # of a cache line
+ALIGNMENT = 64  # a cache line
 THREADED_BYTES = (
     4 << 20
 )  # of one weight that is packed by several threads: starting them takes a tenth of a millisecond
-FLOAT32 = 0  # `enum kind` of quantised.h; the others are the forms' own
+FLOAT32 = 0  # `enum kind` of quantised.h; the others belong to the block formats
 STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`enum stored` of pack.h, by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Rows one behind the other as a checkpoint has them: they are joined, and become float32, while they are packed.
-    Each part is [..., in_features] in float32, bfloat16 or float16, on the CPU; ValueError is raised where it is not.
+    """Consecutive rows as stored in a checkpoint; they are joined and widened to float32 while they are packed. Each
+    part is [..., in_features] in float32, bfloat16 or float16, on the CPU.
+
+    Raises:
+        ValueError: a part does not match.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -42,21 +45,23 @@ class StoredRows:
     def __post_init__(self) -> None:
         size = self.parts[0].shape[-1]
         if any(part.dtype not in STORED or part.is_cuda or part.shape[-1] != size for part in self.parts):
-            raise ValueError(f"rows to pack: {[f'{list(part.shape)} {part.dtype}' for part in self.parts]} do not fit")
+            raise ValueError(
+                f"rows to pack: {[f'{list(part.shape)} {part.dtype}' for part in self.parts]} do not match"
+            )
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows of all parts, and inputs."""
+        """Number of rows of all parts, and of inputs."""
         return sum(part.shape[:-1].numel() for part in self.parts), self.parts[0].shape[-1]
 
-    def alike(self) -> "StoredRows":
-        """The same in one dtype, each row contiguous; parts that are so are not copied."""
+    def unify_dtype(self) -> "StoredRows":
+        """Return the rows in one dtype, each row contiguous; matching parts are not copied."""
         dtypes = {part.dtype for part in self.parts}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         return StoredRows(tuple(_with_contiguous_rows(part.to(dtype)) for part in self.parts))
 
     def addresses(self) -> torch.Tensor:
-        """Of each row: [rows] int64."""
+        """Return the address of each row: [rows] int64."""
         return torch.cat([_row_addresses(part) for part in self.parts])
 
 
@@ -73,30 +78,35 @@ def _with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """`view` holds addresses of the tensors beside it."""
+    """A packed weight. `view` contains addresses of the other tensors."""
 
     library: NativeLibrary
     weight: torch.Tensor
     panels: torch.Tensor
-    """[panels, 2] int64: the address of each, and its kind."""
+    """[panels, 2] int64: the address of each panel, and its kind."""
     bias: torch.Tensor | None
     scales: torch.Tensor | None
-    """[out] float32, or None: by which the sums are multiplied."""
+    """[out] float32, or None: factors of the sums."""
     order: torch.Tensor | None
-    """[in] int32, or None: which of x's columns each input is."""
+    """[in] int32, or None: index of x's column of each input."""
     view: MatrixView
     is_gated: bool
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Raises ValueError where x does not fit."""
+        """Multiply x by the weight.
+
+        Raises:
+            ValueError: x does not match.
+        """
         self._check(x)
         return self._multiply(x, self.view, is_gated=self.is_gated)
 
-    def before_gate(self, x: torch.Tensor) -> torch.Tensor:
-        """Of a gated matrix: x [rows, in_features] -> [rows, out_features], gate's outputs and then up's."""
+    def multiply_without_gate(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by a gated matrix without the gate: x [rows, in_features] -> [rows, out_features], the gate's
+        outputs and then up's."""
         self._check(x)
         half, width = self.view.out // 2, self.library.panel
-        panels = -(-half // width)  # of each; they take turns, and behind the last outputs there are zeros
+        panels = -(-half // width)  # per half; they alternate, with zeros after the last outputs
         view = self.view
         whole = MatrixView(view.panels, None, None, view.order, 2 * panels * width, view.in_, view.is_quantised)
         turns = self._multiply(x, whole, is_gated=False).view(-1, panels, 2, width)
@@ -108,7 +118,7 @@ class PackedMatrix:
         y = x.new_empty(x.shape[0], view.out // 2 if is_gated else view.out)
         if x.shape[0]:
             address, threads = ctypes.addressof(view), self.library.num_threads
-            scratch = torch.empty(self.library.functions.trimtab_product_scratch(address, threads))
+            scratch = torch.empty(self.library.functions.trimtab_gemm_scratch(address, threads))
             self.library.functions.trimtab_multiply(
                 address, x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), y.stride(0), is_gated, threads,
                 scratch.data_ptr(),
@@ -131,33 +141,37 @@ def pack_matrix(
     *,
     is_gated: bool = False,
 ) -> PackedMatrix:
-    """Pack one weight; gated: its halves, gate's rows and up's. Raises ValueError where it does not fit."""
+    """Pack one weight; gated: its halves are the gate's rows and up's.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
     stored = StoredRows((weight,)) if isinstance(weight, torch.Tensor) else weight
     out, size = stored.shape
     parts = 2 if is_gated else 1
     if out % parts or (bias is not None and bias.shape != (out,)):
         raise ValueError(f"pack_matrix: weight is {[out, size]}, gated: {is_gated}, bias {bias}; they do not fit")
-    stored = stored.alike()
+    stored = stored.unify_dtype()
     rows, kind = stored.addresses(), STORED[stored.parts[0].dtype]
     panels = -(-out // parts // library.panel)
     packed = _aligned(parts * panels * library.panel * size)
     panel_bytes = FLOAT_BYTES * library.panel * size
 
     def pack(part: int, first: int, last: int) -> None:
-        """Panels of one part, from the first to before the last."""
+        """Pack the panels [first, last) of one part."""
         row, end = (min(panel * library.panel, out // parts) for panel in (first, last))
         library.functions.trimtab_pack(
             kind, rows.data_ptr() + rows.itemsize * (part * (out // parts) + row), end - row, size,
             packed.data_ptr() + panel_bytes * (first * parts + part), parts,
         )  # fmt: skip
 
-    _in_threads(pack, parts, panels, library.num_threads if packed.nbytes >= THREADED_BYTES else 1)
+    _pack_in_threads(pack, parts, panels, library.num_threads if packed.nbytes >= THREADED_BYTES else 1)
     table = [(packed.data_ptr() + place * panel_bytes, FLOAT32) for place in range(parts * panels)]
     return _matrix(library, packed, table, bias, None, None, (out, size), is_gated=is_gated)
 
 
-def _in_threads(pack: Callable[[int, int, int], None], parts: int, panels: int, num_threads: int) -> None:
-    """Each part's panels in about equal pieces. Most of packing is waiting for pages that nobody has touched yet."""
+def _pack_in_threads(pack: Callable[[int, int, int], None], parts: int, panels: int, num_threads: int) -> None:
+    """Pack each part's panels in about equal pieces. Most of the time is spent on page faults."""
     bounds = [panels * thread // num_threads for thread in range(num_threads + 1)]
     pieces = [(part, first, last) for part in range(parts) for first, last in pairwise(bounds) if first < last]
     if num_threads == 1:
@@ -175,27 +189,30 @@ def pack_blocks(
     *,
     is_gated: bool = False,
 ) -> PackedMatrix:
-    """The same of a weight in blocks, whose numbers stay as they are but for their order. Raises ValueError likewise,
-    and where a part's rows are not whole panels."""
+    """Pack a weight in blocks; its numbers are reordered but not changed.
+
+    Raises:
+        ValueError: the shapes do not match, or a part's rows are not whole panels.
+    """
     out, size = weight.shape
     if out % (2 if is_gated else 1) or (bias is not None and bias.shape != (out,)):
         raise ValueError(f"pack_blocks: weight is {[out, size]}, gated: {is_gated}, bias {bias}; they do not fit")
-    turns = [_halves(weight)] if is_gated else [(part,) for part in weight.parts]
+    turns = [_split_gate_and_up(weight)] if is_gated else [(part,) for part in weight.parts]
     if any(turn[0].shape[0] % library.panel for turn in turns[:-1]):
         raise ValueError(f"pack_blocks: rows of several forms are no whole panels of {library.panel}")
     packed = _aligned(-(-sum(_packed_bytes(library, turn) for turn in turns) // FLOAT_BYTES))
     table: list[tuple[int, int]] = []
     at = packed.data_ptr()
     for turn in turns:
-        table += _pack_in_turns(library, turn, at)
+        table += _pack_interleaved(library, turn, at)
         at += _packed_bytes(library, turn)
     return _matrix(
-        library, packed, table, bias, _product_scales(weight.parts), weight.order, (out, size), is_gated=is_gated
+        library, packed, table, bias, _gemm_scales(weight.parts), weight.order, (out, size), is_gated=is_gated
     )
 
 
-def _product_scales(parts: Sequence[QuantisedBlocks]) -> torch.Tensor | None:
-    """By what the compiled products' sums are multiplied."""
+def _gemm_scales(parts: Sequence[QuantisedBlocks]) -> torch.Tensor | None:
+    """Return the factors of the compiled GEMMs' sums."""
     scales, units = scales_of(parts), [part.form.unit for part in parts]
     if scales is None and all(unit == 1.0 for unit in units):
         return None
@@ -205,17 +222,17 @@ def _product_scales(parts: Sequence[QuantisedBlocks]) -> torch.Tensor | None:
 
 
 def _packed_bytes(library: NativeLibrary, parts: Sequence[QuantisedBlocks]) -> int:
-    """Of parts with the same number of rows."""
+    """Return the packed bytes of parts with the same number of rows."""
     rows, size = parts[0].shape
     return -(-rows // library.panel) * sum(_panel_bytes(library, part.form, size) for part in parts)
 
 
-def _panel_bytes(library: NativeLibrary, form: Form, size: int) -> int:
+def _panel_bytes(library: NativeLibrary, form: BlockFormat, size: int) -> int:
     return int(library.functions.trimtab_panel_bytes(form.kind, size))
 
 
-def _pack_in_turns(library: NativeLibrary, parts: Sequence[QuantisedBlocks], at: int) -> list[tuple[int, int]]:
-    """Panels of parts with the same number of rows, the first of each, the second of each, ...: addresses and kinds."""
+def _pack_interleaved(library: NativeLibrary, parts: Sequence[QuantisedBlocks], at: int) -> list[tuple[int, int]]:
+    """Pack parts with the same number of rows, alternating their panels; return the panels' addresses and kinds."""
     rows, size = parts[0].shape
     sizes = [_panel_bytes(library, part.form, size) for part in parts]
     step, firsts = sum(sizes), [at + before for before in accumulate(sizes[:-1], initial=0)]
@@ -231,13 +248,19 @@ def _pack_in_turns(library: NativeLibrary, parts: Sequence[QuantisedBlocks], at:
     ]
 
 
-def _halves(weight: QuantisedBlocks | MixedBlocks) -> tuple[QuantisedBlocks, QuantisedBlocks]:
-    """Gate's rows and up's. Raises ValueError where a form changes elsewhere than between them."""
+def _split_gate_and_up(weight: QuantisedBlocks | MixedBlocks) -> tuple[QuantisedBlocks, QuantisedBlocks]:
+    """Return the gate's rows and up's.
+
+    Raises:
+        ValueError: the format changes within a half.
+    """
     half = weight.shape[0] // 2
     if isinstance(weight, QuantisedBlocks):
-        return weight.of_rows(lambda rows: rows[:half]), weight.of_rows(lambda rows: rows[half:])
+        return weight.select_rows(lambda rows: rows[:half]), weight.select_rows(lambda rows: rows[half:])
     if [part.shape[0] for part in weight.parts] != [half, half]:
-        raise ValueError(f"pack_blocks: parts of {[part.shape[0] for part in weight.parts]} rows are no gate and up")
+        raise ValueError(
+            f"pack_blocks: parts of {[part.shape[0] for part in weight.parts]} rows are not two equal halves"
+        )
     return weight.parts[0], weight.parts[1]
 
 
@@ -252,31 +275,31 @@ def _matrix(
     *,
     is_gated: bool,
 ) -> PackedMatrix:
-    """`table`: the panels' addresses and kinds."""
+    """Build a PackedMatrix. `table`: the panels' addresses and kinds."""
     panels = torch.tensor(table, dtype=torch.int64)
     bias, scales = (None if each is None else each.float().contiguous() for each in (bias, scales))
     order = None if order is None else order.int().contiguous()
     is_quantised = any(kind not in (FLOAT32, FLOAT8.kind) for _, kind in table)
     if order is not None and not is_quantised:
-        raise ValueError("pack_blocks: inputs in an order of their own are only built for integers")
+        raise ValueError("pack_blocks: an input order requires integer formats only")
     pointers = (None if each is None else each.data_ptr() for each in (bias, scales, order))
     view = MatrixView(panels.data_ptr(), *pointers, *shape, is_quantised)
     return PackedMatrix(library, packed, panels, bias, scales, order, view, is_gated)
 
 
 def _aligned(num_floats: int) -> torch.Tensor:
-    """Memory that begins on a cache line, so that a vector never lies in two. Of what is large enough the system is
-    asked for huge pages: fewer to ask for while weights are packed, fewer to look up while they are read."""
+    """Return memory that starts on a cache line, so that no vector crosses two. Huge pages are requested for large
+    memory: fewer page faults while weights are packed, fewer TLB misses while they are read."""
     room = torch.empty(num_floats + ALIGNMENT // FLOAT_BYTES)
     skipped = -room.data_ptr() % ALIGNMENT // FLOAT_BYTES
-    ask_for_huge_pages(room)
+    advise_huge_pages(room)
     return room[skipped : skipped + num_floats]
 
 
 def multiply_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_gated: bool = False
 ) -> torch.Tensor:
-    """What a packed matrix computes, in plain torch."""
+    """Return the result of a packed matrix in plain torch."""
     y = F.linear(x, weight, bias)
     if not is_gated:
         return y

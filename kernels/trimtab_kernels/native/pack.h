@@ -1,6 +1,6 @@
-/* A weight [out, in] as panels of PANEL outputs (product.h), from rows of float32, bfloat16 or float16 that may lie
- * anywhere: blocks of WIDTH outputs and WIDTH inputs are turned in registers, and what is stored in 16 bits becomes
- * float32 on the way.
+/* Packing of a weight [out, in] into panels of PANEL outputs (gemm.h), from rows of float32, bfloat16 or float16 at any
+ * addresses: blocks of WIDTH outputs and WIDTH inputs are transposed in registers, and 16-bit numbers are widened to
+ * float32.
  *
  *     rows of the checkpoint        a block in registers             a panel
  *     o0 | i0 i1 .. i15 | ..        r0  | o0 o1 .. o15 |  input 0    | o0 .. o15 | o16 .. o31 |
@@ -8,30 +8,30 @@
  */
 #pragma once
 
-#include "product.h"
+#include "gemm.h"
 
 enum stored { STORED_FLOAT32, STORED_BFLOAT16, STORED_FLOAT16 };
 
-#define FETCH_BYTES 512 /* how far ahead of its reading a row is fetched: more rows are read at once than a CPU follows */
+#define FETCH_BYTES 512 /* prefetch distance within a row: more rows are read at once than a CPU's prefetcher tracks */
 
 INLINE long stored_bytes(enum stored stored) { return stored == STORED_FLOAT32 ? 4 : 2; }
 
-/* WIDTH numbers of float16, whatever they are. */
-INLINE vec any_halves_of(narrow stored) {
-    vec value = halves_of(stored);
+/* Widen WIDTH float16 numbers, including NaN and infinity. */
+INLINE vec widen_any_float16(narrow stored) {
+    vec value = widen_float16(stored);
 #if !defined(__AVX512F__) && !defined(__F16C__)
     words bits = __builtin_convertvector(stored, words);
-    value = (vec)((words)value | ((words)((bits & 0x7c00) == 0x7c00) & 0x7f800000)); /* infinite, or none */
+    value = (vec)((words)value | ((words)((bits & 0x7c00) == 0x7c00) & 0x7f800000)); /* infinity or NaN */
 #endif
     return value;
 }
 
-INLINE vec widened(enum stored stored, narrow bits) {
-    if (stored == STORED_FLOAT16) return any_halves_of(bits);
+INLINE vec widen_stored(enum stored stored, narrow bits) {
+    if (stored == STORED_FLOAT16) return widen_any_float16(bits);
     return (vec)(__builtin_convertvector(bits, words) << 16);
 }
 
-/* Up to WIDTH numbers of a row; zeros behind them. */
+/* Load up to WIDTH numbers of a row, followed by zeros. */
 INLINE vec load_stored(enum stored stored, const char *row, long count) {
     vec value = splat(0.0f);
     narrow bits = {0};
@@ -44,10 +44,10 @@ INLINE vec load_stored(enum stored stored, const char *row, long count) {
         memcpy(&bits, row, sizeof bits);
     else
         memcpy(&bits, row, 2 * count);
-    return widened(stored, bits);
+    return widen_stored(stored, bits);
 }
 
-/* Lanes of two rows that lie `S` apart: their blocks of S x S beside the diagonal change places. */
+/* Lanes of two rows at distance `S`: exchange their off-diagonal S x S blocks. */
 #define FIRST_LANE(S, L) ((L) & (S) ? WIDTH + (L) - (S) : (L))
 #define LAST_LANE(S, L) ((L) & (S) ? WIDTH + (L) : (L) + (S))
 #define FOUR_LANES(F, S, L) F(S, L), F(S, L + 1), F(S, L + 2), F(S, L + 3)
@@ -66,7 +66,7 @@ INLINE vec load_stored(enum stored stored, const char *row, long count) {
         rows[r] = first;                                                                                               \
     }
 
-/* Rows become columns. */
+/* Transpose WIDTH rows. */
 INLINE void transpose(vec *rows) {
 #if WIDTH == 16
     EXCHANGE(8)
@@ -78,7 +78,7 @@ INLINE void transpose(vec *rows) {
     EXCHANGE(1)
 }
 
-/* WIDTH outputs, from `output` on, and `count` inputs, from `i` on. Of outputs behind the last there are zeros. */
+/* Pack WIDTH outputs, from `output` on, and `count` inputs, from `i` on. Outputs after the last one are zeros. */
 INLINE void pack_block(enum stored stored, const char *const *rows, long output, long outputs, long i, long count,
                        float *panel) {
     vec block[WIDTH];
@@ -101,7 +101,7 @@ INLINE void pack_rows(enum stored stored, const char *const *rows, long outputs,
     for (long v = 0; v < PANEL && whole < in; v += WIDTH) pack_block(stored, rows, v, outputs, whole, in - whole, panel);
 }
 
-/* A panel of the first `outputs` of these rows. */
+/* Pack a panel of the first `outputs` of these rows. */
 INLINE void pack_stored(enum stored stored, const char *const *rows, long outputs, long in, float *panel) {
     if (outputs == PANEL)
         pack_rows(stored, rows, PANEL, in, panel);

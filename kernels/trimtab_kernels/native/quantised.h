@@ -1,26 +1,25 @@
-/* Products with weights of 4, 5, 6 or 8 bits, multiplied as they are stored.  y[r][o] = sum_i x[r][i] * w[o][i]
+/* GEMMs with weights of 4, 5, 6 or 8 bits, multiplied in their stored format.  y[r][o] = sum_i x[r][i] * w[o][i]
  *
- * A weight has groups of 32 inputs (GGUF's blocks): w = q * scale, q * scale + least, or (q - zero) * scale; q of E2M1
- * is twice a number of 4 bits with a sign, two exponent bits and one of mantissa, by a table. A panel of
- * PANEL outputs holds its groups one behind the other, each as words of 32 bits, an output's in one lane, then its
- * factors as float16:
+ * A weight has groups of 32 inputs (GGUF's blocks): w = q * scale, q * scale + min, or (q - zero) * scale; q of E2M1
+ * is twice a 4-bit number (sign, two exponent bits, one mantissa bit), by table lookup. A panel of PANEL outputs contains
+ * its groups in sequence, each as 32-bit words with one output per lane, followed by its factors as float16:
  *
- *     group | word 0: o0 o1 .. o31 | word 1: .. | .. | scales: o0 .. o31 | least or zero: o0 .. o31 |
- *     a word of 4 bits  | its lower half: inputs 0 2 4 6, its upper half: inputs 1 3 5 7, the first lowest
+ *     group | word 0: o0 o1 .. o31 | word 1: .. | .. | scales: o0 .. o31 | min or zero: o0 .. o31 |
+ *     a word of 4 bits  | lower half: inputs 0 2 4 6, upper half: inputs 1 3 5 7, the first one lowest
  *     a word of 8 bits  | bytes: inputs 0 2 1 3
- *     5 and 6 bits      | 4 words of 4 bits, then one of fifth bits, or two of fifth and sixth ones in the same order:
- *                       | a half has pairs 0 .. 15 (0 .. 7, 8 .. 15), the first lowest
+ *     5 and 6 bits      | 4 words of 4 bits, then one word of fifth bits, or two of fifth and sixth bits in the same order:
+ *                       | a half contains pairs 0 .. 15 (0 .. 7, 8 .. 15), the first one lowest
  *
- * The forms of 256 inputs (Q4_K, Q5_K, Q6_K) have factors of factors: eight groups follow a head of float16, and the
- * factors of a group are integers of 8 bits. Q6_K has a scale per 16 inputs.
+ * The formats of 256 inputs (Q4_K, Q5_K, Q6_K) have two levels of factors: eight groups follow a head of float16, and
+ * the factors of a group are 8-bit integers. Q6_K has one scale per 16 inputs.
  *
- *     head  | scales: o0 .. o31 | leasts: o0 .. o31, but not Q6_K |
- *     group | words .. | scales: o0 .. o31 | leasts, Q6_K: scales of the last 16 inputs |
+ *     head  | scales: o0 .. o31 | mins: o0 .. o31, except Q6_K |
+ *     group | words .. | scales: o0 .. o31 | mins, Q6_K: scales of the last 16 inputs |
  *
- * so that shifts and masks leave pairs of neighbouring inputs in the halves of a lane. x becomes integers of 16 bits
- * with one scale per group: the largest is 32767, so that what is lost of x is 2^-16 of it, less than what sums in
- * float32 differ by; products of pairs are summed as integers, without any rounding. What is computed for one row does
- * not depend on how many there are.
+ * so that shifts and masks leave pairs of adjacent inputs in the halves of a lane. x is quantised to 16-bit integers with
+ * one scale per group: the largest becomes 32767, so the error is 2^-16 of it, less than the differences of float32
+ * sums. Pairs are multiplied and summed as integers, without rounding. A row's result does not depend on the number of
+ * rows.
  */
 #pragma once
 #if defined(__x86_64__)
@@ -28,9 +27,9 @@
 #endif
 
 #define GROUP 32
-#define SUPER 256 /* inputs below one head */
-#define ROWS_AT_ONCE 24 /* turned into integers together, by each thread for itself: x of 8192 inputs takes 400 KiB */
-#define LEAST_X 1e-30f  /* a group whose largest is below adds nothing */
+#define SUPER 256 /* inputs per head */
+#define ROWS_AT_ONCE 24 /* quantised together, by each thread separately: x of 8192 inputs takes 400 KiB */
+#define MIN_GROUP_MAX 1e-30f  /* a group whose largest value is smaller contributes 0 */
 
 enum kind { FLOAT32, Q4_0, Q4_1, Q8_0, Q4_ZEROS, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, E2M1, E4M3 };
 
@@ -51,30 +50,30 @@ typedef int8_t signed_octets __attribute__((vector_size(WIDTH)));
 typedef struct {
     int16_t *values; /* [ROWS_AT_ONCE, in] */
     float *scales;   /* [ROWS_AT_ONCE, in / GROUP] */
-    int32_t *totals; /* [ROWS_AT_ONCE, in / GROUP]: of a group's integers */
+    int32_t *totals; /* [ROWS_AT_ONCE, in / GROUP]: sum of a group's integers */
     long in;
-} Integers;
+} QuantisedRows;
 
 INLINE long words_of(enum kind kind) { return kind == Q8_0 ? 8 : 4; }
 
-/* Words of what a number has beyond 4 bits. */
+/* Words of the bits above the fourth. */
 INLINE long high_words_of(enum kind kind) {
     return kind == Q6_K ? 2 : kind == Q5_0 || kind == Q5_1 || kind == Q5_K ? 1 : 0;
 }
 
-INLINE int has_leasts_head(enum kind kind) { return kind == Q4_K || kind == Q5_K; }
+INLINE int has_min_head(enum kind kind) { return kind == Q4_K || kind == Q5_K; }
 
-INLINE int has_head(enum kind kind) { return has_leasts_head(kind) || kind == Q6_K; }
+INLINE int has_head(enum kind kind) { return has_min_head(kind) || kind == Q6_K; }
 
-INLINE int has_least(enum kind kind) { return kind == Q4_1 || kind == Q5_1; }
+INLINE int has_min(enum kind kind) { return kind == Q4_1 || kind == Q5_1; }
 
-INLINE int has_two_factors(enum kind kind) { return has_least(kind) || kind == Q4_ZEROS; }
+INLINE int has_two_factors(enum kind kind) { return has_min(kind) || kind == Q4_ZEROS; }
 
-/* What is taken from every stored number. */
+/* The offset that is subtracted from every stored number. */
 INLINE int offset_of(enum kind kind) { return kind == Q4_0 ? 8 : kind == Q5_0 ? 16 : kind == E2M1 ? 12 : 0; }
 
-/* Scales of a group. */
-INLINE long parts_of(enum kind kind) { return kind == Q6_K ? 2 : 1; }
+/* Scales per group. */
+INLINE long scales_per_group(enum kind kind) { return kind == Q6_K ? 2 : 1; }
 
 /* Bytes of a group of a panel. */
 INLINE long group_bytes(enum kind kind) {
@@ -82,7 +81,7 @@ INLINE long group_bytes(enum kind kind) {
 }
 
 /* Bytes before eight groups of a panel. */
-INLINE long head_bytes(enum kind kind) { return has_head(kind) ? PANEL * (has_leasts_head(kind) ? 4 : 2) : 0; }
+INLINE long head_bytes(enum kind kind) { return has_head(kind) ? PANEL * (has_min_head(kind) ? 4 : 2) : 0; }
 
 /* Bytes of a panel of `in` inputs. */
 INLINE long panel_bytes(enum kind kind, long in) {
@@ -90,16 +89,16 @@ INLINE long panel_bytes(enum kind kind, long in) {
     return in / GROUP * group_bytes(kind) + in / SUPER * head_bytes(kind);
 }
 
-/* Floats of one thread's Integers; the scratch memory of a thread begins on a cache line. */
-INLINE long integers_size(long in) {
+/* Floats of one thread's QuantisedRows, rounded up to whole cache lines. */
+INLINE long quantised_rows_size(long in) {
     long size = ROWS_AT_ONCE * (in / 2 + 2 * (in / GROUP));
     return (size + 15) / 16 * 16;
 }
 
-INLINE Integers integers_at(float *scratch, long in) {
+INLINE QuantisedRows quantised_rows_at(float *scratch, long in) {
     long groups = in / GROUP;
     float *scales = scratch + ROWS_AT_ONCE * in / 2;
-    return (Integers){(int16_t *)scratch, scales, (int32_t *)(scales + ROWS_AT_ONCE * groups), in};
+    return (QuantisedRows){(int16_t *)scratch, scales, (int32_t *)(scales + ROWS_AT_ONCE * groups), in};
 }
 
 /* a0 * b0 + a1 * b1 in every lane. */
@@ -115,17 +114,17 @@ INLINE mask multiply_pairs(pairs a, pairs b) {
 #endif
 }
 
-/* Has a sum made here: the compiler would make all products first, and spill them. */
+/* Force the sum to be computed here: the compiler would otherwise compute all multiplications first, and spill them. */
 #if defined(__x86_64__)
-#define MADE_HERE(v) __asm__("" : "+v"(v))
+#define KEEP_IN_REGISTER(v) __asm__("" : "+v"(v))
 #elif defined(__aarch64__)
-#define MADE_HERE(v) __asm__("" : "+w"(v))
+#define KEEP_IN_REGISTER(v) __asm__("" : "+w"(v))
 #else
-#define MADE_HERE(v)
+#define KEEP_IN_REGISTER(v)
 #endif
 
-/* WIDTH numbers of float16, finite ones. */
-INLINE vec halves_of(narrow stored) {
+/* Widen WIDTH finite float16 numbers. */
+INLINE vec widen_float16(narrow stored) {
 #if defined(__AVX512F__)
     return (vec)_mm512_cvtph_ps((__m256i)stored);
 #elif defined(__F16C__)
@@ -140,7 +139,7 @@ INLINE vec halves_of(narrow stored) {
 INLINE vec load_halves(const uint16_t *p) {
     narrow stored;
     memcpy(&stored, p, sizeof stored);
-    return halves_of(stored);
+    return widen_float16(stored);
 }
 
 INLINE words load_words(const void *p) {
@@ -149,8 +148,8 @@ INLINE words load_words(const void *p) {
     return w;
 }
 
-/* One group of a row as integers; returns its scale. NaN where a number is none or infinite. */
-INLINE float to_integers(const float *x, int16_t *values, int32_t *total) {
+/* Quantise one group of a row; returns its scale, or NaN if a number is NaN or infinite. */
+INLINE float quantise_group(const float *x, int16_t *values, int32_t *total) {
     vec largest = splat(0.0f), nothing = splat(0.0f);
     mask sum = {0};
     for (int i = 0; i < GROUP; i += WIDTH) {
@@ -159,7 +158,7 @@ INLINE float to_integers(const float *x, int16_t *values, int32_t *total) {
         nothing += v * 0.0f;
     }
     float most = largest_of(largest), fault = sum_of(nothing);
-    float inverse = most > LEAST_X && fault == 0.0f ? 32767.0f / most : 0.0f;
+    float inverse = most > MIN_GROUP_MAX && fault == 0.0f ? 32767.0f / most : 0.0f;
     const float round = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     for (int i = 0; i < GROUP; i += WIDTH) {
         mask q = (mask)(load(x + i) * inverse + round) - (mask)splat(round);
@@ -173,8 +172,8 @@ INLINE float to_integers(const float *x, int16_t *values, int32_t *total) {
     return inverse == 0.0f ? fault : most / 32767.0f + fault;
 }
 
-/* `order`: which of x's numbers each input is; NULL: they come in turn. */
-static void integers_of(const float *x, long ldx, long rows, const int32_t *order, Integers to) {
+/* Quantise rows. `order`: index into x of each input, or NULL for x's own order. */
+static void quantise_rows(const float *x, long ldx, long rows, const int32_t *order, QuantisedRows to) {
     long groups = to.in / GROUP;
     float gathered[GROUP];
     for (long r = 0; r < rows; r++)
@@ -185,13 +184,13 @@ static void integers_of(const float *x, long ldx, long rows, const int32_t *orde
                 group = gathered;
             }
             to.scales[r * groups + g] =
-                to_integers(group, to.values + r * to.in + g * GROUP, to.totals + r * groups + g);
+                quantise_group(group, to.values + r * to.in + g * GROUP, to.totals + r * groups + g);
         }
 }
 
-/* Twice the numbers 0 .. 15 of E2M1, which are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same below 0, and 12 more: in the
- * lower bytes of lanes of 16 bits, so that none is negative. */
-INLINE halfwords e2m1_of(halfwords numbers) {
+/* Decode the E2M1 codes 0 .. 15 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) to twice their value plus 12, so that
+ * none is negative. The codes are in the lower bytes of 16-bit lanes. */
+INLINE halfwords decode_e2m1(halfwords numbers) {
 #if defined(__SSSE3__)
     static const int8_t table[16] __attribute__((aligned(16))) = {12, 13, 14, 15, 16, 18, 20, 24,
                                                                   12, 11, 10, 9,  8,  6,  4,  0};
@@ -211,13 +210,13 @@ INLINE halfwords e2m1_of(halfwords numbers) {
 #endif
 }
 
-/* The pair of inputs `k` of word `w`: two of its eight numbers of 4 bits with their higher ones, or of its four of 8.
- * Numbers of Q6_K come less 32: the two highest bits are those of a signed number. */
-INLINE pairs pair_of(enum kind kind, words word, words high, int w, int k) {
+/* The pair of inputs `k` of word `w`: two of its eight 4-bit numbers with their higher bits, or of its four 8-bit
+ * numbers. Q6_K's numbers are returned minus 32: their two highest bits are those of a signed number. */
+INLINE pairs unpack_pair(enum kind kind, words word, words high, int w, int k) {
     if (kind == Q8_0) return k ? (pairs)word >> 8 : (pairs)((halfwords)word << 8) >> 8;
     halfwords shifted = (halfwords)word >> (4 * k);
     int pair = 4 * w + k;
-    if (kind == E2M1) return (pairs)e2m1_of(shifted & 15);
+    if (kind == E2M1) return (pairs)decode_e2m1(shifted & 15);
     if (kind == Q6_K)
         return (pairs)(shifted & 15) | ((pairs)((halfwords)high << (14 - pair % 8 * 2)) >> 10 & ~15);
     if (high_words_of(kind)) {
@@ -227,7 +226,7 @@ INLINE pairs pair_of(enum kind kind, words word, words high, int w, int k) {
     return (pairs)(k == 3 ? shifted : shifted & 15);
 }
 
-/* WIDTH bytes as numbers, without signs or with them. By intrinsics: GCC takes such short vectors apart. */
+/* Load WIDTH unsigned or signed bytes as floats. Uses intrinsics, because GCC scalarises such short vectors. */
 INLINE vec load_octets(const void *p) {
 #if defined(__AVX512F__)
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(p)));
@@ -252,12 +251,12 @@ INLINE vec load_signed_octets(const void *p) {
 #endif
 }
 
-/* Of WIDTH outputs from `output` on. `second`: least or zero. */
+/* Factors of WIDTH outputs from `output` on. `second`: min or zero. */
 typedef struct {
     vec scale, second;
 } Factors;
 
-/* `part`: of a group's scales. */
+/* `part`: index of the group's scale. */
 INLINE Factors load_factors(enum kind kind, const char *head, const char *factors, long part, long output) {
     Factors f = {splat(0.0f), splat(0.0f)};
     if (has_head(kind)) {
@@ -279,7 +278,7 @@ INLINE Factors load_factors(enum kind kind, const char *head, const char *factor
 
 /* sums[R][PANEL] += x . panel, for R rows of integers from row `first` on. */
 #define QUANTISED_TILE(KIND, R)                                                                                        \
-    static void quantised_##KIND##_##R(const Integers *x, long first, const char *panel, float *sums) {                \
+    static void quantised_##KIND##_##R(const QuantisedRows *x, long first, const char *panel, float *sums) {           \
         long groups = x->in / GROUP;                                                                                   \
         const char *head = panel;                                                                                      \
         vec total[R][PANEL_VECTORS];                                                                                   \
@@ -295,14 +294,14 @@ INLINE Factors load_factors(enum kind kind, const char *head, const char *factor
             const char *factors = highs + 4 * PANEL * high_words_of(KIND);                                             \
             for (long line = 0; line < group_bytes(KIND); line += 64)                                                  \
                 __builtin_prefetch(panel + line + 4096, 0, 3);                                                         \
-            _Pragma("GCC unroll 2") for (int p = 0; p < parts_of(KIND); p++) {                                         \
+            _Pragma("GCC unroll 2") for (int p = 0; p < scales_per_group(KIND); p++) {                                 \
                 mask sum[R][PANEL_VECTORS];                                                                            \
                 _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)                                                   \
                     _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++)                                    \
                         sum[r][v] = (mask){0} -                                                                        \
                                     (offset_of(KIND) ? offset_of(KIND) * x->totals[(first + r) * groups + g] : 0);     \
-                _Pragma("GCC unroll 8") for (int i = 0; i < words_of(KIND) / parts_of(KIND); i++) {                    \
-                    int w = p * words_of(KIND) / parts_of(KIND) + i;                                                   \
+                _Pragma("GCC unroll 8") for (int i = 0; i < words_of(KIND) / scales_per_group(KIND); i++) {            \
+                    int w = p * words_of(KIND) / scales_per_group(KIND) + i;                                           \
                     words word[PANEL_VECTORS], high[PANEL_VECTORS];                                                    \
                     _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) {                                  \
                         word[v] = high[v] = load_words(panel + 4 * (w * PANEL + v * WIDTH));                           \
@@ -311,14 +310,14 @@ INLINE Factors load_factors(enum kind kind, const char *head, const char *factor
                     _Pragma("GCC unroll 4") for (int k = 0; k < 16 / words_of(KIND); k++) {                            \
                         pairs part[PANEL_VECTORS];                                                                     \
                         _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++)                                \
-                            part[v] = pair_of(KIND, word[v], high[v], w, k);                                           \
+                            part[v] = unpack_pair(KIND, word[v], high[v], w, k);                                       \
                         _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {                                         \
                             int32_t pair;                                                                              \
                             memcpy(&pair, values + r * x->in + w * (GROUP / words_of(KIND)) + 2 * k, sizeof pair);     \
                             pairs both = (pairs)((mask){0} + pair);                                                    \
                             _Pragma("GCC unroll 4") for (int v = 0; v < PANEL_VECTORS; v++) {                          \
                                 sum[r][v] += multiply_pairs(part[v], both);                                            \
-                                if (R > 2) MADE_HERE(sum[r][v]);                                                       \
+                                if (R > 2) KEEP_IN_REGISTER(sum[r][v]);                                                \
                             }                                                                                          \
                         }                                                                                              \
                     }                                                                                                  \
@@ -330,7 +329,7 @@ INLINE Factors load_factors(enum kind kind, const char *head, const char *factor
                         vec part = __builtin_convertvector(sum[r][v], vec);                                            \
                         if (KIND == Q4_ZEROS) part -= f.second * (float)x->totals[at]; /* below 2^24: exact */         \
                         part *= f.scale;                                                                               \
-                        if (has_least(KIND) || has_leasts_head(KIND)) part += f.second * (float)x->totals[at];         \
+                        if (has_min(KIND) || has_min_head(KIND)) part += f.second * (float)x->totals[at];              \
                         total[r][v] += part * x->scales[at];                                                           \
                     }                                                                                                  \
                 }                                                                                                      \
@@ -355,14 +354,14 @@ INLINE Factors load_factors(enum kind kind, const char *head, const char *factor
 QUANTISED_TILES(Q4_0) QUANTISED_TILES(Q4_1) QUANTISED_TILES(Q8_0) QUANTISED_TILES(Q4_ZEROS) QUANTISED_TILES(Q5_0)
 QUANTISED_TILES(Q5_1) QUANTISED_TILES(Q4_K) QUANTISED_TILES(Q5_K) QUANTISED_TILES(Q6_K) QUANTISED_TILES(E2M1)
 
-typedef void (*quantised_function)(const Integers *, long, const char *, float *);
+typedef void (*quantised_function)(const QuantisedRows *, long, const char *, float *);
 static const quantised_function quantised_tiles[][QUANTISED_ROWS] = {
     [Q4_0] = QUANTISED_NAMES(Q4_0), [Q4_1] = QUANTISED_NAMES(Q4_1), [Q8_0] = QUANTISED_NAMES(Q8_0),
     [Q4_ZEROS] = QUANTISED_NAMES(Q4_ZEROS), [Q5_0] = QUANTISED_NAMES(Q5_0), [Q5_1] = QUANTISED_NAMES(Q5_1),
     [Q4_K] = QUANTISED_NAMES(Q4_K), [Q5_K] = QUANTISED_NAMES(Q5_K), [Q6_K] = QUANTISED_NAMES(Q6_K), [E2M1] = QUANTISED_NAMES(E2M1)};
 
 /* sums[rows][PANEL] = x . panel */
-static void multiply_quantised_panel(enum kind kind, const Integers *x, long rows, const char *panel, float *sums) {
+static void multiply_quantised_panel(enum kind kind, const QuantisedRows *x, long rows, const char *panel, float *sums) {
     long tiles = (rows + QUANTISED_ROWS - 1) / QUANTISED_ROWS;
     for (long t = 0; t < tiles; t++) {
         long first = rows * t / tiles, last = rows * (t + 1) / tiles;
@@ -370,77 +369,77 @@ static void multiply_quantised_panel(enum kind kind, const Integers *x, long row
     }
 }
 
-/* Number `i` of 32 in 16 bytes: the lower halves are 0 .. 15, the upper ones 16 .. 31. */
-INLINE uint32_t nibble_of(const uint8_t *q, int i) { return i < GROUP / 2 ? q[i] & 15 : q[i - GROUP / 2] >> 4; }
+/* Number `i` of 32 in 16 bytes: the lower nibbles are 0 .. 15, the upper ones 16 .. 31. */
+INLINE uint32_t stored_nibble(const uint8_t *q, int i) { return i < GROUP / 2 ? q[i] & 15 : q[i - GROUP / 2] >> 4; }
 
-INLINE uint32_t bit_of(const uint8_t *bits, int i) { return bits[i / 8] >> i % 8 & 1; }
+INLINE uint32_t stored_bit(const uint8_t *bits, int i) { return bits[i / 8] >> i % 8 & 1; }
 
 /* Number `i` of a block's group, as GGUF stores it. */
-INLINE uint32_t number_of(enum kind kind, const uint8_t *block, long group, int i) {
+INLINE uint32_t stored_number(enum kind kind, const uint8_t *block, long group, int i) {
     long half = group / 4, quarter = group % 4;
     switch (kind) {
     case Q8_0: return block[2 + i];
-    case Q5_0: return nibble_of(block + 6, i) | bit_of(block + 2, i) << 4;
-    case Q5_1: return nibble_of(block + 8, i) | bit_of(block + 4, i) << 4;
+    case Q5_0: return stored_nibble(block + 6, i) | stored_bit(block + 2, i) << 4;
+    case Q5_1: return stored_nibble(block + 8, i) | stored_bit(block + 4, i) << 4;
     case Q4_K: return block[16 + group / 2 * GROUP + i] >> group % 2 * 4 & 15;
     case Q5_K: return (block[48 + group / 2 * GROUP + i] >> group % 2 * 4 & 15) | (block[16 + i] >> group & 1) << 4;
     case Q6_K:
         return (block[half * 64 + quarter % 2 * GROUP + i] >> quarter / 2 * 4 & 15) |
                (block[128 + half * GROUP + i] >> quarter * 2 & 3) << 4;
-    default: return nibble_of(block + (has_two_factors(kind) ? 4 : 2), i);
+    default: return stored_nibble(block + (has_two_factors(kind) ? 4 : 2), i);
     }
 }
 
-/* Word `w` of a group, its numbers' lower 4 bits or all 8. */
-INLINE uint32_t word_of(enum kind kind, const uint8_t *block, long group, int w) {
+/* Pack word `w` of a group: the lower 4 bits of its numbers, or all 8. */
+INLINE uint32_t pack_word(enum kind kind, const uint8_t *block, long group, int w) {
     uint32_t word = 0;
     int count = GROUP / words_of(kind), bits = 32 / count;
     for (int i = 0; i < count; i++) {
-        uint32_t number = number_of(kind, block, group, count * w + i) & (kind == Q8_0 ? 255 : 15);
+        uint32_t number = stored_number(kind, block, group, count * w + i) & (kind == Q8_0 ? 255 : 15);
         word |= number << (i % 2 * 16 + i / 2 * bits);
     }
     return word;
 }
 
-/* Word `w` of the higher bits of a group's numbers. */
-INLINE uint32_t high_word_of(enum kind kind, const uint8_t *block, long group, int w) {
+/* Pack word `w` of the higher bits of a group's numbers. */
+INLINE uint32_t pack_high_word(enum kind kind, const uint8_t *block, long group, int w) {
     uint32_t word = 0;
     int count = GROUP / high_words_of(kind), bits = 32 / count;
     for (int i = 0; i < count; i++) {
-        uint32_t high = number_of(kind, block, group, count * w + i) >> 4;
+        uint32_t high = stored_number(kind, block, group, count * w + i) >> 4;
         word |= (kind == Q6_K ? high ^ 2 : high) << (i % 2 * 16 + i / 2 * bits);
     }
     return word;
 }
 
-/* A group's scale and least of Q4_K and Q5_K, 6 bits each: eight of either in 12 bytes. */
-INLINE void unpack_factors(const uint8_t *stored, long group, char *scale, char *least) {
+/* Unpack a group's scale and min of Q4_K and Q5_K, 6 bits each: eight of each in 12 bytes. */
+INLINE void unpack_factors(const uint8_t *stored, long group, char *scale, char *min) {
     if (group < 4) {
         *scale = stored[group] & 63;
-        *least = stored[group + 4] & 63;
+        *min = stored[group + 4] & 63;
     } else {
         *scale = (stored[group + 4] & 15) | stored[group - 4] >> 6 << 4;
-        *least = stored[group + 4] >> 4 | stored[group] >> 6 << 4;
+        *min = stored[group + 4] >> 4 | stored[group] >> 6 << 4;
     }
 }
 
-/* The head of one output's eight groups. */
+/* Pack the head of one output's eight groups. */
 INLINE void pack_head(enum kind kind, const uint8_t *block, long output, char *head) {
     memcpy(head + 2 * output, block + (kind == Q6_K ? 208 : 0), 2);
-    if (has_leasts_head(kind)) memcpy(head + 2 * (PANEL + output), block + 2, 2);
+    if (has_min_head(kind)) memcpy(head + 2 * (PANEL + output), block + 2, 2);
 }
 
-/* One group of one output, from GGUF's block of it. */
+/* Pack one group of one output from its GGUF block. */
 INLINE void pack_group(enum kind kind, const uint8_t *block, long group, long output, char *to) {
     for (int w = 0; w < words_of(kind); w++, to += 4 * PANEL) {
-        uint32_t word = word_of(kind, block, group, w);
+        uint32_t word = pack_word(kind, block, group, w);
         memcpy(to + 4 * output, &word, 4);
     }
     for (int w = 0; w < high_words_of(kind); w++, to += 4 * PANEL) {
-        uint32_t word = high_word_of(kind, block, group, w);
+        uint32_t word = pack_high_word(kind, block, group, w);
         memcpy(to + 4 * output, &word, 4);
     }
-    if (has_leasts_head(kind)) {
+    if (has_min_head(kind)) {
         unpack_factors(block + 4, group, to + output, to + PANEL + output);
     } else if (kind == Q6_K) {
         to[output] = block[192 + 2 * group];
@@ -451,7 +450,7 @@ INLINE void pack_group(enum kind kind, const uint8_t *block, long group, long ou
     }
 }
 
-/* A panel of the outputs whose blocks lie row_bytes apart. Outputs behind the last are zeros. */
+/* Pack a panel of outputs, whose blocks have a stride of row_bytes. Outputs after the last one are zeros. */
 INLINE void pack_panel(enum kind kind, const uint8_t *blocks, long block_bytes, long outputs, long in, char *panel) {
     long together = has_head(kind) ? SUPER / GROUP : 1, row_bytes = in / GROUP / together * block_bytes;
     memset(panel, 0, panel_bytes(kind, in));

@@ -1,4 +1,4 @@
-/* What happens to single rows: RMS norm, and the heads of q, k and v between their product and attention. */
+/* Operations on single rows: RMS norm, and the rotation of q and k heads. */
 #pragma once
 
 INLINE float inverse_rms(const float *x, long size, float eps) {
@@ -20,7 +20,7 @@ static void normalise(const float *x, const float *weight, long size, float eps,
     for (long i = 0; i < size; i++) y[i] = x[i] * scale * weight[i];
 }
 
-/* Adjacent pairs of x turn in place by rotation [size / 2] (cos, sin). */
+/* Rotate adjacent pairs of x in place by rotation [size / 2] (cos, sin). */
 static void rotate(float *x, const float *restrict rotation, long size) {
     for (long i = 0; i < size; i += 2) {
         float even = x[i], odd = x[i + 1], cosine = rotation[i], sine = rotation[i + 1];

@@ -1,5 +1,5 @@
-/* The threads: those of the OpenMP runtime that torch has loaded, through its functions, so that there is never
- * a second pool and no runtime is linked. Without them one thread computes. */
+/* Threads of the OpenMP runtime that torch has loaded, called through its functions, so that there is no second pool
+ * and no runtime is linked. Without the runtime, one thread computes. */
 #pragma once
 
 typedef void (*parallel_function)(void (*)(void *), void *, unsigned, unsigned);
@@ -11,18 +11,18 @@ typedef struct {
     int index, size;
 } Team;
 
-INLINE void wait_for(Team team) {
+INLINE void team_barrier(Team team) {
     if (team.size > 1) gomp_barrier();
 }
 
-/* [first, last) of `count` units are this thread's: equal shares in a row. */
-INLINE void share_of(Team team, long count, long *first, long *last) {
+/* This thread's range [first, last) of `count` items: equal consecutive shares. */
+INLINE void thread_range(Team team, long count, long *first, long *last) {
     *first = count * team.index / team.size;
     *last = count * (team.index + 1) / team.size;
 }
 
-/* The next unit of `count` that nobody has taken; -1 when there is none. */
-INLINE long next_unit(long *taken, long count) {
+/* Claim the next unit of `count`; returns -1 if none is left. */
+INLINE long claim_unit(long *taken, long count) {
     long unit = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
     return unit < count ? unit : -1;
 }
@@ -34,7 +34,7 @@ static void run_team(void (*work)(void *), void *data, long threads) {
         work(data);
 }
 
-/* The runtime may start fewer threads than it was asked for. */
-INLINE Team own_team(long threads) {
+/* The runtime may start fewer threads than requested. */
+INLINE Team join_team(long threads) {
     return threads > 1 && gomp_parallel ? (Team){thread_number(), team_size()} : (Team){0, 1};
 }

@@ -1,13 +1,13 @@
 /* Vectors of the widest registers that this file is compiled for, by the compilers' vector extension: one source for
- * every instruction set. A panel is as many columns of a product as one tile computes (product.h). */
+ * every instruction set. A panel is the number of GEMM columns that one tile computes (gemm.h). */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
 #if defined(__AVX512F__)
-#define WIDTH 16         /* floats of a register */
-#define PANEL_VECTORS 2  /* 12 rows of 2 are 24 of 32 registers, beside the panel's 2 and the row's value */
+#define WIDTH 16         /* floats per register */
+#define PANEL_VECTORS 2  /* 12 rows of 2 take 24 of 32 registers, in addition to the panel's 2 and the row's value */
 #define TILE_ROWS 12
 #elif defined(__AVX2__)
 #define WIDTH 8
@@ -36,7 +36,7 @@ INLINE vec pick(mask m, vec yes, vec no) { return (vec)((m & (mask)yes) | (~m & 
 INLINE vec larger(vec a, vec b) { return pick(a > b, a, b); }
 INLINE vec smaller(vec a, vec b) { return pick(a < b, a, b); }
 
-/* Each lane with that of the half, the quarter, ... beside it: all lanes end up with the whole. */
+/* Combine each lane with the lane at distance 1/2, 1/4, ... of the width: all lanes end up with the total. */
 #if WIDTH == 16
 #define LANES_8(v) __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
 #define LANES_4(v) __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
@@ -76,7 +76,7 @@ INLINE vec exp_of(vec x) {
     x = smaller(larger(x, splat(-87.0f)), splat(88.0f));
     vec shifted = x * 1.44269504f + round;
     vec n = shifted - round;
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln 2 in two parts, the first exact in products */
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f; /* ln 2 in two parts, the first exact when multiplied */
     vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;

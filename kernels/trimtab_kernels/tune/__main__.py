@@ -1,6 +1,6 @@
 """`python -m trimtab_kernels.tune MODEL_FOLDER`.
 
-A file of its own, as the processes that measure import measurement.py and must not begin anew.
+Separate from measurement.py, because the measuring processes import that module and must not run the command again.
 """
 
 import sys

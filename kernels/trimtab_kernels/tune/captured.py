@@ -1,8 +1,8 @@
-"""Seconds of a call as an engine makes it: from a captured graph, behind others of its kind.
+"""Timing of a call as an engine makes it: from a captured graph, after other calls of its kind.
 
-Timed one by one from Python, a call of less than 40 microseconds shows the host that launches it and not the kernel,
-and the memory that was written to empty the cache is still on its way out. Here many calls lie in one graph, each with
-weights of its own, so that all of them are read from memory, and the graph's time is divided by their number.
+Timed one by one from Python, a call of less than 40 microseconds shows the host that launches it instead of the kernel,
+and the memory written to empty the cache is still being flushed. Here, one graph contains many calls with different
+copies of the weights, so that all of them are read from memory, and the graph's time is divided by the number of calls.
 """
 
 import statistics
@@ -13,19 +13,23 @@ import torch
 
 CALLS = 20
 ROTATED_BYTES = 192 << 20
-"""Weights of all calls of a graph together: several times the L2 cache of today's GPUs (40 to 60 MiB)."""
+"""Weights of all calls of a graph: several times the L2 cache of current GPUs (40 to 60 MiB)."""
 WARM_UP_REPLAYS, TIMED_REPLAYS = 2, 5
 
 
 def copies_needed(num_bytes: int) -> int:
-    """How many copies of a weight of this size take turns, so that none is still in the cache when it is read again;
-    at most one per call."""
+    """Return the number of copies of a weight of this size that are used in rotation, so that none is still in the
+    cache when it is read again; at most one per call."""
     return max(1, min(CALLS, -(-ROTATED_BYTES // max(1, num_bytes))))
 
 
-def seconds_in_a_graph(calls: Sequence[Callable[[], object]]) -> float:
-    """Seconds per call: the median replay of a graph of CALLS calls, which take turns. They have run before, so that
-    nothing is compiled here. Raises RuntimeError where they cannot be captured."""
+def seconds_in_graph(calls: Sequence[Callable[[], object]]) -> float:
+    """Return seconds per call: the median replay of a graph of CALLS calls, used in rotation. They must have run
+    before, so that nothing is compiled here.
+
+    Raises:
+        RuntimeError: they cannot be captured.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for number in range(CALLS):

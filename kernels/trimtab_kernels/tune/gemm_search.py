@@ -1,4 +1,5 @@
-"""Which products a model has, and which launch configurations of each are worth timing. Pure; `tune` measures them."""
+"""The GEMM shapes of a model, and the launch configurations of each that are worth timing. Pure; `measurement` times
+them."""
 
 import itertools
 import random
@@ -6,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_kernels.launch.device_facts import DeviceFacts
-from trimtab_kernels.launch.gemm_config import MAX_SPLIT_K, MIN_STEPS_PER_PART, GemmConfig, default_config
+from trimtab_kernels.launch.gemm_config import MAX_SPLIT_K, MIN_STEPS_PER_SPLIT, GemmConfig, default_config
 from trimtab_kernels.launch.jit import cdiv, next_power_of_2
 
-MOST_ACCUMULATORS = 128 * 256
-"""fp32 sums of one program: 255 registers of 256 threads hold no more, with the operands beside them."""
+MAX_ACCUMULATORS = 128 * 256
+"""fp32 sums of one CTA at most: 255 registers of 256 threads hold no more together with the operands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,13 @@ class Shape:
 
 
 def shapes_of(config: dict[str, Any], tensor_parallel_size: int = 1) -> list[Shape]:
-    """Distinct (N, K) of one rank's dense projections. Raises KeyError where the config lacks a size.
+    """Return the distinct (N, K) of one rank's dense projections.
 
-    q, k and v are one product, gate and up another, as the engine computes them. Column-parallel projections divide N,
-    row-parallel ones K. DeepSeek's latent attention has its own projections; experts are fused_moe's.
+    q, k and v are one GEMM, gate and up another, as the engine computes them. Column-parallel projections divide N,
+    row-parallel ones K. DeepSeek's latent attention has its own projections; experts belong to fused_moe.
+
+    Raises:
+        KeyError: the config lacks a size.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     tp = tensor_parallel_size
@@ -52,11 +56,11 @@ def shapes_of(config: dict[str, Any], tensor_parallel_size: int = 1) -> list[Sha
 
 
 def search_space(num_tokens: int, shape: Shape, facts: DeviceFacts) -> list[GemmConfig]:
-    """Configurations worth timing; the default is always among them."""
+    """Return configurations worth timing; the default is always among them."""
     candidates = [default_config(num_tokens, shape.n, shape.k, facts)]
     padded = next_power_of_2(num_tokens)
     tallest = min(256, max(16, 2 * padded))  # taller tiles would compute padding
-    lowest = min(64, max(16, padded // 2))  # lower ones would read the weights again and again
+    lowest = min(64, max(16, padded // 2))  # lower ones would read the weights repeatedly
     for block_m, block_n, block_k, group_m, warps, stages, split in itertools.product(
         (16, 32, 64, 128, 256), (32, 64, 128, 256), (64, 128), (1, 16, 32), (4, 8), (2, 3, 4, 5), (1, 2, 4, 8)
     ):
@@ -71,18 +75,18 @@ def _is_sensible(config: GemmConfig, num_tokens: int, shape: Shape, facts: Devic
     accumulators = config.block_m * config.block_n
     return (
         config.operand_bytes <= facts.shared_bytes
-        and accumulators <= MOST_ACCUMULATORS
+        and accumulators <= MAX_ACCUMULATORS
         and accumulators >= 32 * config.num_warps * 2  # less than two sums per thread leaves threads idle
         and (config.num_warps == 8 or accumulators <= 128 * 128)
         and (config.group_m == 1 or rows > 1)  # one row of tiles has one order
-        and config.split_k <= min(MAX_SPLIT_K, max(1, cdiv(shape.k, 128) // MIN_STEPS_PER_PART))
-        and (config.split_k == 1 or rows * columns < 2 * facts.num_sms)  # enough programs without
+        and config.split_k <= min(MAX_SPLIT_K, max(1, cdiv(shape.k, 128) // MIN_STEPS_PER_SPLIT))
+        and (config.split_k == 1 or rows * columns < 2 * facts.num_sms)  # enough CTAs without split K
         and (config.block_k == 128 or config.split_k == 1)
     )
 
 
-def in_random_order(configs: list[GemmConfig]) -> list[GemmConfig]:
-    """The default stays first: a search that is cut off has then seen a little of all of the space."""
+def shuffle_configs(configs: list[GemmConfig]) -> list[GemmConfig]:
+    """Shuffle the configurations, the default first: a search that is cut off has then sampled the whole space."""
     rest = configs[1:]
     random.Random(len(configs)).shuffle(rest)
     return [*configs[:1], *rest]

@@ -1,14 +1,14 @@
-"""Measures the launch configurations of w8a8_block_fp8 for a model's shapes on the GPUs that are present.
+"""Measurement of w8a8_block_fp8's launch configurations for a model's shapes on the GPUs present.
 
 `python -m trimtab_kernels.tune MODEL_FOLDER [--tensor-parallel-size 8] [--batch-size 1 64 …] [--save-path FOLDER]`
 
-The shapes come from the model's config.json: the projections of attention and MLP as one rank of the tensor-parallel
-group holds them. For every shape and number of tokens each configuration of a pruned grid is timed; the best ones go
-into one file per shape and GPU name (gemm_config), written after each number of tokens, so that an interrupted run goes
-on where it stopped. With several GPUs the numbers of tokens are dealt out to them.
+The shapes are read from the model's config.json: the projections of attention and MLP of one rank of the
+tensor-parallel group. For every shape and number of tokens, each configuration of a pruned grid is timed; the best ones
+are written to one file per shape and GPU name (gemm_config) after each number of tokens, so that an interrupted run can
+be resumed. With several GPUs, the numbers of tokens are distributed over them.
 
-With `--budget-seconds` every shape has its part of the time: its configurations are compiled in many processes for the
-larger half of it, in random order behind the default, and those that were compiled are timed.
+With `--budget-seconds`, every shape gets its share of the time: its configurations are compiled by many processes for
+the larger part of it, in random order after the default, and those that were compiled are timed.
 """
 
 import argparse
@@ -30,27 +30,28 @@ import torch
 from trimtab_kernels.launch.device_facts import DeviceFacts, device_facts
 from trimtab_kernels.launch.gemm_config import CONFIG_FOLDER, GemmConfig, config_file_name, device_name
 from trimtab_kernels.launch.jit import cdiv
-from trimtab_kernels.tune.captured import copies_needed, seconds_in_a_graph
+from trimtab_kernels.tune.captured import copies_needed, seconds_in_graph
 from trimtab_kernels.tune.compile_ahead import CompileAhead, compile_launches, processes_per_gpu
-from trimtab_kernels.tune.gemm_search import Shape, in_random_order, search_space, shapes_of
+from trimtab_kernels.tune.gemm_search import Shape, search_space, shapes_of, shuffle_configs
 from trimtab_kernels.w8a8_block_fp8 import quantize_groups_triton, w8a8_block_fp8_reference, w8a8_block_fp8_triton
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 POLL_SECONDS = 1.0
 COMPILE_SHARE = 0.6
-"""Of a shape's time: a configuration takes a second or two to compile, by one process of many, and 10 ms to time."""
+"""Fraction of a shape's time for compilation: a configuration takes a second or two to compile, in one of many
+processes, and 10 ms to time."""
 RELATIVE_ERROR = 2**-6
-"""Of the largest value: bf16 rounds to 2**-8; a faulty configuration is off by far more."""
+"""Tolerance relative to the largest value: bf16 rounds to 2**-8; a faulty configuration is off by far more."""
 
 
 def missing_batches(path: Path, batch_sizes: list[int]) -> list[int]:
-    """What an earlier run has not measured yet."""
+    """Return the numbers of tokens that no earlier run has measured."""
     done = json.loads(path.read_text()) if path.exists() else {}
     return [m for m in batch_sizes if str(m) not in done]
 
 
 def save(path: Path, num_tokens: int, config: GemmConfig) -> None:
-    """Add one entry, in the order of M. Written beside and renamed."""
+    """Add one entry, in the order of M. The file is replaced atomically."""
     entries = json.loads(path.read_text()) if path.exists() else {}
     entries[str(num_tokens)] = config.to_json()
     ordered = {m: entries[m] for m in sorted(entries, key=int)}
@@ -60,15 +61,16 @@ def save(path: Path, num_tokens: int, config: GemmConfig) -> None:
     beside.replace(path)
 
 
-def deal(batch_sizes: list[int], num_gpus: int) -> list[list[int]]:
-    """One share per GPU, large and small ones alike in each: large ones take longest."""
+def distribute(batch_sizes: list[int], num_gpus: int) -> list[list[int]]:
+    """Distribute the numbers of tokens over the GPUs, large and small ones evenly: large ones take longest."""
     return [batch_sizes[index::num_gpus] for index in range(num_gpus)]
 
 
 def best_of(
     candidates: Iterable[GemmConfig], seconds: Callable[[GemmConfig], float | None]
 ) -> tuple[GemmConfig, float] | None:
-    """The fastest; None for a candidate means that it cannot be launched or is wrong. None in all: None."""
+    """Return the fastest candidate, or None if there is none; seconds are None for a candidate that cannot be launched
+    or is wrong."""
     best: tuple[GemmConfig, float] | None = None
     for config in candidates:
         taken = seconds(config)
@@ -78,7 +80,7 @@ def best_of(
 
 
 def until(deadline: float, configs: list[GemmConfig]) -> Iterator[GemmConfig]:
-    """The first in any case, the others while there is time."""
+    """Yield the first configuration always, the others while there is time."""
     yield from configs[:1]
     for config in configs[1:]:
         if time.monotonic() >= deadline:
@@ -88,27 +90,27 @@ def until(deadline: float, configs: list[GemmConfig]) -> Iterator[GemmConfig]:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Of one product: the activations, and the same weights several times (captured.py says why)."""
+    """Operands of one GEMM: the activations, and several copies of the weights (see captured.py)."""
 
     a: torch.Tensor
     a_scales: torch.Tensor
     weights: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
     def call(self, config: GemmConfig, copy: int = 0) -> torch.Tensor:
-        """[num_tokens, N] bf16."""
+        """Return [num_tokens, N] bf16."""
         b, b_scales = self.weights[copy]
         return w8a8_block_fp8_triton(self.a, self.a_scales, b, b_scales, torch.bfloat16, config=config)
 
 
 def _measure(config: GemmConfig, operands: Operands, expected: torch.Tensor) -> float | None:
-    """Seconds per product; None where it cannot be launched or is wrong."""
+    """Return seconds per GEMM; None if it cannot be launched or is wrong."""
     try:
         found = operands.call(config)
         torch.cuda.synchronize()
         if float((found.float() - expected).abs().max()) > RELATIVE_ERROR * float(expected.abs().max()):
             print(f"skipped {config}: its result is wrong", file=sys.stderr)
             return None
-        return seconds_in_a_graph([partial(operands.call, config, copy) for copy in range(len(operands.weights))])
+        return seconds_in_graph([partial(operands.call, config, copy) for copy in range(len(operands.weights))])
     except Exception as error:  # Triton raises its own, ptxas and driver errors of many types
         if "out of resource" not in str(error).lower() and "OutOfResources" not in type(error).__name__:
             print(f"skipped {config}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
@@ -116,7 +118,7 @@ def _measure(config: GemmConfig, operands: Operands, expected: torch.Tensor) -> 
 
 
 def _compile(case: tuple[Shape, GemmConfig]) -> None:
-    """One configuration into Triton's cache; the number of tokens does not matter to it."""
+    """Compile one configuration into Triton's cache; it does not depend on the number of tokens."""
     shape, config = case
     empty = partial(torch.empty, device="meta")
     groups = cdiv(shape.k, 128)
@@ -128,9 +130,10 @@ def _compile(case: tuple[Shape, GemmConfig]) -> None:
 def _candidates(
     ahead: CompileAhead, shape: Shape, batches: list[int], facts: DeviceFacts, seconds: float
 ) -> dict[int, list[GemmConfig]]:
-    """What is timed for each number of tokens: of its search space what could be compiled in that time."""
+    """Return the candidates for each number of tokens: the part of its search space that could be compiled in the
+    time."""
     spaces = {m: search_space(m, shape, facts) for m in batches}
-    wanted = in_random_order(list(dict.fromkeys(config for space in spaces.values() for config in space)))
+    wanted = shuffle_configs(list(dict.fromkeys(config for space in spaces.values() for config in space)))
     defaults = [space[0] for space in spaces.values()]
     first = list(dict.fromkeys([*defaults, *wanted]))
     compiled = {config for _, config in ahead.run(_compile, [(shape, config) for config in first], seconds)}
@@ -138,7 +141,7 @@ def _candidates(
 
 
 def _tune_share(gpu: int, jobs: list[tuple[Shape, int]], seconds: float, processes: int, done: Any) -> None:
-    """In a process of its own: time its jobs on its GPU and report each as (shape, tokens, config, seconds)."""
+    """Time the jobs of one GPU, in a separate process, and report each as (shape, tokens, config, seconds)."""
     torch.cuda.set_device(gpu)
     device = torch.device("cuda", gpu)
     facts = device_facts(device)
@@ -177,7 +180,7 @@ def _progress(done: int, total: int, started: float) -> Iterator[str]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m trimtab_kernels.tune", description=__doc__.split("\n")[0])
     parser.add_argument("model", type=Path, help="folder with config.json, or the file itself")
     parser.add_argument(
@@ -200,11 +203,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=Path,
         default=CONFIG_FOLDER,
         metavar="FOLDER",
-        help="where the files go, one per shape and GPU name; what is in them is not measured again (default: the "
+        help="output folder, one file per shape and GPU name; entries in them are not measured again (default: the "
         "package's own folder, where the engine looks)",
     )
     parser.add_argument(
-        "--budget-seconds", type=float, default=math.inf, metavar="N", help="end after that; the next run goes on"
+        "--budget-seconds", type=float, default=math.inf, metavar="N", help="stop after this time; the next run resumes"
     )
     parser.add_argument("--dry-run", action="store_true", help="print shapes and sizes of the search, and end; no GPU")
     return parser.parse_args(arguments)
@@ -217,7 +220,11 @@ def _positive(text: str) -> int:
 
 
 def read_shapes(model: Path, tensor_parallel_size: int) -> list[Shape]:
-    """The shapes of the model at this path. Raises ValueError that says what is wrong with it."""
+    """Return the shapes of the model at this path.
+
+    Raises:
+        ValueError: the model cannot be read; the message names the cause.
+    """
     path = model / "config.json" if model.is_dir() else model
     try:
         config = json.loads(path.read_text())
@@ -235,8 +242,8 @@ def read_shapes(model: Path, tensor_parallel_size: int) -> list[Shape]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 when all is measured, 1 when nothing could be launched for a shape, 2 without a GPU or when the model
-    cannot be read, 3 when time ran out."""
+    """Return exit code 0 if all is measured, 1 if nothing could be launched for a shape, 2 without a GPU or if the
+    model cannot be read, 3 if time ran out."""
     options = parse(arguments)
     try:
         shapes = read_shapes(options.model, options.tensor_parallel_size)
@@ -260,7 +267,8 @@ def _tune_all(shapes: list[Shape], batch_sizes: list[int], folder: Path, seconds
     paths = {shape: folder / config_file_name(shape.n, shape.k, name) for shape in shapes}
     jobs = [(shape, m) for shape in shapes for m in missing_batches(paths[shape], batch_sizes)]
     shares = [
-        [job for job in jobs if job[1] in set(batches)] for batches in deal(sorted(batch_sizes, reverse=True), num_gpus)
+        [job for job in jobs if job[1] in set(batches)]
+        for batches in distribute(sorted(batch_sizes, reverse=True), num_gpus)
     ]
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     done: Any = context.Queue()
@@ -283,16 +291,16 @@ def _tune_all(shapes: list[Shape], batch_sizes: list[int], folder: Path, seconds
         progress = ", ".join(_progress(finished, len(jobs), started))
         print(f"{progress}: N={shape.n} K={shape.k} M={num_tokens}: {outcome}", flush=True)
     if any(worker.exitcode for worker in workers):
-        print("a process ended with an error, see above; the same command goes on with what is left", file=sys.stderr)
+        print("a process ended with an error, see above; run it again to measure the rest", file=sys.stderr)
         return 1
     if finished < len(jobs):
-        print(f"out of time: {len(jobs) - finished} numbers of tokens are left; the same command goes on", flush=True)
+        print(f"out of time: {len(jobs) - finished} numbers of tokens are left; run the same command again", flush=True)
         return 3
     return 1 if failed else 0
 
 
 def _results(workers: list[Any], done: Any) -> Iterator[tuple[Shape, int, tuple[GemmConfig, float] | None]]:
-    """What they report, until all of them have ended, well or not."""
+    """Yield the workers' reports until all of them have ended, successfully or not."""
     while any(worker.is_alive() for worker in workers) or not done.empty():
         try:
             yield done.get(timeout=POLL_SECONDS)

@@ -1,17 +1,19 @@
-"""Runs a Gluon kernel's own source as plain Python, because Gluon has no interpreter: its functions are rebuilt with
-stand-ins for the language's names. What is modelled:
+"""Runs a Gluon kernel's source as plain Python, because Gluon has no interpreter: its functions are rebuilt with
+stand-ins for the language's names.
 
-- partitions run one at a time, and a seed decides who goes on at every barrier, copy and product;
-- a copy by the tensor memory accelerator lands some time after it was asked for, its target holding NaN until then;
-  what lies outside of the tensor becomes zeros;
-- an asynchronous product reads shared memory some time between its issue and the wait for it;
-- barriers count arrivals and bytes, and have phases; too many arrivals and a wait that nobody ends are errors;
-- a product that reads what threads have stored without a fence is an error, and so is a division of a negative number,
-  which Python rounds down and Gluon towards zero.
+Modelled:
 
-What is not: layouts, registers, warps within a partition, the order of memory between threads, and the compiler. So a
-kernel that passes has right arithmetic, masks and a protocol without races and deadlocks; whether its machine code does
-the same only a device tells.
+- partitions run one at a time, and a seed selects the next one at every barrier, copy and matrix instruction;
+- a copy by the tensor memory accelerator completes some time after it was issued, and its target contains NaN until
+then; the part outside of the tensor becomes zeros;
+- an asynchronous matrix instruction reads shared memory some time between its issue and the wait for it;
+- barriers count arrivals and bytes, and have phases; too many arrivals and a wait that never ends are errors;
+- a matrix instruction that reads data stored by threads without a fence is an error, and so is a division of a negative
+number, which Python rounds down and Gluon towards zero.
+
+Not modelled: layouts, registers, warps within a partition, the order of memory between threads, and the compiler. A
+kernel that passes has correct arithmetic and masks, and a protocol without races and deadlocks; only a device shows
+whether its machine code does the same.
 """
 
 import random
@@ -25,7 +27,7 @@ import torch
 
 
 class GluonError(Exception):
-    """What a device would do wrong, hang at or answer by an error."""
+    """An operation that a device would execute wrongly, hang at, or report as an error."""
 
 
 class Value(torch.Tensor):
@@ -50,13 +52,13 @@ def _not_negative(value: torch.Tensor) -> None:
 
 
 def value(of: Any) -> Value:
-    """As kernels see it."""
+    """Return the value as kernels see it."""
     return torch.as_tensor(of).as_subclass(Value)
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """Places in a tensor's memory."""
+    """Addresses in a tensor's memory."""
 
     memory: torch.Tensor
     offsets: Any = 0
@@ -69,7 +71,11 @@ class Pointer:
         return SimpleNamespace(element_ty=self.memory.dtype)
 
     def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """(offsets, whether each is accessed); raises GluonError for one that is and lies outside."""
+        """Return (offsets, whether each is accessed).
+
+        Raises:
+            GluonError: an accessed address is outside of the tensor.
+        """
         offsets = torch.as_tensor(self.offsets).as_subclass(torch.Tensor)
         wanted = torch.as_tensor(True if mask is None else mask).as_subclass(torch.Tensor)
         shape = torch.broadcast_shapes(offsets.shape, wanted.shape)  # type: ignore[no-untyped-call]
@@ -80,13 +86,13 @@ class Pointer:
 
 
 def pointer(tensor: torch.Tensor) -> Pointer:
-    """To a tensor's first element; strides are the caller's to give, as at a launch."""
+    """Return a pointer to a tensor's first element; the caller passes the strides, as at a launch."""
     return Pointer(tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0))
 
 
 @dataclass(frozen=True)
 class Box:
-    """A tensor descriptor: boxes of this shape are copied out of it."""
+    """A tensor descriptor: boxes of this shape are copied out of the tensor."""
 
     tensor: torch.Tensor
     block_shape: Sequence[int]
@@ -96,7 +102,7 @@ class Box:
         return self.tensor.dtype
 
     def read(self, corner: Sequence[Any]) -> torch.Tensor:
-        """Zeros where the box is outside."""
+        """Read a box; zeros outside of the tensor."""
         result = torch.zeros(tuple(self.block_shape), dtype=self.dtype)
         starts = [int(place) for place in corner]
         inner, outer = [], []
@@ -112,7 +118,7 @@ class Box:
 
 @dataclass
 class Shared:
-    """Shared memory or a view of it. `unfenced` names partitions whose stores other units may not see yet."""
+    """Shared memory or a view of it. `unfenced` names partitions whose stores may not yet be visible to other units."""
 
     content: torch.Tensor
     unfenced: set[str] = field(default_factory=set)
@@ -153,7 +159,7 @@ class Shared:
 
 @dataclass
 class Barrier:
-    """One mbarrier: a phase ends when `count` have arrived and all bytes that were expected have."""
+    """One mbarrier: a phase ends after `count` arrivals and all expected bytes."""
 
     count: int = 0
     left: int = 0
@@ -179,7 +185,7 @@ class Barrier:
 
 @dataclass
 class Product:
-    """An asynchronous product; `result` is there when it has ended."""
+    """An asynchronous matrix instruction; `result` is set when it has ended."""
 
     left: Any
     right: Shared
@@ -195,14 +201,18 @@ class Product:
         operands = [part.content if isinstance(part, Shared) else part for part in (self.left, self.right)]
         for part in (self.left, self.right):
             if isinstance(part, Shared) and part.unfenced:
-                raise GluonError("a product reads what was stored without a fence")
+                raise GluonError("a matrix instruction reads unfenced stores")
         left, right = (part.as_subclass(torch.Tensor).float() for part in operands)
         new = left @ right
         self.result = value(new + self.sums.as_subclass(torch.Tensor) if self.keeps_sums else new)
 
 
 class Machine:
-    """One program. `run` ends when all partitions have; raises GluonError for what they do wrong."""
+    """One CTA. `run` ends when all partitions have ended.
+
+    Raises:
+        GluonError: a partition violated the model.
+    """
 
     def __init__(self, program: int, num_programs: int, seed: int) -> None:
         self.program, self.num_programs = program, num_programs
@@ -215,14 +225,14 @@ class Machine:
         self.back = threading.Semaphore(0)
         self.failure: BaseException | None = None
 
-    # What partitions call.
+    # Called by partitions.
 
     def pause(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Let others go on; return when it holds and it is this partition's turn."""
+        """Let other partitions run; return when the condition holds and this partition is scheduled."""
         name = threading.current_thread().name
-        if name not in self.batons:  # before the partitions part
+        if name not in self.batons:  # before the partitions start
             if not until():
-                raise GluonError("a wait that nobody ends, before the partitions part")
+                raise GluonError("a wait without an end, before the partitions start")
             return
         self.blocked[name] = until
         self.back.release()
@@ -255,16 +265,16 @@ class Machine:
         for dependency in deps:
             if isinstance(dependency, Product):
                 if dependency.result is None:
-                    raise GluonError("the result of a product is used before it has ended")
+                    raise GluonError("the result of a matrix instruction is used before it has ended")
                 results.append(dependency.result)
             else:
                 results.append(dependency)
         return results[0] if len(results) == 1 else tuple(results)
 
-    # Who runs.
+    # Scheduling.
 
     def run_partitions(self, functions: Sequence[tuple[Callable[..., None], Sequence[Any]]]) -> None:
-        """Each in a thread of its own, of which one runs at a time."""
+        """Run each function in a thread, one at a time."""
 
         def body(function: Callable[..., None], arguments: Sequence[Any]) -> None:
             name = threading.current_thread().name
@@ -291,14 +301,15 @@ class Machine:
         if self.failure is not None:
             raise self.failure
         if self.copies:
-            raise GluonError("a program ends before its copies have landed")
+            raise GluonError("a CTA ends before its copies have completed")
 
     def _pace(self, of: str) -> float:
-        """Some are slower than others by orders of magnitude, as the seed has it."""
+        """Return the weight of a partition: some are slower than others by orders of magnitude, depending on the
+        seed."""
         return self.paces.setdefault(of, 10 ** self.random.uniform(-3, 0))
 
     def _step(self) -> None:
-        """One of all that could happen now."""
+        """Run one of the possible next events."""
         ready = [name for name, until in self.blocked.items() if self.failure is not None or until()]
         ending = [name for name, products in self.products.items() if products and name in self.batons]
         choices: list[tuple[str, Any]] = [("run", name) for name in ready]
@@ -322,7 +333,7 @@ class Machine:
 
 
 def stand_ins(machine: Machine) -> dict[str, Any]:
-    """The names that kernels import from launch.gluon."""
+    """Return the names that kernels import from launch.gluon."""
 
     def load(place: Pointer, mask: Any = None, other: Any = 0.0) -> Value:
         offsets, wanted = place.places(mask)
@@ -412,8 +423,8 @@ def stand_ins(machine: Machine) -> dict[str, Any]:
             arrive=arrive,
             wait=lambda barrier, phase: machine.pause(lambda: barrier.phase != int(phase)),
         ),
-        "copy_box": machine.copy,
-        "meet": machine.pause,
+        "copy_from_descriptor": machine.copy,
+        "partition_barrier": machine.pause,
     }
 
 
@@ -423,7 +434,7 @@ class _Barriers(list[Barrier]):
 
 
 def _both(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one dtype, as Gluon promotes a number beside a tensor."""
+    """Convert both to one dtype, as Gluon promotes a number combined with a tensor."""
     left, right = torch.as_tensor(a), torch.as_tensor(b)
     dtype = torch.promote_types(left.dtype, right.dtype)
     if not isinstance(a, torch.Tensor):
@@ -436,7 +447,11 @@ def _both(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def run_program(
     module: ModuleType, name: str, arguments: dict[str, Any], *, program: int, num_programs: int = 1, seed: int
 ) -> None:
-    """One program of the module's kernel of this name, with its functions rebuilt. Raises GluonError."""
+    """Run one CTA of the module's kernel of this name, with its functions rebuilt.
+
+    Raises:
+        GluonError: the kernel violated the model.
+    """
     machine = Machine(program, num_programs, seed)
     names = {**vars(module), **stand_ins(machine)}
     for found, function in vars(module).items():

@@ -1,11 +1,11 @@
-"""The door to Triton: what it compiles is counted."""
+"""Counting of Triton's compilations."""
 
 import pytest
 from trimtab_kernels.launch import jit
 
 
 @pytest.mark.skipif(not jit.HAS_TRITON, reason="counts what Triton compiles")
-def test_compilations_are_counted_once_and_others_still_hear_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilations_are_counted_once_and_other_hooks_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     runtime = jit.triton.knobs.runtime
     monkeypatch.setattr(runtime, "jit_post_compile_hook", lambda **details: heard.append(details["repr"]))

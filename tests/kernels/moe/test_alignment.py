@@ -1,4 +1,4 @@
-"""Slots are sorted by expert into whole tiles, in a fixed order."""
+"""Slots sorted by expert into whole tiles, in a fixed order."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from trimtab_kernels.moe.alignment import align_reference, align_triton
 @pytest.mark.parametrize(
     ("num_slots", "num_experts", "block_m"), [(1, 1, 16), (40, 6, 16), (300, 3, 64), (700, 60, 16)]
 )
-def test_it_matches_the_reference(num_slots: int, num_experts: int, block_m: int) -> None:
+def test_align_matches_reference(num_slots: int, num_experts: int, block_m: int) -> None:
     generator = torch.Generator().manual_seed(num_slots)
     experts = torch.randint(-1, num_experts, (num_slots,), generator=generator, dtype=torch.int32)
     slots, tiles = align_reference(experts, num_experts, block_m)
@@ -21,5 +21,5 @@ def test_it_matches_the_reference(num_slots: int, num_experts: int, block_m: int
     assert bool((ours.sorted_slots[used:] == num_slots).all())
 
 
-def test_no_slot_is_kept_when_all_experts_are_elsewhere() -> None:
+def test_align_keeps_no_slot_if_all_experts_are_remote() -> None:
     assert int(align_triton(torch.full((5,), -1, dtype=torch.int32), 4, 16).num_padded) == 0

@@ -1,4 +1,4 @@
-"""grouped_gemm against one product per slot, with plain and with float8 block-scaled weights."""
+"""grouped_gemm against one GEMM per slot, with plain and with float8 block-scaled weights."""
 
 from itertools import chain
 
@@ -20,7 +20,7 @@ def aligned() -> Alignment:
 
 @pytest.mark.parametrize("rows_per_a", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_each_slot_is_multiplied_by_its_expert(rows_per_a: int, dtype: torch.dtype) -> None:
+def test_grouped_gemm_multiplies_each_slot_by_its_expert(rows_per_a: int, dtype: torch.dtype) -> None:
     a, b = torch.randn(10 // rows_per_a, 70).to(dtype), torch.randn(3, 45, 70).to(dtype)
     config = GemmConfig(16, 32, 32, 2, 4, 2)
     y = grouped_gemm_triton(a, b, aligned(), 10, config, dtype)
@@ -33,7 +33,7 @@ def test_each_slot_is_multiplied_by_its_expert(rows_per_a: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_each_row_gets_its_expert_s_bias(dtype: torch.dtype) -> None:
+def test_grouped_gemm_adds_bias_of_each_rows_expert(dtype: torch.dtype) -> None:
     a, b, bias = torch.randn(5, 70).to(dtype), torch.randn(3, 45, 70).to(dtype), torch.randn(3, 45).to(dtype)
     config = GemmConfig(16, 32, 32, 2, 4, 2)
     plain, ours = (grouped_gemm_triton(a, b, aligned(), 10, config, torch.float32, bias=x) for x in (None, bias))
@@ -42,7 +42,7 @@ def test_each_row_gets_its_expert_s_bias(dtype: torch.dtype) -> None:
             assert torch.equal(ours[slot], plain[slot] + bias[expert].float())
 
 
-def test_float8_weights_are_scaled_by_blocks() -> None:
+def test_grouped_gemm_scales_float8_weights_by_blocks() -> None:
     a, b = torch.randn(5, 256).to(FLOAT8), torch.randn(3, 140, 256).to(FLOAT8)
     a_scales, b_scales = torch.rand(5, 2) + 0.1, torch.rand(3, 2, 2) + 0.1
     y = grouped_gemm_triton(
@@ -56,7 +56,7 @@ def test_float8_weights_are_scaled_by_blocks() -> None:
             torch.testing.assert_close(y[slot : slot + 1], expected, rtol=1e-4, atol=1e-3)
 
 
-def test_default_tiles_fit_every_target_and_follow_the_tokens_per_expert() -> None:
+def test_default_moe_tiles_fit_targets_and_follow_expert_load() -> None:
     for facts in TARGETS:
         for itemsize in (1, 2, 4):
             for num_tokens in (1, 64, 8192):

@@ -1,4 +1,4 @@
-"""Routing by sigmoids, against its definition one token at a time."""
+"""Sigmoid routing against its definition, one token at a time."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from trimtab_kernels.moe.sigmoid_routing import SigmoidRouting, route_by_sigmoid
 
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("num_groups", "num_top_groups"), [(1, 1), (4, 2), (4, 4)])
-def test_experts_are_the_best_of_the_best_groups_by_score_and_bias(
+def test_sigmoid_routing_selects_best_experts_of_best_groups(
     num_groups: int, num_top_groups: int, renormalize: bool
 ) -> None:
     generator = torch.Generator().manual_seed(num_top_groups)
@@ -25,7 +25,7 @@ def test_experts_are_the_best_of_the_best_groups_by_score_and_bias(
         torch.testing.assert_close(own_weights, 2.5 * expected)
 
 
-def test_without_a_bias_logits_decide_where_scores_are_rounded_alike() -> None:
+def test_sigmoid_routing_without_bias_orders_by_logits() -> None:
     _, experts = route_by_sigmoid(torch.tensor([[40.0, 42.0, 41.0]]), 2, False, SigmoidRouting())
     assert experts.tolist() == [[1, 2]]
 
@@ -36,7 +36,7 @@ def test_without_a_bias_logits_decide_where_scores_are_rounded_alike() -> None:
     ("num_experts", "top_k", "num_groups", "num_top_groups"),
     [(1, 1, 1, 1), (6, 1, 1, 1), (6, 2, 3, 2), (16, 1, 1, 1), (200, 3, 5, 2), (256, 8, 8, 4)],
 )
-def test_the_kernel_matches_the_reference(
+def test_sigmoid_routing_kernel_matches_reference(
     num_experts: int, top_k: int, num_groups: int, num_top_groups: int, has_bias: bool, renormalize: bool
 ) -> None:
     generator = torch.Generator().manual_seed(num_experts)
@@ -49,7 +49,7 @@ def test_the_kernel_matches_the_reference(
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
 
 
-def test_experts_get_their_local_index() -> None:
+def test_sigmoid_routing_returns_local_expert_indices() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
     _, experts = route_by_sigmoid_triton(logits, 3, True, SigmoidRouting(), torch.tensor([0, -1, 1, -5]))
     assert experts.tolist() == [[-1, 1, -1]]
@@ -58,7 +58,7 @@ def test_experts_get_their_local_index() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
 @pytest.mark.parametrize("routing", [SigmoidRouting(), SigmoidRouting(num_groups=3, num_top_groups=2)], ids=str)
 @pytest.mark.parametrize("wrong", [[1], [0, 5], range(6)])
-def test_a_token_with_nan_among_its_logits_gets_experts_that_exist_and_nan_for_weights(
+def test_sigmoid_routing_nan_logit_gives_nan_weights_and_valid_experts(
     wrong: list[int], routing: SigmoidRouting
 ) -> None:
     logits = torch.randn(3, 6)

@@ -9,7 +9,7 @@ from trimtab_kernels.native.library import NativeLibrary, open_library, usable_i
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made from these very sources."""
+    """Compile the current sources."""
     if compiler() is None:
         pytest.skip("no C compiler here")
     folder = tmp_path_factory.mktemp("compiled")

@@ -1,4 +1,4 @@
-"""A compiled layer equals the same layer in plain torch: products, norms, rotation, cache, attention."""
+"""A compiled layer against plain torch: GEMMs, norms, rotation, cache, attention."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from trimtab_kernels.native.batch import build_native_batch
-from trimtab_kernels.native.decoder import DecoderShape, LayerWeights, NativeDecoder, NativeStep, fits
+from trimtab_kernels.native.decoder import DecoderShape, LayerWeights, NativeDecoder, NativeStep, supports_head_size
 from trimtab_kernels.native.library import NativeLibrary
 from trimtab_kernels.native.matrix import pack_matrix
 from trimtab_kernels.paged_attention import paged_attention_reference
@@ -18,7 +18,7 @@ EPS, SCALE = 1e-5, 0.3
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One layer's, plain."""
+    """One layer's plain weights."""
 
     input_norm: torch.Tensor
     post_norm: torch.Tensor
@@ -94,7 +94,7 @@ class Case:
 def layer_reference(
     w: Weights, case: Case, hidden: torch.Tensor, rotation: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the attention half adds, and what the MLP half then adds."""
+    """Return the results of the attention half and of the MLP half."""
     shape = case.shape
     heads, kv, size, rows = shape.num_heads, shape.num_kv_heads, shape.head_size, hidden.shape[0]
     qkv = F.linear(rms_norm_reference(hidden, w.input_norm, EPS), w.qkv, w.qkv_bias).view(rows, -1, size)
@@ -133,31 +133,35 @@ def check_layers(library: NativeLibrary, case: Case, *, is_qwen: bool = False, n
     padding = hidden[rows].clone()
     decoder.run(NativeStep(decoder, hidden, rotation, (keys, values), case.slots, batch))
     torch.testing.assert_close(hidden[:rows], expected, rtol=2e-5, atol=2e-5)
-    assert torch.equal(hidden[rows], padding)  # rows behind the last token are nobody's
+    assert torch.equal(hidden[rows], padding)  # rows after the last token are unused
     torch.testing.assert_close(keys, expected_keys, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(values, expected_values, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [(1, 1, 2), (4, 4, 16), (9, 3, 64), (6, 1, 10), (14, 2, 80), (3, 1, 256)])
 @pytest.mark.parametrize("is_qwen", [True, False])
-def test_heads_of_every_number_and_size(library: NativeLibrary, heads: tuple[int, int, int], is_qwen: bool) -> None:
+def test_decoder_heads_of_every_number_and_size(
+    library: NativeLibrary, heads: tuple[int, int, int], is_qwen: bool
+) -> None:
     check_layers(library, a_case([(0, 1), (6, 1), (5, 7), (0, 13)], heads), is_qwen=is_qwen)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32])
 @pytest.mark.parametrize("spans", [[(300, 1)], [(127, 1), (128, 1), (4, 1)], [(0, 1)] * 33, [(700, 3)], [(130, 2)]])
-def test_decodes_and_drafts_of_any_context(
+def test_decoder_decodes_and_drafts_of_any_context(
     library: NativeLibrary, spans: list[tuple[int, int]], block_size: int
 ) -> None:
     check_layers(library, a_case(spans, block_size=block_size))
 
 
 @pytest.mark.parametrize("spans", [[(0, 61)], [(0, 300)], [(150, 250)], [(9, 1), (0, 238), (40, 5), (0, 260), (3, 70)]])
-def test_chunks_longer_than_units_keys_and_slices(library: NativeLibrary, spans: list[tuple[int, int]]) -> None:
+def test_decoder_chunks_longer_than_units_tiles_and_slices(
+    library: NativeLibrary, spans: list[tuple[int, int]]
+) -> None:
     check_layers(library, a_case(spans, block_size=16))
 
 
-def test_large_scores_neither_overflow_nor_vanish(library: NativeLibrary) -> None:
+def test_decoder_large_scores_do_not_overflow_or_vanish(library: NativeLibrary) -> None:
     case = a_case([(200, 1), (140, 9)], (2, 1, 8))
     steep = Case(DecoderShape(48, 2, 1, 8, 40, EPS, 40.0), case.spans, case.block_size)
     decoder, step, w, hidden, rotation, caches = one_layer(library, steep)
@@ -170,7 +174,7 @@ def test_large_scores_neither_overflow_nor_vanish(library: NativeLibrary) -> Non
 def paged_rows(
     case: Case, w: Weights, hidden: torch.Tensor, rotation: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """The attention half's result with the case's own scale."""
+    """Return the attention half's result with the case's own scale."""
     heads, kv, size = case.shape.num_heads, case.shape.num_kv_heads, case.shape.head_size
     qkv = F.linear(rms_norm_reference(hidden, w.input_norm, EPS), w.qkv).view(hidden.shape[0], -1, size)
     query, key, value = qkv[:, :heads], qkv[:, heads : heads + kv], qkv[:, heads + kv :]
@@ -200,7 +204,7 @@ def one_layer(library: NativeLibrary, case: Case) -> Layer:
     return decoder, step, w, hidden, rotation, caches
 
 
-def test_halves_can_be_had_apart_for_a_group_to_sum(library: NativeLibrary) -> None:
+def test_decoder_halves_return_partial_results(library: NativeLibrary) -> None:
     case = a_case([(5, 1), (3, 4)])
     decoder, step, w, hidden, rotation, caches = one_layer(library, case)
     before = hidden.clone()
@@ -214,7 +218,7 @@ def test_halves_can_be_had_apart_for_a_group_to_sum(library: NativeLibrary) -> N
     torch.testing.assert_close(hidden, before + attention + mlp, rtol=2e-5, atol=2e-5)
 
 
-def test_no_layers_and_no_tokens_change_nothing(library: NativeLibrary) -> None:
+def test_decoder_without_layers_or_tokens_changes_nothing(library: NativeLibrary) -> None:
     decoder, step, _, hidden, _, _ = one_layer(library, a_case([(5, 1)]))
     before = hidden.clone()
     decoder.run(step, num_layers=0)
@@ -236,7 +240,7 @@ def test_no_layers_and_no_tokens_change_nothing(library: NativeLibrary) -> None:
         ("cache", lambda x: x[:, :3]),
     ],
 )
-def test_what_does_not_fit_is_refused(library: NativeLibrary, name: str, change: object) -> None:
+def test_decoder_rejects_mismatched_inputs(library: NativeLibrary, name: str, change: object) -> None:
     assert callable(change)
     case = a_case([(5, 1), (3, 4)])
     decoder, _, _, hidden, rotation, (keys, values) = one_layer(library, case)
@@ -247,11 +251,11 @@ def test_what_does_not_fit_is_refused(library: NativeLibrary, name: str, change:
         NativeStep(decoder, given["hidden"], given["rotation"], ([given["cache"]], [values]), case.slots, batch)
 
 
-def test_which_heads_fit() -> None:
-    assert [fits(size) for size in (2, 63, 64, 256, 258)] == [True, False, True, True, False]
+def test_supports_head_size_by_parity_and_maximum() -> None:
+    assert [supports_head_size(size) for size in (2, 63, 64, 256, 258)] == [True, False, True, True, False]
 
 
-def test_a_batch_lists_decodes_before_chunks_with_the_blocks_they_need() -> None:
+def test_native_batch_lists_decodes_before_chunks() -> None:
     batch = build_native_batch([([7, 8, 9], 5)], [([4, 3], 2, 3), ([5], 0, 2)], block_size=4)
     assert batch.sequences.tolist() == [[0, 1, 4, 0], [1, 3, 2, 2], [4, 2, 0, 4]]
     assert batch.tables.tolist() == [7, 8, 4, 3, 5]

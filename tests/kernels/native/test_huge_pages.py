@@ -1,4 +1,4 @@
-"""Large weights have huge pages where the system gives them, and no page beyond their own."""
+"""Huge pages are requested for large weights, only within their own memory."""
 
 import ctypes
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from trimtab_kernels.native import huge_pages
-from trimtab_kernels.native.huge_pages import HUGE_PAGE_BYTES, ask_for_huge_pages
+from trimtab_kernels.native.huge_pages import HUGE_PAGE_BYTES, advise_huge_pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """From where, and how many bytes; each time the system refuses."""
+    """Return the (address, bytes) of each request; the fake system rejects all."""
     made: list[tuple[int, int]] = []
 
     class Libc:
@@ -27,9 +27,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("num_bytes", [4, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES - 4, 8 * HUGE_PAGE_BYTES])
-def test_whole_huge_pages_within_the_tensor_are_asked_for(asked: list[tuple[int, int]], num_bytes: int) -> None:
+def test_only_whole_huge_pages_within_tensor_are_requested(asked: list[tuple[int, int]], num_bytes: int) -> None:
     tensor = torch.empty(num_bytes // 4)
-    ask_for_huge_pages(tensor)
+    advise_huge_pages(tensor)
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     for address, length in asked:
         assert address % HUGE_PAGE_BYTES == length % HUGE_PAGE_BYTES == 0
@@ -38,22 +38,24 @@ def test_whole_huge_pages_within_the_tensor_are_asked_for(asked: list[tuple[int,
     assert bool(asked) == (first + -first % HUGE_PAGE_BYTES + HUGE_PAGE_BYTES <= last)
 
 
-def test_a_system_without_any_is_not_asked(asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_without_huge_pages_gets_no_request(
+    asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(huge_pages, "ADVICE", None)
-    ask_for_huge_pages(torch.empty(8 * HUGE_PAGE_BYTES))
+    advise_huge_pages(torch.empty(8 * HUGE_PAGE_BYTES))
     assert asked == []
 
 
 @pytest.mark.skipif(not SETTING.exists() or "[never]" in SETTING.read_text(), reason="this system has none")
-def test_a_large_tensor_gets_them() -> None:
+def test_large_tensor_gets_huge_pages() -> None:
     tensor = torch.empty(32 * HUGE_PAGE_BYTES // 4)
-    ask_for_huge_pages(tensor)
+    advise_huge_pages(tensor)
     flags = _flags_of(tensor.data_ptr() + HUGE_PAGE_BYTES)
     assert "hg" in flags
 
 
 def _flags_of(address: int) -> list[str]:
-    """Of the mapping that has this address."""
+    """Return the flags of the mapping that contains this address."""
     has_it = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, _, rest = line.partition("-")

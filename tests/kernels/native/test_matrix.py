@@ -1,4 +1,4 @@
-"""Products with packed weights equal torch's, for every shape."""
+"""GEMMs with packed weights against torch, for every shape."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ EPSILON = torch.finfo(torch.float32).eps
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, terms: int) -> None:
-    """Sums of `terms` products of numbers around 1, in another order."""
+    """Compare sums of `terms` multiplications of numbers around 1, in another order."""
     tolerance = 4 * EPSILON * max(4.0, terms)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
@@ -18,7 +18,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, terms: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 33, 240, 241, 500])
 @pytest.mark.parametrize(("out", "size"), [(1, 1), (7, 3), (64, 48), (71, 577), (160, 64)])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_it_equals_torch(library: NativeLibrary, rows: int, out: int, size: int, has_bias: bool) -> None:
+def test_multiply_equals_torch(library: NativeLibrary, rows: int, out: int, size: int, has_bias: bool) -> None:
     x, weight = torch.randn(rows, size), torch.randn(out, size)
     bias = torch.randn(out) if has_bias else None
     close(pack_matrix(library, weight, bias)(x), multiply_reference(x, weight, bias), size)
@@ -27,9 +27,7 @@ def test_it_equals_torch(library: NativeLibrary, rows: int, out: int, size: int,
 @pytest.mark.parametrize("rows", [1, 5, 241])
 @pytest.mark.parametrize("half", [1, 33, 64])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_the_gated_product_is_silu_of_one_half_times_the_other(
-    library: NativeLibrary, rows: int, half: int, has_bias: bool
-) -> None:
+def test_gated_multiply_is_silu_of_gate_times_up(library: NativeLibrary, rows: int, half: int, has_bias: bool) -> None:
     x, weight = torch.randn(rows, 40), torch.randn(2 * half, 40)
     bias = torch.randn(2 * half) if has_bias else None
     packed = pack_matrix(library, weight, bias, is_gated=True)
@@ -39,16 +37,16 @@ def test_the_gated_product_is_silu_of_one_half_times_the_other(
 @pytest.mark.parametrize("rows", [0, 1, 5, 241])
 @pytest.mark.parametrize("half", [1, 33, 64])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_before_the_gate_both_halves_are_the_product(
+def test_multiply_without_gate_returns_both_halves(
     library: NativeLibrary, rows: int, half: int, has_bias: bool
 ) -> None:
     x, weight = torch.randn(rows, 40), torch.randn(2 * half, 40)
     bias = torch.randn(2 * half) if has_bias else None
     packed = pack_matrix(library, weight, bias, is_gated=True)
-    close(packed.before_gate(x), multiply_reference(x, weight, bias), 40)
+    close(packed.multiply_without_gate(x), multiply_reference(x, weight, bias), 40)
 
 
-def test_gates_far_from_zero_are_exact_or_nothing(library: NativeLibrary) -> None:
+def test_extreme_gates_are_exact_or_zero(library: NativeLibrary) -> None:
     x = torch.tensor([[-1e4], [-100.0], [-30.0], [0.0], [30.0], [1e4]])
     packed = pack_matrix(library, torch.ones(2, 1), is_gated=True)
     torch.testing.assert_close(packed(x), multiply_reference(x, torch.ones(2, 1), is_gated=True), rtol=1e-6, atol=1e-29)
@@ -66,7 +64,7 @@ def test_any_number_of_threads_computes_every_column(library: NativeLibrary, thr
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_several_threads_pack_what_one_does(
+def test_several_threads_pack_same_bytes_as_one(
     library: NativeLibrary, is_gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = torch.randn(2 * 77, 50)
@@ -77,7 +75,7 @@ def test_several_threads_pack_what_one_does(
 
 
 def panels_of(library: NativeLibrary, weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """What is packed, in plain torch: panels of each part by turns, zeros behind the last output."""
+    """Pack in plain torch: panels of the parts alternate, with zeros after the last output."""
     halves = [torch.nn.functional.pad(half, (0, 0, 0, -half.shape[0] % library.panel)) for half in weight.chunk(parts)]
     panels = [half.view(-1, library.panel, half.shape[1]).transpose(1, 2) for half in halves]
     return torch.stack(panels, dim=1).flatten()
@@ -85,7 +83,7 @@ def panels_of(library: NativeLibrary, weight: torch.Tensor, parts: int = 1) -> t
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("out", "size"), [(1, 1), (7, 3), (64, 48), (71, 577), (160, 64)])
-def test_every_number_lies_in_its_panel_whatever_it_is_stored_as(
+def test_packed_panel_contains_every_number_of_each_dtype(
     library: NativeLibrary, dtype: torch.dtype, out: int, size: int
 ) -> None:
     weight = torch.randn(out, size).to(dtype)
@@ -94,7 +92,7 @@ def test_every_number_lies_in_its_panel_whatever_it_is_stored_as(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_all_numbers_of_16_bits_become_those_that_torch_makes(library: NativeLibrary, dtype: torch.dtype) -> None:
+def test_all_16_bit_numbers_are_widened_as_in_torch(library: NativeLibrary, dtype: torch.dtype) -> None:
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).view(256, 256)
     packed, expected = pack_matrix(library, every).weight, panels_of(library, every.float())
     is_number = ~expected.isnan()
@@ -103,9 +101,7 @@ def test_all_numbers_of_16_bits_become_those_that_torch_makes(library: NativeLib
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_rows_of_several_tensors_and_in_another_order_are_packed_from_where_they_lie(
-    library: NativeLibrary, is_gated: bool
-) -> None:
+def test_rows_of_several_tensors_and_orders_are_packed(library: NativeLibrary, is_gated: bool) -> None:
     first, second = torch.randn(12, 50).bfloat16(), torch.randn(26, 100).bfloat16()[:, 50:]
     pairs = first.view(-1, 2, 3, 50).transpose(1, 2)
     packed = pack_matrix(library, StoredRows((pairs, second)), is_gated=is_gated)
@@ -113,7 +109,7 @@ def test_rows_of_several_tensors_and_in_another_order_are_packed_from_where_they
     assert torch.equal(packed.weight, panels_of(library, whole, 2 if is_gated else 1))
 
 
-def test_rows_of_two_dtypes_are_packed_too_and_of_two_widths_refused(library: NativeLibrary) -> None:
+def test_mixed_dtypes_are_packed_and_mixed_widths_rejected(library: NativeLibrary) -> None:
     parts = torch.randn(5, 8).half(), torch.randn(9, 16)[:, ::2]
     packed = pack_matrix(library, StoredRows(parts))
     assert torch.equal(packed.weight, panels_of(library, torch.cat([part.float() for part in parts])))
@@ -121,7 +117,7 @@ def test_rows_of_two_dtypes_are_packed_too_and_of_two_widths_refused(library: Na
         StoredRows((torch.randn(5, 8), torch.randn(5, 9)))
 
 
-def test_rows_may_lie_apart_and_columns_may_not(library: NativeLibrary) -> None:
+def test_row_stride_is_supported_and_column_stride_is_not(library: NativeLibrary) -> None:
     weight = torch.randn(9, 8)
     packed = pack_matrix(library, weight)
     wide = torch.randn(5, 20)
@@ -131,17 +127,17 @@ def test_rows_may_lie_apart_and_columns_may_not(library: NativeLibrary) -> None:
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(7, torch.float32), (8, torch.float64)])
-def test_what_does_not_fit_is_refused(library: NativeLibrary, size: int, dtype: torch.dtype) -> None:
+def test_multiply_rejects_mismatched_x(library: NativeLibrary, size: int, dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match="packed matrix"):
         pack_matrix(library, torch.randn(9, 8))(torch.randn(2, size, dtype=dtype))
 
 
-def test_weights_of_other_dtypes_and_odd_halves_are_refused(library: NativeLibrary) -> None:
+def test_pack_matrix_rejects_other_dtypes_and_odd_halves(library: NativeLibrary) -> None:
     with pytest.raises(ValueError, match="float64"):
         pack_matrix(library, torch.randn(4, 4, dtype=torch.float64))
     with pytest.raises(ValueError, match="pack_matrix"):
         pack_matrix(library, torch.randn(3, 4), is_gated=True)
 
 
-def test_no_rows_give_no_rows(library: NativeLibrary) -> None:
+def test_multiply_without_rows_returns_no_rows(library: NativeLibrary) -> None:
     assert pack_matrix(library, torch.randn(4, 4))(torch.empty(0, 4)).shape == (0, 4)

@@ -1,19 +1,20 @@
-"""What is timed lies in one graph, over weights that take turns. The device is a stand-in that counts."""
+"""Timing in one captured graph, with copies of the weights used in rotation. The device is a fake that counts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from trimtab_kernels.tune.captured import CALLS, ROTATED_BYTES, copies_needed, seconds_in_a_graph
+from trimtab_kernels.tune.captured import CALLS, ROTATED_BYTES, copies_needed, seconds_in_graph
 
 MILLISECONDS_PER_CALL = 0.05
 LAUNCH_MILLISECONDS = 0.04
-"""What the host takes for anything that it launches."""
+"""Host time of each launch."""
 
 
 class Device:
-    """Its clock goes on by what kernels take; a launch from the host costs more, a call inside a capture nothing."""
+    """A fake device. Its clock advances by the duration of kernels; a launch from the host costs more, a call inside a
+    capture nothing."""
 
     def __init__(self) -> None:
         self.milliseconds = 0.0
@@ -21,7 +22,7 @@ class Device:
         self.ran: list[str] = []
 
     def call(self, name: str) -> None:
-        assert self.captured is not None, "only what is captured is timed"
+        assert self.captured is not None, "only captured calls are timed"
         self.captured.append(name)
 
     def graph_type(device: "Device") -> type:  # the class below needs its own self
@@ -45,7 +46,7 @@ class Device:
                 self.at = device.milliseconds
 
             def synchronize(self) -> None:
-                """The stand-in is never behind."""
+                """Return at once: the fake has no pending work."""
 
             def elapsed_time(self, other: "Event") -> float:
                 return other.at - self.at
@@ -59,19 +60,19 @@ class Device:
         graph.calls, self.captured = tuple(self.captured), None  # type: ignore[attr-defined]
 
 
-def test_a_call_is_timed_behind_others_and_without_the_hosts_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_in_graph_excludes_host_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     monkeypatch.setattr(torch.cuda, "CUDAGraph", device.graph_type())
     monkeypatch.setattr(torch.cuda, "Event", device.event_type())
     monkeypatch.setattr(torch.cuda, "graph", device.capture)
-    seconds = seconds_in_a_graph([lambda: device.call("a"), lambda: device.call("b"), lambda: device.call("c")])
+    seconds = seconds_in_graph([lambda: device.call("a"), lambda: device.call("b"), lambda: device.call("c")])
     true = MILLISECONDS_PER_CALL / 1000
     assert true <= seconds < 1.05 * true, "one launch by itself would have shown nearly twice as much"
     assert device.ran[:4] == ["a", "b", "c", "a"]
     assert len(device.ran) % CALLS == 0
 
 
-def test_small_weights_take_more_turns_and_large_ones_are_not_copied_without_need() -> None:
+def test_copies_needed_by_weight_size() -> None:
     assert copies_needed(1) == CALLS
     assert copies_needed(64 << 20) == 3
     assert copies_needed(2 * ROTATED_BYTES) == 1

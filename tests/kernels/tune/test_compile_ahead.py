@@ -1,4 +1,4 @@
-"""Work is shared out to processes; what fails or is not reached is left out."""
+"""Compilation in a pool of processes, which omits failed and late items."""
 
 import math
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ def ahead() -> Iterator[CompileAhead]:
     made.close()
 
 
-def test_what_cannot_be_compiled_is_left_out(ahead: CompileAhead) -> None:
+def test_compile_ahead_omits_failed_items(ahead: CompileAhead) -> None:
     assert ahead.run(math.sqrt, [3.0, -1.0, 5.0], 60.0) == [3.0, 5.0]
 
 
-def test_what_is_not_reached_in_time_is_left_out(ahead: CompileAhead) -> None:
+def test_compile_ahead_omits_late_items(ahead: CompileAhead) -> None:
     assert len(ahead.run(math.sqrt, [float(n) for n in range(2000)], 0.0)) < 2000
 
 
-def test_every_gpu_has_its_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_divided_among_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, gpus, processes in ((16, 1, 15), (16, 8, 1), (2, 1, 1), (1, 1, 1)):
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
         assert processes_per_gpu(gpus) == processes

@@ -1,8 +1,8 @@
-"""A model's products, and the search of their configurations."""
+"""The GEMM shapes of a model, and the search space of their configurations."""
 
 import pytest
 from trimtab_kernels.launch.device_facts import H200
-from trimtab_kernels.tune.gemm_search import Shape, in_random_order, search_space, shapes_of
+from trimtab_kernels.tune.gemm_search import Shape, search_space, shapes_of, shuffle_configs
 
 LLAMA_8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
 DEEPSEEK_V3 = {
@@ -12,7 +12,7 @@ DEEPSEEK_V3 = {
 }  # fmt: skip
 
 
-def test_shapes_come_from_the_models_config() -> None:
+def test_shapes_are_read_from_model_config() -> None:
     assert shapes_of(LLAMA_8B) == [Shape(6144, 4096), Shape(4096, 4096), Shape(28672, 4096), Shape(4096, 14336)]
     assert shapes_of(LLAMA_8B, 8)[0] == Shape(768, 4096)
     assert shapes_of(LLAMA_8B, 16)[0] == Shape((32 + 2 * 16) * 128 // 16, 4096), "kv heads are repeated beyond 8 ranks"
@@ -23,7 +23,7 @@ def test_shapes_come_from_the_models_config() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 4096])
-def test_the_search_is_pruned_and_has_the_default(num_tokens: int) -> None:
+def test_search_space_is_pruned_and_contains_default(num_tokens: int) -> None:
     space = search_space(num_tokens, Shape(4096, 4096), H200)
     assert 50 < len(space) < 1280, "fewer than the plain grid"
     assert len(set(space)) == len(space)
@@ -31,10 +31,10 @@ def test_the_search_is_pruned_and_has_the_default(num_tokens: int) -> None:
     assert num_tokens > 1 or all(config.block_m <= 32 for config in space)
 
 
-def test_a_search_that_is_cut_off_has_seen_the_default_and_a_little_of_everything() -> None:
+def test_shuffled_search_starts_with_default_and_samples_all() -> None:
     space = search_space(1024, Shape(4096, 4096), H200)
-    order = in_random_order(space)
+    order = shuffle_configs(space)
     assert order[0] == space[0]
     assert sorted(order, key=space.index) == space
     assert len({config.block_m for config in order[:20]}) > 2
-    assert order == in_random_order(space), "a run that goes on meets what is compiled"
+    assert order == shuffle_configs(space), "a resumed run finds compiled configurations"

@@ -1,4 +1,4 @@
-"""The tuner's decisions: what wins, within its time, and resuming. What it measures needs a GPU."""
+"""The tuner's selection, time budget and resumption. Measurements themselves need a GPU."""
 
 import json
 import time
@@ -11,18 +11,18 @@ from trimtab_kernels.launch.gemm_config import GemmConfig, load_configs
 from trimtab_kernels.tune import measurement as tune
 from trimtab_kernels.tune.compile_ahead import CompileAhead
 from trimtab_kernels.tune.gemm_search import Shape
-from trimtab_kernels.tune.measurement import best_of, deal, main, missing_batches, save, until
+from trimtab_kernels.tune.measurement import best_of, distribute, main, missing_batches, save, until
 
 LLAMA_8B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
 
 
-def test_the_fastest_that_can_be_launched_wins() -> None:
+def test_best_of_selects_fastest_launchable() -> None:
     configs = [GemmConfig(m, 64, 128, 1, 4, 2) for m in (16, 32, 64)]
     assert best_of(configs, lambda c: None if c.block_m == 16 else c.block_m / 1000) == (configs[1], 0.032)
     assert best_of(configs, lambda _: None) is None
 
 
-def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_run_resumes_with_missing_batches(tmp_path: Path) -> None:
     path = tmp_path / "shape.json"
     config = GemmConfig(16, 64, 128, 1, 4, 2, 4)
     assert missing_batches(path, [1, 64]) == [1, 64]
@@ -33,12 +33,12 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert load_configs("shape.json", tmp_path) == {8: config, 64: config}
 
 
-def test_numbers_of_tokens_are_dealt_out_evenly() -> None:
-    shares = deal([4096, 1024, 64, 8, 1], 2)
+def test_batch_sizes_are_distributed_evenly() -> None:
+    shares = distribute([4096, 1024, 64, 8, 1], 2)
     assert shares == [[4096, 64, 1], [1024, 8]]
 
 
-def test_without_a_gpu_it_says_so_and_a_dry_run_still_tells_the_search(
+def test_without_gpu_reports_error_and_dry_run_prints_search(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
@@ -49,19 +49,19 @@ def test_without_a_gpu_it_says_so_and_a_dry_run_still_tells_the_search(
         assert "no CUDA device" in capsys.readouterr().err
 
 
-def test_when_time_is_over_the_default_alone_is_timed() -> None:
+def test_expired_budget_times_only_default() -> None:
     configs = [GemmConfig(m, 64, 128, 1, 4, 2) for m in (16, 32, 64)]
     assert list(until(time.monotonic() - 1, configs)) == configs[:1]
     assert list(until(float("inf"), configs)) == configs
     assert list(until(float("inf"), [])) == []
 
 
-def test_what_was_not_compiled_in_time_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncompiled_configurations_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[GemmConfig] = []
 
     class Ahead(CompileAhead):
         def __init__(self) -> None:
-            """Without processes: the first ten are compiled in time."""
+            """Compiles the first ten items in time, without processes."""
 
         def run(self, task: object, items: object, seconds: float) -> list[object]:  # type: ignore[override]
             asked.extend(config for _, config in items)  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ def test_what_was_not_compiled_in_time_is_not_timed(monkeypatch: pytest.MonkeyPa
     assert asked[:2] == [configs[0] for configs in found.values()], "defaults come first"
 
 
-def test_a_configuration_is_compiled_as_it_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_is_compiled_as_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     from trimtab_kernels.w8a8_block_fp8 import _w8a8_block_fp8
 
     warmed: list[dict[str, object]] = []
@@ -104,7 +104,7 @@ def test_a_configuration_is_compiled_as_it_is_launched(monkeypatch: pytest.Monke
         (json.dumps(LLAMA_8B), ("--tensor-parallel-size", "3"), "3 does not divide num_attention_heads 32"),
     ],
 )
-def test_a_model_that_cannot_be_tuned_for_is_one_line_and_exit_code_2(
+def test_unsupported_model_exits_with_code_2_and_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, flags: tuple[str, ...], told: str
 ) -> None:
     if content is not None:
@@ -115,7 +115,7 @@ def test_a_model_that_cannot_be_tuned_for_is_one_line_and_exit_code_2(
     assert told in line
 
 
-def test_no_tokens_are_no_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_tokens_are_rejected_as_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([str(tmp_path), "--batch-size", "1", "0"])
     assert "'0' is no whole number of 1 or more" in capsys.readouterr().err

@@ -29,9 +29,9 @@ INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?(bar\.sync|barrier|atom|st\.global|
     "case",
     [
         "paged_decode 32/4x128",
-        "likeliest bfloat16",
+        "argmax bfloat16",
         "sample bfloat16",
-        "few_rows 6144x4096",
+        "skinny_gemm 6144x4096",
         "w8a8_block_fp8 4096x4096, 1 tokens",
     ],
 )

@@ -1,7 +1,7 @@
 """Machine code whose asynchronous products may be wrong is refused; texts are cut from the kernels' own."""
 
 import pytest
-from kernel_benchmarks.aot.async_products import UnsafeProduct, check_products, written
+from kernel_benchmarks.aot.async_mma import UnsafeProduct, check_products, written
 from kernel_benchmarks.aot.machine_code import Instruction, instructions_of
 
 PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, R216, gdesc[UR12].tnspB, R24, gsb0"

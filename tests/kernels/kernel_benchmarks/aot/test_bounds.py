@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from kernel_benchmarks.aot.bounds import BYTES_IN_FLIGHT_NEEDED, MEMORY_BYTES, bound, programs_per_sm, unit_cycles
+from kernel_benchmarks.aot.bounds import BYTES_IN_FLIGHT_NEEDED, MEMORY_BYTES, bound, ctas_per_sm, unit_cycles
 from kernel_benchmarks.aot.machine_code import Loop
 
 TILE = Loop(instructions=400, products=12, flops=128 * 64 * 128 * 4 // 8, waits=1, special=32, load_bytes=4096)
@@ -36,7 +36,7 @@ def test_float8_products_take_half_the_time_and_those_of_single_warps_more() -> 
 def test_programs_share_a_multiprocessor_as_its_resources_allow(
     registers: int, shared_bytes: int, num_warps: int, programs: int
 ) -> None:
-    assert programs_per_sm(registers, shared_bytes, num_warps) == programs
+    assert ctas_per_sm(registers, shared_bytes, num_warps) == programs
 
 
 def test_one_program_alone_waits_for_its_own_products_and_two_fill_the_gaps() -> None:

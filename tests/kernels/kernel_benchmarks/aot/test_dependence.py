@@ -41,8 +41,8 @@ def instructions(case: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize(
     "case",
     [
-        "few_rows dependent, 6144x4096",
-        "few_rows dependent, 14336x4096",
+        "skinny_gemm dependent, 6144x4096",
+        "skinny_gemm dependent, 14336x4096",
         "rope_and_cache dependent",
         "paged_decode dependent",
     ],
@@ -54,11 +54,11 @@ def test_a_dependent_kernel_touches_nothing_but_weights_before_it_has_waited(cas
     at = found.index("griddepcontrol.wait")
     assert found[0] == "griddepcontrol.launch_dependents"
     assert set(found[1:at]) <= {"prefetch.global"}
-    assert ("prefetch.global" in found) == case.startswith("few_rows")
+    assert ("prefetch.global" in found) == case.startswith("skinny_gemm")
     assert {"ld.global", "cp.async.cg.shared.global"} & set(found[at:])
 
 
 def test_without_the_way_nothing_of_it_is_there() -> None:
-    is_ahead, found = instructions("few_rows 6144x4096")
+    is_ahead, found = instructions("skinny_gemm 6144x4096")
     assert is_ahead == "False"
     assert not {"griddepcontrol.wait", "griddepcontrol.launch_dependents", "prefetch.global"} & set(found)

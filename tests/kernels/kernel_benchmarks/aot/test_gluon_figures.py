@@ -13,7 +13,7 @@ FIGURES = [
     for entry in json.loads((RESULTS / file).read_text())["kernels"]
     if entry.get("consumer_groups")
 ]
-LEAST_SHARE = 0.75
+MIN_PEAK_SHARE = 0.75
 
 
 def test_there_are_some_of_both_kernels() -> None:
@@ -25,7 +25,7 @@ def test_products_are_not_kept_from_three_quarters_of_the_peak(figures: Compiled
     assert figures.target == 90
     assert figures.hot_loop is not None
     assert figures.bound is not None
-    assert figures.bound.share >= LEAST_SHARE
+    assert figures.bound.share >= MIN_PEAK_SHARE
     assert figures.hot_loop.spills == 0
     assert figures.hot_loop.waits * 4 <= figures.hot_loop.products
     assert figures.bulk_bytes > 0

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_benchmarks.aot.specialisation import DIVISIBLE, specialise
-from trimtab_kernels.launch.gluon import boxes_of
+from trimtab_kernels.launch.gluon import tensor_descriptor
 from trimtab_kernels.launch.jit import HAS_TRITON, kernel, record_launches, tl
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="asks Triton")
@@ -39,7 +39,7 @@ def test_types_constants_and_alignment_are_those_of_the_launcher(value: Any) -> 
 @pytest.mark.parametrize("box", [[1, 16, 64], [64, 64]])
 def test_a_descriptor_is_its_dtype_box_and_layout(box: list[int]) -> None:
     tensor = torch.empty([4, 64, 64] if len(box) == 3 else [256, 64], dtype=torch.bfloat16)
-    descriptor = boxes_of(tensor, list(tensor.shape), list(tensor.stride()), box)
+    descriptor = tensor_descriptor(tensor, list(tensor.shape), list(tensor.stride()), box)
     with record_launches() as launches:
         _example[(1,)](descriptor, descriptor)
     found = specialise(launches[0])
