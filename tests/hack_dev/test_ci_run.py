@@ -83,8 +83,8 @@ def test_run_starts_with_readme_commands_and_ends_with_leftovers_check(checkout:
     scenarios_cluster = "python3 hack/dev set-up --workers 2 python model cluster images prometheus [ci]"
     assert sorted(commands[5:7]) == ["make check [ci]", scenarios_cluster], "in parallel"
     assert commands[7:] == ["make e2e [ci]", "make cluster-down [ci]", "python3 hack/dev leftovers [ci]"]
-    assert output.splitlines()[-1].startswith("=== from nothing 0m0")
-    assert output.splitlines()[-1].endswith("in all: exit code 0")
+    assert output.splitlines()[-1].startswith("=== clean machine 0m0")
+    assert output.splitlines()[-1].endswith("in total: exit code 0")
 
 
 def test_only_kubernetes_binaries_are_shared_between_caches(checkout: Checkout) -> None:
