@@ -31,7 +31,7 @@ from trimtab_operator.kube.informer_cache import Cache
 from trimtab_operator.kube.rbac import Right, missing_right
 from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.actions import MAX_EVENT_MESSAGE
-from trimtab_operator.observed.groups import Observed, is_worker
+from trimtab_operator.observed.groups import ObservedChildren, is_worker
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, InferenceDeployment
 from trimtab_operator.resource.time import timestamp
@@ -324,7 +324,7 @@ class Cluster:
 
     # --- compositions -------------------------------------------------------------------------------------------------
 
-    async def observe(self, deployment: InferenceDeployment) -> Observed:
+    async def observe(self, deployment: InferenceDeployment) -> ObservedChildren:
         """The children of a resource as the API server gives them now: those that it owns, and its groups' pods."""
         selector = children_selector(deployment.name)
         found = await asyncio.gather(*(self.list(kind, deployment.namespace, selector=selector) for kind in CHILDREN))
@@ -332,7 +332,7 @@ class Cluster:
         secrets = await self._meeting_secret(deployment, lists["StatefulSet"])
         return _observed(deployment, lists, secrets, await self._optional_children(deployment))
 
-    async def recall(self, deployment: InferenceDeployment, cache: Cache) -> Observed | None:
+    async def recall(self, deployment: InferenceDeployment, cache: Cache) -> ObservedChildren | None:
         """The children of a resource as watches have told of them; None where one of them says nothing."""
         namespace, owner = deployment.namespace, (deployment.namespace, deployment.name)
         if not all(cache.is_heard(kind, namespace) for kind in CHILDREN):
@@ -567,11 +567,11 @@ def _observed(
     lists: Mapping[str, Sequence[Manifest]],
     secrets: Iterable[Manifest],
     optional: Mapping[str, tuple[Manifest, ...]],
-) -> Observed:
+) -> ObservedChildren:
     """What of these objects belongs to a resource: labels are anybody's, ownership is not."""
     stateful_sets, jobs = owned(lists["StatefulSet"], deployment.uid), owned(lists["Job"], deployment.uid)
     makers = {m["metadata"]["name"]: str(m["metadata"]["uid"]) for m in (*stateful_sets, *jobs)}
-    return Observed(
+    return ObservedChildren(
         services=owned(lists["Service"], deployment.uid),
         stateful_sets=stateful_sets,
         config_maps=owned(lists["ConfigMap"], deployment.uid),

@@ -67,6 +67,8 @@ class Store:
     """When anything was last heard (monotonic)."""
     version: int = 0
     """Of the latest that was told."""
+    expires: bool = True
+    """True if silence makes it stale. Kopf restarts its own watch, and reports no event while nothing changes."""
     _objects: dict[Owner, dict[str, Manifest]] = field(default_factory=dict)
     """By whom they belong to, and by name."""
     _homes: dict[Owner, Owner] = field(default_factory=dict)
@@ -264,6 +266,23 @@ class Cache:
         for progress in self._progress.values():
             progress.set()
 
+    def received(self, kind: str, event: str | None, manifest: Manifest) -> None:
+        """Take in an event of a watch that Kopf runs, after its first list is complete. None: the object was listed."""
+        for store in self.stores:
+            if store.kind == kind:
+                store.heard, store.expires = Heard.LISTED, False
+        target = self._store(kind, str(manifest["metadata"].get("namespace", "")))
+        assert target is not None
+        self.changed(target, event or "MODIFIED", manifest)
+
+    def discard(self, kind: str, owner: Owner, uid: str) -> None:
+        """Drop an object that the API server no longer has. Kopf does not report what was deleted while it had to list
+        again."""
+        store = self._store(kind, owner[0])
+        for manifest in () if store is None else store.of(owner):
+            if store is not None and manifest["metadata"].get("uid") == uid:
+                store.drop(manifest)
+
     def changed(self, store: Store, event: str, manifest: Manifest) -> None:
         """Take in one event of a watch: ADDED, MODIFIED or DELETED."""
         self.alive(store)
@@ -307,7 +326,7 @@ class Cache:
         return self._stores.get((kind, namespace)) or self._stores.get((kind, None))
 
     def _is_silent(self, store: Store) -> bool:
-        return self._clock() - store.heard_at > SILENT_SECONDS
+        return store.expires and self._clock() - store.heard_at > SILENT_SECONDS
 
     def _is_settled(self, owner: Owner) -> bool:
         left = {written for written in self._written.get(owner, ()) if not self._is_told(owner, written)}

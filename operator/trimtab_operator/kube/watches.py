@@ -43,13 +43,18 @@ async def first_heard(cache: Cache) -> None:
     """Wait until every kind was listed or cannot be; after a while without: looks ask for what is not known."""
     with suppress(TimeoutError):
         async with asyncio.timeout(FIRST_SECONDS):
-            while any(store.heard is Heard.NOT_YET for store in cache.stores):  # noqa: ASYNC110 - once, at the start
+            while any(store.heard is Heard.NOT_YET for store in _followed(cache)):  # noqa: ASYNC110 - once, at the start
                 await asyncio.sleep(FIRST_POLL_SECONDS)
 
 
 async def keep(cluster: Cluster, cache: Cache) -> None:
     """Feed the cache for as long as this runs."""
-    await asyncio.gather(*(_follow(cluster, cache, store) for store in cache.stores))
+    await asyncio.gather(*(_follow(cluster, cache, store) for store in _followed(cache)))
+
+
+def _followed(cache: Cache) -> tuple[Store, ...]:
+    """Return the stores of all kinds but InferenceDeployments, which Kopf watches (reconcile/kopf_handlers.py)."""
+    return tuple(store for store in cache.stores if store.kind != KIND)
 
 
 async def _follow(cluster: Cluster, cache: Cache, store: Store) -> None:
@@ -86,12 +91,8 @@ async def _follow(cluster: Cluster, cache: Cache, store: Store) -> None:
         failures += 1
 
 
-def _selector(store: Store) -> str | None:
-    return None if store.kind == KIND else OURS
-
-
 async def _list(cluster: Cluster, cache: Cache, store: Store) -> str:
-    items, version = await cluster.list_at(store.kind, store.namespace, selector=_selector(store))
+    items, version = await cluster.list_at(store.kind, store.namespace, selector=OURS)
     cache.listed(store, items, int(version) if version.isdecimal() else None)
     return version
 
@@ -99,9 +100,7 @@ async def _list(cluster: Cluster, cache: Cache, store: Store) -> str:
 async def _watch(cluster: Cluster, cache: Cache, store: Store, version: str) -> str:
     """Hear what comes after a version, for a while; the version up to which it was told. Raises Expired."""
     assert store.heard is Heard.LISTED
-    asked = cluster.watching(
-        store.kind, store.namespace, selector=_selector(store), version=version, seconds=WATCH_SECONDS
-    )
+    asked = cluster.watching(store.kind, store.namespace, selector=OURS, version=version, seconds=WATCH_SECONDS)
     try:
         async with asyncio.timeout(PATIENCE_SECONDS), asked as events:
             cache.alive(store)

@@ -24,7 +24,7 @@ from trimtab_operator.kube.certificates import Certificates
 from trimtab_operator.kube.client import Cluster, is_owned
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS
 from trimtab_operator.kube.nodes import Nodes
-from trimtab_operator.planning.admission import NOTHING_KNOWN, Surroundings, is_checked, review
+from trimtab_operator.planning.admission import NO_CLUSTER_CONTEXT, ClusterContext, review, should_validate
 from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 
 logger = logging.getLogger(__name__)
@@ -158,19 +158,19 @@ class Webhook:
             return web.json_response({"message": f"not an AdmissionReview: {error!r}"}, status=400)
         return web.json_response(answer)
 
-    async def _surroundings(self, asked: Mapping[str, Any]) -> Surroundings:
+    async def _surroundings(self, asked: Mapping[str, Any]) -> ClusterContext:
         """What is known beside the resource. Best effort: what cannot be seen in time is left to the loop."""
-        if not is_checked(asked):
-            return NOTHING_KNOWN
+        if not should_validate(asked):
+            return NO_CLUSTER_CONTEXT
         metadata = asked["object"]["metadata"]
         try:
             async with asyncio.timeout(LOOK_SECONDS):
                 nodes = await self._nodes.present()
                 if asked["operation"] == "CREATE":
-                    return Surroundings(nodes=nodes)
+                    return ClusterContext(nodes=nodes)
                 found = await self._cluster.get("ConfigMap", metadata["namespace"], f"{metadata['name']}-facts")
                 is_ours = found is not None and is_owned(found, str(metadata.get("uid")))
-                return Surroundings(facts=found if is_ours else None, nodes=nodes)
+                return ClusterContext(facts=found if is_ours else None, nodes=nodes)
         except (TimeoutError, *CONNECTION_ERRORS) as error:
             logger.warning("the webhook judges by the spec alone", extra={"error": str(error) or "timeout"})
-            return NOTHING_KNOWN
+            return NO_CLUSTER_CONTEXT

@@ -22,13 +22,13 @@ from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
 from trimtab_operator.kube.client import API_ERRORS, Cluster, is_invalid
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS
 from trimtab_operator.kube.rbac import missing_right
-from trimtab_operator.observed.actions import Action, Apply, Delete, Note, Patch, joined, note_of
-from trimtab_operator.planning.plan import Turn
-from trimtab_operator.planning.snapshot import World
-from trimtab_operator.planning.status_inputs import Findings
+from trimtab_operator.observed.actions import Action, Apply, Delete, Event, Patch, event_of, merge_events
+from trimtab_operator.planning.plan import ReconcilePlan
+from trimtab_operator.planning.snapshot import ClusterSnapshot
+from trimtab_operator.planning.status_inputs import StatusInputs
 from trimtab_operator.reconcile.health import OperatorMetrics
-from trimtab_operator.report.conditions import changed_conditions, said_by_us
-from trimtab_operator.report.status import status_in_the_dark, status_of
+from trimtab_operator.report.conditions import changed_conditions, without_foreign_conditions
+from trimtab_operator.report.status import status_of, status_without_observation
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 from trimtab_operator.tuner.moves import Decision
 
@@ -61,21 +61,21 @@ class Hands:
         if not self.is_leading():
             raise NotLeading("the Lease has ended; another process acts now")
 
-    async def remember(self, world: World, turn: Turn) -> None:
+    async def persist_state(self, snapshot: ClusterSnapshot, plan: ReconcilePlan) -> None:
         """Take care of what cannot wait, then write down what the turn remembers. The memory may be adopted after."""
-        names, share = (world.deployment.namespace, world.deployment.name), turn.findings.share
-        self.metrics.desired_replicas.labels(*names).set(turn.desired_replicas)
-        self.metrics.wanted_replicas.labels(*names).set(turn.desired_replicas if share is None else share.wanted)
-        await self.execute(world.deployment, turn.care)
-        await self.execute(world.deployment, turn.remember)
+        names, share = (snapshot.deployment.namespace, snapshot.deployment.name), plan.status_inputs.share
+        self.metrics.desired_replicas.labels(*names).set(plan.desired_replicas)
+        self.metrics.wanted_replicas.labels(*names).set(plan.desired_replicas if share is None else share.wanted)
+        await self.execute(snapshot.deployment, plan.urgent_deletes)
+        await self.execute(snapshot.deployment, plan.state_writes)
 
-    async def act(self, world: World, turn: Turn, engines: Engines) -> Done:
+    async def act(self, snapshot: ClusterSnapshot, plan: ReconcilePlan, engines: Engines) -> Done:
         """Do the rest. A child that is refused keeps no engine from its values."""
-        deployment = world.deployment
+        deployment = snapshot.deployment
         refused: Exception | None = None
         done: list[Action] = []
         try:
-            await self.execute(deployment, turn.children, done)
+            await self.execute(deployment, plan.children, done)
         except (*API_ERRORS, NameTaken, NotYet) as error:
             refused = error
 
@@ -84,20 +84,24 @@ class Hands:
                 await self._tell_answer(deployment, order, answer)
 
         self._must_lead()
-        await engines.patch(turn.patches, world.tokens, on_answer)
+        await engines.patch(plan.patches, snapshot.tokens, on_answer)
         return Done(tuple(done), refused)
 
-    async def report(self, world: World, turn: Turn, done: Done, *, is_status_due: bool = True) -> Mapping[str, Any]:
+    async def report(
+        self, snapshot: ClusterSnapshot, plan: ReconcilePlan, done: Done, *, is_status_due: bool = True
+    ) -> Mapping[str, Any]:
         """Tell of what was done; the status, which is written if `is_status_due`. A child that was refused keeps nobody
         from hearing of the others; the status is the caller's then. Raises what refused it."""
-        deployment = world.deployment
-        for decision in turn.decisions:
+        deployment = snapshot.deployment
+        for decision in plan.decisions:
             await self._announce(deployment, decision)
-        for note in joined((*turn.notes, *(note for action in done.actions if (note := note_of(action)) is not None))):
-            await self.tell(deployment, note)
+        for event in merge_events(
+            (*plan.events, *(event for action in done.actions if (event := event_of(action)) is not None))
+        ):
+            await self.tell(deployment, event)
         if done.refused is not None:
             raise done.refused
-        status = status_of(deployment, turn.findings, now=self._now())
+        status = status_of(deployment, plan.status_inputs, now=self._now())
         return await self._write_status(deployment, status) if is_status_due else status
 
     async def execute(
@@ -137,17 +141,17 @@ class Hands:
         try:
             await self.cluster.apply(action.manifest, deployment, is_new=action.is_new)
         except API_ERRORS as error:
-            if action.otherwise is None or not is_invalid(error):
+            if action.fallback is None or not is_invalid(error):
                 raise
-            await self.cluster.apply(action.otherwise, deployment, is_new=action.is_new)
+            await self.cluster.apply(action.fallback, deployment, is_new=action.is_new)
 
-    async def write_status(self, deployment: InferenceDeployment, findings: Findings) -> Mapping[str, Any]:
+    async def write_status(self, deployment: InferenceDeployment, status_inputs: StatusInputs) -> Mapping[str, Any]:
         """Write the status if it says something new, and an Event for each change that matters."""
-        return await self._write_status(deployment, status_of(deployment, findings, now=self._now()))
+        return await self._write_status(deployment, status_of(deployment, status_inputs, now=self._now()))
 
     async def write_in_the_dark(self, deployment: InferenceDeployment, problem: tuple[str, str]) -> None:
         """Write why nothing new can be said."""
-        await self._write_status(deployment, status_in_the_dark(deployment, problem, now=self._now()))
+        await self._write_status(deployment, status_without_observation(deployment, problem, now=self._now()))
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self.clock(), UTC)
@@ -157,7 +161,7 @@ class Hands:
             return status
         self._must_lead()
         try:
-            kept = said_by_us(await self.cluster.apply_status(deployment, status))
+            kept = without_foreign_conditions(await self.cluster.apply_status(deployment, status))
         except NotFoundError as error:
             raise Gone from error
         self._kept_of.pop(deployment.uid, None)
@@ -168,12 +172,12 @@ class Hands:
             if condition["status"] == "True":
                 kind = "Normal" if condition["type"] == "Ready" else "Warning"
                 key = f"{condition['type']}{condition['lastTransitionTime']}"
-                await self.tell(deployment, Note(kind, condition["reason"], condition["message"], key))
+                await self.tell(deployment, Event(kind, condition["reason"], condition["message"], key))
         return status
 
     def said(self, deployment: InferenceDeployment) -> Mapping[str, Any]:
         """What we said last of a resource: its status, or what the API server kept that of."""
-        stands = said_by_us(deployment.status)
+        stands = without_foreign_conditions(deployment.status)
         said, kept = self._kept_of.get(deployment.uid, (stands, stands))
         return said if kept == stands else stands
 
@@ -181,15 +185,15 @@ class Hands:
         """Drop what is known of a resource that no loop serves any more."""
         self._kept_of.pop(uid, None)
 
-    async def tell(self, deployment: InferenceDeployment, note: Note) -> None:
+    async def tell(self, deployment: InferenceDeployment, event: Event) -> None:
         """Record an Event. Events are told, not relied upon: one that cannot be written is logged."""
         self._must_lead()
         try:
             await self.cluster.event(
-                deployment, kind=note.type, reason=note.reason, message=note.message, now=self._now(), key=note.key
+                deployment, kind=event.type, reason=event.reason, message=event.message, now=self._now(), key=event.key
             )
         except CONNECTION_ERRORS as error:
-            logger.warning("event not written", extra={"reason": note.reason, "error": one_line(error)})
+            logger.warning("event not written", extra={"reason": event.reason, "error": one_line(error)})
 
     async def _announce(self, deployment: InferenceDeployment, decision: Decision) -> None:
         """Tell a decision as one Event, one log line and one metric, with the id that status.tuning.history shows."""
@@ -211,7 +215,7 @@ class Hands:
             },
         )
         message = f"{decision.sentence} [decision {decision.id}]"
-        await self.tell(deployment, Note("Normal", decision.reason.value, message, decision.id))
+        await self.tell(deployment, Event("Normal", decision.reason.value, message, decision.id))
 
     async def _tell_answer(self, deployment: InferenceDeployment, order: Patch, answer: PatchAnswer) -> None:
         """Log what an engine said to a change; one that refuses is told, and tried again by the next turn."""
@@ -223,7 +227,7 @@ class Hands:
             return
         logger.warning("engine refused a patch", extra={**extra, "answer": answer.message})
         message = f"{order.target.group} did not take {values}: {answer.message}"
-        await self.tell(deployment, Note("Warning", "PatchRefused", message))
+        await self.tell(deployment, Event("Warning", "PatchRefused", message))
 
 
 def one_line(error: BaseException) -> str:

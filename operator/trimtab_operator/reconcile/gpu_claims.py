@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trimtab_operator.kube.informer_cache import Cache, Owner
-from trimtab_operator.observed.groups import Observed
-from trimtab_operator.planning.gpu_budget import Stake, room_beside, shares_now, stake_of, standing_stake
-from trimtab_operator.planning.snapshot import as_read
+from trimtab_operator.observed.groups import ObservedChildren
+from trimtab_operator.planning.gpu_budget import (
+    GpuClaim,
+    build_gpu_claim,
+    current_gpu_claim,
+    current_grants,
+    surge_room,
+)
+from trimtab_operator.planning.snapshot import parse_resource
 from trimtab_operator.resource.installation import GpuBudget
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND
@@ -27,29 +33,31 @@ class Stakes:
         self._budget = budget
         self._rings = rings
         self._cache = cache
-        self._stakes: dict[str, Stake] = {}
+        self._stakes: dict[str, GpuClaim] = {}
 
-    def of_others(self, namespace: str, name: str) -> tuple[Stake, ...] | None:
+    def of_others(self, namespace: str, name: str) -> tuple[GpuClaim, ...] | None:
         """What all but this resource ask for and hold; None where it is not known which others there are."""
         if self._cache is not None and not self._match(self._cache):
             return None
-        return tuple(stake for key, stake in self._stakes.items() if key != f"{namespace}/{name}")
+        return tuple(gpu_claim for key, gpu_claim in self._stakes.items() if key != f"{namespace}/{name}")
 
-    def put(self, stake: Stake, count: int, *, beside: int = 0, grows: bool = True) -> bool:
+    def put(self, gpu_claim: GpuClaim, count: int, *, beside: int = 0, grows: bool = True) -> bool:
         """Take so many replicas for a resource, and so many beside them while a change rolls, those that go counted,
         where that is still its share; whether it was. Fewer than there are can always be taken. `grows`: those that run
         take what they lack to be what is asked for, too."""
-        before = self._stakes.get(stake.key)
-        others = [other for key, other in self._stakes.items() if key != stake.key]
-        grown = stake.lacks(count) if grows else 0
-        if count > stake.running or grown:
-            granted = shares_now((stake, *others), self._budget)[stake.key]
+        before = self._stakes.get(gpu_claim.key)
+        others = [other for key, other in self._stakes.items() if key != gpu_claim.key]
+        grown = gpu_claim.missing_gpus(count) if grows else 0
+        if count > gpu_claim.running or grown:
+            granted = current_grants((gpu_claim, *others), self._budget)[gpu_claim.key]
             if granted.replicas < count or (grown and not granted.grows):
                 return False
-        is_more = beside > 0 and count + beside > stake.running
-        if is_more and room_beside(stake, count, others, self._budget).now < count + beside - max(stake.running, count):
+        is_more = beside > 0 and count + beside > gpu_claim.running
+        if is_more and surge_room(gpu_claim, count, others, self._budget).now < count + beside - max(
+            gpu_claim.running, count
+        ):
             return False
-        self._change(stake.key, before, stake.with_replicas(count, beside=beside, grows=grows))
+        self._change(gpu_claim.key, before, gpu_claim.with_grant(count, beside=beside, grows=grows))
         return True
 
     def forget(self, namespace: str, name: str) -> None:
@@ -57,15 +65,15 @@ class Stakes:
         key = f"{namespace}/{name}"
         self._change(key, self._stakes.get(key), None)
 
-    def _change(self, key: str, before: Stake | None, after: Stake | None) -> None:
+    def _change(self, key: str, before: GpuClaim | None, after: GpuClaim | None) -> None:
         """Put one in the place of another, and ring where that changes what others get."""
         if before == after:
             return
-        shares = shares_now(tuple(self._stakes.values()), self._budget)
+        shares = current_grants(tuple(self._stakes.values()), self._budget)
         self._stakes.pop(key, None)
         if after is not None:
             self._stakes[key] = after
-        for other, granted in shares_now(tuple(self._stakes.values()), self._budget).items():
+        for other, granted in current_grants(tuple(self._stakes.values()), self._budget).items():
             if other != key and shares.get(other) != granted:
                 namespace, _, name = other.partition("/")
                 self._rings(namespace, name)
@@ -88,13 +96,15 @@ class Stakes:
         return True
 
 
-def _as_cached(cache: Cache, owner: Owner, body: Manifest) -> Stake:
+def _as_cached(cache: Cache, owner: Owner, body: Manifest) -> GpuClaim:
     """The stake of a resource that no loop of this process has looked at yet, by its children and its status."""
-    children = Observed(stateful_sets=cache.of("StatefulSet", owner), pods=cache.of("Pod", owner))
-    deployment, misread = as_read(body, default_image=None)
-    stake = standing_stake(deployment, children)
-    if misread or deployment.is_paused:
-        return stake
+    children = ObservedChildren(stateful_sets=cache.of("StatefulSet", owner), pods=cache.of("Pod", owner))
+    deployment, parse_errors = parse_resource(body, default_image=None)
+    gpu_claim = current_gpu_claim(deployment, children)
+    if parse_errors or deployment.is_paused:
+        return gpu_claim
     asked = [deployment.status.get(field) for field in ("wantedReplicas", "desiredReplicas")]
-    wanted = next((count for count in asked if isinstance(count, int) and not isinstance(count, bool)), stake.running)
-    return stake_of(deployment, children, wanted=max(0, wanted))
+    wanted = next(
+        (count for count in asked if isinstance(count, int) and not isinstance(count, bool)), gpu_claim.running
+    )
+    return build_gpu_claim(deployment, children, wanted=max(0, wanted))

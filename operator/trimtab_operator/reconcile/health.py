@@ -1,7 +1,6 @@
 """Is the operator alive? Every loop leaves a mark when it ticks; a mark that grows old means restart. Plus `/metrics`.
 
-The process also compares what the API server lists with the loops it runs: a watch that died without a word leaves
-resources without a loop, and no other sign. Probes are answered in another thread than the loops': a busy operator
+Probes are answered in another thread than the loops': a busy operator
 answers in time, and a blocked one is found out.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -19,7 +18,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 LAG_PERIOD_SECONDS = 1.0  # how often the event loop's own delay is measured
 MAX_LAG_SECONDS = 60.0  # an event loop that is blocked for so long serves nobody
-UNSERVED_SECONDS = 180.0  # a resource that had no loop for so long was missed by the watch
 
 
 @dataclass(slots=True)
@@ -29,7 +27,6 @@ class Heartbeats:
     max_age_seconds: float
     clock: Callable[[], float] = time.monotonic
     _ticks: dict[str, float] = field(default_factory=dict)
-    _unserved_since: dict[str, float] = field(default_factory=dict)
     _ran_at: float | None = None
     """When the event loop of all of them last ran."""
 
@@ -52,12 +49,6 @@ class Heartbeats:
     def forget(self, name: str) -> None:
         self._ticks.pop(name, None)
 
-    def compare(self, listed: Iterable[str]) -> None:
-        """Note which of the resources that the API server lists have no loop."""
-        now = self.clock()
-        missing = {name for name in listed if name not in self._ticks}
-        self._unserved_since = {name: self._unserved_since.get(name, now) for name in missing}
-
     def problems(self) -> list[str]:
         """What is wrong, as lines; empty when all is well."""
         now = self.clock()
@@ -65,11 +56,6 @@ class Heartbeats:
             f"{name} has not ticked for {now - at:.0f} s"
             for name, at in self._ticks.copy().items()  # the loops' thread goes on meanwhile
             if now - at > self.max_age_seconds
-        ]
-        found += [
-            f"{name} has had no loop for {now - since:.0f} s: the watch is dead"
-            for name, since in self._unserved_since.items()
-            if now - since > UNSERVED_SECONDS
         ]
         if self._ran_at is not None and now - self._ran_at > MAX_LAG_SECONDS:
             found.append(f"the event loop has been blocked for {now - self._ran_at:.0f} s")

@@ -21,9 +21,9 @@ from trimtab_operator.kube.client import API_ERRORS, Cluster, is_forbidden
 from trimtab_operator.kube.informer_cache import Cache, Owner
 from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.observed.groups import is_terminating
-from trimtab_operator.observed.missing_pods import REFUSED_CREATION
-from trimtab_operator.planning.snapshot import World, as_read, questions_of
-from trimtab_operator.planning.state import Memory
+from trimtab_operator.observed.missing_pods import FAILED_CREATE
+from trimtab_operator.planning.snapshot import ClusterSnapshot, parse_resource, plan_extra_reads
+from trimtab_operator.planning.state import ReconcilerState
 from trimtab_operator.reconcile.gpu_claims import Stakes
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
@@ -66,45 +66,48 @@ class Eyes:
     installation: Installation = field(default_factory=Installation)
     prometheus: Prometheus | None = None
     cache: Cache | None = None
-    stakes: Stakes | None = None
+    gpu_claims: Stakes | None = None
     """None: there is no GPU budget."""
     _live: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LIVE_LOOKS))
     _read: dict[Owner, _Read] = field(default_factory=dict)
     """What of the cache was read last, of each resource."""
 
-    async def look(self, key: Key, memory: Memory, engines: Engines, *, believes_last_words: bool = False) -> World:
+    async def look(
+        self, key: Key, state: ReconcilerState, engines: Engines, *, believes_last_words: bool = False
+    ) -> ClusterSnapshot:
         """See the resource, its children, its engines and what else matters now. Raises Gone. Who
         `believes_last_words` does not wait for an engine that has just spoken."""
-        world = await self.glance(key)
-        asked = questions_of(world.deployment, world.children, memory, now=world.at)
-        nodes, rivals, refused, said = await asyncio.gather(
+        snapshot = await self.glance(key)
+        asked = plan_extra_reads(snapshot.deployment, snapshot.children, state, now=snapshot.at)
+        nodes, partly_placed, refused, said = await asyncio.gather(
             self._nodes(asked.nodes_fresh_seconds),
-            self._rivals() if asked.rivals else _nothing(),
+            self._rivals() if asked.partly_placed else _nothing(),
             self._refused_creations(key.namespace) if asked.refused_creations else _nothing(),
-            engines.look(asked.engines, world.tokens, asked.metrics, believes_last_words=believes_last_words),
+            engines.look(asked.engines, snapshot.tokens, asked.metrics, believes_last_words=believes_last_words),
         )
         return replace(
-            self.with_stakes(key, world),
+            self.with_stakes(key, snapshot),
             at=self.clock(),
             engines=said,
             nodes=nodes,
-            rivals=rivals,
+            partly_placed=partly_placed,
             refused_creations=refused,
         )
 
-    def with_stakes(self, key: Key, world: World) -> World:
+    def with_stakes(self, key: Key, snapshot: ClusterSnapshot) -> ClusterSnapshot:
         """The same world, with what other resources ask for and hold of the GPU budget now."""
-        if self.stakes is None:
-            return world
-        return replace(world, stakes=self.stakes.of_others(key.namespace, key.name))
+        if self.gpu_claims is None:
+            return snapshot
+        return replace(snapshot, gpu_claims=self.gpu_claims.of_others(key.namespace, key.name))
 
     def forget(self, key: Key) -> None:
         """Drop what is expected of a resource that is gone."""
         if self.cache is not None:
             self.cache.forget((key.namespace, key.name))
+            self.cache.discard(KIND, (key.namespace, key.name), key.uid)
         self._read.pop((key.namespace, key.name), None)
-        if self.stakes is not None:
-            self.stakes.forget(key.namespace, key.name)
+        if self.gpu_claims is not None:
+            self.gpu_claims.forget(key.namespace, key.name)
 
     def unanswered(self, key: Key) -> int | None:
         """The generation of a spec of which no status speaks yet, as far as watches have told; None: there is none."""
@@ -121,18 +124,18 @@ class Eyes:
     async def _body(self, key: Key) -> Manifest:
         return _expected(await self.cluster.get(KIND, key.namespace, key.name), key)
 
-    async def glance(self, key: Key) -> World:
+    async def glance(self, key: Key) -> ClusterSnapshot:
         """See the resource and its children alone. Raises Gone."""
         return await self._remembered(key) or await self._asked(key)
 
-    async def _asked(self, key: Key) -> World:
+    async def _asked(self, key: Key) -> ClusterSnapshot:
         """The same from the API server."""
         async with self._live:
             body = await self._body(key)
-            world = self._world(key, body)
-            return replace(world, children=await self.cluster.observe(world.deployment), read=body)
+            snapshot = self._world(key, body)
+            return replace(snapshot, children=await self.cluster.observe(snapshot.deployment), live_resource=body)
 
-    async def _remembered(self, key: Key) -> World | None:
+    async def _remembered(self, key: Key) -> ClusterSnapshot | None:
         """The same from the cache; None where it does not say enough, or has not heard of our own writes."""
         owner = key.namespace, key.name
         if self.cache is None or not self.cache.is_heard(KIND, key.namespace) or not await self.cache.settled(owner):
@@ -140,11 +143,11 @@ class Eyes:
         body = next(iter(self.cache.of(KIND, owner)), None)
         if body is None or body["metadata"]["uid"] != key.uid:
             return None  # a loop ends by what the API server says alone
-        world = self._world(key, _expected(body, key))
-        children = await self.cluster.recall(world.deployment, self.cache)
-        return None if children is None else replace(world, children=children, remembered=body)
+        snapshot = self._world(key, _expected(body, key))
+        children = await self.cluster.recall(snapshot.deployment, self.cache)
+        return None if children is None else replace(snapshot, children=children, cached_resource=body)
 
-    async def confirmed(self, key: Key, world: World, grounds: Iterable[Manifest]) -> World:
+    async def confirmed(self, key: Key, snapshot: ClusterSnapshot, grounds: Iterable[Manifest]) -> ClusterSnapshot:
         """The same world, if the `grounds` are still as they are known; else one that is confirmed as a whole, beside
         what the engines said: by what the cache has heard meanwhile, or by what the API server says. Raises Gone.
 
@@ -152,26 +155,28 @@ class Eyes:
         children are written over with what the spec asks for, whatever they are.
         """
         if await self.cluster.are_current(grounds):
-            return world
-        for _ in range(CONFIRMATIONS - 1 if world.remembered is not None else 0):
+            return snapshot
+        for _ in range(CONFIRMATIONS - 1 if snapshot.cached_resource is not None else 0):
             await asyncio.sleep(CATCH_UP_SECONDS)
             known = await self._remembered(key)
-            if known is None or known.remembered is None:
+            if known is None or known.cached_resource is None:
                 break
-            if await self.cluster.are_current((known.remembered, *known.children.stateful_sets, *known.children.pods)):
-                return _beside_the_same(known, world)
-        return _beside_the_same(await self._asked(key), world)
+            if await self.cluster.are_current(
+                (known.cached_resource, *known.children.stateful_sets, *known.children.pods)
+            ):
+                return _beside_the_same(known, snapshot)
+        return _beside_the_same(await self._asked(key), snapshot)
 
-    def _world(self, key: Key, body: Manifest) -> World:
+    def _world(self, key: Key, body: Manifest) -> ClusterSnapshot:
         """What the resource itself says; its children are still to be read."""
-        deployment, misread = self._as_read(key, body)
+        deployment, parse_errors = self._as_read(key, body)
         token = admin_token(self.secret, key.uid)
         former = None if self.former_secret is None else admin_token(self.former_secret, key.uid)
-        return World(
+        return ClusterSnapshot(
             self.clock(),
             deployment,
             token,
-            misread=misread,
+            parse_errors=parse_errors,
             tick_seconds=self.tick_seconds,
             former_token=former,
             installation=self.installation,
@@ -183,7 +188,9 @@ class Eyes:
         last = self._read.get((key.namespace, key.name))
         if last is not None and last[0] is body:
             return last[1]
-        found = as_read(body, default_image=self.default_image, allowed_privileges=self.installation.allowed_privileges)
+        found = parse_resource(
+            body, default_image=self.default_image, allowed_privileges=self.installation.allowed_privileges
+        )
         if self.cache is not None:
             self._read[key.namespace, key.name] = body, found
         return found
@@ -212,7 +219,7 @@ class Eyes:
 
     async def _refused_creations(self, namespace: str) -> tuple[Manifest, ...]:
         """The Events of StatefulSets whose pods the API server does not create; none without the right to read them."""
-        fields = f"involvedObject.kind=StatefulSet,reason={REFUSED_CREATION}"
+        fields = f"involvedObject.kind=StatefulSet,reason={FAILED_CREATE}"
         try:
             return tuple(await self.cluster.list("Event", namespace, fields=fields))
         except API_ERRORS as error:
@@ -221,14 +228,14 @@ class Eyes:
             return ()
 
 
-def _beside_the_same(world: World, seen: World) -> World:
+def _beside_the_same(snapshot: ClusterSnapshot, seen: ClusterSnapshot) -> ClusterSnapshot:
     """A world with what was seen beside the children: engines tell of each request once."""
     return replace(
-        world,
+        snapshot,
         engines=seen.engines,
         nodes=seen.nodes,
-        rivals=seen.rivals,
-        stakes=seen.stakes,
+        partly_placed=seen.partly_placed,
+        gpu_claims=seen.gpu_claims,
         refused_creations=seen.refused_creations,
     )
 

@@ -22,28 +22,26 @@ from trimtab_operator.engines.prometheus import Connection, Prometheus
 from trimtab_operator.errors import MisconfiguredOperator
 from trimtab_operator.kube import watches
 from trimtab_operator.kube.client import API_ERRORS, Cluster
+from trimtab_operator.kube.informer_cache import Cache
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS, LeaderLease
 from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.kube.webhook import Webhook
-from trimtab_operator.observed.groups import is_terminating
 from trimtab_operator.reconcile.executor import Hands
 from trimtab_operator.reconcile.gc_tuning import collect_when_quiet
 from trimtab_operator.reconcile.gpu_claims import Stakes
 from trimtab_operator.reconcile.health import Heartbeats, OperatorMetrics, measure_lag, serve_health, serve_metrics
-from trimtab_operator.reconcile.kopf_handlers import build_registry, build_settings
+from trimtab_operator.reconcile.kopf_handlers import ReconcileLoops, build_registry, build_settings
 from trimtab_operator.reconcile.loop_thread import LoopThread
 from trimtab_operator.reconcile.observer import Eyes
 from trimtab_operator.reconcile.reconciler import Reconciler
 from trimtab_operator.reconcile.wakeups import WakeUps
 from trimtab_operator.resource.installation import Installation
-from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND
 
 logger = logging.getLogger(__name__)
 
 MAX_SILENCE_SECONDS = 300.0  # a loop that has not ticked for so long is stuck: two tick deadlines and a backoff
 MAX_BLOCKED_SECONDS = 30.0  # a leader whose loops stand still for so long renews no more: ADR-0004
-COMPARE_SECONDS = 60.0  # between looks at what the API server lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,24 +212,25 @@ async def _lead(
             if options.prometheus is None
             else await stack.enter_async_context(Prometheus(options.prometheus)),
             cache=cache,
-            stakes=None if budget is None else Stakes(budget, wake_ups.ring, cache),
+            gpu_claims=None if budget is None else Stakes(budget, wake_ups.ring, cache),
         )
         hands = Hands(cluster, metrics, eyes.clock, is_leading)
         reconciler = Reconciler(eyes, hands, http, heartbeats, wake_ups)
         background = [watches.keep(cluster, cache), collect_when_quiet(lambda: reconciler.is_waited_for)]
         await stack.enter_async_context(_running(background))
-        code = await _work(leadership, reconciler, options, stop)
+        code = await _work(leadership, reconciler, cache, options, stop)
     metrics.leader.set(0)
     await leadership.release()
     return code
 
 
-async def _work(leadership: Leadership, reconciler: Reconciler, options: Options, stop: asyncio.Event) -> int:
+async def _work(
+    leadership: Leadership, reconciler: Reconciler, cache: Cache, options: Options, stop: asyncio.Event
+) -> int:
     """Run Kopf until told to stop (0), or until the Lease is lost or Kopf ends by itself (1)."""
-    operator = asyncio.create_task(_run_loops(reconciler, options, stop), name="kopf")
+    operator = asyncio.create_task(_run_loops(reconciler, cache, options, stop), name="kopf")
     keeper = asyncio.create_task(leadership.lost(), name="lease")
     stopper = asyncio.create_task(stop.wait(), name="stop")
-    watcher = asyncio.create_task(_compare(reconciler, options), name="compare")
     done, _ = await asyncio.wait({operator, keeper, stopper}, return_when=asyncio.FIRST_COMPLETED)
     if keeper in done:
         logger.error("leadership lost; ending, so that the pod starts clean")
@@ -239,49 +238,28 @@ async def _work(leadership: Leadership, reconciler: Reconciler, options: Options
         error = operator.exception()
         logger.error("the operator's watches ended", exc_info=error)
     stop.set()
-    for task in (keeper, watcher, stopper):
+    for task in (keeper, stopper):
         task.cancel()
-    await asyncio.gather(operator, keeper, watcher, stopper, return_exceptions=True)
+    await asyncio.gather(operator, keeper, stopper, return_exceptions=True)
     is_clean = keeper not in done and not operator.cancelled() and operator.exception() is None
     return 0 if is_clean else 1
 
 
-async def _run_loops(reconciler: Reconciler, options: Options, stop: asyncio.Event) -> None:
-    """Run Kopf, once the cache was filled: else every loop would begin by asking for itself."""
-    cache = reconciler.eyes.cache
-    if cache is not None and not await _first(watches.first_heard(cache), stop):
+async def _run_loops(reconciler: Reconciler, cache: Cache, options: Options, stop: asyncio.Event) -> None:
+    """Run Kopf and the reconcile loops it starts, once the children are listed: a loop would otherwise list its own."""
+    if not await _first(watches.first_heard(cache), stop):
         return
     others = asyncio.all_tasks()
     tasks = await kopf.spawn_tasks(
-        registry=build_registry(reconciler),
+        registry=build_registry(ReconcileLoops(reconciler), cache),
         settings=build_settings(),
         standalone=True,
         clusterwide=not options.namespaces,
         namespaces=options.namespaces,
         stop_flag=stop,
     )
-    _hear_signals(stop)  # Kopf took them; told by its stop flag it ends at once, as nothing is left to wait for
+    _hear_signals(stop)  # Kopf replaced them. Its stop flag ends it at once, since it has no task of its own to finish
     await kopf.run_tasks(tasks, ignored=others)
-
-
-async def _compare(reconciler: Reconciler, options: Options) -> None:
-    """Look from time to time whether every resource has a loop: a watch may die without a word."""
-    while True:
-        await asyncio.sleep(COMPARE_SECONDS)
-        try:
-            reconciler.heartbeats.compare(await _names(reconciler, options))
-        except CONNECTION_ERRORS as error:
-            logger.warning("resources could not be listed", extra={"error": str(error)})
-
-
-async def _names(reconciler: Reconciler, options: Options) -> list[str]:
-    """The resources that there are: by watches that are not Kopf's where they say enough, else by a list."""
-    cache, cluster = reconciler.eyes.cache, reconciler.eyes.cluster
-    found: list[Manifest] = []
-    for namespace in options.namespaces or (None,):
-        known = None if cache is None else cache.all_of(KIND, namespace)
-        found += await cluster.list(KIND, namespace) if known is None else known
-    return [f"{item['metadata']['namespace']}/{item['metadata']['name']}" for item in found if not is_terminating(item)]
 
 
 async def _first(awaited: Coroutine[None, None, None], stop: asyncio.Event) -> bool:

@@ -20,12 +20,12 @@ from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
 from trimtab_operator.kube.client import API_ERRORS
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS
 from trimtab_operator.kube.rbac import missing_right
-from trimtab_operator.planning.idle import Rest, caught_up, rest_of
-from trimtab_operator.planning.plan import Turn, findings_without_a_turn, turn
-from trimtab_operator.planning.preconditions import grounds_of
-from trimtab_operator.planning.snapshot import World
-from trimtab_operator.planning.state import Memory
-from trimtab_operator.planning.status_inputs import Findings
+from trimtab_operator.planning.idle import IdleState, detect_idle, replay_idle_period
+from trimtab_operator.planning.plan import ReconcilePlan, plan_reconcile, status_inputs_after_error
+from trimtab_operator.planning.preconditions import preconditions_of
+from trimtab_operator.planning.snapshot import ClusterSnapshot
+from trimtab_operator.planning.state import ReconcilerState
+from trimtab_operator.planning.status_inputs import StatusInputs
 from trimtab_operator.reconcile.executor import Hands, one_line
 from trimtab_operator.reconcile.health import Heartbeats
 from trimtab_operator.reconcile.observer import Eyes, Key
@@ -57,12 +57,12 @@ class Loop:
 
     key: Key
     engines: Engines
-    memory: Memory = field(default_factory=Memory)
+    state: ReconcilerState = field(default_factory=ReconcilerState)
     failures: int = 0
     """Ticks that failed, in a row."""
-    decided: tuple[World, Turn] | None = None
+    decided: tuple[ClusterSnapshot, ReconcilePlan] | None = None
     """What this tick saw and decided, as far as it has come."""
-    rest: Rest | None = None
+    rest: IdleState | None = None
     """What the last tick left behind, where nothing happens."""
     generation: int | None = None
     """Of the spec by which it ticked last of those that no status spoke of, whatever came of it."""
@@ -135,35 +135,35 @@ class Reconciler:
             return True
         if not await loop.engines.say_the_same(rest.engines):
             return False
-        loop.rest = rest.later(self.eyes.clock())
+        loop.rest = rest.seen_again(self.eyes.clock())
         return True
 
     async def tick(self, loop: Loop) -> float:
         """Bring the resource one step nearer to what is wanted; seconds until the next tick."""
         rest, loop.rest, is_hurried = loop.rest, None, loop.place.urgent
-        world = await self.eyes.look(loop.key, loop.memory, loop.engines, believes_last_words=is_hurried)
-        if rest is not None and rest.ended_in(world):
+        snapshot = await self.eyes.look(loop.key, loop.state, loop.engines, believes_last_words=is_hurried)
+        if rest is not None and rest.has_ended(snapshot):
             async with self._thinking.entered(Place(loop.place.urgent)):
-                loop.memory = await asyncio.to_thread(caught_up, rest, loop.memory)
-        world, decided = await self._confirmed(loop, world, await self._decided(loop, world))
-        world, decided = await self._staked(loop, world, decided)
-        loop.decided = world, decided
-        await self.hands.remember(world, decided)
-        loop.memory = decided.memory  # only now: what could not be written is decided again
-        before = self.hands.said(world.deployment)
-        leaves_it = not loop.owes_status and _is_soon_said_better(world, decided)
-        done = await self.hands.act(world, decided, loop.engines)
+                loop.state = await asyncio.to_thread(replay_idle_period, rest, loop.state)
+        snapshot, decided = await self._confirmed(loop, snapshot, await self._decided(loop, snapshot))
+        snapshot, decided = await self._staked(loop, snapshot, decided)
+        loop.decided = snapshot, decided
+        await self.hands.persist_state(snapshot, decided)
+        loop.state = decided.state  # only now: what could not be written is decided again
+        before = self.hands.said(snapshot.deployment)
+        leaves_it = not loop.owes_status and _is_soon_said_better(snapshot, decided)
+        done = await self.hands.act(snapshot, decided, loop.engines)
         await self._let_others_act(loop)
-        status = await self.hands.report(world, decided, done, is_status_due=not leaves_it)
+        status = await self.hands.report(snapshot, decided, done, is_status_due=not leaves_it)
         loop.owes_status = leaves_it
-        loop.memory = replace(decided.memory, futile=decided.futile)
+        loop.state = replace(decided.state, repeated_applies=decided.repeated_applies)
         if not decided.is_idle or _is_moving(status):
             return min(BUSY_TICK_SECONDS, self.eyes.tick_seconds)
         if is_hurried:  # the engines were not asked
             return self.eyes.tick_seconds
-        if _may_rest(world, status):
+        if _may_rest(snapshot, status):
             return RESTING_SECONDS
-        loop.rest = rest_of(world, decided, status, before=before)
+        loop.rest = detect_idle(snapshot, decided, status, before=before)
         return self.eyes.tick_seconds
 
     async def _let_others_act(self, loop: Loop) -> None:
@@ -176,35 +176,39 @@ class Reconciler:
             finally:
                 self.heartbeats.beat(str(loop.key))
 
-    async def _confirmed(self, loop: Loop, world: World, decided: Turn) -> tuple[World, Turn]:
+    async def _confirmed(
+        self, loop: Loop, snapshot: ClusterSnapshot, decided: ReconcilePlan
+    ) -> tuple[ClusterSnapshot, ReconcilePlan]:
         """Make sure of what a turn rests on; where the cache lagged, decide again by what is so now."""
-        grounds = grounds_of(world, decided)
+        grounds = preconditions_of(snapshot, decided)
         if not grounds:
-            return world, decided
-        seen = await self.eyes.confirmed(loop.key, world, grounds)
-        return (world, decided) if seen is world else (seen, await self._decided(loop, seen))
+            return snapshot, decided
+        seen = await self.eyes.confirmed(loop.key, snapshot, grounds)
+        return (snapshot, decided) if seen is snapshot else (seen, await self._decided(loop, seen))
 
-    async def _staked(self, loop: Loop, world: World, decided: Turn) -> tuple[World, Turn]:
+    async def _staked(
+        self, loop: Loop, snapshot: ClusterSnapshot, decided: ReconcilePlan
+    ) -> tuple[ClusterSnapshot, ReconcilePlan]:
         """Take what was decided out of the GPU budget; where others took it meanwhile, decide again beside them."""
-        stakes = self.eyes.stakes
+        gpu_claims = self.eyes.gpu_claims
         for _ in range(STAKES_TRIED):
-            stake = decided.stake
-            if stakes is None or stake is None:
-                return world, decided
-            if stakes.put(stake, decided.replicas_staked, beside=decided.num_beside, grows=decided.grows):
-                return world, decided
-            world = self.eyes.with_stakes(loop.key, world)
-            world, decided = await self._confirmed(loop, world, await self._decided(loop, world))
+            gpu_claim = decided.gpu_claim
+            if gpu_claims is None or gpu_claim is None:
+                return snapshot, decided
+            if gpu_claims.put(gpu_claim, decided.claimed_replicas, beside=decided.num_surge, grows=decided.grows):
+                return snapshot, decided
+            snapshot = self.eyes.with_stakes(loop.key, snapshot)
+            snapshot, decided = await self._confirmed(loop, snapshot, await self._decided(loop, snapshot))
         raise NotYet("the GPU budget is being shared out anew; it is looked at again in a moment")
 
-    async def _decided(self, loop: Loop, world: World) -> Turn:
+    async def _decided(self, loop: Loop, snapshot: ClusterSnapshot) -> ReconcilePlan:
         """Take a turn: here, where it is brief, else beside the event loop. A thread that computes keeps the loop from
         each answer for milliseconds: what is brief costs all others less when it is taken in one go."""
-        if loop.turn_seconds is not None and loop.turn_seconds <= BRIEF_SECONDS and _foresees_nothing(world):
-            found, loop.turn_seconds = _timed_turn(world, loop.memory)
+        if loop.turn_seconds is not None and loop.turn_seconds <= BRIEF_SECONDS and _foresees_nothing(snapshot):
+            found, loop.turn_seconds = _timed_turn(snapshot, loop.state)
             return found
         async with self._thinking.entered(Place(loop.place.urgent)):
-            found, loop.turn_seconds = await asyncio.to_thread(_timed_turn, world, loop.memory)
+            found, loop.turn_seconds = await asyncio.to_thread(_timed_turn, snapshot, loop.state)
         return found
 
     async def guarded_tick(self, loop: Loop) -> float:
@@ -258,49 +262,49 @@ class Reconciler:
         try:
             async with asyncio.timeout(TICK_DEADLINE_SECONDS):
                 try:
-                    world, findings = await self._findings(loop, problem)
+                    snapshot, status_inputs = await self._findings(loop, problem)
                 except API_ERRORS:
                     await self.hands.write_in_the_dark(await self.eyes.resource(loop.key), problem)
                 else:
-                    await self.hands.write_status(world.deployment, findings)
+                    await self.hands.write_status(snapshot.deployment, status_inputs)
         except Exception as second:  # whatever failed once may fail here again; the loop must go on
             logger.warning(
                 "the failure could not be shown", extra={"resource": str(loop.key), "error": one_line(second)}
             )
 
-    async def _findings(self, loop: Loop, problem: tuple[str, str]) -> tuple[World, Findings]:
+    async def _findings(self, loop: Loop, problem: tuple[str, str]) -> tuple[ClusterSnapshot, StatusInputs]:
         """What is known beside the problem: what the tick found, or what can be seen at a glance."""
         if loop.decided is not None:
-            world, decided = loop.decided
-            return world, replace(decided.findings, problem=problem)
-        world = await self.eyes.glance(loop.key)
-        return world, findings_without_a_turn(world, loop.memory, problem)
+            snapshot, decided = loop.decided
+            return snapshot, replace(decided.status_inputs, problem=problem)
+        snapshot = await self.eyes.glance(loop.key)
+        return snapshot, status_inputs_after_error(snapshot, loop.state, problem)
 
 
-def _timed_turn(world: World, memory: Memory) -> tuple[Turn, float]:
+def _timed_turn(snapshot: ClusterSnapshot, state: ReconcilerState) -> tuple[ReconcilePlan, float]:
     began = time.thread_time()
-    return turn(world, memory), time.thread_time() - began
+    return plan_reconcile(snapshot, state), time.thread_time() - began
 
 
-def _foresees_nothing(world: World) -> bool:
+def _foresees_nothing(snapshot: ClusterSnapshot) -> bool:
     """Whether the tuner has no reason to predict anything: nobody is served, and replicas do not follow a load."""
-    gauges = [said.sample.gauges for said in world.engines.values() if said.sample is not None]
-    return world.deployment.spec.scaling is None and not any(now.running or now.waiting for now in gauges)
+    gauges = [said.sample.gauges for said in snapshot.engines.values() if said.sample is not None]
+    return snapshot.deployment.spec.scaling is None and not any(now.running or now.waiting for now in gauges)
 
 
 def _reason_of(error: Exception) -> Reason:
     """Why nothing moves. What only its owner or an administrator can mend is told at once."""
     if isinstance(error, NameTaken):
-        return Reason.NAME_TAKEN
-    return Reason.RECONCILE_ERROR if missing_right(error) is None else Reason.MISSING_RIGHT
+        return Reason.NAME_CONFLICT
+    return Reason.RECONCILE_ERROR if missing_right(error) is None else Reason.FORBIDDEN
 
 
-def _is_soon_said_better(world: World, decided: Turn) -> bool:
+def _is_soon_said_better(snapshot: ClusterSnapshot, decided: ReconcilePlan) -> bool:
     """Whether the status can be left to the next look, which watches ring for at once: replicas that are removed here
     are not there any more then. A spec that no status speaks of yet is answered now."""
-    is_answered = world.deployment.status.get("observedGeneration") == world.deployment.generation
+    is_answered = snapshot.deployment.status.get("observedGeneration") == snapshot.deployment.generation
     is_quiet = is_answered and not decided.patches  # what engines are told shows at once
-    return decided.removes_replicas and is_quiet and world.remembered is not None
+    return decided.removes_replicas and is_quiet and snapshot.cached_resource is not None
 
 
 def _is_moving(status: Mapping[str, Any]) -> bool:
@@ -308,12 +312,12 @@ def _is_moving(status: Mapping[str, Any]) -> bool:
     return bool(by_type["Progressing"]["status"] == "True" or by_type["TuningActive"]["reason"] == "NotYetApplied")
 
 
-def _may_rest(world: World, status: Mapping[str, Any]) -> bool:
+def _may_rest(snapshot: ClusterSnapshot, status: Mapping[str, Any]) -> bool:
     """Whether nothing is missed by looking seldom: what happens to the children rings, and nobody watches engines."""
-    spec = world.deployment.spec
+    spec = snapshot.deployment.spec
     by_type = {c["type"]: c["status"] for c in status["conditions"]}
     is_well = by_type["Ready"] == "True" and by_type["Degraded"] == "False"
-    return world.remembered is not None and is_well and spec.tuning.mode == "Off" and spec.scaling is None
+    return snapshot.cached_resource is not None and is_well and spec.tuning.mode == "Off" and spec.scaling is None
 
 
 async def _rang(alarm: asyncio.Event, seconds: float) -> bool:

@@ -1,11 +1,13 @@
-"""An API server over HTTP that keeps what it is given and has no rules, with watches that say nothing."""
+"""An API server over HTTP that stores every object without validation. Watches stay silent unless events are queued."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -16,7 +18,8 @@ POLL_SECONDS = 0.05
 RESOURCE = {"kind": KIND, "name": PLURAL, "singularName": "", "namespaced": True, "verbs": ["list", "watch", "patch"]}
 VERSIONS = {"preferredVersion": {"version": VERSION}, "versions": [{"version": VERSION}]}
 DISCOVERY: dict[str, dict[str, Any]] = {
-    "/api": {"versions": []},
+    "/api": {"versions": ["v1"]},
+    "/api/v1": {"resources": [{**RESOURCE, "kind": "Namespace", "name": "namespaces", "namespaced": False}]},
     "/apis": {"groups": [{"name": GROUP, **VERSIONS}]},
     f"/apis/{GROUP}/{VERSION}": {"resources": [RESOURCE]},
 }
@@ -33,6 +36,10 @@ class SmallApiServer:
         self.reads: Counter[str] = Counter()
         self.slow: dict[str, Callable[[], bool]] = {}
         """Paths of which nothing is said before this is so."""
+        self.listed: dict[str, list[dict[str, Any]]] = {}
+        """Items of lists, by path."""
+        self.events: dict[str, asyncio.Queue[dict[str, Any]]] = {}
+        """Events that the watch of a path sends."""
         self.port = 0
         self._version = 0
 
@@ -66,7 +73,7 @@ class SmallApiServer:
         if path in DISCOVERY:
             return web.json_response(DISCOVERY[path])
         if path.rsplit("/", 1)[1] in {plural for _, _, plural, _ in RESOURCES.values()}:
-            return web.json_response({"metadata": {"resourceVersion": "1"}, "items": []})
+            return web.json_response({"metadata": {"resourceVersion": "1"}, "items": self.listed.get(path, [])})
         name = path.rsplit("/", 1)[1]
         return web.json_response({"reason": "NotFound", "details": {"name": name}}, status=404)
 
@@ -81,6 +88,22 @@ class SmallApiServer:
     async def _watched(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        while request.transport is not None:  # noqa: ASYNC110 - until the client goes
-            await asyncio.sleep(POLL_SECONDS)
+        events = self.events.get(request.path)
+        while request.transport is not None:  # until the client disconnects
+            if events is None or events.empty():
+                await asyncio.sleep(POLL_SECONDS)
+            else:
+                await response.write(json.dumps(await events.get()).encode() + b"\n")
         return response
+
+
+def make_kubeconfig(folder: Path, port: int) -> Path:
+    """Write a kubeconfig for the server on this port. Return its path."""
+    content = {
+        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+    }
+    path = folder / "kubeconfig"
+    path.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", "current-context": "c", **content}))
+    return path

@@ -21,7 +21,7 @@ import virtual_time
 from aiohttp import web
 from kubernetes.aio.config import kube_config
 from one_lease import OneLease
-from small_api_server import SmallApiServer
+from small_api_server import SmallApiServer, make_kubeconfig
 from trimtab_operator.kube import leader_election, watches
 from trimtab_operator.kube.client import Cluster
 from trimtab_operator.kube.leader_election import LeaderLease
@@ -90,17 +90,6 @@ def port_of(made: web.AppRunner) -> int:
     return next(int(address[1]) for address in made.addresses if len(address) == 2)
 
 
-def a_kubeconfig(folder: Path, port: int) -> Path:
-    named = {
-        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
-        "users": [{"name": "u", "user": {"token": "t"}}],
-        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-    }
-    made = folder / "kubeconfig"
-    made.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", "current-context": "c", **named}))
-    return made
-
-
 def asked(url: str, body: Any = None) -> str:
     """What is answered, without help of the caller's event loop."""
     trusting = ssl._create_unverified_context()
@@ -120,7 +109,7 @@ async def running(
     async with LoopThread("api-server") as elsewhere:
         await elsewhere.enter(server.served())
         monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(a_kubeconfig(folder, server.port)))
+        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(make_kubeconfig(folder, server.port)))
         monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
         async with asyncio.timeout(PATIENCE_SECONDS):
             yield asyncio.create_task(run_operator(OPTIONS))
