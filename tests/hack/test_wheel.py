@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import platform
 import sys
@@ -9,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from setuptools import Distribution
 from trimtab_kernels.native.build import INSTRUCTION_SETS, compiler, library_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -28,7 +28,8 @@ def setup_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def build(module: ModuleType, folder: Path, *, is_editable: bool = False) -> Path:
     """Run build_py for a distribution without packages, and return the folder of compiled operators."""
-    command = module.BuildPy(Distribution({"packages": []}))
+    distribution = importlib.import_module("setuptools").Distribution({"packages": []})
+    command = module.BuildPy(distribution)
     command.build_lib = str(folder)
     command.ensure_finalized()
     command.editable_mode = is_editable
