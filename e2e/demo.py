@@ -42,8 +42,8 @@ from harness.tuning import (
     WATCH_SECONDS,
     WATERMARK,
     calm_probe,
+    decision_probe,
     load_options,
-    moved,
     pinned_utilization,
     preemptions_per_1000_tokens,
     start_utilization,
@@ -144,7 +144,7 @@ class Demo:
 
     def _until_moved(self, deployment: Deployment, knob: str, before: EngineReading, trace: Trace) -> dict[str, Any]:
         with self.stage.meter() as meter:
-            probe = moved(deployment, knob, before.values[knob], _both(meter.show, trace))
+            probe = decision_probe(deployment, knob, before.values[knob], _both(meter.show, trace))
             return deployment.waiter.until(f"the operator changes {knob}", probe, deadline_seconds=DECISION_SECONDS)
 
     def _explain(self, decision: dict[str, Any], before: EngineReading, now: EngineReading, *, restarted: bool) -> None:

@@ -13,7 +13,7 @@ from conftest import Apply
 from harness.deployment import Deployment
 from harness.install import Installation
 from harness.kube import Kube, KubectlError
-from harness.report import log_line, measured
+from harness.report import log_line, report_measurement
 from harness.traffic import LoadOptions, LoadReport, load
 from harness.tuning import load_options, pinned_utilization, start_utilization
 from harness.wait import NotYet
@@ -69,7 +69,7 @@ def test_replicas_follow_load(scaled: Deployment, installation: Installation, ku
     assert sum(deployment.restarts().values()) == 0
     events = [event for event in kube.events(namespace, deployment.name) if fewer["id"] in str(event["message"])]
     assert len(events) == 1, f"{len(events)} Events carry decision {fewer['id']}"
-    measured(f"automatic replicas: up under {CLIENTS} clients, {up}; down under two, {down}")
+    report_measurement(f"automatic replicas: up under {CLIENTS} clients, {up}; down under two, {down}")
 
 
 def test_scale_write_is_rejected_while_scaling_is_set(scaled: Deployment, kube: Kube, namespace: str) -> None:

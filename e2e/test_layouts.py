@@ -11,27 +11,27 @@ from conftest import Apply, Remove
 from harness.deployment import Deployment, describe
 from harness.engine import API_PORT
 from harness.kube import Kube, Manifest, condition, is_true
-from harness.layouts import NEVER, READY_SECONDS, ROOM, answer_of, await_ready, layout, needs_workers, nodes_of
+from harness.layouts import NEVER, READY_SECONDS, ROOM, answer_of, await_ready, layout, nodes_of, require_workers
 from harness.nodes import pod_nodes, simulated_resource, tainted_except, worker_nodes
-from harness.report import measured
+from harness.report import report_measurement
 from harness.wait import NotYet, Waiter
 
 ACCELERATOR = "example.com/accelerator"
 
 
-def a_layout(apply: Apply, name: str, **parallelism: Any) -> Deployment:
+def apply_layout(apply: Apply, name: str, **parallelism: Any) -> Deployment:
     return apply(name, **layout(**parallelism))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def several_nodes(kube: Kube) -> None:
-    needs_workers(kube)
+    require_workers(kube)
 
 
 @pytest.fixture(scope="module")
 def expected(apply: Apply, remove: Remove) -> str:
     """Return the answer of a single rank."""
-    one = a_layout(apply, "one")
+    one = apply_layout(apply, "one")
     one.ready(deadline_seconds=READY_SECONDS)
     text = answer_of(one)
     remove(one)
@@ -42,7 +42,7 @@ def expected(apply: Apply, remove: Remove) -> str:
 def three(apply: Apply, remove: Remove, expected: str) -> Iterator[Deployment]:
     """Return one replica of three pods with one rank each: 9 heads and 3 KV heads split by three."""
     began = time.monotonic()
-    deployment = a_layout(apply, "three", tensor=3, gpusPerNode=1)
+    deployment = apply_layout(apply, "three", tensor=3, gpusPerNode=1)
     await_ready(deployment, "three pods, TP3, from apply", began)
     yield deployment
     remove(deployment)
@@ -68,7 +68,7 @@ def test_killed_worker_pod_restarts_group(three: Deployment, expected: str, kube
     began = time.monotonic()
     kube.run("delete", "pod", "three-g0-w-0", "-n", three.namespace, "--grace-period=0", "--force", "--wait=false")
     _await_down(three)
-    measured(f"worker pod killed: Ready is False after {time.monotonic() - began:.0f} s")
+    report_measurement(f"worker pod killed: Ready is False after {time.monotonic() - began:.0f} s")
     await_ready(three, "worker pod killed", began)
     after = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in three.group_pods()}
     assert after.keys() == before.keys()
@@ -144,7 +144,7 @@ def test_group_blocked_by_quota_starts_once_quota_is_removed(
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": one_more}
     kube.apply(quota, namespace=namespace)
     try:
-        half = a_layout(apply, "half", pipeline=2, gpusPerNode=1)
+        half = apply_layout(apply, "half", pipeline=2, gpusPerNode=1)
         reason, message = half.waiter.until("the quota is reported", lambda: _rejected(half), deadline_seconds=120.0)
     finally:
         kube.delete("resourcequota", "few", namespace)
@@ -173,7 +173,7 @@ def _rejected(deployment: Deployment) -> tuple[str, str]:
 
 def test_two_pipeline_stages_in_two_pods(apply: Apply, remove: Remove, expected: str) -> None:
     began = time.monotonic()
-    two = a_layout(apply, "stages", pipeline=2, gpusPerNode=1)
+    two = apply_layout(apply, "stages", pipeline=2, gpusPerNode=1)
     await_ready(two, "two pods, PP2, from apply", began)
     assert len(set(nodes_of(two))) == 2
     assert answer_of(two) == expected
@@ -197,7 +197,7 @@ def test_two_data_parallel_ranks_in_one_pod(apply: Apply, remove: Remove, expect
 
 def test_two_data_parallel_ranks_in_two_pods(apply: Apply, remove: Remove, expected: str, kube: Kube) -> None:
     began = time.monotonic()
-    both = a_layout(apply, "spread", data=2, gpusPerNode=1)
+    both = apply_layout(apply, "spread", data=2, gpusPerNode=1)
     await_ready(both, "two pods, DP2, from apply", began)
     assert len(set(nodes_of(both))) == 2
     assert answer_of(both) == expected
@@ -212,7 +212,7 @@ RACER = {"parallelism": {"pipeline": 2, "gpusPerNode": 1}, "tuning": NEVER}
 TOLERATION = {"key": "trimtab.dev/e2e-kept-for", "operator": "Exists", "effect": "NoSchedule"}
 
 
-def a_racer(apply: Apply, name: str, **pod: Any) -> Deployment:
+def apply_racer(apply: Apply, name: str, **pod: Any) -> Deployment:
     resources = {kind: {**amounts, ACCELERATOR: "1"} for kind, amounts in ROOM.items()}
     return apply(name, **RACER, template={"spec": {"containers": [{"name": "main", "resources": resources}], **pod}})
 
@@ -221,9 +221,9 @@ def test_newer_of_two_deadlocked_groups_backs_off(apply: Apply, remove: Remove, 
     """Two groups of two pods hold one of two accelerators each: without gang scheduling both wait indefinitely."""
     one, other = worker_nodes(kube)[:2]
     with simulated_resource(kube, ACCELERATOR, {one: 1}):
-        old = a_racer(apply, "old")
+        old = apply_racer(apply, "old")
         old.waiter.until("the older group has one pod placed", lambda: _holds(old, 1), deadline_seconds=60.0)
-        young = a_racer(apply, "young", tolerations=[TOLERATION])
+        young = apply_racer(apply, "young", tolerations=[TOLERATION])
         young.waiter.until("the newer group has its pods", lambda: _holds(young, 0), deadline_seconds=60.0)
         with simulated_resource(kube, ACCELERATOR, {other: 1}):
             with tainted_except(kube, other, TOLERATION):  # otherwise the scheduler may place a pod of either group
@@ -231,7 +231,7 @@ def test_newer_of_two_deadlocked_groups_backs_off(apply: Apply, remove: Remove, 
             began = time.monotonic()
             assert len(_placed(old)) == 1
             old.ready(deadline_seconds=READY_SECONDS)
-            measured(f"two deadlocked groups: the older one is Ready after {time.monotonic() - began:.0f} s")
+            report_measurement(f"two deadlocked groups: the older one is Ready after {time.monotonic() - began:.0f} s")
             events = [
                 event
                 for event in kube.events(young.namespace, young.name)

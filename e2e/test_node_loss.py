@@ -9,9 +9,9 @@ from conftest import Apply
 from harness.deployment import Deployment
 from harness.install import Installation
 from harness.kube import Kube
-from harness.layouts import READY_SECONDS, answer_of, layout, needs_workers, nodes_of
-from harness.nodes import all_ready, node_of, not_ready, paused, worker_nodes
-from harness.report import measured
+from harness.layouts import READY_SECONDS, answer_of, layout, nodes_of, require_workers
+from harness.nodes import all_ready, node_of, not_ready, pause_node, worker_nodes
+from harness.report import report_measurement
 from harness.target import Target
 from harness.wait import NotYet
 
@@ -23,7 +23,7 @@ def three(target: Target, kube: Kube, apply: Apply) -> Deployment:
     """Return one replica of three pods, on a cluster where one of the nodes can be paused."""
     if not target.is_own:
         pytest.skip("only a node of the cluster of e2e/cluster can be paused")
-    needs_workers(kube)
+    require_workers(kube)
     deployment = apply("three", **layout(tensor=3, gpusPerNode=1))
     deployment.ready(deadline_seconds=READY_SECONDS)
     return deployment
@@ -34,17 +34,17 @@ def test_lost_node_moves_group(three: Deployment, kube: Kube, installation: Inst
     leader = node_of(installation.leader())  # losing the leader adds a 20 s failover, which test_operator.py covers
     node = next(name for name in worker_nodes(kube) if name != leader)
     assert node in nodes_of(three), f"no pod of the group on {node}"
-    with paused(kube, node):
+    with pause_node(kube, node):
         began = time.monotonic()
         waiter = three.waiter
         waiter.until("the node is NotReady", lambda: not_ready(kube, node), deadline_seconds=120.0)
         noticed = time.monotonic() - began
         waiter.until("no pod of the group is on it", lambda: _none_on(three, node), deadline_seconds=180.0)
-        moved = time.monotonic() - began
+        replaced = time.monotonic() - began
         three.ready(deadline_seconds=NODE_SECONDS)
         total = time.monotonic() - began
-        measured(
-            f"node paused: NotReady after {noticed:.0f} s, pods replaced after {moved:.0f} s, Ready after {total:.0f} s"
+        report_measurement(
+            f"node paused: NotReady after {noticed:.0f} s, replaced after {replaced:.0f} s, Ready after {total:.0f} s"
         )
         assert node not in nodes_of(three)
         assert any(event["reason"] == "NodeLost" for event in kube.events(three.namespace, three.name))

@@ -12,7 +12,7 @@ from harness.answer import EXPECTED, ask
 from harness.deployment import ROLLED_BACK_SECONDS, Deployment
 from harness.install import NAMESPACE, Installation
 from harness.kube import CRD_KIND, ENFORCE, Kube, KubectlError, condition, is_true
-from harness.report import log_line, measured
+from harness.report import log_line, report_measurement
 from harness.wait import NotYet
 
 HEALTH_PORT = 8081
@@ -94,7 +94,7 @@ def test_standby_operator_takes_over_after_leader_kill(apply: Apply, installatio
         return holder
 
     installation.waiter.until("another operator leads", another_leads, deadline_seconds=TAKE_OVER_SECONDS)
-    measured(f"leader killed: another operator leads after {time.monotonic() - begin:.1f} s")
+    report_measurement(f"leader killed: another operator leads after {time.monotonic() - begin:.1f} s")
     _reconciles_edit(deployment, kube)
     assert deployment.restarts() == restarts
 

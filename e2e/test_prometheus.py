@@ -11,7 +11,7 @@ from harness.deployment import Deployment
 from harness.install import Installation
 from harness.kube import CRD_KIND, Kube, condition
 from harness.prometheus import PrometheusServer
-from harness.report import log_line, measured
+from harness.report import log_line, report_measurement
 from harness.target import prometheus_in_cluster
 from harness.traffic import load
 from harness.tuning import (
@@ -19,8 +19,8 @@ from harness.tuning import (
     DECISION_SECONDS,
     UTILIZATION,
     calm_probe,
+    decision_probe,
     load_options,
-    moved,
 )
 from harness.wait import NotYet
 
@@ -65,7 +65,7 @@ def test_prometheus_metrics_drive_tuning(
         kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"tuning": {"mode": "Auto"}}})
         decision = deployment.waiter.until(
             f"the operator moves {UTILIZATION}",
-            moved(deployment, UTILIZATION, before.values[UTILIZATION]),
+            decision_probe(deployment, UTILIZATION, before.values[UTILIZATION]),
             deadline_seconds=DECISION_SECONDS,
         )
         log_line(f"decided: {decision['message']}")
@@ -80,7 +80,7 @@ def test_prometheus_metrics_drive_tuning(
     assert float(decision["to"]) > float(decision["from"])
     assert after.kv_tokens > before.kv_tokens
     assert deployment.restarts() == restarts
-    measured(f"from PromQL: {before.kv_tokens} to {after.kv_tokens} KV tokens, {report}")
+    report_measurement(f"from PromQL: {before.kv_tokens} to {after.kv_tokens} KV tokens, {report}")
 
 
 def test_prometheus_outage_pauses_tuning(

@@ -6,7 +6,7 @@ import pytest
 from harness.answer import EXPECTED, ask
 from harness.deployment import Deployment, describe
 from harness.kube import Kube, Manifest, is_true
-from harness.report import log_line, measured
+from harness.report import log_line, report_measurement
 from harness.wait import NotYet
 from harness.watch import watch
 
@@ -52,7 +52,9 @@ def test_killed_engine_core_recovers_with_correct_status(ready: Deployment, kube
     assert EXPECTED in ask(ready).text
     after = ready.pod()
     restarts = sum(entry["restartCount"] for entry in after["status"]["containerStatuses"])
-    measured(f"engine core killed: replica back (same pod: {after['metadata']['uid'] == uid}, restarts {restarts})")
+    report_measurement(
+        f"engine core killed: replica back (same pod: {after['metadata']['uid'] == uid}, restarts {restarts})"
+    )
     assert restarts >= 1 or after["metadata"]["uid"] != uid
 
 

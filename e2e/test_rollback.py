@@ -13,7 +13,7 @@ from conftest import Apply, Remove
 from harness.answer import EXPECTED, ask, ask_at
 from harness.deployment import ROLLED_BACK_SECONDS, Deployment
 from harness.kube import CRD_KIND, Kube, Manifest, condition
-from harness.report import measured
+from harness.report import report_measurement
 from harness.service import port_forward
 from harness.wait import NotYet
 
@@ -80,7 +80,7 @@ def test_change_rejected_by_engine_rolls_back_without_downtime(two: Deployment, 
         (served,) = {pod["metadata"]["uid"] for pod in two.pods() if pod["metadata"]["name"] == f"{two.name}-g1-0"}
         assert after[served] == kept[served]
     assert not any(after.values())
-    measured(
+    report_measurement(
         f"a rejected change is rolled back in {time.monotonic() - begin:.0f} s; {stats.answered} requests answered"
     )
 

@@ -9,7 +9,7 @@ from conftest import Apply
 from harness.answer import EXPECTED, ask
 from harness.deployment import Deployment
 from harness.kube import Kube, is_true
-from harness.report import log_line, measured
+from harness.report import log_line, report_measurement
 from harness.wait import NotYet
 from harness.watch import Watched, watch
 
@@ -35,7 +35,7 @@ def _has_seen_ready(watched: Watched) -> None:
 def test_openai_client_streams_answer_through_service(first: tuple[Deployment, Watched, float]) -> None:
     deployment, _, begin = first
     answer = ask(deployment)
-    measured(f"kubectl apply to first token: {answer.first_token_at - begin:.1f} s")
+    report_measurement(f"kubectl apply to first token: {answer.first_token_at - begin:.1f} s")
     log_line(f"answer: {answer.text!r}")
     assert EXPECTED in answer.text
     assert answer.chunks > 1, "the answer came in one piece, so it was not streamed"

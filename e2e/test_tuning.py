@@ -13,7 +13,7 @@ from harness.deployment import Deployment
 from harness.engine import EngineReading
 from harness.install import Installation
 from harness.kube import CRD_KIND, Kube, condition
-from harness.report import log_line, measured
+from harness.report import log_line, report_measurement
 from harness.traffic import LoadReport, load
 from harness.tuning import (
     CALM_DEADLINE_SECONDS,
@@ -23,8 +23,8 @@ from harness.tuning import (
     WATCH_SECONDS,
     WATERMARK,
     calm_probe,
+    decision_probe,
     load_options,
-    moved,
     pinned_utilization,
     preemptions_per_1000_tokens,
     start_utilization,
@@ -69,7 +69,7 @@ def test_recommended_utilization_is_applied_in_auto_mode(
     assert after.config_generation > before.config_generation
     _assert_undisturbed(report, deployment, restarts)
     _is_reported_everywhere(decision, deployment, installation, kube)
-    measured(
+    report_measurement(
         f"trim with headroom: {before.kv_tokens} to {after.kv_tokens} KV tokens, {after.preemptions:.0f} preemptions "
         f"before calm, {report}"
     )
@@ -97,7 +97,7 @@ def test_watermark_is_raised_before_max_num_seqs_without_headroom(
     assert then.values[SEQS] == before.values[SEQS]
     _assert_undisturbed(report, deployment, restarts)
     _is_reported_everywhere(decision, deployment, installation, kube)
-    measured(
+    report_measurement(
         f"trim without headroom: watermark {decision['from']} to {decision['to']}, preemptions per 1,000 tokens "
         f"{preemptions_per_1000_tokens(before, then):.1f} until then, {preemptions_per_1000_tokens(then, after):.1f} "
         f"in the {WATCH_SECONDS:.0f} s after, {report}"
@@ -123,7 +123,9 @@ def _moved_and_calm(
 def _moved(deployment: Deployment, knob: str, before: EngineReading) -> dict[str, str]:
     """Wait until the operator has changed `knob`, and return the decision."""
     decision = deployment.waiter.until(
-        f"the operator changes {knob}", moved(deployment, knob, before.values[knob]), deadline_seconds=DECISION_SECONDS
+        f"the operator changes {knob}",
+        decision_probe(deployment, knob, before.values[knob]),
+        deadline_seconds=DECISION_SECONDS,
     )
     log_line(f"decided: {decision['message']}")
     return decision

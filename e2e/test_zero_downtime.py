@@ -9,9 +9,9 @@ from conftest import Apply
 from harness.deployment import Deployment, seconds_since
 from harness.install import NAMESPACE, Installation
 from harness.kube import CRD_KIND, Kube, KubectlError, Manifest
-from harness.layouts import needs_workers
-from harness.nodes import drained, node_of
-from harness.report import measured
+from harness.layouts import require_workers
+from harness.nodes import drain_node, node_of
+from harness.report import report_measurement
 from harness.traffic import LoadOptions, load
 from harness.wait import NotYet
 from harness.watch import Watched, watch
@@ -54,7 +54,7 @@ def test_single_replica_rollout_under_load_fails_no_request(
     assert [group["revision"] for group in after["status"]["groups"]] != [
         group["revision"] for group in before["status"]["groups"]
     ]
-    measured(f"a single replica is replaced under load in {took:.0f} s: {report}")
+    report_measurement(f"a single replica is replaced under load in {took:.0f} s: {report}")
 
 
 def test_scale_in_and_operator_restart_under_load_fail_no_request(
@@ -75,7 +75,7 @@ def test_scale_in_and_operator_restart_under_load_fail_no_request(
     assert report.failed == []
     assert report.probed >= MIN_PROBE_SHARE * PROBES_PER_SECOND * took
     assert [group["ready"] for group in after["status"]["groups"]] == [True]
-    measured(f"a replica is removed, and all operators are replaced, under load in {took:.0f} s: {report}")
+    report_measurement(f"a replica is removed, and all operators are replaced, under load in {took:.0f} s: {report}")
 
 
 def _is_rescheduled(deployment: Deployment, leaving: Manifest) -> None:
@@ -89,7 +89,7 @@ def _is_rescheduled(deployment: Deployment, leaving: Manifest) -> None:
 def test_node_drain_under_load_fails_no_request(
     apply: Apply, installation: Installation, kube: Kube, namespace: str
 ) -> None:
-    needs_workers(kube)
+    require_workers(kube)
     selector = "trimtab.dev/deployment=drained"
     other_host = {"labelSelector": {"matchLabels": {"trimtab.dev/deployment": "drained"}}, "topologyKey": HOST}
     affinity = {
@@ -110,7 +110,7 @@ def test_node_drain_under_load_fails_no_request(
     assert node_of(staying) != node, "both replicas are on one node"
     with load(kube, namespace, installation.images.operator, _options(deployment)) as running:
         begin = time.monotonic()
-        with drained(kube, node, selector):
+        with drain_node(kube, node, selector):
             deployment.waiter.until(
                 f"{leaving['metadata']['name']} is rescheduled",
                 lambda: _is_rescheduled(deployment, leaving),
@@ -124,7 +124,7 @@ def test_node_drain_under_load_fails_no_request(
     assert report.probed >= MIN_PROBE_SHARE * PROBES_PER_SECOND * took
     assert node_of(pods[leaving["metadata"]["name"]]) != node
     assert pods[staying["metadata"]["name"]]["metadata"]["uid"] == staying["metadata"]["uid"]
-    measured(f"a node is drained under load, its replica serves on another node after {took:.0f} s: {report}")
+    report_measurement(f"a node is drained under load, its replica serves on another node after {took:.0f} s: {report}")
 
 
 def _evicted_pods(watched: Watched) -> list[str]:

@@ -11,7 +11,7 @@ from harness.answer import ask
 from harness.deployment import Deployment
 from harness.kube import Kube
 from harness.nodes import node_of, worker_nodes
-from harness.report import measured
+from harness.report import report_measurement
 
 QUESTION = "Name the planets of the solar system."
 NUM_TOKENS = 12  # three ranks in three pods on two cores need most of a second per token
@@ -29,7 +29,7 @@ def layout(**parallelism: Any) -> dict[str, Any]:
 
 def await_ready(deployment: Deployment, what: str, since: float, deadline_seconds: float = READY_SECONDS) -> None:
     deployment.ready(deadline_seconds=deadline_seconds)
-    measured(f"{what}: Ready after {time.monotonic() - since:.0f} s")
+    report_measurement(f"{what}: Ready after {time.monotonic() - since:.0f} s")
 
 
 def answer_of(deployment: Deployment) -> str:
@@ -41,7 +41,7 @@ def nodes_of(deployment: Deployment) -> list[str]:
     return [node_of(pod) for pod in deployment.group_pods()]
 
 
-def needs_workers(kube: Kube) -> None:
+def require_workers(kube: Kube) -> None:
     """Skip the scenario unless the cluster has two schedulable worker nodes."""
     if len(worker_nodes(kube)) < 2:
         pytest.skip("this scenario needs two worker nodes: python3 e2e/cluster up --workers 2")

@@ -56,7 +56,7 @@ def not_ready(kube: Kube, name: str) -> None:
 
 
 @contextmanager
-def paused(kube: Kube, node: str) -> Iterator[None]:
+def pause_node(kube: Kube, node: str) -> Iterator[None]:
     """Pause a node's container: it stops responding as after a power or network loss."""
     log_line(f"docker pause {node}")
     run_tool("docker", "pause", node, kube=kube)
@@ -68,7 +68,7 @@ def paused(kube: Kube, node: str) -> Iterator[None]:
 
 
 @contextmanager
-def drained(kube: Kube, node: str, selector: str) -> Iterator[None]:
+def drain_node(kube: Kube, node: str, selector: str) -> Iterator[None]:
     """Drain a node with `kubectl drain`, limited to pods that match the selector; uncordon it afterwards."""
     chosen = f"--pod-selector={selector}"
     try:

@@ -9,13 +9,13 @@ REJECTED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (
         "bucket",
         {"model": {"uri": "s3:///model"}},
-        ("spec.model.uri", "names no folder of a bucket", "s3://BUCKET/PREFIX"),
+        ("spec.model.uri", "has no bucket and prefix", "s3://BUCKET/PREFIX"),
     ),
-    ("hub", {"model": {"uri": "hf://model"}}, ("spec.model.uri", "write hf://ORG/NAME")),
-    ("relative-path", {"model": {"uri": "file://models/x"}}, ("spec.model.uri", "write file:///path")),
+    ("hub", {"model": {"uri": "hf://model"}}, ("spec.model.uri", "use hf://ORG/NAME")),
+    ("relative-path", {"model": {"uri": "file://models/x"}}, ("spec.model.uri", "use file:///path")),
     ("dots", {"model": {"uri": "file:///models/../etc"}}, ("spec.model.uri", "'..'")),
-    ("claim", {"model": {"uri": "pvc://Not_A_Claim/x"}}, ("spec.model.uri", "no name of a claim")),
-    ("revision", {"model": {"revision": "main"}}, ("spec.model.revision", "belongs to an hf:// model")),
+    ("claim", {"model": {"uri": "pvc://Not_A_Claim/x"}}, ("spec.model.uri", "not a valid PersistentVolumeClaim name")),
+    ("revision", {"model": {"revision": "main"}}, ("spec.model.revision", "only supported for an hf:// model")),
     ("vllm", {"runtime": {"kind": "vllm"}}, ("spec.runtime.kind", "vllm is not supported yet")),
     ("args", {"runtime": {"args": ["--max-num-seqs=4"]}}, ("spec.runtime.args[0]", "spec.engine.maxNumSeqs")),
     ("admin-port", {"runtime": {"args": ["--admin-port=9"]}}, ("spec.runtime.args[0]", "set by the operator")),
@@ -36,7 +36,7 @@ REJECTED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("zero", {"scaling": {"minReplicas": 0, "maxReplicas": 3}}, ("spec.scaling.minReplicas", "nothing is measured")),
     ("objectives", {"objectives": {"ttft": {"target": "0s"}}}, ("spec.objectives.ttft", "above zero")),
     ("deadline", {"engine": {"schedulingPolicy": "deadline"}}, ("schedulingPolicy", "set spec.objectives.ttft.target")),
-    ("labels", {"metrics": {"labels": {"engine": "0"}}}, ("spec.metrics.labels", "a label that engines give")),
+    ("labels", {"metrics": {"labels": {"engine": "0"}}}, ("spec.metrics.labels", "a label of the engines' metrics")),
     ("container", {"template": {"spec": {"containers": [{"name": "other"}]}}}, ("spec.template", "main")),
 ]
 WITHOUT_WEBHOOK = ("bucket", "layout", "start", "args")  # none that the CRD's CEL rules reject on a current Kubernetes

@@ -38,7 +38,7 @@ def forward(line: str) -> None:
     _reporter.sink(line)
 
 
-def measured(text: str) -> None:
+def report_measurement(text: str) -> None:
     """Report a measured value now and in the summary of the run."""
     _reporter.facts.append(text)
     log_line(f"measured: {text}")

@@ -69,7 +69,7 @@ def decision_of(deployment: Deployment, knob: str) -> dict[str, Any]:
     )
 
 
-def moved(
+def decision_probe(
     deployment: Deployment, knob: str, start: float, show: Callable[[EngineReading], None] = lambda reading: None
 ) -> Callable[[], dict[str, Any]]:
     """Return a probe for the newest decision on `knob`, once status and engine agree on a value other than `start`."""

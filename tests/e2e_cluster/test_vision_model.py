@@ -23,11 +23,11 @@ from trimtab_engine.multimodal.processor_cache import ProcessorCache
 from trimtab_engine.multimodal.reader import MediaReader
 from trimtab_engine.multimodal.sources import NOTHING_ELSE
 from trimtab_engine.text.tokenizer import Tokenizer
-from trimtab_engine.weights.text_half import text_words
 from trimtab_modelspec.config_reader import ConfigReader
+from trimtab_modelspec.families.registry import language_model_config
 from trimtab_operator.planning.admission import validation_messages
 
-PACKAGES = os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("engine-image", "kernels"))
+PACKAGES = os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("engine-image", "kernels", "modelspec"))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_engine_reads_model_and_vision_encoder(folder: Path) -> None:
     source = open_model(str(folder))
     config = parse_model_config(source.config, {}, "config.json")
     check_tensors(config, source)
-    vision = parse_vision(ConfigReader(text_words(source.config), {}, "config.json"), config)
+    vision = parse_vision(ConfigReader(language_model_config(source.config), {}, "config.json"), config)
     check_tower({name: tensor.shape for name, tensor in tower_tensors(vision).items()}, open_tower(str(folder)))
     facts = model_facts(str(folder))
     assert facts["supported"]

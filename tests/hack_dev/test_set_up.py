@@ -42,7 +42,7 @@ def test_dry_run_prints_changes_and_does_nothing(
 ) -> None:
     monkeypatch.setattr("dev.machine_facts.inspect", lambda _: EMPTY)
     monkeypatch.setattr("dev.set_up.ensure", lambda *_: pytest.fail("a dry run must do nothing"))
-    words = ["--for", "make demo", "--then", "the scenario", "--then-seconds", "240", "--dry-run", *set_up.PARTS]
+    words = ["--for", "make demo", "--then", "the demo", "--then-seconds", "240", "--dry-run", *set_up.PARTS]
     assert main(["set-up", *words]) == 0
     captured = capsys.readouterr()
     assert captured.err.startswith("make demo installs Debian's docker.io,")
