@@ -77,7 +77,7 @@ def test_repeated_image_hits_multimodal_cache(apply: Apply, remove: Remove, clai
         assert all(answer.usage.completion_tokens == 8 for answer in (text_only, red, both))
         again = ask(client, RED)
         assert again.choices[0].message.content == red.choices[0].message.content
-        with pytest.raises(openai.BadRequestError, match=f"have 3 images; at most {MAX_IMAGES} may be in one prompt"):
+        with pytest.raises(openai.BadRequestError, match=f"have 3 images; the limit is {MAX_IMAGES} per prompt"):
             ask(client, RED, BLUE, RED)
     assert _hits(deployment, kube) >= 2  # the red image: with the blue one, and when repeated
     remove(deployment)

@@ -97,7 +97,7 @@ def test_prometheus_outage_pauses_tuning(
 
     kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"metrics": {"source": "Auto"}}})
     message = _await_metrics_reason(deployment, "Scraped")
-    assert "read from the pods, as Prometheus is of no use" in message
+    assert "read from the pods because Prometheus cannot be used" in message
     _reads_from(deployment, "Pods")
 
     kube.patch(CRD_KIND, deployment.name, namespace, {"spec": {"metrics": {"source": "Prometheus"}}})
