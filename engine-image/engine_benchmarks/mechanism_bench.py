@@ -25,7 +25,7 @@ from trimtab_engine.bench.serving.samples import (
     prefix_repetition_samples,
     random_samples,
 )
-from trimtab_engine.bench.serving.server import counters, during
+from trimtab_engine.bench.serving.server import counters, counter_changes
 from trimtab_engine.bench.serving.statistics import Goodput, chunk_times, summarize
 
 from engine_benchmarks.output import written
@@ -55,7 +55,7 @@ async def measured(server: LocalServer, load: Load) -> Row:
         raise RuntimeError(f"requests failed: {[one.error for one in outcome.results if one.error][:3]}")
     figures = summarize(outcome, metrics=["ttft", "itl", "e2el"], percentiles=PERCENTILES, goodput=Goodput({}))
     row = {name: figures[name] for name in FIGURES} | {"server_cpu_seconds": cpu}
-    return row | during(before, await counters(server.url, {}))
+    return row | counter_changes(before, await counters(server.url, {}))
 
 
 async def compare(
@@ -205,7 +205,7 @@ async def _resized(server: LocalServer, samples: Sequence[Sample], low: float, h
         "longest_patch_ms": 1000 * max(patches, default=0.0),
         "resizes": len(patches),
         "failed": len(samples) - len(outcome.complete),
-        **during(before, await counters(server.url, {})),
+        **counter_changes(before, await counters(server.url, {})),
     }
 
 

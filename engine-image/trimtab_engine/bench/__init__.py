@@ -1,1 +1,1 @@
-"""Benchmarks for users, with vLLM's arguments and fields: latency, throughput and serving."""
+"""Benchmarks with vLLM's arguments and result fields: latency, throughput and serving."""

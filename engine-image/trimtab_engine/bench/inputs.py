@@ -1,5 +1,4 @@
-"""What a measurement reads and writes, looked at before anything is loaded, started or sent: a file that is not there
-is said at once, and nothing is left behind."""
+"""Validation of a benchmark's input and output files before anything is loaded, started or sent."""
 
 import argparse
 import os
@@ -12,7 +11,7 @@ DATASETS_OF_FILES = {"sharegpt": "--dataset-path", "custom": "--dataset-path", "
 
 
 def check_inputs(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for a file or tokenizer that was named and is not there, or that the dataset needs."""
+    """Raise ConfigError for a missing file or tokenizer that is named or that the dataset requires."""
     for name, flag in FILES.items():
         path: Path | None = getattr(arguments, name, None)
         if path is not None:
@@ -20,46 +19,46 @@ def check_inputs(arguments: argparse.Namespace) -> None:
     dataset = getattr(arguments, "dataset_name", None)
     needed = DATASETS_OF_FILES.get(dataset or "")
     if needed is not None and all(getattr(arguments, name, None) is None for name in ("dataset_path", "trace_path")):
-        raise ConfigError(f"--dataset-name {dataset} needs {needed} FILE")
+        raise ConfigError(f"--dataset-name {dataset} requires {needed} FILE")
     tokenizer: str | None = getattr(arguments, "tokenizer", None)
     if tokenizer is not None and not Path(tokenizer).exists():
-        raise ConfigError(f"--tokenizer {tokenizer}: there is no such folder; give the model's, or leave it out")
+        raise ConfigError(f"--tokenizer {tokenizer}: no such folder; set the model's, or remove it")
 
 
 def check_urls(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for the address of a server that is no URL."""
+    """Raise ConfigError for an invalid server URL."""
     for name, flag in (("base_url", "--base-url"), ("admin_url", "--admin-url")):
         url: str | None = getattr(arguments, name, None)
         if url is not None and not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{flag} {url}: is no URL; write http://{url.rpartition('//')[2]}")
+            raise ConfigError(f"{flag} {url}: not a URL; use http://{url.rpartition('//')[2]}")
 
 
 def check_target(flag: str, file: Path) -> None:
-    """Raise ConfigError where the file could not be written."""
+    """Raise ConfigError if the file cannot be written."""
     if file.is_dir():
-        raise ConfigError(f"{flag} {file}: is a folder; name a file in it")
+        raise ConfigError(f"{flag} {file}: is a folder; set a file in it")
     if not file.parent.is_dir():
-        raise ConfigError(f"{flag} {file}: there is no folder {file.parent}; make it, or name another place")
+        raise ConfigError(f"{flag} {file}: no such folder {file.parent}; create it, or set another path")
     _check_writable(flag, file, file if file.exists() else file.parent)
 
 
 def check_folder(flag: str, folder: Path) -> None:
-    """Raise ConfigError where the folder is not there and could not be made, or could not be written."""
+    """Raise ConfigError if the folder does not exist and cannot be created, or is not writable."""
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not there.is_dir():
-        raise ConfigError(f"{flag} {folder}: {there} is no folder; name a folder that can be written")
+        raise ConfigError(f"{flag} {folder}: {there} is not a folder; set a writable folder")
     _check_writable(flag, folder, there)
 
 
 def _check_file(flag: str, path: Path) -> None:
     if path.is_dir():
-        raise ConfigError(f"{flag} {path}: is a folder; name a file in it")
+        raise ConfigError(f"{flag} {path}: is a folder; set a file in it")
     if not path.exists():
-        raise ConfigError(f"{flag} {path}: there is no such file; see whether it is spelt so, from this folder")
+        raise ConfigError(f"{flag} {path}: no such file; check the path")
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"{flag} {path}: may not be read; give yourself the right, or name another file")
+        raise ConfigError(f"{flag} {path}: permission denied; change its permissions, or set another file")
 
 
 def _check_writable(flag: str, asked: Path, place: Path) -> None:
     if not os.access(place, os.W_OK):
-        raise ConfigError(f"{flag} {asked}: {place} may not be written; name another place")
+        raise ConfigError(f"{flag} {asked}: {place} is not writable; set another path")

@@ -1,4 +1,4 @@
-"""`trimtab-engine bench latency`: seconds that one batch takes in this process, with vLLM's arguments and fields."""
+"""`trimtab-engine bench latency`: latency of one batch in this process, with vLLM's arguments and fields."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ EXIT_INTERRUPTED = 130
 
 
 def run_latency(arguments: argparse.Namespace) -> int:
-    """Warm up, measure, report. Ctrl-C reports the rounds that were measured. Returns the exit code."""
+    """Warm up, measure, report. Ctrl-C reports the completed iterations. Return the exit code."""
     check_profile(arguments)
     check_inputs(arguments)
     if arguments.output_json:
@@ -34,7 +34,7 @@ def run_latency(arguments: argparse.Namespace) -> int:
         room = llm.ready.max_model_len
         if arguments.input_len + arguments.output_len > room:
             raise ConfigError(
-                f"--input-len {arguments.input_len} and --output-len {arguments.output_len} are more than the model's "
+                f"--input-len {arguments.input_len} and --output-len {arguments.output_len} exceed the model's "
                 f"{room} tokens; lower them, or raise --max-model-len"
             )
         prompts = [Words(llm.get_tokenizer(), seed).draw(arguments.input_len) for seed in range(arguments.batch_size)]
@@ -69,13 +69,13 @@ def run_latency(arguments: argparse.Namespace) -> int:
 
 
 def check_profile(arguments: argparse.Namespace) -> None:
-    """Refuse before anything is loaded what could not be written."""
+    """Raise ConfigError if a profile cannot be written, before anything is loaded."""
     if arguments.profile and arguments.profiler_dir is None:
-        raise ConfigError("--profile needs --profiler-dir DIR, where the trace goes")
+        raise ConfigError("--profile requires --profiler-dir DIR")
 
 
 def profile(llm: LLM, work: Callable[[], object]) -> int:
-    """Record the work instead of measuring it, and say where the trace is."""
+    """Profile the work instead of measuring it, and print the path of the trace."""
     llm.start_profile()
     work()
     print(f"profile: {llm.stop_profile()}")
@@ -90,7 +90,7 @@ def _rounds(name: str, count: int, one_round: Callable[[], float], latencies: li
 
 
 def summarize(latencies: Sequence[float]) -> dict[str, Any]:
-    """vLLM's fields."""
+    """Return vLLM's fields."""
     values = np.array(latencies)
     return {
         "avg_latency": float(values.mean()),

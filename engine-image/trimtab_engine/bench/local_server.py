@@ -1,4 +1,4 @@
-"""A `trimtab-engine serve` of one's own for a measurement: started on free ports of the loopback, ended with it."""
+"""A `trimtab-engine serve` for the duration of a measurement, on free loopback ports."""
 
 import asyncio
 import os
@@ -19,10 +19,10 @@ from trimtab_engine.ipc.network import ReservedPorts
 
 START_SECONDS = 300.0
 STOP_SECONDS = 10.0
-HEARD_SECONDS = 0.2  # for a signal to be heard
+SIGNAL_DELAY_SECONDS = 0.2  # for a signal to be handled
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 SERVED_NAME = "bench"
-EXIT_REFUSED = 2  # of serve: not allowed as asked
+EXIT_REFUSED = 2  # of serve: invalid arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,12 @@ class LocalServer:
     pid: int = 0
 
     def cpu_seconds(self) -> float:
-        """Processor time of all its processes so far. Other work on the machine hardly changes what a run takes."""
+        """Return the CPU time of all its processes so far, which other work on the machine hardly affects."""
         return sum(_cpu_seconds(pid) for pid in _tree(self.pid))
 
     def resident_kib(self) -> dict[str, int]:
-        """Anonymous resident memory of its processes by name. The API server has the core and short-lived helpers."""
+        """Return the anonymous resident memory of its processes by name. The API server has the core and short-lived
+        helpers as children."""
         sizes = {"API server": 0, "engine core": 0}
         for pid in _tree(self.pid):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -49,18 +50,19 @@ class LocalServer:
         return sizes
 
     async def patch(self, **values: Any) -> float:
-        """PATCH the live configuration. Returns how many seconds it took; EngineDead with the reason if refused."""
+        """PATCH the live configuration. Return the duration in seconds; raise EngineDead with the reason if it is
+        rejected."""
         started = time.perf_counter()
         async with (
             aiohttp.ClientSession() as session,
             session.patch(f"{self.admin_url}/admin/v1/config", json=values) as answer,
         ):
             if answer.status != 200:
-                raise EngineDead(f"PATCH {values} answers {answer.status}: {await answer.text()}")
+                raise EngineDead(f"PATCH {values}: HTTP {answer.status}: {await answer.text()}")
         return time.perf_counter() - started
 
     async def get(self, path: str) -> Any:
-        """A body of the admin API."""
+        """Return a body of the admin API."""
         async with aiohttp.ClientSession() as session, session.get(f"{self.admin_url}{path}") as answer:
             return await answer.json()
 
@@ -70,14 +72,18 @@ class LocalServer:
 
 
 def end_on_sigterm() -> None:
-    """Let SIGTERM end this process as Ctrl-C does, so that its server ends too."""
+    """Handle SIGTERM like Ctrl-C, so that the server ends too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 @asynccontextmanager
 async def local_server(model: str, flags: Sequence[str], log: Path | None = None) -> AsyncIterator[LocalServer]:
-    """Serve `model` with these flags, under the name SERVED_NAME. ConfigError when it refuses them, EngineDead when it
-    does not come up for another reason, with its last line where there is a `log` to take it from."""
+    """Serve `model` with these flags, as SERVED_NAME.
+
+    Raises:
+        ConfigError: The server rejects the flags.
+        EngineDead: The server does not start for another reason; includes the last line of `log`.
+    """
     with ReservedPorts("127.0.0.1") as ports:
         port, admin = ports.take(), ports.take()
         command = [sys.executable, "-m", "trimtab_engine.cli", "serve", model, "--served-model-name", SERVED_NAME]
@@ -89,15 +95,16 @@ async def local_server(model: str, flags: Sequence[str], log: Path | None = None
                 await _until_ready(server, process)
             except EngineDead as error:
                 kind = ConfigError if process.poll() == EXIT_REFUSED else EngineDead
-                raise kind(f"{error}{_last_words(log)}") from None
+                raise kind(f"{error}{_last_log_line(log)}") from None
             yield server
         finally:
             end_at_once(process)
 
 
 def end_at_once(process: "subprocess.Popen[bytes]") -> None:
-    """End a server by a second signal, without what still runs. Sent together the two might arrive as one."""
-    for seconds in (HEARD_SECONDS, STOP_SECONDS):
+    """Stop a server at once with a second signal, without waiting for running requests. Two signals sent together might
+    be merged."""
+    for seconds in (SIGNAL_DELAY_SECONDS, STOP_SECONDS):
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
@@ -110,8 +117,8 @@ def _started(command: Sequence[str], log: Path | None) -> "subprocess.Popen[byte
         return subprocess.Popen(command, stderr=stderr)
 
 
-def _last_words(log: Path | None) -> str:
-    """The last line of its log, which says why it ended."""
+def _last_log_line(log: Path | None) -> str:
+    """Return the last line of the log, which has the reason of the exit."""
     lines = log.read_text(errors="replace").strip().splitlines() if log else []
     return f": {lines[-1]}" if lines else ""
 
@@ -121,7 +128,7 @@ async def _until_ready(server: LocalServer, process: "subprocess.Popen[bytes]") 
     async with aiohttp.ClientSession() as session:
         while time.monotonic() < deadline:
             if process.poll() is not None:
-                raise EngineDead(f"the server ended with exit code {process.returncode} before it was ready")
+                raise EngineDead(f"the server exited with code {process.returncode} before it was ready")
             with suppress(aiohttp.ClientError):
                 async with session.get(f"{server.url}/readyz") as answer:
                     if answer.status == 200:
@@ -131,18 +138,18 @@ async def _until_ready(server: LocalServer, process: "subprocess.Popen[bytes]") 
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and all its descendants."""
+    """Return a process and all its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(one for child in children for one in _tree(int(child)))]
 
 
 def _resident_kib(pid: int) -> int:
-    """Without the pages of files, which the kernel may drop."""
+    """Return resident memory without file pages, which the kernel may drop."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 def _cpu_seconds(pid: int) -> float:
-    """User and system time: fields 14 and 15 of proc(5)'s stat, counted behind the name in parentheses."""
+    """Return user and system time: fields 14 and 15 of proc(5)'s stat, counted after the name in parentheses."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND

@@ -1,4 +1,4 @@
-"""What a measurement leaves in files: whole, or as it was before. A disk may have become full while it ran."""
+"""Output files of a measurement: complete, or unchanged. The disk may have become full during the measurement."""
 
 import contextlib
 from pathlib import Path
@@ -7,7 +7,7 @@ from trimtab_engine.errors import TrimtabError
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file. Raises TrimtabError where that fails; a file that was there then has what it had."""
+    """Write a file. Raises TrimtabError on failure; an existing file then keeps its content."""
     before = path.read_bytes() if path.is_file() else None
     is_new = not path.exists()
     try:
@@ -15,9 +15,10 @@ def write_file(path: Path, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             if before is not None:
-                path.write_bytes(before)  # truncated it has given back its room
+                path.write_bytes(before)  # truncating has freed its space
             elif is_new:
                 path.unlink(missing_ok=True)
         raise TrimtabError(
-            f"{path}: cannot be written: {error.strerror}; make room, or name another place, and measure again"
+            f"{path}: cannot write the file: {error.strerror}; free space or set another path, then repeat the "
+            f"measurement"
         ) from None

@@ -1,4 +1,4 @@
-"""`trimtab-engine bench throughput`: many requests at once in this process, with vLLM's arguments and fields."""
+"""`trimtab-engine bench throughput`: many concurrent requests in this process, with vLLM's arguments and fields."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from trimtab_engine.offline.outputs import RequestOutput
 
 
 def run_throughput(arguments: argparse.Namespace) -> int:
-    """Generate for all samples at once and report. Returns the exit code; Ctrl-C ends without figures (130)."""
+    """Generate for all samples at once and report. Return the exit code; Ctrl-C ends without results (130)."""
     check_profile(arguments)
     check_inputs(arguments)
     if arguments.output_json:
@@ -29,7 +29,7 @@ def run_throughput(arguments: argparse.Namespace) -> int:
     with closing(fetched) if fetched else nullcontext(), LLM.of(engine_config(arguments)) as llm:
         samples, _ = dataset_samples(arguments, llm.get_tokenizer())
         if not samples:
-            raise ConfigError("there is nothing to generate: the dataset has no prompt of a fitting length")
+            raise ConfigError("nothing to generate: the dataset has no prompt of a suitable length")
         prompts, params = _checked(samples, arguments, llm.ready.max_model_len)
         if arguments.profile:
             return profile(llm, lambda: llm.generate(prompts, params))
@@ -49,7 +49,7 @@ def _checked(
     longest = max((sample.prompt_len or 0) + (sample.output_len or 0) for sample in samples)
     if longest > max_model_len:
         raise ConfigError(
-            f"the longest request has {longest} tokens in and out, but the model takes {max_model_len}; lower "
+            f"the longest request has {longest} tokens in and out, but the model's maximum is {max_model_len}; lower "
             f"--input-len or --output-len, or raise --max-model-len"
         )
     params = [
@@ -66,7 +66,7 @@ def _checked(
 
 
 def summarize(outputs: list[RequestOutput], elapsed: float) -> dict[str, Any]:
-    """vLLM's fields, and how many of the tokens came out."""
+    """Return vLLM's fields, and the number of output tokens."""
     num_input = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     return {

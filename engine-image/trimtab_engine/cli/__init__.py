@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 from trimtab_engine.errors import ConfigError, TrimtabError
 from trimtab_engine.flags.parser import OneLineParser
-from trimtab_engine.ipc.end import EXIT_INTERRUPTED
+from trimtab_engine.ipc.process_exit import EXIT_INTERRUPTED
 
 TRIMTAB_COMMANDS = ("plan", "simulate", "validate", "render")
 

@@ -27,8 +27,7 @@ def add_to(commands: Any) -> None:
         "model",
         metavar="MODEL",
         help="a folder with safetensors, a .gguf file, hf://ORG/NAME[@REVISION] on the Hugging Face hub, "
-        "s3://BUCKET/PREFIX, or "
-        "oci://REGISTRY/REPOSITORY:TAG",
+        "s3://BUCKET/PREFIX, or oci://REGISTRY/REPOSITORY:TAG",
     )
     add_remote_access_flags(parser)
     parser.add_argument(
@@ -39,8 +38,7 @@ def add_to(commands: Any) -> None:
         type=Path,
         metavar="PATH",
         help=f"also write the facts (or the error) to this file as one line of JSON, at most {MAX_OUTPUT_FILE_BYTES} "
-        f"bytes, "
-        "the limit of a container's termination message",
+        "bytes, the limit of a container's termination message",
     )
     parser.set_defaults(run=run)
 

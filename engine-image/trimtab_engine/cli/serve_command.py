@@ -18,8 +18,8 @@ from trimtab_engine.flags.engine import engine_config, named_model
 from trimtab_engine.flags.local_model import is_remote_model, local_model
 from trimtab_engine.flags.media import media_sources
 from trimtab_engine.flags.serve import add_serve_flags
-from trimtab_engine.ipc.end import prepare_to_leave
 from trimtab_engine.ipc.network import any_address
+from trimtab_engine.ipc.process_exit import freeze_gc_before_exit
 from trimtab_engine.ipc.shared_secret import SharedSecret
 from trimtab_engine.sources.fetch import Fetched
 from trimtab_engine.sources.progress import Downloaded
@@ -76,13 +76,13 @@ def _with_model(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Fetc
     probes."""
     if not is_remote_model(arguments):
         return arguments, None
-    from trimtab_engine.api.serving.fetching import answering
+    from trimtab_engine.api.serving.fetching import serve_probes
     from trimtab_engine.sources.known import say_errors_alone
 
     say_errors_alone()
     if arguments.node_rank or arguments.headless:
         return local_model(arguments)
-    with answering(arguments.host or any_address(), arguments.port) as (state, _):
+    with serve_probes(arguments.host or any_address(), arguments.port) as (state, _):
         return local_model(arguments, state.note)
 
 
@@ -130,7 +130,7 @@ def _serve(arguments: argparse.Namespace, downloaded: Downloaded | None) -> int:
     admin_host = host if arguments.admin_token_sha256 else LOOPBACK
     listen = Listen(host, arguments.port, admin_host, arguments.admin_port)
     exit_code = run_server(config, options, listen, arguments.shutdown_timeout)
-    prepare_to_leave()
+    freeze_gc_before_exit()
     return exit_code
 
 
@@ -229,9 +229,8 @@ def _check_adapters(config: EngineConfig, names: tuple[str, ...]) -> None:
             raise ConfigError(f"--lora-modules: {module.name} is the name of the base model; rename the adapter")
         if module.base_model_name is not None and module.base_model_name not in names:
             raise ConfigError(
-                f"--lora-modules: base_model_name {module.base_model_name} of {module.name} does not match the "
-                f"served names "
-                f"{', '.join(names)}; remove it"
+                f"--lora-modules: base_model_name {module.base_model_name} of {module.name} does not match the served "
+                f"names {', '.join(names)}; remove it"
             )
         PeftAdapter(Path(module.folder))
 

@@ -63,9 +63,7 @@ def adapter_config(arguments: argparse.Namespace) -> AdapterConfig | None:
     if not arguments.enable_lora:
         given = next((name for name in OTHERS if getattr(arguments, name) is not None), None)
         if given is not None:
-            raise ConfigError(
-                f"--{given.replace('_', '-')} requires --enable-lora; add --enable-lora, or remove it"
-            )
+            raise ConfigError(f"--{given.replace('_', '-')} requires --enable-lora; add --enable-lora, or remove it")
         return None
     values = {
         "modules": _modules(arguments.lora_modules or ()),

@@ -185,8 +185,7 @@ def _add_scheduler_flags(group: Any) -> None:
         action=argparse.BooleanOptionalAction,
         default=None,
         help="schedule the next step while the device runs the current one (default: on with CUDA, off on the CPU, "
-        "where both "
-        "would compete for the same cores)",
+        "where both would compete for the same cores)",
     )
     add_scheduling_flags(group)
 

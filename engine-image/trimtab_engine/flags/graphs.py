@@ -41,8 +41,7 @@ def add_graph_flags(group: Any) -> None:
         default=DEFAULT_LEVEL,
         metavar="LEVEL",
         help="optimization level; 0: no graphs; 1: piecewise; 2 and 3: full graphs for decode, piecewise otherwise; "
-        "no level uses "
-        f"torch.compile (default: {DEFAULT_LEVEL}; the CPU has no graphs at any level)",
+        f"no level uses torch.compile (default: {DEFAULT_LEVEL}; the CPU has no graphs at any level)",
     )
     group.add_argument(
         "--cudagraph-capture-sizes",
@@ -68,8 +67,7 @@ def add_graph_flags(group: Any) -> None:
         SHORT,
         metavar="JSON",
         help='options as JSON: {"cudagraph_mode": "full_decode_only", "cudagraph_capture_sizes": [1, 2, 4]}; single '
-        "fields can be set as "
-        f"{SHORT}.cudagraph_mode=none",
+        f"fields can be set as {SHORT}.cudagraph_mode=none",
     )
     for name, kind in SINGLE_FIELDS.items():
         dashed = name.replace("_", "-")

@@ -20,8 +20,7 @@ def add_media_flags(group: Any) -> None:
         "--limit-mm-per-prompt",
         metavar="JSON",
         help=f"maximum number of images and videos per prompt, such as {EXAMPLE}; both 0: do not load the vision "
-        f"encoder "
-        f"(default: {UNLIMITED['image']} each)",
+        f"encoder (default: {UNLIMITED['image']} each)",
     )
     group.add_argument(
         "--mm-processor-cache-gb",
@@ -36,16 +35,14 @@ def add_media_flags(group: Any) -> None:
         choices=get_args(EncoderMode),
         default="weights",
         help="parallelism of the vision encoder; weights: split its weights over ranks; data: split the images and "
-        "videos of a "
-        "step (default: weights)",
+        "videos of a step (default: weights)",
     )
     group.add_argument(
         "--max-num-encoder-input-tokens",
         type=types.positive,
         metavar="TOKENS",
         help="maximum image and video tokens encoded per step; larger items are rejected (default: the text token "
-        "budget, "
-        "or the largest image)",
+        "budget, or the largest image)",
     )
     group.add_argument(
         "--encoder-cache-size",

@@ -115,8 +115,7 @@ def add_parallel_flags(group: Any) -> None:
         type=types.not_negative,
         metavar="N",
         help="rank of the only engine core of this server, of --data-parallel-size; the other ranks have separate "
-        "servers behind "
-        "an external load balancer (dense models)",
+        "servers behind an external load balancer (dense models)",
     )
     group.add_argument(
         "--data-parallel-external-lb",
@@ -189,8 +188,7 @@ def _nodes(arguments: argparse.Namespace) -> tuple[int, int]:
         if None not in (given, meant) and given != meant:
             raise ConfigError(
                 f"{flag} {given} conflicts with {meant} from --data-parallel-size-local and "
-                f"--data-parallel-start-rank; "
-                f"set only one of them"
+                "--data-parallel-start-rank; set only one of them"
             )
     nnodes, node_rank = arguments.nnodes or nnodes or 1, arguments.node_rank or node_rank or 0
     if arguments.headless and node_rank == 0 and not arguments.data_parallel_hybrid_lb:
@@ -243,15 +241,13 @@ def _nodes_from_core_flags(arguments: argparse.Namespace) -> tuple[int | None, i
         return None, None
     if size % local:
         raise NotSupportedError(
-            f"--data-parallel-size-local {local} of --data-parallel-size {size} is not supported: every node holds "
-            f"as many "
-            f"engine cores; set a divisor of {size}"
+            f"--data-parallel-size-local {local} of --data-parallel-size {size} is not supported: every node holds as "
+            f"many engine cores; set a divisor of {size}"
         )
     if first is not None and (first % local or first >= size):
         raise NotSupportedError(
             f"--data-parallel-start-rank {first} is not supported: with --data-parallel-size-local {local} of {size} "
-            f"cores "
-            f"a node begins at a multiple of {local} below {size}"
+            f"cores a node begins at a multiple of {local} below {size}"
         )
     if first and not arguments.headless and not arguments.data_parallel_hybrid_lb:
         raise ConfigError("--data-parallel-start-rank above 0 without --headless: only the first node serves; add it")

@@ -12,8 +12,7 @@ def add_pooling_flags(group: Any) -> None:
         choices=("auto", "generate", "pooling"),
         default="auto",
         help="model runner; generate: tokens; pooling: vectors (/v1/embeddings); auto: pooling for embedding "
-        "checkpoints, "
-        "otherwise both (default: auto)",
+        "checkpoints, otherwise both (default: auto)",
     )
     group.add_argument(
         FLAG,

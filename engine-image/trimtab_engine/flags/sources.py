@@ -38,8 +38,8 @@ def add_remote_access_flags(group: Any) -> None:
     group.add_argument(
         "--s3-addressing-style",
         choices=("path", "virtual"),
-        help="position of the bucket name in URLs: path or host (default: host for Amazon S3, "
-        "path if AWS_ENDPOINT_URL is set)",
+        help="position of the bucket name in URLs: path or host (default: host for Amazon S3, path if "
+        "AWS_ENDPOINT_URL is set)",
     )
     group.add_argument(
         "--registry-auth-file",

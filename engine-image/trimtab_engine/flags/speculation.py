@@ -34,8 +34,7 @@ def add_speculative_flags(group: Any) -> None:
         FLAG,
         metavar="JSON",
         help='options as JSON: {"method": "ngram", "num_speculative_tokens": 4} (default: none); single fields can '
-        "be set as "
-        f"{FLAG}.method ngram",
+        f"be set as {FLAG}.method ngram",
     )
     for field, (kind, short) in FIELDS.items():
         names = [f"{FLAG}.{field}", f"{FLAG}.{field.replace('_', '-')}"]

@@ -1,1 +1,1 @@
-"""The engine in the caller's own process: `from trimtab_engine import LLM, SamplingParams`."""
+"""In-process engine: `from trimtab_engine import LLM, SamplingParams`."""

@@ -1,5 +1,5 @@
-"""Adapters of the offline LLM class: a call names the ones that it wants, and they are loaded when they are first asked
-for, as in vLLM. Those that were asked for longest ago make room."""
+"""Adapters of the offline LLM class: a call names its adapters, which are loaded at first use, as in vLLM. The least
+recently used ones are evicted."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trimtab_engine.config.adapters import AdapterConfig
 from trimtab_engine.errors import InvalidRequest
-from trimtab_engine.messages import LoadLora, UnloadLora
+from trimtab_engine.messages.admin import LoadLora, UnloadLora
 
 if TYPE_CHECKING:
     from trimtab_engine.core.engine import Engine
@@ -15,53 +15,53 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """vLLM's: the adapter of some prompts. `lora_int_id` is not needed here: names tell adapters apart. Without a path
-    it is one that is loaded already."""
+    """vLLM's LoRARequest: the adapter of some prompts. `lora_int_id` is ignored, because names identify adapters.
+    Without a path it must be loaded already."""
 
     lora_name: str
     lora_int_id: int = 1
     lora_path: str = ""
 
 
-Wanted = LoRARequest | Sequence[LoRARequest | None] | None
-"""One for all prompts of a call, or one each."""
+AdapterRequests = LoRARequest | Sequence[LoRARequest | None] | None
+"""One adapter for all prompts of a call, or one per prompt."""
 
 
 class OfflineAdapters:
-    """Those that an engine in this process has. Nothing runs while they change."""
+    """Loaded adapters of an in-process engine. No request runs while they change."""
 
     def __init__(self, engine: "Engine", config: AdapterConfig | None) -> None:
         self._engine, self._config = engine, config
         modules = () if config is None else config.modules
         self._folders = {module.name: module.folder for module in modules}
-        """By name, in the order in which they were asked for last."""
+        """Loaded adapters by name, least recently used first."""
 
-    def names_of(self, wanted: Wanted, count: int) -> list[str]:
-        """The name for each of so many prompts, with all of them loaded; empty: none. Raises InvalidRequest."""
+    def names_of(self, wanted: AdapterRequests, count: int) -> list[str]:
+        """Return the adapter name of each prompt after loading all of them; empty for none. Raises InvalidRequest."""
         each = [wanted] * count if wanted is None or isinstance(wanted, LoRARequest) else list(wanted)
         if len(each) != count:
-            raise InvalidRequest(f"there are {count} prompts and {len(each)} lora_request; give one, or one each")
+            raise InvalidRequest(f"lora_request: {len(each)} for {count} prompts; set one, or one per prompt")
         asked = dict.fromkeys(one for one in each if one is not None)
         names = [one.lora_name for one in asked]
         if asked and self._config is None:
-            raise InvalidRequest("lora_request needs an LLM that was made with enable_lora=True")
+            raise InvalidRequest("lora_request requires an LLM created with enable_lora=True")
         if len(set(names)) < len(names):
-            raise InvalidRequest("lora_request gives one name to two adapters; give each a name of its own")
+            raise InvalidRequest("lora_request: two adapters have the same name; use unique names")
         if self._config is not None and len(names) > self._config.capacity:
             raise InvalidRequest(
                 f"lora_request names {len(names)} adapters, but max_cpu_loras is {self._config.capacity}; raise it, or "
-                f"ask for fewer in a call"
+                f"use fewer adapters per call"
             )
         for one in asked:
             self._load(one, names)
         return ["" if one is None else one.lora_name for one in each]
 
     def _load(self, asked: LoRARequest, kept: Collection[str]) -> None:
-        """Have it loaded; who is not to be kept, and was asked for longest ago, makes room."""
+        """Load an adapter. If necessary, evict the least recently used one that is not in `kept`."""
         assert self._config is not None
         folder = self._folders.pop(asked.lora_name, None)
         if folder is None and not asked.lora_path:
-            raise InvalidRequest(f"the adapter {asked.lora_name} is not loaded; give its lora_path")
+            raise InvalidRequest(f"the adapter {asked.lora_name} is not loaded; set its lora_path")
         if folder is not None and asked.lora_path in ("", folder):
             self._folders[asked.lora_name] = folder
             return

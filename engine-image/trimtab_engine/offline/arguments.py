@@ -1,6 +1,6 @@
-"""The keywords of the offline LLM class, which are the flags of `trimtab-engine serve` written with underscores.
+"""Keywords of the offline LLM class: the flags of `trimtab-engine serve`, written with underscores.
 
-They go through the same parser, so that a value means, is checked and is refused the same in both places.
+They use the same parser, so that values have the same meaning and validation.
 """
 
 import argparse
@@ -20,24 +20,25 @@ from trimtab_engine.flags.serve import SERVER_GROUPS, add_serve_flags
 from trimtab_engine.sources.fetch import Fetched
 
 OFFLINE_LIMITS = {"cpu": (256, 4096), "cuda": (256, 8192), "large": (1024, 16384)}
-"""max_num_seqs and max_num_batched_tokens by kind of device: larger than a server's, as nobody waits for a token."""
+"""Default max_num_seqs and max_num_batched_tokens by device class: larger than a server's, because latency does not
+matter."""
 ENGINE_FLAGS_AMONG_THEM = ("--disable-log-stats", "--max-logprobs")
 
 
 class _KeywordParser(OneLineParser):
-    """Raises ConfigError instead of ending the process."""
+    """Parser that raises ConfigError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(in_keywords(message))
+        raise ConfigError(flags_to_keywords(message))
 
 
-def in_keywords(message: str) -> str:
-    """A message about --some-flag as one about some_flag."""
+def flags_to_keywords(message: str) -> str:
+    """Return the message with --some-flag written as some_flag."""
     return re.sub(r"--([a-z][a-z0-9-]*)", lambda match: match.group(1).replace("-", "_"), message)
 
 
 def parse_keywords(model: str, keywords: Mapping[str, Any]) -> argparse.Namespace:
-    """The keywords as `trimtab-engine serve` would have read them. Raises ConfigError for what it would refuse."""
+    """Parse the keywords like `trimtab-engine serve`. Raises ConfigError."""
     parser = _KeywordParser(prog="LLM")
     add_serve_flags(parser)
     written = [text for name, value in keywords.items() for text in _as_flag(parser, name, value)]
@@ -45,13 +46,13 @@ def parse_keywords(model: str, keywords: Mapping[str, Any]) -> argparse.Namespac
 
 
 def read_keywords(model: str, keywords: Mapping[str, Any]) -> tuple[EngineConfig, argparse.Namespace, Fetched | None]:
-    """The engine's configuration for LLM(model, **keywords), the other values that were read, and the model where it
-    was fetched."""
+    """Return the engine's configuration for LLM(model, **keywords), the other parsed values, and the downloaded model,
+    if any."""
     try:
         arguments, fetched = local_model(parse_keywords(model, keywords))
         return engine_config(arguments, limits=OFFLINE_LIMITS), arguments, fetched
     except ConfigError as error:
-        raise type(error)(in_keywords(str(error))) from None
+        raise type(error)(flags_to_keywords(str(error))) from None
 
 
 def _as_flag(parser: OneLineParser, name: str, value: Any) -> list[str]:
@@ -59,12 +60,10 @@ def _as_flag(parser: OneLineParser, name: str, value: Any) -> list[str]:
     known = parser.all_flags()
     if flag not in known:
         close = parser.nearest_flag(flag)
-        hint = f"; did you mean {in_keywords(close)}?" if close else ""
-        raise ConfigError(
-            f"LLM has no keyword {name}{hint}; its keywords are the flags that `trimtab-engine serve` lists"
-        )
+        hint = f"; did you mean {flags_to_keywords(close)}?" if close else ""
+        raise ConfigError(f"unknown keyword {name}{hint}; LLM accepts the flags of `trimtab-engine serve`")
     if flag in _server_flags(parser):
-        raise ConfigError(f"{name} belongs to a server; LLM runs in this process and listens nowhere: leave it out")
+        raise ConfigError(f"{name} is a server flag; LLM runs in this process without a server; remove it")
     if value is None:
         return []
     if isinstance(value, bool):
@@ -78,14 +77,14 @@ def _as_flag(parser: OneLineParser, name: str, value: Any) -> list[str]:
 
 
 def _plain(value: object) -> object:
-    """A configuration object, such as CompilationConfig, as the fields that it sets."""
+    """Return a configuration object, such as CompilationConfig, as a dict of its set fields."""
     if isinstance(value, msgspec.Struct):
         return {name: field for name, field in msgspec.to_builtins(value).items() if field is not None}
     return repr(value)
 
 
 def _server_flags(parser: OneLineParser) -> set[str]:
-    """Flags that only make sense for a server, by the group of --help that they are in."""
+    """Return the flags that only apply to a server, by their group of --help."""
     groups = [group for group in parser._action_groups if group.title in SERVER_GROUPS]
     flags = {flag for group in groups for action in group._group_actions for flag in action.option_strings}
     return flags.difference(ENGINE_FLAGS_AMONG_THEM)

@@ -1,4 +1,4 @@
-"""Conversations of the offline LLM class: what the chat template writes of them, and the pictures that they bring."""
+"""Conversations of the offline LLM class: messages for the chat template, and their images."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,13 +7,13 @@ from trimtab_engine.errors import InvalidRequest
 
 Message = Mapping[str, Any]
 """A role and a content: text, or a list of parts."""
-PICTURES = {"image": "image", "image_pil": "image", "video": "video"}
-"""Types of parts with pictures, under a key of the type's own name, and what they are (image_pil is vLLM's)."""
+MEDIA_TYPES = {"image": "image", "image_pil": "image", "video": "video"}
+"""Types of media parts, whose key has the type's name, and their modality (image_pil is vLLM's)."""
 
 
-def split_pictures(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
-    """The messages as templates take them, and their pictures by kind, in order: vLLM's multi_modal_data. Raises
-    InvalidRequest for parts of other types."""
+def split_media(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
+    """Return the messages for templates, and their media by modality, in order (vLLM's multi_modal_data). Raises
+    InvalidRequest for other part types."""
     pictures: dict[str, list[Any]] = {}
     written: list[dict[str, Any]] = []
     for message in messages:
@@ -29,10 +29,10 @@ def _part(part: Any, pictures: dict[str, list[Any]]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind not in PICTURES or kind not in part:
+    if kind not in MEDIA_TYPES or kind not in part:
         raise InvalidRequest(
-            f"content of type {str(kind)[:50]!r} is not taken here; give {{'type': 'text', 'text': …}}, "
+            f"content of type {str(kind)[:50]!r} is not supported; use {{'type': 'text', 'text': …}}, "
             f"{{'type': 'image', 'image': a PIL image}} or {{'type': 'video', 'video': a list of them}}"
         )
-    pictures.setdefault(PICTURES[kind], []).append(part[kind])
-    return {"type": PICTURES[kind]}
+    pictures.setdefault(MEDIA_TYPES[kind], []).append(part[kind])
+    return {"type": MEDIA_TYPES[kind]}

@@ -1,22 +1,21 @@
-"""What `LLM.embed` takes and returns, in vLLM's shape: how a prompt becomes a vector, and the vector."""
+"""Parameters and results of `LLM.embed`, compatible with vLLM."""
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trimtab_engine import messages
 from trimtab_engine.config.pooling import Tasks
 from trimtab_engine.errors import InvalidRequest
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest, SequenceOutput
 from trimtab_engine.scheduling.pooling import Pooling
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """How one prompt becomes a vector. None: as the checkpoint says, or the keyword pooler_config. `dimensions`: only
-    so many leading values; `normalize`, which vLLM calls use_activation too: divided by its length. Raises
-    InvalidRequest for values that are not allowed."""
+    """Pooling parameters of one prompt. None selects the checkpoint's setting, or that of the keyword pooler_config.
+    `dimensions` truncates the vector; `normalize` (vLLM's use_activation) divides it by its length. Raises
+    InvalidRequest for invalid values."""
 
     task: Literal["embed"] | None = None
     dimensions: int | None = None
@@ -25,19 +24,20 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.task not in (None, "embed"):
-            raise InvalidRequest(f"task {self.task!r} is not supported; leave it out, or write 'embed'")
+            raise InvalidRequest(f"task {self.task!r} is not supported; remove it, or use 'embed'")
         if self.dimensions is not None and self.dimensions < 1:
-            raise InvalidRequest(f"dimensions is {self.dimensions}; it must be 1 or more")
+            raise InvalidRequest(f"dimensions must be 1 or more ({self.dimensions})")
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
-            raise InvalidRequest("normalize and use_activation say the same, here differently; give one")
+            raise InvalidRequest("normalize and use_activation conflict; set only one")
 
     def pooling(self, tasks: Tasks) -> Pooling:
-        """What is asked of the engine. Raises InvalidRequest where it gives no vectors, or shorter ones."""
+        """Return the engine's pooling parameters. Raises InvalidRequest if it does not compute embeddings, or only
+        shorter ones."""
         if tasks.no_pooling:
-            raise InvalidRequest(f"this LLM gives no vectors: {tasks.no_pooling}")
+            raise InvalidRequest(f"this LLM does not compute embeddings: {tasks.no_pooling}")
         most = tasks.pooler.hidden_size
         if self.dimensions is not None and self.dimensions > most:
-            raise InvalidRequest(f"dimensions is {self.dimensions}; this model's vectors have {most}")
+            raise InvalidRequest(f"dimensions exceeds the model's {most} ({self.dimensions}); set at most {most}")
         normalize = self.use_activation if self.normalize is None else self.normalize
         return tasks.pooler.pooling(dimensions=self.dimensions, normalize=normalize)
 
@@ -50,13 +50,13 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """How many values it has."""
+        """Number of values."""
         return len(self.embedding)
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """What one prompt has become. `prompt` is None when token ids were given."""
+    """Result of one prompt. `prompt` is None if token IDs were given."""
 
     request_id: str
     prompt: str | None
@@ -64,22 +64,22 @@ class EmbeddingRequestOutput:
     outputs: EmbeddingOutput
     finished: bool = True
     num_cached_tokens: int | None = None
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
 
 
 @dataclass(slots=True)
 class Vector:
-    """One vector while it is computed. It stands where a prompt that generates has its choices."""
+    """One vector while it is computed; corresponds to the choices of a generation prompt."""
 
     token_ids: Sequence[int] = ()
-    """It has none."""
+    """Always empty."""
     finish_reason: str | None = None
     error: str | None = None
     num_cached_tokens: int = 0
     values: list[float] = field(default_factory=list)
 
-    def take(self, output: messages.SequenceOutput, now: float) -> bool:
-        """Its only output. False: the engine has ended it."""
+    def take(self, output: SequenceOutput, now: float) -> bool:
+        """Store the only output. Return False, because the engine has ended the sequence."""
         self.finish_reason, self.error = output.finish_reason, output.error or None
         self.num_cached_tokens = output.num_cached_tokens
         if output.pooled is not None:
@@ -88,8 +88,8 @@ class Vector:
 
 
 @dataclass(slots=True)
-class AskedVector:
-    """One prompt that is to become a vector."""
+class PendingEmbedding:
+    """One prompt to embed."""
 
     request_id: str
     prompt: str | None
@@ -102,7 +102,7 @@ class AskedVector:
         return self.choices[0].finish_reason is not None
 
     def output(self) -> EmbeddingRequestOutput:
-        """Raises InvalidRequest where the engine could not compute it."""
+        """Return the result. Raises InvalidRequest if the engine could not compute it."""
         vector = self.choices[0]
         if not vector.values:
             raise InvalidRequest(f"prompt {self.request_id} has no vector: {vector.error or vector.finish_reason}")

@@ -1,6 +1,4 @@
-"""Images and videos of prompts of the offline LLM class: Pillow's pictures, which are the caller's own and processed in
-this process.
-"""
+"""Images and videos of prompts of the offline LLM class: the caller's own Pillow images, processed in this process."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -20,8 +18,8 @@ MODALITIES: tuple[Modality, ...] = ("image", "video")
 
 
 class OfflineMedia:
-    """What the prompts of a model may bring besides text; `limits`: how many of each; `tokenizer`: where it lies, if
-    not with the model."""
+    """Media processor of a model's prompts. `limits` has the maximum per modality, `tokenizer` the tokenizer's path if
+    it is not in the model's folder."""
 
     def __init__(
         self,
@@ -36,21 +34,22 @@ class OfflineMedia:
         self._limits = limits
         self._meanings = {kind: self._processors[kind].meanings().tobytes() for kind in MODALITIES}
 
-    def placed(self, token_ids: Sequence[int], data: Mapping[str, Any]) -> tuple[list[int], tuple[Span, ...]]:
-        """The prompt with room for what `data` has (vLLM's multi_modal_data: pictures under "image", lists of frames
-        under "video"), and where that is. Raises InvalidRequest for what is no picture, too many, or has no place."""
+    def expand_placeholders(
+        self, token_ids: Sequence[int], data: Mapping[str, Any]
+    ) -> tuple[list[int], tuple[Span, ...]]:
+        """Return the prompt with expanded placeholders for `data` (vLLM's multi_modal_data: images under "image", lists
+        of frames under "video"), and the items' positions. Raises InvalidRequest for invalid, too many or unplaced
+        items."""
         unknown = sorted(map(str, data.keys() - set(MODALITIES)))
         if unknown:
-            raise InvalidRequest(f"multi_modal_data has {unknown[0]!r}; its keys are {' and '.join(MODALITIES)}")
-        left = {kind: list(_every(kind, data[kind])) for kind in MODALITIES if data.get(kind)}
+            raise InvalidRequest(f"multi_modal_data: unknown key {unknown[0]!r}; use {' and '.join(MODALITIES)}")
+        left = {kind: list(_list_items(kind, data[kind])) for kind in MODALITIES if data.get(kind)}
         for kind, given in left.items():
             limit = self._limits.get(kind, 0)
             if len(given) > limit:
-                raise InvalidRequest(
-                    f"a prompt has {len(given)} {kind}s; at most {limit} may be in one prompt (limit_mm_per_prompt)"
-                )
+                raise InvalidRequest(f"a prompt has {len(given)} {kind}s; the limit is {limit} (limit_mm_per_prompt)")
             if kind not in self._placeholders:
-                raise InvalidRequest(f"this model takes no {kind}s")
+                raise InvalidRequest(f"this model does not accept {kind}s")
         if self._tiles is not None:
             items = [self._item("image", pictures) for pictures in left.get("image", ())]
             token_ids, items = self._tiles.written(token_ids, items)
@@ -70,8 +69,8 @@ class OfflineMedia:
         return item_of(modality, digest.digest(), made, self._meanings[modality])
 
 
-def _every(modality: Modality, given: Any) -> Sequence[Sequence[Image.Image]]:
-    """One or several: each an image of one picture, or a video of some."""
+def _list_items(modality: Modality, given: Any) -> Sequence[Sequence[Image.Image]]:
+    """Return one or several items: each an image with one picture, or a video with its frames."""
     several = given if isinstance(given, list | tuple) else [given]
     if modality == "image":
         found = [[picture] for picture in several]
@@ -83,5 +82,5 @@ def _every(modality: Modality, given: Any) -> Sequence[Sequence[Image.Image]]:
         raise InvalidRequest(f"multi_modal_data: {modality} must be PIL images; a video is a list of them")
     sizes = [{picture.size for picture in video} for video in found]
     if any(len(each) > 1 for each in sizes):
-        raise InvalidRequest("multi_modal_data: the frames of a video must have one size")
+        raise InvalidRequest("multi_modal_data: the frames of a video must have the same size")
     return found

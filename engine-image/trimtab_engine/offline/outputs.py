@@ -1,12 +1,12 @@
-"""What the offline LLM class returns, in vLLM's shape, and how it comes together step by step.
+"""Results of the offline LLM class, compatible with vLLM, and their step-by-step construction.
 
-`RequestOutput` here is a whole answer to one prompt; messages.SequenceOutput is what one step brought to one sequence.
+`RequestOutput` is the complete result of one prompt; SequenceOutput is one step's output of one sequence.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trimtab_engine import messages
+from trimtab_engine.messages.requests import SequenceOutput
 from trimtab_engine.offline.sampling_params import SamplingParams
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.text.stream import TextStream
@@ -24,10 +24,10 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One choice. `finish_reason` is stop, length, abort or error; `stop_reason` is what stopped it, None for its
-    natural end; `error` says what was wrong.
+    """One choice. `finish_reason` is stop, length, abort or error; `stop_reason` is the stop string or token, None for
+    a natural end; `error` is the reason of a failure.
 
-    `cumulative_logprob` and `logprobs` (token id to Logprob, per position) are None unless they were asked for.
+    `cumulative_logprob` and `logprobs` (token ID to Logprob, per position) are None unless requested.
     """
 
     index: int
@@ -45,7 +45,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to the first choice, in CLOCK_MONOTONIC seconds. None: it never came so far."""
+    """Timestamps of the first choice in CLOCK_MONOTONIC seconds. None for phases that were not reached."""
 
     arrival_time: float
     first_scheduled_time: float | None
@@ -56,7 +56,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one prompt. `prompt` is None when token ids were given."""
+    """Result of one prompt. `prompt` is None if token IDs were given."""
 
     request_id: str
     prompt: str | None
@@ -65,14 +65,14 @@ class RequestOutput:
     finished: bool = True
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Per prompt token, where they were asked for; the first is None."""
+    """Log-probabilities per prompt token, if requested; the first is None."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """One sequence while it runs: collects tokens, turns them into text, looks for stop strings."""
+    """One running sequence: collects tokens, converts them to text, searches for stop strings."""
 
     index: int
     params: SamplingParams
@@ -93,7 +93,7 @@ class Choice:
     _prompt_positions: list[TokenLogprobs] | None = None
     _texts: list[str] = field(default_factory=list)
     _stream: TextStream | None = None
-    """None: text was not asked for."""
+    """None if no text was requested."""
 
     def __post_init__(self) -> None:
         if self.params.detokenize:
@@ -106,8 +106,9 @@ class Choice:
                 min_tokens=self.min_tokens,
             )
 
-    def take(self, output: messages.SequenceOutput, now: float) -> bool:
-        """Add what one step brought. True: a stop string ended it here, and the engine does not know yet."""
+    def take(self, output: SequenceOutput, now: float) -> bool:
+        """Add one step's output. Return True if a stop string ended the sequence here, which the engine does not know
+        yet."""
         if output.first_scheduled_time is not None:
             self.first_scheduled_time = output.first_scheduled_time
             self.num_cached_tokens = output.num_cached_tokens
@@ -127,12 +128,12 @@ class Choice:
         self.token_ids += output.token_ids[: taken.num_tokens]
         if self._stream.matched is None:
             return False
-        del self._positions[len(self.token_ids) :]  # what follows the stop string was generated for nothing
+        del self._positions[len(self.token_ids) :]  # tokens after the stop string are dropped
         self.finish_reason, self.stop_reason = "stop", self._stream.matched
         return output.finish_reason is None
 
     def output(self) -> CompletionOutput:
-        """The choice as it stands."""
+        """Return the choice in its current state."""
         wants_logprobs = self.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
@@ -146,13 +147,13 @@ class Choice:
         )
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """One entry for each of the prompt's tokens: None for the first one, which follows nothing."""
+        """One entry per prompt token; None for the first one."""
         if self._prompt_positions is None:
             return None
         return [None, *(self._logprobs(position) for position in self._prompt_positions)]
 
     def _logprobs(self, position: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token with its own rank, then the most likely ones in order."""
+        """Return the chosen token with its own rank, then the most likely ones in order."""
         entries: dict[int, Logprob] = {}
         for order, (token_id, value) in enumerate(zip(position.token_ids, position.logprobs, strict=True)):
             rank = position.rank if order == 0 else order

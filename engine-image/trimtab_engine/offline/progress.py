@@ -1,4 +1,4 @@
-"""What a running call of the offline LLM class shows, and how Ctrl-C ends it."""
+"""Progress display of the offline LLM class, and its handling of Ctrl-C."""
 
 import logging
 import signal
@@ -9,24 +9,24 @@ from contextlib import contextmanager
 from types import FrameType
 
 from trimtab_engine.api.metrics.stats_line import StatisticsLine
-from trimtab_engine.messages import StepStats
-from trimtab_engine.offline.embeddings import AskedVector
-from trimtab_engine.offline.prompts import Asked
+from trimtab_engine.messages.requests import StepStats
+from trimtab_engine.offline.embeddings import PendingEmbedding
+from trimtab_engine.offline.prompts import PendingPrompt
 
 OnStep = Callable[[StepStats], None]
-STATS_SECONDS = 10.0
+STATS_INTERVAL_SECONDS = 10.0
 
 logger = logging.getLogger("trimtab_engine.offline.llm")
 
 
 class Rates:
-    """Tokens per second so far, for the bar."""
+    """Tokens per second so far, for the progress bar."""
 
     def __init__(self, started: float) -> None:
         self._started = started
         self._input = self._output = 0
 
-    def note(self, one: Asked | AskedVector) -> str:
+    def note(self, one: PendingPrompt | PendingEmbedding) -> str:
         self._input += len(one.prompt_token_ids)
         self._output += sum(len(choice.token_ids) for choice in one.choices)
         seconds = max(time.monotonic() - self._started, 1e-9)
@@ -34,7 +34,7 @@ class Rates:
 
 
 class Statistics:
-    """Hands each step's statistics on and, when asked to, logs the line that the server logs."""
+    """Forwards each step's statistics and optionally logs the server's statistics line."""
 
     def __init__(self, on_step: OnStep | None, *, log: bool, device: str) -> None:
         self._on_step = on_step
@@ -48,15 +48,15 @@ class Statistics:
             return
         self._line.add(stats)
         now = time.monotonic()
-        if now - self._logged >= STATS_SECONDS:
+        if now - self._logged >= STATS_INTERVAL_SECONDS:
             for text in self._line.take(now - self._logged)[0]:
                 logger.info("%s", text)
             self._logged = now
 
 
 @contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event instead of stopping a step in its middle; a second one stops at once."""
+def interrupt_event() -> Iterator[threading.Event]:
+    """Set the event on Ctrl-C instead of interrupting a step; a second Ctrl-C stops at once."""
     interrupted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield interrupted

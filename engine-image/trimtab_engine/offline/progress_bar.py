@@ -1,17 +1,17 @@
-"""A progress bar on stderr for what takes a while: how far, how long still, and one line of figures."""
+"""Progress bar on stderr: progress, remaining time, and a line of figures."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-REFRESH_SECONDS = 0.2  # drawing is work that the measured code would otherwise do
+REFRESH_SECONDS = 0.2  # drawing takes time from the measured code
 Advance = Callable[[int, str], None]
-"""Called with how many more are done and the figures to show beside them."""
+"""Called with the number of newly completed items and the figures to show."""
 
 
 @contextmanager
 def progress_bar(description: str, total: int, *, enabled: bool = True) -> Iterator[Advance]:
-    """Show a bar while the block runs. Where stderr is no terminal, only the last state is printed."""
+    """Show a bar while the block runs. If stderr is not a terminal, only the final state is printed."""
     if not enabled:
         yield lambda count, figures: None
         return

@@ -1,11 +1,11 @@
-"""Prompts of the offline LLM class in all their forms, and one of them with what became of it."""
+"""Prompt types of the offline LLM class, and one pending prompt with its result."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trimtab_engine.errors import InvalidRequest
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.offline.embeddings import PoolingParams
 from trimtab_engine.offline.outputs import Choice, RequestMetrics, RequestOutput
 from trimtab_engine.offline.sampling_params import SamplingParams
@@ -13,11 +13,12 @@ from trimtab_engine.text.tokenizer import Tokenizer
 
 Params = TypeVar("Params", SamplingParams, PoolingParams)
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; the last two with {"multi_modal_data": …} besides."""
+"""Text, token IDs, {"prompt": text} or {"prompt_token_ids": ids}; the last two optionally with {"multi_modal_data":
+…}."""
 
 
 @dataclass(slots=True)
-class Asked:
+class PendingPrompt:
     """One prompt with all its choices."""
 
     request_id: str
@@ -50,27 +51,27 @@ class Asked:
         )
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several. A list of numbers is one prompt of token ids."""
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one or several prompts as a list. A list of numbers is one prompt of token IDs."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]  # narrowed by its first element
-    return list(prompts)  # type: ignore[arg-type]  # likewise
+    return list(prompts)  # type: ignore[arg-type]  # narrowed by its first element
 
 
-def one_each(params: Params | Sequence[Params], count: int) -> list[Params]:
-    """The parameters of every prompt. Raises InvalidRequest where there are neither one nor as many."""
+def expand_params(params: Params | Sequence[Params], count: int) -> list[Params]:
+    """Return the parameters of every prompt. Raises InvalidRequest for a mismatched number."""
     if not isinstance(params, Sequence):
         return [params] * count
     if len(params) != count:
         name = "pooling_params" if params and isinstance(params[0], PoolingParams) else "sampling_params"
-        raise InvalidRequest(f"there are {count} prompts and {len(params)} {name}; give one, or one each")
+        raise InvalidRequest(f"{len(params)} {name} for {count} prompts; set one, or one per prompt")
     return list(params)
 
 
-def tokens_of(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
-    """Its text, where there is one, and its token ids. Raises InvalidRequest for a mapping without either."""
+def tokenize_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
+    """Return the prompt's text, if any, and its token IDs. Raises InvalidRequest for a mapping without either."""
     if isinstance(prompt, str):
         return prompt, tokenizer.encode(prompt)
     if not isinstance(prompt, Mapping):
@@ -79,4 +80,4 @@ def tokens_of(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[in
         return prompt.get("prompt"), list(prompt["prompt_token_ids"])
     if isinstance(prompt.get("prompt"), str):
         return prompt["prompt"], tokenizer.encode(prompt["prompt"])
-    raise InvalidRequest(f"a prompt has the keys {sorted(prompt)}; give prompt or prompt_token_ids")
+    raise InvalidRequest(f"a prompt has the keys {sorted(prompt)}; set prompt or prompt_token_ids")

@@ -1,6 +1,6 @@
-"""How a user of the offline LLM class says what to generate: vLLM's names, and the same checks as over HTTP.
+"""Sampling parameters of the offline LLM class: vLLM's names, and the validation of the HTTP API.
 
-What a field may hold, and what is not supported, is decided in one place for both: api/openai/protocol.py.
+Allowed values and unsupported features are defined in one place for both: api/openai/protocol.py.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,18 @@ from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.text.tokenizer import Tokenizer
 
 OWN_FIELDS = ("detokenize", "logprobs", "prompt_logprobs")
-"""Fields that are not the API's, or have another form there."""
+"""Fields that the API lacks or has in another form."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What to generate from one prompt. temperature 0 is greedy; max_tokens None is as much as fits.
+    """Sampling parameters of one prompt. temperature 0 is greedy; max_tokens None is as much as fits.
 
-    `logprobs`: how many of the most likely tokens are reported beside each chosen one (None: nothing).
-    `structured_outputs`: a dict such as {"regex": "[0-9]+"}. What is not supported is refused by name. Raises
-    InvalidRequest when a value is not allowed.
+    `logprobs` is the number of most likely tokens reported in addition to each chosen one (None: no logprobs).
+    `structured_outputs` is a dict such as {"regex": "[0-9]+"}.
+
+    Raises:
+        InvalidRequest: A value is invalid, or a feature is not supported.
     """
 
     n: int = 1
@@ -45,10 +47,10 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    """False: token ids only, no text; stop strings then cannot be looked for."""
+    """False for token IDs without text; stop strings are then not available."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    """The same for the prompt's own tokens."""
+    """Number of log-probabilities of the prompt's own tokens."""
     logit_bias: dict[int, float] | None = None
     bad_words: Sequence[str] | None = None
     structured_outputs: Any = None
@@ -56,22 +58,22 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self._checked()
+        self._validate()
         if self.stop and not self.detokenize:
-            raise InvalidRequest("stop needs the text; leave detokenize True, or use stop_token_ids")
+            raise InvalidRequest("stop requires text; set detokenize to True, or use stop_token_ids")
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None and count < 0:
-                raise InvalidRequest(f"{name} is {count}; it must be 0 or more, or None")
+                raise InvalidRequest(f"{name} must be 0 or more, or None ({count})")
 
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    def of_choices(self, room: int, tokenizer: Tokenizer) -> list[Sampling]:
-        """What each of the `n` choices is sampled with; `room` is how many tokens can follow the prompt."""
-        checked = self._checked()
+    def sampling_per_choice(self, room: int, tokenizer: Tokenizer) -> list[Sampling]:
+        """Return the sampling of each of the `n` choices; `room` is the maximum number of output tokens."""
+        checked = self._validate()
         if self.min_tokens > room:
-            raise InvalidRequest(f"min_tokens is {self.min_tokens}, but at most {room} tokens can be generated")
+            raise InvalidRequest(f"min_tokens is {self.min_tokens}, but only {room} tokens can be generated")
         max_tokens = min(self.max_tokens or room, room)
         restrictions = Restrictions(_grammar(checked), bad_word_tokens(tokenizer, checked.bad_words or []))
         return [
@@ -85,13 +87,13 @@ class SamplingParams:
             for index in range(self.n)
         ]
 
-    def _checked(self) -> GenerationRequest:
-        """These values as the API checks them."""
+    def _validate(self) -> GenerationRequest:
+        """Return these values validated by the API's request model."""
         values = {name: value for name, value in asdict(self).items() if name not in OWN_FIELDS and value is not None}
         for name in ("stop", "stop_token_ids", "bad_words"):
             if isinstance(values.get(name), tuple):
                 values[name] = list(values[name])
-        for name, value in values.items():  # JSON has one kind of number; here 1 stands for 1.0, as in vLLM
+        for name, value in values.items():  # JSON has one number type; here 1 is accepted for 1.0, as in vLLM
             if isinstance(getattr(SamplingParams, name, None), float) and type(value) is int:
                 values[name] = float(value)
         try:
@@ -104,12 +106,12 @@ class SamplingParams:
 
 
 def _grammar(checked: GenerationRequest) -> str | None:
-    """The user's own grammar, in the user's own process: nobody else waits for it, so it is not tried first."""
+    """Return the user's grammar. It runs in the user's own process, so it is not validated with time limits."""
     constraint = checked.constraint()
     if constraint is None:
         return None
     from trimtab_engine.structured.reasons import in_one_sentence
-    from trimtab_engine.structured.trial import grammar_text  # llguidance is needed by those who use it
+    from trimtab_engine.structured.trial import grammar_text  # lazy import: llguidance is only needed for grammars
 
     try:
         return grammar_text(constraint.to_json())

@@ -1,4 +1,5 @@
-"""Output that must match a grammar, by llguidance: the matcher of one request, its compilation, the masks of a step.
+"""Grammar-constrained output with llguidance: matcher of one request, compilation, and token masks of a step.
 
-The API server makes and tries grammars (api/openai/constraints.py, trial.py); the engine core only sees tried ones.
+The API server builds and validates grammars (api/openai/constraints.py, trial.py); the engine core only gets validated
+ones.
 """

@@ -1,7 +1,8 @@
-"""Grammars to matchers, beside the loop of the engine core: a build may take as long as a trial allows.
+"""Compilation of grammars to matchers, outside the engine core's loop: a build may take as long as the validation
+allows.
 
-A request whose grammar was used lately starts at once, with a copy. Another one waits here, outside the scheduler, and
-comes back by take_ready() before a step.
+A request with a recently used grammar starts at once, with a copy. Others wait here, outside the scheduler, until
+take_ready() returns them before a step.
 """
 
 import concurrent.futures
@@ -17,14 +18,14 @@ from trimtab_engine.structured.deep_stack import deep_stack_executor
 from trimtab_engine.structured.matcher import GrammarMatcher, Vocabulary
 
 MAX_CACHED_GRAMMARS = 64
-MAX_CACHED_CHARACTERS = 4 << 20  # of their texts together; what is built from them is larger by some factor
-QUICK_BUILD_SECONDS = 0.005  # most are built within it, and waiting costs less than coming back
+MAX_CACHED_CHARACTERS = 4 << 20  # total size of their texts; the built matchers are larger
+QUICK_BUILD_SECONDS = 0.005  # most builds finish within it; waiting is cheaper than deferring the request
 
 logger = logging.getLogger("trimtab_engine.core")
 
 
 class GrammarCompiler:
-    """Builds matchers in one thread of its own. `vocabulary` is called in it, when the first grammar comes."""
+    """Builds matchers in one thread. `vocabulary` is called there with the first grammar."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._vocabulary = vocabulary
@@ -44,9 +45,10 @@ class GrammarCompiler:
         return len(self._cache)
 
     def start(self, request: Request) -> bool:
-        """Give the request its matcher now; False: its grammar is being built, and take_ready() will bring it.
+        """Attach the matcher and return True, or return False if the grammar is being built; take_ready() then returns
+        the request.
 
-        A grammar that cannot be built leaves `request.grammar` None, or gives a matcher with an error.
+        A grammar that cannot be built leaves `request.grammar` None, or attaches a matcher with an error.
         """
         grammar = request.sampling.grammar
         assert grammar is not None
@@ -63,7 +65,7 @@ class GrammarCompiler:
         return False
 
     def take_ready(self) -> list[Request]:
-        """Requests whose grammar has been built since the last call, in the order in which they came."""
+        """Return requests whose grammar has been built since the last call, in order of arrival."""
         if not self._waiting:
             return []
         self._collect()
@@ -75,11 +77,11 @@ class GrammarCompiler:
         return ready
 
     def forget(self, request_ids: Iterable[str]) -> list[Request]:
-        """Wait for these requests' grammars no longer. Returns those that did wait."""
+        """Stop waiting for these requests' grammars. Return those that were waiting."""
         return [request for key in request_ids if (request := self._waiting.pop(key, None)) is not None]
 
     def waiting_requests(self) -> list[Request]:
-        """Those whose grammar is not there yet."""
+        """Return requests whose grammar is not built yet."""
         return list(self._waiting.values())
 
     def waiting_request_ids(self) -> list[str]:
@@ -100,18 +102,19 @@ class GrammarCompiler:
         return GrammarMatcher.of(self._tokenizer, grammar)
 
     def _collect(self) -> None:
-        """Move what is built into the cache; None stands for what cannot be built."""
+        """Move built matchers into the cache; None represents a failed build."""
         for grammar in [grammar for grammar, future in self._building.items() if future.done()]:
             future = self._building.pop(grammar)
             error = future.exception()
-            if error is not None:  # of the tokenizer's files: the API server has read them, so they have changed
-                logger.error("a grammar cannot be built: %s", error)
+            if error is not None:  # tokenizer files have changed, because the API server has read them
+                logger.error("cannot build a grammar: %s", error)
             self._cache[grammar] = None if error is not None else future.result()
         if not self._waiting:
             self._trim()
 
     def _trim(self) -> None:
-        """Drop those longest unused until the rest is within bounds. The newest stays, however large."""
+        """Evict least recently used entries until the cache is within its limits. The newest stays, whatever its
+        size."""
         num_characters = sum(map(len, self._cache))
         while len(self._cache) > 1 and (
             len(self._cache) > MAX_CACHED_GRAMMARS or num_characters > MAX_CACHED_CHARACTERS

@@ -1,15 +1,15 @@
-"""One thread with a deep stack, for native code that recurses as deep as a grammar is nested."""
+"""A thread with a large stack, for native code that recurses with the nesting of a grammar."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 STACK_BYTES = 64 << 20
-"""32 times what a grammar's trial runs in (trial.py), where an overflow ends a process that is there for it. Only
-what is used is ever resident."""
+"""32 times the stack of a grammar's validation (trial.py), where an overflow only ends a worker process. Only the used
+part is resident."""
 
 
 def deep_stack_executor(name: str, stack_bytes: int = STACK_BYTES) -> ThreadPoolExecutor:
-    """An executor of one thread, started here, as a stack's size is set before its thread starts."""
+    """Return an executor with one thread, started here, because the stack size must be set before the thread starts."""
     executor = ThreadPoolExecutor(1, thread_name_prefix=name)
     before = threading.stack_size(stack_bytes)
     try:

@@ -1,4 +1,4 @@
-"""The masks of one step, computed in a thread of their own while the device works on the logits."""
+"""Token masks of one step, computed in a thread while the device computes the logits."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +14,7 @@ from trimtab_engine.structured.matcher import WORD_BYTES
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:
-    """One sequence's rows of the logits: `first` for its newest token, and one more behind each draft token."""
+    """One sequence's rows of the logits: `first` for its newest token, and one more after each draft token."""
 
     first: int
     matcher: Grammar
@@ -22,13 +22,14 @@ class MaskedRows:
 
 
 class MaskMaker:
-    """Call begin() when the matchers have the last step's tokens; they must not change until its result is there."""
+    """Computes masks. Call begin() after the matchers have accepted the last step's tokens; they must not change until
+    the result is ready."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
 
     def begin(self, sequences: Sequence[MaskedRows]) -> "Future[TokenMasks] | None":
-        """Start computing; result() when sampling. None when no sequence has a grammar."""
+        """Start the computation; call result() for sampling. None if no sequence has a grammar."""
         if not sequences:
             return None
         if self._executor is None:

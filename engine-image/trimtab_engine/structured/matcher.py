@@ -1,7 +1,7 @@
-"""Where one request's output stands in its grammar: which tokens may come next, and whether it is complete.
+"""Position of one request's output in its grammar: allowed next tokens, and completeness.
 
-It follows the output tokens, not the KV cache: a preempted request keeps it. No torch: the trial of a grammar in its
-own process uses the same class.
+Follows the output tokens, not the KV cache: a preempted request keeps it. No torch: the validation process uses this
+class.
 """
 
 import time
@@ -13,23 +13,23 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from trimtab_engine.structured.reasons import in_one_sentence
 
 WORD_BYTES = 4  # masks are rows of 32-bit words
-MAX_LEXER_EXPRESSIONS = 200_000  # bounds what one mask can cost to 0.07 s as seen; llguidance's 1,000,000 gives 0.8 s
-MAX_STEP_ITEMS = 50_000  # Earley items for one mask; llguidance's own limit, about 3 ms
-MAX_LEXER_STATES = 50_000  # 1-2 KB each: the most memory that one grammar takes is about 100 MB
-MAX_MASK_SECONDS = 0.25  # of processor time for one mask; 0.1 ms is usual, and what passed the trial took 0.1 s at most
+MAX_LEXER_EXPRESSIONS = 200_000  # limits one mask to 0.07 s as measured; llguidance's 1,000,000 gives 0.8 s
+MAX_STEP_ITEMS = 50_000  # Earley items per mask; llguidance's default, about 3 ms
+MAX_LEXER_STATES = 50_000  # 1-2 KB each: limits one grammar to about 100 MB
+MAX_MASK_SECONDS = 0.25  # CPU time per mask; usually 0.1 ms, and at most 0.1 s for validated grammars
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokenizer as llguidance wants it (its JSON), its size or the logits' width, whichever is larger, and the ids
-    that end a sequence."""
+    """The tokenizer for llguidance (JSON), the larger of its size and the logits' width, and the IDs of end tokens."""
 
     tokenizer_json: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
     def build(self) -> LLTokenizer:
-        """Takes 0.2 s for 49,152 tokens, about 1 s for 250,000. Raises ValueError where sizes do not fit."""
+        """Build llguidance's tokenizer: 0.2 s for 49,152 tokens, about 1 s for 250,000. Raises ValueError for
+        inconsistent sizes."""
         eos = list(self.eos_token_ids) or None
         return LLTokenizer(self.tokenizer_json, n_vocab=self.vocab_size, eos_token=eos)
 
@@ -39,60 +39,62 @@ def mask_words(vocab_size: int) -> int:
 
 
 def parser_limits() -> LLParserLimits:
-    """The same in the trial and in the core, so that what passed there cannot cost more here."""
+    """Return the limits, equal in validation and core, so that a validated grammar cannot cost more in the core."""
     return LLParserLimits(
         initial_lexer_fuel=MAX_LEXER_EXPRESSIONS,
         step_max_items=MAX_STEP_ITEMS,
         max_lexer_states=MAX_LEXER_STATES,
-        precompute_large_lexemes=True,  # without it the first limit does not hold: a mask was seen to take 1.4 s
+        precompute_large_lexemes=True,  # otherwise the first limit is not effective: a mask took 1.4 s
         verbose_errors=False,
     )
 
 
 class GrammarMatcher:
-    """One request's place in its grammar. It never raises for what a client did: see `error`."""
+    """One request's position in its grammar. Never raises for client input: see `error`."""
 
     def __init__(self, matcher: LLMatcher, num_words: int) -> None:
         self._matcher = matcher
         self.num_words = num_words
-        """32-bit words of one mask."""
+        """32-bit words per mask."""
         self._overrun_seconds = 0.0
 
     @classmethod
     def of(cls, tokenizer: LLTokenizer, grammar: str) -> "GrammarMatcher":
-        """At the grammar's beginning. A grammar that cannot be built gives a matcher with an `error`."""
+        """Return a matcher at the start of the grammar. A grammar that cannot be built gives a matcher with an
+        `error`."""
         return cls(LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()), mask_words(tokenizer.vocab_size))
 
     def copy(self) -> "GrammarMatcher":
-        """Another one at the same place; what its masks have cost is shared."""
+        """Return a copy at the same position; the measured mask time is shared."""
         return GrammarMatcher(self._matcher.deep_copy(), self.num_words)
 
     @property
     def error(self) -> str | None:
-        """Why it cannot go on: a limit was reached, or a token came that the grammar does not allow."""
+        """Reason why it cannot continue: a limit was reached, or a token was not allowed. None otherwise."""
         if self._overrun_seconds:
-            return f"one mask took {self._overrun_seconds:.2f} s of processor time, above {MAX_MASK_SECONDS} s"
+            return f"one mask took {self._overrun_seconds:.2f} s of CPU time, above {MAX_MASK_SECONDS} s"
         if not self._matcher.is_error():
             return None
         return in_one_sentence(self._matcher.get_error().split("\n<")[0]) or "unknown error"
 
     @property
     def is_complete(self) -> bool:
-        """Nothing can follow but the end: the grammar has ended, or the end of sequence was accepted."""
+        """Return True if only the end may follow: the grammar has ended, or the end of sequence was accepted."""
         return bool(self._matcher.is_stopped())
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Go on by these tokens; what comes after the end of sequence is passed over."""
+        """Accept these tokens; tokens after the end of sequence are ignored."""
         for token_id in token_ids:
             if self._matcher.is_stopped() or not self._matcher.consume_token(token_id):
                 return
 
     def num_acceptable(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first, the grammar allows one after the other. Nothing changes."""
+        """Return how many of these tokens, from the first, the grammar allows in sequence. The matcher does not
+        change."""
         return int(self._matcher.validate_tokens(list(token_ids)))
 
     def fill(self, address: int, num_bytes: int) -> None:
-        """Write the mask of the next token to memory. A complete matcher allows the end of sequence alone."""
+        """Write the mask of the next token to memory. A complete matcher only allows the end of sequence."""
         before = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
         seconds = time.thread_time() - before
@@ -102,8 +104,8 @@ class GrammarMatcher:
     def fill_with_drafts(self, draft_token_ids: Sequence[int], address: int, num_bytes: int) -> None:
         """Write 1 + len(draft) masks, `num_bytes` apart: before the first draft token, and after each one.
 
-        Behind a draft token that the grammar does not allow the last mask is repeated: that token is never accepted, so
-        what follows it is never read. Afterwards the matcher stands where it stood.
+        After a draft token that the grammar does not allow, the last mask is repeated: that token is never accepted, so
+        the following masks are not read. The matcher's position does not change.
         """
         self.fill(address, num_bytes)
         num_taken = 0

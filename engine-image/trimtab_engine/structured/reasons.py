@@ -1,4 +1,4 @@
-"""Why a grammar is refused, as one sentence with its place: the library draws the text, and a caret below it."""
+"""Grammar errors as one sentence with a position: the library prints the text with a caret below."""
 
 import re
 
@@ -8,8 +8,8 @@ PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): (?P<what>.+)$")
 
 
 def in_one_sentence(message: str) -> str:
-    """What is wrong and where, without what is drawn: of a regular expression the character in it, of another grammar
-    line and column."""
+    """Return the error and its position without the drawing: the character of a regular expression, line and column of
+    another grammar."""
     regex = REGEX_ERROR.search(message)
     if regex:
         return f"{regex['what']}, at character {len(regex['before']) + 1}"[:MAX_CHARACTERS]

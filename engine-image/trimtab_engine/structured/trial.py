@@ -1,8 +1,8 @@
-"""A client's grammar, tried before the engine core sees it, in a process to be killed (ipc/bounded_worker.py).
+"""Validation of a client's grammar before the engine core gets it, in a killable process (ipc/bounded_worker.py).
 
-What llguidance's own check passes can still build for ten seconds, need a second for a mask, or overflow the stack. So
-a trial builds the grammar as the core would, in a smaller stack, and takes a few steps into it, with the core's limits
-and tighter ones. See docs/guides/structured-output.md for the sizes, ADR-0007 for why.
+Grammars that pass llguidance's own check can still build for ten seconds, need a second per mask, or overflow the
+stack. So the validation builds the grammar as the core would, in a smaller stack, and takes a few steps, with the
+core's limits and tighter ones. See docs/guides/structured-output.md for the sizes, ADR-0007 for the reasons.
 """
 
 import random
@@ -18,17 +18,17 @@ from trimtab_engine.structured.deep_stack import deep_stack_executor
 from trimtab_engine.structured.matcher import WORD_BYTES, GrammarMatcher, Vocabulary
 from trimtab_engine.structured.reasons import in_one_sentence
 
-STACK_BYTES = 2 << 20  # a thirty-second of the core's (deep_stack.py)
-NUM_STEPS = 12  # into the grammar, along random tokens that it allows
-MAX_MASK_SECONDS = 0.1  # of processor time; usual is a hundredth of it, and the core ends a request at 0.25
+STACK_BYTES = 2 << 20  # 1/32 of the core's (deep_stack.py)
+NUM_STEPS = 12  # along random allowed tokens
+MAX_MASK_SECONDS = 0.1  # CPU time; usually 1 % of it, and the core ends a request at 0.25
 WHITESPACE = r"[ \t\r\n]{1,64}"
-"""Between JSON's tokens, unless a request says otherwise. A bound, as small models would write spaces for ever."""
+"""Default whitespace between JSON tokens. Limited, because small models would generate blanks forever."""
 
 Json = dict[str, Any]
 
 
 def grammar_text(spec: Mapping[str, Any]) -> str:
-    """llguidance's form of a checked specification (api/openai/constraints.py: Constraint). Raises ValueError."""
+    """Return llguidance's form of a checked constraint (api/openai/constraints.py: Constraint). Raises ValueError."""
     kind, value = spec["kind"], spec["value"]
     match kind:
         case "json":
@@ -41,18 +41,18 @@ def grammar_text(spec: Mapping[str, Any]) -> str:
             return grammar_from("grammar", value)
         case "llguidance":
             return str(value)
-    raise ValueError(f"there is no grammar of kind {kind!r}")
+    raise ValueError(f"unknown grammar kind {kind!r}")
 
 
 def _json_options(spec: Mapping[str, Any]) -> Any:
-    """`oneOf` is taken for `anyOf`, which llguidance can do, as schema generators write the one and mean the other."""
+    """Treat `oneOf` as `anyOf`, which llguidance supports: schema generators emit the former but mean the latter."""
     if spec.get("any_whitespace") is False:
         return {"whitespace_flexible": False, "coerce_one_of": True}
     return {"whitespace_pattern": spec.get("whitespace_pattern") or WHITESPACE, "coerce_one_of": True}
 
 
 def try_grammar(tokenizer: LLTokenizer, spec: Mapping[str, Any]) -> Json:
-    """{"grammar": llguidance's JSON} or {"error": why it is refused}."""
+    """Return {"grammar": llguidance's JSON} or {"error": reason}."""
     try:
         grammar = grammar_text(spec)
     except ValueError as error:
@@ -63,7 +63,7 @@ def try_grammar(tokenizer: LLTokenizer, spec: Mapping[str, Any]) -> Json:
 
 
 def _walk(matcher: GrammarMatcher) -> str | None:
-    """Take a few steps; why the grammar is refused, None when it is not."""
+    """Take a few steps. Return the reason of a rejection, or None."""
     row = np.zeros((1, matcher.num_words), dtype=np.int32)
     choose = random.Random(0)
     for step in range(NUM_STEPS):
@@ -75,7 +75,7 @@ def _walk(matcher: GrammarMatcher) -> str | None:
         if matcher.error is not None:
             return matcher.error
         if seconds > MAX_MASK_SECONDS:
-            return f"it takes {seconds:.2f} s to say what may come next, above {MAX_MASK_SECONDS} s; make it simpler"
+            return f"computing the allowed tokens takes {seconds:.2f} s, above {MAX_MASK_SECONDS} s; simplify it"
         allowed = np.nonzero(np.unpackbits(row[0].view(np.uint8), bitorder="little"))[0]
         if matcher.is_complete or len(allowed) == 0:
             return None

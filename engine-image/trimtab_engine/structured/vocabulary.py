@@ -1,4 +1,4 @@
-"""The tokenizer's files as llguidance wants them."""
+"""Tokenizer files as llguidance's vocabulary."""
 
 from pathlib import Path
 
@@ -10,16 +10,16 @@ from trimtab_engine.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 def read_vocabulary(path: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
-    """From the model's folder or GGUF file. `vocab_size` is the logits' width. Raises ModelError.
+    """Return the vocabulary from the model's folder or GGUF file. `vocab_size` is the logits' width. Raises ModelError.
 
-    tokenizer.json is read without transformers, whose import takes the engine core longer than all the rest.
+    tokenizer.json is read without transformers, whose import takes longer than the rest of the engine core's startup.
     """
     file = Path(path) / TOKENIZER_FILE
     if not file.exists():
         return vocabulary_of(Tokenizer(path).fast, vocab_size, eos_token_ids)
     try:
         fast = FastTokenizer.from_file(str(file))
-    except Exception as error:  # its only kind
+    except Exception as error:  # the library's only type
         raise ModelError(f"cannot read the tokenizer of {path}: {error}") from None
     return vocabulary_of(fast, vocab_size, eos_token_ids)
 

@@ -1,1 +1,1 @@
-"""From text to tokens and from tokens to text: tokenizers, chat templates, stop strings."""
+"""Text and tokens: tokenizers, chat templates, stop strings."""

@@ -1,7 +1,7 @@
-"""A conversation as the model's template writes it: Jinja in a sandbox, with what transformers gives templates.
+"""Chat templates: Jinja in a sandbox, with transformers' extensions.
 
-No transformers and no torch: the process that renders for the server (chat_worker.py) is started often and killed
-when a template does not end. tests hold it to what transformers' own renderer gives.
+No transformers and no torch: the server's rendering process (chat_worker.py) is started often, and killed if a template
+does not end. Tests compare it with transformers' renderer.
 """
 
 import json
@@ -21,11 +21,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trimtab_engine.errors import InvalidRequest, ModelError
 
-MAX_TEMPLATE_CHARACTERS = 1 << 20  # the largest known are a tenth of it
+MAX_TEMPLATE_CHARACTERS = 1 << 20  # ten times the largest known template
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""Variables that a request's own cannot take the place of."""
+"""Variables that a request cannot override."""
 END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
-"""transformers' own mark: what a template does to the end of a message it does to this."""
+"""transformers' marker: the template treats it like the end of the last message."""
 TRIAL_MESSAGES = ({"role": "user", "content": "Hello"},)
 TRIAL_TOOLS = (
     {
@@ -40,33 +40,33 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplates:
-    """A model's templates by name (most have `default` alone; some one for tools besides), and the names of its special
-    tokens, which templates write."""
+    """A model's templates by name (usually only `default`; some have one for tools), and the names of its special
+    tokens, which templates use."""
 
     by_name: dict[str, str]
     special_tokens: dict[str, str]
     where: str = ""
-    """Where they come from, for messages: a folder, a file, a flag."""
+    """Origin for error messages: a folder, a file, or a flag."""
 
     def text(self, *, with_tools: bool) -> str | None:
-        """The template to use, as transformers chooses it; None when there is none."""
+        """Return the template, chosen as in transformers, or None if there is none."""
         if with_tools and "tool_use" in self.by_name:
             return self.by_name["tool_use"]
         return self.by_name.get("default")
 
     def name(self, *, with_tools: bool) -> str:
-        """What messages call the template to use."""
+        """Return the template's name for error messages."""
         kind = " for tools" if with_tools and "tool_use" in self.by_name else ""
         return f"the chat template{kind}" + (f" of {self.where}" if self.where else "")
 
     def check_sizes(self) -> None:
-        """Raises ModelError for one that is too long."""
+        """Raise ModelError if a template is too long."""
         if any(len(text) > MAX_TEMPLATE_CHARACTERS for text in self.by_name.values()):
             raise ModelError(f"{self.name(with_tools=False)} has more than {MAX_TEMPLATE_CHARACTERS} characters")
 
 
 class ChatTemplate:
-    """One compiled template; `name` is what messages call it. Raises ModelError when it is no Jinja."""
+    """One compiled template; `name` is used in error messages. Raises ModelError for invalid Jinja."""
 
     def __init__(self, text: str, special_tokens: Mapping[str, str], name: str = "the chat template") -> None:
         environment = _environment()
@@ -75,7 +75,7 @@ class ChatTemplate:
             self._template = environment.from_string(text)
             variables = jinja2.meta.find_undeclared_variables(environment.parse(text))
         except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"{name} is broken: line {error.lineno}: {error.message}") from None
+            raise ModelError(f"{name}: invalid Jinja in line {error.lineno}: {error.message}") from None
         self._special_tokens = dict(special_tokens)
         self.uses_tools = "tools" in variables
 
@@ -89,8 +89,13 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         max_characters: int | None = None,
     ) -> str:
-        """With `continue_final_message` the text ends where the last message does, without what the template writes
-        behind it. Raises InvalidRequest when the template refuses the messages or writes more than `max_characters`."""
+        """Return the rendered text.
+
+        With `continue_final_message` the text ends at the end of the last message, without the template's suffix.
+
+        Raises:
+            InvalidRequest: The template rejects the messages or the text exceeds `max_characters`.
+        """
         if continue_final_message:
             messages = _marked(messages)
         values = {**self._special_tokens, **{k: v for k, v in (variables or {}).items() if k not in RESERVED}}
@@ -103,19 +108,19 @@ class ChatTemplate:
                 num_characters += len(part)
                 if max_characters is not None and num_characters > max_characters:
                     break
-        except Exception as error:  # jinja's errors, and whatever a template makes of what it is given
+        except Exception as error:  # Jinja's errors, and any error that the template's expressions raise
             reason = str(error) or type(error).__name__
-            raise InvalidRequest(f"the chat template refuses these messages: {reason}") from error
+            raise InvalidRequest(f"the chat template rejects these messages: {reason}") from error
         if max_characters is not None and num_characters > max_characters:
             raise InvalidRequest(
-                f"the chat template writes more than {max_characters} characters, which the model's context cannot "
+                f"the rendered messages exceed {max_characters} characters, more than the model's context can "
                 f"hold; shorten the messages"
             )
         return _up_to_mark("".join(parts)) if continue_final_message else "".join(parts)
 
     def check(self, tools: Sequence[Json] | None = None) -> None:
-        """Render one short conversation. Raises ModelError when the template itself is at fault; one that refuses the
-        conversation by raise_exception is not."""
+        """Render one short conversation. Raises ModelError for a template error; a rejection through raise_exception is
+        not one."""
         try:
             self.render(TRIAL_MESSAGES, tools=tools)
         except InvalidRequest as error:
@@ -124,45 +129,46 @@ class ChatTemplate:
             ):
                 line, reason = _line_of(error.__cause__), str(error.__cause__) or type(error.__cause__).__name__
                 place = "" if line is None else f" line {line}:"
-                what = "one user message" if tools is None else "one user message beside a tool"
-                raise ModelError(f"{self._name} is broken:{place} it cannot write {what}: {reason}") from None
+                what = "one user message" if tools is None else "one user message and a tool"
+                raise ModelError(f"{self._name}:{place} cannot render {what}: {reason}") from None
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
-    """With END_OF_MESSAGE behind the last message's text, as transformers finds where it ends."""
+    """Return the messages with END_OF_MESSAGE appended to the last one, as transformers does to find its end."""
     *before, last = messages
     if not last.get("content"):
-        raise InvalidRequest("continue_final_message needs a last message with content to go on with")
+        raise InvalidRequest("continue_final_message requires a last message with content")
     content = last["content"]
     if isinstance(content, str):
         return [*before, {**last, "content": content + END_OF_MESSAGE}]
     *parts, end = content
     if "text" not in end:
-        raise InvalidRequest("continue_final_message needs a last message that ends with text to go on with")
+        raise InvalidRequest("continue_final_message requires a last message that ends with text")
     return [*before, {**last, "content": [*parts, {**end, "text": end["text"] + END_OF_MESSAGE}]}]
 
 
 def _up_to_mark(text: str) -> str:
-    """What stands before the mark; a template that trims messages has trimmed the mark, and so loses their blanks."""
+    """Return the text before the marker. A template that trims messages has trimmed the marker too, so trailing blanks
+    are lost."""
     place = text.rfind(END_OF_MESSAGE.rstrip())
     if place < 0:
-        raise InvalidRequest("continue_final_message: the chat template does not write the last message")
+        raise InvalidRequest("continue_final_message: the chat template does not render the last message")
     return text[:place] if text.startswith(END_OF_MESSAGE, place) else text[:place].rstrip()
 
 
 def _line_of(error: BaseException | None) -> int | None:
-    """The template's line that raised it: jinja puts the template's own frames into the traceback."""
+    """Return the template line that raised the error: Jinja adds template frames to the traceback."""
     frames = [] if error is None else traceback.extract_tb(error.__traceback__)
     return next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
 
 
-# --- what transformers gives templates ----------------------------------------------------------------------------
+# --- transformers' template extensions ------------------------------------------------------------------------------
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %}…{% endgeneration %} marks the assistant's words for training; here it marks nothing."""
+    """{% generation %}…{% endgeneration %} marks the assistant's text for training; no effect here."""
 
-    tags = {"generation"}  # noqa: RUF012  # jinja's own declaration
+    tags = {"generation"}  # noqa: RUF012  # required by jinja
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -180,7 +186,7 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace` that keeps no names with underscores, by which a template could reach into Python."""
+    """`namespace` that rejects names with underscores, through which a template could reach Python internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, rest = args[0], args[1:]
@@ -196,7 +202,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace takes no name with an underscore: {name!r}")
+        raise jinja2.exceptions.SecurityError(f"a namespace does not allow names with underscores: {name!r}")
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -206,7 +212,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _tojson
     own: dict[str, Callable[..., Any] | _Dict] = {
         "raise_exception": _raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),  # noqa: DTZ005  # the server's date is meant
+        "strftime_now": lambda form: datetime.now().strftime(form),  # noqa: DTZ005  # the server's date is intended
         "dict": _Dict(),
         "namespace": _Namespace,
     }
@@ -225,5 +231,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would write HTML escapes."""
+    """JSON without the HTML escapes of Jinja's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,6 +1,6 @@
-"""Rendering chat templates in a process that can be killed: `-m trimtab_engine.text.chat_worker`.
+"""Chat template rendering in a killable process: `-m trimtab_engine.text.chat_worker`.
 
-A template is the model author's program, and what a client sends is its input: together they may not end, or fill the
+A template is the model author's program, and its input comes from clients: together they may not terminate, or exhaust
 memory.
 """
 
@@ -16,14 +16,15 @@ Json = dict[str, Any]
 
 
 class Rendering:
-    """The templates of one model, compiled when they are first used."""
+    """Templates of one model, compiled at first use."""
 
     def __init__(self, templates: ChatTemplates) -> None:
         self._templates = templates
         self._compiled: dict[str, ChatTemplate] = {}
 
     def answer(self, request: Json) -> Json:
-        """{"check": True} → {"uses_tools": …}; a conversation → {"text": …}; {"refused": why} for either."""
+        """Answer one request: {"check": True} → {"uses_tools": …}; a conversation → {"text": …}; {"refused": reason}
+        for both."""
         try:
             if request.get("check"):
                 return {"uses_tools": self._check()}
@@ -41,7 +42,7 @@ class Rendering:
         return {"text": text}
 
     def _check(self) -> bool:
-        """Whether a template knows tools. Raises ModelError when one is broken."""
+        """Return True if a template uses tools. Raises ModelError if a template is invalid."""
         plain, for_tools = (self._template(with_tools=with_tools) for with_tools in (False, True))
         plain.check()
         if for_tools.uses_tools:
@@ -52,7 +53,7 @@ class Rendering:
 
     def _template(self, *, with_tools: bool) -> ChatTemplate:
         text = self._templates.text(with_tools=with_tools)
-        assert text is not None  # who asks has seen to it
+        assert text is not None  # checked by the caller
         if text not in self._compiled:
             self._compiled[text] = ChatTemplate(
                 text, self._templates.special_tokens, self._templates.name(with_tools=with_tools)

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, built as transformers builds it but without torch, which its reader imports."""
+"""Tokenizer of a GGUF file, built as in transformers but without torch, which its reader imports."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -16,13 +16,13 @@ CONFIGURED = {
     "ggml.add_eos_token": "add_eos_token",
 }
 OLDER_NAMES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
-"""transformers 5.17 knows architectures by its own names for them; those that are not here are called alike."""
+"""transformers' names of architectures whose GGUF name differs (5.17); others have the same name."""
 
 SPLIT_AS_GPT2 = ("default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais")
-"""Names of pre-tokenizers that are byte-level BPE's first one."""
+"""Names of pre-tokenizers that split text as GPT-2 does."""
 DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-"""Those that take each digit by itself first: of "  12" both spaces stay together, where the first one gives the
-second to the digits."""
+"""Pre-tokenizers that split off each digit first: in " 12" both spaces stay together, while GPT-2's joins the second
+one with the digits."""
 
 SPECIAL_TOKENS = {
     "bos_token": "ggml.bos_token_id",
@@ -33,8 +33,12 @@ SPECIAL_TOKENS = {
 
 
 def read_gguf_tokenizer(file: Path) -> Any:
-    """A transformers fast tokenizer. Raises ModelError for a file that is cut or is none, and what transformers raises
-    for a vocabulary that it cannot read."""
+    """Return a transformers fast tokenizer.
+
+    Raises:
+        ModelError: The file is truncated or not GGUF.
+        Exception: transformers' errors for an invalid vocabulary.
+    """
     from gguf import GGUFReader
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
@@ -42,7 +46,7 @@ def read_gguf_tokenizer(file: Path) -> Any:
         fields = GGUFReader(file).fields
     except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         reason = one_line(error)
-        raise ModelError(f"{file}: is truncated or no GGUF file: {reason}; download the file again") from None
+        raise ModelError(f"{file}: truncated or not a GGUF file: {reason}; download the file again") from None
     metadata = {
         name.removeprefix("tokenizer."): field.contents()
         for name, field in fields.items()
@@ -54,7 +58,7 @@ def read_gguf_tokenizer(file: Path) -> Any:
         for group in (names, CONFIGURED)
     )
     if tokenizer.get("tokenizer_type") == "llama":
-        config.setdefault("add_bos_token", True)  # older files do not say; llama.cpp adds it
+        config.setdefault("add_bos_token", True)  # older files lack it; llama.cpp adds it
     for name, key in SPECIAL_TOKENS.items():
         if key in metadata:
             config[name] = _token(file, f"tokenizer.{key}", metadata[key], tokenizer["tokens"])
@@ -74,32 +78,31 @@ def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _token(file: Path, key: str, value: Any, tokens: list[str]) -> str:
-    """The token with this id. Raises ModelError where there is none."""
+    """Return the token with this ID. Raises ModelError if there is none."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(tokens):
-        raise ModelError(f"{file}: {key} is {value!r:.60}; the id of one of {len(tokens)} tokens is needed")
+        raise ModelError(f"{file}: {key} is {value!r:.60}; must be the id of one of {len(tokens)} tokens")
     return tokens[value]
 
 
 def _check_split(file: Path, tokenizer: Mapping[str, Any]) -> None:
-    """Raise ModelError for a byte-level vocabulary whose way to split text transformers does not know: it would take
-    GPT-2's, and give other tokens than the model has learned."""
+    """Raise ModelError for a byte-level vocabulary with a pre-tokenizer unknown to transformers, which would use
+    GPT-2's and return wrong tokens."""
     name = tokenizer.get("pre_tokenizer_type")
     if name is None or not _is_byte_level(tokenizer) or name in (*SPLIT_AS_GPT2, *DIGITS_APART):
         return
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as known
-    except ImportError:  # transformers 5.17 goes by the architecture
+    except ImportError:  # transformers 5.17 decides by architecture
         return
     if name not in known:
         raise ModelError(
-            f"{file}: its tokenizer splits text as {name!r} does, which is not supported; give --tokenizer a folder "
-            f"with "
-            f"the model's tokenizer.json"
+            f"{file}: pre-tokenizer {name!r} is not supported; set --tokenizer to a folder with the "
+            f"model's tokenizer.json"
         )
 
 
 def _converter() -> tuple[Mapping[str, str], Callable[[str, dict[str, Any]], tuple[Any, dict[str, Any]]]]:
-    """transformers' names of what describes a tokenizer, and what builds one from it."""
+    """Return transformers' tokenizer field names, and its converter function."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
     except ImportError:  # transformers 5.17

@@ -1,4 +1,4 @@
-"""Chat templates that come with the engine, by name: for models whose own template knows no tools."""
+"""Chat templates included with the engine, by name: for models whose own template does not support tools."""
 
 from importlib.resources import files
 
@@ -6,7 +6,7 @@ SHIPPED = ("hermes",)
 
 
 def shipped_template(name: str) -> str | None:
-    """The text of a template; None when none is called so."""
+    """Return the text of a template, or None if the name is unknown."""
     if name not in SHIPPED:
         return None
     return (files("trimtab_engine.text") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")

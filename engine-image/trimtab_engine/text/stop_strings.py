@@ -1,32 +1,30 @@
-"""Stop strings in streamed text: what may be sent now, and where the text ends. Pure.
+"""Stop strings in streamed text: what can be sent now, and where the text ends. Pure.
 
-```
-text so far   |------- sent -------|--- held: could be the start of a stop string ---|
-```
+``` text so far |------- sent -------|--- held: could be the start of a stop string ---| ```
 """
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Watches one sequence's text. Feed it pieces; it returns what may be sent, never text past a stop string."""
+    """Stop string detector of one sequence. push() returns the text that can be sent, never beyond a stop string."""
 
     def __init__(self, stop: Sequence[str], *, include: bool) -> None:
         self._stop = stop
         self._include = include
         self._held = ""
         self.matched: str | None = None
-        """The stop string that ended the text."""
+        """Stop string that ended the text."""
         self.armed = True
-        """False while min_tokens is not reached: text passes unsearched, and no stop string begins in it."""
+        """False until min_tokens is reached: text passes without a search, and no stop string may start in it."""
 
     @property
     def is_watching(self) -> bool:
-        """Whether there are any to look for."""
+        """Return True if there are stop strings."""
         return bool(self._stop)
 
     def push(self, piece: str) -> str:
-        """The text that is safe to send after this piece. Once `matched` is set there is no more."""
+        """Return the text that can be sent after this piece. Once `matched` is set it is always empty."""
         if self.matched is not None:
             return ""
         if not self._stop:
@@ -36,7 +34,7 @@ class StopStrings:
             self._held = ""
             return text
         found = [(at, -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:  # the first to begin; of those that begin together, the longest
+        if found:  # the earliest match; among matches at one position the longest
             at, _, self.matched = min(found)
             self._held = ""
             return text[: at + len(self.matched) if self._include else at]
@@ -45,13 +43,13 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, when the text ends for another reason."""
+        """Return the held-back text when the sequence ends for another reason."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):
             return length

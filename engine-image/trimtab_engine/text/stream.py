@@ -1,6 +1,5 @@
-"""The one rule from a sequence's tokens to its text, for the server and for use in Python: whole characters behind the
-prompt's, cut at a stop string, without the token that ended it. Pure.
-"""
+"""Conversion of a sequence's tokens to text, for the server and the offline API: whole characters after the prompt, cut
+at a stop string, without the stop token. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +10,17 @@ from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What became of a step's tokens: their text, and how many of them count. Those behind a stop string do not."""
+    """Result of a step's tokens: their text, and the number of tokens that count. Tokens after a stop string do not."""
 
     text: str
     num_tokens: int
 
 
 class TextStream:
-    """One sequence's text, as its tokens come.
+    """Incremental text of one sequence.
 
-    No stop string is looked for in the first `min_tokens` tokens. `include_stop` leaves what ended the sequence in its
-    text: a stop string, or a stop token as far as it has a text.
+    Stop strings are not searched in the first `min_tokens` tokens. With `include_stop` the text includes the stop
+    string, or the text of the stop token.
     """
 
     def __init__(
@@ -43,11 +42,11 @@ class TextStream:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text."""
+        """Stop string that ended the text."""
         return self._stop.matched
 
     def take_each(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each of these tokens, behind which others come; up to the one that completes a stop string."""
+        """Return the text of each token, up to the one that completes a stop string. More tokens must follow."""
         if not self._stop.is_watching:
             self._num_tokens += len(token_ids)
             return self._detokenizer.push_each(token_ids)
@@ -59,10 +58,10 @@ class TextStream:
         return texts
 
     def take(self, token_ids: Sequence[int], finish_reason: str | None, *, ends_with_text: bool = False) -> Taken:
-        """The text of a step's tokens, of which there are several when drafts were accepted.
+        """Return the text of a step's tokens (several with accepted drafts).
 
-        With a `finish_reason` nothing follows, and what was held back comes too. The newest token of a sequence that
-        ended by `stop` is what ended it, and no text, unless it is said to be (`ends_with_text`).
+        With a `finish_reason` held-back text is included. The last token of a sequence that ended by `stop` is the stop
+        token and has no text, unless `ends_with_text`.
         """
         ended_by_token = finish_reason == "stop" and not ends_with_text and not self._include_stop
         num_texts = len(token_ids) - 1 if ended_by_token else len(token_ids)

@@ -1,4 +1,4 @@
-"""Text to token ids and back: transformers' tokenizer, without torch. The model's chat templates come with it."""
+"""Text to token IDs and back: transformers' tokenizer without torch, with the model's chat templates."""
 
 import asyncio
 import json
@@ -17,26 +17,28 @@ from trimtab_engine.text.gguf_tokenizer import read_gguf_tokenizer
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 OTHER_FORMS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
-"""What other libraries read, in folders that have no tokenizer.json."""
+"""Tokenizer files of other libraries, in folders without tokenizer.json."""
 LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
-"""Of a GGUF model in parts: the tokenizer is in the first."""
-CONTEXT_TOKENS = 16  # of a prompt that its answer's text is told with: some may be special ones, which are no text
-BROKEN = "\ufffd"  # what bytes that are no character become
-LONG_TEXT_CHARACTERS = 4096  # from here on tokenising leaves the event loop: it takes about a millisecond
+"""Later files of a split GGUF model; the tokenizer is in the first."""
+CONTEXT_TOKENS = (
+    16  # of a prompt, used as context for decoding its continuation; some may be special tokens without text
+)
+BROKEN = "\ufffd"  # replacement for bytes that are not a character
+LONG_TEXT_CHARACTERS = 4096  # longer texts are tokenized in a thread; takes about a millisecond
 
 
 class Tokenizer:
-    """The model's tokenizer. Raises ModelError when it cannot be read."""
+    """The model's tokenizer. Raises ModelError if it cannot be read."""
 
     def __init__(self, path: str) -> None:
         try:
             loaded = _load(Path(path))
         except ModelError:
             raise
-        except Exception as error:  # transformers raises many kinds, json and rust errors among them
+        except Exception as error:  # transformers raises many types, also json and Rust errors
             raise ModelError(
                 f"cannot read the tokenizer of {path}: {_reason(Path(path), error)}; fetch it again, or "
-                "give --tokenizer a folder with one"
+                "set --tokenizer to a folder with one"
             ) from None
         self.fast: FastTokenizer = loaded.backend_tokenizer
         self.chat_templates = _chat_templates(loaded, path)
@@ -46,24 +48,24 @@ class Tokenizer:
         self._token_texts = {skip: TokenTexts(self.fast, skip) for skip in (False, True)} if is_byte_level else {}
 
     def token_texts(self, *, skip_special_tokens: bool) -> "TokenTexts | None":
-        """Each token's own text, where that is the same in any place: with byte-level tokens, as their text is their
-        bytes one after another. None: it depends on what stands before."""
+        """Return each token's text, if it is independent of its position: with byte-level tokens, whose bytes are
+        concatenated. None if it depends on the preceding tokens."""
         return self._token_texts.get(skip_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        # The batch form frees the interpreter while it works, and this one keeps no offsets: 5 times as fast.
+        # The batch call releases the GIL and computes no offsets: 5 times as fast.
         (encoded,) = self.fast.encode_batch_fast([well_formed(text)], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Long texts are tokenised in a thread, so that other requests' streams go on."""
+        """Encode; long texts in a thread, so that other requests' streams continue."""
         if len(text) < LONG_TEXT_CHARACTERS:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
 
     async def encode_many_async(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Several texts, in order."""
+        """Encode several texts, in order."""
 
         def encoded() -> list[list[int]]:
             return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
@@ -71,13 +73,17 @@ class Tokenizer:
         return encoded() if sum(map(len, texts)) < LONG_TEXT_CHARACTERS else await asyncio.to_thread(encoded)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of all tokens together; bytes that are no character become U+FFFD."""
+        """Return the text of all tokens together; invalid bytes become U+FFFD."""
         text: str = self.fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as the model's template writes it, in this process and without a time limit: for the offline
-        class. InvalidRequest when the template refuses it; ModelError when it is broken."""
+        """Render a conversation in this process without a time limit, for the offline API.
+
+        Raises:
+            InvalidRequest: The template rejects the messages.
+            ModelError: The template is invalid.
+        """
         text = self.chat_templates.text(with_tools=False)
         if text is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions")
@@ -88,7 +94,7 @@ class Tokenizer:
         return self._compiled[text].render(messages, add_generation_prompt=add_generation_prompt)
 
     def token_text(self, token_id: int) -> str:
-        """One token's text as it stands alone; bytes of a broken character become U+FFFD."""
+        """Return one token's isolated text; bytes of an incomplete character become U+FFFD."""
         text: str = self.fast.decode([token_id], skip_special_tokens=False)
         return text
 
@@ -97,7 +103,7 @@ class Tokenizer:
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text of each token, looked up once. None: bytes that are no whole characters by themselves."""
+    """Cached text of each token; None for bytes that are not whole characters by themselves."""
 
     def __init__(self, fast: FastTokenizer, skip_special_tokens: bool) -> None:
         super().__init__()
@@ -110,10 +116,10 @@ class TokenTexts(dict[int, str | None]):
 
 
 class Detokenizer:
-    """Incremental text of one sequence: never half a character, and what is held back comes with flush().
+    """Incremental text of one sequence: never an incomplete character; flush() returns held-back text.
 
-    `prompt_token_ids` come before it: its text is what they have together beyond the prompt's own. SentencePiece drops
-    the blank before the first piece of a text, which the first piece of an answer is not.
+    `prompt_token_ids` precede it: its text is the text of both minus the prompt's. SentencePiece drops the blank before
+    the first piece of a text, which the first piece of an output is not.
     """
 
     def __init__(
@@ -125,17 +131,17 @@ class Detokenizer:
         self._context = self._readable(prompt_token_ids) if self._texts is None else []
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=skip_special_tokens)
         self._held: list[int] = []
-        """Tokens since the stream last gave text: all that flush() needs to look at."""
+        """Tokens since the stream last returned text, which flush() needs."""
 
     def _readable(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The prompt's end, from where on it is text: it may be cut within a character, or end within one."""
+        """Return the end of the prompt from where it decodes cleanly; the cut may fall inside a character."""
         context = list(prompt_token_ids[-CONTEXT_TOKENS:])
         while context and BROKEN in self._fast.decode(context, skip_special_tokens=self._skip):
             del context[0]
         return context
 
     def push_each(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each, as push() gives it."""
+        """Return the text of each token, like push()."""
         if self._texts is not None and not self._held:
             texts = [self._texts[token_id] for token_id in token_ids]
             if None not in texts:
@@ -147,11 +153,11 @@ class Detokenizer:
             whole = self._texts[token_id]
             if whole is not None:
                 return whole
-            self._stream = DecodeStream(skip_special_tokens=self._skip)  # whatever came before is whole
+            self._stream = DecodeStream(skip_special_tokens=self._skip)  # all previous text was complete
         self._held.append(token_id)
         try:
             text: str | None = self._stream.step(self._fast, token_id)
-        except Exception:  # its only kind; bytes that are no character shrink what byte-fallback decoders gave before
+        except Exception:  # the library's only type; invalid bytes shrink earlier text of byte-fallback decoders
             return self._begin_anew(token_id)
         if text is None:
             return ""
@@ -159,7 +165,7 @@ class Detokenizer:
         return text
 
     def _begin_anew(self, token_id: int) -> str:
-        """What is held back as it stands, broken bytes as U+FFFD; a character that begins now is still waited for."""
+        """Return the held-back text, with invalid bytes as U+FFFD; a character starting now is still held back."""
         self._stream = DecodeStream(skip_special_tokens=self._skip)
         is_whole = self._stream.step(self._fast, token_id) is not None
         ready = self._held if is_whole else self._held[:-1]
@@ -168,7 +174,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Text of the tokens that never completed a character."""
+        """Return the text of tokens that never completed a character."""
         if not self._held:
             return ""
         text: str = self._fast.decode(self._held, skip_special_tokens=self._skip)
@@ -177,7 +183,7 @@ class Detokenizer:
 
 
 def _chat_templates(loaded: Any, path: str) -> ChatTemplates:
-    """transformers gives one template as text, several as a dictionary by name."""
+    """Return the templates; transformers has one template as text, several as a dictionary by name."""
     given = loaded.chat_template
     by_name = {"default": given} if isinstance(given, str) else dict(given or {})
     special = {name: str(token) for name, token in loaded.special_tokens_map.items() if not isinstance(token, list)}
@@ -185,9 +191,9 @@ def _chat_templates(loaded: Any, path: str) -> ChatTemplates:
 
 
 def _load(path: Path) -> Any:
-    """From tokenizer.json where there is one, else from the GGUF file; torch is imported for neither."""
-    # Imported here: the command line's --help does not need it. Not AutoTokenizer, which imports torch: that would
-    # cost this process three seconds and 280 MB.
+    """Load from tokenizer.json, else from the GGUF file, both without torch."""
+    # Lazy import: --help does not need it. AutoTokenizer would import torch, which costs this process three seconds and
+    # 280 MB.
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
     file = path if path.suffix == ".gguf" else _only_gguf(path)
@@ -199,27 +205,28 @@ def _load(path: Path) -> Any:
 
 
 def _what_is_missing(path: Path) -> str:
-    """Words for a place without a tokenizer.json: what is there instead, and what to do."""
-    remedy = "give --tokenizer a folder with one"
+    """Return the error text for a path without tokenizer.json: what is there instead, and the remedy."""
+    remedy = "set --tokenizer to a folder with one"
     if path.is_file():
-        return f"there is no tokenizer in {path}, which is a file: {remedy}"
+        return f"no tokenizer in {path}: it is a file; {remedy}"
     if not path.is_dir():
-        return f"there is no tokenizer in {path}: there is no such folder; {remedy}"
+        return f"no tokenizer in {path}: no such folder; {remedy}"
     other = next((name for name in OTHER_FORMS if (path / name).exists()), None)
     if other is not None:
         remedy = (
-            f"{other} alone is not read: write {TOKENIZER_FILE} with transformers, "
+            f"{other} is not supported; create {TOKENIZER_FILE} with transformers, "
             f"AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or {remedy}"
         )
-    return f"there is no tokenizer in {path}: {TOKENIZER_FILE} is expected there; {remedy}"
+    return f"no tokenizer in {path}: {TOKENIZER_FILE} is missing; {remedy}"
 
 
 def _reason(path: Path, error: Exception) -> str:
-    """Why a tokenizer that is there cannot be read: the file that is no JSON object, else the library's first line."""
+    """Return the reason why a tokenizer cannot be read: a file that is not a JSON object, else the library's first
+    line."""
     for name in (TOKENIZER_FILE, CONFIG_FILE):
         file = path / name
         if file.is_file() and not _is_json_object(file):
-            return f"{name} is no JSON object (cut off, or a pointer of git-lfs?)"
+            return f"{name} is not a JSON object (truncated, or a git-lfs pointer?)"
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
@@ -232,7 +239,7 @@ def _is_json_object(file: Path) -> bool:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The GGUF file to take the tokenizer from, in a folder that has no tokenizer.json."""
+    """Return the GGUF file that has the tokenizer, in a folder without tokenizer.json."""
     if (folder / TOKENIZER_FILE).exists():
         return None
     files = [file for file in folder.glob("*.gguf") if LATER_PART.search(file.name) is None]
@@ -240,5 +247,5 @@ def _only_gguf(folder: Path) -> Path | None:
 
 
 def well_formed(text: str) -> str:
-    """JSON may carry lone surrogates, which UTF-8 cannot: they become U+FFFD."""
+    """Return the text with lone surrogates, which JSON allows but UTF-8 does not, replaced by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,4 +1,4 @@
-"""Real server processes: on the stub core, and on real cores."""
+"""Real server processes, on the stub core and on real cores."""
 
 import json
 import os
@@ -23,13 +23,13 @@ from trimtab_engine.ipc.network import ReservedPorts
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config
 
-DEADLINE_SECONDS = 120.0  # generous: machines are slow when much is built on them
+DEADLINE_SECONDS = 120.0  # generous, for busy machines
 REAL_DEADLINE_SECONDS = 180.0  # several processes each load torch
 
 
-FOUR_SEATS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--device-memory-bytes", "4Gi")
+FOUR_SLOTS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--device-memory-bytes", "4Gi")
 PROMPTS = [f"{word} is what they said " * (1 + number % 3) for number, word in enumerate("abcdefghijkl")]
-MIXTURE = {
+MOE_CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "head_dim": 16,
     "num_experts": 6,
@@ -42,7 +42,7 @@ MIXTURE = {
 
 @dataclass(slots=True)
 class Server:
-    """A running server process and clients of its two ports."""
+    """A running server process, with clients of its two ports."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -62,7 +62,7 @@ class Server:
             return None
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Look until it is so; fails after DEADLINE_SECONDS."""
+        """Poll until the condition holds; fail after DEADLINE_SECONDS."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not condition():
             assert time.monotonic() < deadline, f"waited for {what}: {self.log.read_text()[-1000:]}"
@@ -78,7 +78,7 @@ class Server:
         return state
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples of this name that carry these labels."""
+        """Return the sum of the samples of this name with these labels."""
         from prometheus_client.parser import text_string_to_metric_families
 
         samples = [
@@ -99,12 +99,12 @@ Start = Callable[..., Server]
 
 @contextmanager
 def _servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start servers; all of them end with the block."""
+    """Yield a function that starts servers; all of them stop at the end of the block."""
     servers: list[Server] = []
-    ports = ReservedPorts("127.0.0.1")  # nobody else gets one of them before its server listens
+    ports = ReservedPorts("127.0.0.1")  # reserved until its server listens
 
     def start(*flags: str, model: Path = model, wait: bool = True) -> Server:
-        """`trimtab-engine serve` with these flags, on ports of its own; by default ready when it returns."""
+        """Run `trimtab-engine serve` with these flags, on reserved ports; returns when ready unless `wait` is False."""
         port, admin_port = ports.take(), ports.take()
         log = tmp_path_factory.mktemp("server") / "log"
         command = [sys.executable, str(Path(__file__).with_name("serve_stub.py")), "serve", str(model)]
@@ -124,27 +124,27 @@ def _servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def start_server(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start servers that end with the test: one that idles costs the tests behind it some of the processor."""
+    """Start servers that stop at the end of the test, so that idle ones take no CPU from later tests."""
     with _servers(tokenizer_folder, tmp_path_factory) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
 def start_shared_server(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start servers that end with the module."""
+    """Start servers that stop at the end of the module."""
     with _servers(tokenizer_folder, tmp_path_factory) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
 def server(start_shared_server: Start) -> Server:
-    """One ready server for the module."""
+    """Return a ready server shared by the module."""
     server: Server = start_shared_server()
     return server
 
 
 class RealEngine:
-    """A running `trimtab-engine serve` with real cores, on ports that the kernel chose. Without weights in the folder
+    """A running `trimtab-engine serve` with real cores, on ports chosen by the kernel. Without weights in the folder
     they are random. In a test with `forked` all of its processes are forks."""
 
     def __init__(self, model: Path, log: Path, *flags: str) -> None:
@@ -162,7 +162,7 @@ class RealEngine:
             ]
             self.http, self.admin = self._clients
             self.wait_for(self._is_ready, "readiness")
-        except BaseException:  # nobody else knows the process yet
+        except BaseException:  # no other code knows the process yet
             self.end()
             raise
 
@@ -180,7 +180,7 @@ class RealEngine:
     def _is_ready(self) -> bool:
         try:
             return self.http.get("/readyz").status_code == 200
-        except httpx.TransportError:  # it has just ended: who waits sees it
+        except httpx.TransportError:  # the process has just ended, which the caller notices
             return False
 
     def layout(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class RealEngine:
         return self.http.post("/v1/completions", json=body, headers=headers)
 
     def texts(self) -> dict[str, str]:
-        """What every prompt yields, all asked for at once."""
+        """Return the text of every prompt, all requested at once."""
         answers: dict[str, str] = {}
 
         def ask(prompt: str) -> None:
@@ -211,7 +211,7 @@ class RealEngine:
         return answers
 
     def metric(self, name: str) -> dict[str, float]:
-        """Values of a family by engine."""
+        """Return a family's values by engine."""
         lines = self.http.get("/metrics").text.splitlines()
         found = [line for line in lines if line.startswith(name + "{")]
         return {re.findall(r'engine="(\d+)"', line)[0]: float(line.split()[-1]) for line in found}
@@ -225,7 +225,7 @@ class RealEngine:
 
 
 def start_program(command: list[str], log: BinaryIO) -> "subprocess.Popen[bytes]":
-    """What it says goes into `log`."""
+    """Start a program with its output in `log`."""
     if forked_processes.SOCKET_VARIABLE in os.environ:
         process: subprocess.Popen[bytes] = forked_processes.popen(tuple(command), stderr=log)
         return process
@@ -233,7 +233,7 @@ def start_program(command: list[str], log: BinaryIO) -> "subprocess.Popen[bytes]
 
 
 def serve_command(model: Path) -> list[str]:
-    """The command and the flags that every node of a real engine has."""
+    """Return the command and the flags that every node of a real engine needs."""
     command = [sys.executable, "-m", "trimtab_engine.cli", "serve", str(model), "--device", "cpu"]
     command += ["--cpu-threads", "1", "--max-model-len", "256", "--num-gpu-blocks-override", "40"]
     return command if any(model.glob("*.safetensors")) else [*command, "--load-format", "dummy"]
@@ -241,29 +241,29 @@ def serve_command(model: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def real_engine() -> type[RealEngine]:
-    """Starts one; whoever does ends it."""
+    """Return the class; the caller must stop its engines."""
     return RealEngine
 
 
 @pytest.fixture(scope="session")
 def node_command() -> Callable[[Path], list[str]]:
-    """The command line of a node beside the first, but for the layout."""
+    """Return the command line of a worker node, without the layout flags."""
     return serve_command
 
 
 @pytest.fixture(scope="session")
 def program() -> Callable[[list[str], BinaryIO], "subprocess.Popen[bytes]"]:
-    """Starts one whose errors go into a file."""
+    """Return a function that starts a program with its output in a file."""
     return start_program
 
 
 @pytest.fixture(scope="session")
-def tiny_mixture(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts with random weights large enough for its experts to matter."""
+def tiny_moe(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a MoE model with random weights large enough for the experts to matter."""
     folder = tmp_path_factory.mktemp("mixture")
     for file in tiny_model.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((folder / "config.json").read_text()) | MIXTURE
+    config = json.loads((folder / "config.json").read_text()) | MOE_CONFIG
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(5)
     tensors = {}
@@ -279,12 +279,12 @@ Serve = Callable[..., RealEngine]
 
 @pytest.fixture
 def serve(tiny_model: Path, tmp_path: Path) -> Iterator[Serve]:
-    """Start engines of four seats; they end with the test."""
+    """Start engines with four sequence slots; they stop at the end of the test."""
     engines: list[RealEngine] = []
 
     def start(*flags: str, model: Path | None = None) -> RealEngine:
         log = tmp_path / f"log-{len(engines)}"
-        engines.append(RealEngine(model or tiny_model, log, *FOUR_SEATS, *flags))
+        engines.append(RealEngine(model or tiny_model, log, *FOUR_SLOTS, *flags))
         return engines[-1]
 
     yield start
@@ -293,7 +293,7 @@ def serve(tiny_model: Path, tmp_path: Path) -> Iterator[Serve]:
 
 
 def texts_of_one_rank(model: Path, log: Path) -> dict[str, str]:
-    engine = RealEngine(model, log, *FOUR_SEATS)
+    engine = RealEngine(model, log, *FOUR_SLOTS)
     try:
         return engine.texts()
     finally:
@@ -302,10 +302,10 @@ def texts_of_one_rank(model: Path, log: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def expected(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What one rank yields, by prompt."""
+    """Return the text of one rank, by prompt."""
     return texts_of_one_rank(tiny_model, tmp_path_factory.mktemp("one") / "log")
 
 
 @pytest.fixture(scope="session")
-def expected_of_mixture(tiny_mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return texts_of_one_rank(tiny_mixture, tmp_path_factory.mktemp("one-mixture") / "log")
+def expected_of_moe(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return texts_of_one_rank(tiny_moe, tmp_path_factory.mktemp("one-mixture") / "log")

@@ -1,4 +1,5 @@
-"""`trimtab-engine` as installed, but with the stub core in the core's place. Arguments are the command line's."""
+"""The installed `trimtab-engine` with the stub core instead of the real one. Arguments are those of the command
+line."""
 
 import sys
 from pathlib import Path

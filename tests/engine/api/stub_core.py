@@ -1,12 +1,12 @@
-"""A core that speaks messages.py and knows no model: it echoes the prompt's tokens, over and over, one per step. A
-prompt that is pooled becomes its length, its first tokens and a third, after as many steps as its last token says.
+"""A core without a model that speaks messages/: it echoes the prompt's tokens repeatedly, one per step. A pooled
+prompt becomes its length, its first tokens and a third, after as many steps as its last token specifies.
 
-The prompt's first characters (byte-level tokens) steer it:
-    !eos   echo the rest once, then end with finish_reason stop
-    !slow  echo for ever, a step each 10 ms, whatever max_tokens says
-    !die   end the process at once, without a word
-    !fail  end this request with finish_reason error
-Its admin calls answer with what they got, and with the requests that run and were aborted.
+The prompt's first characters (byte-level tokens) control it:
+    !eos echo the rest once, then end with finish_reason stop
+    !slow echo forever, one step per 10 ms, ignoring max_tokens
+    !die exit at once without a message
+    !fail end this request with finish_reason error
+Admin calls return their arguments, and the running and aborted requests.
 """
 
 import array
@@ -19,21 +19,14 @@ from typing import Any
 import msgspec
 from trimtab_engine.config.pooling import Pooler, Tasks
 from trimtab_engine.core.clients import Clients
-from trimtab_engine.ipc.tie import end_with_parent
-from trimtab_engine.messages import (
+from trimtab_engine.ipc.parent_death import exit_with_parent
+from trimtab_engine.messages.admin import AdminCall, AdminReply, EngineState, PauseMode
+from trimtab_engine.messages.lifecycle import ClientAddresses, CoreFailed, CoreReady, LoadProgress, Shutdown
+from trimtab_engine.messages.requests import (
     AbortRequests,
     AddRequest,
-    AdminCall,
-    AdminReply,
-    ClientAddresses,
-    CoreFailed,
-    CoreReady,
-    EngineState,
-    LoadProgress,
-    PauseMode,
     PlainTokens,
     SequenceOutput,
-    Shutdown,
     StepOutputs,
     StepStats,
 )
@@ -44,10 +37,10 @@ MAX_MODEL_LEN = 256
 VOCAB_SIZE = 258
 END_TOKEN = 256
 STEP_MILLISECONDS = int(os.environ.get("STUB_STEP_MILLISECONDS", "10"))
-IDLE_MILLISECONDS = 100  # what comes meanwhile is heard at once
+IDLE_MILLISECONDS = 100  # messages are received at once meanwhile
 HIDDEN_SIZE = 6
-NO_TASKS = {555: {"no_pooling": "the stub was told so"}, 556: {"no_generation": "the stub was told so"}}
-"""By the seeds of cores that do not do all."""
+NO_TASKS = {555: {"no_pooling": "set by the stub"}, 556: {"no_generation": "set by the stub"}}
+"""By seeds of cores that only support one task."""
 STATE_FIELDS = ("max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens", "disable_log_stats")
 PAUSED: dict[int, PauseMode] = {888: "wait", 889: "keep"}  # seeds of cores that are paused from the start
 COMMANDS = ("!eos", "!slow", "!die", "!fail")
@@ -92,7 +85,7 @@ class Sequence:
         return output
 
     def pool(self, pooling: Pooling) -> SequenceOutput:
-        """Its only output comes late where its last token says so."""
+        """Return the only output, delayed by the last token."""
         tokens = self.message.prompt_token_ids
         self.num_sent += 1
         output = SequenceOutput(self.message.request_id, [])
@@ -109,7 +102,7 @@ class Sequence:
 
 
 def state_of(config: dict[str, Any], num_requests: int) -> EngineState:
-    """As of a core that runs all its requests, but says of those beyond max_num_seqs that they wait."""
+    """Return the state of a core that runs all its requests but reports those beyond max_num_seqs as waiting."""
     num_running = min(num_requests, config["max_num_seqs"])
     return EngineState(
         num_running=num_running,
@@ -120,12 +113,12 @@ def state_of(config: dict[str, Any], num_requests: int) -> EngineState:
 
 
 def main() -> None:
-    end_with_parent()  # as the real core: it never outlives its server
+    exit_with_parent()  # like the real core: never outlives its server
     start = json.loads(sys.stdin.readline())
     link = Clients([ClientAddresses(**client) for client in start["clients"]])
     link.broadcast(LoadProgress("weights", 40.0))
-    if start["config"]["seed"] == 666:  # a start that fails
-        link.broadcast(CoreFailed("the stub was told to fail; use another seed", 2))
+    if start["config"]["seed"] == 666:  # a failing start
+        link.broadcast(CoreFailed("failure set by the stub; use another seed", 2))
         link.close()
         return
     while start["config"]["seed"] == 777 and os.getppid() > 1:  # a load that never ends
@@ -143,7 +136,7 @@ def main() -> None:
     told, told_at = EngineState(), 0.0
     while True:
         now = state_of(start["config"], len(running))
-        if now != told or time.monotonic() - told_at > 1.0:  # a sign of life, as the real core gives
+        if now != told or time.monotonic() - told_at > 1.0:  # heartbeat, like the real core
             told, told_at = now, time.monotonic()
             link.broadcast(told)
         for received in link.receive(STEP_MILLISECONDS if running else IDLE_MILLISECONDS):
@@ -163,7 +156,7 @@ def main() -> None:
                         "running": len(running),
                         "aborted": len(aborted),
                     }
-                    state |= {"is_paused": True, "is_sleeping": True}  # at once
+                    state |= {"is_paused": True, "is_sleeping": True}  # immediately
                     refused = method == "config_patch" and body["values"] == {"a": 1}
                     link.send(
                         AdminReply(call_id, 422 if refused else 200, {**state, "seen": seen, "added": added}), client
@@ -184,13 +177,13 @@ def main() -> None:
         plain = [output for output in outputs if goes_on(output)]
         others = [output for output in outputs if not goes_on(output)]
         ids = [output.request_id for output in plain]
-        last = ids if ids != last else last  # the same list says that they are the same
+        last = ids if ids != last else last  # the identical list marks unchanged requests
         columns = PlainTokens([output.token_ids[0] for output in plain], last) if last else None
         link.send_step(StepOutputs(others, stats, columns))
 
 
 def goes_on(output: SequenceOutput) -> bool:
-    """There is nothing to tell but its one token."""
+    """Return True if the output only has its token."""
     return output == SequenceOutput(output.request_id, output.token_ids[:1]) and len(output.token_ids) == 1
 
 

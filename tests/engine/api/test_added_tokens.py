@@ -1,4 +1,4 @@
-"""A tokenizer with tokens that the model was never given, as fine-tunes add `[PAD]`: text that holds one is a 400."""
+"""Tokenizers with tokens that the model lacks, as fine-tunes add `[PAD]`: text that contains one is a 400."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-ADDED = "[PAD]"  # token 258 of a model of 258 tokens
+ADDED = "[PAD]"  # token 258 of a model with 258 tokens
 TEXT = f"hello {ADDED} world"
 USER = [{"role": "user", "content": TEXT}]
 
@@ -39,9 +39,7 @@ def added(
         ("/v1/chat/completions", {"messages": USER}, "messages"),
     ],
 )
-def test_text_that_becomes_a_token_the_model_does_not_have_is_400(
-    added: Any, path: str, body: dict[str, Any], param: str, stream: bool
-) -> None:
+def test_text_with_unknown_token_is_400(added: Any, path: str, body: dict[str, Any], param: str, stream: bool) -> None:
     response = added.http.post(path, json={**body, "stream": stream})
     assert response.status_code == 400, response.text
     error = json.loads(response.text)["error"]
@@ -49,7 +47,7 @@ def test_text_that_becomes_a_token_the_model_does_not_have_is_400(
     assert "token id 258 ('[PAD]') is out of vocabulary; the model has 258 tokens" in error["message"]
 
 
-def test_what_only_counts_tokens_still_counts_them(added: Any) -> None:
+def test_tokenize_accepts_added_tokens(added: Any) -> None:
     answer = added.http.post("/tokenize", json={"prompt": TEXT}).json()
     assert 258 in answer["tokens"]
     assert added.http.post("/detokenize", json={"tokens": answer["tokens"]}).status_code == 400

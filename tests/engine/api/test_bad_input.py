@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request, the client gets a 4xx in OpenAI's form, and the server goes on."""
+"""Invalid requests get a 4xx in OpenAI's format, and the server continues."""
 
 import contextlib
 import json
@@ -97,8 +97,8 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"5": "1"}}, "logit_bias"),
         ({"logit_bias": {"258": 1}}, "258"),
-        ({"logit_bias": {"x": 1}}, "'x' is no token id"),
-        ({"logit_bias": {"-1": 1}}, "'-1' is no token id"),
+        ({"logit_bias": {"x": 1}}, "'x' is not a token id"),
+        ({"logit_bias": {"-1": 1}}, "'-1' is not a token id"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "1025 entries"),
         ({"logit_bias": [5]}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
@@ -116,7 +116,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"temprature": 1}, "did you mean temperature?"),
         ({"max_new_tokens": 1}, "did you mean max_tokens?"),
         ({"messages": []}, "it belongs to /v1/chat/completions"),
-        ({"response_format": "json"}, 'write {"type": "json_object"}'),
+        ({"response_format": "json"}, 'use {"type": "json_object"}'),
         ({"x" * 5000: 1}, "xxx"),
         ({"model": 7}, "model"),
         ({"model": "\ud800"}, "model"),
@@ -124,9 +124,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"": 1}, "argument"),
     ],
 )
-def test_a_wrong_completion_request_is_400_and_names_what_is_wrong(
-    server: Any, fields: dict[str, Any], word: str
-) -> None:
+def test_invalid_completion_is_400_and_names_field(server: Any, fields: dict[str, Any], word: str) -> None:
     body = json.dumps({"model": "stub", "prompt": "a", **fields})
     response = server.http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400, response.text
@@ -149,7 +147,7 @@ def test_a_wrong_completion_request_is_400_and_names_what_is_wrong(
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
         ({"messages": [{"role": "user", "content": "a" * 300}]}, "300"),
         ({"messages": USER * 5000}, "messages"),
-        ({"response_format": {"type": "json_schema"}}, "type json_schema needs the field json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "the field json_schema is required for type json_schema"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
@@ -161,10 +159,10 @@ def test_a_wrong_completion_request_is_400_and_names_what_is_wrong(
         ({"logprobs": 3}, "logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 5, "min_tokens": 6}, "min_tokens"),
-        ({"service_tier": "flex"}, 'service_tier is supported only as "auto" or "default" so far; leave it out'),
+        ({"service_tier": "flex"}, 'service_tier is supported only as "auto" or "default" ; remove it'),
     ],
 )
-def test_a_wrong_chat_request_is_400_and_names_what_is_wrong(server: Any, fields: dict[str, Any], word: str) -> None:
+def test_invalid_chat_is_400_and_names_field(server: Any, fields: dict[str, Any], word: str) -> None:
     response = server.http.post(CHAT, json={"model": "stub", "messages": USER, **fields})
     assert response.status_code == 400, response.text
     assert word in error_of(response)["message"] + str(error_of(response)["param"])
@@ -186,38 +184,38 @@ def test_a_wrong_chat_request_is_400_and_names_what_is_wrong(server: Any, fields
     ],
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
-def test_a_body_that_is_no_request_is_400(server: Any, path: str, content: bytes) -> None:
+def test_invalid_body_is_400(server: Any, path: str, content: bytes) -> None:
     response = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == 400, response.text
     error_of(response)
 
 
-def test_a_body_too_large_is_413_before_it_is_read(server: Any) -> None:
+def test_oversized_body_is_413_before_it_is_read(server: Any) -> None:
     response = server.http.post(COMPLETIONS, content=b'{"prompt": "' + b"a" * (9 << 20) + b'"}')
     assert response.status_code == 413
     error_of(response)
 
 
-def test_a_body_without_a_length_is_counted_as_it_comes(server: Any) -> None:
+def test_body_without_length_is_limited_while_reading(server: Any) -> None:
     def endless() -> Any:
         for _ in range(20):
             yield b" " * (1 << 20)
 
     try:
         response = server.http.post(COMPLETIONS, content=endless())
-    except httpx.WriteError:  # refused while we were still writing
+    except httpx.WriteError:  # rejected while still writing
         return
     assert response.status_code == 413
 
 
-def test_an_unknown_model_is_404(server: Any) -> None:
+def test_unknown_model_is_404(server: Any) -> None:
     for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER}), ("/tokenize", {"prompt": "a"})):
         response = server.http.post(path, json={"model": "gpt-5" * 50, **body})
         assert response.status_code == 404
         assert error_of(response)["code"] == "model_not_found"
 
 
-def test_an_unknown_path_and_method_have_the_same_form(server: Any) -> None:
+def test_unknown_path_and_method_have_openai_format(server: Any) -> None:
     assert error_of(server.http.get("/v1/nothing"))["code"] == 404
     assert server.http.get(COMPLETIONS).status_code == 405
 
@@ -231,7 +229,7 @@ def test_an_unknown_path_and_method_have_the_same_form(server: Any) -> None:
         {"X-Long": "x" * 8000},
     ],
 )
-def test_headers_are_data(server: Any, headers: dict[str, str]) -> None:
+def test_headers_are_treated_as_data(server: Any, headers: dict[str, str]) -> None:
     response = server.http.post(COMPLETIONS, content=b'{"prompt": "ab", "max_tokens": 1}', headers=headers)
     assert response.status_code in (200, 400)
     assert "set-cookie" not in response.headers
@@ -245,7 +243,7 @@ def test_headers_are_data(server: Any, headers: dict[str, str]) -> None:
         b"",
     ],
 )
-def test_headers_without_end_close_the_connection(server: Any, head: bytes) -> None:
+def test_endless_headers_close_connection(server: Any, head: bytes) -> None:
     line = b"GET /livez HTTP/1.1\r\nHost: a\r\n" if head else b"GET /" + b"x" * (2 << 20)
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         answer = b""
@@ -256,7 +254,7 @@ def test_headers_without_end_close_the_connection(server: Any, head: bytes) -> N
     assert server.status("/livez") == 200
 
 
-def test_large_bodies_on_one_connection_are_no_large_headers(server: Any) -> None:
+def test_large_bodies_on_one_connection_do_not_count_as_headers(server: Any) -> None:
     for _ in range(3):
         response = server.http.post("/tokenize", json={"prompt": "a" * 15_000, "add_special_tokens": False})
         assert response.json()["count"] == 15_000
@@ -265,18 +263,18 @@ def test_large_bodies_on_one_connection_are_no_large_headers(server: Any) -> Non
         assert server.http.post(COMPLETIONS, json=body).status_code == 200
 
 
-def test_json_under_another_content_type_says_what_to_send(server: Any) -> None:
+def test_wrong_content_type_error_names_json(server: Any) -> None:
     response = server.http.post(COMPLETIONS, data={"prompt": "a"})
     assert response.status_code == 400
     assert "Content-Type: application/json" in error_of(response)["message"]
 
 
-def test_after_all_that_the_server_serves(server: Any) -> None:
+def test_server_still_serves_after_invalid_input(server: Any) -> None:
     assert server.http.post(COMPLETIONS, json={"prompt": "ab", "max_tokens": 1}).json()["choices"][0]["text"] == "a"
     assert server.core_state()["running"] == 0
 
 
-def test_broken_json_is_400_with_line_and_column(server: Any) -> None:
+def test_invalid_json_is_400_with_line_and_column(server: Any) -> None:
     response = server.http.post(
         COMPLETIONS, content=b'{"model": "stub",\n "prompt": }', headers={"Content-Type": "application/json"}
     )
@@ -284,18 +282,18 @@ def test_broken_json_is_400_with_line_and_column(server: Any) -> None:
     assert error_of(response)["message"].endswith("Expecting value: line 2 column 12 (char 29)")
 
 
-def test_a_body_that_is_no_utf8_is_400_with_the_place(server: Any) -> None:
+def test_non_utf8_body_is_400_with_position(server: Any) -> None:
     response = server.http.post(
         COMPLETIONS, content=b'{"prompt": "\xff"}', headers={"Content-Type": "application/json"}
     )
     assert response.status_code == 400
-    assert error_of(response)["message"] == "the body is not UTF-8 text: the byte at 12 is 0xff; send JSON in UTF-8"
+    assert error_of(response)["message"] == "the body is not UTF-8 text: byte 12 is 0xff; send JSON in UTF-8"
 
 
 @pytest.mark.parametrize(
     "path", ["/v1/responses", "/score", "/v1/rerank", "/classify", "/pooling", "/v1/audio/speech", "/v1/messages"]
 )
-def test_a_route_that_is_not_built_is_refused_by_its_name(server: Any, path: str) -> None:
+def test_unsupported_route_is_rejected_by_name(server: Any, path: str) -> None:
     response = server.http.post(path, json={"model": "stub", "input": "a"})
     assert response.status_code == 404
     assert error_of(response)["message"].startswith(f"{path} is not supported; ")
@@ -318,7 +316,7 @@ TEXT = {"type": "text", "text": "a"}
         ({"content": "a", "prompt": "b"}, "messages.0.prompt", "unrecognized request argument: messages.0.prompt"),
     ],
 )
-def test_what_is_wrong_in_a_message_is_named_by_the_path_that_the_client_wrote(
+def test_invalid_message_field_is_named_by_client_path(
     server: Any, message: dict[str, Any], param: str, said: str
 ) -> None:
     role: dict[str, Any] = {} if "rol" in message else {"role": "user"}
@@ -330,27 +328,27 @@ def test_what_is_wrong_in_a_message_is_named_by_the_path_that_the_client_wrote(
 @pytest.mark.parametrize(
     ("sent_as", "content", "said"),
     [
-        ("application/x-www-form-urlencoded", b'{"prompt": "a"}', "; it came as application/x-www-form-urlencoded"),
-        ("application/json", b"", "; it is empty"),
+        ("application/x-www-form-urlencoded", b'{"prompt": "a"}', "; received application/x-www-form-urlencoded"),
+        ("application/json", b"", "; the body is empty"),
         ("application/json", b"[]", "sent with Content-Type: application/json"),
     ],
 )
-def test_a_body_that_is_no_object_is_told_how_it_came(server: Any, sent_as: str, content: bytes, said: str) -> None:
+def test_non_object_body_error_names_content_type(server: Any, sent_as: str, content: bytes, said: str) -> None:
     refused = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": sent_as})
     assert error_of(refused)["message"].endswith(said)
 
 
-def test_who_speaks_tls_to_the_plain_port_is_in_the_log(server: Any) -> None:
-    """The client can say only that the answer is no TLS: curl has `wrong version number`."""
+def test_tls_client_on_plain_port_is_logged(server: Any) -> None:
+    """The client only sees an invalid TLS response: curl prints `wrong version number`."""
     with contextlib.closing(socket.create_connection(("127.0.0.1", server.port), timeout=30)) as connection:
         connection.sendall(bytes.fromhex("16030100c8010000c40303") + bytes(194))
         answer = b"".join(iter(lambda: connection.recv(4096), b""))
-    assert b"plain HTTP: write http:// for https://" in answer
-    assert f"speaks TLS to port {server.port}, which has plain HTTP" in server.log.read_text()
+    assert b"plain HTTP; use http:// instead of https://" in answer
+    assert f"uses TLS on port {server.port}, which serves plain HTTP" in server.log.read_text()
     assert server.http.get("/health").status_code == 200
 
 
-def test_the_description_of_the_api_warns_of_nothing_in_the_log(server: Any) -> None:
+def test_openapi_schema_logs_no_warnings(server: Any) -> None:
     described = server.http.get("/openapi.json").json()["paths"]
     assert {"get", "post"} <= set(described["/ping"])
     assert "Duplicate Operation ID" not in server.log.read_text()

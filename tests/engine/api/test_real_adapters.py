@@ -1,4 +1,4 @@
-"""Adapters as clients see them: models of their own in the list, asked for by name, loaded and unloaded at run time."""
+"""Adapters from the client's view: listed as models, requested by name, loaded and unloaded at run time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 @pytest.fixture(scope="module")
 def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
-    """The folder of an adapter of that model, by its number."""
+    """Return the folder of an adapter of the model, by number."""
     config = parse_model_config(json.loads((tiny_model / "config.json").read_text()), {}, "config.json")
     modules, folder = modules_of(expected_shapes(config), EVERY), tmp_path_factory.mktemp("adapters")
     return lambda number: an_adapter(folder / str(len([*folder.iterdir()])), modules, seed=number, size=0.5)
@@ -50,9 +50,7 @@ def names_of(engine: RealEngine) -> list[str]:
     return [model["id"] for model in engine.http.get("/v1/models").json()["data"]]
 
 
-def test_adapters_are_models_that_clients_ask_for_by_name(
-    serve: Callable[..., RealEngine], adapter: Callable[[int], str]
-) -> None:
+def test_adapters_are_models_requested_by_name(serve: Callable[..., RealEngine], adapter: Callable[[int], str]) -> None:
     first, second = adapter(1), adapter(2)
     as_json = json.dumps({"name": "law", "path": f"file://{second}", "base_model_name": "tiny"})
     engine = serve("--enable-lora", "--lora-modules", f"sql={first}", as_json, "--max-loras", "2")
@@ -70,14 +68,14 @@ def test_adapters_are_models_that_clients_ask_for_by_name(
             model="sql", messages=[{"role": "user", "content": PROMPT}], max_tokens=4, stream=True, temperature=0
         )
         assert {chunk.model for chunk in chunks} == {"sql"}
-        with pytest.raises(openai.NotFoundError, match="the model 'art' does not exist; served here: tiny, sql, law"):
+        with pytest.raises(openai.NotFoundError, match="the model 'art' does not exist; served models: tiny, sql, law"):
             client.completions.create(model="art", prompt=PROMPT)
     page = engine.http.get("/metrics").text
     assert 'vllm:lora_requests_info{engine="0",max_lora="2",model_name="tiny"' in page
-    assert engine.http.post(LOAD, json={"lora_name": "x", "lora_path": first}).status_code == 404, "it is off"
+    assert engine.http.post(LOAD, json={"lora_name": "x", "lora_path": first}).status_code == 404, "disabled"
 
 
-def test_adapters_come_and_go_on_all_servers_and_cores_at_once(
+def test_adapters_load_and_unload_on_all_servers_and_cores(
     serve: Callable[..., RealEngine], adapter: Callable[[int], str], tmp_path: Path
 ) -> None:
     first, second = adapter(1), adapter(2)
@@ -88,9 +86,9 @@ def test_adapters_come_and_go_on_all_servers_and_cores_at_once(
         ({"lora_name": "law"}, 400, "lora_path"),
         ({"lora_name": "law", "lora_path": second, "more": 1}, 400, "more"),
         ({"lora_name": "", "lora_path": second}, 400, "lora_name"),
-        ({"lora_name": "tiny", "lora_path": second}, 400, "tiny is the model's own name"),
+        ({"lora_name": "tiny", "lora_path": second}, 400, "tiny is the name of the base model"),
         ({"lora_name": "sql", "lora_path": second}, 400, "the adapter sql is loaded already"),
-        ({"lora_name": "law", "lora_path": "hf://org/law"}, 400, "adapters are not fetched"),
+        ({"lora_name": "law", "lora_path": "hf://org/law"}, 400, "adapters are not downloaded"),
         ({"lora_name": "law", "lora_path": str(tmp_path / "no")}, 400, "is no folder here"),
         ({"lora_name": "law", "lora_path": "/a\0b"}, 400, "is no folder here"),
         ({"lora_name": "a\nb", "lora_path": second}, 400, "cannot be an adapter's name"),
@@ -108,7 +106,7 @@ def test_adapters_come_and_go_on_all_servers_and_cores_at_once(
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'law' added successfully.")
     assert names_of(engine) == ["tiny", "sql", "law"]
     texts = {text_of(engine, "law") for _ in range(4)}
-    assert len(texts) == 1, "whichever core it was"
+    assert len(texts) == 1, "same on every core"
     assert "all 2 places are taken" in post(LOAD, json={"lora_name": "art", "lora_path": first}).text
 
     answer = post(UNLOAD, json={"lora_name": "sql"})
@@ -119,8 +117,8 @@ def test_adapters_come_and_go_on_all_servers_and_cores_at_once(
     assert {text_of(engine, "sql")} == texts
 
 
-def test_the_routes_say_that_they_are_off(server: Any) -> None:
+def test_adapter_routes_are_disabled_by_default(server: Any) -> None:
     for path, body in ((LOAD, {"lora_name": "a", "lora_path": "/a"}), (UNLOAD, {"lora_name": "a"})):
         answer = server.http.post(path, json=body)
         assert answer.status_code == 404
-        assert f"{path} is off; start the engine with --enable-lora" in answer.json()["error"]["message"]
+        assert f"{path} is disabled; start the engine with --enable-lora" in answer.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""The whole engine as it is installed: the command, the API server, the real core on a tiny random model."""
+"""The installed engine: command, API server, and real core with a tiny random model."""
 
 import json
 import os
@@ -18,9 +18,9 @@ import waiting
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine
 
-DEADLINE_SECONDS = 120.0  # generous: machines are slow when much is built on them
+DEADLINE_SECONDS = 120.0  # generous, for busy machines
 LIMITS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "128")
-END_SECONDS = 60.0  # for everything to end after one process was killed: a second, and a machine may be busy
+END_SECONDS = 60.0  # for everything to exit after a kill: usually a second, more on a busy machine
 PROMPT = "the quick brown fox"
 
 
@@ -42,7 +42,7 @@ def complete(client: openai.OpenAI, **fields: Any) -> Any:
     return client.completions.create(**{**given, **fields})
 
 
-def test_greedy_text_is_the_same_streamed_and_not_and_again(client: openai.OpenAI) -> None:
+def test_greedy_text_is_reproducible_streamed_and_complete(client: openai.OpenAI) -> None:
     whole = complete(client)
     streamed = complete(client, stream=True, stream_options={"include_usage": True})
     chunks = list(streamed)
@@ -52,18 +52,18 @@ def test_greedy_text_is_the_same_streamed_and_not_and_again(client: openai.OpenA
     assert complete(client).choices[0].text == whole.choices[0].text
 
 
-def test_the_memory_that_no_owner_explains_is_little(engine: "RealEngine") -> None:
+def test_unexplained_memory_is_small(engine: "RealEngine") -> None:
     assert abs(engine.memory()["unattributed_bytes"]) < 64 << 20
 
 
-def test_logprobs_of_the_real_model_are_sorted_and_begin_with_the_chosen_token(client: openai.OpenAI) -> None:
+def test_logprobs_are_sorted_and_start_with_chosen_token(client: openai.OpenAI) -> None:
     logprobs = complete(client, max_tokens=3, logprobs=3).choices[0].logprobs
     assert len(logprobs.tokens) == 3
     for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert chosen == max(top.values()) <= 0
 
 
-def test_a_prompt_can_be_scored_without_generating(engine: "RealEngine", client: openai.OpenAI) -> None:
+def test_prompt_can_be_scored_without_generation(engine: "RealEngine", client: openai.OpenAI) -> None:
     scored = complete(client, prompt=[PROMPT, "the slow"], echo=True, max_tokens=0, logprobs=1, extra_body={})
     assert [choice.text for choice in scored.choices] == [PROMPT, "the slow"]
     values = scored.choices[0].logprobs.token_logprobs
@@ -74,7 +74,7 @@ def test_a_prompt_can_be_scored_without_generating(engine: "RealEngine", client:
     assert [next(iter(entry.values()))["logprob"] for entry in again[1:]] == pytest.approx(values[1:], abs=1e-3)
 
 
-def test_a_prompt_seen_before_counts_as_cached(client: openai.OpenAI) -> None:
+def test_repeated_prompt_counts_as_cached(client: openai.OpenAI) -> None:
     for cached in (0, 32):
         usage = complete(client, prompt="x" * 40, max_tokens=1).usage
         assert usage.prompt_tokens_details.cached_tokens == cached
@@ -82,14 +82,14 @@ def test_a_prompt_seen_before_counts_as_cached(client: openai.OpenAI) -> None:
     assert salted.prompt_tokens_details.cached_tokens == 0
 
 
-def test_a_seed_gives_the_same_choices_again(client: openai.OpenAI) -> None:
+def test_seed_reproduces_choices(client: openai.OpenAI) -> None:
     first, again = (complete(client, temperature=1, seed=7, n=3) for _ in range(2))
     texts = [choice.text for choice in first.choices]
     assert texts == [choice.text for choice in again.choices]
     assert len(set(texts)) == 3
 
 
-def test_more_requests_than_blocks_preempt_and_yield_the_same_text(engine: "RealEngine", client: openai.OpenAI) -> None:
+def test_preempted_requests_yield_the_same_text(engine: "RealEngine", client: openai.OpenAI) -> None:
     alone = complete(client, max_tokens=200).choices[0].text
     texts: list[str] = []
     threads = [
@@ -106,7 +106,7 @@ def test_more_requests_than_blocks_preempt_and_yield_the_same_text(engine: "Real
     assert float(preempted[0].split()[-1]) > 0
 
 
-def test_bad_requests_disturb_no_neighbour(engine: "RealEngine", client: openai.OpenAI) -> None:
+def test_invalid_requests_do_not_affect_others(engine: "RealEngine", client: openai.OpenAI) -> None:
     expected = complete(client, max_tokens=200).choices[0].text
     stream = complete(client, max_tokens=200, stream=True)
     text = next(stream).choices[0].text
@@ -125,7 +125,7 @@ def test_bad_requests_disturb_no_neighbour(engine: "RealEngine", client: openai.
 
 
 @pytest.mark.parametrize("num_requests", [1, 6])  # six of 200 tokens do not fit: some wait in the queue
-def test_clients_that_go_away_free_their_blocks(engine: "RealEngine", client: openai.OpenAI, num_requests: int) -> None:
+def test_client_disconnects_free_blocks(engine: "RealEngine", client: openai.OpenAI, num_requests: int) -> None:
     streams = [complete(client, max_tokens=230, stream=True) for _ in range(num_requests)]
     for stream in streams:
         stream.close()
@@ -133,7 +133,7 @@ def test_clients_that_go_away_free_their_blocks(engine: "RealEngine", client: op
     assert engine.memory()["kv"]["blocks_free"] == 40
 
 
-def test_a_live_change_under_load_takes_effect_and_fails_nothing(engine: "RealEngine", client: openai.OpenAI) -> None:
+def test_live_change_under_load_takes_effect_without_failures(engine: "RealEngine", client: openai.OpenAI) -> None:
     with closing(complete(client, max_tokens=200, stream=True)) as stream:
         next(stream)
         before = engine.admin.get("/admin/v1/config").json()
@@ -160,7 +160,7 @@ AS_RESPONSE_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "lamp"
 
 
 @pytest.mark.parametrize(("level", "sleep_state"), [(0, "awake"), (1, "weights_offloaded"), (2, "discard_all")])
-def test_requests_wait_through_a_sleep_under_load_and_yield_the_same_text(
+def test_requests_survive_sleep_under_load(
     engine: "RealEngine", client: openai.OpenAI, level: int, sleep_state: str
 ) -> None:
     expected = complete(client, max_tokens=100).choices[0].text
@@ -174,12 +174,12 @@ def test_requests_wait_through_a_sleep_under_load_and_yield_the_same_text(
     engine.wait_for(lambda: engine.memory()["kv"]["blocks_used"] > 0, "requests to run")
     answer = engine.admin.post(f"/sleep?level={level}&mode=keep")
     assert (answer.status_code, answer.json()["sleep_level"]) == (200, level), answer.text
-    assert f"sleeps at level {level}" in engine.http.get("/readyz").json()["reason"]
+    assert f"is asleep at level {level}" in engine.http.get("/readyz").json()["reason"]
     assert engine.admin.get("/is_sleeping").json()["is_sleeping"] is True
     gauge = f'vllm:engine_sleep_state{{engine="0",model_name="tiny",sleep_state="{sleep_state}"}} 1.0'
     assert gauge in engine.http.get("/metrics").text
     threads.append(threading.Thread(target=lambda: texts.append(complete(client, max_tokens=100).choices[0].text)))
-    threads[-1].start()  # it queues up
+    threads[-1].start()  # is queued
     assert engine.admin.post("/wake_up").json()["is_sleeping"] is False
     for thread in threads:
         thread.join(DEADLINE_SECONDS)
@@ -187,7 +187,7 @@ def test_requests_wait_through_a_sleep_under_load_and_yield_the_same_text(
     assert engine.http.get("/readyz").status_code == 200
 
 
-def test_a_pause_that_waits_answers_when_what_runs_has_finished(engine: "RealEngine", client: openai.OpenAI) -> None:
+def test_pause_wait_returns_after_running_requests(engine: "RealEngine", client: openai.OpenAI) -> None:
     texts: list[str] = []
     running = threading.Thread(target=lambda: texts.append(complete(client, max_tokens=150).choices[0].text))
     running.start()
@@ -202,7 +202,7 @@ def test_a_pause_that_waits_answers_when_what_runs_has_finished(engine: "RealEng
     assert complete(client, max_tokens=150).choices[0].text == texts[0]
 
 
-def test_a_pause_that_aborts_ends_what_runs(engine: "RealEngine", client: openai.OpenAI) -> None:
+def test_pause_abort_ends_running_requests(engine: "RealEngine", client: openai.OpenAI) -> None:
     reasons: list[Any] = []
     running = threading.Thread(target=lambda: reasons.append(complete(client, max_tokens=200).choices[0].finish_reason))
     running.start()
@@ -214,7 +214,7 @@ def test_a_pause_that_aborts_ends_what_runs(engine: "RealEngine", client: openai
     assert engine.admin.post("/resume").status_code == 200
 
 
-def test_a_json_schema_is_held_to_by_any_model_streamed_and_not(client: openai.OpenAI) -> None:
+def test_json_schema_is_enforced_streamed_and_complete(client: openai.OpenAI) -> None:
     asked: Any = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "the lamp"}],
@@ -222,7 +222,7 @@ def test_a_json_schema_is_held_to_by_any_model_streamed_and_not(client: openai.O
         "response_format": AS_RESPONSE_FORMAT,
         "n": 3,
         "seed": 1,
-        "extra_body": {"min_tokens": 150},  # the grammar's end counts before it
+        "extra_body": {"min_tokens": 150},  # the grammar's end takes precedence
     }
     whole = client.chat.completions.create(**asked)
     texts = [choice.message.content for choice in whole.choices]
@@ -246,7 +246,7 @@ def test_a_json_schema_is_held_to_by_any_model_streamed_and_not(client: openai.O
         ({"guided_grammar": 'start: "a" start "b" | "c"'}, "a*cb*"),
     ],
 )
-def test_regex_choice_and_grammar_are_held_to(client: openai.OpenAI, constraint: Any, pattern: str) -> None:
+def test_regex_choice_and_grammar_are_enforced(client: openai.OpenAI, constraint: Any, pattern: str) -> None:
     answer = complete(client, max_tokens=100, temperature=1, logprobs=1, extra_body=constraint).choices[0]
     if answer.finish_reason == "stop":
         assert re.fullmatch(pattern, answer.text)
@@ -261,7 +261,7 @@ def test_regex_choice_and_grammar_are_held_to(client: openai.OpenAI, constraint:
         {"guided_grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000)) + 'r3000: "a"'},
     ],
 )
-def test_a_grammar_that_does_not_end_is_400_and_the_engine_goes_on(client: openai.OpenAI, constraint: Any) -> None:
+def test_endless_grammar_is_400_and_engine_continues(client: openai.OpenAI, constraint: Any) -> None:
     began = time.monotonic()
     with pytest.raises(openai.BadRequestError) as refused:
         complete(client, extra_body=constraint)
@@ -273,12 +273,10 @@ def test_a_grammar_that_does_not_end_is_400_and_the_engine_goes_on(client: opena
 @pytest.mark.parametrize(
     "restriction", [{"allowed_token_ids": [97]}, {"bad_words": ["x"]}], ids=["allowed_token_ids", "bad_words"]
 )
-def test_a_grammar_without_a_token_that_the_rest_allows_is_400_and_says_why(
-    client: openai.OpenAI, restriction: dict[str, Any]
-) -> None:
+def test_grammar_conflicting_with_restrictions_is_400(client: openai.OpenAI, restriction: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError, match=next(iter(restriction))):
         complete(client, extra_body={"guided_regex": "x+", **restriction})
-    many = {f"key{number}": {"type": "string"} for number in range(1000)}  # passes its trial, ends at a limit later
+    many = {f"key{number}": {"type": "string"} for number in range(1000)}  # passes validation, exceeds a limit later
     with pytest.raises(openai.BadRequestError, match="grammar"):
         complete(client, max_tokens=100, extra_body={"guided_json": {"type": "object", "properties": many}})
 
@@ -287,7 +285,7 @@ TOOL: Any = {"type": "function", "function": {"name": "set", "parameters": SCHEM
 
 
 @pytest.mark.usefixtures("forked")
-def test_required_and_named_tool_choices_are_enforced_on_any_model(
+def test_required_and_named_tool_choice_are_enforced(
     tiny_model: Path, tmp_path: Path, real_engine: "type[RealEngine]"
 ) -> None:
     template = "{% if tools %}{{ tools | length }}{% endif %}{{ messages[0].content }}"
@@ -308,21 +306,21 @@ def test_required_and_named_tool_choices_are_enforced_on_any_model(
         engine.end()
 
 
-def test_biases_allowed_tokens_and_bad_words_steer_the_choice(client: openai.OpenAI) -> None:
+def test_biases_allowed_tokens_and_bad_words_take_effect(client: openai.OpenAI) -> None:
     assert complete(client, max_tokens=4, logit_bias={"120": 100}).choices[0].text == "xxxx"
     assert set(complete(client, extra_body={"allowed_token_ids": [97, 98]}).choices[0].text) <= {"a", "b"}
     text = complete(client, max_tokens=4, logit_bias={"120": 100, "121": 99}, extra_body={"bad_words": ["xx"]})
     assert text.choices[0].text == "xyxy"
 
 
-def test_two_servers_give_the_text_of_one_and_end_with_one_of_them(
+def test_two_servers_give_same_text_and_stop_together(
     tiny_model: Path, client: openai.OpenAI, tmp_path: Path, real_engine: "type[RealEngine]"
 ) -> None:
     expected = complete(client).choices[0].text
     pair = real_engine(tiny_model, tmp_path / "log", *LIMITS, "--api-server-count", "2")
     try:
         texts = []
-        for _ in range(6):  # each on a connection of its own
+        for _ in range(6):  # each on its own connection
             with openai.OpenAI(base_url=f"{pair.http.base_url}/v1", api_key="none", max_retries=0) as one:
                 texts.append(complete(one).choices[0].text)
         assert texts == [expected] * 6
@@ -338,10 +336,11 @@ def test_two_servers_give_the_text_of_one_and_end_with_one_of_them(
 
 
 @pytest.mark.usefixtures("forked")
-def test_drafts_change_the_number_of_steps_and_nothing_else(
+def test_drafts_only_change_number_of_steps(
     engine: "RealEngine", client: openai.OpenAI, tiny_model: Path, real_engine: "type[RealEngine]"
 ) -> None:
-    """The model as its own draft: every draft stands, a chunk brings several tokens; at depth 0 there are none."""
+    """The model is its own draft model: every draft is accepted, a chunk has several tokens; at depth 0 there are
+    none."""
     expected = complete(client, logprobs=1).choices[0]
     flags = ["--spec-model", str(tiny_model), "--spec-tokens", "3", "--stats-interval-seconds", "1"]
     speculating = real_engine(tiny_model, tiny_model / "log-drafts", *LIMITS, *flags)
@@ -360,15 +359,15 @@ def test_drafts_change_the_number_of_steps_and_nothing_else(
             assert counter(speculating, "vllm:spec_decode_num_accepted_tokens_total") == accepted
             refused = speculating.admin.patch("/admin/v1/config", json={"num_speculative_tokens": 4}).json()
             assert (refused["max"], refused["nearest"]) == (3, 3)
-            # The drafts that the end of a text cuts short bring the mean below the 4 of every other step.
+            # Drafts truncated by the end of a text lower the mean below the 4 of every other step.
             line = re.compile(r"SpecDecoding metrics: Mean acceptance length: (3\.[5-9]|4\.0).* rate: 100\.0%")
             speculating.wait_for(lambda: bool(line.search(speculating.log.read_text())), "the line")
     finally:
         speculating.end()
 
 
-def test_sigterm_finishes_what_runs_and_ends_with_0(engine: "RealEngine", client: openai.OpenAI) -> None:
-    """The last test: it ends the engine."""
+def test_sigterm_finishes_running_requests_and_exits_0(engine: "RealEngine", client: openai.OpenAI) -> None:
+    """The last test: it stops the engine."""
     stream = complete(client, max_tokens=200, stream=True)
     next(stream)
     engine.process.terminate()

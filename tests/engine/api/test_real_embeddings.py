@@ -1,5 +1,4 @@
-"""Vectors from the engine as it is installed: the command, API servers, real cores on a tiny random model, whatever
-their layout."""
+"""Embeddings of the installed engine: command, API servers, real cores with a tiny random model, in several layouts."""
 
 import math
 import threading
@@ -27,7 +26,7 @@ def embed(engine: "RealEngine", **fields: Any) -> list[list[float]]:
 
 
 def by_one_rank(model: Path, **keywords: Any) -> list[list[float]]:
-    """By the engine in this process."""
+    """Return vectors of an engine in this process."""
     from trimtab_engine import LLM
 
     with LLM(str(model), cpu_threads=1, max_model_len=256, num_gpu_blocks_override=40, **keywords) as llm:
@@ -45,9 +44,9 @@ def expected(tiny_model: Path) -> list[list[float]]:
         ("--data-parallel-size", "2", "--api-server-count", "2"),
         ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"),
     ],
-    ids=["dp2 behind two servers", "tp2 pp2"],
+    ids=["dp2 with two servers", "tp2 pp2"],
 )
-def test_they_are_those_of_one_rank_beside_requests_that_generate(
+def test_embeddings_equal_one_rank_during_generation(
     serve: "Serve", expected: list[list[float]], flags: tuple[str, ...]
 ) -> None:
     engine = serve(*flags)
@@ -59,11 +58,11 @@ def test_they_are_those_of_one_rank_beside_requests_that_generate(
         assert vector == pytest.approx(same, abs=1e-5)
         assert math.hypot(*vector) == pytest.approx(1.0)
     if "--data-parallel-size" in flags:
-        assert min(engine.metric("vllm:prompt_tokens_total").values()) > 0, "both cores are to serve"
+        assert min(engine.metric("vllm:prompt_tokens_total").values()) > 0, "both cores serve"
 
 
-def test_cores_in_lockstep_embed_as_one_rank_does(serve: "Serve", tiny_mixture: Path) -> None:
-    """Of a mixture, whose experts they share: a core without work computes padding meanwhile."""
-    engine = serve("--data-parallel-size", "2", "--enable-expert-parallel", model=tiny_mixture)
-    for vector, same in zip(embed(engine), by_one_rank(tiny_mixture), strict=True):
+def test_lockstep_cores_embed_like_one_rank(serve: "Serve", tiny_moe: Path) -> None:
+    """Cores of a MoE model share the experts: a core without work computes padding."""
+    engine = serve("--data-parallel-size", "2", "--enable-expert-parallel", model=tiny_moe)
+    for vector, same in zip(embed(engine), by_one_rank(tiny_moe), strict=True):
         assert vector == pytest.approx(same, abs=1e-5)

@@ -1,4 +1,4 @@
-"""A tiny Qwen2.5-VL behind the server, asked by the openai client with images: it says what transformers says."""
+"""A tiny Qwen2.5-VL in the server, used by the openai client with images, compared with transformers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ def engine(
 
 
 def written(part: Part) -> dict[str, Any]:
-    """A part of a message."""
+    """Return the part as a message part."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if isinstance(part, Image.Image):
@@ -78,13 +78,13 @@ FRAMES = [a_picture(16, 16, seed=seed) for seed in range(4, 8)]
     ],
     ids=["text", "image", "three images", "one image twice", "video", "image and video"],
 )
-def test_tokens_are_those_of_transformers(engine: "RealEngine", seeing: Seeing, parts: tuple[Part, ...]) -> None:
+def test_tokens_equal_transformers(engine: "RealEngine", seeing: Seeing, parts: tuple[Part, ...]) -> None:
     answer = ask(engine, *parts)
     assert tokens(answer) == seeing.says(*parts)
     assert tokens(ask(engine, *parts)) == tokens(answer)  # the second time from all caches
 
 
-def test_an_image_that_was_sent_before_is_not_processed_again_until_that_is_forgotten(engine: "RealEngine") -> None:
+def test_repeated_image_is_cached_until_reset(engine: "RealEngine") -> None:
     picture = a_picture(20, 20, seed=99)
     queries, hits = looked_up(engine)
     first = ask(engine, picture, "what?")
@@ -97,10 +97,10 @@ def test_an_image_that_was_sent_before_is_not_processed_again_until_that_is_forg
     assert looked_up(engine) == (queries + 3, hits + 1)
 
 
-def test_an_image_with_a_name_of_the_clients_own_is_sent_once(engine: "RealEngine", seeing: Seeing) -> None:
+def test_image_with_uuid_is_sent_once(engine: "RealEngine", seeing: Seeing) -> None:
     picture, other = a_picture(20, 20, seed=98), a_picture(24, 20, seed=97)
     part: dict[str, Any] = {**written(picture), "uuid": "the cat"}
-    part["image_url"]["detail"] = "high"  # changes nothing
+    part["image_url"]["detail"] = "high"  # no effect
     expected = seeing.says(picture, "what?")
     assert tokens(ask(engine, part, "what?")) == expected
     _, hits = looked_up(engine)
@@ -115,9 +115,9 @@ def test_an_image_with_a_name_of_the_clients_own_is_sent_once(engine: "RealEngin
     assert tokens(ask(engine, {**written(other), "uuid": "the cat"}, "what?")) == seeing.says(other, "what?")
 
 
-def test_more_images_than_the_limit_are_400_with_count_and_limit(engine: "RealEngine") -> None:
+def test_images_above_limit_are_400_with_count_and_limit(engine: "RealEngine") -> None:
     for number, kind, parts in ((4, "images", [CAT] * 4), (2, "videos", [FRAMES] * 2)):
-        with pytest.raises(openai.BadRequestError, match=f"the messages have {number} {kind}; at most [13] may be"):
+        with pytest.raises(openai.BadRequestError, match=f"the messages have {number} {kind}; the limit is [13]"):
             ask(engine, *parts, "?")
 
 
@@ -144,7 +144,7 @@ def as_image(url: str) -> dict[str, Any]:
         ("<|vision_start|><|image_pad|><|vision_end|>", "has places for 2 images, but brings 1 image"),
     ],
 )
-def test_what_is_wrong_is_400_and_says_where(engine: "RealEngine", part: Any, words: str) -> None:
+def test_invalid_image_is_400_with_position(engine: "RealEngine", part: Any, words: str) -> None:
     with pytest.raises(openai.BadRequestError, match=words) as refused:
         ask(engine, "look: ", part) if isinstance(part, dict) else ask(engine, CAT, part)
     assert refused.value.status_code == 400
@@ -159,10 +159,10 @@ def test_ten_thousand_images_are_400_at_once(engine: "RealEngine") -> None:
     several = [{"role": "user", "content": content[:1000]}] * 10
     answer = engine.http.post("/v1/chat/completions", json={"messages": several})
     assert answer.status_code == 400
-    assert "the messages have 10000 images; at most 3 may be in one prompt" in answer.text
+    assert "the messages have 10000 images; the limit is 3 per prompt" in answer.text
 
 
-def test_an_image_is_the_user_s_alone_and_not_for_routes_that_do_not_generate(engine: "RealEngine") -> None:
+def test_images_are_only_accepted_from_users_for_generation(engine: "RealEngine") -> None:
     for path, role, words in (
         ("/v1/chat/completions", "system", "a message of role system has an image"),
         ("/tokenize", "user", "images and videos are not supported by /tokenize yet"),
@@ -174,7 +174,7 @@ def test_an_image_is_the_user_s_alone_and_not_for_routes_that_do_not_generate(en
 
 
 @pytest.mark.usefixtures("forked")
-def test_several_servers_and_cores_see_the_same(
+def test_servers_and_cores_give_the_same_tokens(
     seeing: Seeing, real_engine: "type[RealEngine]", tmp_path: Path
 ) -> None:
     flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--api-server-count", "2")
@@ -190,7 +190,7 @@ def test_several_servers_and_cores_see_the_same(
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_limit_of_none_serves_the_text_half(seeing: Seeing, real_engine: "type[RealEngine]", tmp_path: Path) -> None:
+def test_zero_limit_serves_language_model_only(seeing: Seeing, real_engine: "type[RealEngine]", tmp_path: Path) -> None:
     flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--limit-mm-per-prompt")
     engine = real_engine(seeing.folder, tmp_path / "log", *flags, '{"image": 0, "video": 0}')
     try:

@@ -1,4 +1,4 @@
-"""Layouts as they are installed: the command, the API server, real cores and ranks on a tiny random model."""
+"""Layouts of the installed engine: command, API server, real cores and ranks with a tiny random model."""
 
 import os
 import re
@@ -15,15 +15,13 @@ import waiting
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine
 
-DEADLINE_SECONDS = 180.0  # generous: several processes each load torch, perhaps on a busy machine
-DEATH_SECONDS = 60.0  # for a dead rank to end the engine: a second, and a machine may be busy
+DEADLINE_SECONDS = 180.0  # generous: several processes each load torch on a possibly busy machine
+DEATH_SECONDS = 60.0  # for a dead rank to stop the engine: usually a second, more on a busy machine
 Serve = Callable[..., "RealEngine"]
 
 
 @pytest.mark.usefixtures("forked")
-def test_two_cores_of_two_ranks_each_give_the_text_of_one_and_share_the_work(
-    serve: Serve, expected: dict[str, str]
-) -> None:
+def test_data_and_tensor_parallel_give_same_text_and_share_work(serve: Serve, expected: dict[str, str]) -> None:
     engine = serve("-dp", "2", "-tp", "2", "--api-server-count", "2")
     assert engine.texts() == expected
     layout = engine.layout()
@@ -35,10 +33,10 @@ def test_two_cores_of_two_ranks_each_give_the_text_of_one_and_share_the_work(
     assert engine.metric("trimtab_layout_ranks") == {"0": 2.0, "1": 2.0}
     generated = engine.metric("vllm:generation_tokens_total")
     assert sum(generated.values()) == 20 * len(expected)
-    assert min(generated.values()) >= 20 * 3, "four seats each: neither core had all"
+    assert min(generated.values()) >= 20 * 3, "four slots each: neither core had all"
     for family in ("vllm:e2e_request_latency_seconds", "vllm:time_to_first_token_seconds", "vllm:request_params_n"):
         served = engine.metric(family + "_count")
-        assert {core: 20 * count for core, count in served.items()} == generated, "counted with the core that served"
+        assert {core: 20 * count for core, count in served.items()} == generated, "counted for the serving core"
     memory = engine.memory()
     assert [row["rank"] for row in memory["ranks"]] == [0, 1, 2, 3]
     assert memory["total"]["kinds"]["weights"] == sum(row["kinds"]["weights"] for row in memory["ranks"])
@@ -56,13 +54,13 @@ def test_two_cores_of_two_ranks_each_give_the_text_of_one_and_share_the_work(
     ids=" ".join,
 )
 @pytest.mark.usefixtures("forked")
-def test_a_mixture_of_experts_over_data_parallel_cores_gives_the_text_of_one_rank(
-    flags: tuple[str, ...], serve: Serve, tiny_mixture: Path, expected_of_mixture: dict[str, str]
+def test_moe_over_data_parallel_cores_equals_one_rank(
+    flags: tuple[str, ...], serve: Serve, tiny_moe: Path, expected_of_moe: dict[str, str]
 ) -> None:
-    engine = serve(*flags, model=tiny_mixture)
-    assert engine.texts() == expected_of_mixture
-    prompt = next(iter(expected_of_mixture))
-    assert engine.post(prompt).json()["choices"][0]["text"] == expected_of_mixture[prompt], "alone, the others idle"
+    engine = serve(*flags, model=tiny_moe)
+    assert engine.texts() == expected_of_moe
+    prompt = next(iter(expected_of_moe))
+    assert engine.post(prompt).json()["choices"][0]["text"] == expected_of_moe[prompt], "other cores idle"
     experts = [tuple(row["experts"]) for row in engine.layout()["ranks"]]
     if "--enable-expert-parallel" in flags:
         num_stages = 2 if "-pp" in flags else 1
@@ -74,13 +72,13 @@ def test_a_mixture_of_experts_over_data_parallel_cores_gives_the_text_of_one_ran
     assert min(generated.values()) >= 20 * 3, "both cores served"
 
 
-def test_a_request_can_name_its_core_and_a_change_reaches_all(serve: Serve) -> None:
+def test_request_can_choose_core_and_change_reaches_all(serve: Serve) -> None:
     engine = serve("-dp", "2")
     for _ in range(3):
         assert engine.post("a", rank="1").status_code == 200
     assert engine.metric("vllm:generation_tokens_total").get("0", 0.0) == 0.0
     wrong = engine.post("a", rank="2")
-    assert (wrong.status_code, "ranks here are 0 to 1" in wrong.text) == (400, True)
+    assert (wrong.status_code, "use 0 to 1" in wrong.text) == (400, True)
     assert engine.admin.patch("/admin/v1/config", json={"max_num_seqs": 2}).status_code == 200
     engine.wait_for(
         lambda: engine.metric("trimtab_config_generation") == {"0": 2.0, "1": 2.0}, "the change in both cores"
@@ -88,9 +86,7 @@ def test_a_request_can_name_its_core_and_a_change_reaches_all(serve: Serve) -> N
 
 
 @pytest.mark.parametrize("flags", [("-tp", "2"), ("-pp", "2")], ids=" ".join)
-def test_a_rank_that_is_killed_ends_the_engine_by_name_and_requests_get_a_5xx(
-    flags: tuple[str, ...], serve: Serve
-) -> None:
+def test_killed_rank_stops_engine_with_its_name_and_5xx(flags: tuple[str, ...], serve: Serve) -> None:
     engine = serve(*flags)
     core = max(row["rank"] for row in engine.layout()["ranks"]) if flags[0] == "-pp" else 0
     victim = next(row for row in engine.layout()["ranks"] if row["rank"] != core)
@@ -110,14 +106,14 @@ def test_a_rank_that_is_killed_ends_the_engine_by_name_and_requests_get_a_5xx(
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_server_of_one_rank_counts_as_the_others_do_that_it_does_not_know(serve: Serve, tiny_mixture: Path) -> None:
+def test_server_of_one_rank_numbers_it_globally(serve: Serve, tiny_moe: Path) -> None:
     engine = serve("-dp", "4", "--data-parallel-rank", "2")
     layout = engine.layout()
     assert (layout["world_size"], layout["data_parallel_size"], layout["data_parallel_rank"]) == (1, 4, 2)
     assert [(row["rank"], row["data"]) for row in layout["ranks"]] == [(2, 2)]
     assert engine.post("a", rank="2").status_code == 200
-    assert "ranks here are 2 to 2" in engine.post("a", rank="0").text
+    assert "use 2 to 2" in engine.post("a", rank="0").text
     for family in ("vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_count", "trimtab_layout_ranks"):
         assert list(engine.metric(family)) == ["2"]
     with pytest.raises(AssertionError, match="not supported for a mixture of experts, whose cores step together"):
-        serve("-dp", "4", "--data-parallel-rank", "2", model=tiny_mixture)
+        serve("-dp", "4", "--data-parallel-rank", "2", model=tiny_moe)

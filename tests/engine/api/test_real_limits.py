@@ -1,4 +1,4 @@
-"""Every number that a request may carry, at its limits, on a real engine: served or a 400, and the engine serves on."""
+"""Numeric request fields at their limits on a real engine: served or 400, and the engine continues."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +23,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "n": {"max_tokens": 1},
     "top_logprobs": {"logprobs": True},
 }
-"""What a field is tried with."""
+"""Other required fields."""
 
 
 def limits_of(schema: dict[str, Any]) -> set[int | float]:
-    """The least and the greatest value of each kind of number that the schema allows."""
+    """Return the minimum and maximum of each number type in the schema."""
     found: set[int | float] = set()
     for kind in schema.get("anyOf", [schema]):
         if kind.get("type") in ("integer", "number"):
@@ -62,9 +62,7 @@ def engine(tiny_model: Path, real_engine: "type[RealEngine]") -> "Iterator[RealE
 
 
 @pytest.mark.parametrize(("path", "fields"), list(cases()))
-def test_a_number_at_its_limit_is_served_or_refused_and_the_engine_serves_on(
-    engine: "RealEngine", path: str, fields: dict[str, Any]
-) -> None:
+def test_number_at_its_limit_is_served_or_rejected(engine: "RealEngine", path: str, fields: dict[str, Any]) -> None:
     response = engine.http.post(path, json={**BODIES[path], "max_tokens": 3, **fields})
     assert response.status_code in (200, 400), response.text
     if response.status_code == 400:
@@ -72,5 +70,5 @@ def test_a_number_at_its_limit_is_served_or_refused_and_the_engine_serves_on(
     assert engine.post("cd", max_tokens=2).status_code == 200
 
 
-def test_there_are_numbers_to_try() -> None:
+def test_numeric_fields_exist() -> None:
     assert len(list(cases())) > 50

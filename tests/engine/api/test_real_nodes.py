@@ -1,4 +1,4 @@
-"""Layouts over several nodes, here processes on the loopback interface that share nothing but the network."""
+"""Layouts over several nodes, simulated by processes on the loopback interface that share nothing but the network."""
 
 import os
 import re
@@ -18,15 +18,15 @@ from trimtab_engine.ipc.network import ReservedPorts, interface_of
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine
 
-DEADLINE_SECONDS = 120.0  # generous: several processes each load torch, perhaps on a busy machine
-DEATH_SECONDS = 60.0  # for a dead core or node to end the replica: seconds, and a machine may be busy
+DEADLINE_SECONDS = 120.0  # generous: several processes each load torch on a possibly busy machine
+DEATH_SECONDS = 60.0  # for a dead core or node to stop the replica: usually seconds, more on a busy machine
 Serve = Callable[..., "RealEngine"]
 StartProgram = Callable[[list[str], BinaryIO], "subprocess.Popen[bytes]"]
-FOUR_SEATS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--device-memory-bytes", "4Gi")
+FOUR_SLOTS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--device-memory-bytes", "4Gi")
 
 
 class Node:
-    """The second of two nodes: the same flags, and nothing of its own."""
+    """The second of two nodes, with the same flags."""
 
     def __init__(self, command: list[str], log: Path, start: StartProgram) -> None:
         self._log = log
@@ -35,7 +35,7 @@ class Node:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that it has started."""
+        """Process IDs that it has started."""
         pid = self.process.pid
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -65,7 +65,7 @@ def second_node(
     nodes: list[Node] = []
 
     def start(*flags: str, model: Path | None = None) -> Node:
-        command = [*node_command(model or tiny_model), *FOUR_SEATS, *flags]
+        command = [*node_command(model or tiny_model), *FOUR_SLOTS, *flags]
         nodes.append(Node(command, tmp_path / f"node-{len(nodes)}", program))
         return nodes[-1]
 
@@ -78,13 +78,13 @@ def second_node(
 
 @pytest.fixture
 def two_nodes() -> Iterator[tuple[str, ...]]:
-    """Flags of both nodes, with a port that nobody else gets while the test runs."""
+    """Yield the flags of both nodes, with a port reserved for the test."""
     with ReservedPorts("127.0.0.1") as ports:
         yield "--nnodes", "2", "--master-port", str(ports.take())
 
 
 class StartedEngine:
-    """An engine that becomes ready while something else is done."""
+    """An engine that starts in the background."""
 
     def __init__(self, start: Callable[[], "RealEngine"]) -> None:
         self._started: list[RealEngine] = []
@@ -96,8 +96,8 @@ class StartedEngine:
         return self._started[0]
 
 
-class Asking:
-    """A long request that is being answered; with many prompts it outlasts whatever is done to its engine meanwhile."""
+class RunningRequest:
+    """A long running request; with many prompts it outlasts any change to its engine."""
 
     def __init__(self, engine: "RealEngine", rank: str, num_prompts: int = 16) -> None:
         self._answers: list[httpx.Response] = []
@@ -118,10 +118,10 @@ class Asking:
         )
 
 
-def test_ranks_on_two_nodes_give_the_text_of_one_rank_and_end_together(
+def test_ranks_on_two_nodes_give_same_text_and_stop_together(
     serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...], expected: dict[str, str]
 ) -> None:
-    node = second_node("-pp", "2", *two_nodes)  # it waits for node 0, whichever comes first
+    node = second_node("-pp", "2", *two_nodes)  # waits for node 0, in any order
     engine = serve("-pp", "2", *two_nodes)
     assert engine.texts() == expected
     rows = engine.layout()["ranks"]
@@ -137,7 +137,7 @@ def test_ranks_on_two_nodes_give_the_text_of_one_rank_and_end_together(
 @pytest.mark.skipif(interface_of("::1") is None, reason="this machine has IPv6 switched off")
 @pytest.mark.parametrize("layout", ["-pp", "-dp"])  # ranks of one core, and cores
 @pytest.mark.usefixtures("forked")
-def test_nodes_meet_over_ipv6(
+def test_nodes_connect_over_ipv6(
     serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...], expected: dict[str, str], layout: str
 ) -> None:
     flags = (layout, "2", *two_nodes, "--master-addr", "::1")
@@ -147,7 +147,7 @@ def test_nodes_meet_over_ipv6(
 
 @pytest.mark.parametrize("layout", ["-tp", "-dp"])  # ranks of one core, and cores
 @pytest.mark.usefixtures("forked")
-def test_nodes_with_one_secret_form_one_engine_and_one_with_another_waits(
+def test_nodes_with_one_secret_connect_and_others_wait(
     serve: Serve,
     second_node: StartNode,
     two_nodes: tuple[str, ...],
@@ -172,23 +172,21 @@ def test_nodes_with_one_secret_form_one_engine_and_one_with_another_waits(
     assert node.process.wait(DEATH_SECONDS) == 0
 
 
-def test_a_node_whose_engine_core_is_gone_ends(
-    serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...]
-) -> None:
+def test_node_without_engine_core_exits(serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...]) -> None:
     node = second_node("-tp", "2", *two_nodes)
     engine = serve("-tp", "2", *two_nodes)
     core = next(row for row in engine.layout()["ranks"] if row["rank"] == 0)
-    os.kill(core["pid"], signal.SIGSTOP)  # as a node that is paused: nobody closes a connection
+    os.kill(core["pid"], signal.SIGSTOP)  # like a paused node: no connection is closed
     try:
         assert node.process.wait(DEATH_SECONDS) == 1
     finally:
         os.kill(core["pid"], signal.SIGKILL)
 
 
-def test_a_node_that_is_told_to_end_serves_until_the_engine_has_drained(
+def test_terminated_worker_serves_until_engine_has_drained(
     serve: Serve, second_node: StartNode, expected: dict[str, str], two_nodes: tuple[str, ...]
 ) -> None:
-    """All pods of a group get SIGTERM at once: the workers must not end before the leader's last request."""
+    """All pods of a group get SIGTERM at once: the workers must not exit before the leader's last request."""
     flags = ("-tp", "2", "--rendezvous-id", "r1", *two_nodes)
     node = second_node(*flags)
     engine = serve(*flags)
@@ -199,31 +197,29 @@ def test_a_node_that_is_told_to_end_serves_until_the_engine_has_drained(
     assert node.process.wait(DEATH_SECONDS) == 0
 
 
-def test_a_node_whose_engine_has_ended_in_order_waits_for_its_own_word(
+def test_worker_waits_for_its_signal_after_orderly_engine_exit(
     serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...]
 ) -> None:
-    """A container that ends before its pod is deleted is started again, and may not hear then that it is to end."""
+    """A container that exits before its pod is deleted is restarted, and could miss its SIGTERM."""
     node = second_node("-tp", "2", *two_nodes)
     engine = serve("-tp", "2", *two_nodes)
     engine.process.terminate()
     assert engine.process.wait(DEATH_SECONDS) == 0
-    waiting.until(lambda: not node.pids, "the end of the node's rank")
+    waiting.until(lambda: not node.pids, "the node's rank to exit")
     assert node.process.poll() is None
     node.process.terminate()
     assert node.process.wait(DEATH_SECONDS) == 0
-    assert "the engine core is gone" not in node.text, "the engine's last word was lost"
+    assert "the engine core is gone" not in node.text, "the engine's last message was lost"
 
 
-def test_a_node_that_waits_for_its_engine_core_ends_when_told(
-    second_node: StartNode, two_nodes: tuple[str, ...]
-) -> None:
+def test_worker_waiting_for_core_exits_on_signal(second_node: StartNode, two_nodes: tuple[str, ...]) -> None:
     node = second_node("-tp", "2", *two_nodes)
     node.wait_for_text("waiting for the engine core at")
     node.process.terminate()
     assert node.process.wait(DEATH_SECONDS) == 0
 
 
-def test_cores_on_two_nodes_share_the_work_and_one_that_is_killed_ends_all_by_name(
+def test_cores_on_two_nodes_share_work_and_a_kill_stops_all(
     serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...], expected: dict[str, str]
 ) -> None:
     stranger = second_node("-dp", "2", *two_nodes, "--max-num-seqs", "5")
@@ -234,11 +230,11 @@ def test_cores_on_two_nodes_share_the_work_and_one_that_is_killed_ends_all_by_na
     assert [(row["rank"], row["data"]) for row in rows] == [(0, 0), (1, 1)]
     assert node.pids == [rows[1]["pid"]]
     generated = engine.metric("vllm:generation_tokens_total")
-    assert min(generated.values()) >= 20 * 3, "four seats each: neither core had all"
+    assert min(generated.values()) >= 20 * 3, "four slots each: neither core had all"
     assert stranger.process.wait(DEADLINE_SECONDS) == 2
     assert "node 1 ends: --max-num-seqs is 5 there and 4 on node 0; start all nodes with the same" in stranger.last_line
 
-    asking = Asking(engine, rank="1", num_prompts=64)
+    asking = RunningRequest(engine, rank="1", num_prompts=64)
     os.kill(node.pids[0], signal.SIGKILL)
     assert engine.process.wait(DEATH_SECONDS) == 1
     assert node.process.wait(DEATH_SECONDS) == 1
@@ -250,13 +246,13 @@ def test_cores_on_two_nodes_share_the_work_and_one_that_is_killed_ends_all_by_na
     assert re.fullmatch(f"trimtab-engine: node 1 ends: the engine has ended: {cause}", node.last_line)
 
 
-def test_a_node_that_is_silent_ends_the_replica_by_name_and_its_requests_get_a_5xx(
+def test_silent_node_stops_replica_with_its_name_and_5xx(
     serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...]
 ) -> None:
     node = second_node("-dp", "2", *two_nodes)
     engine = serve("-dp", "2", *two_nodes)
     core = node.pids[0]
-    for pid in (core, node.process.pid):  # as a machine that is paused: nobody closes a connection
+    for pid in (core, node.process.pid):  # like a paused machine: no connection is closed
         os.kill(pid, signal.SIGSTOP)
     answer = engine.post("a", rank="1")
     assert (answer.status_code // 100, engine.process.wait(DEATH_SECONDS)) == (5, 1)
@@ -270,31 +266,31 @@ def test_a_node_that_is_silent_ends_the_replica_by_name_and_its_requests_get_a_5
     waiting.until_gone([core])
 
 
-def test_a_node_that_is_told_to_end_drains_the_replica_though_the_leader_is_told_a_moment_later(
+def test_terminated_worker_drains_replica_before_leader_signal(
     serve: Serve, second_node: StartNode, two_nodes: tuple[str, ...]
 ) -> None:
     node = second_node("-dp", "2", *two_nodes)
     engine = serve("-dp", "2", *two_nodes)
-    asking = Asking(engine, rank="1")
+    asking = RunningRequest(engine, rank="1")
     node.process.terminate()
-    time.sleep(0.3)  # its word has come by then, as when all pods of a replica are deleted
+    time.sleep(0.3)  # its message has arrived by then, as when all pods of a replica are deleted
     engine.process.terminate()
     assert engine.process.wait(DEADLINE_SECONDS) == 0
     assert asking.is_whole()
     assert node.process.wait(DEATH_SECONDS) == 0
 
 
-def test_a_mixture_of_experts_over_two_nodes_gives_the_text_of_one_rank_and_ends_with_node_0(
+def test_moe_over_two_nodes_equals_one_rank_and_stops_with_node_0(
     serve: Serve,
     second_node: StartNode,
     two_nodes: tuple[str, ...],
-    tiny_mixture: Path,
-    expected_of_mixture: dict[str, str],
+    tiny_moe: Path,
+    expected_of_moe: dict[str, str],
 ) -> None:
     flags = ("-dp", "2", "--enable-expert-parallel", *two_nodes)
-    node = second_node(*flags, model=tiny_mixture)
-    engine = serve(*flags, model=tiny_mixture)
-    assert engine.texts() == expected_of_mixture
+    node = second_node(*flags, model=tiny_moe)
+    engine = serve(*flags, model=tiny_moe)
+    assert engine.texts() == expected_of_moe
     rows = engine.layout()["ranks"]
     assert [row["experts"] for row in rows] == [[0, 1, 2], [3, 4, 5]]
     assert node.pids == [rows[1]["pid"]]

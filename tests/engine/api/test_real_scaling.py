@@ -1,4 +1,4 @@
-"""Engine cores that join and retire while requests are served: real processes on a tiny random model."""
+"""Engine cores that join and retire while requests are served: real processes with a tiny random model."""
 
 import shutil
 import threading
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 
 class Load:
-    """Requests without a pause, from several threads, until it is ended."""
+    """Continuous requests from several threads until stopped."""
 
     def __init__(self, engine: "RealEngine") -> None:
         self.answers: list[httpx.Response] = []
@@ -31,7 +31,7 @@ class Load:
             self.answers.append(engine.post(prompt, max_tokens=12))
 
     def end(self) -> list[int]:
-        """The statuses of all answers."""
+        """Stop and return the statuses of all responses."""
         self._ended.set()
         for thread in self._threads:
             thread.join()
@@ -46,7 +46,7 @@ def applied(engine: "RealEngine") -> Any:
     return engine.admin.get("/admin/v1/config").json()["applied"]["data_parallel_size"]
 
 
-def test_cores_join_and_retire_under_load_and_no_request_fails(serve: Serve) -> None:
+def test_cores_join_and_retire_under_load_without_failures(serve: Serve) -> None:
     engine = serve("--data-parallel-size-cap", "2", "--api-server-count", "2")
     config = engine.admin.get("/admin/v1/config").json()
     assert config["fields"]["data_parallel_size"] == {"class": "drain", "min": 1, "max": 2}
@@ -60,7 +60,7 @@ def test_cores_join_and_retire_under_load_and_no_request_fails(serve: Serve) -> 
     assert resize(engine, data_parallel_size=2).json()["desired"]["data_parallel_size"] == 2
     (joining,) = engine.layout()["scaling"]["joining"]
     assert joining["data"] == 1
-    assert resize(engine, max_num_seqs=3).status_code == 200  # while it loads: it must not miss it
+    assert resize(engine, max_num_seqs=3).status_code == 200  # during the load: the new core must not miss it
     engine.wait_for(lambda: applied(engine) == 2, "the second core")
     layout = engine.layout()
     assert [(row["rank"], row["data"]) for row in layout["ranks"]] == [(0, 0), (1, 1)]
@@ -70,10 +70,10 @@ def test_cores_join_and_retire_under_load_and_no_request_fails(serve: Serve) -> 
     generated = engine.metric("vllm:generation_tokens_total")["1"]
 
     assert resize(engine, data_parallel_size=1).status_code == 200
-    engine.wait_for(lambda: applied(engine) == 1 and not engine.layout()["scaling"]["retiring"], "its end")
+    engine.wait_for(lambda: applied(engine) == 1 and not engine.layout()["scaling"]["retiring"], "its exit")
     assert len(engine.layout()["ranks"]) == engine.layout()["data_parallel_size"] == 1
     assert engine.metric("trimtab_layout_ranks") == {"0": 1.0}
-    assert engine.metric("vllm:generation_tokens_total")["1"] >= generated, "a counter never goes backwards"
+    assert engine.metric("vllm:generation_tokens_total")["1"] >= generated, "counters never decrease"
 
     assert resize(engine, data_parallel_size=2).status_code == 200
     engine.wait_for(lambda: applied(engine) == 2, "the second core again")
@@ -81,7 +81,7 @@ def test_cores_join_and_retire_under_load_and_no_request_fails(serve: Serve) -> 
     assert engine.post("a", rank="1").status_code == 200
 
 
-def test_a_core_that_cannot_join_leaves_everything_as_it_was(serve: Serve, tiny_model: Path, tmp_path: Path) -> None:
+def test_core_that_fails_to_join_changes_nothing(serve: Serve, tiny_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     engine = serve("--data-parallel-size-cap", "2", model=model)
@@ -94,10 +94,8 @@ def test_a_core_that_cannot_join_leaves_everything_as_it_was(serve: Serve, tiny_
     assert engine.post("a").status_code == 200
 
 
-def test_the_cores_of_a_mixture_change_only_with_a_restart_and_the_answer_says_what_it_would_take(
-    serve: Serve, tiny_mixture: Path
-) -> None:
-    engine = serve("--enable-expert-parallel", "--data-parallel-size-cap", "2", model=tiny_mixture)
+def test_moe_core_count_change_requires_restart_with_reason(serve: Serve, tiny_moe: Path) -> None:
+    engine = serve("--enable-expert-parallel", "--data-parallel-size-cap", "2", model=tiny_moe)
     refused = resize(engine, data_parallel_size=2)
     assert refused.status_code == 422
     body = refused.json()

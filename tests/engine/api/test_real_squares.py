@@ -1,5 +1,4 @@
-"""A tiny SmolVLM behind the server, whose tower transformers computes, asked by the openai client with images: it says
-what transformers says."""
+"""A tiny SmolVLM in the server, whose vision encoder runs in transformers, compared with transformers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +31,7 @@ def engine(
 
 
 @pytest.mark.parametrize("parts", [("what is it?",), ("look: ", CAT, " it?"), (CAT, "a", DOG, "b", CAT, "which?")])
-def test_tokens_are_those_of_transformers(engine: "RealEngine", seeing: SeeingSquares, parts: tuple[Part, ...]) -> None:
+def test_tokens_equal_transformers(engine: "RealEngine", seeing: SeeingSquares, parts: tuple[Part, ...]) -> None:
     content: Any = [
         {"type": "text", "text": part}
         if isinstance(part, str)

@@ -11,7 +11,7 @@ ENGINE = ["--load-format", "dummy", "--device", "cpu", "--cpu-threads", "1", "--
 ENGINE += ["--num-gpu-blocks-override", "60", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
 
 
-def test_latency_has_vllms_fields() -> None:
+def test_latency_has_vllm_fields() -> None:
     result = summarize([1.0, 2.0, 3.0])
     assert (result["avg_latency"], result["latencies"]) == (2.0, [1.0, 2.0, 3.0])
     assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
@@ -19,7 +19,7 @@ def test_latency_has_vllms_fields() -> None:
     assert text(result).splitlines()[0] == "Avg latency: 2.0 seconds"
 
 
-def test_latency_counts_rounds_after_the_warm_up(
+def test_latency_counts_iterations_after_warmup(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "latency.json"
@@ -30,7 +30,7 @@ def test_latency_counts_rounds_after_the_warm_up(
     assert len(json.loads(output.read_text())["latencies"]) == 3
 
 
-def test_throughput_counts_tokens_in_and_out(
+def test_throughput_counts_input_and_output_tokens(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "throughput.json"
@@ -44,14 +44,14 @@ def test_throughput_counts_tokens_in_and_out(
 
 
 @pytest.mark.parametrize("kind", ["latency", "throughput"])
-def test_lengths_beyond_the_model_are_refused(tiny_model: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_beyond_the_model_are_rejected(tiny_model: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", kind, "--model", str(tiny_model), *ENGINE, "--input-len", "120", "--output-len", "20"]
     assert main(command) == 2
     assert "--max-model-len" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["latency", "throughput"])
-def test_a_profile_is_written_instead_of_figures(
+def test_profile_is_written_instead_of_results(
     tiny_model: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["bench", kind, "--model", str(tiny_model), *ENGINE, "--input-len", "8", "--output-len", "2", "--profile"]

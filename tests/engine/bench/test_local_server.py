@@ -7,20 +7,20 @@ import sys
 from trimtab_engine.bench.local_server import LocalServer, _tree
 
 
-def test_the_tree_has_the_process_and_its_children() -> None:
+def test_process_tree_has_process_and_children() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         assert {os.getpid(), child.pid} <= set(_tree(os.getpid()))
         child.communicate(b"\n")
 
 
-def test_processor_time_grows_with_work() -> None:
+def test_cpu_time_grows_with_work() -> None:
     server = LocalServer("", "", os.getpid())
     before = server.cpu_seconds()
     while server.cpu_seconds() < before + 0.02:
         sum(range(10_000))
 
 
-def test_resident_memory_is_that_of_the_server_and_of_its_cores_alone() -> None:
+def test_resident_memory_is_of_server_and_cores_only() -> None:
     sizes = LocalServer("", "", os.getpid()).resident_kib()
     assert sizes["API server"] > 10_000
     assert sizes["engine core"] == 0

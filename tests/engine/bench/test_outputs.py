@@ -33,26 +33,26 @@ def said_on_a_full_disk(path: Path) -> str:
     return done.stdout
 
 
-def test_what_a_file_held_survives_a_disk_that_is_full(tmp_path: Path) -> None:
+def test_existing_file_survives_a_full_disk(tmp_path: Path) -> None:
     path = tmp_path / "runs.json"
     path.write_text("earlier runs")
     said = said_on_a_full_disk(path)
-    assert said.startswith(f"TrimtabError {path}: cannot be written: File too large; make room")
+    assert said.startswith(f"TrimtabError {path}: cannot write the file: File too large; free space")
     assert path.read_text() == "earlier runs"
 
 
-def test_no_half_file_is_left_on_a_disk_that_is_full(tmp_path: Path) -> None:
-    assert "cannot be written" in said_on_a_full_disk(tmp_path / "new.json")
+def test_no_partial_file_is_left_on_a_full_disk(tmp_path: Path) -> None:
+    assert "cannot write the file" in said_on_a_full_disk(tmp_path / "new.json")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_device_that_is_full_is_named_and_stays() -> None:
-    with pytest.raises(TrimtabError, match="/dev/full: cannot be written: No space left on device; make room"):
+def test_full_device_is_named_and_kept() -> None:
+    with pytest.raises(TrimtabError, match="/dev/full: cannot write the file: No space left on device; free space"):
         write_file(Path("/dev/full"), b"a")
     assert Path("/dev/full").exists()
 
 
-def test_a_file_is_written_over(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("longer than what comes")
+def test_file_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("longer than the new content")
     write_file(tmp_path / "run.json", b"now")
     assert (tmp_path / "run.json").read_text() == "now"

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from trimtab_engine.bench.autotune.search import Purpose, Seen, Trial
+from trimtab_engine.bench.autotune.search import Purpose, Trial, TrialResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class SyntheticEngine:
     most_utilization: float = 1.0
     """Above it the device has no memory."""
 
-    def answer(self, trial: Trial) -> Seen:
+    def answer(self, trial: Trial) -> TrialResult:
         """The figures of a run, as `bench serve` names them."""
         if trial.setting.gpu_memory_utilization > self.most_utilization:
-            return Seen({}, refused="out of memory")
-        rate = 1e-9 if trial.purpose is Purpose.ALONE else trial.rate
-        return Seen(self.figures(trial, rate))
+            return TrialResult({}, refused="out of memory")
+        rate = 1e-9 if trial.purpose is Purpose.SINGLE_REQUEST else trial.rate
+        return TrialResult(self.figures(trial, rate))
 
     def figures(self, trial: Trial, rate: float) -> dict[str, float | None]:
         seats, budget = trial.setting.candidate.max_num_seqs, trial.setting.candidate.max_num_batched_tokens

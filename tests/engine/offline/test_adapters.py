@@ -1,4 +1,4 @@
-"""Adapters of the offline class: loaded when they are first asked for, by each prompt of a call."""
+"""Adapters of the offline class: loaded at first use, per prompt of a call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
-    """The folder of an adapter of that model, by its number."""
+    """Return the folder of an adapter of the model, by number."""
     config = parse_model_config(json.loads((tiny_model / "config.json").read_text()), {}, "config.json")
     modules, folder = modules_of(expected_shapes(config), EVERY), tmp_path_factory.mktemp("adapters")
     made: dict[int, str] = {}
@@ -54,7 +54,7 @@ def texts(llm: LLM, *wanted: LoRARequest | None) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
-def test_each_prompt_of_a_call_has_its_own_adapter(llm: LLM, adapter: Callable[[int], str]) -> None:
+def test_each_prompt_has_its_own_adapter(llm: LLM, adapter: Callable[[int], str]) -> None:
     first, second = LoRARequest("a"), LoRARequest("b", 2, adapter(2))
     mixed = texts(llm, first, None, second, first)
     assert len(set(mixed)) == 3
@@ -62,7 +62,7 @@ def test_each_prompt_of_a_call_has_its_own_adapter(llm: LLM, adapter: Callable[[
     assert [output.outputs[0].text for output in llm.generate("a prompt", GREEDY, lora_request=second)] == [mixed[2]]
 
 
-def test_those_that_were_asked_for_longest_ago_make_room(llm: LLM, adapter: Callable[[int], str]) -> None:
+def test_least_recently_used_adapters_are_evicted(llm: LLM, adapter: Callable[[int], str]) -> None:
     def loaded() -> set[str]:
         return {card.name for card in llm.engine.state().adapters}
 
@@ -74,25 +74,25 @@ def test_those_that_were_asked_for_longest_ago_make_room(llm: LLM, adapter: Call
     assert loaded() == {"b", "c"}
     other = texts(llm, LoRARequest("b", 2, adapter(3)))
     assert other == texts(llm, LoRARequest("c"))
-    assert other != again, "another folder under the same name is another adapter"
+    assert other != again, "a different folder with the same name is a different adapter"
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ([LoRARequest("nobody")], "the adapter nobody is not loaded; give its lora_path"),
+        ([LoRARequest("nobody")], "the adapter nobody is not loaded; set its lora_path"),
         ([LoRARequest("x", 1, "/nowhere")], "adapter /nowhere: is no folder here"),
-        ([LoRARequest("x", 1, "/a"), LoRARequest("x", 1, "/b")], "lora_request gives one name to two adapters"),
+        ([LoRARequest("x", 1, "/a"), LoRARequest("x", 1, "/b")], "lora_request: two adapters have the same name"),
         ([LoRARequest(name, 1, "/a") for name in "xyz"], "names 3 adapters, but max_cpu_loras is 2; raise it"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_runs(llm: LLM, wanted: list[LoRARequest], message: str) -> None:
+def test_invalid_lora_requests_are_rejected_before_running(llm: LLM, wanted: list[LoRARequest], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         texts(llm, *wanted)
-    with pytest.raises(InvalidRequest, match="there are 3 prompts and 1 lora_request"):
+    with pytest.raises(InvalidRequest, match="lora_request: 1 for 3 prompts"):
         llm.generate(["a", "b", "c"], GREEDY, lora_request=[None])
 
 
-def test_an_llm_without_adapters_says_how_to_have_some(tiny_model: Path) -> None:
-    with LLM(str(tiny_model), **TINY) as llm, pytest.raises(InvalidRequest, match="made with enable_lora=True"):
+def test_llm_without_adapters_error_names_remedy(tiny_model: Path) -> None:
+    with LLM(str(tiny_model), **TINY) as llm, pytest.raises(InvalidRequest, match="created with enable_lora=True"):
         texts(llm, LoRARequest("a", 1, "/a"))

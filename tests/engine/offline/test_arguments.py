@@ -8,23 +8,23 @@ import pytest
 from trimtab_engine import CompilationConfig, CompilationLevel
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.offline.arguments import in_keywords, read_keywords
+from trimtab_engine.offline.arguments import flags_to_keywords, read_keywords
 
 
-def test_keywords_mean_what_the_flags_mean() -> None:
+def test_keywords_equal_flags() -> None:
     config, *_ = read_keywords(
         "m", {"device": "cpu", "max_num_batched_tokens": 512, "max_num_seqs": 4, "gpu_memory_utilization": 0.5}
     )
     assert (config.max_num_batched_tokens, config.max_num_seqs, config.gpu_memory_utilization) == (512, 4, "0.5")
 
 
-def test_the_limits_are_those_of_batches_unless_given() -> None:
+def test_default_limits_are_those_of_batches() -> None:
     config, *_ = read_keywords("m", {"device": "cpu"})
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (256, 4096)
 
 
 @pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False), (None, True)])
-def test_a_switch_takes_true_false_or_its_default(value: bool | None, expected: bool) -> None:
+def test_switch_accepts_true_false_and_default(value: bool | None, expected: bool) -> None:
     config, *_ = read_keywords("m", {"device": "cpu", "enable_chunked_prefill": value})
     assert config.enable_chunked_prefill is expected
 
@@ -34,15 +34,15 @@ def test_a_switch_takes_true_false_or_its_default(value: bool | None, expected: 
     [
         ({"compilation_config": {"level": 1}}, "compilation_config: level 1 .* is torch.compile, which is not"),
         ({"compilation_config": object()}, "compilation_config must be a JSON object"),
-        ({"trust_remote_code": True}, "the model's code never runs here"),
+        ({"trust_remote_code": True}, "model repositories is never executed"),
         ({"max_num_seq": 4}, "did you mean max_num_seqs"),
-        ({"port": 8000}, "port belongs to a server"),
-        ({"admin_port": 8001}, "admin_port belongs to a server"),
+        ({"port": 8000}, "port is a server flag"),
+        ({"admin_port": 8001}, "admin_port is a server flag"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max_num_batched_tokens is 4, below max_num_seqs 8"),
         ({"max_model_len": 0}, "max_model_len"),
     ],
 )
-def test_what_is_not_allowed_is_refused_by_its_keyword(keywords: dict[str, Any], message: str) -> None:
+def test_invalid_keyword_is_rejected_by_name(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refusal:
         read_keywords("m", {"device": "cpu", **keywords})
     assert "--" not in str(refusal.value)
@@ -65,13 +65,13 @@ def test_what_is_not_allowed_is_refused_by_its_keyword(keywords: dict[str, Any],
         {"enable_chunked_prefill": True, "max_num_batched_tokens": 2048},
     ],
 )
-def test_the_examples_of_the_tuning_guide_are_understood(keywords: dict[str, Any]) -> None:
+def test_tuning_guide_examples_are_valid(keywords: dict[str, Any]) -> None:
     config, *_ = read_keywords("m", {"device": "cpu", **keywords})
     known = {name: value for name, value in keywords.items() if hasattr(config, name)}
     assert known == {name: getattr(config, name) for name in known}
 
 
-def test_the_guide_s_examples_of_images_are_understood(model_of: Callable[..., Path]) -> None:
+def test_image_guide_examples_are_valid(model_of: Callable[..., Path]) -> None:
     seeing, text = str(model_of(architectures=["Qwen2_5_VLForConditionalGeneration"])), str(model_of())
 
     def read(model: str, **keywords: Any) -> EngineConfig:
@@ -97,20 +97,20 @@ def test_the_guide_s_examples_of_images_are_understood(model_of: Callable[..., P
         read(seeing, mm_processor_cache_gb=-1)
 
 
-def test_those_that_are_not_built_are_refused_by_name() -> None:
+def test_unsupported_keywords_are_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match="cpu_offload_gb"):
         read_keywords("m", {"device": "cpu", "cpu_offload_gb": 8})
 
 
-def test_what_asks_for_nothing_is_accepted() -> None:
+def test_keywords_without_effect_are_accepted() -> None:
     read_keywords("m", {"device": "cpu", "tensor_parallel_size": 1, "enforce_eager": True, "trust_remote_code": False})
 
 
 def test_flags_in_messages_become_keywords() -> None:
-    assert in_keywords("raise --max-num-seqs or lower --block-size") == "raise max_num_seqs or lower block_size"
+    assert flags_to_keywords("raise --max-num-seqs or lower --block-size") == "raise max_num_seqs or lower block_size"
 
 
-def test_a_compilation_config_object_gives_the_fields_that_it_sets() -> None:
+def test_compilation_config_object_gives_its_set_fields() -> None:
     given = CompilationConfig(level=CompilationLevel.PIECEWISE, cudagraph_capture_sizes=(1, 2, 4, 8))
     config, *_ = read_keywords("m", {"device": "cpu", "compilation_config": given})
     assert config.compilation == CompilationConfig(level=3, cudagraph_capture_sizes=(1, 2, 4, 8))

@@ -1,4 +1,4 @@
-"""LLM.embed on a tiny random model: what vLLM's users expect of it."""
+"""LLM.embed on a tiny random model, compatible with vLLM."""
 
 import math
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_vectors_come_in_the_order_of_the_prompts_each_as_it_is_alone(llm: LLM) -> None:
+def test_vectors_are_in_prompt_order_and_equal_single_prompts(llm: LLM) -> None:
     prompts = ["one", "two and more " * 9, "three"]
     outputs = llm.embed(prompts, use_tqdm=False)
     assert [output.prompt for output in outputs] == prompts
@@ -40,7 +40,7 @@ def test_vectors_come_in_the_order_of_the_prompts_each_as_it_is_alone(llm: LLM) 
         assert alone.outputs.embedding == pytest.approx(output.outputs.embedding, abs=1e-5)
 
 
-def test_dimensions_and_normalisation_are_those_of_each_prompt(llm: LLM) -> None:
+def test_dimensions_and_normalization_apply_per_prompt(llm: LLM) -> None:
     params = [
         PoolingParams(normalize=False),
         PoolingParams(task="embed", use_activation=False, dimensions=5),
@@ -50,11 +50,11 @@ def test_dimensions_and_normalisation_are_those_of_each_prompt(llm: LLM) -> None
     assert first == pytest.approx(whole[:5])
     length = math.hypot(*whole[:5])
     assert cut == pytest.approx([value / length for value in whole[:5]])
-    with pytest.raises(InvalidRequest, match="there are 2 prompts and 3 pooling_params"):
+    with pytest.raises(InvalidRequest, match="3 pooling_params for 2 prompts"):
         llm.embed(["a", "b"], pooling_params=params, use_tqdm=False)
 
 
-def test_a_prompt_may_fill_the_context(llm: LLM) -> None:
+def test_prompt_may_fill_the_context(llm: LLM) -> None:
     assert len(llm.embed("a" * 128, use_tqdm=False)[0].prompt_token_ids) == 128
     with pytest.raises(InvalidRequest, match="a prompt has 129 tokens, but max_model_len is 128; shorten it"):
         llm.embed("a" * 129, use_tqdm=False)
@@ -65,28 +65,30 @@ def test_a_prompt_may_fill_the_context(llm: LLM) -> None:
     [
         ("", {}, "a prompt has no tokens"),
         ([300], {}, "a token id outside the vocabulary"),
-        ("a", {"dimensions": 65}, "dimensions is 65; this model's vectors have 64"),
-        ("a", {"dimensions": 0}, "dimensions is 0; it must be 1 or more"),
+        ("a", {"dimensions": 65}, r"dimensions exceeds the model's 64 \(65\)"),
+        ("a", {"dimensions": 0}, r"dimensions must be 1 or more \(0\)"),
         ("a", {"task": "classify"}, "task 'classify' is not supported"),
-        ("a", {"normalize": True, "use_activation": False}, "say the same, here differently"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, "takes no multi_modal_data"),
+        ("a", {"normalize": True, "use_activation": False}, "normalize and use_activation conflict"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, "does not support multi_modal_data"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_runs(llm: LLM, prompt: Any, params: dict[str, Any], said: str) -> None:
+def test_invalid_embedding_prompt_is_rejected_before_running(
+    llm: LLM, prompt: Any, params: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InvalidRequest, match=said):
         llm.embed(prompt, pooling_params=PoolingParams(**params), use_tqdm=False)
 
 
-def test_keywords_say_how_and_an_llm_that_embeds_alone_generates_nothing(tiny_model: Path) -> None:
+def test_pooling_keywords_apply_and_pooling_llm_does_not_generate(tiny_model: Path) -> None:
     with LLM(str(tiny_model), **TINY, runner="pooling", pooler_config={"pooling_type": "MEAN", "dimensions": 3}) as llm:
         assert llm.embed("abc", use_tqdm=False)[0].outputs.hidden_size == 3
-        with pytest.raises(InvalidRequest, match="generates no tokens: this engine was started with --runner pooling"):
+        with pytest.raises(InvalidRequest, match=r"does not generate text: .* --runner pooling"):
             llm.generate("abc", SamplingParams(max_tokens=1), use_tqdm=False)
 
 
-def test_an_llm_that_generates_alone_embeds_nothing(tiny_model: Path) -> None:
+def test_generation_llm_does_not_embed(tiny_model: Path) -> None:
     with (
         LLM(str(tiny_model), **TINY, runner="generate") as llm,
-        pytest.raises(InvalidRequest, match="gives no vectors: this engine was started with --runner generate"),
+        pytest.raises(InvalidRequest, match=r"does not compute embeddings: .* --runner generate"),
     ):
         llm.embed("abc", use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Prompts of the offline LLM with Pillow's pictures: the tokens are those of transformers."""
+"""Prompts of the offline LLM with Pillow images: the tokens equal transformers'."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,20 +33,20 @@ def tokens(llm: LLM, prompt: str, data: dict[str, Any]) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
-def test_pictures_are_what_they_are_to_transformers(llm: LLM, seeing: Seeing) -> None:
+def test_tokens_with_images_equal_transformers(llm: LLM, seeing: Seeing) -> None:
     assert tokens(llm, f"see {IMAGE} what?", {"image": CAT}) == seeing.says("see ", CAT, " what?")
     assert tokens(llm, f"{IMAGE}a{IMAGE}b", {"image": [CAT, DOG]}) == seeing.says(CAT, "a", DOG, "b")
 
 
-def test_a_conversation_has_its_pictures_between_texts(llm: LLM, seeing: Seeing) -> None:
+def test_conversation_may_have_images_between_texts(llm: LLM, seeing: Seeing) -> None:
     content = [{"type": "image", "image": CAT}, {"type": "text", "text": "a"}, {"type": "image_pil", "image_pil": DOG}]
     (output,) = llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == seeing.says(CAT, "a", DOG)
-    with pytest.raises(InvalidRequest, match="content of type 'image_url' is not taken here"):
+    with pytest.raises(InvalidRequest, match="content of type 'image_url' is not supported"):
         llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], GREEDY)
 
 
-def test_several_kinds_stand_where_the_prompt_has_them(llm: LLM) -> None:
+def test_images_and_videos_are_placed_at_their_placeholders(llm: LLM) -> None:
     data = {"image": CAT, "video": FRAMES}
     (output,) = llm.generate({"prompt": f"{VIDEO}{IMAGE}x", "multi_modal_data": data}, GREEDY, use_tqdm=False)
     around, of_image, of_video = 2 * 2 + 1, 2 * 4, 2 * 2 * 2  # a token is 8 x 8 pixels, and two frames
@@ -56,14 +56,14 @@ def test_several_kinds_stand_where_the_prompt_has_them(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "data", "words"),
     [
-        (IMAGE * 3, {"image": [CAT] * 3}, "a prompt has 3 images; at most 2"),
+        (IMAGE * 3, {"image": [CAT] * 3}, "a prompt has 3 images; the limit is 2"),
         (IMAGE, {"image": [CAT, DOG]}, "has places for 1 image, but brings 2 images"),
         ("text", {"image": CAT}, "has places for none"),
         (IMAGE, {"image": "cat.png"}, "image must be PIL images"),
-        (VIDEO, {"video": [CAT, DOG]}, "frames of a video must have one size"),
-        (IMAGE, {"audio": b""}, "has 'audio'; its keys are image and video"),
+        (VIDEO, {"video": [CAT, DOG]}, "frames of a video must have the same size"),
+        (IMAGE, {"audio": b""}, "unknown key 'audio'; use image and video"),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_runs(llm: LLM, prompt: str, data: dict[str, Any], words: str) -> None:
+def test_invalid_media_is_rejected_before_running(llm: LLM, prompt: str, data: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         tokens(llm, prompt, data)

@@ -1,4 +1,4 @@
-"""The offline LLM class on a tiny random model: what vLLM's users expect of it."""
+"""The offline LLM class on a tiny random model, compatible with vLLM."""
 
 import re
 import signal
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.errors import ConfigError, EngineDead, InvalidRequest
-from trimtab_engine.messages import StepStats
+from trimtab_engine.messages.requests import StepStats
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 TINY: dict[str, Any] = {
@@ -32,12 +32,12 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_importing_the_package_imports_no_torch() -> None:
+def test_package_import_loads_no_torch() -> None:
     code = "import sys, trimtab_engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0
 
 
-def test_outputs_come_in_the_order_of_the_prompts_with_text_and_tokens(llm: LLM) -> None:
+def test_outputs_are_in_prompt_order_with_text_and_tokens(llm: LLM) -> None:
     prompts = ["one", "two and more", "three"]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [output.prompt for output in outputs] == prompts
@@ -49,7 +49,7 @@ def test_outputs_come_in_the_order_of_the_prompts_with_text_and_tokens(llm: LLM)
         assert completion.logprobs is None
 
 
-def test_a_batch_yields_what_each_prompt_yields_alone(llm: LLM) -> None:
+def test_batch_equals_single_prompts(llm: LLM) -> None:
     prompts = ["a", "bb", "ccc " * 8]
     alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
     together = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
@@ -60,13 +60,13 @@ def test_a_batch_yields_what_each_prompt_yields_alone(llm: LLM) -> None:
     "prompt",
     [list(b"abc"), {"prompt_token_ids": list(b"abc")}, {"prompt": "abc"}, [list(b"abc")], ["abc"], [{"prompt": "abc"}]],
 )
-def test_every_form_of_a_prompt_is_the_same_prompt(llm: LLM, prompt: Any) -> None:
+def test_every_prompt_type_gives_the_same_output(llm: LLM, prompt: Any) -> None:
     expected = llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == expected
 
 
-def test_n_choices_with_a_seed_differ_and_come_again(llm: LLM) -> None:
+def test_seeded_choices_differ_and_are_reproducible(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=8)
     first, again = (
         [completion.token_ids for completion in llm.generate("x", params, use_tqdm=False)[0].outputs] for _ in range(2)
@@ -79,11 +79,11 @@ def test_each_prompt_can_have_its_own_parameters(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 5)]
     outputs = llm.generate(["a", "b"], params, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 5]
-    with pytest.raises(InvalidRequest, match="2 prompts and 1 sampling_params"):
+    with pytest.raises(InvalidRequest, match="1 sampling_params for 2 prompts"):
         llm.generate(["a", "b"], params[:1], use_tqdm=False)
 
 
-def test_a_stop_string_ends_a_choice_and_frees_its_blocks(llm: LLM) -> None:
+def test_stop_string_ends_choice_and_frees_blocks(llm: LLM) -> None:
     text = llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].text
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, stop=text[2:4])
     (completion,) = llm.generate("a", params, use_tqdm=False)[0].outputs
@@ -91,7 +91,7 @@ def test_a_stop_string_ends_a_choice_and_frees_its_blocks(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
-def test_chat_writes_what_the_template_writes(llm: LLM) -> None:
+def test_chat_renders_the_template(llm: LLM) -> None:
     (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
     assert output.prompt == "hi"
     several = llm.chat(
@@ -101,7 +101,7 @@ def test_chat_writes_what_the_template_writes(llm: LLM) -> None:
     assert several[0].outputs[0].token_ids == output.outputs[0].token_ids
 
 
-def test_more_prompts_than_fit_are_preempted_and_yield_the_same(llm: LLM) -> None:
+def test_preempted_prompts_yield_the_same_output(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     alone = llm.generate("q", params, use_tqdm=False)[0].outputs[0].token_ids
     outputs = llm.generate(["q"] * 8, params, use_tqdm=False)
@@ -109,7 +109,7 @@ def test_more_prompts_than_fit_are_preempted_and_yield_the_same(llm: LLM) -> Non
     assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
 
 
-def test_logprobs_come_for_every_token(llm: LLM) -> None:
+def test_logprobs_are_returned_for_every_token(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=2, ignore_eos=True)
     (completion,) = llm.generate("a", params, use_tqdm=False)[0].outputs
     assert completion.logprobs is not None
@@ -130,18 +130,18 @@ def test_logprobs_come_for_every_token(llm: LLM) -> None:
         ({"multi_modal_data": 1}, "multi_modal_data"),
     ],
 )
-def test_a_prompt_that_cannot_run_is_refused_before_anything_does(llm: LLM, prompt: Any, message: str) -> None:
+def test_invalid_prompt_is_rejected_before_running(llm: LLM, prompt: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm.generate(["fine", prompt], GREEDY, use_tqdm=False)
     assert not llm.engine.has_work
 
 
-def test_logprobs_beyond_the_limit_are_refused(llm: LLM) -> None:
+def test_logprobs_beyond_limit_are_rejected(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="max_logprobs=20"):
         llm.generate("a", SamplingParams(logprobs=21), use_tqdm=False)
 
 
-def test_live_values_change_between_two_calls(llm: LLM) -> None:
+def test_live_values_change_between_calls(llm: LLM) -> None:
     assert llm.patch_config(max_num_seqs=2)["desired"]["max_num_seqs"] == 2
     assert llm.config()["applied"]["max_num_seqs"] == 2
     with pytest.raises(ConfigError, match="max_num_seqs"):
@@ -149,7 +149,7 @@ def test_live_values_change_between_two_calls(llm: LLM) -> None:
     llm.patch_config(max_num_seqs=8)
 
 
-def test_ctrl_c_ends_between_two_steps_and_leaves_it_usable(tiny_model: Path) -> None:
+def test_ctrl_c_stops_between_steps_and_llm_stays_usable(tiny_model: Path) -> None:
     steps: list[StepStats] = []
 
     def interrupt(stats: StepStats) -> None:
@@ -166,7 +166,7 @@ def test_ctrl_c_ends_between_two_steps_and_leaves_it_usable(tiny_model: Path) ->
         assert len(llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
 
 
-def test_after_shutdown_it_says_so(tiny_model: Path) -> None:
+def test_use_after_shutdown_raises_engine_dead(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), **TINY)
     llm.shutdown()
     llm.shutdown()
@@ -174,21 +174,21 @@ def test_after_shutdown_it_says_so(tiny_model: Path) -> None:
         llm.generate("a")
 
 
-def test_a_faulty_keyword_is_refused_before_anything_is_loaded() -> None:
+def test_invalid_keyword_is_rejected_before_loading() -> None:
     with pytest.raises(ConfigError, match="fully_sharded_loras is not supported yet"):
         LLM("/nowhere", fully_sharded_loras=True)
     with pytest.raises(ConfigError, match="cudagraph_mode"):
         LLM("/nowhere", compilation_config={"cudagraph_mode": "FULL"})
 
 
-def test_a_prompt_that_was_there_before_comes_from_the_cache(llm: LLM) -> None:
-    prompt = "a prompt of more than two blocks, asked twice"
+def test_repeated_prompt_is_cached(llm: LLM) -> None:
+    prompt = "a prompt of more than two blocks, sent twice"
     llm.generate(prompt, GREEDY, use_tqdm=False)
     (again,) = llm.generate(prompt, GREEDY, use_tqdm=False)
     assert again.num_cached_tokens == len(prompt) // 16 * 16
 
 
-def test_prompt_logprobs_come_for_all_tokens_but_the_first(llm: LLM) -> None:
+def test_prompt_logprobs_cover_all_tokens_but_the_first(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     (output,) = llm.generate("abcd", params, use_tqdm=False)
     assert output.prompt_logprobs is not None
@@ -197,14 +197,14 @@ def test_prompt_logprobs_come_for_all_tokens_but_the_first(llm: LLM) -> None:
     assert [ord(character) in (entries or {}) for character, entries in zip("bcd", rest, strict=True)] == [True] * 3
 
 
-def test_structured_outputs_are_held_to(llm: LLM) -> None:
+def test_structured_outputs_are_enforced(llm: LLM) -> None:
     params = SamplingParams(structured_outputs={"regex": "[ab]{3}-[0-9]{2}"}, max_tokens=20, seed=1)
     for output in llm.generate(["one", "two"], params, use_tqdm=False):
         assert re.fullmatch("[ab]{3}-[0-9]{2}", output.outputs[0].text)
         assert output.outputs[0].finish_reason == "stop"
 
 
-def test_a_grammar_that_cannot_be_says_why(llm: LLM) -> None:
+def test_invalid_grammar_is_rejected_with_reason(llm: LLM) -> None:
     params = SamplingParams(structured_outputs={"regex": r"[^\s\S]"}, max_tokens=5)
     (output,) = llm.generate(["one"], params, use_tqdm=False)
     choice = output.outputs[0]
@@ -212,7 +212,7 @@ def test_a_grammar_that_cannot_be_says_why(llm: LLM) -> None:
     assert choice.error
 
 
-def test_what_is_wrong_with_a_grammar_is_one_sentence_with_its_place(llm: LLM) -> None:
+def test_grammar_error_is_one_sentence_with_position(llm: LLM) -> None:
     params = SamplingParams(structured_outputs={"regex": "ab(c"}, max_tokens=5)
     (output,) = llm.generate(["one"], params, use_tqdm=False)
     assert output.outputs[0].error == "the grammar cannot be built: unclosed group, at character 3"

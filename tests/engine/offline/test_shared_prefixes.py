@@ -1,6 +1,6 @@
-"""Prompts of one step that begin alike: each gets the tokens and the vector that it gets alone.
+"""Prompts of one step with a common prefix: each has the tokens and the vector of a single prompt.
 
-More than 240 rows in a step: the compiled CPU layers compute it in several slices.
+More than 240 rows per step: the compiled CPU layers compute them in several slices.
 """
 
 from collections.abc import Iterator

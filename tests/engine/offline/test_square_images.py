@@ -1,4 +1,4 @@
-"""Prompts with pictures for towers that transformers' code computes: the tokens are those of transformers."""
+"""Prompts with images for vision encoders that run in transformers: the tokens equal transformers'."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def llm(seeing: SeeingSquares) -> Iterator[LLM]:
         yield llm
 
 
-def test_what_is_generated_is_what_transformers_generates(llm: LLM, seeing: SeeingSquares) -> None:
+def test_generated_tokens_equal_transformers(llm: LLM, seeing: SeeingSquares) -> None:
     conversations: list[tuple[Part, ...]] = [
         ("no picture",),
         ("see ", CAT, " what?"),
@@ -42,8 +42,8 @@ def test_what_is_generated_is_what_transformers_generates(llm: LLM, seeing: Seei
         assert list(output.outputs[0].token_ids) == seeing.says(*parts)
 
 
-def test_it_takes_no_videos_and_a_picture_for_each_place(llm: LLM, seeing: SeeingSquares) -> None:
-    with pytest.raises(InvalidRequest, match="takes no videos"):
+def test_videos_and_missing_images_are_rejected(llm: LLM, seeing: SeeingSquares) -> None:
+    with pytest.raises(InvalidRequest, match="does not accept videos"):
         llm.generate({"prompt": "x", "multi_modal_data": {"video": [CAT, CAT]}}, GREEDY, use_tqdm=False)
     with pytest.raises(InvalidRequest, match="has places for 2 images, but brings 1"):
         llm.generate({"prompt": seeing.picture * 2, "multi_modal_data": {"image": CAT}}, GREEDY, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Grammars are built once, beside the loop, and requests wait for theirs alone."""
+"""Grammars are compiled once, outside the engine's loop, and only their requests wait."""
 
 import threading
 from pathlib import Path
@@ -16,7 +16,7 @@ from trimtab_engine.structured.vocabulary import read_vocabulary
 DEADLINE_SECONDS = 120.0
 
 
-def a_request(name: str, regex: str = "a+") -> Request:
+def make_request(name: str, regex: str = "a+") -> Request:
     return engine_builders.a_request(request_id=name, grammar=LLMatcher.grammar_from_regex(regex))
 
 
@@ -26,7 +26,7 @@ def vocabulary(tokenizer_folder: Path) -> Vocabulary:
 
 
 class SlowVocabulary:
-    """Gives the vocabulary when it is let go."""
+    """Returns the vocabulary when released."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -48,10 +48,10 @@ def until_ready(compiler: GrammarCompiler, count: int) -> list[Request]:
     return ready
 
 
-def test_a_request_waits_for_its_grammar_and_comes_back_with_a_matcher(vocabulary: Vocabulary) -> None:
+def test_request_waits_for_its_grammar_and_gets_a_matcher(vocabulary: Vocabulary) -> None:
     slow = SlowVocabulary(vocabulary)
     compiler = GrammarCompiler(slow)
-    requests = [a_request("first"), a_request("second")]
+    requests = [make_request("first"), make_request("second")]
     assert [compiler.start(request) for request in requests] == [False, False]
     assert compiler.take_ready() == []
     assert compiler.num_waiting == 2
@@ -62,19 +62,19 @@ def test_a_request_waits_for_its_grammar_and_comes_back_with_a_matcher(vocabular
     assert compiler.num_waiting == 0
 
 
-def test_a_grammar_that_was_built_starts_at_once(vocabulary: Vocabulary) -> None:
+def test_cached_grammar_starts_at_once(vocabulary: Vocabulary) -> None:
     compiler = GrammarCompiler(lambda: vocabulary)
-    if not compiler.start(a_request("first")):
+    if not compiler.start(make_request("first")):
         until_ready(compiler, 1)
-    again = a_request("again")
+    again = make_request("again")
     assert compiler.start(again)
     assert again.grammar is not None
 
 
-def test_an_aborted_request_is_forgotten(vocabulary: Vocabulary) -> None:
+def test_aborted_request_is_forgotten(vocabulary: Vocabulary) -> None:
     slow = SlowVocabulary(vocabulary)
     compiler = GrammarCompiler(slow)
-    request = a_request("gone")
+    request = make_request("gone")
     assert not compiler.start(request)
     assert compiler.forget(["gone", "never known"]) == [request]
     slow.go.set()
@@ -82,31 +82,31 @@ def test_an_aborted_request_is_forgotten(vocabulary: Vocabulary) -> None:
     assert compiler.take_ready() == []
 
 
-def test_a_grammar_that_cannot_be_built_gives_a_matcher_that_says_so(vocabulary: Vocabulary) -> None:
+def test_invalid_grammar_gives_a_matcher_with_error(vocabulary: Vocabulary) -> None:
     compiler = GrammarCompiler(lambda: vocabulary)
-    request = a_request("bad", "(a")
+    request = make_request("bad", "(a")
     if not compiler.start(request):
         until_ready(compiler, 1)
     assert request.grammar is not None
     assert request.grammar.error is not None
 
 
-def test_a_tokenizer_that_cannot_be_read_leaves_the_request_without_a_matcher() -> None:
+def test_unreadable_tokenizer_leaves_request_without_matcher() -> None:
     def missing() -> Vocabulary:
-        raise ModelError("there is no tokenizer")
+        raise ModelError("no tokenizer")
 
     compiler = GrammarCompiler(missing)
-    request = a_request("bad")
+    request = make_request("bad")
     if not compiler.start(request):
         assert until_ready(compiler, 1) == [request]
     assert request.grammar is None
 
 
-def test_the_cache_is_bounded(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_bounded(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "MAX_CACHED_GRAMMARS", 3)
     compiler = GrammarCompiler(lambda: vocabulary)
     for number in range(10):
-        if not compiler.start(a_request(f"r{number}", f"a{{{number + 1}}}")):
+        if not compiler.start(make_request(f"r{number}", f"a{{{number + 1}}}")):
             until_ready(compiler, 1)
         assert compiler.num_cached <= 3
-    assert compiler.start(a_request("newest", "a{10}"))
+    assert compiler.start(make_request("newest", "a{10}"))

@@ -1,4 +1,4 @@
-"""The masks of a step, as rows for the sampler."""
+"""Token masks of a step, as rows for the sampler."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from trimtab_engine.structured.matcher import GrammarMatcher
 from trimtab_engine.structured.vocabulary import read_vocabulary
 
 
-def test_each_sequence_gets_a_row_for_its_newest_token_and_one_behind_each_draft(tokenizer_folder: Path) -> None:
+def test_sequence_gets_rows_for_newest_token_and_each_draft(tokenizer_folder: Path) -> None:
     tokenizer = read_vocabulary(str(tokenizer_folder), 258, (256,)).build()
     first, second = (GrammarMatcher.of(tokenizer, LLMatcher.grammar_from_regex(regex)) for regex in ("ab", "[cd]"))
     future = MaskMaker().begin([MaskedRows(0, first, b"a"), MaskedRows(5, second)])
@@ -20,5 +20,5 @@ def test_each_sequence_gets_a_row_for_its_newest_token_and_one_behind_each_draft
     assert a_to_d == [[True, False, False, False], [False, True, False, False], [False, False, True, True]]
 
 
-def test_without_grammars_nothing_is_computed() -> None:
+def test_no_grammar_computes_nothing() -> None:
     assert MaskMaker().begin([]) is None

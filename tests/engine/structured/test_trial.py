@@ -1,4 +1,4 @@
-"""What a trial lets through and what it refuses; the processes around it are in api/openai/test_grammar_trials.py."""
+"""Grammars accepted and rejected by validation; its processes are tested in api/openai/test_grammar_validation.py."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def tokenizer(tokenizer_folder: Path) -> LLTokenizer:
 
 
 def allows(tokenizer: LLTokenizer, text: str, **spec: Any) -> bool:
-    """Whether this whole text, and then the end, matches."""
+    """Return True if the whole text, followed by the end, matches."""
     matcher = GrammarMatcher.of(tokenizer, try_grammar(tokenizer, spec)["grammar"])
     matcher.accept([*text.encode(), 256])
     return matcher.error is None and matcher.is_complete
@@ -45,7 +45,7 @@ def allows(tokenizer: LLTokenizer, text: str, **spec: Any) -> bool:
         ({"kind": "grammar", "value": 'root ::= "a" root | "b"'}, "aab", True),  # GBNF
     ],
 )
-def test_a_grammar_matches_what_it_says(tokenizer: LLTokenizer, spec: dict[str, Any], text: str, matches: bool) -> None:
+def test_grammar_matches_expected_text(tokenizer: LLTokenizer, spec: dict[str, Any], text: str, matches: bool) -> None:
     assert allows(tokenizer, text, **spec) is matches
 
 
@@ -64,22 +64,22 @@ def test_a_grammar_matches_what_it_says(tokenizer: LLTokenizer, spec: dict[str, 
         ({"kind": "json", "value": OBJECT, "whitespace_pattern": "("}, "unclosed group"),
     ],
 )
-def test_what_is_no_grammar_is_refused_with_a_reason(tokenizer: LLTokenizer, spec: dict[str, Any], reason: str) -> None:
+def test_invalid_grammar_is_rejected_with_reason(tokenizer: LLTokenizer, spec: dict[str, Any], reason: str) -> None:
     assert reason in try_grammar(tokenizer, spec)["error"]
 
 
-def test_a_mask_above_its_limit_is_refused(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_above_time_limit_is_rejected(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "MAX_MASK_SECONDS", 0.0)
-    assert "what may come next" in try_grammar(tokenizer, {"kind": "regex", "value": "[a-z]+"})["error"]
+    assert "computing the allowed tokens" in try_grammar(tokenizer, {"kind": "regex", "value": "[a-z]+"})["error"]
 
 
-def test_a_reason_is_one_short_line(tokenizer: LLTokenizer) -> None:
+def test_reason_is_one_short_line(tokenizer: LLTokenizer) -> None:
     error = try_grammar(tokenizer, {"kind": "regex", "value": "(" * 5000})["error"]
     assert len(error) <= MAX_CHARACTERS
     assert "\n" not in error
 
 
-def test_of_a_regular_expression_it_is_said_what_is_wrong_and_where(tokenizer: LLTokenizer) -> None:
+def test_regex_error_has_its_position(tokenizer: LLTokenizer) -> None:
     assert try_grammar(tokenizer, {"kind": "regex", "value": "ab(c"})["error"] == "unclosed group, at character 3"
     error = try_grammar(tokenizer, {"kind": "grammar", "value": "start: foo"})["error"]
-    assert error == 'unknown name: "foo", at line 1 column 8', "without the drawing below it"
+    assert error == 'unknown name: "foo", at line 1 column 8', "without the caret drawing"

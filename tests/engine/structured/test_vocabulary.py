@@ -1,4 +1,4 @@
-"""The vocabulary is read alike from a folder's tokenizer.json and through the whole tokenizer."""
+"""The vocabulary is equal, read from tokenizer.json or from the complete tokenizer."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from trimtab_engine.structured.vocabulary import read_vocabulary, vocabulary_of
 from trimtab_engine.text.tokenizer import Tokenizer
 
 
-def test_the_short_way_gives_what_the_whole_tokenizer_gives(tokenizer_folder: Path) -> None:
+def test_fast_path_equals_complete_tokenizer(tokenizer_folder: Path) -> None:
     whole = vocabulary_of(Tokenizer(str(tokenizer_folder)).fast, 258, (256,))
     short = read_vocabulary(str(tokenizer_folder), 258, (256,))
     assert (short.vocab_size, short.eos_token_ids) == (whole.vocab_size, whole.eos_token_ids)
@@ -18,8 +18,8 @@ def test_the_short_way_gives_what_the_whole_tokenizer_gives(tokenizer_folder: Pa
         assert ours[part] == theirs[part]
 
 
-def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"tokenizer\.json is expected there"):
+def test_unreadable_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
         read_vocabulary(str(tmp_path), 258, (256,))
     (tmp_path / "tokenizer.json").write_text("{broken")
     with pytest.raises(ModelError, match="cannot read the tokenizer of"):

@@ -1,4 +1,5 @@
-"""Grammars in the whole engine, on a tiny random model: what comes out matches, however the request is disturbed."""
+"""Grammars in the complete engine with a tiny random model: the output matches, despite preemption, drafts and
+aborts."""
 
 import json
 import re
@@ -12,11 +13,11 @@ from calling_recorder import all_steps_follow, steps_of_a_device
 from llguidance import LLMatcher
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.messages import AddRequest, SequenceOutput
+from trimtab_engine.messages.requests import AddRequest, SequenceOutput
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 END = 256
-MAX_STEPS = 100_000  # an engine that waits for a grammar takes many empty ones
+MAX_STEPS = 100_000  # an engine waiting for a grammar takes many empty steps
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -34,13 +35,13 @@ JSON_GRAMMAR = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace
 an_engine = partial(engine_builders.an_engine, max_model_len=256, num_gpu_blocks_override=256)
 
 
-def a_request(name: str, grammar: str, **sampling: Any) -> AddRequest:
+def make_request(name: str, grammar: str, **sampling: Any) -> AddRequest:
     asked = {"max_tokens": 200, "grammar": grammar, "temperature": 1.0, "ignore_eos": False, **sampling}
     return engine_builders.a_new_request(name, b"what", **asked)
 
 
 def serve(engine: Engine, *requests: AddRequest) -> dict[str, list[SequenceOutput]]:
-    """All outputs of these requests, served to the end."""
+    """Run these requests to the end and return all their outputs."""
     outputs: dict[str, list[SequenceOutput]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
@@ -54,7 +55,7 @@ def serve(engine: Engine, *requests: AddRequest) -> dict[str, list[SequenceOutpu
 
 
 def text(outputs: list[SequenceOutput]) -> str:
-    """As the API server writes it: the token that ended the sequence is no text, unless it says so."""
+    """Return the text as the API server does: the stop token has no text, unless marked."""
     tokens = [token for output in outputs for token in output.token_ids]
     if outputs[-1].finish_reason == "stop" and not outputs[-1].ends_with_text:
         tokens.pop()
@@ -74,33 +75,33 @@ def conforms(document: str) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_model_writes_json_of_the_schema(tiny_model: Path, seed: int) -> None:
+def test_any_model_generates_json_of_the_schema(tiny_model: Path, seed: int) -> None:
     engine = an_engine(tiny_model, seed=seed)
-    requests = [a_request(f"r{n}", JSON_GRAMMAR, seed=n, temperature=1.5) for n in range(8)]
+    requests = [make_request(f"r{n}", JSON_GRAMMAR, seed=n, temperature=1.5) for n in range(8)]
     for outputs in serve(engine, *requests).values():
         assert outputs[-1].finish_reason == "stop"
         assert conforms(text(outputs))
 
 
 @pytest.mark.parametrize("regex", [r"[0-9]{3}-[0-9]{4}", r"(yes|no|perhaps)", r"[a-zé]{2,5}@[a-z]{2,5}\.(com|org)"])
-def test_any_model_writes_what_a_regex_matches(tiny_model: Path, regex: str) -> None:
-    requests = [a_request(f"r{n}", LLMatcher.grammar_from_regex(regex), seed=n) for n in range(4)]
+def test_any_model_generates_regex_matches(tiny_model: Path, regex: str) -> None:
+    requests = [make_request(f"r{n}", LLMatcher.grammar_from_regex(regex), seed=n) for n in range(4)]
     for outputs in serve(an_engine(tiny_model), *requests).values():
         assert outputs[-1].finish_reason == "stop"
         assert re.fullmatch(regex, text(outputs))
 
 
-def test_requests_with_and_without_a_grammar_share_a_step(tiny_model: Path) -> None:
+def test_requests_with_and_without_grammar_share_a_step(tiny_model: Path) -> None:
     engine = an_engine(tiny_model)
     plain = AddRequest("plain", list(b"what"), Sampling(max_tokens=20, temperature=0.0, ignore_eos=True), 0.0)
     alone = serve(engine, plain)["plain"]
-    together = serve(engine, a_request("grammar", LLMatcher.grammar_from_regex("[ab]{9}")), plain)
+    together = serve(engine, make_request("grammar", LLMatcher.grammar_from_regex("[ab]{9}")), plain)
     assert re.fullmatch("[ab]{9}", text(together["grammar"]))
     assert [o.token_ids for o in together["plain"]] == [o.token_ids for o in alone]
 
 
-def test_preempted_requests_keep_their_place_in_the_grammar(tiny_model: Path) -> None:
-    requests = [a_request(f"r{n}", LLMatcher.grammar_from_regex("[a-z]{50}"), seed=n) for n in range(6)]
+def test_preempted_requests_keep_their_grammar_position(tiny_model: Path) -> None:
+    requests = [make_request(f"r{n}", LLMatcher.grammar_from_regex("[a-z]{50}"), seed=n) for n in range(6)]
     roomy = serve(an_engine(tiny_model), *requests)
     tight = serve(an_engine(tiny_model, num_gpu_blocks_override=33), *requests)
     assert sum(outputs[-1].num_preemptions for outputs in tight.values()) > 0
@@ -110,13 +111,11 @@ def test_preempted_requests_keep_their_place_in_the_grammar(tiny_model: Path) ->
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_drafts_change_nothing_and_are_accepted_where_the_grammar_allows_them(
-    tiny_model: Path, ignore_eos: bool
-) -> None:
+def test_drafts_allowed_by_grammar_are_accepted(tiny_model: Path, ignore_eos: bool) -> None:
     ngram = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=3)
     speculation: dict[str, Any] = {"speculative": ngram, "num_speculative_tokens": 4, "num_speculative_tokens_cap": 4}
     requests = [
-        a_request(f"r{n}", LLMatcher.grammar_from_regex(regex), temperature=0.0, ignore_eos=ignore_eos)
+        make_request(f"r{n}", LLMatcher.grammar_from_regex(regex), temperature=0.0, ignore_eos=ignore_eos)
         for n, regex in enumerate(("(ab ){15}", "(ab ){3}[0-9]{2}(ab ){6}", "[a-z]{30}"))
     ]
     plain = serve(an_engine(tiny_model), *requests)
@@ -128,12 +127,14 @@ def test_drafts_change_nothing_and_are_accepted_where_the_grammar_allows_them(
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"seed": 3}, {}, {"min_tokens": 20}], ids=str)
-def test_a_draft_model_that_knows_no_grammar_does_not_break_it(tiny_model: Path, sampling: dict[str, Any]) -> None:
-    """Drafts that the grammar forbids fall, drawn ones too, also where they would go past its end."""
+def test_drafts_of_unconstrained_model_keep_the_grammar(tiny_model: Path, sampling: dict[str, Any]) -> None:
+    """Drafts that the grammar forbids are rejected, also sampled ones, and those beyond its end."""
     itself = SpeculativeConfig(method="draft_model", model=str(tiny_model), num_speculative_tokens=4)
     speculation: dict[str, Any] = {"speculative": itself, "num_speculative_tokens": 4, "num_speculative_tokens_cap": 4}
     regexes = ("[a-z]{8}", "(yes|no|perhaps)", "(ab ){6}", "(.|\\n){1,12}")
-    requests = [a_request(f"r{n}", LLMatcher.grammar_from_regex(regex), **sampling) for n, regex in enumerate(regexes)]
+    requests = [
+        make_request(f"r{n}", LLMatcher.grammar_from_regex(regex), **sampling) for n, regex in enumerate(regexes)
+    ]
     drafted = serve(an_engine(tiny_model, **speculation), *requests)
     for (name, outputs), regex in zip(drafted.items(), regexes, strict=True):
         assert outputs[-1].finish_reason == "stop", name
@@ -155,9 +156,9 @@ REGEXES = ("[a-z]{60}", "(yes|no|perhaps)", "(.|\\n){1,12}", "[0-9]{3}-[0-9]{4}"
 
 
 def mixed_requests() -> list[AddRequest]:
-    """Requests with a grammar and as many without, some of each greedy, seeded, penalised and reported."""
+    """Return requests with and without a grammar, some of each greedy, seeded, penalized and with logprobs."""
     held = [
-        a_request(f"held {n}", LLMatcher.grammar_from_regex(REGEXES[n % len(REGEXES)]), **MIXED[n % len(MIXED)])
+        make_request(f"held {n}", LLMatcher.grammar_from_regex(REGEXES[n % len(REGEXES)]), **MIXED[n % len(MIXED)])
         for n in range(15)
     ]
     prompt = b"what else is there to say about it"
@@ -169,8 +170,8 @@ def mixed_requests() -> list[AddRequest]:
 
 
 @pytest.mark.parametrize("num_blocks", [256, 33], ids=["", "preempting"])
-def test_steps_with_grammars_follow_others(tiny_model: Path, num_blocks: int) -> None:
-    """The forward pass is queued before the grammars have seen what the step before brings."""
+def test_pipelined_steps_with_grammars_match_others(tiny_model: Path, num_blocks: int) -> None:
+    """The forward pass is queued before the grammars have accepted the previous step's tokens."""
     expected = serve(an_engine(tiny_model), *mixed_requests())
     with steps_of_a_device():
         engine = an_engine(tiny_model, async_scheduling=True, num_gpu_blocks_override=num_blocks)
@@ -190,43 +191,43 @@ def reports_of(outputs: list[SequenceOutput]) -> list[TokenLogprobs]:
     return [report for output in outputs for report in output.logprobs or []]
 
 
-def test_the_end_of_the_grammar_ends_the_request_with_its_last_token_as_text(tiny_model: Path) -> None:
-    (outputs,) = serve(an_engine(tiny_model), a_request("r", LLMatcher.grammar_from_regex("abc"))).values()
+def test_grammar_end_finishes_request_with_last_token_as_text(tiny_model: Path) -> None:
+    (outputs,) = serve(an_engine(tiny_model), make_request("r", LLMatcher.grammar_from_regex("abc"))).values()
     assert [output.token_ids for output in outputs] == [[97], [98], [99]]
     assert outputs[-1].finish_reason == "stop"
     assert outputs[-1].ends_with_text
 
 
 @pytest.mark.parametrize("sampling", [{"min_tokens": 10}, {"ignore_eos": True}, {"max_tokens": 3}])
-def test_the_end_of_the_grammar_counts_before_other_rules(tiny_model: Path, sampling: dict[str, Any]) -> None:
-    request = a_request("r", LLMatcher.grammar_from_regex("abc"), **sampling)
+def test_grammar_end_takes_precedence_over_other_rules(tiny_model: Path, sampling: dict[str, Any]) -> None:
+    request = make_request("r", LLMatcher.grammar_from_regex("abc"), **sampling)
     (outputs,) = serve(an_engine(tiny_model), request).values()
     assert text(outputs) == "abc"
     assert outputs[-1].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_the_end_of_sequence_ends_a_grammar_that_could_go_on(tiny_model: Path, ignore_eos: bool) -> None:
+def test_end_of_sequence_ends_an_open_grammar(tiny_model: Path, ignore_eos: bool) -> None:
     grammar = LLMatcher.grammar_from_regex("a{1,50}")
-    request = a_request("r", grammar, logit_bias={END: 100.0}, ignore_eos=ignore_eos)
+    request = make_request("r", grammar, logit_bias={END: 100.0}, ignore_eos=ignore_eos)
     (outputs,) = serve(an_engine(tiny_model), request).values()
     assert text(outputs) == "a"
     assert outputs[-1].token_ids == [END]
     assert outputs[-1].finish_reason == "stop"
 
 
-def test_max_tokens_cuts_what_the_grammar_would_go_on_with(tiny_model: Path) -> None:
+def test_max_tokens_truncates_the_grammar(tiny_model: Path) -> None:
     (outputs,) = serve(
-        an_engine(tiny_model), a_request("r", LLMatcher.grammar_from_regex("[a-z]{50}"), max_tokens=5)
+        an_engine(tiny_model), make_request("r", LLMatcher.grammar_from_regex("[a-z]{50}"), max_tokens=5)
     ).values()
     assert outputs[-1].finish_reason == "length"
     assert re.fullmatch("[a-z]{5}", text(outputs))
 
 
-def test_a_grammar_that_fails_ends_its_request_alone(tiny_model: Path) -> None:
-    bad = a_request("bad", LLMatcher.grammar_from_regex("(a"))
-    forbidden = a_request("forbidden", LLMatcher.grammar_from_regex("abc"), allowed_token_ids=(120,))
-    good = a_request("good", LLMatcher.grammar_from_regex("abc"))
+def test_failing_grammar_only_ends_its_request(tiny_model: Path) -> None:
+    bad = make_request("bad", LLMatcher.grammar_from_regex("(a"))
+    forbidden = make_request("forbidden", LLMatcher.grammar_from_regex("abc"), allowed_token_ids=(120,))
+    good = make_request("good", LLMatcher.grammar_from_regex("abc"))
     outputs = serve(an_engine(tiny_model), bad, forbidden, good)
     assert [outputs[name][-1].finish_reason for name in ("bad", "forbidden", "good")] == ["error", "error", "stop"]
     assert text(outputs["good"]) == "abc"

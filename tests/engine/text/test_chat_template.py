@@ -1,4 +1,4 @@
-"""Chat templates as transformers renders them, and what becomes of broken or boundless ones."""
+"""Chat templates compared with transformers, and invalid or endless templates."""
 
 from pathlib import Path
 from typing import Any
@@ -33,24 +33,24 @@ TEMPLATES = [
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_it_writes_what_transformers_writes(template: str, tools: list[dict[str, Any]] | None) -> None:
+def test_rendering_equals_transformers(template: str, tools: list[dict[str, Any]] | None) -> None:
     special: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     theirs: Any = render_jinja_template
     expected, _ = theirs([MESSAGES], tools=tools, chat_template=template, add_generation_prompt=True, **special)
     assert ChatTemplate(template, special).render(MESSAGES, tools=tools) == expected[0]
 
 
-def test_variables_of_a_request_are_seen_but_take_no_reserved_name() -> None:
+def test_request_variables_cannot_override_reserved_names() -> None:
     template = ChatTemplate("{{ thinking }}{{ messages | length }}", {})
     assert template.render(MESSAGES, variables={"thinking": False, "messages": []}) == "False3"
 
 
-def test_a_template_says_whether_it_knows_tools() -> None:
+def test_template_with_tools_is_detected() -> None:
     assert ChatTemplate("{% if tools %}{{ tools }}{% endif %}", {}).uses_tools
     assert not ChatTemplate("{{ 'tools' }}{{ messages }}", {}).uses_tools
 
 
-def test_the_sandbox_keeps_templates_out_of_python() -> None:
+def test_sandbox_blocks_python_access() -> None:
     for text in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
@@ -61,9 +61,9 @@ def test_the_sandbox_keeps_templates_out_of_python() -> None:
             ChatTemplate(text, {}).render(MESSAGES)
 
 
-def test_more_text_than_the_context_holds_is_cut_off_and_refused() -> None:
+def test_text_above_max_characters_is_rejected() -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'x' * 100 }}{% endfor %}{% endfor %}"
-    with pytest.raises(InvalidRequest, match="more than 1000 characters"):
+    with pytest.raises(InvalidRequest, match="exceed 1000 characters"):
         ChatTemplate(endless, {}).render(MESSAGES, max_characters=1000)
 
 
@@ -74,11 +74,11 @@ def test_more_text_than_the_context_holds_is_cut_off_and_refused() -> None:
         ("{{ nothing.at.all }}", "'nothing' is undefined"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ messages | unknown }}", "unknown"),
-        ("{% include 'x' %}", "cannot write one user message"),
+        ("{% include 'x' %}", "cannot render one user message"),
     ],
 )
-def test_a_broken_template_is_noticed_before_it_is_used(template: str, reason: str) -> None:
-    with pytest.raises(ModelError, match="the chat template is broken") as broken:
+def test_invalid_template_is_detected_before_use(template: str, reason: str) -> None:
+    with pytest.raises(ModelError, match="the chat template:") as broken:
         ChatTemplate(template, {}).check()
     assert reason in str(broken.value)
 
@@ -86,25 +86,25 @@ def test_a_broken_template_is_noticed_before_it_is_used(template: str, reason: s
 @pytest.mark.parametrize(
     ("templates", "place"),
     [
-        ({"default": "a\n{% if %}"}, "the chat template of /m is broken: line 2: "),
-        ({"default": "a\n\n{{ a.b.c }}"}, "the chat template of /m is broken: line 3: it cannot write one user"),
-        ({"default": "{% macro m(a) %}\n{{ a.b.c }}{% endmacro %}\n{{ m(x) }}"}, "/m is broken: line 2: "),
-        ({"default": "{% if not tools %}\n{{ a.b.c }}{% endif %}"}, "/m is broken: line 2: "),
+        ({"default": "a\n{% if %}"}, "the chat template of /m: invalid Jinja in line 2: "),
+        ({"default": "a\n\n{{ a.b.c }}"}, "the chat template of /m: line 3: cannot render one user"),
+        ({"default": "{% macro m(a) %}\n{{ a.b.c }}{% endmacro %}\n{{ m(x) }}"}, "/m: line 2: "),
+        ({"default": "{% if not tools %}\n{{ a.b.c }}{% endif %}"}, "/m: line 2: "),
         (
             {"default": "", "tool_use": "{{ tools }}\n{{ a.b }}"},
-            "template for tools of /m is broken: line 2: ",
+            "template for tools of /m: line 2: ",
         ),
     ],
 )
-def test_a_broken_template_is_named_with_its_line(templates: dict[str, str], place: str) -> None:
+def test_invalid_template_error_has_its_line(templates: dict[str, str], place: str) -> None:
     assert place in Rendering(ChatTemplates(templates, {}, "/m")).answer({"check": True})["refused"]
 
 
-def test_a_template_that_refuses_the_trial_is_not_broken() -> None:
+def test_template_rejecting_the_check_is_valid() -> None:
     ChatTemplate("{{ raise_exception('a system message comes first') }}", {}).check()
 
 
-def test_tools_take_the_template_for_tools_where_there_is_one() -> None:
+def test_tools_use_the_tool_template_if_available() -> None:
     rendering = Rendering(ChatTemplates({"default": "plain", "tool_use": "{{ tools | length }} tools"}, {}))
     asked = {"messages": MESSAGES, "variables": None, "max_characters": 100}
     asked |= {"add_generation_prompt": True, "continue_final_message": False}
@@ -113,7 +113,7 @@ def test_tools_take_the_template_for_tools_where_there_is_one() -> None:
     assert rendering.answer({"check": True}) == {"uses_tools": True}
 
 
-def test_a_models_templates_come_with_its_tokenizer(tokenizer_folder: Path) -> None:
+def test_tokenizer_has_the_models_templates(tokenizer_folder: Path) -> None:
     templates = Tokenizer(str(tokenizer_folder)).chat_templates
     assert templates.by_name.keys() == {"default"}
     assert templates.special_tokens["eos_token"] == "<|end|>"
@@ -129,7 +129,7 @@ def hermes() -> ChatTemplate:
     return ChatTemplate(text, {})
 
 
-def test_hermes_writes_tools_calls_and_results_as_its_models_were_trained() -> None:
+def test_hermes_renders_tools_calls_and_results() -> None:
     user = {"role": "user", "content": "hi"}
     written = hermes().render([MESSAGES[0], user, CALLS, *RESULTS], tools=TOOLS)
     assert written.startswith("<|im_start|>system\nBe <brief> & é.\n\n# Tools\n\n")
@@ -144,7 +144,7 @@ def test_hermes_writes_tools_calls_and_results_as_its_models_were_trained() -> N
     )
 
 
-def test_hermes_without_tools_is_plain_chatml_with_a_system_message_for_who_brings_none() -> None:
+def test_hermes_without_tools_is_chatml_with_default_system_message() -> None:
     assert hermes().render([{"role": "user", "content": "hi"}]) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -152,7 +152,7 @@ def test_hermes_without_tools_is_plain_chatml_with_a_system_message_for_who_brin
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_templates_are_whole_and_know_tools(name: str) -> None:
+def test_shipped_templates_are_valid_and_support_tools(name: str) -> None:
     template = ChatTemplate(shipped_template(name) or "", {})
     template.check()
     template.check(TOOLS)

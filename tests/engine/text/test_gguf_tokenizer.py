@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer is the one of the folder that it was made from, and of transformers' own reader."""
+"""A GGUF file's tokenizer equals that of the source folder, and that of transformers' reader."""
 
 import subprocess
 import sys
@@ -25,19 +25,20 @@ DIGITS_APART = {
     "1  ": ["1", "ĠĠ"],
     "\u0663\u00bd": ["Ù", "£", "Â", "½"],
 }
-"""Text, and its tokens where every digit is one by itself before all else."""
+"""Text, and its tokens if every digit is split off first."""
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that nothing changes."""
-    return a_file(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+    """A file shared by all tests, not modified."""
+    return write_file(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
-def a_file(
+def write_file(
     path: Path, split: str = "gpt-2", template: str | dict[str, str] = TEMPLATE, end: int = 0, **options: Any
 ) -> Path:
-    """Byte-level tokens, four merges, one control token, a chat template or several by name; two small tensors."""
+    """Write byte-level tokens, four merges, one control token, a chat template or several by name, and two small
+    tensors."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|end|>", *alphabet, "ab", "ĠĠ", "ĊĊ", "Ġ1"]
     writer = GGUFWriter(path, "llama", **options)
@@ -59,7 +60,7 @@ def a_file(
     return path
 
 
-def test_text_goes_to_tokens_and_back(file: Path) -> None:
+def test_text_round_trips_through_tokens(file: Path) -> None:
     tokenizer = Tokenizer(str(file))
     ids = tokenizer.encode("ab ä<|end|>")
     assert (ids[0], ids[-1], len(ids)) == (257, 0, 5)  # the merge, a space, two bytes of ä, the control token
@@ -67,24 +68,24 @@ def test_text_goes_to_tokens_and_back(file: Path) -> None:
     assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "hi"
 
 
-def test_a_folder_with_one_gguf_file_is_as_good_as_the_file(file: Path) -> None:
+def test_folder_with_one_gguf_file_equals_the_file(file: Path) -> None:
     assert Tokenizer(str(file.parent)).fast.to_str() == Tokenizer(str(file)).fast.to_str()
 
 
-def test_it_is_what_transformers_own_reader_builds(file: Path) -> None:
+def test_tokenizer_equals_transformers_reader(file: Path) -> None:
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
     assert Tokenizer(str(file)).fast.to_str() == theirs.backend_tokenizer.to_str()
 
 
-def test_a_truncated_file_is_named(file: Path, tmp_path: Path) -> None:
+def test_truncated_file_is_named(file: Path, tmp_path: Path) -> None:
     (tmp_path / "short.gguf").write_bytes(file.read_bytes()[:500])
-    with pytest.raises(ModelError, match=r"short\.gguf: is truncated or no GGUF file.*download the file again"):
+    with pytest.raises(ModelError, match=r"short\.gguf: truncated or not a GGUF file.*download the file again"):
         Tokenizer(str(tmp_path / "short.gguf"))
 
 
-def test_no_torch_is_imported_for_it(file: Path) -> None:
+def test_gguf_tokenizer_imports_no_torch(file: Path) -> None:
     code = (
         f"import sys; from trimtab_engine.text.tokenizer import Tokenizer; Tokenizer({str(file)!r}); "
         "print('torch' in sys.modules)"
@@ -93,8 +94,8 @@ def test_no_torch_is_imported_for_it(file: Path) -> None:
     assert result.stdout.strip() == "False"
 
 
-def test_of_a_model_in_parts_the_first_has_it(file: Path, tmp_path: Path) -> None:
-    a_file(tmp_path / "model.gguf", split_max_tensors=1)
+def test_first_part_of_split_model_has_the_tokenizer(file: Path, tmp_path: Path) -> None:
+    write_file(tmp_path / "model.gguf", split_max_tensors=1)
     first, second = sorted(tmp_path.glob("*.gguf"))
     assert second.name == "model-00002-of-00002.gguf"
     for place in (first, tmp_path):
@@ -102,37 +103,39 @@ def test_of_a_model_in_parts_the_first_has_it(file: Path, tmp_path: Path) -> Non
 
 
 def test_templates_have_their_names(tmp_path: Path) -> None:
-    templates = Tokenizer(str(a_file(tmp_path / "m.gguf", template={"default": "a", "tool_use": "b"}))).chat_templates
+    templates = Tokenizer(
+        str(write_file(tmp_path / "m.gguf", template={"default": "a", "tool_use": "b"}))
+    ).chat_templates
     assert templates.text(with_tools=False) == "a"
     assert templates.text(with_tools=True) == "b"
 
 
 @pytest.mark.parametrize("split", ["llama-bpe", "qwen2", "tekken", "default"])
-def test_ways_to_split_that_the_families_have_are_known(tmp_path: Path, split: str) -> None:
-    assert Tokenizer(str(a_file(tmp_path / "m.gguf", split))).encode("ab")[-1] == 257
+def test_pre_tokenizers_of_supported_families_are_known(tmp_path: Path, split: str) -> None:
+    assert Tokenizer(str(write_file(tmp_path / "m.gguf", split))).encode("ab")[-1] == 257
 
 
 @pytest.mark.parametrize("split", ["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"])
-def test_digits_that_are_taken_apart_leave_the_blanks_before_them_together(tmp_path: Path, split: str) -> None:
-    tokenizer = Tokenizer(str(a_file(tmp_path / "m.gguf", split)))
+def test_split_digits_keep_preceding_blanks_together(tmp_path: Path, split: str) -> None:
+    tokenizer = Tokenizer(str(write_file(tmp_path / "m.gguf", split)))
     for text, pieces in DIGITS_APART.items():
         ids = tokenizer.encode(text)
         assert [tokenizer.token_name(token) for token in ids] == pieces
         assert tokenizer.fast.decode(ids) == text
 
 
-def test_those_that_are_not_go_with_the_blank_before_them(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(str(a_file(tmp_path / "m.gguf", "gpt-2")))
+def test_unsplit_digits_take_the_preceding_blank(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(str(write_file(tmp_path / "m.gguf", "gpt-2")))
     assert [tokenizer.token_name(token) for token in tokenizer.encode("  12")] == ["Ġ", "Ġ1", "2"]
 
 
 @pytest.mark.parametrize("end", [261, 2**32 - 1])
-def test_a_special_token_that_is_none_is_told_by_file_key_and_value(tmp_path: Path, end: int) -> None:
-    told = rf"m\.gguf: tokenizer\.ggml\.eos_token_id is {end}; the id of one of 261 tokens is needed"
+def test_invalid_special_token_is_named_with_file_and_key(tmp_path: Path, end: int) -> None:
+    told = rf"m\.gguf: tokenizer\.ggml\.eos_token_id is {end}; must be the id of one of 261 tokens"
     with pytest.raises(ModelError, match=told):
-        Tokenizer(str(a_file(tmp_path / "m.gguf", end=end)))
+        Tokenizer(str(write_file(tmp_path / "m.gguf", end=end)))
 
 
-def test_text_that_would_be_split_otherwise_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"m\.gguf: .* splits text as 'deepseek-coder' does.*--tokenizer a folder"):
-        Tokenizer(str(a_file(tmp_path / "m.gguf", "deepseek-coder")))
+def test_unknown_pre_tokenizer_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"m\.gguf: pre-tokenizer 'deepseek-coder' is not.*--tokenizer to a folder"):
+        Tokenizer(str(write_file(tmp_path / "m.gguf", "deepseek-coder")))

@@ -1,4 +1,4 @@
-"""Whatever the pieces, what is sent is the text up to the first stop string."""
+"""The sent text ends at the first stop string, for any split into pieces."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +14,8 @@ def sent(pieces: list[str], stop: list[str], *, include: bool = False) -> tuple[
 
 
 def cut(text: str, stop: list[str], *, include: bool) -> str:
-    """The text up to the stop string that is complete first; of those complete together, the first to begin."""
+    """Return the text up to the stop string that completes first; among those that complete together, the first to
+    start."""
     for end in range(1, len(text) + 1):
         begins = [text[:end].find(s) for s in stop if s in text[:end]]
         if begins:
@@ -25,23 +26,21 @@ def cut(text: str, stop: list[str], *, include: bool) -> str:
 
 
 @given(st.lists(st.sampled_from("ab"), max_size=20), st.lists(LETTERS, min_size=1, max_size=3), st.booleans())
-def test_character_by_character_the_text_is_cut_at_the_first_stop_string(
-    pieces: list[str], stop: list[str], include: bool
-) -> None:
+def test_text_is_cut_at_first_stop_string_for_any_split(pieces: list[str], stop: list[str], include: bool) -> None:
     out, matched = sent(pieces, stop, include=include)
     assert "".join(out) == cut("".join(pieces), stop, include=include)
     assert (matched is not None) == any(s in "".join(pieces) for s in stop)
 
 
 @given(st.lists(st.text("ab", max_size=3), max_size=10), st.lists(LETTERS, min_size=1, max_size=3))
-def test_nothing_of_a_stop_string_is_ever_sent(pieces: list[str], stop: list[str]) -> None:
+def test_no_part_of_a_stop_string_is_sent(pieces: list[str], stop: list[str]) -> None:
     out, _ = sent(pieces, stop)
     assert not any(s in "".join(out) for s in stop)
     assert "".join(pieces).startswith("".join(out))
 
 
 @given(st.lists(st.text("abc", max_size=3), max_size=10), st.lists(LETTERS, max_size=3))
-def test_only_what_could_become_a_stop_string_is_held_back(pieces: list[str], stop: list[str]) -> None:
+def test_only_possible_stop_string_starts_are_held_back(pieces: list[str], stop: list[str]) -> None:
     watcher, text, out = StopStrings(stop, include=False), "", ""
     for piece in pieces:
         text, out = text + piece, out + watcher.push(piece)
@@ -51,7 +50,7 @@ def test_only_what_could_become_a_stop_string_is_held_back(pieces: list[str], st
         assert held == "" or any(s.startswith(held) for s in stop)
 
 
-def test_an_unarmed_watcher_lets_stop_strings_pass() -> None:
+def test_unarmed_detector_ignores_stop_strings() -> None:
     watcher = StopStrings(["b"], include=False)
     watcher.armed = False
     assert watcher.push("abc") == "abc"

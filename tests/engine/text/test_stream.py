@@ -1,4 +1,4 @@
-"""From tokens to text: however the tokens come in steps, the text and what counts of the tokens are the same."""
+"""Text and counted tokens are independent of how tokens are split into steps."""
 
 import random
 from pathlib import Path
@@ -16,7 +16,7 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     return Tokenizer(str(tokenizer_folder))
 
 
-def test_steps_of_any_size_give_the_same_text_and_count(tokenizer: Tokenizer) -> None:
+def test_steps_of_any_size_give_same_text_and_count(tokenizer: Tokenizer) -> None:
     dice = random.Random(3)
     for _ in range(NUM_SEQUENCES):
         tokens = [dice.choice((97, 98, 99, 0xE6, 0x97, 0xA5)) for _ in range(dice.randrange(1, 12))]
@@ -41,7 +41,7 @@ def test_steps_of_any_size_give_the_same_text_and_count(tokenizer: Tokenizer) ->
     ("include_stop", "ends_with_text", "text"),
     [(False, False, "a"), (True, False, "ab"), (False, True, "ab"), (True, True, "ab")],
 )
-def test_the_token_that_ended_a_sequence_is_text_where_that_is_asked_for(
+def test_stop_token_has_text_only_if_requested(
     tokenizer: Tokenizer, include_stop: bool, ends_with_text: bool, text: str
 ) -> None:
     stream = TextStream(tokenizer, skip_special_tokens=True, include_stop=include_stop)
@@ -49,13 +49,13 @@ def test_the_token_that_ended_a_sequence_is_text_where_that_is_asked_for(
     assert (taken.text, taken.num_tokens) == (text, 2)
 
 
-def test_a_special_token_that_ended_a_sequence_has_no_text_unless_those_are_shown(tokenizer: Tokenizer) -> None:
+def test_special_stop_token_has_no_text_unless_shown(tokenizer: Tokenizer) -> None:
     for skip, text in ((True, "a"), (False, "a<|end|>")):
         stream = TextStream(tokenizer, skip_special_tokens=skip, include_stop=True)
         assert stream.take([97, END_TOKEN], "stop").text == text
 
 
-def test_an_end_without_tokens_gives_what_was_held_back(tokenizer: Tokenizer) -> None:
+def test_end_without_tokens_returns_held_back_text(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, skip_special_tokens=True, stop=["abc"])
     assert stream.take([97, 98], None).text == ""
     assert stream.take([], "abort").text == "ab"

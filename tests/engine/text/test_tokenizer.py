@@ -1,4 +1,4 @@
-"""Incremental text is the whole text, never half a character; and no torch is imported for it."""
+"""Incremental text equals the complete text and never has an incomplete character; no torch import."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One token for each byte, whose ids follow the byte-level alphabet's order; then <|end|>."""
+    """One token per byte, in the order of the byte-level alphabet; then <|end|>."""
     folder = tmp_path_factory.mktemp("tokenizer")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     fast = FastTokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -40,7 +40,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 @given(text=st.text(max_size=30))
-def test_incremental_text_is_the_text_and_never_half_a_character(tokenizer: Tokenizer, text: str) -> None:
+def test_incremental_text_has_no_incomplete_character(tokenizer: Tokenizer, text: str) -> None:
     text = text.encode("utf-8", "replace").decode().replace("�", "?")
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=True)
     pieces = [detokenizer.push(token_id) for token_id in tokenizer.encode(text)]
@@ -49,18 +49,14 @@ def test_incremental_text_is_the_text_and_never_half_a_character(tokenizer: Toke
 
 
 @given(ids=st.lists(st.integers(0, 256), max_size=40), skip=st.booleans())
-def test_any_tokens_give_the_text_that_decoding_them_at_once_gives(
-    tokenizer: Tokenizer, ids: list[int], skip: bool
-) -> None:
+def test_incremental_text_equals_decoding_at_once(tokenizer: Tokenizer, ids: list[int], skip: bool) -> None:
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
     assert text == tokenizer.fast.decode(ids, skip_special_tokens=skip)
 
 
 @given(runs=st.lists(st.lists(st.integers(0, 256), max_size=6), max_size=8), skip=st.booleans())
-def test_runs_of_byte_level_tokens_have_the_texts_that_the_library_gives_one_by_one(
-    tokenizer: Tokenizer, runs: list[list[int]], skip: bool
-) -> None:
+def test_texts_of_byte_level_runs_equal_the_library(tokenizer: Tokenizer, runs: list[list[int]], skip: bool) -> None:
     detokenizer, stream = Detokenizer(tokenizer, skip_special_tokens=skip), DecodeStream(skip_special_tokens=skip)
     assert tokenizer.token_texts(skip_special_tokens=skip) is not None
     for run in runs:
@@ -69,7 +65,7 @@ def test_runs_of_byte_level_tokens_have_the_texts_that_the_library_gives_one_by_
 
 @pytest.fixture(scope="module")
 def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """SentencePiece's way, as Llama 2 has it: id = byte for single bytes, then a few pieces."""
+    """SentencePiece byte fallback, as in Llama 2: id = byte for single bytes, then a few pieces."""
     folder = tmp_path_factory.mktemp("byte-fallback")
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "b": 257, "▁": 258, "é": 259}
     fast = FastTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
@@ -81,38 +77,38 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @given(ids=st.lists(st.integers(0, 259), max_size=20))
-def test_bytes_that_are_no_character_break_no_request(byte_fallback: Tokenizer, ids: list[int]) -> None:
+def test_invalid_bytes_do_not_fail(byte_fallback: Tokenizer, ids: list[int]) -> None:
     detokenizer = Detokenizer(byte_fallback, skip_special_tokens=True)
     text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
-    # A byte beside broken ones may be lost with them, as the library's own decoding does; a piece of text never is.
+    # A byte next to invalid ones may be lost, as in the library's own decoding; a piece of text never is.
     assert ids.count(257) <= text.count("b") <= ids.count(257) + ids.count(ord("b"))
     assert text.count("a") >= ids.count(256)
 
 
-def test_after_broken_bytes_characters_are_whole_again(byte_fallback: Tokenizer) -> None:
+def test_characters_after_invalid_bytes_are_complete(byte_fallback: Tokenizer) -> None:
     detokenizer = Detokenizer(byte_fallback, skip_special_tokens=True)
     ids = [256, 0xE2, 257, 256, *"日".encode(), 256]
     pieces = [detokenizer.push(token_id) for token_id in ids]
     assert "".join(pieces).endswith("b a日 a")
 
 
-def test_special_tokens_are_text_only_when_asked_for(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_text_only_if_requested(tokenizer: Tokenizer) -> None:
     (end,) = tokenizer.encode("<|end|>")
     assert Detokenizer(tokenizer, skip_special_tokens=True).push(end) == ""
     assert Detokenizer(tokenizer, skip_special_tokens=False).push(end) == "<|end|>"
 
 
-def test_a_lone_surrogate_becomes_the_replacement_character(tokenizer: Tokenizer) -> None:
+def test_lone_surrogate_becomes_replacement_character(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("a\ud800") == tokenizer.encode("a�")
 
 
-def test_the_chat_template_is_the_models_own(tokenizer: Tokenizer) -> None:
+def test_chat_template_is_the_models_own(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.render_chat(messages) == "user:hi;>"
     assert tokenizer.render_chat(messages, add_generation_prompt=False) == "user:hi;"
 
 
-def test_a_template_that_refuses_or_escapes_is_an_invalid_request(folder: Path, tmp_path: Path) -> None:
+def test_rejecting_or_escaping_template_is_invalid_request(folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     for template in ("{{ raise_exception('no') }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"):
@@ -121,8 +117,8 @@ def test_a_template_that_refuses_or_escapes_is_an_invalid_request(folder: Path, 
             Tokenizer(str(tmp_path)).render_chat([{"role": "user", "content": "hi"}])
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"tokenizer\.json is expected there"):
+def test_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
         Tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{broken")
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -133,32 +129,30 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({"tokenizer.model": "x"}, "tokenizer.model alone is not read: write tokenizer.json with transformers"),
-        ({"vocab.json": "{}", "merges.txt": ""}, "vocab.json alone is not read"),
-        ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1"}, "tokenizer.json is no JSON object"),
-        ({"tokenizer.json": "{}", "tokenizer_config.json": "null"}, "tokenizer_config.json is no JSON object"),
-        ({"tokenizer.json": "{}"}, "KeyError: "),  # the library's own words, with their kind
+        ({"tokenizer.model": "x"}, "tokenizer.model is not supported; create tokenizer.json with transformers"),
+        ({"vocab.json": "{}", "merges.txt": ""}, "vocab.json is not supported"),
+        ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1"}, "tokenizer.json is not a JSON object"),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": "null"}, "tokenizer_config.json is not a JSON object"),
+        ({"tokenizer.json": "{}"}, "KeyError: "),  # the library's text, with the exception type
     ],
 )
-def test_what_is_no_tokenizer_is_told_with_the_file_and_what_to_do(
-    tmp_path: Path, files: dict[str, str], reason: str
-) -> None:
+def test_invalid_tokenizer_error_names_file_and_remedy(tmp_path: Path, files: dict[str, str], reason: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(ModelError, match="give --tokenizer a folder with one") as refused:
+    with pytest.raises(ModelError, match="set --tokenizer to a folder with one") as refused:
         Tokenizer(str(tmp_path))
     assert str(tmp_path) in str(refused.value)
     assert reason in str(refused.value)
 
 
-def test_a_tokenizer_that_is_no_folder_is_told_as_what_it_is(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="which is a file"):
+def test_tokenizer_path_error_names_its_kind(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="it is a file"):
         Tokenizer(str(folder / "tokenizer.json"))
-    with pytest.raises(ModelError, match="there is no such folder"):
+    with pytest.raises(ModelError, match="no such folder"):
         Tokenizer(str(tmp_path / "absent"))
 
 
-def test_reading_a_tokenizer_imports_no_torch(folder: Path) -> None:
+def test_tokenizer_imports_no_torch(folder: Path) -> None:
     code = (
         "import sys; from trimtab_engine.text.tokenizer import Tokenizer; "
         f"Tokenizer({str(folder)!r}); print('torch' in sys.modules)"
@@ -167,7 +161,7 @@ def test_reading_a_tokenizer_imports_no_torch(folder: Path) -> None:
     assert result.stdout.strip() == "False"
 
 
-def test_a_chat_template_of_absurd_size_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_huge_chat_template_is_rejected(folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "chat_template.jinja").write_text("x" * (1 << 21))
@@ -180,7 +174,7 @@ async def test_long_texts_give_the_same_tokens(tokenizer: Tokenizer) -> None:
     assert await tokenizer.encode_async(text) == tokenizer.encode(text)
 
 
-def test_the_blank_before_an_answer_s_first_word_stays(tmp_path: Path) -> None:
+def test_blank_before_first_output_word_is_kept(tmp_path: Path) -> None:
     llama = sentencepiece(tmp_path / "folder", "llama")
     prompt, answer = (llama.fast.token_to_id(piece) for piece in ("▁the", "▁Paris"))
     assert prompt is not None
@@ -189,7 +183,7 @@ def test_the_blank_before_an_answer_s_first_word_stays(tmp_path: Path) -> None:
     assert Detokenizer(llama, skip_special_tokens=True).push(answer) == "Paris"
 
 
-def test_a_prompt_that_ends_within_a_character_leaves_the_answer_its_own(tmp_path: Path) -> None:
+def test_prompt_ending_in_partial_character_keeps_output_text(tmp_path: Path) -> None:
     llama = sentencepiece(tmp_path / "folder", "llama")
     word = llama.fast.token_to_id("the")
     assert word is not None

@@ -1,1 +1,1 @@
-"""The admin API on its own port: live configuration, memory, drains, profiles."""
+"""Admin API on its own port: live configuration, memory, drains, profiles."""

@@ -1,4 +1,4 @@
-"""Reading the JSON body of an admin call: what cannot travel to the core is refused here."""
+"""JSON bodies of admin calls: values that cannot be sent to the core are rejected."""
 
 import json
 import math
@@ -14,7 +14,7 @@ MAX_INT64_CHARACTERS = 19  # 9223372036854775807
 
 
 async def read_json(request: Request) -> Any:
-    """The body, with nothing in it that cannot travel to the core: no NaN, no infinity, no broken text."""
+    """Return the body. Rejects values that cannot be sent to the core: NaN, infinity, invalid text."""
     try:
         body = json.loads(await request.body(), parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
         msgspec.msgpack.encode(body)
@@ -24,7 +24,7 @@ async def read_json(request: Request) -> Any:
 
 
 def _refuse(text: str) -> float:
-    raise ValueError(f"{text} is no JSON number")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -33,7 +33,7 @@ def _finite(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    """Integers beyond 64 bits are out of any bounds: the largest stand for them and reach the one who says so."""
+    """Return the integer, clamped to 64 bits, so that the range check of the field reports it."""
     if len(text) <= MAX_INT64_CHARACTERS:
         return min(int(text), MAX_INT64)
     return -MAX_INT64 if text.startswith("-") else MAX_INT64

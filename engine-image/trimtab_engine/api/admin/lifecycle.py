@@ -1,6 +1,6 @@
-"""Pause, sleep and cache resets on the admin port: under /admin/v1, and under vLLM's own paths and query parameters.
+"""Pause, sleep and cache resets on the admin port: under /admin/v1, and under vLLM's paths and query parameters.
 
-They are never on the public port: whoever may ask for tokens may not stop the engine.
+They are never on the public port: API clients must not be able to stop the engine.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from trimtab_engine.api.admin.body import read_json
 from trimtab_engine.api.http.errors import ApiError, shorten
 from trimtab_engine.api.openai.state import ServerState
-from trimtab_engine.messages import (
+from trimtab_engine.messages.admin import (
     SLEEP_LEVELS,
     WAKE_TAGS,
     AdminReply,
@@ -27,14 +27,15 @@ from trimtab_engine.messages import (
     WakeUp,
 )
 
-SETTLE_LOOK_SECONDS = 0.05  # between two looks at whether what runs has finished
+SETTLE_LOOK_SECONDS = 0.05  # poll interval while waiting for running requests to finish
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 Route = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def lifecycle_routes(state: ServerState) -> APIRouter:
-    """The answer comes when the engine is there: with mode wait, when what runs has finished."""
+    """Return the routes. They respond once the engine has changed state; with mode wait, after running requests have
+    finished."""
     router = APIRouter()
 
     async def pause(request: Request) -> Response:
@@ -61,7 +62,7 @@ def lifecycle_routes(state: ServerState) -> APIRouter:
         await _asked(request, set())
         if state.core.ready is None:
             raise ApiError(503, state.not_ready_reason or "the engine is loading")
-        state.on_forget_media()
+        state.on_drop_media_cache()
         return JSONResponse({"reset": True})
 
     async def show(request: Request) -> Response:
@@ -83,11 +84,11 @@ def lifecycle_routes(state: ServerState) -> APIRouter:
     return router
 
 
-# --- what is asked ------------------------------------------------------------------------------------------------
+# --- request parsing ------------------------------------------------------------------------------------------------
 
 
 async def _asked(request: Request, known: set[str]) -> dict[str, Any]:
-    """The JSON body, or the query where there is none. Names that are not known are 400."""
+    """Return the JSON body, or the query parameters if there is no body. Unknown names are 400."""
     body = await read_json(request) if await request.body() else {}
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
@@ -95,8 +96,8 @@ async def _asked(request: Request, known: set[str]) -> dict[str, Any]:
     asked = {**{name: values if name == "tags" else values[-1] for name, values in query.items()}, **body}
     unknown = sorted(set(asked) - known)
     if unknown:
-        what = f"; this call takes {', '.join(sorted(known))}" if known else "; this call takes nothing"
-        raise ApiError(400, f"{shorten(unknown[0])} is not known here{what}")
+        what = f"; allowed: {', '.join(sorted(known))}" if known else "; this call has no parameters"
+        raise ApiError(400, f"unknown parameter {shorten(unknown[0])}{what}")
     return asked
 
 
@@ -106,7 +107,7 @@ def _mode(asked: dict[str, Any]) -> PauseMode:
     for known in modes:
         if mode == known:
             return known
-    raise ApiError(400, f"mode is {shorten(str(mode))}; it must be {', '.join(modes[:-1])} or {modes[-1]}")
+    raise ApiError(400, f"mode is {shorten(str(mode))}; must be {', '.join(modes[:-1])} or {modes[-1]}")
 
 
 def _level(asked: dict[str, Any]) -> int:
@@ -114,15 +115,15 @@ def _level(asked: dict[str, Any]) -> int:
     for known in SLEEP_LEVELS:
         if level == str(known) or (level == known and not isinstance(level, bool)):
             return known
-    raise ApiError(400, f"level is {shorten(str(level))}; it must be 0, 1 or 2")
+    raise ApiError(400, f"level is {shorten(str(level))}; must be 0, 1 or 2")
 
 
 def _tags(asked: dict[str, Any]) -> list[str]:
-    """What to wake; everything unless said otherwise."""
+    """Return the tags to wake; default all."""
     tags = asked.get("tags") or list(WAKE_TAGS)
     unknown = [tag for tag in tags if tag not in WAKE_TAGS] if isinstance(tags, list) else [tags]
     if unknown:
-        raise ApiError(400, f"tags has {shorten(str(unknown[0]))}; it must be a list of {', '.join(WAKE_TAGS)}")
+        raise ApiError(400, f"tags: unknown tag {shorten(str(unknown[0]))}; must be a list of {', '.join(WAKE_TAGS)}")
     return [str(tag) for tag in tags]
 
 
@@ -130,15 +131,15 @@ def _reset(asked: dict[str, Any]) -> ResetPrefixCache:
     value = asked.get("reset_running_requests", False)
     flag = value if isinstance(value, bool) else FLAGS.get(str(value).lower())
     if flag is None:
-        raise ApiError(400, f"reset_running_requests is {shorten(str(value))}; it must be true or false")
+        raise ApiError(400, f"reset_running_requests is {shorten(str(value))}; must be true or false")
     return ResetPrefixCache(flag)
 
 
-# --- what is answered ---------------------------------------------------------------------------------------------
+# --- responses -----------------------------------------------------------------------------------------------------
 
 
 async def _settled(state: ServerState, call: Call, until: str) -> Response:
-    """Answer when `until` is so, or when somebody has resumed or woken the engine meanwhile."""
+    """Respond once the state `until` is reached, or another call has resumed or woken the engine."""
     reply = await _call(state, call)
     while reply.status == 200 and not reply.body[until] and reply.body["pause_mode"] is not None:
         await asyncio.sleep(SETTLE_LOOK_SECONDS)

@@ -1,15 +1,16 @@
-"""POST /start_profile and /stop_profile, vLLM's names, on the admin port: they write files and slow the engine down."""
+"""POST /start_profile and /stop_profile (vLLM's names) on the admin port. Profiles write files and slow the engine
+down."""
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.openai.state import ServerState
-from trimtab_engine.messages import ProfileCall, StartProfile, StopProfile
+from trimtab_engine.messages.admin import ProfileCall, StartProfile, StopProfile
 
 
 def profile_routes(state: ServerState) -> APIRouter:
-    """Answered by the core between two steps; 400 with the reason when --profiler-dir was not given."""
+    """Return the routes. The core responds between two steps; 400 if --profiler-dir is not set."""
     router = APIRouter()
 
     @router.post("/start_profile")

@@ -1,5 +1,4 @@
-"""The admin API on --admin-port (docs/reference/contract.md section 2): checks who asks, reads the call, hands it
-to the core."""
+"""Admin API on --admin-port (docs/reference/contract.md section 2): authentication, parsing, forwarding to the core."""
 
 import hmac
 import time
@@ -19,7 +18,7 @@ from trimtab_engine.api.http.wrong_path import PUBLIC_PORT
 from trimtab_engine.api.metrics.request_log import RequestLog
 from trimtab_engine.api.openai.state import ServerState
 from trimtab_engine.errors import EngineDead
-from trimtab_engine.messages import (
+from trimtab_engine.messages.admin import (
     AdminReply,
     Call,
     DrainCore,
@@ -36,11 +35,12 @@ MAX_DRAIN_SECONDS = 86_400.0
 
 
 Engine = Callable[[Call], Awaitable[AdminReply]]
-"""Puts one admin call to the engine as a whole."""
+"""Sends one admin call to the engine as a whole."""
 
 
 def build_admin_app(state: ServerState, engine: Engine, log: RequestLog) -> FastAPI:
-    """The admin application. With a token hash every call needs the token; without one the caller binds loopback."""
+    """Return the admin application. With a token hash every call requires the token; without one the caller must bind
+    to loopback."""
     app = FastAPI(title="Trimtab engine admin", docs_url=None, redoc_url=None)
     add_error_handlers(app, PUBLIC_PORT, _flat)
     app.add_exception_handler(EngineDead, _on_engine_dead)
@@ -48,7 +48,7 @@ def build_admin_app(state: ServerState, engine: Engine, log: RequestLog) -> Fast
     app.include_router(_routes(state, engine, log), dependencies=authorized)
     app.include_router(profile_routes(state), dependencies=authorized)
     app.include_router(lifecycle_routes(state), dependencies=authorized)
-    app.add_middleware(BodyLimit, max_bytes=lambda: MAX_ADMIN_BODY_BYTES, remedy="name fewer fields", respond=_flat)
+    app.add_middleware(BodyLimit, max_bytes=lambda: MAX_ADMIN_BODY_BYTES, remedy="send fewer fields", respond=_flat)
     return app
 
 
@@ -85,7 +85,7 @@ def _routes(state: ServerState, engine: Engine, log: RequestLog) -> APIRouter:
 
     @router.get("/requests")
     async def requests(request: Request, after: str = "0") -> Response:
-        """Lengths and times of what ended after that number, and of what waits or runs."""
+        """Return lengths and times of requests finished after a number, and of waiting and running requests."""
         _check_query(request, {"after"})
         number = _number("after", after)
         if state.core.ready is None:
@@ -121,16 +121,16 @@ def _if_match(request: Request) -> int | None:
         return None
     text = header.strip().removeprefix("W/").strip('"')
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise ApiError(400, f"If-Match is {header[:50]!r}; it must be a generation, such as 3")
+        raise ApiError(400, f"If-Match is {header[:50]!r}; must be a generation such as 3")
     return int(text)
 
 
 def _check_query(request: Request, known: set[str]) -> None:
-    """A misspelt dry_run must not change anything."""
+    """Reject unknown query parameters; a misspelt dry_run must not change anything."""
     unknown = sorted(request.query_params.keys() - known)
     if unknown:
         shown = shorten(unknown[0])
-        raise ApiError(400, f"the query parameter {shown!r} is not known here; there is {', '.join(sorted(known))}")
+        raise ApiError(400, f"unknown query parameter {shown!r}; allowed: {', '.join(sorted(known))}")
 
 
 def _flag(name: str, text: str) -> bool:
@@ -138,13 +138,13 @@ def _flag(name: str, text: str) -> bool:
         return True
     if text.lower() in ("", "0", "false"):
         return False
-    raise ApiError(400, f"{name} is {text[:50]!r}; it must be 1 or 0")
+    raise ApiError(400, f"{name} is {text[:50]!r}; must be 1 or 0")
 
 
 def _number(name: str, text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) < 19:
         return int(text)
-    raise ApiError(400, f"{name} is {text[:50]!r}; it must be a number, such as the last answer's next")
+    raise ApiError(400, f"{name} is {text[:50]!r}; must be a number such as `next` of the last response")
 
 
 def _deadline(body: Any) -> float:
@@ -155,7 +155,7 @@ def _deadline(body: Any) -> float:
 
 
 def _flat(error: ApiError) -> Response:
-    """The admin API's errors are flat: {"message"}, as its 412 and 422 are."""
+    """Return a flat error body, {"message"}, like the admin API's 412 and 422."""
     return JSONResponse({"message": error.message}, error.status)
 
 

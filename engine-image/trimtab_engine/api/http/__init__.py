@@ -1,1 +1,2 @@
-"""HTTP that knows nothing of what is served: listening, bodies, identities, errors in OpenAI's form, event streams."""
+"""Generic HTTP: listening, bodies, request identity, errors in OpenAI's format, event streams. Independent of the
+API."""

@@ -1,4 +1,4 @@
-"""A limit on the bodies of requests."""
+"""Size limit of request bodies."""
 
 import contextlib
 from collections.abc import Callable
@@ -10,9 +10,10 @@ from trimtab_engine.api.http.errors import ApiError
 
 
 class BodyLimit:
-    """Refuses bodies above a size before anything reads them: by Content-Length, and by counting what comes.
+    """Middleware that rejects bodies above a size before they are read: by Content-Length, and by counting received
+    bytes.
 
-    `max_bytes` is asked at each request; `respond` makes the answer of an ApiError.
+    `max_bytes` is called for each request; `respond` builds the response of an ApiError.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class BodyLimit:
             return message
 
         async def unless_refused(message: Message) -> None:
-            if num_bytes <= most:  # what the framework makes of our error is no answer
+            if num_bytes <= most:  # otherwise the framework's response to our error is dropped
                 await send(message)
 
         with contextlib.suppress(ApiError):
@@ -54,4 +55,4 @@ class BodyLimit:
             await self._respond(self._refusal(most))(scope, receive, send)
 
     def _refusal(self, most: int) -> ApiError:
-        return ApiError(413, f"the body is larger than {most} bytes; {self._remedy}")
+        return ApiError(413, f"the body exceeds {most} bytes; {self._remedy}")

@@ -1,8 +1,7 @@
-"""What the end of an engine means to those who ask it.
+"""Connection handling of a terminating engine.
 
-Every answer ends its connection then: a client that keeps connections comes back elsewhere, as endpoints that forget a
-pod keep new connections away from it, not those that are open. And who still comes is counted, so that the engine ends
-when nobody does.
+Responses close their connection: removing a pod from the endpoints only redirects new connections, so clients with open
+ones must reconnect. Arrivals are counted, so that the engine exits when traffic has stopped.
 """
 
 from collections.abc import Callable
@@ -12,7 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class CloseWhileEnding:
-    """`is_ending` is asked when an answer begins, so that one that was under way before counts, too."""
+    """Middleware that adds `Connection: close`. `is_ending` is called at the start of a response, so that requests in
+    progress are included."""
 
     def __init__(self, app: ASGIApp, is_ending: Callable[[], bool]) -> None:
         self._app, self._is_ending = app, is_ending
@@ -27,8 +27,8 @@ class CloseWhileEnding:
 
 
 class CountArrivals:
-    """`on_arrival` is called for each request as it begins, but for those at `uncounted` paths: who watches an engine
-    comes for as long as it lives."""
+    """Middleware that calls `on_arrival` for each request, except at `uncounted` paths, whose clients (monitoring)
+    never stop."""
 
     def __init__(self, app: ASGIApp, on_arrival: Callable[[], None], uncounted: frozenset[str]) -> None:
         self._app, self._on_arrival, self._uncounted = app, on_arrival, uncounted

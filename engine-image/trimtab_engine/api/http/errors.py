@@ -1,4 +1,5 @@
-"""Errors in OpenAI's form, {"error": {"message", "type", "param", "code"}}, so that clients raise the right ones."""
+"""Errors in OpenAI's format, {"error": {"message", "type", "param", "code"}}, so that clients raise the matching
+exceptions."""
 
 import re
 from collections.abc import Callable
@@ -14,9 +15,9 @@ from trimtab_engine.errors import EngineDead
 
 TYPE_NAME = re.compile(r"^(str|int|float|bool|none|dict|list)$|[\[\]()-]")
 NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
-"""Pydantic's types of errors where an object was expected and something else came."""
+"""Pydantic's error types for a value that should be an object."""
 JSON = "application/json"
-CLIENT_CLOSED = 499  # nginx's number for it; nobody reads the answer
+CLIENT_CLOSED = 499  # nginx's status for it; the client never reads the response
 MAX_ECHO_CHARACTERS = 200  # of a client's own input in an error message
 
 
@@ -26,7 +27,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
     ) -> None:
-        message = message.encode("utf-8", "replace").decode()  # it may quote broken text of the client's
+        message = message.encode("utf-8", "replace").decode()  # the message may quote invalid text of the client
         param = param and param.encode("utf-8", "replace").decode()
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
@@ -46,17 +47,16 @@ Respond = Callable[[ApiError], Response]
 
 
 class ClientGone(Exception):
-    """The client closed the connection: nobody waits for the answer any more."""
+    """The client closed the connection."""
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
-    """400: this request alone is wrong."""
+    """Return a 400 error."""
     return ApiError(400, message, param=param)
 
 
 class WrongField(ValueError):
-    """A check of several fields together has failed. `field` is the one that the client should change: pydantic knows
-    only that it is the object's."""
+    """A check of several fields has failed. `field` is the one to change, because pydantic only knows the object."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -64,8 +64,8 @@ class WrongField(ValueError):
 
 
 def add_error_handlers(app: FastAPI, other: OtherPort, respond: Respond = ApiError.response) -> None:
-    """`other` is the server's other port, which may have what is asked for here; `respond` writes errors, in OpenAI's
-    form unless told otherwise."""
+    """Add the handlers. `other` is the server's other port, which may have the requested path; `respond` builds error
+    responses, by default in OpenAI's format."""
 
     async def on_api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -84,22 +84,22 @@ def add_error_handlers(app: FastAPI, other: OtherPort, respond: Respond = ApiErr
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    """Pydantic's findings as one sentence that names the first field."""
+    """Return pydantic's errors as one sentence that names the first field."""
     assert isinstance(error, RequestValidationError)
     sent_as = request.headers.get("content-type", JSON)
     return validation_error(error.errors(), error.body, sent_as).response()
 
 
 def validation_error(findings: Any, body: Any = None, sent_as: str = JSON) -> ApiError:
-    """The first of pydantic's findings as a 400. `body` is what came, the text where it is no JSON; `sent_as` is its
-    Content-Type."""
+    """Return the first of pydantic's errors as a 400. `body` is the parsed body, or its text if it is not JSON;
+    `sent_as` is its Content-Type."""
     first = findings[0]
     field, message = _field_and_message(findings)
     if first["type"] == "json_invalid":
         reason = str(first.get("ctx", {}).get("error", message))
         return invalid(f"the body is not valid JSON: {reason}{_where(first['loc'], body)}")
     if first["loc"] in (("body",), ()) and first["type"] in ("missing", *NO_OBJECT):
-        came = "" if JSON in sent_as.lower() else f"; it came as {shorten(sent_as)}"
+        came = "" if JSON in sent_as.lower() else f"; received {shorten(sent_as)}"
         return invalid(f"the body must be a JSON object, sent with Content-Type: {JSON}{came or _emptiness(body)}")
     if first["type"] == "extra_forbidden":
         return invalid(f"unrecognized request argument: {shorten(field or '')}", shorten(field or ""))
@@ -110,11 +110,11 @@ def validation_error(findings: Any, body: Any = None, sent_as: str = JSON) -> Ap
 
 
 def _emptiness(body: Any) -> str:
-    return "; it is empty" if body is None or body == b"" else ""
+    return "; the body is empty" if body is None or body == b"" else ""
 
 
 def _where(loc: tuple[str | int, ...], body: Any) -> str:
-    """Line and column of a place in the text, in the words of Python's own decoder."""
+    """Return line and column of a position in the text, in the format of Python's JSON decoder."""
     if not isinstance(body, str) or not loc or not isinstance(loc[-1], int):
         return ""
     before = body[: loc[-1]]
@@ -122,8 +122,8 @@ def _where(loc: tuple[str | int, ...], body: Any) -> str:
 
 
 def _field_and_message(findings: Any) -> tuple[str | None, str]:
-    """The first field that is wrong. Of one that may be of several types each type has its own finding: the deepest
-    ones are of the type that was meant; where none is deeper, all are told."""
+    """Return the first invalid field and its message. Each type of a union has its own error: the deepest ones belong
+    to the intended type; if all have one depth, all are reported."""
     places = [_place(finding["loc"]) for finding in findings]
     root = places[0][:1]
     same = [(place, finding) for place, finding in zip(places, findings, strict=True) if place[:1] == root]
@@ -134,21 +134,21 @@ def _field_and_message(findings: Any) -> tuple[str | None, str]:
 
 
 def _message(finding: Any) -> str:
-    """Pydantic's own words, except where they speak of Python."""
+    """Return pydantic's message, unless it mentions Python types."""
     if finding["type"] in NO_OBJECT:
         return "Input should be a JSON object"
     return str(finding["msg"]).removeprefix("Value error, ")
 
 
 def _place(loc: tuple[str | int, ...]) -> tuple[str, ...]:
-    """Pydantic's location without the names of types that it puts in for the branches of a union."""
+    """Return pydantic's location without the type names of union branches."""
     return tuple(str(part) for part in loc if part != "body" and not TYPE_NAME.search(str(part)))
 
 
 def _http_error(request: Request, error: HTTPException, other: OtherPort) -> ApiError:
-    """404 and 405 of the router, in words; and a body that FastAPI could not read."""
-    if isinstance(cause := error.__cause__, UnicodeDecodeError):  # FastAPI says only that there was an error
-        wrong = f"the byte at {cause.start} is {cause.object[cause.start]:#04x}"
+    """Return readable errors for the router's 404 and 405, and for bodies that FastAPI could not read."""
+    if isinstance(cause := error.__cause__, UnicodeDecodeError):  # FastAPI reports no details
+        wrong = f"byte {cause.start} is {cause.object[cause.start]:#04x}"
         return invalid(f"the body is not UTF-8 text: {wrong}; send JSON in UTF-8")
     path = shorten(request.url.path)
     if error.status_code == 404:
@@ -165,8 +165,8 @@ async def _on_engine_dead(_: Request, error: Exception) -> Response:
 
 
 async def _on_internal_error(_: Request, __: Exception) -> Response:
-    """A bug of ours: this request alone ends. The server logs the traceback."""
-    return ApiError(500, "internal error; the server's log has the details").response()
+    """Return 500 for a bug. Only this request fails; the server logs the traceback."""
+    return ApiError(500, "internal error; see the server's log").response()
 
 
 async def _on_client_gone(_: Request, __: Exception) -> Response:

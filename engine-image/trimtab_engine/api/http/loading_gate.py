@@ -1,4 +1,4 @@
-"""While the engine loads, who asks it for something gets 503 with Retry-After, whatever else is wrong with that."""
+"""Middleware that returns 503 with Retry-After while the engine loads, before any other validation."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ GATED_PATHS = ("/v1/", "/tokenize", "/detokenize")
 
 
 class LoadingGate:
-    """`not_loaded` says why nothing can be answered yet; None: everything can."""
+    """`not_loaded` returns the reason, or None once requests can be served."""
 
     def __init__(self, app: ASGIApp, not_loaded: Callable[[], str | None], retry_seconds: int) -> None:
         self._app, self._not_loaded, self._retry_seconds = app, not_loaded, retry_seconds

@@ -1,22 +1,22 @@
-"""JSON of long answers, a piece at a time: the encoder holds the interpreter while it works, in a thread as well, and
-with it every other request of the process."""
+"""Incremental JSON encoding of long responses: the encoder holds the interpreter lock, also in a thread, and would
+block all other requests of the process."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
-ENTRIES_AT_ONCE = 2_000  # of lists and of what they hold: written within a few milliseconds
+ENTRIES_AT_ONCE = 2_000  # of lists and their elements: encoded within a few milliseconds
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def long_json(value: Any) -> bytes:
-    """As json.dumps writes it, without blanks. Objects have text for keys."""
+    """Return the JSON without blanks, like json.dumps. Object keys must be strings."""
     return "".join(pieces(value)).encode()
 
 
 def pieces(value: Any) -> Iterator[str]:
-    """Its JSON in pieces that are each short to write."""
+    """Yield the JSON in pieces that each encode quickly."""
     if isinstance(value, dict) and _weight(value) > ENTRIES_AT_ONCE:
         yield "{"
         for number, (key, item) in enumerate(value.items()):
@@ -34,7 +34,7 @@ def pieces(value: Any) -> Iterator[str]:
 
 
 def _runs(items: list[Any]) -> Iterator[list[Any]]:
-    """Neighbours that are written at once; what is long itself is on its own."""
+    """Yield groups of elements that are encoded together; a long element is a group by itself."""
     run: list[Any] = []
     weight = 0
     for item in items:
@@ -49,7 +49,7 @@ def _runs(items: list[Any]) -> Iterator[list[Any]]:
 
 
 def _weight(value: Any) -> int:
-    """How many entries it has, those of its entries included; counted no further than matters."""
+    """Return the number of nested entries, counted only up to the limit."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Routes for who reads: GET, and HEAD for who only looks, as load balancers do and aiperf before it measures."""
+"""Routes for GET and HEAD. Load balancers use HEAD, and aiperf before it measures."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,8 @@ Handler = Callable[..., Any]
 def look(router: APIRouter, path: str) -> Callable[[Handler], Handler]:
     """Register a function for GET and HEAD of a path.
 
-    HEAD is a route of its own, out of /openapi.json: in there FastAPI gives all methods of one route the same id, and
-    warns of that in the server's log.
+    HEAD is a separate route, excluded from /openapi.json: FastAPI gives all methods of one route the same ID there and
+    logs a warning.
     """
 
     def register(handler: Handler) -> Handler:

@@ -1,6 +1,6 @@
-"""Who asks, and under which id: X-Request-Id taken from the client or made, API keys checked in constant time.
+"""Identity of requests: X-Request-Id from the client or generated, API keys compared in constant time.
 
-Both are written into the ASGI scope's state, where the routes find them.
+Both are stored in the ASGI scope's state for the routes.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trimtab_engine.api.http.errors import ApiError
 
-REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # what a client's id may be; another is replaced, as it goes into logs
-SALT_CHARACTERS = 16  # 64 bits of the key's digest keep keys apart and say nothing about them
+REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # valid client IDs; others are replaced, because they are logged
+SALT_CHARACTERS = 16  # 64 bits of the key's digest separate keys and reveal nothing about them
 
 
 class RequestIds:
-    """Gives each request on /v1/* an id, the client's where it sent one, and answers with it."""
+    """Middleware that gives each /v1/* request an ID, the client's if valid, and returns it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -42,8 +42,7 @@ class RequestIds:
 
 
 class ApiKeyGuard:
-    """Asks for one of the keys on every path but the open ones, compared in constant time. Without keys everything
-    passes."""
+    """Middleware that requires one of the keys on every path except the open ones. Without keys all requests pass."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], open_paths: frozenset[str]) -> None:
         self._app, self._open_paths = app, open_paths
@@ -62,13 +61,13 @@ class ApiKeyGuard:
 
 
 def bearer_digest(header: bytes) -> bytes | None:
-    """SHA-256 of the token of an Authorization header; None when there is none."""
+    """Return the SHA-256 of the bearer token in an Authorization header, or None."""
     scheme, _, token = header.partition(b" ")
     return hashlib.sha256(token.strip()).digest() if scheme.lower() == b"bearer" and token.strip() else None
 
 
 def request_id_of(request: Request, in_body: str | None = None) -> str:
-    """The request's id. One in its body counts where the head has none."""
+    """Return the request's ID. The header takes precedence over the body's."""
     if in_body is not None and not request.state.has_own_id:
         request.state.request_id = in_body
     request_id: str = request.state.request_id
@@ -76,6 +75,7 @@ def request_id_of(request: Request, in_body: str | None = None) -> str:
 
 
 def key_salt(request: Request) -> str:
-    """What keeps the cached prefixes of several API keys apart: nobody can tell by time what another has asked."""
+    """Return a cache salt that separates the cached prefixes of API keys, so that clients cannot infer other prompts
+    from timing."""
     salt: str = getattr(request.state, "key_salt", "")
     return salt

@@ -1,4 +1,4 @@
-"""One HTTP application on one listening socket, inside the running event loop: uvicorn without its signal handling."""
+"""One HTTP application on one listening socket in the running event loop: uvicorn without its signal handling."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,12 @@ from trimtab_engine.api.http.protocol import BoundedHeadProtocol
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.ipc.network import family_of, in_url
 
-CLOSE_SECONDS = 3  # for answers that are being written when the server closes
+CLOSE_SECONDS = 3  # for responses in progress when the server closes
 BACKLOG = 2048
 
 
 class HttpServer:
-    """Serves from start() to close()."""
+    """HTTP server, running from start() to close()."""
 
     def __init__(self, app: FastAPI, bound: socket.socket) -> None:
         self._socket = bound
@@ -39,7 +39,7 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     async def close(self, seconds: int = CLOSE_SECONDS) -> None:
-        """Accept nothing new, give what is being answered `seconds`, and end."""
+        """Stop accepting connections, wait up to `seconds` for responses in progress, and close."""
         self._server.config.timeout_graceful_shutdown = seconds
         self._server.should_exit = True
         if self._task is not None:
@@ -47,7 +47,7 @@ class HttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """The drain is ours, and so are the signals."""
+    """uvicorn without drain and signal handling, which the engine does itself."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -55,7 +55,11 @@ class _Uvicorn(uvicorn.Server):
 
 
 def bind(host: str, port: int, flag: str) -> socket.socket:
-    """A listening socket. Raises ConfigError when there can be none."""
+    """Return a listening socket.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
     bound = socket.socket(family_of(host), socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -63,13 +67,13 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
-        remedy = f"choose another {flag}"
+        remedy = f"set another {flag}"
         if error.errno == errno.EADDRNOTAVAIL:
-            remedy = "this machine has no such address; leave --host out to listen on all that it has"
+            remedy = "this machine has no such address; remove --host to listen on all addresses"
         elif isinstance(error, socket.gaierror):
-            remedy = "--host is a name or an address of this machine and has no port in it, such as 127.0.0.1"
+            remedy = "--host must be a name or an address of this machine without a port, such as 127.0.0.1"
         elif error.errno == errno.EACCES:
-            remedy = f"ports below 1024 are root's; {remedy}"
+            remedy = f"ports below 1024 require root; {remedy}"
         raise ConfigError(f"cannot listen on {in_url(host)}:{port}: {error.strerror}; {remedy}") from None
     bound.setblocking(False)
     return bound

@@ -1,4 +1,4 @@
-"""Answers that end when the client goes away: server-sent events, and waiting for a whole answer."""
+"""Responses that stop when the client disconnects: server-sent events, and waiting for a complete response."""
 
 import asyncio
 import json
@@ -23,40 +23,40 @@ from trimtab_engine.errors import EngineDead
 
 Answer = TypeVar("Answer")
 DONE = "data: [DONE]\n\n"
-MARK = uuid.uuid4().hex  # stands for an event's text in what is rendered once; no client can have written it
+MARK = uuid.uuid4().hex  # placeholder of an event's text in a rendered template; clients cannot guess it
 
 logger = logging.getLogger("trimtab_engine.api")
 
 
 def event(body: dict[str, Any]) -> str:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class EventTemplate:
-    """Events that differ in one string alone, rendered once but for it."""
+    """Events that differ only in one string, rendered once."""
 
     before: str
     after: str
 
     @classmethod
     def of(cls, body_with: Callable[[str], dict[str, Any]]) -> "EventTemplate":
-        """`body_with` gives the body for a string, which is nowhere else in it."""
+        """Return the template. `body_with` returns the body for a string, which must not occur elsewhere in it."""
         before, _, after = event(body_with(MARK)).partition(f'"{MARK}"')
         return cls(before, after)
 
     def fill(self, texts: Iterable[str]) -> str:
-        """One event after another, each as event() writes it."""
+        """Return one event per text, each equal to event()."""
         before, after = self.before, self.after
         return "".join([before + encode_basestring(text) + after for text in texts])
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that stop as soon as the client goes away, also while there is nothing to send.
+    """Server-sent events that stop as soon as the client disconnects, even while there is nothing to send.
 
-    `until` is closed when the stream has ended, however it ends. `on_slow_client` is called each time when there are
-    events that the connection does not take yet.
+    `until` is closed at the end of the stream. `on_slow_client` is called whenever the connection does not accept more
+    events.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EventStream(StreamingResponse):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def stream_response(self, send: Send) -> None:
-        """The events; an error on the way is sent as one, since the status has long gone out."""
+        """Send the events. Errors are sent as an event, because the status has already been sent."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         last = DONE
         try:
@@ -79,9 +79,9 @@ class EventStream(StreamingResponse):
             last = event(error.body) + DONE
         except EngineDead as error:
             last = event(ApiError(500, f"the engine has failed: {error}").body) + DONE
-        except Exception:  # a bug of ours: this stream alone ends
+        except Exception:  # a bug: only this stream ends
             logger.exception("a stream ended with an error")
-            last = event(ApiError(500, "internal error; the server's log has the details").body) + DONE
+            last = event(ApiError(500, "internal error; see the server's log").body) + DONE
         await send({"type": "http.response.body", "body": last.encode(), "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,13 +96,13 @@ class EventStream(StreamingResponse):
                 group.start_soon(partial(run, self.listen_for_disconnect(receive)))
                 await run(self.stream_response(send))
         finally:
-            with anyio.CancelScope(shield=True):  # what still runs is aborted now, not when it is collected
+            with anyio.CancelScope(shield=True):  # abort running work now, not at garbage collection
                 await self._events.aclose()
             self._until.close()
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Await the work; cancel it and raise ClientGone when the client disconnects first."""
+    """Await the work; cancel it and raise ClientGone if the client disconnects first."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(request))
     try:

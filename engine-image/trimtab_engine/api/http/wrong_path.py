@@ -1,4 +1,4 @@
-"""Why there is nothing at a path: the server's other port has it, it is spelt otherwise, or takes another method."""
+"""Messages for unknown paths: the path is on the other port, misspelt, or requires another method."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OtherPort:
-    """The port that a path may have been meant for: how it is called, its flag, and what its paths begin with."""
+    """The server's other port: its name, its flag, and its path prefixes."""
 
     name: str
     flag: str
@@ -36,16 +36,16 @@ ADMIN_PORT = OtherPort(
 
 
 def why_no_path(path: str, paths: Iterable[str], other: OtherPort) -> str:
-    """`paths` are those of this port. Who asks for the beginning of some, such as /, is told all of these."""
+    """Return the message. `paths` are those of this port; a prefix such as / lists all paths below it."""
     if other.has(path):
-        return f"{path} is on the server's {other.name}, that of its {other.flag}, and not on this one"
+        return f"{path} is on the server's {other.name} ({other.flag}), not on this port"
     known = [each for each in paths if "{" not in each]
     if below := [each for each in known if each.startswith(f"{path.rstrip('/')}/")]:
-        return f"there is no {path} here; there are {', '.join(below)}"
+        return f"unknown path {path}; available: {', '.join(below)}"
     meant = [f"/v1{path}"] if f"/v1{path}" in known else difflib.get_close_matches(path, known, n=1, cutoff=0.75)
-    return f"there is no {path} here" + (f"; did you mean {meant[0]}?" if meant else "")
+    return f"unknown path {path}" + (f"; did you mean {meant[0]}?" if meant else "")
 
 
 def why_no_method(method: str, path: str, taken: Sequence[str]) -> str:
-    """`taken` are the methods of the path; none: it is known by its pattern alone."""
-    return f"{path} is not there for {method}" + (f"; it takes {' or '.join(taken)}" if taken else "")
+    """Return the message. `taken` are the path's methods; empty if only its pattern is known."""
+    return f"{path} does not support {method}" + (f"; use {' or '.join(taken)}" if taken else "")

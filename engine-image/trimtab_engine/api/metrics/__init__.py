@@ -1,1 +1,1 @@
-"""Prometheus metrics: the `vllm:` families and Trimtab's own, and the statistics line of the log."""
+"""Prometheus metrics (vLLM's `vllm:` families and Trimtab's own), and the statistics log line."""

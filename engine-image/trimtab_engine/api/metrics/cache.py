@@ -1,25 +1,26 @@
-"""Where prompt tokens came from, what became of cached and swapped blocks: vLLM's prefix-cache families and ours."""
+"""Cache metrics: sources of prompt tokens, evictions, host cache and swap; vLLM's prefix-cache families and
+Trimtab's."""
 
 from collections.abc import Sequence
 
 from trimtab_engine.api.metrics.factory import FamilyFactory
-from trimtab_engine.messages import StepStats
+from trimtab_engine.messages.requests import StepStats
 
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
-"""vLLM's names. Nothing is transferred from outside here: that one stays 0."""
-DEVICE, HOST = "device", "host"  # vLLM's names of where cached prompt tokens are found
+"""vLLM's label values. external_kv_transfer is always 0."""
+DEVICE, HOST = "device", "host"  # vLLM's names of the memories that hold cached prompt tokens
 
 
 class CacheMetrics:
-    """Fed with every StepStats, some at a time."""
+    """Updated from batches of StepStats."""
 
     def __init__(self, families: FamilyFactory) -> None:
         self._by_source = families.labelled_counter(
-            "vllm:prompt_tokens_by_source", "Prompt tokens by where their keys and values came from", "source"
+            "vllm:prompt_tokens_by_source", "Prompt tokens by source of their keys and values", "source"
         )
         self._cached = families.counter("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache")
         self._cached_by_source = families.labelled_counter(
-            "vllm:prompt_tokens_cached_by_source", "Prompt tokens found in the prefix cache, by its place", "source"
+            "vllm:prompt_tokens_cached_by_source", "Prompt tokens found in the prefix cache, by memory", "source"
         )
         self._queries = families.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache")
         self._hits = families.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache")
@@ -28,15 +29,13 @@ class CacheMetrics:
         )
         self._media_hits = families.counter("vllm:mm_cache_hits", "Images and videos found in the processor cache")
         self._evicted = families.counter(
-            "trimtab_evicted_blocks", "Cached KV blocks taken for something else: what a larger KV cache would keep"
+            "trimtab_evicted_blocks", "Cached KV blocks evicted for other content; a larger KV cache would keep them"
         )
         self._host_queries = families.counter(
-            "vllm:external_prefix_cache_queries", "Tokens not found on the device, looked up in the host cache"
+            "vllm:external_prefix_cache_queries", "Tokens missing on the device and looked up in the host cache"
         )
         self._host_hits = families.counter("vllm:external_prefix_cache_hits", "Tokens found in the host cache")
-        self._host_blocks = families.gauge(
-            "trimtab_host_cache_blocks", "KV blocks of evicted content that host memory holds"
-        )
+        self._host_blocks = families.gauge("trimtab_host_cache_blocks", "Evicted KV blocks stored in host memory")
         self._offloaded = families.labelled_counter(
             "trimtab_kv_offload_bytes", "Bytes copied between the KV cache and the host cache", "direction"
         )
@@ -53,7 +52,7 @@ class CacheMetrics:
             self._cached_by_source.of(place)
 
     def media_looked_up(self, queries: int, hits: int) -> None:
-        """By a request, in its API server."""
+        """Count a request's lookups, made in its API server."""
         self._media_queries.inc(queries)
         self._media_hits.inc(hits)
 

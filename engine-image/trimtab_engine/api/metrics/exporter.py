@@ -1,7 +1,7 @@
-"""The one place where an engine's statistics come together: /metrics and the periodic line, whatever serves requests.
+"""Aggregation of one engine's statistics: /metrics and the statistics log line, for any number of API servers.
 
-The core's StepStats come to it directly; what requests see comes from the API servers. One process holds it, so that a
-counter exists once and never goes backwards.
+The core's StepStats arrive directly; request observations arrive from the API servers. One process owns it, so that
+each counter exists once and never decreases.
 """
 
 import asyncio
@@ -17,28 +17,29 @@ from trimtab_engine.api.metrics.families import EngineMetrics, MergedRegistry
 from trimtab_engine.api.metrics.observations import FinishedSequence, Observations
 from trimtab_engine.api.metrics.request_log import RequestLog
 from trimtab_engine.api.metrics.stats_line import StatisticsLine
-from trimtab_engine.messages import CoreReady, EngineState, StepStats
+from trimtab_engine.messages.admin import EngineState
+from trimtab_engine.messages.lifecycle import CoreReady
+from trimtab_engine.messages.requests import StepStats
 
-TICK_SECONDS = 0.5  # how often it is looked whether the interval, which is live, is over
+TICK_SECONDS = 0.5  # poll interval of the live statistics interval
 
 logger = logging.getLogger("trimtab_engine.api")
 
 
 class Exporter(Protocol):
-    """Answers for the whole engine, in whichever process it is asked."""
+    """Metrics access for the whole engine, from any of its processes."""
 
     async def exposition(self) -> bytes:
-        """The text of /metrics."""
+        """Return the text of /metrics."""
 
     async def server_load(self, own: int) -> int:
-        """Generation requests that are being answered now by all servers; `own`: by the one that asks."""
+        """Return the generation requests in progress in all servers; `own` are those of the calling server."""
 
 
 class EngineExporter:
-    """Counts and logs for one engine; an Observer of what requests see. `metrics` comes when the cores are ready: the
-    first core's, which is data-parallel rank `first_rank`. Other cores have theirs from their first step on.
-    disable_log_stats hides all of it, live.
-    """
+    """Counts and logs for one engine; an Observer of requests. `metrics` is set when the cores are ready: that of the
+    first core, whose data-parallel rank is `first_rank`. Other cores get theirs with their first step. Live
+    disable_log_stats hides all of it."""
 
     def __init__(
         self, model_name: str, custom_buckets: Buckets | None = None, first_rank: int = 0, device: str = "cuda"
@@ -48,16 +49,18 @@ class EngineExporter:
         self.metrics: EngineMetrics | None = None
         self.requests = RequestLog()
         self.silences: Callable[[], Mapping[int, float]] = dict
-        """Tells for how long nothing has been heard of each core, by its index."""
+        """Returns the seconds since the last message of each core, by core index."""
         self._of_cores: dict[int, EngineMetrics] = {}
         self._lines: dict[int, StatisticsLine] = {}
         self._facts: CoreReady | None = None
         self._state = EngineState()
         if custom_buckets:
-            EngineMetrics(model_name, 1, custom_buckets=custom_buckets)  # raises ConfigError now, not when it is ready
+            EngineMetrics(
+                model_name, 1, custom_buckets=custom_buckets
+            )  # raises ConfigError at startup instead of when the core is ready
 
     def begin(self, facts: CoreReady) -> None:
-        """The core is ready: the families have their buckets and labels."""
+        """Create the first core's metrics with its buckets and labels, now that it is ready."""
         self._facts = facts
         self.metrics = self._metrics_of(self._first_rank, facts)
 
@@ -85,7 +88,7 @@ class EngineExporter:
             metrics.on_step(stats)
 
     def core_gone(self, core: int) -> None:
-        """A core has ended while others serve. Its counters stay; what it had is not shown any more."""
+        """Handle the end of one of several cores: keep its counters, hide its gauges."""
         self._lines.pop(core, None)
         if core in self._of_cores:
             self._of_cores[core].is_gone = True
@@ -102,7 +105,7 @@ class EngineExporter:
             self._metrics_of(engine, self._facts).next_tokens(seconds)
 
     def finished(self, life: FinishedSequence) -> None:
-        if not life.is_pooled:  # the log is of requests that have tokens, whose times and lengths it has
+        if not life.is_pooled:  # the log only has generation requests, with their times and lengths
             self.requests.add(life)
         if self._facts is not None:
             self._metrics_of(life.engine, self._facts).finished(life)
@@ -112,12 +115,12 @@ class EngineExporter:
             self._metrics_of(engine, self._facts).request_finished(n, max_num_generation_tokens)
 
     def rejected(self, reason: str) -> None:
-        """No core has seen such a request: it is counted with the first one's."""
+        """Count a rejection; no core has seen the request, so the first core's counter is used."""
         if self.metrics is not None:
             self.metrics.rejected(reason)
 
     def media_looked_up(self, queries: int, hits: int) -> None:
-        """The processor cache is the servers': it is counted with the first core's."""
+        """Count lookups of the servers' processor cache in the first core's counters."""
         if self.metrics is not None:
             self.metrics.media_looked_up(queries, hits)
 
@@ -125,7 +128,7 @@ class EngineExporter:
         return self.text()
 
     async def server_load(self, own: int) -> int:
-        """There is no other server where this is asked."""
+        """Return `own`: this exporter has no other servers."""
         return own
 
     def text(self) -> bytes:
@@ -138,7 +141,7 @@ class EngineExporter:
         return generate_latest(MergedRegistry(list(self._of_cores.values())))
 
     async def log_statistics(self) -> None:
-        """vLLM's line for each core, every stats_interval_seconds while there is something to say."""
+        """Log vLLM's line for each core every stats_interval_seconds, unless the engine is idle."""
         since = time.monotonic()
         while True:
             await asyncio.sleep(TICK_SECONDS)

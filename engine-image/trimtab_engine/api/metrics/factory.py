@@ -1,4 +1,4 @@
-"""How families of metrics are made: vLLM's labels on each, one registry per engine, buckets that can be replaced."""
+"""Construction of metric families: vLLM's labels, one registry per engine, replaceable histogram buckets."""
 
 from bisect import bisect_left
 from collections import Counter as Counted
@@ -16,13 +16,13 @@ LATENCY_BUCKETS = (
 )  # fmt: skip
 
 Buckets = Mapping[str, Sequence[float]]
-"""Upper bounds by name of a histogram family, such as vllm:time_to_first_token_seconds."""
+"""Upper bounds by name of the histogram family, such as vllm:time_to_first_token_seconds."""
 
 Child = TypeVar("Child", Counter, Gauge, "BulkHistogram")
 
 
 class LazyRegistry(CollectorRegistry):
-    """Calls `before_look` when somebody looks, so that what happens often is counted many at a time."""
+    """Registry that calls `before_look` before each scrape, so that frequent events can be counted in batches."""
 
     def __init__(self, before_look: Callable[[], None]) -> None:
         super().__init__()
@@ -34,18 +34,18 @@ class LazyRegistry(CollectorRegistry):
 
 
 class BulkHistogram(Histogram):
-    """A histogram that takes many values at once: one look at each bucket's lock instead of one per value."""
+    """Histogram that observes many values at once, taking each bucket's lock once instead of once per value."""
 
     def observe_all(self, values: Sequence[float]) -> None:
-        """As observe(), for each of them."""
+        """Observe each of the values."""
         self._sum.inc(sum(values))
         for place, count in Counted(bisect_left(self._upper_bounds, value) for value in values).items():
             self._buckets[place].inc(count)
 
 
 class Labelled(Generic[Child]):
-    """A family that has labels beside the model's and the engine's. Each child is looked up once: prometheus_client
-    takes a lock and formats every label at each look, which steps would pay for a dozen times."""
+    """Family with labels in addition to the model's and the engine's. Children are cached: prometheus_client takes a
+    lock and formats all labels at each lookup, a dozen times per step."""
 
     def __init__(self, family: Child, values: Sequence[str]) -> None:
         self._family: Child = family
@@ -53,20 +53,20 @@ class Labelled(Generic[Child]):
         self._children: dict[tuple[str, ...], Child] = {}
 
     def of(self, *labels: str) -> Child:
-        """The child with these values of the further labels; it shows from now on."""
+        """Return the child with these label values; creates its sample."""
         child = self._children.get(labels)
         if child is None:
             child = self._children[labels] = self._family.labels(*self._values, *labels)
         return child
 
     def clear(self) -> None:
-        """Show none any more."""
+        """Remove all samples."""
         self._family.clear()
         self._children.clear()
 
 
 class FamilyFactory:
-    """Makes families for one engine core. `custom` replaces the buckets of the histograms that it names."""
+    """Factory of one engine core's families. `custom` replaces the buckets of the named histograms."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: str, custom: Buckets) -> None:
         self._registry, self._custom = registry, custom
@@ -97,8 +97,6 @@ class FamilyFactory:
         return Labelled(family, self._values)
 
     def check_all_used(self) -> None:
-        """Raise ConfigError when custom buckets name a histogram that there is not."""
+        """Raise ConfigError if custom buckets name an unknown histogram."""
         if self._unused:
-            raise ConfigError(
-                f"--custom-histogram-buckets names {sorted(self._unused)[0]}, which is no histogram of /metrics"
-            )
+            raise ConfigError(f"--custom-histogram-buckets : unknown histogram {sorted(self._unused)[0]}")

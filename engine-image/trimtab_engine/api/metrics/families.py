@@ -1,16 +1,22 @@
-"""The engine's Prometheus metrics (docs/reference/contract.md section 4): vLLM's families and buckets, and ours
-beside them.
+"""The engine's Prometheus metrics (docs/reference/contract.md section 4): vLLM's families and buckets, and Trimtab's
+own.
 
-Fed with the core's StepStats and with each sequence's life; one registry per server, so that tests can have many.
+Updated from the core's StepStats and from finished sequences; one registry per server, so that tests can have several.
 """
 
 from collections.abc import Sequence
 
 from prometheus_client import Counter, Gauge, Metric, generate_latest
 
-from trimtab_engine.api.metrics.adapters import AdapterMetrics
 from trimtab_engine.api.metrics.cache import CacheMetrics
-from trimtab_engine.api.metrics.experts import ExpertMetrics
+from trimtab_engine.api.metrics.collectors import (
+    AdapterMetrics,
+    ExpertMetrics,
+    GraphMetrics,
+    SaturationMetrics,
+    SpeculationMetrics,
+    WorkMetrics,
+)
 from trimtab_engine.api.metrics.factory import (
     LATENCY_BUCKETS,
     Buckets,
@@ -19,12 +25,8 @@ from trimtab_engine.api.metrics.factory import (
     Labelled,
     LazyRegistry,
 )
-from trimtab_engine.api.metrics.graphs import GraphMetrics
 from trimtab_engine.api.metrics.observations import FinishedSequence
-from trimtab_engine.api.metrics.saturation import SaturationMetrics
-from trimtab_engine.api.metrics.speculation import SpeculationMetrics
-from trimtab_engine.api.metrics.work import WorkMetrics
-from trimtab_engine.messages import StepStats
+from trimtab_engine.messages.requests import StepStats
 
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -36,33 +38,32 @@ ITL_BUCKETS = (
 ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 N_BUCKETS = (1, 2, 5, 10, 20)
-GAPS_AT_ONCE = 1000  # times between tokens, counted together within a fraction of a millisecond
-STEPS_AT_ONCE = 100  # likewise steps
+GAPS_AT_ONCE = 1000  # inter-token times counted per batch, within a fraction of a millisecond
+STEPS_AT_ONCE = 100  # steps counted per batch
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 
 
 def length_buckets(max_model_len: int) -> list[int]:
-    """1, 2, 5, 10, … up to max_model_len, as vLLM has them."""
+    """Return 1, 2, 5, 10, … up to max_model_len, as in vLLM."""
     return [m * 10**e for e in range(12) for m in (1, 2, 5) if m * 10**e <= max_model_len]
 
 
 class EngineMetrics:
-    """All families of one engine core. `max_model_len` sets the upper end of the length histograms; `engine` is the
-    label that tells data-parallel cores apart.
-    """
+    """All families of one engine core. `max_model_len` is the upper end of the length histograms; `engine` is the label
+    of the data-parallel core."""
 
     def __init__(
         self, model_name: str, max_model_len: int, engine: str = "0", custom_buckets: Buckets | None = None
     ) -> None:
         self.registry = LazyRegistry(self._count_all)
         self.is_gone = False
-        """The core has ended while others serve: its gauges are not shown."""
+        """True if the core has ended while others still serve: its gauges are hidden."""
         self._families = FamilyFactory(self.registry, model_name, engine, custom_buckets or {})
         self._engine = engine
         self._gaps: list[float] = []
-        """Times between tokens that are not counted yet."""
+        """Inter-token times that are not counted yet."""
         self._steps: list[StepStats] = []
-        """Likewise what steps reported."""
+        """Step statistics that are not counted yet."""
         self._build_gauges()
         self._build_counters()
         self._build_histograms(length_buckets(max_model_len))
@@ -77,10 +78,11 @@ class EngineMetrics:
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
 
-    # --- what happens ---------------------------------------------------------------------------------------------
+    # --- events
+    # --------------------------------------------------------------------------------------------------------
 
     def cache_config(self, values: dict[str, str]) -> None:
-        """vllm:cache_config_info: the configuration as labels of a gauge that is 1."""
+        """Set vllm:cache_config_info: the configuration as labels of a gauge with value 1."""
         names = [*values, "engine"]
         info = Gauge(
             "vllm:cache_config_info", "Information of the KV cache's configuration", names, registry=self.registry
@@ -88,21 +90,22 @@ class EngineMetrics:
         info.labels(*values.values(), self._engine).set(1)
 
     def layout(self, num_ranks: int) -> None:
-        """trimtab_layout_ranks: those that really run for this core."""
+        """Set trimtab_layout_ranks, the number of running ranks of this core."""
         self._layout_ranks.set(num_ranks)
 
     def silent_for(self, seconds: float) -> None:
-        """trimtab_core_silence_seconds: since anything was heard of this core."""
+        """Set trimtab_core_silence_seconds, the time since the core's last message."""
         self._silence.set(seconds)
 
     def on_step(self, stats: StepStats) -> None:
-        """Hundreds come in a second, and each concerns dozens of families: they are counted many at a time."""
+        """Record one step's statistics. Hundreds arrive per second, for dozens of families: they are counted in
+        batches."""
         self._steps.append(stats)
         if len(self._steps) >= STEPS_AT_ONCE:
             self._count_steps()
 
     def _count_all(self) -> None:
-        """Before anybody looks."""
+        """Count everything that is pending, before a scrape."""
         self._count_gaps()
         self._count_steps()
 
@@ -122,7 +125,7 @@ class EngineMetrics:
         self._show(steps[-1])
 
     def _show(self, stats: StepStats) -> None:
-        """What is so now."""
+        """Set the gauges to the latest step's values."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         total = max(stats.kv_blocks_total, 1)
@@ -138,7 +141,7 @@ class EngineMetrics:
         self._generation.set(stats.config_generation)
 
     def _count(self, stats: StepStats) -> None:
-        """What most steps have nothing of."""
+        """Count events that most steps do not have."""
         for name, value in (stats.config_values or {}).items():
             self._config_value.of(name).set(value)
         for kind, size in (stats.memory_bytes or {}).items():
@@ -159,24 +162,24 @@ class EngineMetrics:
             self._failed.of(reason).inc(count)
 
     def sleep_level(self, level: int | None) -> None:
-        """Which of vLLM's sleep states the engine is in; a paused one (level 0) has discarded nothing."""
+        """Set vLLM's sleep state of the engine; a paused engine (level 0) has discarded nothing."""
         now = {1: "weights_offloaded", 2: "discard_all"}.get(level or 0, "awake")
         for name in SLEEP_STATES:
             self._sleep_state.of(name).set(name == now)
 
     def rejected(self, reason: str) -> None:
-        """A request was refused because the queue is as long as it may be."""
+        """Count a request rejected because the queue is full."""
         self._rejections.of(reason).inc()
 
     def media_looked_up(self, queries: int, hits: int) -> None:
-        """Images and videos were looked up in the processor cache."""
+        """Count lookups in the processor cache."""
         self._cache.media_looked_up(queries, hits)
 
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 
     def next_tokens(self, seconds: Sequence[float]) -> None:
-        """One for each token of the engine, so they are counted many at a time."""
+        """Record inter-token times; one per token, so they are counted in batches."""
         self._gaps += seconds
         if len(self._gaps) >= GAPS_AT_ONCE:
             self._count_gaps()
@@ -206,40 +209,44 @@ class EngineMetrics:
             self._tpot.observe((life.last_token - life.first_token) / (life.num_generation_tokens - 1))
 
     def _pooled(self, life: FinishedSequence) -> None:
-        """One that pools is a prefill alone: of tokens that it does not have nothing is counted, nor of their times."""
+        """Count a pooling request: only its prefill, because it has no output tokens."""
         if life.scheduled is not None and life.reason == "stop":
             self._queue.observe(life.scheduled - life.arrival)
             self._prefill.observe(life.end - life.scheduled)
             self._inference.observe(life.end - life.scheduled)
 
     def request_finished(self, n: int, max_num_generation_tokens: int) -> None:
-        """One HTTP request with its n sequences has ended; the second number is that of the longest of them."""
+        """Count a finished HTTP request with n sequences; `max_num_generation_tokens` is the longest sequence's
+        length."""
         self._params_n.observe(n)
         self._length_max_generation.observe(max_num_generation_tokens)
 
-    # --- the families ---------------------------------------------------------------------------------------------
+    # --- families
+    # ------------------------------------------------------------------------------------------------------
 
     def _build_gauges(self) -> None:
-        self._running = self._gauge("vllm:num_requests_running", "Requests that run now")
-        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait to run")
-        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache usage; 1 is all of it")
+        self._running = self._gauge("vllm:num_requests_running", "Number of running requests")
+        self._waiting = self._gauge("vllm:num_requests_waiting", "Number of waiting requests")
+        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache usage; 1 means 100 percent")
         self._generation = self._gauge("trimtab_config_generation", "Generation of the applied configuration")
-        self._silence = self._gauge("trimtab_core_silence_seconds", "Seconds since the core was last heard")
-        self._layout_ranks = self._gauge("trimtab_layout_ranks", "Ranks that really run")
+        self._silence = self._gauge("trimtab_core_silence_seconds", "Seconds since the core's last message")
+        self._layout_ranks = self._gauge("trimtab_layout_ranks", "Number of running ranks")
         self._kv_blocks = self._labelled_gauge("trimtab_kv_blocks", "KV blocks by state", "state")
         self._config_value = self._labelled_gauge("trimtab_config_value", "Applied value of each live field", "field")
-        self._sleep_state = self._labelled_gauge("vllm:engine_sleep_state", "1 for the state it is in", "sleep_state")
+        self._sleep_state = self._labelled_gauge(
+            "vllm:engine_sleep_state", "1 for the current sleep state, else 0", "sleep_state"
+        )
         self.sleep_level(None)
-        self._memory = self._labelled_gauge("trimtab_memory_bytes", "The ledger: who owns the device's bytes", "kind")
+        self._memory = self._labelled_gauge("trimtab_memory_bytes", "Device memory in bytes by owner", "kind")
 
     def _build_counters(self) -> None:
         self._preemptions = self._counter("vllm:num_preemptions", "Preemptions")
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self._recomputed = self._counter("trimtab_recomputed_tokens", "Tokens computed again because of preemption")
-        self._encoded_items = self._counter("trimtab_encoded_items", "Images and videos that a tower computed")
+        self._encoded_items = self._counter("trimtab_encoded_items", "Images and videos computed by the vision encoder")
         self._encoded_tokens = self._counter(
-            "trimtab_encoded_tokens", "Tokens of images and videos computed by a tower"
+            "trimtab_encoded_tokens", "Tokens of images and videos computed by the vision encoder"
         )
         self._success = self._labelled_counter("vllm:request_success", "Finished requests", "finished_reason")
         self._preempted = self._labelled_counter("trimtab_preempted_requests", "Preempted requests", "mode", "reason")
@@ -247,10 +254,10 @@ class EngineMetrics:
             "trimtab_wire_bytes", "Bytes between the core's own rank and other ranks", "collective"
         )
         self._blocked = self._labelled_counter(
-            "trimtab_blocked_seconds", "Seconds in which the head of the queue could not be admitted", "reason"
+            "trimtab_blocked_seconds", "Seconds in which the first waiting request could not be admitted", "reason"
         )
         self._rejections = self._labelled_counter(
-            "vllm:admission_rejections", "Requests refused because the queue is full", "reason"
+            "vllm:admission_rejections", "Requests rejected because the queue is full", "reason"
         )
         for reason in ("max_num_queued_reqs", "max_num_queued_tokens"):
             self._rejections.of(reason)
@@ -260,7 +267,7 @@ class EngineMetrics:
             for reason in ("capacity", "resize", "reset"):
                 self._preempted.of(mode, reason)
         self._failed = self._labelled_counter(
-            "trimtab_failed_requests", "Requests that no token could be chosen for", "reason"
+            "trimtab_failed_requests", "Requests failed because no token could be sampled", "reason"
         )
         for reason in ("nan", "nothing_left"):
             self._failed.of(reason)
@@ -275,29 +282,31 @@ class EngineMetrics:
         self._tpot = self._histogram(
             "vllm:request_time_per_output_token_seconds", "Mean time between two tokens of a request", ITL_BUCKETS
         )
-        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the end", LATENCY_BUCKETS)
-        self._queue = self._histogram("vllm:request_queue_time_seconds", "In the queue", LATENCY_BUCKETS)
+        self._e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Time from arrival to the last token", LATENCY_BUCKETS
+        )
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Time in the queue", LATENCY_BUCKETS)
         self._inference = self._histogram("vllm:request_inference_time_seconds", "Running", LATENCY_BUCKETS)
-        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "In prefill", LATENCY_BUCKETS)
-        self._decode = self._histogram("vllm:request_decode_time_seconds", "In decode", LATENCY_BUCKETS)
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Time in prefill", LATENCY_BUCKETS)
+        self._decode = self._histogram("vllm:request_decode_time_seconds", "Time in decode", LATENCY_BUCKETS)
         self._length_prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", lengths)
         self._length_computed = self._histogram(
-            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that were computed", lengths
+            "vllm:request_prefill_kv_computed_tokens", "Computed prompt tokens of a request", lengths
         )
         self._length_generation = self._histogram(
             "vllm:request_generation_tokens", "Generated tokens of a request", lengths
         )
         self._length_max_generation = self._histogram(
-            "vllm:request_max_num_generation_tokens", "Most generated tokens of a request's choices", lengths
+            "vllm:request_max_num_generation_tokens", "Maximum generated tokens over a request's choices", lengths
         )
-        self._params_max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens asked for", lengths)
-        self._params_n = self._histogram("vllm:request_params_n", "n asked for", N_BUCKETS)
+        self._params_max_tokens = self._histogram("vllm:request_params_max_tokens", "Requested max_tokens", lengths)
+        self._params_n = self._histogram("vllm:request_params_n", "Requested n", N_BUCKETS)
         self._iteration = self._histogram("vllm:iteration_tokens_total", "Tokens in one step", ITERATION_BUCKETS)
         self._num_preemptions = self._histogram(
             "vllm:request_num_preemptions", "Preemptions of one request", PREEMPTION_BUCKETS
         )
         self._stall = self._histogram(
-            "trimtab_preempt_stall_seconds", "From preempted to running again", LATENCY_BUCKETS
+            "trimtab_preempt_stall_seconds", "Time from preemption to running again", LATENCY_BUCKETS
         )
 
     def _gauge(self, name: str, text: str) -> Gauge:
@@ -317,8 +326,8 @@ class EngineMetrics:
 
 
 class MergedRegistry:
-    """Several cores' families as one exposition: each family once, with the samples of all that are there, and the
-    counters of those that were."""
+    """Registry that merges several cores' families: each family once, with the samples of all running cores and the
+    counters of ended ones."""
 
     def __init__(self, engines: Sequence[EngineMetrics]) -> None:
         self._engines = engines

@@ -1,7 +1,7 @@
-"""What the API servers see of requests and the metrics want to know: one value per event, counted in one place.
+"""Request observations of API servers for the metrics: one value per event, counted in one place.
 
-A server in a process of its own collects them and sends them on in batches (serving/child_messages.py);
-alone in its process it hands each to the metrics at once.
+A server process collects them and sends them in batches (serving/child_messages.py); a single server passes each to the
+metrics at once.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ import msgspec
 
 
 class FinishedSequence(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A sequence's life, in CLOCK_MONOTONIC seconds and tokens. None: it never came so far."""
+    """A finished sequence: times in CLOCK_MONOTONIC seconds, lengths in tokens. None for phases that were not
+    reached."""
 
     reason: str
     arrival: float
@@ -24,52 +25,52 @@ class FinishedSequence(msgspec.Struct, frozen=True, array_like=True, kw_only=Tru
     max_tokens: int
     num_preemptions: int
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache had."""
+    """Prompt tokens found in the prefix cache."""
     engine: int = 0
-    """The data-parallel core that served it."""
+    """Data-parallel core that served it."""
     is_pooled: bool = False
-    """It was to have a vector, and no tokens."""
+    """True for a pooling request, which has no output tokens."""
 
 
 class Observer(Protocol):
-    """Takes what happens to requests, as it happens. `engine` is the data-parallel core that serves them."""
+    """Receiver of request events. `engine` is the data-parallel core that serves the request."""
 
     def first_token(self, seconds: float, engine: int) -> None:
-        """Seconds from arrival to the first token of one sequence."""
+        """Record the seconds from arrival to the first token of one sequence."""
 
     def next_tokens(self, seconds: Sequence[float], engine: int) -> None:
-        """Seconds between some tokens of one sequence and those before them."""
+        """Record the seconds between consecutive tokens of one sequence."""
 
     def finished(self, life: FinishedSequence) -> None:
-        """One sequence has ended."""
+        """Record a finished sequence."""
 
     def request_finished(self, n: int, max_num_generation_tokens: int, engine: int) -> None:
-        """One HTTP request with its n sequences has ended; the second number is that of the longest of them, the core
-        that of the last to be heard of."""
+        """Record a finished HTTP request with n sequences; `max_num_generation_tokens` is the longest sequence's
+        length, `engine` the core of the last one."""
 
     def rejected(self, reason: str) -> None:
-        """A request was refused because the queue is as long as it may be."""
+        """Record a request rejected because the queue is full."""
 
     def media_looked_up(self, queries: int, hits: int) -> None:
-        """So many images and videos of a request were looked up in the processor cache, and found."""
+        """Record a request's processor cache lookups and hits of images and videos."""
 
 
 class Observations(msgspec.Struct, tag="observations"):
-    """What one server has seen since its last batch, and how many generation requests it answers now."""
+    """Observations of one server since its last batch, and its current number of generation requests."""
 
     num_http_requests: int = 0
     num_arrivals: int = 0
-    """Requests of any kind that this server has got since it began, but for probes and scrapes."""
+    """Requests of any kind received by this server since its start, except probes and scrapes."""
     first_token_seconds: dict[int, list[float]] = {}
-    """Seconds to the first token of each request, by core; the next two likewise."""
+    """Seconds to the first token of each request, by core; the next two fields likewise."""
     next_token_seconds: dict[int, list[float]] = {}
     sequences: list[FinishedSequence] = []
     requests: list[tuple[int, int, int]] = []
     """n, the longest sequence's tokens, and the core, per HTTP request."""
     rejections: list[str] = []
-    """Why, per request that was refused at admission."""
+    """Reason of each request rejected at admission."""
     media_queries: int = 0
-    """Images and videos that were looked up in the processor cache."""
+    """Images and videos looked up in the processor cache."""
     media_hits: int = 0
 
     @property
@@ -78,7 +79,7 @@ class Observations(msgspec.Struct, tag="observations"):
         return not (seconds or self.sequences or self.requests or self.rejections or self.media_queries)
 
     def tell(self, observer: Observer) -> None:
-        """Hand everything to the one who counts."""
+        """Replay everything into an observer."""
         for engine, times in self.first_token_seconds.items():
             for seconds in times:
                 observer.first_token(seconds, engine)
@@ -95,7 +96,7 @@ class Observations(msgspec.Struct, tag="observations"):
 
 
 class ObservationBuffer:
-    """An Observer that keeps everything until it is taken."""
+    """Observer that buffers everything until take()."""
 
     def __init__(self) -> None:
         self._batch = Observations()

@@ -1,7 +1,7 @@
-"""The newest requests in numbers, for whoever wants to know lengths and latencies together: GET /admin/v1/requests.
+"""Numbers of recent requests, for analysis of lengths together with latencies: GET /admin/v1/requests.
 
-Histograms say how long prompts are and how long answers are, not which answer belongs to which prompt. Here are
-lengths and times of single sequences, without text, id or client. Bounded: who asks too seldom is told what it missed.
+Histograms do not relate prompt lengths to output lengths. This log has lengths and times of single sequences, without
+text, ID or client. It is bounded: clients that poll too rarely are told how many entries they missed.
 """
 
 from collections import deque
@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab_engine.api.metrics.observations import FinishedSequence
 
-KEEP = 4096  # sequences: at 100 a second 40 s, about 250 KB of JSON
+KEEP = 4096  # sequences: 40 s at 100 per second, about 250 KB of JSON
 FINISHED_COLUMNS = (
     "age_seconds",
     "e2e_seconds",
@@ -25,7 +25,7 @@ UNFINISHED_COLUMNS = ("age_seconds", "prompt_tokens", "cached_tokens", "output_t
 
 
 class RequestLog:
-    """Finished sequences of one engine, numbered from 1 in the order in which they ended."""
+    """Finished sequences of one engine, numbered from 1 in order of completion."""
 
     def __init__(self, keep: int = KEEP) -> None:
         self._lives: deque[FinishedSequence] = deque(maxlen=keep)
@@ -36,9 +36,9 @@ class RequestLog:
         self._count += 1
 
     def since(self, after: int, now: float) -> dict[str, Any]:
-        """What ended after number `after`: rows of FINISHED_COLUMNS. Ages are seconds before `now` of the arrival, so
-        that clocks of two machines need not agree. `missed` ended too long ago to be here still; a number from before
-        a restart, beyond the newest, is taken as 0."""
+        """Return sequences finished after number `after`, as rows of FINISHED_COLUMNS. Ages are seconds from arrival to
+        `now`, so that clocks of two machines need not agree. `missed` counts sequences already dropped; a number beyond
+        the newest (from before a restart) is treated as 0."""
         known = after if after <= self._count else 0
         new = self._count - known
         lives = list(self._lives)[-new:] if new else []

@@ -1,14 +1,14 @@
-"""vLLM's periodic statistics line: what the engine did since the last one, and how it stands."""
+"""vLLM's periodic statistics log line: throughput since the last line, and current load."""
 
 from collections import deque
 
-from trimtab_engine.messages import SpeculationCounts, StepStats
+from trimtab_engine.messages.requests import SpeculationCounts, StepStats
 
-RECENT_LOOKUPS = 1000  # steps with look-ups that the hit rate is taken over; vLLM takes as many requests
+RECENT_LOOKUPS = 1000  # steps with lookups in the hit rate; vLLM uses as many requests
 
 
 class Interval:
-    """Sums since the last line. Prompt tokens are those that were computed, not those found in the prefix cache."""
+    """Sums since the last line. Prompt tokens are computed ones, not prefix cache hits."""
 
     def __init__(self, prompt_tokens: int = 0, generation_tokens: int = 0, preemptions: int = 0) -> None:
         self.prompt_tokens, self.generation_tokens, self.preemptions = prompt_tokens, generation_tokens, preemptions
@@ -24,7 +24,7 @@ class Interval:
 
 
 class StatisticsLine:
-    """Collects what one core's steps report and makes lines of it. Take one only after the first step."""
+    """Statistics of one core's steps, formatted as log lines. Call take() only after the first step."""
 
     def __init__(self, engine: int = 0, device: str = "cuda") -> None:
         self._engine, self._device = engine, device
@@ -38,8 +38,8 @@ class StatisticsLine:
         self._hit_rate.add(stats)
 
     def take(self, seconds: float) -> tuple[list[str], bool]:
-        """The line of the `seconds` since the last one, with one on drafts when there were any, and whether it can go
-        unread: nothing happened in them or in those before, and nothing waits."""
+        """Return the lines of the last `seconds` (a second line if there were drafts), and True if they can be skipped:
+        nothing happened in this or the last interval, and no request waits."""
         latest = self._latest
         assert latest is not None
         interval, self._interval = self._interval, Interval()
@@ -52,7 +52,7 @@ class StatisticsLine:
 
 
 class HitRate:
-    """The prefix cache's over recent look-ups."""
+    """Prefix cache hit rate over recent lookups."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, int]] = deque()
@@ -77,28 +77,27 @@ class HitRate:
 def statistics_line(
     engine: int, interval: Interval, latest: StepStats, hit_rate: HitRate, seconds: float, device: str = "cuda"
 ) -> str:
-    """Preemptions are those of the interval; they and deferred requests are named only when there are any. vLLM names
-    the GPU in front of the KV cache; on the CPU there is none."""
+    """Return the line. Preemptions of the interval and deferred requests appear only if there are any. vLLM prints GPU
+    before KV cache; on the CPU it is omitted."""
     place = "" if device == "cpu" else "GPU "
     usage = 100 * latest.kv_blocks_used / max(latest.kv_blocks_total, 1)
     deferred = f", Deferred: {latest.num_deferred} reqs" if latest.num_deferred else ""
     preemptions = f", Preemptions: {interval.preemptions}" if interval.preemptions else ""
     return (
-        f"Engine {engine:03d}: Avg prompt throughput: {interval.prompt_tokens / seconds:.1f} tokens/s, "
-        f"Avg generation throughput: {interval.generation_tokens / seconds:.1f} tokens/s, "
-        f"Running: {latest.num_running} reqs, Waiting: {latest.num_waiting} reqs{deferred}{preemptions}, "
-        f"{place}KV cache usage: {usage:.1f}%, Prefix cache hit rate: {hit_rate.percent:.1f}%"
+        f"Engine {engine:03d}: Avg prompt throughput: {interval.prompt_tokens / seconds:.1f} tokens/s, Avg generation "
+        f"throughput: {interval.generation_tokens / seconds:.1f} tokens/s, Running: {latest.num_running} reqs, "
+        f"Waiting: {latest.num_waiting} reqs{deferred}{preemptions}, {place}KV cache usage: {usage:.1f}%, Prefix cache "
+        f"hit rate: {hit_rate.percent:.1f}%"
     )
 
 
 def speculation_line(counts: SpeculationCounts, seconds: float) -> str:
-    """vLLM's line about the drafts of an interval, of which there were some."""
+    """Return vLLM's line about the drafts of an interval; there must be at least one."""
     accepted, drafted = counts.num_accepted_tokens, counts.num_draft_tokens
     per_position = ", ".join(f"{count / counts.num_drafts:.3f}" for count in counts.accepted_per_position)
     return (
-        f"SpecDecoding metrics: Mean acceptance length: {1 + accepted / counts.num_drafts:.2f}, "
-        f"Accepted throughput: {accepted / seconds:.2f} tokens/s, "
-        f"Drafted throughput: {drafted / seconds:.2f} tokens/s, "
-        f"Accepted: {accepted} tokens, Drafted: {drafted} tokens, Per-position acceptance rate: {per_position}, "
-        f"Avg Draft acceptance rate: {100 * accepted / drafted:.1f}%"
+        f"SpecDecoding metrics: Mean acceptance length: {1 + accepted / counts.num_drafts:.2f}, Accepted throughput: "
+        f"{accepted / seconds:.2f} tokens/s, Drafted throughput: {drafted / seconds:.2f} tokens/s, Accepted: "
+        f"{accepted} tokens, Drafted: {drafted} tokens, Per-position acceptance rate: {per_position}, Avg Draft "
+        f"acceptance rate: {100 * accepted / drafted:.1f}%"
     )

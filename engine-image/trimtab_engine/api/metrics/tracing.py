@@ -1,7 +1,7 @@
-"""OpenTelemetry spans, an optional extra: one span per sequence, named and attributed as vLLM's (`llm_request`).
+"""OpenTelemetry spans, an optional extra: one span per sequence, with vLLM's name and attributes (`llm_request`).
 
-A request that brings a W3C traceparent continues its caller's trace. Spans are made when a sequence has ended, from the
-times that the metrics have anyway, so tracing costs nothing while tokens flow.
+A request with a W3C traceparent continues its caller's trace. Spans are created after a sequence has ended, from times
+that the metrics record anyway, so tracing costs nothing during generation.
 """
 
 import importlib.util
@@ -15,30 +15,30 @@ from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.scheduling.sampling import Sampling
 
-if TYPE_CHECKING:  # the packages may be absent
+if TYPE_CHECKING:  # optional packages
     from opentelemetry.sdk.trace.export import SpanExporter
 
 SPAN_NAME = "llm_request"
 TRACE_HEADERS = ("traceparent", "tracestate")
-EXPORT_SECONDS = 2.0  # for one batch to reach the collector
-CLOSE_SECONDS = 3.0  # for the last spans to leave; a collector that is gone does not hold up the end
+EXPORT_SECONDS = 2.0  # timeout of one batch
+CLOSE_SECONDS = 3.0  # time for the last spans; an unreachable collector does not delay the shutdown
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ConfigError for what is no address of a collector."""
+    """Raise ConfigError if the endpoint is not a URL."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
-            f"--otlp-traces-endpoint {endpoint} is no URL; write one such as http://collector:4318/v1/traces"
+            f"--otlp-traces-endpoint {endpoint} is not a URL; use one such as http://collector:4318/v1/traces"
         )
 
 
 def check_tracing_is_installed() -> None:
-    """Raises ConfigError without the extra's packages."""
+    """Raise ConfigError if the extra's packages are missing."""
     if importlib.util.find_spec("opentelemetry") is None or importlib.util.find_spec("opentelemetry.sdk") is None:
         raise ConfigError(
-            "--otlp-traces-endpoint needs the OpenTelemetry packages, which are not installed; install the extra "
-            "`tracing`, or leave the flag out"
+            "--otlp-traces-endpoint requires the OpenTelemetry packages; install the extra `tracing`, or remove the "
+            "flag"
         )
 
 
@@ -47,7 +47,7 @@ def tracer_of(endpoint: str | None, model_name: str) -> "Tracer | None":
 
 
 class Tracer:
-    """Makes spans and hands them to the exporter in batches, in a thread of its own."""
+    """Creates spans and exports them in batches in a background thread."""
 
     def __init__(self, exporter: "SpanExporter", model_name: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -65,7 +65,7 @@ class Tracer:
 
     @classmethod
     def to(cls, endpoint: str, model_name: str) -> "Tracer":
-        """Spans go to an OTLP collector over HTTP, such as http://collector:4318/v1/traces."""
+        """Return a tracer that exports to an OTLP collector over HTTP, such as http://collector:4318/v1/traces."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         return cls(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS), model_name)
@@ -73,8 +73,8 @@ class Tracer:
     def record(
         self, request_id: str, life: FinishedSequence, sampling: Sampling | None, n: int, headers: Mapping[str, str]
     ) -> None:
-        """One sequence has ended. `headers` are those of TRACE_HEADERS that the request brought. `sampling` None: it
-        was to have no tokens."""
+        """Create the span of a finished sequence. `headers` are the request's TRACE_HEADERS; `sampling` is None for
+        pooling."""
         from opentelemetry.trace import SpanKind
 
         to_wall_clock = time.time_ns() - time.monotonic_ns()
@@ -96,7 +96,7 @@ class Tracer:
         span.end(to_wall_clock + int(life.end * 1e9))
 
     def close(self) -> None:
-        """Send what is left, for up to CLOSE_SECONDS."""
+        """Send the remaining spans, for up to CLOSE_SECONDS."""
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
         thread.join(CLOSE_SECONDS)
@@ -114,7 +114,7 @@ def _asked(sampling: Sampling | None, n: int) -> dict[str, float]:
 
 
 def _latencies(life: FinishedSequence) -> dict[str, float]:
-    """Seconds by vLLM's names; phases that were not reached are left out."""
+    """Return seconds by vLLM's attribute names; phases that were not reached are omitted."""
     seconds = {"e2e": life.end - life.arrival}
     if life.scheduled is not None:
         seconds["time_in_queue"] = life.scheduled - life.arrival

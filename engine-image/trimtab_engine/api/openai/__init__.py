@@ -1,1 +1,1 @@
-"""OpenAI's surface: what a request may say, how it is planned, answered and streamed."""
+"""OpenAI-compatible API: request validation, planning, responses and streaming."""

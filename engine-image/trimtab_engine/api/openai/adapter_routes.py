@@ -1,6 +1,6 @@
-"""vLLM's routes that load and unload adapters while others are served, where the engine was started to allow it.
+"""vLLM's routes that load and unload adapters at run time, available if the engine was started with them enabled.
 
-Whoever may ask for tokens may then have any folder of the engine's nodes read as an adapter.
+Clients with access to these routes can make the engine read any folder of its nodes as an adapter.
 """
 
 from typing import Annotated
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from trimtab_engine.api.http.errors import ApiError, invalid
 from trimtab_engine.api.openai.protocol import MAX_NAME_CHARACTERS
 from trimtab_engine.api.openai.state import ServerState
-from trimtab_engine.messages import AdminReply, LoadLora, UnloadLora
+from trimtab_engine.messages.admin import AdminReply, LoadLora, UnloadLora
 
 MAX_PATH_CHARACTERS = 4096
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -20,7 +20,7 @@ Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 
 
 class LoadLoraRequest(BaseModel):
-    """POST /v1/load_lora_adapter."""
+    """Body of POST /v1/load_lora_adapter."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     lora_name: Name
@@ -29,7 +29,7 @@ class LoadLoraRequest(BaseModel):
 
 
 class UnloadLoraRequest(BaseModel):
-    """POST /v1/unload_lora_adapter. `lora_int_id` is vLLM's own number of it, which is not needed."""
+    """Body of POST /v1/unload_lora_adapter. `lora_int_id` is vLLM's numeric ID, which is not needed."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     lora_name: Name
@@ -37,37 +37,37 @@ class UnloadLoraRequest(BaseModel):
 
 
 def adapter_router(state: ServerState) -> APIRouter:
-    """They answer when all ranks of all cores have done it, or none has."""
+    """Return the routes. They respond after all ranks of all cores have applied the change, or none has."""
     router = APIRouter()
 
     @router.post(LOAD)
     async def load(body: LoadLoraRequest) -> Response:
         _check_allowed(state, LOAD)
         if body.load_inplace:
-            raise invalid("load_inplace is not supported: unload the adapter first, then load it", "load_inplace")
+            raise invalid("load_inplace is not supported; unload the adapter first, then load it", "load_inplace")
         if body.lora_name in state.options.served_model_names:
-            raise invalid(f"{body.lora_name} is the model's own name; give the adapter another one", "lora_name")
+            raise invalid(f"{body.lora_name} is the name of the base model; rename the adapter", "lora_name")
         if "://" in body.lora_path.removeprefix("file://"):
-            raise invalid("adapters are not fetched: give a folder of the engine's node", "lora_path")
-        _raise_unless_done(await state.core.call(LoadLora(body.lora_name, body.lora_path.removeprefix("file://"))))
+            raise invalid("adapters are not downloaded; use a folder of the engine's node", "lora_path")
+        _raise_on_failure(await state.core.call(LoadLora(body.lora_name, body.lora_path.removeprefix("file://"))))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post(UNLOAD)
     async def unload(body: UnloadLoraRequest) -> Response:
         _check_allowed(state, UNLOAD)
-        _raise_unless_done(await state.core.call(UnloadLora(body.lora_name)))
+        _raise_on_failure(await state.core.call(UnloadLora(body.lora_name)))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return router
 
 
 def _check_allowed(state: ServerState, path: str) -> None:
-    """Raise ApiError 404 where clients may not, 503 where nothing is served."""
+    """Raise ApiError 404 if adapter updates are disabled, 503 if the engine is not serving."""
     if not state.options.allow_runtime_lora_updating:
-        raise ApiError(404, f"{path} is off; start the engine with --enable-lora --allow-runtime-lora-updating")
+        raise ApiError(404, f"{path} is disabled; start the engine with --enable-lora --allow-runtime-lora-updating")
     state.require_serving()
 
 
-def _raise_unless_done(reply: AdminReply) -> None:
+def _raise_on_failure(reply: AdminReply) -> None:
     if reply.status != 200:
         raise ApiError(reply.status, str(reply.body.get("message", reply.body)), param="lora_name")

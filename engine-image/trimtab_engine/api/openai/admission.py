@@ -1,9 +1,9 @@
-"""Whether the queue takes one more request: --max-num-queued-reqs and --max-num-queued-tokens, both live.
+"""Admission control: --max-num-queued-reqs and --max-num-queued-tokens, both live.
 
-A request that would only wait for longer than its client does is better refused at once: 503 with Retry-After, so that
-another replica may take it. Requests count while they wait in the core's queue, but for late ones (`deadline`), behind
-which nobody stands; tokens while their request has no first token yet. Each API server judges by what it knows: the
-core's counts as last reported, and its own requests.
+A request that would wait longer than its client is rejected at once with 503 and Retry-After, so that another replica
+can take it. Requests count while they wait in the core's queue, except late ones (`deadline`), which do not block
+others; tokens count until their request has its first token. Each API server uses the counts that the core last
+reported and its own requests.
 """
 
 import time
@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from trimtab_engine.api.http.errors import ApiError
-from trimtab_engine.messages import EngineState
+from trimtab_engine.messages.admin import EngineState
 
 Reason = Literal["max_num_queued_reqs", "max_num_queued_tokens"]
-RETRY_SECONDS = 1  # in Retry-After: a queue moves with every step
+RETRY_SECONDS = 1  # for Retry-After; a queue changes with every step
 
 
 class QueueFull(ApiError):
-    """503: the queue is as long as it may be."""
+    """503: the queue has reached its limit."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(503, message, code="queue_full", retry_after=RETRY_SECONDS)
@@ -26,7 +26,7 @@ class QueueFull(ApiError):
 
 
 class Ticket:
-    """One admitted HTTP request: the prompt tokens of its choices that have no first token yet."""
+    """One admitted HTTP request, with the prompt tokens of its choices that have no first token yet."""
 
     def __init__(self, num_tokens: Sequence[int], sent: float, on_change: "Callable[[Ticket, int], None]") -> None:
         self.sent = sent
@@ -38,20 +38,20 @@ class Ticket:
         return len(self._waiting)
 
     def started(self, index: int) -> None:
-        """This choice got its first token."""
+        """Record the first token of a choice."""
         self._on_change(self, -self._waiting.pop(index, 0))
 
     def close(self) -> None:
-        """The request has ended, however."""
+        """Release the request's share of the queue, for any outcome."""
         num_tokens = sum(self._waiting.values())
         self._waiting.clear()
         self._on_change(self, -num_tokens)
 
 
 class Admission:
-    """One API server's view of the queue. `state` gives what the core last reported.
+    """One API server's admission control. `state` returns the state that the core last reported.
 
-    With several servers each takes its share of the token limit, as it knows its own tokens only.
+    Each of several servers gets an equal share of the token limit, because it only knows its own tokens.
     """
 
     def __init__(
@@ -63,8 +63,11 @@ class Admission:
         """Prompt tokens of this server's sequences that have no first token yet."""
 
     def admit(self, num_tokens: Sequence[int]) -> Ticket:
-        """Let a request in, given the prompt tokens of each of its choices, or raise QueueFull. A queue that is empty
-        takes any one request."""
+        """Admit a request, given the prompt tokens of each of its choices. An empty queue accepts any single request.
+
+        Raises:
+            QueueFull: A limit is reached.
+        """
         state = self._state()
         if state.max_num_queued_reqs:
             self._check_requests(state, len(num_tokens))
@@ -81,8 +84,8 @@ class Admission:
             self._tickets.discard(ticket)
 
     def num_queued(self, state: EngineState) -> int:
-        """Sequences in the core's queue that go before one that comes now, and of those that it has not seen yet the
-        ones that will find no seat."""
+        """Return the number of sequences ahead of a new one: those in the core's queue, and those not yet received by
+        the core that will find no free sequence slot."""
         unseen = sum(ticket.num_waiting for ticket in self._tickets if ticket.sent > state.time)
         seats = max(0, state.max_num_seqs - state.num_running) if state.num_waiting == 0 else 0
         return state.num_waiting - state.num_waiting_late + max(0, unseen - seats)
@@ -92,7 +95,7 @@ class Admission:
         if queued and queued + num_sequences > limit:
             raise QueueFull(
                 "max_num_queued_reqs",
-                f"{queued} requests wait, and max_num_queued_reqs is {limit}; try again later, or on another replica",
+                f"{queued} requests are waiting and max_num_queued_reqs is {limit}; retry later or on another replica",
             )
 
     def _check_tokens(self, state: EngineState, num_tokens: int) -> None:
@@ -100,6 +103,6 @@ class Admission:
         if self.num_tokens and self.num_tokens + num_tokens > limit:
             raise QueueFull(
                 "max_num_queued_tokens",
-                f"{self.num_tokens} prompt tokens wait for their first output, this request has {num_tokens}, and "
-                f"max_num_queued_tokens is {state.max_num_queued_tokens}; try again later, or on another replica",
+                f"{self.num_tokens} prompt tokens are waiting, this request has {num_tokens}, and "
+                f"max_num_queued_tokens is {state.max_num_queued_tokens}; retry later or on another replica",
             )

@@ -1,4 +1,5 @@
-"""Chat templates for the server: rendered in processes that can be killed, so that none holds up other requests."""
+"""Chat template rendering for the server, in subprocesses with a time limit so that no template blocks other
+requests."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,19 +8,27 @@ from typing import Any
 
 from trimtab_engine.api.http.errors import ApiError, invalid
 from trimtab_engine.errors import ModelError
-from trimtab_engine.ipc.bounded_worker import AllBusy, NotText, TookTooLong, WorkerError, WorkerLimits, WorkerPool
+from trimtab_engine.ipc.bounded_worker import (
+    InvalidText,
+    WorkerError,
+    WorkerLimits,
+    WorkerPool,
+    WorkersBusy,
+    WorkerTimeout,
+)
 from trimtab_engine.text.chat_template import ChatTemplates
 from trimtab_engine.text.tokenizer import well_formed
 
 LIMITS = WorkerLimits(seconds=2.0, max_workers=4, max_waiting=4096)
-"""Usual is a millisecond for a conversation of a hundred messages. Four, so that three that do not end leave one."""
+"""A conversation of a hundred messages usually takes a millisecond. Four workers: three stuck renderings leave one
+free."""
 MODULE = "trimtab_engine.text.chat_worker"
 RETRY_SECONDS = 2
 Json = dict[str, Any]
 
 
 class ChatRenderer:
-    """A model's templates behind a time limit. `uses_tools` is known after check()."""
+    """Renderer of a model's chat templates with a time limit. `uses_tools` is set by check()."""
 
     def __init__(self, templates: ChatTemplates) -> None:
         self._pool = WorkerPool(MODULE, asdict(templates), LIMITS) if templates.text(with_tools=False) else None
@@ -27,20 +36,24 @@ class ChatRenderer:
         self.uses_tools = False
 
     async def check(self) -> None:
-        """Render once, before anybody waits for it. Raises ModelError when a template is broken or does not end."""
+        """Render once at startup.
+
+        Raises:
+            ModelError: A template is invalid or exceeds the time limit.
+        """
         if self._pool is None:
             return
         try:
             answer = await self._pool.call({"check": True})
-        except TookTooLong:
+        except WorkerTimeout:
             raise ModelError(
-                f"{self._name} is broken: one user message was not written within {LIMITS.seconds:g} s; "
-                f"give another one with --chat-template"
+                f"{self._name} rendering one user message exceeds {LIMITS.seconds:g} s; use another one with "
+                "--chat-template"
             ) from None
         except WorkerError as error:
-            raise ModelError(f"{self._name} cannot be used: {error}; give another with --chat-template") from None
+            raise ModelError(f"{self._name} cannot be used: {error}; use another one with --chat-template") from None
         if "uses_tools" not in answer:
-            raise ModelError(f"{_reason(answer)}; give another one with --chat-template")
+            raise ModelError(f"{_reason(answer)}; use another one with --chat-template")
         self.uses_tools = answer["uses_tools"]
 
     async def render(
@@ -53,9 +66,16 @@ class ChatRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text. ApiError 400 when the template refuses it, or does not end."""
+        """Return the conversation as text.
+
+        Raises:
+            ApiError: 400 if the template rejects it or exceeds the time limit, 503 if too many renderings wait.
+        """
         if self._pool is None:
-            raise invalid("this model has no chat template; use /v1/completions, or --chat-template", "messages")
+            raise invalid(
+                "this model has no chat template; use /v1/completions, or start the engine with --chat-template",
+                "messages",
+            )
         request = {
             "messages": messages,
             "tools": tools,
@@ -67,12 +87,14 @@ class ChatRenderer:
         try:
             try:
                 answer = await self._pool.call(request)
-            except NotText:
+            except InvalidText:
                 answer = await self._pool.call(json.loads(well_formed(json.dumps(request, ensure_ascii=False))))
-        except AllBusy:
-            raise ApiError(503, "too many conversations wait to be rendered", retry_after=RETRY_SECONDS) from None
+        except WorkersBusy:
+            raise ApiError(
+                503, "too many conversations are waiting to be rendered; retry later", retry_after=RETRY_SECONDS
+            ) from None
         except WorkerError as error:
-            raise invalid(f"the chat template did not end well on these messages: {error}", "messages") from None
+            raise invalid(f"the chat template failed on these messages: {error}", "messages") from None
         if "text" not in answer:
             raise invalid(_reason(answer), "messages")
         text: str = answer["text"]
@@ -84,4 +106,4 @@ class ChatRenderer:
 
 
 def _reason(answer: Json) -> str:
-    return str(answer.get("refused") or answer.get("failed") or "the chat template gave no text")
+    return str(answer.get("refused") or answer.get("failed") or "the chat template returned no text")

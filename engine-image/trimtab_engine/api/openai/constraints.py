@@ -1,7 +1,6 @@
-"""What the output must match, as clients say it: OpenAI's response_format, vLLM's structured_outputs and guided_*.
+"""Output constraints of requests: OpenAI's response_format, vLLM's structured_outputs and guided_*.
 
-Only sizes are judged here, before anything reads deeper; whether a grammar is one, and affordable, is what its trial
-says (grammar_trials.py).
+Only sizes are checked here, before deeper parsing. Grammars are validated in grammar_trials.py.
 """
 
 import json
@@ -10,14 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-MAX_SCHEMA_CHARACTERS = 1 << 18  # as JSON; the largest in llguidance's collection of real ones is a third of it
-MAX_SCHEMA_DEPTH = 100  # objects and arrays inside each other; llguidance reads 127
+MAX_SCHEMA_CHARACTERS = 1 << 18  # as JSON; three times the largest schema in llguidance's collection
+MAX_SCHEMA_DEPTH = 100  # of nested objects and arrays; llguidance supports 127
 MAX_REGEX_CHARACTERS = 1 << 14
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 MAX_CHOICES = 4096
-MAX_CHOICE_CHARACTERS = 1 << 18  # of all choices together
-MAX_NAME_CHARACTERS = 64  # of a schema, as at OpenAI
-MAX_FIELDS = 32  # of one JSON object outside a schema: each unknown one is reported
+MAX_CHOICE_CHARACTERS = 1 << 18  # total of all choices
+MAX_NAME_CHARACTERS = 64  # of a schema; OpenAI's limit
+MAX_FIELDS = 32  # of one JSON object outside a schema; every unknown field is reported
 
 Kind = Literal["json", "regex", "choice", "grammar", "llguidance"]
 Schema = dict[str, Any]
@@ -28,9 +27,10 @@ GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """One checked constraint, for its trial. `value` is text (a schema's is JSON), or the choices.
+    """One checked constraint. `value` is text (JSON for a schema) or the list of choices.
 
-    `any_whitespace` and `whitespace_pattern` are for JSON: whether there may be any between its tokens, and which.
+    `any_whitespace` and `whitespace_pattern` apply to JSON: whether whitespace is allowed between its tokens, and
+    which.
     """
 
     kind: Kind
@@ -47,19 +47,19 @@ class Constraint:
         }
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _check_size(cls, data: Any) -> Any:
         if isinstance(data, dict) and len(data) > MAX_FIELDS:
-            raise ValueError(f"a JSON object here has {len(data)} fields; at most {MAX_FIELDS} are read")
+            raise ValueError(f"a JSON object has {len(data)} fields; at most {MAX_FIELDS} are allowed")
         return data
 
 
-class JsonSchemaFormat(_Strict):
-    """`strict` changes nothing: the schema is always held to."""
+class JsonSchemaFormat(_StrictModel):
+    """OpenAI's json_schema format. `strict` has no effect: the schema is always enforced."""
 
     name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] = ""
     description: str | None = None
@@ -67,8 +67,8 @@ class JsonSchemaFormat(_Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
-    """OpenAI's. structural_tag is refused by name."""
+class ResponseFormat(_StrictModel):
+    """OpenAI's response_format. structural_tag is rejected as not supported."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -77,15 +77,17 @@ class ResponseFormat(_Strict):
     @classmethod
     def _reject_unsupported(cls, data: Any) -> Any:
         if isinstance(data, str):
-            raise ValueError('it is a text; write {"type": "json_object"}, or json_schema with a schema')
+            raise ValueError(
+                'must be an object (got a string); use {"type": "json_object"}, or json_schema with a schema'
+            )
         if isinstance(data, dict) and data.get("type") == "structural_tag":
-            raise ValueError("structural_tag is not supported yet; use json_schema, or structured_outputs")
+            raise ValueError("structural_tag is not supported yet; use json_schema or structured_outputs")
         return data
 
     @model_validator(mode="after")
     def _check_together(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("type json_schema needs the field json_schema, and no other type has it")
+            raise ValueError("the field json_schema is required for type json_schema and not allowed for other types")
         return self
 
     def constraint(self) -> Constraint | None:
@@ -94,8 +96,8 @@ class ResponseFormat(_Strict):
         return Constraint("json", '{"type":"object"}') if self.type == "json_object" else None
 
 
-class StructuredOutputs(_Strict):
-    """vLLM's. Exactly one of json, regex, choice, grammar, json_object."""
+class StructuredOutputs(_StrictModel):
+    """vLLM's structured_outputs: exactly one of json, regex, choice, grammar, json_object."""
 
     json_: Annotated[str | Schema | None, Field(alias="json")] = None
     regex: str | None = None
@@ -110,22 +112,28 @@ class StructuredOutputs(_Strict):
     @classmethod
     def _reject_unsupported(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("structural_tag") is not None:
-            raise ValueError("structural_tag is not supported yet; leave it out")
+            raise ValueError("structural_tag is not supported yet; remove it")
         return (
             {key: value for key, value in data.items() if key != "structural_tag"} if isinstance(data, dict) else data
         )
 
     def constraint(self) -> Constraint | None:
-        """Raises ValueError unless it is exactly one."""
+        """Return the constraint.
+
+        Raises:
+            ValueError: Not exactly one constraint is set.
+        """
         given = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
         if sum(value is not None for value in given) != 1:
-            raise ValueError("structured_outputs needs exactly one of json, regex, choice, grammar, json_object")
+            raise ValueError("structured_outputs requires exactly one of json, regex, choice, grammar, json_object")
         if self.json_object:
             return self._with_whitespace(Constraint("json", '{"type":"object"}'))
         if self.json_ is not None:
             schema = read_schema(self.json_)
             return self._with_whitespace(
-                schema_constraint(_closed(schema) if self.disable_additional_properties else schema)
+                schema_constraint(
+                    _forbid_additional_properties(schema) if self.disable_additional_properties else schema
+                )
             )
         return _text_constraint(self.regex, self.choice, self.grammar)
 
@@ -136,7 +144,7 @@ class StructuredOutputs(_Strict):
 
 
 class StructuredFields(BaseModel):
-    """The fields of a generation request that say what its output must match."""
+    """Request fields that constrain the output."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -152,7 +160,11 @@ class StructuredFields(BaseModel):
         return self
 
     def constraint(self) -> Constraint | None:
-        """What the output must match; None: anything. Raises ValueError where fields contradict each other."""
+        """Return the constraint of the output, or None.
+
+        Raises:
+            ValueError: Several constraints are set.
+        """
         given: list[Constraint] = []
         if self.response_format is not None and (constraint := self.response_format.constraint()) is not None:
             given.append(constraint)
@@ -169,14 +181,18 @@ class StructuredFields(BaseModel):
             given.append(_text_constraint(None, None, self.guided_grammar))
         if len(given) > 1:
             raise ValueError(
-                f"the output is constrained {len(given)} times; give one of response_format, structured_outputs, "
+                f"the output has {len(given)} constraints; set only one of response_format, structured_outputs, "
                 f"{', '.join(GUIDED)}"
             )
         return given[0] if given else None
 
 
 def schema_constraint(schema: Schema) -> Constraint:
-    """Raises ValueError for a schema that is too deep or too long."""
+    """Return the constraint of a JSON schema.
+
+    Raises:
+        ValueError: The schema is too deep or too long.
+    """
     if _is_deeper(schema, MAX_SCHEMA_DEPTH):
         raise ValueError(f"the schema is nested deeper than {MAX_SCHEMA_DEPTH} levels")
     text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
@@ -185,7 +201,11 @@ def schema_constraint(schema: Schema) -> Constraint:
 
 
 def read_schema(schema: str | Schema) -> Schema:
-    """A schema that may come as JSON text. Raises ValueError."""
+    """Return a schema that may be given as JSON text.
+
+    Raises:
+        ValueError: The text is too long or not a JSON object.
+    """
     if isinstance(schema, dict):
         return schema
     _check_length("the schema", schema, MAX_SCHEMA_CHARACTERS)
@@ -194,7 +214,7 @@ def read_schema(schema: str | Schema) -> Schema:
     except (ValueError, RecursionError):
         raise ValueError("the schema is not JSON") from None
     if not isinstance(value, dict):
-        raise ValueError("the schema is no JSON object")
+        raise ValueError("the schema is not a JSON object")
     return value
 
 
@@ -212,11 +232,12 @@ def _text_constraint(regex: str | None, choice: list[str] | None, grammar: str |
 
 def _check_length(what: str, text: str, limit: int) -> None:
     if len(text) > limit:
-        raise ValueError(f"{what} has {len(text)} characters; at most {limit} are read")
+        raise ValueError(f"{what} has {len(text)} characters; at most {limit} are allowed")
 
 
 def _is_deeper(value: Any, limit: int) -> bool:
-    """Whether objects and arrays are nested deeper. Level by level: recursion would need what it is to prevent."""
+    """Return True if objects and arrays are nested deeper than `limit`. Iterative, so that deep input cannot overflow
+    the stack."""
     level = [value]
     for _ in range(limit + 1):
         level = [item for node in level for item in _items(node)]
@@ -231,13 +252,13 @@ def _items(node: Any) -> list[Any]:
     return node if isinstance(node, list) else []
 
 
-def _closed(node: Any) -> Any:
-    """A copy whose objects allow no properties beyond those that they name, unless they say so (as vLLM does it)."""
+def _forbid_additional_properties(node: Any) -> Any:
+    """Return a copy whose objects forbid additional properties unless they allow them explicitly (as in vLLM)."""
     if isinstance(node, list):
-        return [_closed(item) for item in node]
+        return [_forbid_additional_properties(item) for item in node]
     if not isinstance(node, dict):
         return node
-    copied = {key: _closed(value) for key, value in node.items()}
+    copied = {key: _forbid_additional_properties(value) for key, value in node.items()}
     if "additionalProperties" not in copied and ("properties" in copied or "patternProperties" in copied):
         copied["additionalProperties"] = False
     return copied

@@ -1,5 +1,5 @@
-"""One HTTP request's vectors: all its inputs run at once, each as a request of its own, and come back in their order;
-and what the metrics want to know of them."""
+"""Embedding execution: all inputs of one HTTP request run concurrently, each as its own core request, and are returned
+in order."""
 
 import asyncio
 import time
@@ -14,34 +14,34 @@ from trimtab_engine.api.metrics.tracing import Tracer
 from trimtab_engine.api.openai.admission import Ticket
 from trimtab_engine.api.openai.generation import error_of
 from trimtab_engine.engine_client.client import CoreClient
-from trimtab_engine.engine_client.mailbox import PlainRun
-from trimtab_engine.messages import AddRequest, SequenceOutput
+from trimtab_engine.engine_client.output_queue import PlainRun
+from trimtab_engine.messages.requests import AddRequest, SequenceOutput
 from trimtab_engine.scheduling.pooling import Pooling
 from trimtab_engine.scheduling.sampling import Sampling
 
 NO_SAMPLING = Sampling()
-RETRY_SECONDS = 5  # in Retry-After of what the engine had to end: about what a drain takes to show elsewhere
+RETRY_SECONDS = 5  # for Retry-After of requests ended by the engine; about the time until a drain propagates
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingPlan:
-    """A checked request. Times are CLOCK_MONOTONIC."""
+    """A validated request. Times are CLOCK_MONOTONIC seconds."""
 
     request_id: str
     prompts: Sequence[list[int]]
-    """Token ids of each input."""
+    """Token IDs of each input."""
     pooling: Pooling
     arrival_time: float
     cache_salt: str = ""
     priority: int = 0
     data_parallel_rank: int | None = None
-    """The core that shall run it. None: any."""
+    """Data-parallel core to run on, or None for any."""
     adapter: str = ""
-    """The adapter that its model's name asks for; empty: the model alone."""
+    """Adapter name, or empty for the base model."""
     trace_headers: Mapping[str, str] = field(default_factory=dict)
-    """What the request says of its caller's trace."""
+    """Trace headers of the request."""
     ticket: Ticket | None = None
-    """What it was admitted with; it is told of each vector."""
+    """Admission ticket, notified of each vector."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -49,8 +49,8 @@ class EmbeddingPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Embedded:
-    """One input's vector, as an answer has it, and how much of its prompt was cached."""
+class EmbeddingResult:
+    """One input's serialized vector and its number of cached prompt tokens."""
 
     written: bytes
     num_cached_tokens: int
@@ -64,9 +64,11 @@ class Embedder:
         self.observer = observer
         self._client, self._tracer = client, tracer
 
-    async def run(self, plan: EmbeddingPlan, write: Callable[[bytes], bytes]) -> list[Embedded]:
-        """All vectors, in the order of the inputs; each is written as it comes, so that no long work is left for the
-        end. Leaving early, or the first error, aborts what still runs."""
+    async def run(self, plan: EmbeddingPlan, write: Callable[[bytes], bytes]) -> list[EmbeddingResult]:
+        """Return all vectors in input order, each serialized on arrival to spread the work over time.
+
+        Cancellation or the first error aborts the remaining inputs.
+        """
         tasks = [asyncio.create_task(self._embed(plan, index, write)) for index in range(len(plan.prompts))]
         try:
             return await asyncio.gather(*tasks)
@@ -75,7 +77,7 @@ class Embedder:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _embed(self, plan: EmbeddingPlan, index: int, write: Callable[[bytes], bytes]) -> Embedded:
+    async def _embed(self, plan: EmbeddingPlan, index: int, write: Callable[[bytes], bytes]) -> EmbeddingResult:
         request = AddRequest(
             f"{plan.request_id}-{index}-{uuid.uuid4().hex[:8]}",
             plan.prompts[index],
@@ -91,23 +93,21 @@ class Embedder:
         try:
             async with aclosing(self._client.generate(request)) as outputs:
                 async for output in outputs:
-                    assert not isinstance(output, PlainRun)  # it has no tokens
+                    assert not isinstance(output, PlainRun)  # pooling requests have no tokens
                     last = output
         finally:
             self._count(plan, index, last)
-        assert last is not None  # the last output says how it ended
+        assert last is not None  # the last output has the finish reason
         if last.finish_reason == "error":
             raise error_of(last)
         if last.pooled is None:
-            raise ApiError(
-                503, "the engine ended the request before its input was computed; try again", retry_after=RETRY_SECONDS
-            )
+            raise ApiError(503, "the engine aborted the request; retry it", retry_after=RETRY_SECONDS)
         if plan.ticket is not None:
             plan.ticket.started(index)
-        return Embedded(write(last.pooled), last.num_cached_tokens, last.num_host_cached_tokens)
+        return EmbeddingResult(write(last.pooled), last.num_cached_tokens, last.num_host_cached_tokens)
 
     def _count(self, plan: EmbeddingPlan, index: int, last: SequenceOutput | None) -> None:
-        """Tell how it ended; None: it was left, or the engine is gone."""
+        """Report the result to the metrics; `last` is None if the request was cancelled or the engine failed."""
         is_told = last is not None and last.finish_reason is not None
         life = FinishedSequence(
             reason=last.finish_reason if last is not None and last.finish_reason is not None else "abort",

@@ -1,5 +1,5 @@
-"""What clients may send to POST /v1/embeddings, checked and capped as protocol.py does it. OpenAI's names, and vLLM's
-where OpenAI has none."""
+"""Request model of POST /v1/embeddings, validated like protocol.py. OpenAI's names, or vLLM's for fields that OpenAI
+does not have."""
 
 from typing import Annotated, Any, Literal
 
@@ -17,13 +17,13 @@ from trimtab_engine.api.openai.protocol import (
     Texts,
     TokenIds,
     TokenLists,
-    checked_fields,
+    check_fields,
 )
 
 MAX_INPUTS = 2048  # OpenAI's
 MAX_VALUES = {"float": 2 << 20, "base64": 8 << 20}
-"""Values of all vectors in one answer, by their encoding: about 25 MB of numbers, 45 MB of base64."""
-# Field: values that ask for nothing and are therefore fine.
+"""Maximum values of all vectors in one response, by encoding: about 25 MB as JSON numbers, 45 MB as base64."""
+# Field: values without effect, which are accepted.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "embed_dtype": (None, "float32"),
@@ -36,8 +36,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class EmbeddingRequest(PromptFields, TemplateFields):
-    """POST /v1/embeddings. An input is text or token ids, a list has several; or it is a conversation, in `messages`,
-    as the chat template writes it. None: as the engine was started."""
+    """Body of POST /v1/embeddings. `input` is text, token IDs, or a list of them; `messages` is a conversation rendered
+    with the chat template. None selects the engine's default."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -49,7 +49,7 @@ class EmbeddingRequest(PromptFields, TemplateFields):
     dimensions: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
-    """The same, vLLM's newer name."""
+    """vLLM's newer name of `normalize`."""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)] | None = None
     request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern.decode()}$")] | None = None
@@ -57,34 +57,38 @@ class EmbeddingRequest(PromptFields, TemplateFields):
     @model_validator(mode="before")
     @classmethod
     def _reject_unsupported(cls, data: Any) -> Any:
-        return checked_fields(cls, data, UNSUPPORTED)
+        return check_fields(cls, data, UNSUPPORTED)
 
     @model_validator(mode="after")
     def _check_together(self) -> "EmbeddingRequest":
         if (self.input is None) == (self.messages is None):
-            raise WrongField("input", "send either input or messages")
+            raise WrongField("input", "set either input or messages")
         if self.messages is None:
             for name in self.model_fields_set & TemplateFields.model_fields.keys():
-                raise WrongField(name, f"{name} belongs to messages; an input is taken as it is")
+                raise WrongField(name, f"{name} is only allowed with messages; remove it")
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
-            raise WrongField("normalize", "normalize and use_activation say the same, here differently; send one")
+            raise WrongField("normalize", "normalize and use_activation conflict; set only one")
         return self
 
     @property
     def is_normalised(self) -> bool | None:
-        """What it says of that; None: nothing."""
+        """Requested normalization, or None for the default."""
         return self.use_activation if self.normalize is None else self.normalize
 
     def inputs(self) -> list[str] | list[list[int]]:
-        """All inputs in order. Raises ValueError for an empty one, none, or too many."""
+        """Return all inputs in order.
+
+        Raises:
+            ValueError: An input is empty, there is none, or there are too many.
+        """
         given: Any = self.input
         is_list = isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
         inputs: Any = given if is_list else [given]
         for index, each in enumerate(inputs):
             if len(each) == 0:
                 raise ValueError(
-                    f"{f'input {index} of the list' if is_list else 'input'} is empty; send one token or more"
+                    f"{f'input {index} of the list' if is_list else 'input'} is empty; send at least one token"
                 )
         if len(inputs) > MAX_INPUTS:
-            raise ValueError(f"{len(inputs)} inputs are above {MAX_INPUTS}; send fewer at once")
-        return inputs  # type: ignore[no-any-return]  # the model's field says what it is
+            raise ValueError(f"{len(inputs)} inputs exceed the maximum of {MAX_INPUTS}; send fewer")
+        return inputs  # type: ignore[no-any-return]  # the model field ensures the type

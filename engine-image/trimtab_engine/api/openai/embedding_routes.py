@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: one vector for each input, as OpenAI's clients ask for them."""
+"""POST /v1/embeddings: one vector per input, in OpenAI's format."""
 
 import base64
 import json
@@ -16,14 +16,21 @@ from trimtab_engine.api.http.request_identity import key_salt, request_id_of
 from trimtab_engine.api.http.streaming import unless_gone
 from trimtab_engine.api.metrics.tracing import TRACE_HEADERS
 from trimtab_engine.api.openai.admission import QueueFull
-from trimtab_engine.api.openai.embedding import Embedded, EmbeddingPlan
+from trimtab_engine.api.openai.embedding import EmbeddingPlan, EmbeddingResult
 from trimtab_engine.api.openai.embedding_request import MAX_VALUES, EmbeddingRequest
-from trimtab_engine.api.openai.forms import Usage
-from trimtab_engine.api.openai.planning import bounded, check_known, ids_of_prompts, pinned_rank, refuse_media, rendered
+from trimtab_engine.api.openai.planning import (
+    check_known,
+    pinned_rank,
+    reject_media,
+    render_chat,
+    tokenize_bounded,
+    tokenize_prompts,
+)
+from trimtab_engine.api.openai.response_builders import Usage
 from trimtab_engine.api.openai.state import ServerState, Serving
 from trimtab_engine.scheduling.pooling import Pooling
 
-DIGITS = 9  # as many as tell any two float32 apart
+DIGITS = 9  # enough to distinguish any two float32 values
 
 logger = logging.getLogger("trimtab_engine.requests")
 
@@ -34,9 +41,9 @@ def embedding_router(state: ServerState) -> APIRouter:
     @router.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         serving = state.require_serving()
-        with state.answering() as until:
+        with state.track_generation() as until:
             model = state.check_model(body.model)
-            plan = await _plan_of(state, serving, body, request)
+            plan = await _build_plan(state, serving, body, request)
             if state.options.log_requests:
                 _log(plan)
             return await unless_gone(request, _answer(state, serving, body, model, plan, until))
@@ -44,10 +51,10 @@ def embedding_router(state: ServerState) -> APIRouter:
     return router
 
 
-async def _plan_of(state: ServerState, serving: Serving, body: EmbeddingRequest, request: Request) -> EmbeddingPlan:
+async def _build_plan(state: ServerState, serving: Serving, body: EmbeddingRequest, request: Request) -> EmbeddingPlan:
     arrival = time.monotonic()
-    pooling = _pooling_of(serving, body)
-    prompts = await _prompts_of(serving, body)
+    pooling = _pooling_params(serving, body)
+    prompts = await _tokenize_inputs(serving, body)
     _check_size(serving, body, pooling, len(prompts))
     return EmbeddingPlan(
         request_id=request_id_of(request, body.request_id),
@@ -64,23 +71,27 @@ async def _plan_of(state: ServerState, serving: Serving, body: EmbeddingRequest,
     )
 
 
-def _pooling_of(serving: Serving, body: EmbeddingRequest) -> Pooling:
-    """ApiError 400 where this engine gives no vectors, and for more dimensions than there are."""
+def _pooling_params(serving: Serving, body: EmbeddingRequest) -> Pooling:
+    """Return the pooling parameters.
+
+    Raises:
+        ApiError: 400 if this engine does not compute embeddings, or `dimensions` is too large.
+    """
     tasks = serving.facts.tasks
     if tasks.no_pooling:
-        raise invalid(f"this engine gives no vectors: {tasks.no_pooling}")
+        raise invalid(f"this engine does not compute embeddings: {tasks.no_pooling}")
     most = tasks.pooler.hidden_size
     if body.dimensions is not None and body.dimensions > most:
-        raise invalid(f"dimensions is {body.dimensions}; this model's vectors have {most}", "dimensions")
+        raise invalid(f"dimensions exceeds the model's {most} ({body.dimensions}); set at most {most}", "dimensions")
     return tasks.pooler.pooling(dimensions=body.dimensions, normalize=body.is_normalised)
 
 
-async def _prompts_of(serving: Serving, body: EmbeddingRequest) -> list[list[int]]:
-    """Token ids of every input, of which each fits."""
+async def _tokenize_inputs(serving: Serving, body: EmbeddingRequest) -> list[list[int]]:
+    """Return the token IDs of every input, checked against the maximum length."""
     if body.messages is not None:
-        refuse_media(body.messages, "/v1/embeddings")
-        text = await rendered(serving, body.messages, body)
-        ids = [await bounded(serving, text, "messages", add_special_tokens=bool(body.add_special_tokens))]
+        reject_media(body.messages, "/v1/embeddings")
+        text = await render_chat(serving, body.messages, body)
+        ids = [await tokenize_bounded(serving, text, "messages", add_special_tokens=bool(body.add_special_tokens))]
         param = "messages"
     else:
         param = "input"
@@ -88,11 +99,11 @@ async def _prompts_of(serving: Serving, body: EmbeddingRequest) -> list[list[int
             inputs = body.inputs()
         except ValueError as error:
             raise invalid(str(error), param) from error
-        ids, _ = await ids_of_prompts(serving, inputs, param, add_special_tokens=body.add_special_tokens is not False)
+        ids, _ = await tokenize_prompts(serving, inputs, param, add_special_tokens=body.add_special_tokens is not False)
     if not all(ids):
         raise invalid(f"{param} has no tokens; send at least one", param)
     limit = serving.facts.max_model_len
-    kept = [body.kept(prompt, max_model_len=limit + 1, max_tokens=None) for prompt in ids]  # nothing comes after it
+    kept = [body.kept(prompt, max_model_len=limit + 1, max_tokens=None) for prompt in ids]  # no output tokens follow
     for index, prompt in enumerate(kept):
         if len(prompt) > limit:
             which = f"input {index}" if len(kept) > 1 else "your request"
@@ -106,14 +117,14 @@ async def _prompts_of(serving: Serving, body: EmbeddingRequest) -> list[list[int
 
 
 def _check_size(serving: Serving, body: EmbeddingRequest, pooling: Pooling, num_inputs: int) -> None:
-    """One answer has so many values of vectors."""
+    """Check the number of values in one response against MAX_VALUES."""
     width = pooling.dimensions or serving.facts.tasks.pooler.hidden_size
     most = MAX_VALUES[body.encoding_format]
     if num_inputs * width > most:
         hint = "" if body.encoding_format == "base64" else ", or set encoding_format to base64"
         raise invalid(
-            f"{num_inputs * width} values would be in one answer (inputs x dimensions); at most {most} are: send fewer "
-            f"inputs at once, lower dimensions{hint}",
+            f"the response would have {num_inputs * width} values (inputs x dimensions), above {most}; send fewer "
+            f"inputs, lower dimensions{hint}",
             "input",
         )
 
@@ -128,25 +139,25 @@ async def _answer(
         raise
     until.callback(ticket.close)
     embedded = await serving.embedder.run(replace(plan, ticket=ticket), WRITERS[body.encoding_format])
-    return Response(_written(model, plan, embedded), media_type="application/json")
+    return Response(_response_body(model, plan, embedded), media_type="application/json")
 
 
-def _in_numbers(vector: bytes) -> bytes:
-    """A vector of float32 as a JSON list."""
+def _to_json_list(vector: bytes) -> bytes:
+    """Return a float32 vector as a JSON list."""
     values = array("f", vector)
     return f"[{','.join([format(value, f'.{DIGITS}g') for value in values])}]".encode()
 
 
-def _in_base64(vector: bytes) -> bytes:
-    """Its bytes, little endian, as a JSON text."""
+def _to_base64(vector: bytes) -> bytes:
+    """Return a vector's little-endian bytes as a JSON base64 string."""
     return b'"%b"' % base64.b64encode(vector)
 
 
-WRITERS: dict[str, Callable[[bytes], bytes]] = {"float": _in_numbers, "base64": _in_base64}
+WRITERS: dict[str, Callable[[bytes], bytes]] = {"float": _to_json_list, "base64": _to_base64}
 
 
-def _written(model: str, plan: EmbeddingPlan, embedded: Sequence[Embedded]) -> bytes:
-    """OpenAI's body. The vectors are JSON already."""
+def _response_body(model: str, plan: EmbeddingPlan, embedded: Sequence[EmbeddingResult]) -> bytes:
+    """Return OpenAI's response body; the vectors are already JSON."""
     entries = b",".join(
         [b'{"object":"embedding","index":%d,"embedding":%b}' % (i, one.written) for i, one in enumerate(embedded)]
     )
@@ -165,7 +176,7 @@ def _written(model: str, plan: EmbeddingPlan, embedded: Sequence[Embedded]) -> b
 
 
 def _log(plan: EmbeddingPlan) -> None:
-    """vLLM's line, without the inputs: those are the client's."""
+    """Log vLLM's line, without the client's inputs."""
     logger.info(
         "Received request %s: %d prompts of %d tokens, priority: %d, params: %s",
         plan.request_id,

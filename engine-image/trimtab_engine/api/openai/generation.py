@@ -1,4 +1,4 @@
-"""One HTTP request's sequences: fan-out of n, text from tokens, stop strings, and what the metrics want to know."""
+"""Generation: one HTTP request's sequences, their text and stop strings, and their metrics."""
 
 import asyncio
 import time
@@ -13,8 +13,8 @@ from trimtab_engine.api.metrics.observations import FinishedSequence, Observer
 from trimtab_engine.api.metrics.tracing import Tracer
 from trimtab_engine.api.openai.admission import Ticket
 from trimtab_engine.engine_client.client import CoreClient
-from trimtab_engine.engine_client.mailbox import PlainRun
-from trimtab_engine.messages import AddRequest, SequenceOutput
+from trimtab_engine.engine_client.output_queue import PlainRun
+from trimtab_engine.messages.requests import AddRequest, SequenceOutput
 from trimtab_engine.multimodal.items import Span
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.text.stream import TextStream
@@ -23,14 +23,14 @@ from trimtab_engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """A checked request: prompts, how each choice samples, and how its text is cut. Times are CLOCK_MONOTONIC.
+    """A validated request: prompts, sampling of each choice, and stop strings. Times are CLOCK_MONOTONIC seconds.
 
-    Choices are prompt-major, as OpenAI numbers them: of n choices per prompt, choice i continues prompt i // n.
+    Choices are prompt-major, as OpenAI numbers them: with n choices per prompt, choice i continues prompt i // n.
     """
 
     request_id: str
     prompts: Sequence[list[int]]
-    """Token ids of each."""
+    """Token IDs of each prompt."""
     sampling: Sequence[Sampling]
     stop: Sequence[str]
     include_stop: bool
@@ -38,18 +38,18 @@ class GenerationPlan:
     arrival_time: float
     cache_salt: str = ""
     adapter: str = ""
-    """The name of the one that it asks for; empty: the model alone."""
+    """Adapter name, or empty for the base model."""
     spans: tuple[Span, ...] = ()
-    """Images and videos, of a plan with one prompt."""
+    """Images and videos of a plan with one prompt."""
     priority: int = 0
     data_parallel_rank: int | None = None
-    """The core that shall run it. None: any."""
+    """Data-parallel core to run on, or None for any."""
     stream_interval: int = 1
-    """Tokens that a piece has at least, but for a choice's first and last one."""
+    """Minimum tokens per piece, except a choice's first and last one."""
     trace_headers: Mapping[str, str] = field(default_factory=dict)
-    """What the request says of its caller's trace."""
+    """Trace headers of the request."""
     ticket: Ticket | None = None
-    """What it was admitted with; it is told of each choice's first token."""
+    """Admission ticket, notified of each choice's first token."""
 
     @property
     def n(self) -> int:
@@ -61,35 +61,35 @@ class GenerationPlan:
         return sum(len(prompt) for prompt in self.prompts)
 
     def prompt_of(self, index: int) -> list[int]:
-        """The prompt that choice `index` continues."""
+        """Return the prompt that choice `index` continues."""
         return self.prompts[index // self.n]
 
 
 @dataclass(slots=True)
 class Piece:
-    """What one step brought to one choice. `text` may be empty while characters or stop strings are held back."""
+    """Output of one step for one choice. `text` may be empty while characters or stop strings are held back."""
 
     index: int
     text: str
     num_tokens: int
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    """Those that count: as many as `num_tokens`."""
+    """Token IDs that count, `num_tokens` of them."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
-    """Tokens of the choice's prompt that the prefix cache had; told with its first piece."""
+    """Prompt tokens found in the prefix cache; set on the choice's first piece."""
     num_host_cached_tokens: int = 0
-    """How many of them came from host memory."""
+    """Part of the cached tokens that came from host memory."""
     engine: int = 0
-    """The data-parallel core that computed it."""
+    """Data-parallel core that computed it."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """From the prompt's second token on; with the choice's first piece, where they were asked for."""
+    """Prompt logprobs from the second token on; set on the choice's first piece if requested."""
     texts: list[str] | None = None
-    """The text of each token, where that is known; each is a chunk of a stream."""
+    """Text of each token, if known; each is one chunk of a stream."""
 
     def split(self) -> "Sequence[Piece]":
-        """Token by token, where the text of each is known. What ended the choice did so with the last."""
+        """Split into single tokens, if the text of each is known. The finish reason stays with the last one."""
         if self.texts is None or len(self.texts) < 2:
             return (self,)
         pairs = zip(self.texts, self.token_ids, strict=True)
@@ -98,7 +98,7 @@ class Piece:
         return pieces
 
     def join(self, later: "Piece") -> None:
-        """Take in what came after, of the same choice."""
+        """Append a later piece of the same choice."""
         self.text += later.text
         self.num_tokens += later.num_tokens
         self.logprobs += later.logprobs
@@ -117,7 +117,7 @@ class Generator:
         self._client, self._tokenizer, self._tracer = client, tokenizer, tracer
 
     async def run(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
-        """All choices' pieces as they come. Leaving early aborts what still runs."""
+        """Yield the pieces of all choices in order of arrival. Cancellation aborts the remaining choices."""
         num_tokens, engine = [0] * len(plan.sampling), self._client.first_rank
         try:
             choices = self._run_choice(plan, 0) if len(plan.sampling) == 1 else self._run_choices(plan)
@@ -131,7 +131,7 @@ class Generator:
                 self.observer.request_finished(plan.n, max(num_tokens[first : first + plan.n]), engine)
 
     async def _run_choices(self, plan: GenerationPlan) -> AsyncGenerator[Piece, None]:
-        """Those of several choices, in the order in which they come."""
+        """Yield the pieces of several choices in order of arrival."""
         merged: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._forward(plan, index, merged)) for index in range(len(plan.sampling))]
         try:
@@ -155,7 +155,7 @@ class Generator:
                 async for piece in pieces:
                     merged.put_nowait(piece)
             merged.put_nowait(None)
-        except Exception as error:  # handed to the one who waits, who raises it
+        except Exception as error:  # passed to the consumer, which raises it
             merged.put_nowait(error)
 
     async def _run_choice(self, plan: GenerationPlan, index: int) -> AsyncGenerator[Piece, None]:
@@ -189,9 +189,9 @@ class Generator:
                 async for output in outputs:
                     if isinstance(output, PlainRun):
                         piece = piece_of_run(output, stream, index=index)
-                        clock.note_run(output, piece.num_tokens)
+                        clock.record_run(output, piece.num_tokens)
                     else:
-                        clock.note(output)
+                        clock.record(output)
                         piece = piece_of(output, stream, index=index)
                         if piece.finish_reason == "error":
                             finish_reason = "error"
@@ -217,13 +217,13 @@ class Generator:
 
 
 def error_of(output: SequenceOutput) -> ApiError:
-    """400 when the request itself was wrong, 500 when the engine does not know better."""
+    """Return 400 for an invalid request, 500 for any other engine error."""
     status = 400 if output.error and not output.is_engines_fault else 500
-    return ApiError(status, output.error or "the engine could not run this request")
+    return ApiError(status, output.error or "the engine failed to run this request")
 
 
 def piece_of(output: SequenceOutput, stream: TextStream, *, index: int) -> Piece:
-    """What a step brought to a choice, its text cut at a stop string. Tokens behind one are dropped."""
+    """Return a step's output for a choice, with text cut at a stop string. Tokens after a stop string are dropped."""
     taken = stream.take(output.token_ids, output.finish_reason, ends_with_text=output.ends_with_text)
     piece = Piece(
         index,
@@ -244,7 +244,7 @@ def piece_of(output: SequenceOutput, stream: TextStream, *, index: int) -> Piece
 
 
 def piece_of_run(run: PlainRun, stream: TextStream, *, index: int) -> Piece:
-    """What some steps brought to a choice. Tokens behind a stop string are dropped."""
+    """Return several steps' output for a choice. Tokens after a stop string are dropped."""
     texts = stream.take_each(run.token_ids)
     count = len(texts)
     piece = Piece(index, "".join(texts), count, [], run.token_ids[:count], engine=run.engine_index, texts=texts)
@@ -254,9 +254,9 @@ def piece_of_run(run: PlainRun, stream: TextStream, *, index: int) -> Piece:
 
 
 class SequenceClock:
-    """When things happened to one sequence in the core, told to the metrics as they are heard of.
+    """Timestamps of one sequence in the core, reported to the metrics when the server receives them.
 
-    So a client that takes its answer slowly is no slow engine.
+    Times of the core are used, so that slow clients do not affect the engine's latency metrics.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class SequenceClock:
         self._num_preemptions = 0
         self._num_cached_tokens = 0
 
-    def note(self, output: SequenceOutput) -> None:
+    def record(self, output: SequenceOutput) -> None:
         self._engine = output.engine_index
         if output.first_scheduled_time is not None:
             self._scheduled = output.first_scheduled_time
@@ -300,8 +300,8 @@ class SequenceClock:
         self._last_token = now
         self.num_tokens += len(output.token_ids)
 
-    def note_run(self, run: PlainRun, count: int) -> None:
-        """The first `count` tokens of it; others came before them."""
+    def record_run(self, run: PlainRun, count: int) -> None:
+        """Record the first `count` tokens of a run that is not the sequence's first output."""
         self._engine = run.engine_index
         times = run.times[:count]
         if not times:

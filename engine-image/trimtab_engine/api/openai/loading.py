@@ -1,4 +1,4 @@
-"""What one API server reads while the core reads the weights."""
+"""Initialization of an API server while the core loads the weights."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from trimtab_engine.api.metrics.tracing import Tracer
 from trimtab_engine.api.openai.chat_renderer import ChatRenderer
 from trimtab_engine.api.openai.embedding import Embedder
 from trimtab_engine.api.openai.generation import Generator
-from trimtab_engine.api.openai.grammar_trials import GrammarTrials
+from trimtab_engine.api.openai.grammar_validation import GrammarValidator
 from trimtab_engine.api.openai.media import PromptMedia
 from trimtab_engine.api.openai.state import ServerOptions, Serving
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.engine_client.client import CoreClient
-from trimtab_engine.ipc.garbage import keep_what_is_there
-from trimtab_engine.messages import CoreReady
+from trimtab_engine.ipc.gc_freeze import freeze_startup_objects
+from trimtab_engine.messages.lifecycle import CoreReady
 from trimtab_engine.text.chat_template import ChatTemplates
 from trimtab_engine.text.tokenizer import Tokenizer
 
@@ -26,35 +26,39 @@ async def load_serving(
     observer: Callable[[], Observer | None],
     tracer: Tracer | None,
 ) -> Serving | None:
-    """What exists once the core is ready; None when it has failed. `observer` is asked for then.
+    """Return the serving state once the core is ready, or None if the core has failed. `observer` is called then.
 
-    Raises ConfigError where files cannot be read.
+    Raises:
+        ConfigError: Files cannot be read.
     """
     tokenizer = await asyncio.to_thread(Tokenizer, config.tokenizer or config.model)
     renderer = ChatRenderer(_templates(options, tokenizer))
     try:
         await renderer.check()
         await core.loaded.wait()
-    except BaseException:  # also cancelled: its process would outlive it
+    except BaseException:  # includes cancellation: the worker process must not outlive the load
         await renderer.close()
         raise
     facts, watcher = core.ready, observer()
     if facts is None or watcher is None:
         await renderer.close()
         return None
-    trials = GrammarTrials(lambda: _vocabulary(facts, tokenizer))
+    trials = GrammarValidator(lambda: _vocabulary(facts, tokenizer))
     media = _media(config, options, facts, watcher)
-    keep_what_is_there()
+    freeze_startup_objects()
     generator, embedder = Generator(core, tokenizer, watcher, tracer), Embedder(core, watcher, tracer)
     return Serving(facts, tokenizer, generator, embedder, trials, renderer, media)
 
 
 def _media(config: EngineConfig, options: ServerOptions, facts: CoreReady, observer: Observer) -> PromptMedia | None:
-    """What reads images and videos, where the engine computes them. Raises ModelError where the checkpoint does not say
-    how they are processed."""
+    """Return the reader of images and videos, or None for text-only models.
+
+    Raises:
+        ModelError: The checkpoint has no processor configuration.
+    """
     if not facts.modalities:
         return None
-    # Imported here: Pillow and numpy are needed by servers of models that see images.
+    # Lazy import: only servers of vision models need Pillow and numpy.
     from trimtab_engine.multimodal.checkpoint import read_placeholders, read_processors, read_tile_tokens
     from trimtab_engine.multimodal.processor_cache import ProcessorCache
     from trimtab_engine.multimodal.reader import MediaReader
@@ -77,7 +81,7 @@ def _templates(options: ServerOptions, tokenizer: Tokenizer) -> ChatTemplates:
 
 
 def _vocabulary(facts: CoreReady, tokenizer: Tokenizer) -> dict[str, object]:
-    # Imported here: llguidance is needed by servers that are sent grammars.
+    # Lazy import: only servers that receive grammars need llguidance.
     from trimtab_engine.structured.vocabulary import vocabulary_of
 
     vocabulary = vocabulary_of(tokenizer.fast, facts.vocab_size, tuple(facts.eos_token_ids))

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms. Pure, but for looking up token texts."""
+"""Log-probabilities in OpenAI's two formats. Pure, except for token text lookups."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,20 +7,20 @@ from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.text.tokenizer import Tokenizer
 
 Name = Callable[[int], str]
-"""What a token is called: its text, or its id (return_tokens_as_token_ids)."""
-LOWEST = -9999.0  # JSON has no infinity; vLLM writes this number too
+"""Representation of a token: its text, or its ID (return_tokens_as_token_ids)."""
+LOWEST = -9999.0  # JSON has no infinity; vLLM's value
 
 
-def by_id(token_id: int) -> str:
-    """vLLM's name for a token whose text may not tell it from others."""
+def format_token_id(token_id: int) -> str:
+    """Return vLLM's name of a token whose text may be ambiguous."""
     return f"token_id:{token_id}"
 
 
 def completion_logprobs(
     tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], offset: int, name: Name | None = None
 ) -> dict[str, Any]:
-    """/v1/completions: four parallel lists. `offset` is where the first token's text begins. A position without a
-    logprob, which the first token of an echoed prompt is, has null in both."""
+    """Return /v1/completions' four parallel lists. `offset` is the start of the first token's text. A position without
+    a logprob (the first token of an echoed prompt) has null in both lists."""
     name = name or tokenizer.token_text
     offsets = []
     for position in positions:
@@ -43,17 +43,18 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], name: Name | None = None) -> dict[str, Any]:
-    """/v1/chat/completions: one entry per token, with the most likely ones inside."""
+    """Return /v1/chat/completions' list: one entry per token, with nested top_logprobs."""
     return {"content": [_chat_position(tokenizer, position, name) for position in positions]}
 
 
 def prompt_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
-    """vLLM's prompt_logprobs: one object per token of the prompt, keyed by token id; the first token has none."""
+    """Return vLLM's prompt_logprobs: one object per prompt token, keyed by token ID; null for the first token."""
     return [None, *(_by_token_id(tokenizer, position) for position in positions)]
 
 
 def _by_token_id(tokenizer: Tokenizer, position: TokenLogprobs) -> dict[str, Any]:
-    """`rank` is known of the token itself and of the most likely ones, which come in order."""
+    """Return one position by token ID. `rank` is known for the token itself and for the top tokens, which are
+    sorted."""
     ranks = [position.rank, *range(1, len(position.token_ids))]
     entries = zip(position.token_ids, position.logprobs, ranks, strict=True)
     return {
@@ -71,7 +72,7 @@ def _chat_position(tokenizer: Tokenizer, position: TokenLogprobs, name: Name | N
 
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, value: float, name: Name | None) -> dict[str, Any]:
-    """`bytes` are always those of the token's text."""
+    """Return one token's entry; `bytes` are always those of its text."""
     text = tokenizer.token_text(token_id)
     return {"token": name(token_id) if name else text, "logprob": _number(value), "bytes": list(text.encode())}
 

@@ -1,4 +1,4 @@
-"""Images and videos of a conversation: how many there may be, and what becomes of them in its prompt."""
+"""Images and videos of a conversation: limits, processing, and placement in the prompt."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -7,35 +7,35 @@ from typing import TYPE_CHECKING
 
 from trimtab_engine.api.http.errors import ApiError, invalid
 from trimtab_engine.errors import InvalidRequest
-from trimtab_engine.ipc.bounded_worker import AllBusy
+from trimtab_engine.ipc.bounded_worker import WorkersBusy
 from trimtab_engine.multimodal.items import Modality, MultiModalItem, Span
 from trimtab_engine.multimodal.placeholders import expand
 from trimtab_engine.multimodal.tiles import TileTokens
 
-if TYPE_CHECKING:  # servers of models that take text alone need neither Pillow nor numpy
+if TYPE_CHECKING:  # text-only servers need neither Pillow nor numpy
     from trimtab_engine.multimodal.reader import MediaReader
 
 MODALITIES: tuple[Modality, ...] = ("image", "video")
-AT_ONCE = 2  # items of one request that are processed side by side: others want the processes too
+MAX_CONCURRENT_ITEMS = 2  # items of one request that are processed concurrently; other requests share the workers
 RETRY_SECONDS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image or a video of a message. `where`: its place, for messages of errors. `uuid`: the client's own name for
-    what it is."""
+    """An image or a video of a message. `where` is its position for error messages, `uuid` the client's ID of its
+    content."""
 
     modality: Modality
     url: str | None
-    """None: it is known by its uuid."""
+    """None if it is identified only by its uuid."""
     where: str
     uuid: str | None = None
 
 
 class PromptMedia:
-    """What a model's requests may bring besides text. `placeholders`: the token that its chat template writes for each
-    kind that it takes; `limits`: how many there may be of each; `tiles`: what is written around an image's tiles, where
-    images are cut."""
+    """Media processing of a model. `placeholders` has the token that the chat template writes for each supported
+    modality, `limits` the maximum number per prompt, `tiles` the tokens around image tiles, for models that split
+    images."""
 
     def __init__(
         self,
@@ -47,29 +47,33 @@ class PromptMedia:
         self.reader, self._placeholders, self._limits, self._tiles = reader, placeholders, limits, tiles
 
     def check(self, media: Sequence[Media]) -> None:
-        """Raise ApiError 400 for kinds that the model does not take, and for more of one than is allowed."""
+        """Raise ApiError 400 for unsupported modalities and for too many items."""
         for modality in MODALITIES:
             count = sum(each.modality == modality for each in media)
             if count and modality not in self._placeholders:
-                raise invalid(f"this model takes no {modality}s; send text", "messages")
+                raise invalid(f"this model does not accept {modality}s; send text", "messages")
             limit = self._limits.get(modality, 0)
             if count > limit:
                 raise invalid(
-                    f"the messages have {count} {modality}s; at most {limit} may be in one prompt here "
-                    f"(--limit-mm-per-prompt)",
+                    f"the messages have {count} {modality}s; the limit is {limit} per prompt (--limit-mm-per-prompt)",
                     "messages",
                 )
 
     async def items(self, media: Sequence[Media], *, salt: str, max_tokens: int) -> list[MultiModalItem]:
-        """What they are to the prompt, which has room for so many tokens. ApiError 400 says which is wrong and why, 503
-        that too many wait."""
+        """Process the items for a prompt of at most `max_tokens` tokens.
+
+        Raises:
+            ApiError: 400 with the invalid item and the reason, 503 if too many items wait.
+        """
         found: list[MultiModalItem] = []
-        for first in range(0, len(media), AT_ONCE):
-            found += await asyncio.gather(*(self._item(each, salt) for each in media[first : first + AT_ONCE]))
+        for first in range(0, len(media), MAX_CONCURRENT_ITEMS):
+            found += await asyncio.gather(
+                *(self._item(each, salt) for each in media[first : first + MAX_CONCURRENT_ITEMS])
+            )
             num_tokens = sum(item.num_tokens for item in found)
             if num_tokens >= max_tokens:
                 raise invalid(
-                    f"the first {len(found)} images and videos take {num_tokens} tokens; this model's maximum context "
+                    f"the first {len(found)} images and videos have {num_tokens} tokens; this model's maximum context "
                     f"length is {max_tokens} tokens. Send fewer, or smaller ones.",
                     "messages",
                 )
@@ -80,13 +84,19 @@ class PromptMedia:
             return await self.reader.item(media.modality, media.url, salt, uuid=media.uuid)
         except InvalidRequest as error:
             raise invalid(f"{media.where}: {error}", "messages") from None
-        except AllBusy:
+        except WorkersBusy:
             raise ApiError(
-                503, "too many images and videos wait to be processed; try again", retry_after=RETRY_SECONDS
+                503, "too many images and videos are waiting to be processed; retry later", retry_after=RETRY_SECONDS
             ) from None
 
-    def placed(self, token_ids: Sequence[int], items: Sequence[MultiModalItem]) -> tuple[list[int], tuple[Span, ...]]:
-        """The prompt with room for the items, and where they are. ApiError 400 unless it has a place for each."""
+    def expand_placeholders(
+        self, token_ids: Sequence[int], items: Sequence[MultiModalItem]
+    ) -> tuple[list[int], tuple[Span, ...]]:
+        """Return the prompt with expanded placeholders, and the items' positions.
+
+        Raises:
+            ApiError: 400 unless the prompt has one placeholder per item.
+        """
         try:
             if self._tiles is not None:
                 token_ids, items = self._tiles.written(token_ids, items)
@@ -95,5 +105,5 @@ class PromptMedia:
             raise invalid(str(error), "messages") from None
 
     async def close(self) -> None:
-        """End its processes and connections."""
+        """Close the worker processes and connections."""
         await self.reader.close()

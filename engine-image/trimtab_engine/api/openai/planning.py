@@ -1,4 +1,4 @@
-"""From a checked body to a plan: prompts become token ids, and lengths are judged against the model's context."""
+"""Conversion of a validated body to a plan: tokenization of prompts, and length checks against the model's context."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,6 @@ from fastapi import Request
 from trimtab_engine.api.http.errors import invalid, shorten
 from trimtab_engine.api.http.request_identity import key_salt
 from trimtab_engine.api.metrics.tracing import TRACE_HEADERS
-from trimtab_engine.api.openai.forms import AnswerForm
 from trimtab_engine.api.openai.generation import GenerationPlan
 from trimtab_engine.api.openai.media import Media, PromptMedia
 from trimtab_engine.api.openai.prompt_fields import TemplateFields
@@ -21,23 +20,24 @@ from trimtab_engine.api.openai.protocol import (
     GenerationRequest,
     media_of,
 )
+from trimtab_engine.api.openai.response_builders import ResponseBuilder
 from trimtab_engine.api.openai.restrictions import Restrictions
 from trimtab_engine.api.openai.state import ServerState, Serving
 from trimtab_engine.multimodal.items import Span
 
 MAX_RANK_CHARACTERS = 4
-MAX_CHARACTERS_PER_TOKEN = 64  # no prompt within max_model_len is longer; beyond it, tokenising would be a waste
+MAX_CHARACTERS_PER_TOKEN = 64  # no token is longer on average; longer texts are rejected before tokenization
 
 
 async def completion_prompts(
     serving: Serving, body: CompletionRequest, *, max_tokens: int
 ) -> tuple[list[list[int]], list[str] | None]:
-    """Token ids of every prompt, and their texts where they are echoed."""
+    """Return the token IDs of every prompt, and their texts if `echo` is set."""
     try:
         prompts = body.prompts()
     except ValueError as error:
         raise invalid(str(error), "prompt") from error
-    ids, texts = await ids_of_prompts(
+    ids, texts = await tokenize_prompts(
         serving, prompts, "prompt", add_special_tokens=body.add_special_tokens is not False
     )
     kept = [body.kept(prompt, max_model_len=serving.facts.max_model_len, max_tokens=max_tokens) for prompt in ids]
@@ -51,10 +51,10 @@ async def completion_prompts(
     return kept, [decode(prompt, skip_special_tokens=body.skip_special_tokens) for prompt in kept]
 
 
-async def ids_of_prompts(
+async def tokenize_prompts(
     serving: Serving, prompts: Sequence[str | list[int]], param: str, *, add_special_tokens: bool
 ) -> tuple[list[list[int]], list[str]]:
-    """Token ids of prompts that are texts or ids already, all of one kind; and the texts."""
+    """Return the token IDs of prompts that are all texts or all token IDs; and the texts."""
     ids: list[list[int]] = []
     texts: list[str] = []
     for prompt in prompts:
@@ -73,26 +73,32 @@ async def ids_of_prompts(
 async def chat_prompt(
     serving: Serving, body: ChatRequest, tools: Sequence[dict[str, Any]] | None, *, max_tokens: int | None, salt: str
 ) -> tuple[list[int], tuple[Span, ...]]:
-    """Token ids of a conversation, up to where the assistant's answer begins, and the images and videos in it, which
-    are shared with requests of the same salt."""
+    """Return the token IDs of a conversation up to the assistant's response, and its images and videos. Media are
+    cached per salt."""
     media = media_of(body.messages)
     if media:
         taken = _check_media(serving, media)
         if body.truncate_prompt_tokens is not None:
-            raise invalid("truncate_prompt_tokens could cut an image in two; leave it out", "truncate_prompt_tokens")
-    text = await rendered(serving, body.messages, body, tools=tools)
-    ids = await bounded(serving, text, "messages", add_special_tokens=bool(body.add_special_tokens))
+            raise invalid(
+                "truncate_prompt_tokens is not allowed with images and videos; remove it", "truncate_prompt_tokens"
+            )
+    text = await render_chat(serving, body.messages, body, tools=tools)
+    ids = await tokenize_bounded(serving, text, "messages", add_special_tokens=bool(body.add_special_tokens))
     if not ids:
         raise invalid("messages have no tokens; send at least one", "messages")
     ids = body.kept(ids, max_model_len=serving.facts.max_model_len, max_tokens=max_tokens)
     check_known(serving, ids, "messages")
     if not media:
         return ids, ()
-    return taken.placed(ids, await taken.items(media, salt=salt, max_tokens=serving.facts.max_model_len))
+    return taken.expand_placeholders(ids, await taken.items(media, salt=salt, max_tokens=serving.facts.max_model_len))
 
 
 def _check_media(serving: Serving, media: Sequence[Media]) -> PromptMedia:
-    """What reads images and videos. ApiError 400 where nothing does, for kinds that are not taken, and for too many."""
+    """Return the media processor.
+
+    Raises:
+        ApiError: 400 if the model does not support the modality, or there are too many items.
+    """
     if serving.media is None:
         kinds = " and ".join(sorted({f"{each.modality}_url" for each in media}))
         raise invalid(f"content of type {kinds} is not supported by this model; send text", "messages")
@@ -100,20 +106,20 @@ def _check_media(serving: Serving, media: Sequence[Media]) -> PromptMedia:
     return serving.media
 
 
-def refuse_media(messages: Sequence[ChatMessage], route: str) -> None:
-    """ApiError 400 for images and videos, where only what generates takes them."""
+def reject_media(messages: Sequence[ChatMessage], route: str) -> None:
+    """Raise ApiError 400 for images and videos on routes that do not accept them."""
     if media_of(messages):
         raise invalid(f"images and videos are not supported by {route} yet; send text", "messages")
 
 
-async def rendered(
+async def render_chat(
     serving: Serving,
     messages: Sequence[ChatMessage],
     fields: TemplateFields,
     *,
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> str:
-    """The conversation as the model's template writes it, switched as `fields` say."""
+    """Return the conversation rendered with the model's chat template and the request's template fields."""
     try:
         written = [message.for_template() for message in messages]
     except ValueError as error:
@@ -128,18 +134,18 @@ async def rendered(
     )
 
 
-async def bounded(serving: Serving, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-    """Tokens of a text that is not absurdly long."""
+async def tokenize_bounded(serving: Serving, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    """Return the tokens of a text after a check of its length."""
     _check_length(serving, text, param)
     return await serving.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
 
 
-def plan_of(
+def build_plan(
     state: ServerState,
     serving: Serving,
     request: Request,
     body: GenerationRequest,
-    form: AnswerForm,
+    form: ResponseBuilder,
     prompts: list[list[int]],
     *,
     max_tokens: int | None,
@@ -149,19 +155,21 @@ def plan_of(
     arrival: float,
     spans: tuple[Span, ...] = (),
 ) -> GenerationPlan:
-    """`max_tokens` None: as much as fits; 0: one token, which the answer leaves out. `spans`: images and videos of the
-    only prompt."""
+    """Return the plan. `max_tokens` None means as many as fit; 0 means one token that is not returned. `spans` are the
+    images and videos of a single prompt."""
     vocab_size = serving.facts.vocab_size
-    asked = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"  # the field that holds the number
+    asked = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"  # field with the number of logprobs
     for name, count in ((asked, logprobs), ("prompt_logprobs", prompt_logprobs)):
         if count is not None and count > state.options.max_logprobs:
-            raise invalid(f"{name} is {count}; at most {state.options.max_logprobs} are given here", name)
+            raise invalid(f"{name} is {count}; the maximum is {state.options.max_logprobs}", name)
     outside = [token_id for token_id in body.stop_token_ids or () if token_id >= vocab_size]
     if outside:
-        raise invalid(f"stop_token_ids has {outside[0]}, out of a vocabulary of {vocab_size}", "stop_token_ids")
+        raise invalid(
+            f"stop_token_ids: {outside[0]} is outside the vocabulary of {vocab_size} tokens", "stop_token_ids"
+        )
     check_returned_ids(body, prompts)
     _check_reported(body, prompts, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-    rooms = [_room(serving, body, prompt, max_tokens) for prompt in prompts]
+    rooms = [_max_new_tokens(serving, body, prompt, max_tokens) for prompt in prompts]
     sampling = [
         body.sampling(
             max_tokens=room,
@@ -181,7 +189,7 @@ def plan_of(
         include_stop=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
         arrival_time=arrival,
-        cache_salt=salt_of(request, body),
+        cache_salt=cache_salt_of(request, body),
         adapter=state.adapter_of(body.model),
         spans=spans,
         priority=body.priority,
@@ -193,8 +201,8 @@ def plan_of(
     )
 
 
-def salt_of(request: Request, body: GenerationRequest) -> str:
-    """What a request shares with others only of the same: the tenant's, and its own."""
+def cache_salt_of(request: Request, body: GenerationRequest) -> str:
+    """Return the cache salt of a request: the tenant's and its own."""
     return key_salt(request) + (body.cache_salt or "")
 
 
@@ -206,8 +214,8 @@ def _check_reported(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> None:
-    """One HTTP request may have so many log-probabilities reported: choices x positions x width. A stream keeps none of
-    those of its output; what is generated without max_tokens is counted as it comes (respond.py)."""
+    """Check the number of reported log-probabilities: choices x positions x width. Streams do not retain those of the
+    output; output without max_tokens is counted during generation (respond.py)."""
     asked = 0
     if prompt_logprobs is not None:
         asked += body.n * sum(len(prompt) - 1 for prompt in prompts) * (1 + prompt_logprobs)
@@ -215,27 +223,30 @@ def _check_reported(
         asked += body.n * len(prompts) * max_tokens * (1 + logprobs)
     if asked > MAX_REPORTED:
         raise invalid(
-            f"{asked} log-probabilities would be reported (choices x positions x tokens at each); at most "
-            f"{MAX_REPORTED} are in one answer: lower n, max_tokens, logprobs or prompt_logprobs",
+            f"the response would have {asked} log-probabilities (choices x positions x tokens per position), above "
+            f"{MAX_REPORTED}; lower n, max_tokens, logprobs or prompt_logprobs",
             "logprobs" if prompt_logprobs is None else "prompt_logprobs",
         )
 
 
 def check_returned_ids(body: GenerationRequest, prompts: Sequence[Sequence[int]]) -> None:
-    """Token ids of prompts that come back: a chat answer has its prompt once, a completion with each choice. ApiError
-    400 above MAX_RETURNED_IDS."""
+    """Check the number of returned prompt token IDs: a chat response has its prompt once, a completion once per choice.
+
+    Raises:
+        ApiError: 400 above MAX_RETURNED_IDS.
+    """
     times = 1 if isinstance(body, ChatRequest) else body.n
     num_ids = times * sum(len(prompt) for prompt in prompts)
     if body.return_token_ids and num_ids > MAX_RETURNED_IDS:
         raise invalid(
-            f"{num_ids} token ids of prompts would come back (choices x tokens); at most {MAX_RETURNED_IDS} are in one "
-            f"answer: lower n, or send fewer prompts",
+            f"the response would have {num_ids} prompt token ids (choices x tokens), above {MAX_RETURNED_IDS}; "
+            f"lower n or send fewer prompts",
             "return_token_ids",
         )
 
 
 def pinned_rank(state: ServerState, request: Request) -> int | None:
-    """The data-parallel core that X-data-parallel-rank asks for; None: the client leaves the choice."""
+    """Return the data-parallel core of the header X-data-parallel-rank, or None if it is not set."""
     text = request.headers.get("x-data-parallel-rank")
     if text is None:
         return None
@@ -243,17 +254,21 @@ def pinned_rank(state: ServerState, request: Request) -> int | None:
     is_number = text.isascii() and text.isdigit() and len(text) <= MAX_RANK_CHARACTERS
     if not is_number or int(text) not in ranks:
         there = f"{ranks[0]} to {ranks[-1]}"
-        raise invalid(f"X-data-parallel-rank is {shorten(text)!r}; ranks here are {there}", "X-data-parallel-rank")
+        raise invalid(f"X-data-parallel-rank: {shorten(text)!r} is not a rank; use {there}", "X-data-parallel-rank")
     return int(text)
 
 
-def _room(serving: Serving, body: GenerationRequest, prompt: list[int], max_tokens: int | None) -> int:
-    """Tokens that may be generated behind this prompt. Raises 400 when they do not fit."""
+def _max_new_tokens(serving: Serving, body: GenerationRequest, prompt: list[int], max_tokens: int | None) -> int:
+    """Return the number of tokens that can be generated after this prompt.
+
+    Raises:
+        ApiError: 400 if the requested tokens do not fit.
+    """
     limit, asked = serving.facts.max_model_len, len(prompt)
     if asked >= limit:
         raise invalid(
             f"This model's maximum context length is {limit} tokens. However, your request has {asked} input tokens, "
-            f"and one token of output needs room. Please reduce the length of the input.",
+            f"and at least one output token is required. Please reduce the length of the input.",
             "prompt",
         )
     if max_tokens is not None and asked + max_tokens > limit:
@@ -264,7 +279,7 @@ def _room(serving: Serving, body: GenerationRequest, prompt: list[int], max_toke
         )
     room = limit - asked if max_tokens is None else max(max_tokens, 1)
     if body.min_tokens > room:
-        raise invalid(f"min_tokens is {body.min_tokens}, but at most {room} tokens can be generated", "min_tokens")
+        raise invalid(f"min_tokens is {body.min_tokens}, but only {room} tokens can be generated", "min_tokens")
     return room
 
 
@@ -272,15 +287,15 @@ def _check_length(serving: Serving, text: str, param: str) -> None:
     limit = serving.facts.max_model_len
     if len(text) > limit * MAX_CHARACTERS_PER_TOKEN:
         raise invalid(
-            f"this model's maximum context length is {limit} tokens; the {param} has {len(text)} characters, which "
-            f"cannot be fewer tokens than that; shorten it",
+            f"this model's maximum context length is {limit} tokens; the {param} has {len(text)} characters, "
+            f"more than {limit} tokens; shorten it",
             param,
         )
 
 
 def check_known(serving: Serving, ids: list[int], param: str) -> None:
-    """The model must have an embedding for every token id, whether the client sent it or the tokenizer made it of text:
-    a tokenizer may have tokens that were added after the model was trained."""
+    """Check that the model has an embedding for every token ID. A tokenizer may have tokens that were added after
+    training."""
     highest, vocab_size = max(ids), serving.facts.vocab_size
     if highest >= vocab_size:
         name = serving.tokenizer.token_name(highest)

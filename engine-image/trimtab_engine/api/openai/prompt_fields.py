@@ -1,4 +1,4 @@
-"""How a request's prompt is made of its text: the chat template's switches, special tokens, and what is cut off."""
+"""Request fields that determine the prompt: chat template arguments, special tokens, and truncation."""
 
 from typing import Annotated, Literal
 
@@ -14,7 +14,7 @@ TemplateValue = str | bool | int | float | None
 
 
 class TemplateFields(BaseModel):
-    """The fields of a conversation that its template reads."""
+    """Fields of a conversation that its chat template uses."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -25,21 +25,20 @@ class TemplateFields(BaseModel):
         if self.continue_final_message and self.add_generation_prompt:
             raise WrongField(
                 "continue_final_message",
-                "continue_final_message goes on with the last message, add_generation_prompt begins a new one; "
-                "set add_generation_prompt to false",
+                "continue_final_message conflicts with add_generation_prompt; set add_generation_prompt to false",
             )
         reserved = RESERVED.intersection(self.chat_template_kwargs or ())
         if reserved:
             raise WrongField(
-                "chat_template_kwargs", f"chat_template_kwargs has {min(reserved)!r}, which a field of its own says"
+                "chat_template_kwargs", f"chat_template_kwargs: {min(reserved)!r} has its own field; use that field"
             )
         return self
 
 
 class PromptFields(BaseModel):
-    """vLLM's fields of a generation request about the tokens of its prompt.
+    """vLLM's fields about prompt tokens.
 
-    `add_special_tokens` None: completions have those that the tokenizer adds, chats those that their template writes.
+    `add_special_tokens` None: completions get the tokenizer's special tokens, chats only those of their template.
     """
 
     add_special_tokens: bool | None = None
@@ -51,13 +50,13 @@ class PromptFields(BaseModel):
         if self.truncate_prompt_tokens == 0:
             raise WrongField(
                 "truncate_prompt_tokens",
-                f"truncate_prompt_tokens is 0; keep 1 token or more, or {AS_MUCH_AS_FITS} for as many as fit",
+                f"truncate_prompt_tokens is 0; set 1 or more, or {AS_MUCH_AS_FITS} for as many as fit",
             )
         return self
 
     def kept(self, prompt: list[int], *, max_model_len: int, max_tokens: int | None) -> list[int]:
-        """What is left of a prompt: its last tokens, or its first ones with truncation_side right. As many as fit leave
-        room for `max_tokens` tokens of output, or for one where nothing is said."""
+        """Return the truncated prompt: its last tokens, or its first ones with truncation_side right. "As many as fit"
+        leaves room for `max_tokens` output tokens, or for one if it is None."""
         if self.truncate_prompt_tokens is None:
             return prompt
         num_kept = self.truncate_prompt_tokens

@@ -1,8 +1,7 @@
-"""What clients may send, checked and capped field by field. OpenAI's names, and vLLM's where OpenAI has none.
+"""Request models, validated field by field. OpenAI's names, or vLLM's for fields that OpenAI does not have.
 
-Known features that are not supported yet are refused by name (UNSUPPORTED); unknown fields are refused too, so that
-nothing
-is accepted and then ignored. Only fields that by OpenAI's definition have no effect on the answer may be passed over.
+Known but unsupported features (UNSUPPORTED) and unknown fields are rejected, so that nothing is accepted and then
+ignored. Only fields that by OpenAI's definition have no effect on the response are accepted without effect.
 """
 
 import difflib
@@ -17,30 +16,30 @@ from trimtab_engine.api.http.request_identity import REQUEST_ID
 from trimtab_engine.api.openai.media import Media
 from trimtab_engine.api.openai.prompt_fields import PromptFields, TemplateFields
 from trimtab_engine.api.openai.restrictions import NO_RESTRICTIONS, RestrictionFields, Restrictions
-from trimtab_engine.api.openai.tools import OfferedTools, ToolCalls, ToolFields
+from trimtab_engine.api.openai.tools import ToolCalls, ToolFields, ToolList
 from trimtab_engine.multimodal.items import Modality
 from trimtab_engine.scheduling.sampling import Sampling
 
-MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; nothing larger is read
-MAX_MEDIA_BODY_BYTES = 64 << 20  # one image of the largest size in base64, and a conversation around it
+MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; larger bodies are rejected
+MAX_MEDIA_BODY_BYTES = 64 << 20  # one image of the largest size in base64, with a conversation
 MAX_N = 128  # choices per prompt
-MAX_SEQUENCES = 1024  # prompts times n: each is a request of its own to the core
-MAX_REPORTED = 100_000  # log-probabilities in one answer: half a kilobyte each while it is made
-MAX_RETURNED_IDS = 1_000_000  # of prompts in one answer: ten bytes each while it is made
+MAX_SEQUENCES = 1024  # prompts times n: each is a separate request to the core
+MAX_REPORTED = 100_000  # log-probabilities in one response: half a kilobyte each during serialization
+MAX_RETURNED_IDS = 1_000_000  # prompt token IDs in one response: ten bytes each during serialization
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1024  # each stop string is looked for at every token
+MAX_STOP_CHARACTERS = 1024  # each stop string is searched at every token
 MAX_STOP_TOKEN_IDS = 256
 MAX_MESSAGES = 4096
 MAX_NAME_CHARACTERS = 512
 MAX_PRIORITY = 2**31 - 1
-MAX_FIELDS = 256  # of one JSON object: each unknown one is reported, and many would hold up other requests
+MAX_FIELDS = 256  # of one JSON object: each unknown one is reported, and many would delay other requests
 MAX_INT64 = 2**63 - 1
-MAX_FIELD_CHARACTERS = 64  # of a name for which a like one is looked for
-ONLY_AT = {"prompt": "/v1/completions", "messages": "/v1/chat/completions", "input": "/v1/embeddings"}
-LEAST_REPETITION_PENALTY = 0.01  # logits divided by less overflow
-LEAST_TEMPERATURE = 1e-5  # below it a choice is greedy, as in vLLM: logits divided by less overflow
+MAX_FIELD_CHARACTERS = 64  # of a field name for which a similar one is searched
+ROUTE_OF_FIELD = {"prompt": "/v1/completions", "messages": "/v1/chat/completions", "input": "/v1/embeddings"}
+MIN_REPETITION_PENALTY = 0.01  # dividing logits by a smaller value overflows
+MIN_TEMPERATURE = 1e-5  # below it sampling is greedy, as in vLLM: dividing logits by a smaller value overflows
 
-# Field: values that ask for nothing and are therefore fine.
+# Field: values without effect, which are accepted.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
@@ -67,7 +66,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_token_offsets": (None, False),
     "routed_experts_prompt_start": (None, 0),
     "service_tier": (None, "auto", "default"),
-    "spaces_between_special_tokens": (None, True),  # false would take out blanks between special tokens in the text
+    "spaces_between_special_tokens": (None, True),  # false would remove blanks between special tokens
     "store": (None, False),
     "suffix": (None, ""),
     "thinking_token_budget": (None,),
@@ -78,57 +77,61 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "watermarking": (None, False),
     "web_search_options": (None,),
 }
-# Fields of OpenAI's, and vLLM's session_id, that never change the answer here.
-WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "session_id")
+# OpenAI's fields, and vLLM's session_id, that never change the response.
+FIELDS_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "session_id")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-# The first wrong element is enough: a report on each of a million would take minutes and gigabytes.
+# Stop at the first invalid element: reporting each of a million would take minutes and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
-def checked_fields(model: type[BaseModel], data: Any, not_built: Mapping[str, tuple[Any, ...]]) -> Any:
-    """What came, without the fields that have no effect. Raises WrongField for what is not supported, and for a
-    field that is not known where it is known what was meant; pydantic refuses the others."""
+def check_fields(model: type[BaseModel], data: Any, not_built: Mapping[str, tuple[Any, ...]]) -> Any:
+    """Return the fields without those that have no effect.
+
+    Raises:
+        WrongField: A field is not supported, or is unknown but similar to a known one. pydantic rejects other unknown
+            fields.
+    """
     if not isinstance(data, dict):
         return data
     _check_number_of_fields(data)
     missing = not_built.keys() - model.model_fields.keys()
     for name in data.keys() & missing:
-        if not any(_same(data[name], harmless) for harmless in not_built[name]):
+        if not any(_is_same(data[name], harmless) for harmless in not_built[name]):
             raise WrongField(name, _not_supported(name, not_built[name]))
-    passed_over = missing.union(WITHOUT_EFFECT)
+    passed_over = missing.union(FIELDS_WITHOUT_EFFECT)
     known = {field.alias or name for name, field in model.model_fields.items()}
     for name in data.keys() - known - passed_over:
-        if meant := _meant(name, known):
+        if meant := _field_hint(name, known):
             raise WrongField(name, f"unrecognized request argument: {name}; {meant}")
     return {key: value for key, value in data.items() if key not in passed_over}
 
 
 def _not_supported(name: str, values_of_nothing: tuple[Any, ...]) -> str:
-    """What to do instead: leave it out, or write a value that asks for nothing."""
+    """Return the remedy: remove the field, or set a value without effect."""
     harmless: list[Any] = []
     for value in values_of_nothing:
         if value and value not in harmless:
             harmless.append(value)
     if not harmless:
-        return f"{name} is not supported yet; leave it out"
+        return f"{name} is not supported yet; remove it"
     values = " or ".join(json.dumps(value) for value in harmless)
-    return f"{name} is supported only as {values} so far; leave it out, or write that"
+    return f"{name} is supported only as {values}; remove it, or set a supported value"
 
 
-def _meant(unknown: Any, known: set[str]) -> str | None:
-    """What an unknown field was to be: one of the other kind of completions, or a misspelt one; None: nobody knows."""
+def _field_hint(unknown: Any, known: set[str]) -> str | None:
+    """Return a hint for an unknown field: the route that it belongs to, or a similar name; None if there is none."""
     if not isinstance(unknown, str) or len(unknown) > MAX_FIELD_CHARACTERS:
         return None
-    if unknown in ONLY_AT:
-        return f"it belongs to {ONLY_AT[unknown]}"
-    return _misspelt(unknown, known)
+    if unknown in ROUTE_OF_FIELD:
+        return f"it belongs to {ROUTE_OF_FIELD[unknown]}"
+    return _similar_name_hint(unknown, known)
 
 
-def _misspelt(unknown: str, known: Iterable[str]) -> str | None:
-    """Which of the known names is nearly this one, as a question."""
+def _similar_name_hint(unknown: str, known: Iterable[str]) -> str | None:
+    """Return a question with the most similar known name, or None."""
     close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.75)
     return f"did you mean {close[0]}?" if close else None
 
@@ -140,7 +143,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(RestrictionFields, PromptFields):
-    """What completions and chat completions share. Numbers are strict: true is no number, NaN is refused."""
+    """Fields shared by completions and chat completions. Numbers are strict: true is not a number, NaN is rejected."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -155,7 +158,7 @@ class GenerationRequest(RestrictionFields, PromptFields):
     seed: Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[Finite, Field(ge=LEAST_REPETITION_PENALTY, le=100)] | None = None
+    repetition_penalty: Annotated[Finite, Field(ge=MIN_REPETITION_PENALTY, le=100)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool = False
@@ -174,7 +177,7 @@ class GenerationRequest(RestrictionFields, PromptFields):
     @model_validator(mode="before")
     @classmethod
     def _reject_unsupported(cls, data: Any) -> Any:
-        return checked_fields(cls, data, UNSUPPORTED)
+        return check_fields(cls, data, UNSUPPORTED)
 
     @model_validator(mode="after")
     def _check_together(self) -> "GenerationRequest":
@@ -203,7 +206,7 @@ class GenerationRequest(RestrictionFields, PromptFields):
         prompt_logprobs: int | None = None,
         restrictions: Restrictions = NO_RESTRICTIONS,
     ) -> Sampling:
-        """Sampling of a prompt's choice `index`; its choices differ by their seeds."""
+        """Return the sampling of a prompt's choice `index`; choices differ by their seeds."""
         return Sampling(
             max_tokens=max_tokens,
             min_tokens=min(self.min_tokens, max_tokens),
@@ -229,7 +232,7 @@ class GenerationRequest(RestrictionFields, PromptFields):
 def _temperature(given: float | None) -> float:
     if given is None:
         return 1.0
-    return given if given >= LEAST_TEMPERATURE else 0.0
+    return given if given >= MIN_TEMPERATURE else 0.0
 
 
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -237,7 +240,7 @@ TokenLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions. A prompt is text or token ids; a list of prompts gets n choices for each."""
+    """Body of POST /v1/completions. A prompt is text or token IDs; a list of prompts gets n choices for each."""
 
     prompt: str | TokenIds | Texts | TokenLists
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
@@ -251,7 +254,11 @@ class CompletionRequest(GenerationRequest):
         return self
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """All prompts in order. Raises ValueError for an empty one, none, or too many."""
+        """Return all prompts in order.
+
+        Raises:
+            ValueError: A prompt is empty, there is none, or there are too many.
+        """
         given: Any = self.prompt
         is_list = isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
         prompts: Any = given if is_list else [given]
@@ -260,10 +267,8 @@ class CompletionRequest(GenerationRequest):
                 where = f"prompt {index} of the list" if is_list else "prompt"
                 raise ValueError(f"{where} is empty; send at least one token")
         if len(prompts) * self.n > MAX_SEQUENCES:
-            raise ValueError(
-                f"{len(prompts)} prompts with n={self.n} make more than {MAX_SEQUENCES} choices; send fewer"
-            )
-        return prompts  # type: ignore[no-any-return]  # the model's field says what it is
+            raise ValueError(f"{len(prompts)} prompts with n={self.n} exceed {MAX_SEQUENCES} choices; send fewer")
+        return prompts  # type: ignore[no-any-return]  # the model field ensures the type
 
 
 class TextPart(BaseModel):
@@ -281,7 +286,7 @@ class ImageUrl(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     url: str | None = None
     detail: Literal["auto", "low", "high"] | None = None
-    """Changes nothing, as in vLLM: a model has no other sizes."""
+    """No effect, as in vLLM: models have one image resolution."""
 
 
 class VideoUrl(BaseModel):
@@ -290,8 +295,8 @@ class VideoUrl(BaseModel):
 
 
 class MediaPart(BaseModel):
-    """An image or a video. `uuid`, vLLM's: the client's own name for what it is, by which it may be sent without its
-    content while that is still known."""
+    """An image or a video. `uuid` (vLLM's): the client's ID of its content, which may be sent without the content while
+    it is cached."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["image_url", "video_url"]
@@ -299,14 +304,14 @@ class MediaPart(BaseModel):
 
     @property
     def url(self) -> str | None:
-        """None: it is known by its uuid."""
+        """URL of the content, or None if it is identified only by its uuid."""
         told: ImageUrl | VideoUrl | None = getattr(self, self.type)
         return None if told is None else told.url or None
 
     @model_validator(mode="after")
     def _check_together(self) -> "MediaPart":
         if self.url is None and self.uuid is None:
-            raise ValueError("url is missing; only what was sent before with a uuid may do without, beside that uuid")
+            raise ValueError("url is missing; it may only be omitted with the uuid of an item sent before")
         return self
 
 
@@ -316,14 +321,14 @@ class ImagePart(MediaPart):
 
 
 class VideoPart(MediaPart):
-    """vLLM's form; OpenAI has none."""
+    """vLLM's video part; OpenAI has none."""
 
     type: Literal["video_url"]
     video_url: VideoUrl | None = None
 
 
 def _part_tag(part: Any) -> str:
-    """The kind of a part, in brackets as errors.py knows names that are no fields of the client's."""
+    """Return the type of a part in brackets, which errors.py recognizes as a name that is not a field."""
     return f"[{part['type'] if isinstance(part, dict) else part.type}]"
 
 
@@ -336,15 +341,15 @@ ContentPart = Annotated[
 KINDS: dict[str, Modality] = {"image_url": "image", "video_url": "video"}
 PART_TYPES = ("text", *KINDS)
 MAX_PARTS = 4096  # of one message
-A_PART = '{"type": "text", "text": "Hi"}'
+EXAMPLE_PART = '{"type": "text", "text": "Hi"}'
 
 
-WITHOUT_TEXT = ("audio", "function_call", "refusal", "tool_calls", "tool_call_id", "annotations")
-"""Fields of messages that clients send back empty from an earlier answer."""
+IGNORED_EMPTY_FIELDS = ("audio", "function_call", "refusal", "tool_calls", "tool_call_id", "annotations")
+"""Message fields that clients return empty from an earlier response."""
 
 
 class ChatMessage(BaseModel):
-    """One message. Users may send images and videos between texts, where the model takes them (media.py)."""
+    """One message. Users may send images and videos between texts, if the model supports them (media.py)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -354,7 +359,7 @@ class ChatMessage(BaseModel):
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    """The same, by the name that it had before: what an earlier answer thought."""
+    """Reasoning content of an earlier response, under its former name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -363,39 +368,39 @@ class ChatMessage(BaseModel):
             return data
         _check_number_of_fields(data)
         if data.get("role") == "function":
-            raise ValueError("messages with role function are not supported; they are called tool now")
-        for name in WITHOUT_TEXT:
+            raise ValueError("messages with role function are not supported; use role tool")
+        for name in IGNORED_EMPTY_FIELDS:
             if data.get(name) and name not in cls.model_fields:
-                raise ValueError(f"{name} in a message is not supported yet; leave it out")
-        for name in [name for name in data if name not in cls.model_fields and name not in WITHOUT_TEXT]:
-            if len(name) <= MAX_FIELD_CHARACTERS and (meant := _misspelt(name, cls.model_fields)):
+                raise ValueError(f"{name} in a message is not supported yet; remove it")
+        for name in [name for name in data if name not in cls.model_fields and name not in IGNORED_EMPTY_FIELDS]:
+            if len(name) <= MAX_FIELD_CHARACTERS and (meant := _similar_name_hint(name, cls.model_fields)):
                 raise WrongField(name, f"unrecognized field of a message: {name}; {meant}")
         for place, part in enumerate(data["content"] if isinstance(data.get("content"), list) else ()):
             if not isinstance(part, dict):
-                raise WrongField(f"content.{place}", f"a part of content is an object, such as {A_PART}")
+                raise WrongField(f"content.{place}", f"a content part must be an object such as {EXAMPLE_PART}")
             if not isinstance(kind := part.get("type"), str):
-                raise WrongField(f"content.{place}.type", f"a part of content has a type, such as {A_PART}")
+                raise WrongField(f"content.{place}.type", f"a content part requires a type, such as {EXAMPLE_PART}")
             if kind not in PART_TYPES:
                 wrong = f"content of type {kind[:50]} is not supported; send {', '.join(PART_TYPES)}"
                 raise WrongField(f"content.{place}.type", wrong)
-        return {key: value for key, value in data.items() if key not in WITHOUT_TEXT or value}
+        return {key: value for key, value in data.items() if key not in IGNORED_EMPTY_FIELDS or value}
 
     @model_validator(mode="after")
     def _check_together(self) -> "ChatMessage":
         if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"a message of role {self.role} has tool_calls; only the assistant's do")
+            raise ValueError(f"a message of role {self.role} has tool_calls; only role assistant may have them")
         if self.tool_call_id is not None and self.role != "tool":
-            raise ValueError(f"a message of role {self.role} has a tool_call_id; only the tool's do")
-        if self.thoughts and self.role != "assistant":
-            raise ValueError(f"a message of role {self.role} has reasoning; only the assistant's do")
+            raise ValueError(f"a message of role {self.role} has a tool_call_id; only role tool may have one")
+        if self.reasoning_text and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} has reasoning; only role assistant may have it")
         if self.role != "user" and self.has_media:
-            raise ValueError(f"a message of role {self.role} has an image or a video; only the user's may")
-        if self.content is None and not self.tool_calls and not self.thoughts:
-            raise ValueError("content is missing; only an assistant's message with tool_calls may do without")
+            raise ValueError(f"a message of role {self.role} has an image or a video; only role user may have one")
+        if self.content is None and not self.tool_calls and not self.reasoning_text:
+            raise ValueError("content is missing; only role assistant with tool_calls may omit it")
         return self
 
     @property
-    def thoughts(self) -> str | None:
+    def reasoning_text(self) -> str | None:
         return self.reasoning or self.reasoning_content
 
     @property
@@ -409,7 +414,7 @@ class ChatMessage(BaseModel):
         return isinstance(self.content, list) and any(not isinstance(part, TextPart) for part in self.content)
 
     def media(self, number: int) -> list[Media]:
-        """Its images and videos, in order; it is message `number`."""
+        """Return the images and videos of message `number`, in order."""
         found: list[Media] = []
         for place, part in enumerate(self.content if isinstance(self.content, list) else ()):
             if isinstance(part, MediaPart):
@@ -419,7 +424,7 @@ class ChatMessage(BaseModel):
 
     @property
     def _parts(self) -> list[dict[str, str]]:
-        """What templates write of them: a text, or that there is something else."""
+        """Return the parts for templates: a text, or a placeholder of another type."""
         assert isinstance(self.content, list)
         return [
             {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": KINDS[part.type]}
@@ -427,23 +432,27 @@ class ChatMessage(BaseModel):
         ]
 
     def for_template(self) -> dict[str, Any]:
-        """Raises ValueError for tool calls whose arguments are no JSON."""
+        """Return the message for the template.
+
+        Raises:
+            ValueError: The arguments of a tool call are not JSON.
+        """
         content = self._parts if self.has_media else self.text
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        if self.thoughts:
-            message["reasoning_content"] = self.thoughts  # which templates call so, those that look at it
+        if self.reasoning_text:
+            message["reasoning_content"] = self.reasoning_text  # the name that templates use
         return message | {k: v for k, v in (("name", self.name), ("tool_call_id", self.tool_call_id)) if v}
 
 
 def media_of(messages: Sequence[ChatMessage]) -> list[Media]:
-    """All images and videos of a conversation, in order."""
+    """Return all images and videos of a conversation, in order."""
     return [media for number, message in enumerate(messages) for media in message.media(number)]
 
 
 class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
@@ -454,7 +463,7 @@ class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
-            raise WrongField("top_logprobs", "top_logprobs needs logprobs to be true")
+            raise WrongField("top_logprobs", "top_logprobs requires logprobs true")
         return self
 
     @property
@@ -462,8 +471,8 @@ class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(TemplateFields, OfferedTools):
-    """POST /tokenize: either prompt or messages. `add_special_tokens` None: as at the routes that generate."""
+class TokenizeRequest(TemplateFields, ToolList):
+    """Body of POST /tokenize: either prompt or messages. `add_special_tokens` None: as on the generation routes."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
@@ -480,15 +489,15 @@ class TokenizeRequest(TemplateFields, OfferedTools):
     @model_validator(mode="after")
     def _one_of_both(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("send either prompt or messages")
+            raise ValueError("set either prompt or messages")
         if self.messages is None:
-            for name in self.model_fields_set & (TemplateFields.model_fields.keys() | OfferedTools.model_fields.keys()):
-                raise WrongField(name, f"{name} belongs to messages; a prompt is tokenised as it is")
+            for name in self.model_fields_set & (TemplateFields.model_fields.keys() | ToolList.model_fields.keys()):
+                raise WrongField(name, f"{name} is only allowed with messages; remove it")
         return self
 
 
 class DetokenizeRequest(BaseModel):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
@@ -502,10 +511,10 @@ class DetokenizeRequest(BaseModel):
 
 def _check_number_of_fields(data: Any) -> Any:
     if isinstance(data, dict) and len(data) > MAX_FIELDS:
-        raise ValueError(f"a JSON object here has {len(data)} fields; at most {MAX_FIELDS} are read")
+        raise ValueError(f"a JSON object has {len(data)} fields; at most {MAX_FIELDS} are allowed")
     return data
 
 
-def _same(value: Any, harmless: Any) -> bool:
-    """Equal, and of one type: true is not 1."""
+def _is_same(value: Any, harmless: Any) -> bool:
+    """Return True if both are equal and of one type: true is not 1."""
     return type(value) is type(harmless) and value == harmless

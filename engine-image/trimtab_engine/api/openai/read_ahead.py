@@ -1,6 +1,5 @@
-"""What waits for a client that takes its stream more slowly than it is made: as few bytes as it needs, and never more
-than a bound. The core's tokens are read all the same, so that a slow client moves no clock and holds up no queue.
-"""
+"""Bounded buffer between the core and a client that reads its stream slowly. The core's output is always consumed, so
+that a slow client affects no latency metric and blocks no queue."""
 
 import asyncio
 import logging
@@ -16,26 +15,26 @@ from trimtab_engine.api.openai.generation import Piece
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 
 MAX_UNREAD_BYTES = 4 << 20
-"""Of one HTTP request. Text is about 4.5 bytes a token, so no answer of a usual length comes near; with 20
-log-probabilities at each token these are 15,000 tokens."""
-PART_BYTES = 16 << 10  # as Python's objects; a part is one chunk of the stream, and rendered it is of about this size
-LOGPROB_BYTES, TOKEN_ID_BYTES, TEXT_BYTES, PIECE_BYTES = 72, 36, 64, 400  # what Python takes for one of them
+"""Per HTTP request. Text has about 4.5 bytes per token, so no response of a usual length reaches it; with 20
+log-probabilities per token it holds 15,000 tokens."""
+PART_BYTES = 16 << 10  # as Python objects; one part is one chunk of the stream, of about the same rendered size
+LOGPROB_BYTES, TOKEN_ID_BYTES, TEXT_BYTES, PIECE_BYTES = 72, 36, 64, 400  # sizes of Python objects in bytes
 SLOW_READER = "slow_reader"
 
 logger = logging.getLogger("trimtab_engine.requests")
 
 
-class Unread:
-    """Pieces that wait, joined as far as they are of one choice: of many deltas becomes a larger one.
+class PieceBuffer:
+    """Buffered pieces, joined per choice: many deltas become one larger delta.
 
-    What has reached PART_BYTES is packed. `keeps_ids`: whether token ids are wanted.
+    Parts that have reached PART_BYTES are packed. `keeps_ids` is True if token IDs are needed.
     """
 
     def __init__(self, *, keeps_ids: bool) -> None:
         self._keeps_ids = keeps_ids
         self._packed: deque[bytes] = deque()
         self._open: dict[int, tuple[Piece, int]] = {}
-        """By choice, what came behind all that is packed of it, and its bytes."""
+        """Unpacked tail of each choice, and its size in bytes."""
         self.num_bytes = 0
 
     def __bool__(self) -> bool:
@@ -61,7 +60,7 @@ class Unread:
         self.num_bytes += len(self._packed[-1]) - size
 
     def take(self) -> Piece:
-        """The oldest part. There is one."""
+        """Remove and return the oldest part. The buffer must not be empty."""
         if self._packed:
             packed = self._packed.popleft()
             self.num_bytes -= len(packed)
@@ -72,7 +71,7 @@ class Unread:
 
 
 def size_of(piece: Piece) -> int:
-    """Bytes that what it brings takes, nearly."""
+    """Return the approximate memory of a piece in bytes."""
     num_values = _num_values(piece.logprobs) + _num_values(piece.prompt_logprobs or ())
     size = sys.getsizeof(piece.text) - sys.getsizeof("") + len(piece.texts or ()) * TEXT_BYTES
     return size + len(piece.token_ids) * TOKEN_ID_BYTES + num_values * LOGPROB_BYTES
@@ -83,9 +82,9 @@ def _num_values(positions: Sequence[TokenLogprobs]) -> int:
 
 
 class ReadAhead(AsyncIterator[Piece]):
-    """A request's pieces, for one reader. Once that one has said that it cannot take more (`begin`) they are read
-    without it, and what it has not taken waits here. Above MAX_UNREAD_BYTES the request is aborted: its reader gets
-    what waits, and then an ApiError."""
+    """Pieces of a request for one reader. After the reader signals that it cannot accept more (`begin`), pieces are
+    read ahead into this buffer. Above MAX_UNREAD_BYTES the request is aborted: the reader gets the buffered pieces,
+    then an ApiError."""
 
     def __init__(
         self,
@@ -96,14 +95,14 @@ class ReadAhead(AsyncIterator[Piece]):
         max_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
         self._pieces, self._request_id, self._max_bytes = pieces, request_id, max_bytes
-        self.unread = Unread(keeps_ids=keeps_ids)
+        self.unread = PieceBuffer(keeps_ids=keeps_ids)
         self._reading: asyncio.Task[None] | None = None
         self._arrived = asyncio.Event()
         self._has_ended = False
         self._error: Exception | None = None
 
     def begin(self) -> None:
-        """Read ahead, from now on. Nobody waits for a piece at this time."""
+        """Start reading ahead. No reader may be waiting for a piece."""
         if self._reading is None:
             self._reading = asyncio.create_task(self._read())
 
@@ -126,7 +125,7 @@ class ReadAhead(AsyncIterator[Piece]):
                     if self.unread.num_bytes > self._max_bytes:
                         self._error = self._too_slow()
                         break
-        except Exception as error:  # handed to the reader, who raises it
+        except Exception as error:  # passed to the reader, which raises it
             self._error = error
         finally:
             self._has_ended = True
@@ -134,18 +133,18 @@ class ReadAhead(AsyncIterator[Piece]):
 
     def _too_slow(self) -> ApiError:
         logger.warning(
-            "Aborted request %s: its client has left more than %d bytes unread", self._request_id, self._max_bytes
+            "Aborted request %s: the client has more than %d unread bytes", self._request_id, self._max_bytes
         )
         return ApiError(
             408,
-            f"the request was aborted: this client reads more slowly than the answer is made, and more than "
-            f"{self._max_bytes} bytes of it waited; read the stream as it comes, or ask for fewer log-probabilities or "
-            f"choices at once",
+            f"the request was aborted: the client reads more slowly than the response is generated, and more than "
+            f"{self._max_bytes} bytes were unread; read the stream faster, or request fewer log-probabilities or "
+            f"choices",
             code=SLOW_READER,
         )
 
     async def aclose(self) -> None:
-        """Leave early, which aborts what still runs."""
+        """Close early, which aborts unfinished sequences."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)

@@ -1,6 +1,6 @@
-"""vLLM's …/render: what a request would run with, its prompt's tokens and its sampling parameters, without running it.
+"""vLLM's …/render routes: a request's prompt tokens and sampling parameters, without running it.
 
-The answer is what vLLM's token-in, token-out routes take.
+The response has the format of vLLM's token-in, token-out routes.
 """
 
 from typing import Any
@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from trimtab_engine.api.openai.constraints import Constraint
-from trimtab_engine.api.openai.planning import refuse_media
-from trimtab_engine.api.openai.prepared import Prepared, prepared_chat, prepared_completion
+from trimtab_engine.api.openai.planning import reject_media
+from trimtab_engine.api.openai.preparation import PreparedRequest, prepare_chat, prepare_completion
 from trimtab_engine.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from trimtab_engine.api.openai.state import ServerState
 
@@ -21,24 +21,24 @@ def render_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/completions/render")
     async def render_completion(body: CompletionRequest, request: Request) -> list[Json]:
-        prepared = await prepared_completion(state, state.require_generation(), body, request)
+        prepared = await prepare_completion(state, state.require_generation(), body, request)
         several = len(prepared.plan.prompts) > 1
         return [
-            _rendered(body, prepared, state.check_model(body.model), number, f"-{number}" if several else "")
+            _render_request(body, prepared, state.check_model(body.model), number, f"-{number}" if several else "")
             for number in range(len(prepared.plan.prompts))
         ]
 
     @router.post("/v1/chat/completions/render")
     async def render_chat(body: ChatRequest, request: Request) -> Json:
-        refuse_media(body.messages, "/v1/chat/completions/render")
-        prepared = await prepared_chat(state, state.require_generation(), body, request)
-        return _rendered(body, prepared, state.check_model(body.model), 0, "")
+        reject_media(body.messages, "/v1/chat/completions/render")
+        prepared = await prepare_chat(state, state.require_generation(), body, request)
+        return _render_request(body, prepared, state.check_model(body.model), 0, "")
 
     return router
 
 
-def _rendered(body: GenerationRequest, prepared: Prepared, model: str, number: int, suffix: str) -> Json:
-    """Prompt `number` of the request; `suffix` tells its id from those of the others."""
+def _render_request(body: GenerationRequest, prepared: PreparedRequest, model: str, number: int, suffix: str) -> Json:
+    """Return prompt `number` of the request; `suffix` makes its ID unique."""
     plan = prepared.plan
     return {
         "request_id": plan.request_id + suffix,
@@ -54,8 +54,8 @@ def _rendered(body: GenerationRequest, prepared: Prepared, model: str, number: i
     }
 
 
-def _sampling_params(body: GenerationRequest, prepared: Prepared, number: int) -> Json:
-    """The first choice's, with vLLM's names; those of a prompt differ by their seeds alone."""
+def _sampling_params(body: GenerationRequest, prepared: PreparedRequest, number: int) -> Json:
+    """Return the first choice's parameters under vLLM's names; the choices of a prompt only differ by their seeds."""
     sampling = prepared.plan.sampling[number * body.n]
     return {
         "n": body.n,

@@ -1,4 +1,4 @@
-"""From a plan to an answer: the pieces of all choices, collected into one body or written as a stream of events."""
+"""Responses of a plan: the pieces of all choices, collected into one body or streamed as server-sent events."""
 
 import asyncio
 import logging
@@ -14,31 +14,31 @@ from trimtab_engine.api.http.errors import ApiError, invalid
 from trimtab_engine.api.http.long_json import long_json
 from trimtab_engine.api.http.streaming import EventStream, EventTemplate, event, unless_gone
 from trimtab_engine.api.openai.admission import QueueFull, Ticket
-from trimtab_engine.api.openai.forms import AnswerForm, Usage
 from trimtab_engine.api.openai.generation import GenerationPlan, Piece
 from trimtab_engine.api.openai.logprobs import prompt_logprobs
 from trimtab_engine.api.openai.protocol import MAX_REPORTED, GenerationRequest
 from trimtab_engine.api.openai.read_ahead import ReadAhead
+from trimtab_engine.api.openai.response_builders import ResponseBuilder, Usage
 from trimtab_engine.api.openai.state import ServerState, Serving
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 
-REPORTED_AT_ONCE = 1000  # log-probabilities that are written within milliseconds
-IDS_LIKE_ONE_REPORT = 10  # token ids take as long to write as one log-probability
+MAX_INLINE_LOGPROBS = 1000  # log-probabilities that are serialized within milliseconds
+TOKEN_IDS_PER_LOGPROB = 10  # token IDs that take as long to serialize as one log-probability
 
 logger = logging.getLogger("trimtab_engine.requests")
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Prompts that come back before their continuations; with max_tokens 0 they come back alone."""
+    """Prompts returned before their continuations; with max_tokens 0 only the prompts are returned."""
 
     texts: Sequence[str]
     alone: bool
 
 
 @dataclass(slots=True)
-class ChoiceSoFar:
-    """What has come of one choice."""
+class ChoiceState:
+    """Output of one choice so far."""
 
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -51,23 +51,28 @@ async def answer(
     state: ServerState,
     request: Request,
     body: GenerationRequest,
-    form: AnswerForm,
+    form: ResponseBuilder,
     plan: GenerationPlan,
     until: ExitStack,
     echo: Echo | None = None,
 ) -> Response:
-    """A whole answer, or a stream; that takes over `until`, so the request counts as being answered to its end."""
+    """Return a complete response or a stream. A stream takes ownership of `until`, so that the request counts as active
+    until its end."""
     if state.options.log_requests:
         _log(form, plan)
-    plan = replace(plan, ticket=_admitted(state, plan, until))
+    plan = replace(plan, ticket=_admit(state, plan, until))
     if body.stream:
         pieces = ReadAhead(_require(state).generator.run(plan), form.request_id, keeps_ids=bool(body.return_token_ids))
         return EventStream(_stream(pieces, body, form, plan, echo), until.pop_all(), pieces.begin)
-    return await unless_gone(request, _whole(state, body, form, plan, echo))
+    return await unless_gone(request, _respond_whole(state, body, form, plan, echo))
 
 
-def _admitted(state: ServerState, plan: GenerationPlan, until: ExitStack) -> Ticket:
-    """A place in the queue until the request ends. Raises QueueFull."""
+def _admit(state: ServerState, plan: GenerationPlan, until: ExitStack) -> Ticket:
+    """Admit the request until it ends.
+
+    Raises:
+        QueueFull: A queue limit is reached.
+    """
     try:
         ticket = state.admission.admit([len(plan.prompt_of(index)) for index in range(len(plan.sampling))])
     except QueueFull as full:
@@ -77,12 +82,12 @@ def _admitted(state: ServerState, plan: GenerationPlan, until: ExitStack) -> Tic
     return ticket
 
 
-async def _whole(
-    state: ServerState, body: GenerationRequest, form: AnswerForm, plan: GenerationPlan, echo: Echo | None
+async def _respond_whole(
+    state: ServerState, body: GenerationRequest, form: ResponseBuilder, plan: GenerationPlan, echo: Echo | None
 ) -> Response:
-    """The answer, written in a thread where it has much to report: other requests' streams go on meanwhile."""
+    """Return the complete response, serialized in a thread if it is large, so that other requests' streams continue."""
     serving = _require(state)
-    choices = [ChoiceSoFar() for _ in plan.sampling]
+    choices = [ChoiceState() for _ in plan.sampling]
     num_reported = 0
     usage = Usage(plan.num_prompt_tokens)
     async with aclosing(serving.generator.run(plan)) as pieces:
@@ -92,7 +97,7 @@ async def _whole(
                 _count_prompt(usage, plan, piece)
                 choice.prompt_logprobs = piece.prompt_logprobs
             if echo is not None:
-                _echo_into(piece, plan, echo, is_first=choice.last is None)
+                _add_echo(piece, plan, echo, is_first=choice.last is None)
             choice.text += piece.text
             choice.logprobs += piece.logprobs
             if body.return_token_ids:
@@ -101,8 +106,8 @@ async def _whole(
             num_reported += sum(len(position.token_ids) for position in piece.logprobs)
             if num_reported > MAX_REPORTED:
                 raise invalid(
-                    f"more than {MAX_REPORTED} log-probabilities would be in one answer: set max_tokens, lower n or "
-                    f"the number at each token, or set stream to true",
+                    f"the response would have more than {MAX_REPORTED} log-probabilities; set max_tokens, lower n or "
+                    f"logprobs, or set stream to true",
                     "logprobs",
                 )
             usage.num_completion_tokens += piece.num_tokens
@@ -124,13 +129,13 @@ async def _whole(
         return Response(long_json(whole), media_type="application/json")
 
     if body.return_token_ids:
-        num_reported += plan.num_prompt_tokens * plan.n // IDS_LIKE_ONE_REPORT
+        num_reported += plan.num_prompt_tokens * plan.n // TOKEN_IDS_PER_LOGPROB
     num_reported += sum(len(position.token_ids) for c in choices for position in c.prompt_logprobs or ())
-    return written() if num_reported <= REPORTED_AT_ONCE else await asyncio.to_thread(written)
+    return written() if num_reported <= MAX_INLINE_LOGPROBS else await asyncio.to_thread(written)
 
 
 async def _stream(
-    ahead: ReadAhead, body: GenerationRequest, form: AnswerForm, plan: GenerationPlan, echo: Echo | None
+    ahead: ReadAhead, body: GenerationRequest, form: ResponseBuilder, plan: GenerationPlan, echo: Echo | None
 ) -> AsyncGenerator[str, None]:
     options = body.stream_options
     includes_usage = options is not None and options.include_usage
@@ -152,12 +157,12 @@ async def _stream(
         return event(chunk)
 
     def events_of(piece: Piece) -> str | None:
-        """The piece as a chunk; None: nothing to send yet."""
+        """Return the event of a piece, or None if there is nothing to send yet."""
         index = piece.index
         if not has_begun[index]:
             _count_prompt(usage, plan, piece)
         if echo is not None:
-            _echo_into(piece, plan, echo, is_first=not has_begun[index])
+            _add_echo(piece, plan, echo, is_first=not has_begun[index])
         has_begun[index] = True
         usage.num_completion_tokens += piece.num_tokens
         held[index] += piece.logprobs
@@ -178,10 +183,10 @@ async def _stream(
 
     def chunk_of(text: str, index: int) -> dict[str, Any]:
         chunk = form.chunk(Piece(index, text, 1), None, 0)
-        assert chunk is not None  # the form is a plain one
+        assert chunk is not None  # plain formats always return a chunk
         return chunk | ({"usage": None} if includes_usage else {})
 
-    # Chunks that differ in their text alone: nearly all, and so kept short.
+    # Fast path for chunks that only differ in their text, nearly all of them.
     are_alike = form.is_plain and not (wants_logprobs or body.return_token_ids or counts_on or echo is not None)
     templates: dict[int, EventTemplate] = {}
     async with aclosing(ahead) as pieces:
@@ -204,26 +209,26 @@ async def _stream(
 
 
 def _count_prompt(usage: Usage, plan: GenerationPlan, piece: Piece) -> None:
-    """Cached tokens count once per prompt, however many choices continue it."""
+    """Count cached tokens once per prompt, for any number of choices."""
     if piece.index % plan.n == 0:
         usage.num_cached_tokens += piece.num_cached_tokens
         usage.num_host_cached_tokens += piece.num_host_cached_tokens
 
 
-def _echo_into(piece: Piece, plan: GenerationPlan, echo: Echo, *, is_first: bool) -> None:
-    """Put what comes back of the prompt before the piece; take out what was generated when the prompt comes alone."""
+def _add_echo(piece: Piece, plan: GenerationPlan, echo: Echo, *, is_first: bool) -> None:
+    """Prepend the echoed prompt to the piece; remove the generated token if only the prompt is returned."""
     if echo.alone:
         piece.text, piece.num_tokens, piece.logprobs, piece.token_ids = "", 0, [], []
     if is_first:
         prompt = plan.prompt_of(piece.index)
         piece.text = echo.texts[piece.index // plan.n] + piece.text
         if piece.prompt_logprobs is not None:
-            first = TokenLogprobs([prompt[0]], [], 0)  # nothing comes before it: it has no probability
+            first = TokenLogprobs([prompt[0]], [], 0)  # the first token has no predecessor and no probability
             piece.logprobs = [first, *piece.prompt_logprobs, *piece.logprobs]
 
 
-def _log(form: AnswerForm, plan: GenerationPlan) -> None:
-    """vLLM's line, without the prompt: that is the client's."""
+def _log(form: ResponseBuilder, plan: GenerationPlan) -> None:
+    """Log vLLM's line, without the client's prompt."""
     logger.info(
         "Received request %s: %d prompts of %d tokens, n: %d, priority: %d, params: %s",
         form.request_id,

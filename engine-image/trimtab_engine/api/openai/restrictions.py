@@ -1,5 +1,5 @@
-"""What a request's tokens are chosen from: the grammar, logit_bias, allowed_token_ids, bad_words. Judged against the
-model's vocabulary."""
+"""Restrictions of token choice: grammar, logit_bias, allowed_token_ids and bad_words, checked against the model's
+vocabulary."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,7 @@ BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)
 
 
 class RestrictionFields(StructuredFields):
-    """The fields of a generation request that restrict the choice of tokens."""
+    """Request fields that restrict the choice of tokens."""
 
     logit_bias: dict[TokenId, Bias] | None = None
     allowed_token_ids: (
@@ -36,24 +36,24 @@ class RestrictionFields(StructuredFields):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _read_token_ids(cls, value: Any) -> Any:
-        """JSON's keys are text; the token ids in them are plain decimal numbers."""
+        """Convert JSON's string keys; token IDs must be plain decimal numbers."""
         if not isinstance(value, dict):
             return value
         if len(value) > MAX_LOGIT_BIASES:
-            raise ValueError(f"it has {len(value)} entries; at most {MAX_LOGIT_BIASES} are read")
+            raise ValueError(f"{len(value)} entries; at most {MAX_LOGIT_BIASES} are allowed")
         for key in value:
             is_number = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
             if not is_number and type(key) is not int:
-                raise ValueError(f"the key {str(key)[:50]!r} is no token id")
+                raise ValueError(f"the key {str(key)[:50]!r} is not a token id")
         read = {int(key): bias for key, bias in value.items()}
         if len(read) < len(value):
-            raise ValueError("a token id is given twice, in two spellings")
+            raise ValueError("a token id appears twice, in two spellings")
         return read
 
 
 @dataclass(frozen=True, slots=True)
 class Restrictions:
-    """What remains to be known before sampling parameters can be made."""
+    """Checked restrictions, needed to build sampling parameters."""
 
     grammar: str | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -62,25 +62,26 @@ class Restrictions:
 NO_RESTRICTIONS = Restrictions()
 
 
-async def restrictions_of(
+async def check_restrictions(
     body: RestrictionFields, serving: "Serving", constraint: Constraint | None = None
 ) -> Restrictions:
-    """Check ids, tokenise bad words, try the grammar. `constraint` (of tool calls) comes before the body's own.
+    """Check token IDs, tokenize bad words and validate the grammar. `constraint` (of tool calls) takes precedence.
 
-    Raises ApiError 400.
+    Raises:
+        ApiError: 400 if a restriction is invalid.
     """
     vocab_size = serving.facts.vocab_size
     for field, ids in (("logit_bias", body.logit_bias), ("allowed_token_ids", body.allowed_token_ids)):
         highest = max(ids, default=0) if ids else 0
         if highest >= vocab_size:
-            raise invalid(f"{field} has {highest}, out of a vocabulary of {vocab_size}", field)
+            raise invalid(f"{field}: {highest} is outside the vocabulary of {vocab_size} tokens", field)
     constraint = constraint or body.constraint()
     grammar = None if constraint is None else await serving.trials.grammar(constraint, _param(body))
     return Restrictions(grammar, bad_word_tokens(serving.tokenizer, body.bad_words or []))
 
 
 def bad_word_tokens(tokenizer: Tokenizer, words: list[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word's tokens as they are at the beginning of a text and, where that differs, after a space (as in vLLM)."""
+    """Return each word's tokens at the start of a text and, if different, after a space (as in vLLM)."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         plain = tokenizer.encode(word, add_special_tokens=False)

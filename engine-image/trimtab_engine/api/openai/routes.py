@@ -1,12 +1,12 @@
-"""OpenAI's surface: completions, chat completions, models. protocol.py checks the requests, prepared.py makes plans of
-them, respond.py carries those out."""
+"""OpenAI routes: completions, chat completions, models. protocol.py validates requests, prepared.py creates plans,
+respond.py runs them."""
 
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from trimtab_engine.api.http.look import look
-from trimtab_engine.api.openai.prepared import prepared_chat, prepared_completion
+from trimtab_engine.api.openai.preparation import prepare_chat, prepare_completion
 from trimtab_engine.api.openai.protocol import ChatRequest, CompletionRequest
 from trimtab_engine.api.openai.respond import answer
 from trimtab_engine.api.openai.state import ServerState
@@ -18,15 +18,15 @@ def openai_router(state: ServerState) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         serving = state.require_generation()
-        with state.answering() as until:
-            asked = await prepared_completion(state, serving, body, request)
+        with state.track_generation() as until:
+            asked = await prepare_completion(state, serving, body, request)
             return await answer(state, request, body, asked.form, asked.plan, until, asked.echo)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         serving = state.require_generation()
-        with state.answering() as until:
-            asked = await prepared_chat(state, serving, body, request)
+        with state.track_generation() as until:
+            asked = await prepare_chat(state, serving, body, request)
             return await answer(state, request, body, asked.form, asked.plan, until)
 
     @look(router, "/v1/models")
@@ -42,7 +42,7 @@ def openai_router(state: ServerState) -> APIRouter:
 
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:
-    """The model by one of its names, or an adapter of it: its root is its folder then, as vLLM shows it."""
+    """Return a model card by served name, or an adapter's card, whose root is its folder (as in vLLM)."""
     adapter = state.adapter_of(name)
     card = next((card for card in state.adapters if card.name == adapter), None)
     first = state.options.served_model_names[0]

@@ -1,4 +1,4 @@
-"""What all routes of one server share: the core, the tokenizer, and whether requests are accepted."""
+"""State shared by all routes of one server: the core, the tokenizer, and whether requests are accepted."""
 
 import asyncio
 import time
@@ -12,20 +12,21 @@ from trimtab_engine.api.openai.admission import Admission
 from trimtab_engine.api.openai.chat_renderer import ChatRenderer
 from trimtab_engine.api.openai.embedding import Embedder
 from trimtab_engine.api.openai.generation import Generator
-from trimtab_engine.api.openai.grammar_trials import GrammarTrials
+from trimtab_engine.api.openai.grammar_validation import GrammarValidator
 from trimtab_engine.api.openai.media import PromptMedia
 from trimtab_engine.engine_client.client import CoreClient
-from trimtab_engine.messages import AdapterCard, CoreReady, EngineState
+from trimtab_engine.messages.admin import AdapterCard, EngineState
+from trimtab_engine.messages.lifecycle import CoreReady
 from trimtab_engine.multimodal.sources import NOTHING_ELSE, AllowedSources
 from trimtab_engine.sources.progress import Downloaded
 from trimtab_engine.text.tokenizer import Tokenizer
 
-RETRY_SECONDS = 5  # in Retry-After: about what a drain or the end of a load takes to show elsewhere
+RETRY_SECONDS = 5  # for Retry-After; about the time until a drain or a finished load propagates
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The part of the command line that only the API server needs."""
+    """Command line options that only the API server needs."""
 
     served_model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
@@ -36,39 +37,39 @@ class ServerOptions:
     log_requests: bool = False
     otlp_traces_endpoint: str | None = None
     chat_template: str | None = None
-    """The text that takes the place of the model's own."""
+    """Text that replaces the model's chat template."""
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
-    """How the model writes its thoughts; None: whatever it writes is its answer."""
+    """Reasoning parser of the model's output, or None."""
     custom_histogram_buckets: dict[str, list[float]] | None = None
     core_silence_timeout: float = 30.0
-    """Seconds; 0: a core may be silent for ever."""
+    """Seconds without a core heartbeat until probes fail; 0 disables the check."""
     api_key_for_metrics: bool = False
-    """Whether /metrics and /load ask for the API key too."""
+    """True if /metrics and /load require the API key too."""
     media_sources: AllowedSources = NOTHING_ELSE
-    """Where images and videos may come from besides the request itself."""
+    """Allowed external sources of images and videos."""
     allow_runtime_lora_updating: bool = False
-    """Whether clients load and unload adapters."""
+    """True if clients may load and unload adapters."""
     downloaded: Downloaded | None = None
-    """What was fetched of the model before it was loaded."""
+    """Download that this start has made, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What exists once the core is ready."""
+    """Objects that exist once the core is ready."""
 
     facts: CoreReady
     tokenizer: Tokenizer
     generator: Generator
     embedder: Embedder
-    trials: GrammarTrials
+    trials: GrammarValidator
     renderer: ChatRenderer
     media: PromptMedia | None = None
-    """None: the model takes text alone."""
+    """None for text-only models."""
 
     async def close(self) -> None:
-        """End the processes that it has started."""
+        """Stop the worker processes."""
         if self.media is not None:
             await self.media.close()
         await self.trials.close()
@@ -77,27 +78,27 @@ class Serving:
 
 @dataclass(slots=True)
 class ServerState:
-    """One server's state. `serving` comes when loading is done; `leaving` and `draining` never go back."""
+    """State of one server. `serving` is set when loading is done; `leaving` and `draining` are never reset."""
 
     options: ServerOptions
     core: CoreClient
     exporter: Exporter
     serving: Serving | None = None
-    leaving: bool = False
-    """To end when nobody comes any more: not ready, so that nobody is sent here; who comes all the same is served."""
+    terminating: bool = False
+    """Terminating: not ready, so that traffic moves away; arriving requests are still served."""
     draining: bool = False
-    """Nothing new is accepted."""
+    """Draining: new requests are rejected."""
     num_arrivals: int = 0
-    """Requests that have come so far, but for probes and scrapes."""
+    """Number of requests received so far, except probes and scrapes."""
     num_http_requests: int = 0
-    """Generation requests that are being answered."""
+    """Generation requests in progress."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while none is."""
+    """Set while no request is in progress."""
     started: float = field(default_factory=time.time)
     on_drain: Callable[[], None] = lambda: None
-    """Called once, when it begins to drain."""
-    on_forget_media: Callable[[], None] = lambda: None
-    """Called when all servers are to forget their images and videos."""
+    """Called once, when the drain begins."""
+    on_drop_media_cache: Callable[[], None] = lambda: None
+    """Called when all servers must drop their cached images and videos."""
     admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,93 +107,94 @@ class ServerState:
 
     @property
     def is_ending(self) -> bool:
-        return self.leaving or self.draining
+        return self.terminating or self.draining
 
-    def arrived(self) -> None:
-        """One more request has come."""
+    def count_request(self) -> None:
+        """Count a received request."""
         self.num_arrivals += 1
 
     def begin_drain(self) -> None:
-        """Accept nothing new from now on, in this server and in all others of the engine."""
+        """Reject new requests from now on, in this server and all others of the engine."""
         if not self.draining:
             self.draining = True
             self.on_drain()
 
-    def forget_media(self) -> None:
-        """Forget what this server, and each core for it, keeps of images and videos."""
+    def drop_media_cache(self) -> None:
+        """Drop cached images and videos of this server, and of each core for it."""
         if self.serving is not None and self.serving.media is not None:
             self.serving.media.reader.cache.clear()
             self.core.forget_media()
 
     @contextmanager
-    def answering(self) -> Iterator[ExitStack]:
-        """One generation request is being answered: what a drain waits for. It counts until the stack is closed: at the
-        end of the block, or by whoever takes it over with pop_all()."""
+    def track_generation(self) -> Iterator[ExitStack]:
+        """Count a generation request as in progress; a drain waits for it. It counts until the stack is closed: at the
+        end of the block, or by the code that takes it over with pop_all()."""
         self.num_http_requests += 1
         self.idle.clear()
         with ExitStack() as until:
-            until.callback(self._answered)
+            until.callback(self._finish_generation)
             yield until
 
-    def _answered(self) -> None:
+    def _finish_generation(self) -> None:
         self.num_http_requests -= 1
         if self.num_http_requests == 0:
             self.idle.set()
 
     @property
     def not_ready_reason(self) -> str | None:
-        """Why nobody is to be sent here; None: anybody may."""
-        reason = self._refusal_reason
-        if reason is None and self.leaving:
-            return "the engine is to end: it serves on until nobody comes any more"
+        """Return the reason why this server is not ready, or None if it is."""
+        reason = self._rejection_reason
+        if reason is None and self.terminating:
+            return "the engine is terminating: it serves until traffic stops"
         return reason
 
     @property
-    def _refusal_reason(self) -> str | None:
-        """Why requests are not accepted; None: they are."""
+    def _rejection_reason(self) -> str | None:
+        """Return the reason why requests are rejected, or None if they are accepted."""
         if not self.core.is_alive:
             return f"the engine has failed: {self.core.failure.message if self.core.failure else 'its core has ended'}"
         if self.serving is None:
             progress = self.core.progress
             return f"the engine is loading: {progress.stage}, {progress.percent:.0f}%"
         if (silence := self.core.silence) is not None:
-            return f"the engine hangs: {silence}"
+            return f"the engine does not respond: {silence}"
         if self.draining:
-            return "the engine is draining: it finishes what runs and accepts nothing new"
-        return resting_reason(self.core.state)
+            return "the engine is draining: running requests finish, new ones are rejected"
+        return paused_reason(self.core.state)
 
     def loading_reason(self) -> str | None:
-        """Why nothing but probes can be answered yet; None: the engine has loaded, or has failed."""
+        """Return the reason why only probes are served yet, or None if the engine has loaded or failed."""
         return self.not_ready_reason if self.serving is None else None
 
     def require_serving(self) -> Serving:
-        """What a generation request needs, or 503 with the reason. While requests are kept, new ones queue up too."""
-        reason = self._refusal_reason
-        if self.core.state.pause_mode == "keep" and reason == resting_reason(self.core.state):
+        """Return the serving state of a generation request, or raise 503 with the reason. While paused with kept
+        requests, new ones queue up too."""
+        reason = self._rejection_reason
+        if self.core.state.pause_mode == "keep" and reason == paused_reason(self.core.state):
             reason = None
         if reason is not None or self.serving is None:
             raise ApiError(503, reason or "the engine is loading", retry_after=RETRY_SECONDS)
         return self.serving
 
     def require_generation(self) -> Serving:
-        """The same for requests that are to have tokens. 400 where the engine generates none."""
+        """Return the serving state for token generation. Raises 400 if the engine does not generate."""
         serving = self.require_serving()
         if serving.facts.tasks.no_generation:
-            raise ApiError(400, f"no tokens are generated here: {serving.facts.tasks.no_generation}")
+            raise ApiError(400, f"this engine does not generate text: {serving.facts.tasks.no_generation}")
         return serving
 
     @property
     def adapters(self) -> tuple[AdapterCard, ...]:
-        """Those that requests may ask for now, on every core."""
+        """Adapters available on every core."""
         return self.core.state.adapters
 
     def adapter_of(self, name: str | None) -> str:
-        """The adapter that a request for this model asks for; empty: the model alone."""
+        """Return the adapter of a requested model name, or an empty string for the base model."""
         is_one = name not in self.options.served_model_names and any(card.name == name for card in self.adapters)
         return name if name is not None and is_one else ""
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with. 404 for a model, or an adapter of it, that is not served here."""
+        """Return the model name of the response. Raises 404 for a model or adapter that is not served."""
         names = self.options.served_model_names
         if name is None or name in names or self.adapter_of(name):
             return name or names[0]
@@ -200,16 +202,16 @@ class ServerState:
         served = ", ".join([*names, *(card.name for card in self.adapters)])
         raise ApiError(
             404,
-            f"the model {shown!r} does not exist; served here: {served}",
+            f"the model {shown!r} does not exist; served models: {served}",
             param="model",
             code="model_not_found",
         )
 
 
-def resting_reason(state: EngineState) -> str | None:
-    """Why an engine that could work does not."""
+def paused_reason(state: EngineState) -> str | None:
+    """Return the reason why the engine is sleeping or paused, or None."""
     if state.sleep_level is not None:
-        return f"the engine sleeps at level {state.sleep_level}: POST /admin/v1/wake_up"
+        return f"the engine is asleep at level {state.sleep_level}; POST /admin/v1/wake_up"
     if state.pause_mode is not None:
-        return f"the engine is paused with mode {state.pause_mode}: POST /admin/v1/resume"
+        return f"the engine is paused with mode {state.pause_mode}; POST /admin/v1/resume"
     return None

@@ -1,4 +1,4 @@
-"""Tool calls as clients ask for them: functions, who chooses among them, and what that makes of a request."""
+"""Tools of a request: functions, tool_choice, and their effect on the prompt, the output constraint and the parser."""
 
 import json
 from collections.abc import Callable
@@ -13,17 +13,18 @@ from trimtab_engine.api.openai.tool_parsers import PARSERS, ToolParser
 from trimtab_engine.api.openai.tool_parsers.enforced import NamedParser, RequiredParser
 
 MAX_TOOLS = 128  # OpenAI's limit
-MAX_TOOL_CALLS = 128  # in one message that a client sends back
+MAX_TOOL_CALLS = 128  # in one message returned by a client
 MAX_ID_CHARACTERS = 512
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Function(_Strict):
-    """`strict` changes nothing: with tool_choice required or a name the schema is held to, with auto it is not."""
+class Function(_StrictModel):
+    """Function definition. `strict` has no effect: tool_choice required or a name enforces the schema, auto does
+    not."""
 
     name: Name
     description: str | None = None
@@ -31,34 +32,38 @@ class Function(_Strict):
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(_StrictModel):
     type: Literal["function"]
     function: Function
 
 
-class ChosenFunction(_Strict):
+class ChosenFunction(_StrictModel):
     name: Name
 
 
-class ToolChoice(_Strict):
+class ToolChoice(_StrictModel):
     type: Literal["function"]
     function: ChosenFunction
 
 
-class CalledFunction(_Strict):
+class CalledFunction(_StrictModel):
     name: Annotated[str, Field(max_length=MAX_ID_CHARACTERS)]
     arguments: str = "{}"
 
 
-class ToolCall(_Strict):
-    """A call of an earlier answer, as the client sends it back."""
+class ToolCall(_StrictModel):
+    """A call of an earlier response, returned by the client."""
 
     id: Annotated[str, Field(max_length=MAX_ID_CHARACTERS)] | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """With the arguments as an object, which is what templates write. Raises ValueError where they are none."""
+        """Return the call with its arguments as an object, which templates expect.
+
+        Raises:
+            ValueError: The arguments are not a JSON object.
+        """
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
@@ -70,34 +75,34 @@ class ToolCall(_Strict):
 ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 
 
-class OfferedTools(BaseModel):
-    """The functions that a conversation's template tells of."""
+class ToolList(BaseModel):
+    """Functions listed in a conversation's template."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
     @model_validator(mode="after")
-    def _check_tools(self) -> "OfferedTools":
+    def _check_tools(self) -> "ToolList":
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) != len(names):
-            raise WrongField("tools", "two tools have one name")
+            raise WrongField("tools", "two tools have the same name")
         for tool in self.tools or ():
             schema_constraint(tool.function.parameters or {})
         return self
 
     def for_template(self, *, template_knows_tools: bool) -> list[dict[str, Any]] | None:
-        """ApiError 400 when the template would not tell of them."""
+        """Return the tools for the template. Raises ApiError 400 if the template does not support tools."""
         if not self.tools:
             return None
         if not template_knows_tools:
             raise invalid(
-                "this model's chat template knows no tools; serve it with one that does (--chat-template hermes)",
+                "this model's chat template does not support tools; start the engine with --chat-template hermes",
                 "tools",
             )
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
 
-class ToolFields(OfferedTools):
-    """The fields of a chat request about tools."""
+class ToolFields(ToolList):
+    """Tool fields of a chat request."""
 
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -107,7 +112,7 @@ class ToolFields(OfferedTools):
         names = [tool.function.name for tool in self.tools or ()]
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
             named = self.tool_choice.function.name
-            raise WrongField("tool_choice", f"tool_choice names {named!r}, which is not among the tools")
+            raise WrongField("tool_choice", f"tool_choice: {named!r} is not one of the tools")
         if self.tool_choice == "required" and not names:
             raise WrongField("tool_choice", "tool_choice is required, but there are no tools")
         return self
@@ -115,9 +120,9 @@ class ToolFields(OfferedTools):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What tools make of one request: what the template sees, what the output must match, who reads the answer.
+    """Effect of tools on one request: tools for the template, output constraint, and parser of the response.
 
-    `parser` None: the answer is text. `only_first`: further calls are left out (parallel_tool_calls is false).
+    `parser` None: the response is text. `only_first`: further calls are dropped (parallel_tool_calls is false).
     """
 
     for_template: list[dict[str, Any]] | None = None
@@ -129,10 +134,11 @@ class ToolUse:
 NO_TOOLS = ToolUse()
 
 
-def tool_use_of(
+def build_tool_use(
     body: ToolFields, *, template_knows_tools: bool, auto_parser: str | None, is_constrained: bool
 ) -> ToolUse:
-    """`auto_parser` is --tool-call-parser with --enable-auto-tool-choice. ApiError 400 for what cannot be."""
+    """Return the tool use of a request. `auto_parser` is --tool-call-parser with --enable-auto-tool-choice. Raises
+    ApiError 400 for conflicts."""
     tools = body.for_template(template_knows_tools=template_knows_tools)
     if not body.tools:
         return NO_TOOLS
@@ -143,27 +149,28 @@ def tool_use_of(
     if choice == "auto":
         if auto_parser is None:
             raise invalid(
-                '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set; ask for '
-                "required or for one function by name",
+                '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set; use '
+                "tool_choice required, or one function by name",
                 "tool_choice",
             )
         return ToolUse(tools, None, PARSERS[auto_parser], only_first)
     if is_constrained:
-        raise invalid("tool_choice and another field constrain the output; leave out one of them", "tool_choice")
+        raise invalid("tool_choice and another field constrain the output; remove one of them", "tool_choice")
     if isinstance(choice, ToolChoice):
         name = choice.function.name
-        return ToolUse(tools, _arguments_of(body.tools, name), lambda: NamedParser(name))
-    return ToolUse(tools, _calls_of(body.tools, only_first), RequiredParser, only_first)
+        return ToolUse(tools, _arguments_constraint(body.tools, name), lambda: NamedParser(name))
+    return ToolUse(tools, _calls_constraint(body.tools, only_first), RequiredParser, only_first)
 
 
-def _arguments_of(tools: list[Tool], name: str) -> Constraint:
-    """The output is the arguments of this function."""
+def _arguments_constraint(tools: list[Tool], name: str) -> Constraint:
+    """Return the constraint: the output is the arguments of this function."""
     (tool,) = (tool for tool in tools if tool.function.name == name)
     return schema_constraint(_parameters(tool))
 
 
-def _calls_of(tools: list[Tool], only_first: bool) -> Constraint:
-    """The output is an array of calls (vLLM's form). Definitions of the functions' schemas move to the top."""
+def _calls_constraint(tools: list[Tool], only_first: bool) -> Constraint:
+    """Return the constraint: the output is an array of calls (vLLM's form). Schema definitions move to the top
+    level."""
     definitions: Schema = {}
     options: list[Schema] = []
     for tool in tools:
@@ -172,7 +179,7 @@ def _calls_of(tools: list[Tool], only_first: bool) -> Constraint:
             for name, definition in parameters.pop(key, {}).items():
                 definitions.setdefault(key, {})
                 if definitions[key].setdefault(name, definition) != definition:
-                    raise invalid(f"two tools define {name!r} differently; give the definitions other names", "tools")
+                    raise invalid(f"two tools define {name!r} differently; rename one definition", "tools")
         options.append(
             {
                 "type": "object",

@@ -1,1 +1,1 @@
-"""The HTTP servers themselves: processes, readiness, admission, identity and errors."""
+"""HTTP server processes: readiness, drain, and aggregation of several servers."""

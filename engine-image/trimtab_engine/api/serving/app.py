@@ -1,4 +1,4 @@
-"""The HTTP application on --port: OpenAI's surface, probes and metrics, behind a body limit and an optional key."""
+"""HTTP application on --port: OpenAI API, probes and metrics, with a body limit and optional API keys."""
 
 from importlib.metadata import version
 from typing import Any
@@ -16,45 +16,47 @@ from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
 from trimtab_engine.api.http.wrong_path import ADMIN_PORT
 from trimtab_engine.api.openai.adapter_routes import adapter_router
 from trimtab_engine.api.openai.embedding_routes import embedding_router
-from trimtab_engine.api.openai.not_built_routes import not_built_router
 from trimtab_engine.api.openai.protocol import MAX_BODY_BYTES, MAX_MEDIA_BODY_BYTES
 from trimtab_engine.api.openai.render_routes import render_router
 from trimtab_engine.api.openai.routes import openai_router
 from trimtab_engine.api.openai.state import RETRY_SECONDS, ServerOptions, ServerState
 from trimtab_engine.api.openai.tokenize_routes import tokenize_router
+from trimtab_engine.api.openai.unsupported_routes import unsupported_router
 
 PROBES = frozenset({"/livez", "/readyz", "/startupz", "/health", "/ping"})
 METRICS = frozenset({"/metrics", "/load"})
 
 
 def build_app(state: ServerState) -> FastAPI:
-    """The application. It answers probes from the first moment; generation waits for `state.serving`."""
+    """Return the application. Probes work immediately; generation requires `state.serving`."""
     app = FastAPI(title="Trimtab engine", version=version("trimtab"), docs_url=None, redoc_url=None)
     add_error_handlers(app, ADMIN_PORT)
-    app.include_router(openai_router(state))  # first: routes are tried in order, and these are asked most
+    app.include_router(
+        openai_router(state)
+    )  # first, because routes are matched in order and these are the most frequent
     app.include_router(embedding_router(state))
     app.include_router(_probes(state))
     app.include_router(render_router(state))
     app.include_router(tokenize_router(state))
     app.include_router(adapter_router(state))
-    app.include_router(not_built_router())
+    app.include_router(unsupported_router())
     app.add_middleware(LoadingGate, not_loaded=state.loading_reason, retry_seconds=RETRY_SECONDS)
     app.add_middleware(ApiKeyGuard, keys=state.options.api_keys, open_paths=_open_paths(state.options))
     app.add_middleware(BodyLimit, max_bytes=lambda: _max_body_bytes(state), remedy="send a shorter prompt")
     app.add_middleware(RequestIds)
     app.add_middleware(CloseWhileEnding, is_ending=lambda: state.is_ending)
-    app.add_middleware(CountArrivals, on_arrival=state.arrived, uncounted=PROBES | METRICS)
+    app.add_middleware(CountArrivals, on_arrival=state.count_request, uncounted=PROBES | METRICS)
     return app
 
 
 def _max_body_bytes(state: ServerState) -> int:
-    """More where requests bring images."""
+    """Return the body limit, which is larger for vision models."""
     sees_images = state.serving is not None and state.serving.media is not None
     return MAX_MEDIA_BODY_BYTES if sees_images else MAX_BODY_BYTES
 
 
 def _open_paths(options: ServerOptions) -> frozenset[str]:
-    """What needs no API key: whoever watches the engine has none."""
+    """Return the paths without API key: probes and, unless configured otherwise, metrics."""
     return PROBES if options.api_key_for_metrics else PROBES | METRICS
 
 

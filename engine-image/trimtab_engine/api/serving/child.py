@@ -2,8 +2,8 @@
 
 Started as `-m trimtab_engine.api.serving.child LINK_FD`.
 
-It has an event loop, a tokenizer and a line to the engine core of its own. What concerns the engine as a whole
-(metrics, readiness, draining, the end) comes from the first process over the link, and it ends when that process does.
+It has its own event loop, tokenizer and connection to the engine core. Engine-wide state (metrics, readiness, draining,
+shutdown) comes from the first process over the link; it exits when that process does.
 """
 
 import asyncio
@@ -38,19 +38,19 @@ from trimtab_engine.api.serving.child_messages import (
 from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.errors import ConfigError, EngineDead
-from trimtab_engine.ipc.end import leave
+from trimtab_engine.ipc.parent_death import exit_with_parent
+from trimtab_engine.ipc.process_exit import exit_process
 from trimtab_engine.ipc.shared_secret import SharedSecret
 from trimtab_engine.ipc.stream import StreamLink
-from trimtab_engine.ipc.tie import end_with_parent
 
-BATCH_SECONDS = 0.1  # how often observations are sent on; a scrape fetches what is younger
+BATCH_SECONDS = 0.1  # interval of sending observations; a scrape fetches newer ones
 EXIT_LINK_LOST = 1
 
 logger = logging.getLogger("trimtab_engine.api")
 
 
 class LinkExporter:
-    """Asks the first process, over the link."""
+    """Exporter that asks the first process over the link."""
 
     def __init__(self, link: StreamLink[ToServer]) -> None:
         self._link = link
@@ -69,7 +69,7 @@ class LinkExporter:
             future.set_result(answer.body)
 
     def fail(self) -> None:
-        """Nobody answers any more."""
+        """Fail all pending requests."""
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(EngineDead("the first process has ended"))
@@ -87,7 +87,7 @@ class LinkExporter:
 
 
 class ChildServer:
-    """The life of this process, led by the messages of the first one."""
+    """The server process, controlled by messages of the first process."""
 
     def __init__(self, start: Start, link: StreamLink[ToServer]) -> None:
         self._start, self._link = start, link
@@ -128,7 +128,7 @@ class ChildServer:
             await self._core.close()
 
     async def _load(self) -> None:
-        """The tokenizer is read while the core reads the weights."""
+        """Read the tokenizer while the core reads the weights."""
         try:
             self._serving = await load_serving(
                 self._start.config, self._start.options, self._core, lambda: self._observations, self._tracer
@@ -140,12 +140,12 @@ class ChildServer:
             self._link.send(ServerLoaded())
 
     async def _obey(self) -> int:
-        """Do what the first process says, until it says End or is gone. Returns the exit code."""
+        """Follow the first process' messages until End or its exit. Return the exit code."""
         while True:
             message = await self._link.receive()
             match message:
                 case None:
-                    logger.error("the first process has ended; this API server ends too")
+                    logger.error("the first process has exited; exiting")
                     await self._http.close(0)
                     return EXIT_LINK_LOST
                 case End(seconds):
@@ -155,11 +155,11 @@ class ChildServer:
                 case Serve():
                     self._state.serving = self._serving
                 case Leave():
-                    self._state.leaving = True
+                    self._state.terminating = True
                 case Drain():
                     self._state.begin_drain()
                 case ForgetAllMedia():
-                    self._state.forget_media()
+                    self._state.drop_media_cache()
                 case AbortAll():
                     self._core.abort_all()
                 case Failed(failure):
@@ -170,7 +170,7 @@ class ChildServer:
                 case Answer():
                     self._exporter.answered(message)
                 case Start():
-                    raise AssertionError("Start comes once")
+                    raise AssertionError("Start is sent only once")
 
     async def _send_observations(self) -> None:
         while True:
@@ -186,11 +186,11 @@ class ChildServer:
 
 
 def main() -> int:
-    """Read Start from the link whose descriptor is the argument, then serve. Returns the exit code."""
-    end_with_parent()
+    """Read Start from the link, whose file descriptor is the argument, then serve. Return the exit code."""
+    exit_with_parent()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the first process tells us what to do
+    )  # Ctrl-C reaches the whole process group; the first process controls the shutdown
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -206,4 +206,4 @@ async def _run(link_fd: int) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

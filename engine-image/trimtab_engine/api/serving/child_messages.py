@@ -1,21 +1,21 @@
-"""What the first process and its API servers say to each other, on a stream socket that each inherits at its start."""
+"""Messages between the first process and its API servers, on a stream socket inherited by each."""
 
 import msgspec
 
 from trimtab_engine.api.metrics.observations import Observations
 from trimtab_engine.api.openai.state import ServerOptions
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.messages import ClientAddresses, CoreFailed
+from trimtab_engine.messages.lifecycle import ClientAddresses, CoreFailed
 
 # --- first process -> server --------------------------------------------------------------------------------------
 
 
 class Start(msgspec.Struct, tag="start"):
-    """The first message. `listen_fd` is the inherited listening socket, `client_index` the server's at the core."""
+    """First message. `listen_fd` is the inherited listening socket, `client_index` the server's index at the core."""
 
     client_index: int
     addresses: list[ClientAddresses]
-    """Where it meets each engine core."""
+    """Socket address of each engine core."""
     num_clients: int
     listen_fd: int
     config: EngineConfig
@@ -27,41 +27,41 @@ class Serve(msgspec.Struct, tag="serve"):
 
 
 class Leave(msgspec.Struct, tag="leave"):
-    """Be ready no more, and serve who comes all the same."""
+    """Become not ready, but serve requests that still arrive."""
 
 
 class Drain(msgspec.Struct, tag="drain"):
-    """Accept nothing new; what runs goes on."""
+    """Reject new requests; running ones continue."""
 
 
 class ForgetAllMedia(msgspec.Struct, tag="forget_all_media"):
-    """Forget all images and videos, here and in the cores."""
+    """Drop all cached images and videos, here and in the cores."""
 
 
 class AbortAll(msgspec.Struct, tag="abort_all"):
-    """End what still runs."""
+    """Abort all running requests."""
 
 
 class Failed(msgspec.Struct, tag="engine_failed"):
-    """The engine serves no more: everything that waits gets an error, and what comes gets 503."""
+    """The engine has failed: pending requests get an error, new ones 503."""
 
     failure: CoreFailed
 
 
 class End(msgspec.Struct, tag="end"):
-    """Close within `seconds` and end the process."""
+    """Close within `seconds` and exit."""
 
     seconds: int
 
 
 class Flush(msgspec.Struct, tag="flush"):
-    """Somebody asks for the metrics: send what you have seen, then Flushed with the same id."""
+    """Metrics are being scraped: send all observations, then Flushed with the same ID."""
 
     flush_id: int
 
 
 class Answer(msgspec.Struct, tag="answer"):
-    """The answer to an Ask."""
+    """Answer to an Ask."""
 
     ask_id: int
     body: bytes
@@ -73,24 +73,24 @@ ToServer = Start | Serve | Leave | Drain | ForgetAllMedia | AbortAll | Failed | 
 
 
 class ServerLoaded(msgspec.Struct, tag="loaded"):
-    """The tokenizer is read and the core is ready."""
+    """The tokenizer is loaded and the core is ready."""
 
 
 class LoadFailed(msgspec.Struct, tag="load_failed"):
-    """This server cannot serve: the line to print."""
+    """This server cannot start; has the line to print."""
 
     message: str
 
 
 class Flushed(msgspec.Struct, tag="flushed"):
-    """All is sent. `steps`: up to which step of each core this server has had outputs."""
+    """All observations are sent. `steps` has the newest step of each core that this server has seen."""
 
     flush_id: int
     steps: list[int]
 
 
 class Ask(msgspec.Struct, tag="ask"):
-    """A question that only the first process can answer: metrics, or load (requests being answered by all servers)."""
+    """Request for engine-wide data: metrics, or load (requests in progress on all servers)."""
 
     ask_id: int
     what: str

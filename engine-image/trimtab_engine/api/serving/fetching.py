@@ -1,7 +1,7 @@
-"""What --port answers while the model is still being downloaded: the probes, and 503 to everything else.
+"""Server on --port during a model download: probes, and 503 for everything else.
 
-The server proper knows its model from the first moment, so it starts when the model is here; who watches the pod
-meanwhile sees how far the download is.
+The actual server needs the model at construction, so it starts after the download; meanwhile the probes report the
+progress.
 """
 
 import json
@@ -18,12 +18,12 @@ from trimtab_engine.sources.progress import Progress
 
 STAGE = "download"
 RETRY_SECONDS = 10
-IDLE_SECONDS = 5.0  # a client that says nothing is not waited for
+IDLE_SECONDS = 5.0  # timeout of a silent client
 CLOSE_LOOK_SECONDS = 0.1
 
 
 class FetchState:
-    """The latest word on the download, for whoever asks."""
+    """Latest download progress, shared with the probe handler."""
 
     def __init__(self) -> None:
         self._progress = Progress("the model", 0, 0)
@@ -32,22 +32,23 @@ class FetchState:
         self._progress = progress
 
     def answer(self, path: str) -> tuple[int, str, str]:
-        """Status, type and body of the answer to one request."""
+        """Return status, content type and body of one response."""
         progress = self._progress
         if path == "/livez":
             return HTTPStatus.OK, "text/plain; charset=utf-8", "ok"
         if path == "/startupz":
             said = {"stage": STAGE, "percent": round(progress.percent, 1), "message": progress.sentence}
             return HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps(said)
-        reason = f"the engine has no model yet: {progress.sentence}"
+        reason = f"the engine is downloading the model: {progress.sentence}"
         if path == "/readyz":
             return HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps({"reason": reason})
         return HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps(ApiError(503, reason).body)
 
 
 @contextmanager
-def answering(host: str, port: int) -> Iterator[tuple[FetchState, int]]:
-    """Answer until the block ends; gives the state to tell, and the port. Raises ConfigError for a port in use."""
+def serve_probes(host: str, port: int) -> Iterator[tuple[FetchState, int]]:
+    """Serve probes until the block ends. Yields the state to update, and the port. Raises ConfigError if the port is in
+    use."""
     state = FetchState()
 
     class Handler(BaseHTTPRequestHandler):
@@ -70,13 +71,13 @@ def answering(host: str, port: int) -> Iterator[tuple[FetchState, int]]:
         do_HEAD = do_POST = do_GET
 
         def log_message(self, format: str, *args: object) -> None:
-            """Probes are no news."""
+            """Do not log probes."""
 
     class Server(HTTPServer):
         address_family = family_of(host)
 
         def handle_error(self, request: object, client_address: object) -> None:
-            """A client that went away is its own affair."""
+            """Ignore clients that disconnect."""
 
     bound = bind(host, port, "--port")
     bound.setblocking(True)

@@ -1,51 +1,52 @@
-"""What answers on --port: one API server in the first process (single.py), or several in their own (several.py).
+"""Interface of the servers on --port: one API server in the first process (single.py), or several processes
+(several.py).
 
-life.py, which leads the engine's life, treats both alike.
+life.py, which controls the engine's lifecycle, uses only this interface.
 """
 
 import asyncio
 from typing import Protocol
 
-from trimtab_engine.messages import CoreFailed
+from trimtab_engine.messages.lifecycle import CoreFailed
 
 
 class Front(Protocol):
-    """What answers on --port."""
+    """Servers on --port."""
 
     idle: asyncio.Event
-    """Set while no generation request is being answered."""
+    """Set while no generation request is in progress."""
 
     @property
     def num_http_requests(self) -> int:
-        """Generation requests that are being answered."""
+        """Generation requests in progress."""
 
     @property
     def num_arrivals(self) -> int:
-        """Requests that have come so far, but for probes and scrapes."""
+        """Requests received so far, except probes and scrapes."""
 
     async def start(self) -> None:
-        """Answer probes from now on. Raises EngineDead when there can be no process."""
+        """Start to answer probes. Raises EngineDead if a process cannot start."""
 
     async def load(self) -> None:
-        """Return when all accept requests. Raises ConfigError. Cancelled when the core fails first."""
+        """Return when all servers accept requests. Raises ConfigError. Cancelled if the core fails first."""
 
     def begin_leaving(self) -> None:
-        """Be ready no more, and serve who comes all the same."""
+        """Become not ready, but serve requests that still arrive."""
 
     def begin_drain(self) -> None:
-        """Accept nothing new."""
+        """Reject new requests."""
 
-    def forget_media(self) -> None:
-        """Forget images and videos, here and in the cores."""
+    def drop_media_cache(self) -> None:
+        """Drop cached images and videos, here and in the cores."""
 
     async def settle(self) -> None:
-        """Return when num_http_requests is that of now."""
+        """Return when num_http_requests is current."""
 
     def abort_all(self) -> None:
-        """End what still runs."""
+        """Abort all running requests."""
 
     def fail(self, failure: CoreFailed) -> None:
-        """The engine serves no more: who waits gets an error, who comes gets 503."""
+        """Handle a failed engine: pending requests get an error, new ones 503."""
 
     async def close(self, seconds: int) -> None:
-        """Write what is being written for up to `seconds`, and end."""
+        """Finish responses in progress for up to `seconds`, then exit."""

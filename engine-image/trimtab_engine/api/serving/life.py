@@ -1,7 +1,7 @@
-"""The life of an engine: bind, start the core and the API servers, serve, serve on, drain, end. Returns an exit code.
+"""Engine lifecycle: bind, start the core and the API servers, serve, terminate, drain, exit. Returns an exit code.
 
-With one API server it runs in this process; with several this process has only the admin API, the statistics and the
-watch over the others (docs/guides/api-server-scale-out.md).
+A single API server runs in this process; with several, this process only has the admin API, the statistics and the
+supervision of the servers (docs/guides/api-server-scale-out.md).
 """
 
 import asyncio
@@ -23,24 +23,26 @@ from trimtab_engine.config.engine import EngineConfig, set_log_level
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.engine_client.launcher import CoreLauncher
 from trimtab_engine.engine_client.scaling import CoreScaling
-from trimtab_engine.ipc.end import EXIT_INTERRUPTED
+from trimtab_engine.ipc.process_exit import EXIT_INTERRUPTED
 from trimtab_engine.ipc.shared_secret import SharedSecret
-from trimtab_engine.messages import EngineState
+from trimtab_engine.messages.admin import EngineState
 
-QUIET_SECONDS = 1.0  # nobody came for so long: whoever sends requests has forgotten this engine
-QUIET_LOOK_SECONDS = 0.1  # between two looks at who came, in each of which connections that wait are accepted
-SERVE_ON_SHARE = 0.5  # of the shutdown timeout at most: the rest is for what came last
-MOST_SERVE_ON_SECONDS = 15.0  # who comes for longer means this engine, and would keep it for ever
-ABORT_GRACE_SECONDS = 2.0  # for aborted requests' last bytes to leave
-DEAD_ANSWER_SECONDS = 1.0  # after a failure: who waits gets his error, who comes gets 503
-DEAD_CLOSE_SECONDS = 1  # then connections close; with the core's grace the whole end stays below 5 s
+QUIET_SECONDS = 1.0  # without requests: clients have stopped sending to this engine
+QUIET_LOOK_SECONDS = 0.1  # poll interval of arrivals; each poll accepts waiting connections
+SERVE_ON_SHARE = 0.5  # maximum share of the shutdown timeout; the rest is for the last requests
+MOST_SERVE_ON_SECONDS = (
+    15.0  # clients that continue longer address this engine directly and would keep it alive forever
+)
+ABORT_GRACE_SECONDS = 2.0  # for the last bytes of aborted requests
+DEAD_ANSWER_SECONDS = 1.0  # after a failure: pending requests get their error, new ones 503
+DEAD_CLOSE_SECONDS = 1  # until connections close; with the core's grace period the exit takes less than 5 s
 
 logger = logging.getLogger("trimtab_engine.api")
 
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where to listen. `admin_port` None: no admin API."""
+    """Listen addresses. `admin_port` is None without an admin API."""
 
     host: str
     port: int
@@ -49,12 +51,15 @@ class Listen:
 
 
 def run_server(config: EngineConfig, options: ServerOptions, listen: Listen, shutdown_timeout: float) -> int:
-    """Serve until told to end or until the core or an API server fails. Raises ConfigError when a port cannot be
-    bound."""
+    """Serve until a signal, or until the core or an API server fails.
+
+    Raises:
+        ConfigError: A port cannot be bound.
+    """
     sockets = [bind(listen.host, listen.port, "--port")]
     if listen.admin_port is not None:
         sockets.append(bind(listen.admin_host, listen.admin_port, "--admin-port"))
-    for name, bound in zip(("API", "admin API"), sockets, strict=False):  # port 0: the kernel has chosen one
+    for name, bound in zip(("API", "admin API"), sockets, strict=False):  # with port 0 the kernel has chosen one
         logger.info("the %s listens on %s port %d", name, *bound.getsockname()[:2])
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_EngineServer(config, options, sockets, shutdown_timeout).run())
@@ -95,7 +100,7 @@ class _EngineServer:
             others = self._launcher.addresses[1:]
             self._servers = SeveralServers(config, options, self._exporter, sockets[0], others, self._core)
         self._state.on_drain = self._servers.begin_drain
-        self._state.on_forget_media = self._servers.forget_media
+        self._state.on_drop_media_cache = self._servers.drop_media_cache
         self._admin = (
             HttpServer(build_admin_app(self._state, self._scaling.call, self._exporter.requests), sockets[1])
             if len(sockets) > 1
@@ -104,7 +109,8 @@ class _EngineServer:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._was_told = False
-        """By a signal of its own: that another node ends is none, and the first signal comes later then."""
+        """Set by a separate signal: the end of another node is not a signal of this one, and its first signal comes
+        later."""
         self._was_interrupted = False
 
     async def run(self) -> int:
@@ -134,13 +140,13 @@ class _EngineServer:
         self._exporter.on_state(state)
 
     async def _load(self) -> None:
-        """Raises ConfigError when a tokenizer cannot be read."""
+        """Load the servers. Raises ConfigError if a tokenizer cannot be read."""
         await self._servers.load()
         if self._core.ready is not None and self._core.is_alive:
             logger.info("ready: serving %s", ", ".join(self._options.served_model_names))
 
     async def _until_the_end(self, load: "asyncio.Task[None]", statistics: "asyncio.Task[None]") -> int:
-        """Wait for a signal, a failed load, or the core's end, whichever is first."""
+        """Wait for the first of a signal, a failed load, or the end of the core."""
         stop = asyncio.create_task(self._stop.wait())
         ended = asyncio.create_task(self._core.ended.wait())
         waiting: set[asyncio.Task[Any]] = {stop, ended, load}
@@ -150,7 +156,7 @@ class _EngineServer:
                 if load in done and (error := load.exception()) is not None:
                     raise error
                 if ended in done:
-                    statistics.cancel()  # the cause is to be the last line
+                    statistics.cancel()  # the cause must be the last log line
                     return await self._after_failure()
                 if stop in done:
                     deadline = asyncio.get_running_loop().time() + self._shutdown_timeout
@@ -171,10 +177,10 @@ class _EngineServer:
         return failure.exit_code or 1
 
     async def _serve_on(self) -> None:
-        """Be ready no more, and serve who is sent here all the same: whoever sends them learns of our end later than
-        we do. Until nobody has come for QUIET_SECONDS; an engine that drains already refuses them.
+        """Become not ready, but serve requests that still arrive: load balancers learn of the shutdown later than the
+        engine. Ends after QUIET_SECONDS without arrivals; a draining engine already rejects requests.
 
-        Looks are counted, not seconds: on a node without time to spare connections wait until we get to them.
+        Counts polls instead of seconds: on a busy node connections wait until they are accepted.
         """
         self._servers.begin_leaving()
         quiet_looks, arrivals = 0, self._servers.num_arrivals
@@ -191,25 +197,25 @@ class _EngineServer:
         return min(MOST_SERVE_ON_SECONDS, SERVE_ON_SHARE * self._shutdown_timeout)
 
     async def _drain(self, deadline: float) -> None:
-        """Accept nothing new, let what runs finish, abort the rest at the deadline or at a second signal."""
+        """Reject new requests, let running ones finish, and abort the rest at the deadline or at a second signal."""
         servers = self._servers
         self._state.begin_drain()
         await servers.settle()
         if servers.num_http_requests:
             seconds = max(0.0, deadline - asyncio.get_running_loop().time())
-            logger.info("draining: %d requests run, up to %.0f s", servers.num_http_requests, seconds)
+            logger.info("draining: %d running requests, timeout %.0f s", servers.num_http_requests, seconds)
             await self._until_idle(seconds, self._hurry, self._core.ended)
         if servers.num_http_requests and self._core.is_alive:
-            logger.warning("aborting %d requests that did not finish in time", servers.num_http_requests)
+            logger.warning("aborting %d requests after the drain timeout", servers.num_http_requests)
             servers.abort_all()
             await self._until_idle(ABORT_GRACE_SECONDS)
 
     async def _until_idle(self, timeout: float, *or_else: asyncio.Event) -> None:
-        """Wait until no generation request is being answered, or another event, or the timeout."""
+        """Wait until no generation request is in progress, another event is set, or the timeout expires."""
         await self._first_of(timeout, self._servers.idle, *or_else)
 
     async def _first_of(self, timeout: float, *events: asyncio.Event) -> bool:
-        """Wait for one of these, at most `timeout` seconds. Returns whether it came."""
+        """Wait for the first of these events, at most `timeout` seconds. Return False on timeout."""
         waits = [asyncio.create_task(event.wait()) for event in events]
         done, _ = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
@@ -222,7 +228,7 @@ class _EngineServer:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """SIGTERM is how a server is ended in order: code 0. Ctrl-C does the same, and tells the shell who did."""
+        """Handle a signal. SIGTERM is a regular shutdown with code 0; Ctrl-C shuts down too, with the shell's code."""
         self._was_interrupted |= number == signal.SIGINT
         if self._was_told:
             self._hurry.set()

@@ -1,11 +1,10 @@
-"""Several API servers as processes of their own, as the first process sees them (--api-server-count N).
+"""Several API server processes, managed by the first process (--api-server-count N).
 
-All accept from one inherited listening socket: a port that is taken is noticed as with one server, a connection waits
-in one queue until some server has time, and none is lost with a server that ends. (SO_REUSEPORT has a queue per
-process, chosen by a hash: connections wait behind a busy server while another is idle, and a second engine on the same
-port would share it unnoticed.)
+All accept from one inherited listening socket: a port in use is detected as with one server, a connection waits in one
+queue until some server is free, and none is lost if a server exits. (SO_REUSEPORT has a queue per process, chosen by a
+hash: connections wait for a busy server while another is idle, and a second engine could share the port unnoticed.)
 
-One server lost, everything ends: the pod restarts whole.
+If one server exits, the engine fails, so that the pod restarts as a whole.
 """
 
 import asyncio
@@ -39,16 +38,16 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.ipc.stream import StreamLink
-from trimtab_engine.messages import ClientAddresses, CoreFailed
+from trimtab_engine.messages.lifecycle import ClientAddresses, CoreFailed
 
 SERVER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.api.serving.child")
-FLUSH_SECONDS = 0.5  # how long a scrape waits for a server that is too busy to say what it has seen
-KILL_SECONDS = 0.5  # beyond the time to close, before a server that does not end is killed
+FLUSH_SECONDS = 0.5  # timeout of a scrape for a server that is too busy to send its observations
+KILL_SECONDS = 0.5  # after the closing time, before a hanging server is killed
 
 
 class SeveralServers:
-    """N servers. When one of them ends unasked, that fails the engine as if the core had. `core` is this process's line
-    to it, which gets the statistics."""
+    """N servers. An unexpected exit of one fails the engine, like a failure of the core. `core` is this process'
+    connection to the core, which receives the statistics."""
 
     def __init__(
         self,
@@ -83,12 +82,12 @@ class SeveralServers:
             self._servers.append(await _Server.start(start, self))
 
     async def load(self) -> None:
-        """Until every server has said that it is loaded; then all begin to serve together."""
+        """Wait until every server has loaded, then let all accept requests at once."""
         for server in self._servers:
             await server.loaded
         self._tell(Serve())
 
-    def forget_media(self) -> None:
+    def drop_media_cache(self) -> None:
         self._tell(ForgetAllMedia())
 
     def begin_leaving(self) -> None:
@@ -98,8 +97,8 @@ class SeveralServers:
         self._tell(Drain())
 
     async def settle(self) -> None:
-        """Have every server send what it has seen, and the statistics of all steps that it knows of be here. What is
-        too busy is waited for, up to FLUSH_SECONDS."""
+        """Wait until every server has sent its observations and the statistics of all steps that it has seen are here,
+        for up to FLUSH_SECONDS."""
         self._last_flush += 1
         known = await asyncio.gather(*(server.flush(self._last_flush) for server in self._servers))
         newest = [max(steps) for steps in zip(*(steps for steps in known if steps), strict=True)]
@@ -117,7 +116,8 @@ class SeveralServers:
         self._tell(End(seconds))
         await asyncio.gather(*(server.close(seconds + KILL_SECONDS) for server in self._servers))
 
-    # --- what servers say -----------------------------------------------------------------------------------------
+    # --- messages of the servers
+    # ------------------------------------------------------------------------------------------
 
     def on_message(self, server: "_Server", message: FromServer) -> None:
         match message:
@@ -138,15 +138,15 @@ class SeveralServers:
             case Flushed(flush_id, steps):
                 server.flushed(flush_id, steps)
             case Ask():
-                server.answering.add(task := asyncio.create_task(self._answer(server, message)))
-                task.add_done_callback(server.answering.discard)
+                server.pending_answers.add(task := asyncio.create_task(self._answer(server, message)))
+                task.add_done_callback(server.pending_answers.discard)
 
     def on_end(self, server: "_Server", code: int) -> None:
-        """A server's process has ended."""
+        """Handle the exit of a server process."""
         if self._closing:
             return
         cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        self._core.fail(CoreFailed(f"API server {server.index} ended unexpectedly ({cause}); everything ends", 1))
+        self._core.fail(CoreFailed(f"API server {server.index} ended unexpectedly ({cause}); shutting down", 1))
 
     async def _answer(self, asking: "_Server", ask: Ask) -> None:
         await self.settle()
@@ -165,7 +165,7 @@ class _Server:
         self.index, self.process, self.link = index, process, link
         self.num_http_requests = self.num_arrivals = 0
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.answering: set[asyncio.Task[None]] = set()
+        self.pending_answers: set[asyncio.Task[None]] = set()
         self._flushes: dict[int, asyncio.Future[list[int]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -179,11 +179,11 @@ class _Server:
                 str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), start.listen_fd),
-                start_new_session=True,  # Ctrl-C is for the first process, which ends this one in order
+                start_new_session=True,  # Ctrl-C is handled by the first process, which shuts this one down
             )
         except OSError as error:
             ours.close()
-            raise EngineDead(f"API server {start.client_index} cannot be started: {error}") from error
+            raise EngineDead(f"API server {start.client_index} cannot start: {error}") from error
         finally:
             theirs.close()
         link: StreamLink[FromServer] = await StreamLink.over(ours, FromServer)
@@ -193,8 +193,8 @@ class _Server:
         return server
 
     async def flush(self, flush_id: int) -> list[int]:
-        """Return when the server has sent all it has seen: the newest step of each core that it knows of. Nothing when
-        it needs more than FLUSH_SECONDS."""
+        """Return the newest step of each core that the server has seen, after it has sent all observations; an empty
+        list on timeout (FLUSH_SECONDS)."""
         future = self._flushes[flush_id] = asyncio.get_running_loop().create_future()
         self.link.send(Flush(flush_id))
         try:
@@ -210,17 +210,17 @@ class _Server:
             future.set_result(steps)
 
     async def close(self, seconds: float) -> None:
-        """Wait for its end; kill it after `seconds`."""
+        """Wait for the process to exit; kill it after `seconds`."""
         try:
             await asyncio.wait_for(self.process.wait(), seconds)
         except TimeoutError:
             self.process.kill()
             await self.process.wait()
-        for task in (*self._tasks, *self.answering):
+        for task in (*self._tasks, *self.pending_answers):
             task.cancel()
-        await asyncio.gather(*self._tasks, *self.answering, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self.pending_answers, return_exceptions=True)
         if self.loaded.done():
-            self.loaded.exception()  # read, so that nobody complains that nobody did
+            self.loaded.exception()  # retrieved to avoid asyncio's warning
         self.link.close()
 
     async def _read(self, owner: SeveralServers) -> None:

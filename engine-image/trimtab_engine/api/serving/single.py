@@ -1,4 +1,4 @@
-"""One API server, in the first process."""
+"""A single API server in the first process."""
 
 import socket
 
@@ -10,11 +10,11 @@ from trimtab_engine.api.openai.loading import load_serving
 from trimtab_engine.api.openai.state import ServerState
 from trimtab_engine.api.serving.app import build_app
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.messages import CoreFailed
+from trimtab_engine.messages.lifecycle import CoreFailed
 
 
 class SingleServer:
-    """One API server in this process, on the same line to the core that the admin API uses."""
+    """One API server in this process, sharing the admin API's connection to the core."""
 
     def __init__(
         self, config: EngineConfig, state: ServerState, exporter: EngineExporter, bound: socket.socket
@@ -36,7 +36,7 @@ class SingleServer:
         self._http.start()
 
     async def load(self) -> None:
-        """The tokenizer is read while the core reads the weights."""
+        """Read the tokenizer while the core reads the weights."""
         self._state.serving = await load_serving(
             self._config, self._state.options, self._state.core, self._observer, self._tracer
         )
@@ -44,23 +44,23 @@ class SingleServer:
     def _observer(self) -> Observer | None:
         return None if self._exporter.metrics is None else self._exporter
 
-    def forget_media(self) -> None:
-        self._state.forget_media()
+    def drop_media_cache(self) -> None:
+        self._state.drop_media_cache()
 
     def begin_leaving(self) -> None:
-        self._state.leaving = True
+        self._state.terminating = True
 
     def begin_drain(self) -> None:
         self._state.begin_drain()
 
     async def settle(self) -> None:
-        """It always is."""
+        """Return at once; the count is always current."""
 
     def abort_all(self) -> None:
         self._state.core.abort_all()
 
     def fail(self, failure: CoreFailed) -> None:
-        """Nothing to tell: it shares this process's line to the core."""
+        """Do nothing: the failure is known through the shared connection to the core."""
 
     async def close(self, seconds: int) -> None:
         await self._http.close(seconds)

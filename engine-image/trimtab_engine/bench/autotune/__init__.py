@@ -1,6 +1,6 @@
-"""`trimtab-engine autotune`: the values of three live knobs by which one engine does most under latency limits.
+"""`trimtab-engine autotune`: find the values of three live parameters with the highest throughput under latency limits.
 
-limits and space (what is asked) → search (which run next, pure) with bounds (which runs are not worth making) → trials
-and engine (making them: the load of `bench serve`, live changes) with state (what was seen, so that it resumes) →
-report, page and patch (what comes of it); run puts it together. It never imports torch.
+limits and space (inputs) → search (which trial next, pure) with bounds (trials that cannot win) → trials and engine
+(running them: the load of `bench serve`, live changes) with state (results, for resuming) → report, page and patch
+(outputs); run connects them. Never imports torch.
 """

@@ -1,4 +1,4 @@
-"""The engine that is tuned, through its admin API: its values, changing them, and noticing who else does."""
+"""Client of the tuned engine's admin API: reads and changes values, and detects changes by others."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -17,18 +17,18 @@ ENVELOPE = (
     "max_model_len",
     "block_size",
 )
-ASK_SECONDS = 120.0  # a KV cache that grows by many GiB is mapped on every rank before the answer comes
+ADMIN_TIMEOUT_SECONDS = 120.0  # a KV cache that grows by many GiB is mapped on every rank before the response
 RESET_TRIES, RESET_PAUSE_SECONDS = 50, 0.1
 STALE = 412
 
 
-class ChangedMeanwhile(TrimtabError):
-    """Somebody else changed the configuration: what was measured is of no known values. Exit code 1."""
+class ConcurrentChange(TrimtabError):
+    """Another client changed the configuration, so that measurements belong to unknown values. Exit code 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the engine's two ports are, and what is sent to them."""
+class EngineAddress:
+    """Addresses of the engine's two ports, and headers for them."""
 
     url: str
     admin_url: str
@@ -38,9 +38,9 @@ class Place:
 
 @dataclass(slots=True)
 class LiveEngine:
-    """An engine whose live values are changed by nobody else."""
+    """An engine whose live values are not changed by others."""
 
-    place: Place
+    place: EngineAddress
     generation: int
     desired: dict[str, Any]
     envelope: dict[str, Any]
@@ -49,11 +49,15 @@ class LiveEngine:
     set_last: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    async def look(cls, place: Place) -> "LiveEngine":
-        """Read what it is. Raises ConfigError where there is no admin API, or the utilisation is not live."""
+    async def look(cls, place: EngineAddress) -> "LiveEngine":
+        """Read the engine's configuration.
+
+        Raises:
+            ConfigError: There is no admin API, or the utilization is not live.
+        """
         status, config = await _call(place, "GET", "/admin/v1/config")
         if status != 200:
-            raise ConfigError(f"{place.admin_url}/admin/v1/config answers {status}: {_words(config)}")
+            raise ConfigError(f"{place.admin_url}/admin/v1/config: HTTP {status}: {_error_text(config)}")
         _, memory = await _call(place, "GET", "/admin/v1/memory")
         engine = cls(
             place,
@@ -66,63 +70,68 @@ class LiveEngine:
         for name in TUNED:
             if (kind := engine.fields[name]["class"]) != "live":
                 raise ConfigError(
-                    f"{name} of this engine is not live but {kind}: a flag fixes the KV cache. Start it without "
+                    f"{name} of this engine is {kind}, not live: a flag fixes the KV cache; start the engine without "
                     f"--num-gpu-blocks-override and --kv-cache-memory-bytes"
                 )
         return engine
 
     @property
     def tuned(self) -> dict[str, float]:
-        """Its values of the three knobs as it was looked at."""
+        """Values of the three parameters when the engine was first read."""
         return {name: self.desired[name] for name in TUNED}
 
     async def set(self, values: dict[str, float]) -> str | None:
-        """Change its values. Returns why it refuses; None: they are in force. Raises ChangedMeanwhile, EngineDead."""
+        """Set the values. Return the reason if the engine rejects them, else None. Raises ChangedMeanwhile,
+        EngineDead."""
         status, body = await _call(self.place, "PATCH", "/admin/v1/config", values, str(self.generation))
         if status == STALE:
-            raise ChangedMeanwhile(self._changed(body.get("generation")))
+            raise ConcurrentChange(self._changed(body.get("generation")))
         if status == 422:
-            return _words(body)
+            return _error_text(body)
         if status != 200:
-            raise EngineDead(f"PATCH {values} of {self.place.admin_url} answers {status}: {_words(body)}")
+            raise EngineDead(f"PATCH {values} at {self.place.admin_url}: HTTP {status}: {_error_text(body)}")
         self.generation, self.set_last = body["generation"], values
         return None
 
     async def check_unchanged(self) -> None:
-        """Raise ChangedMeanwhile where somebody changed it since our last change, EngineDead where it is gone."""
+        """Raise ChangedMeanwhile if another client has changed the configuration, EngineDead if the engine has
+        ended."""
         status, config = await _call(self.place, "GET", "/admin/v1/config")
         if status != 200:
-            raise EngineDead(f"{self.place.admin_url}/admin/v1/config answers {status}: {_words(config)}")
+            raise EngineDead(f"{self.place.admin_url}/admin/v1/config: HTTP {status}: {_error_text(config)}")
         if config["generation"] != self.generation:
-            raise ChangedMeanwhile(self._changed(config["generation"]))
+            raise ConcurrentChange(self._changed(config["generation"]))
 
-    async def forget_prefixes(self) -> None:
-        """Empty the prefix cache, so that no run profits by the one before it. Raises ConfigError when it stays in use:
-        somebody else sends requests."""
+    async def reset_prefix_cache(self) -> None:
+        """Reset the prefix cache, so that no trial benefits from the previous one.
+
+        Raises:
+            ConfigError: The cache stays in use, because other clients send requests.
+        """
         for _ in range(RESET_TRIES):
             status, body = await _call(self.place, "POST", "/admin/v1/reset_prefix_cache", {})
             if status == 200:
                 return
             await asyncio.sleep(RESET_PAUSE_SECONDS)
         raise ConfigError(
-            f"the prefix cache of {self.place.admin_url} stays in use ({_words(body)}): somebody else sends requests, "
-            f"which would be in every figure; tune an engine that serves nobody"
+            f"the prefix cache of {self.place.admin_url} stays in use ({_error_text(body)}): other clients send "
+            "requests, which would distort the results; use an engine without other clients"
         )
 
     def _changed(self, generation: int | None) -> str:
         return (
-            f"somebody else changed the configuration of {self.place.admin_url} (generation {generation}, ours was "
-            f"{self.generation}); set spec.tuning.mode to Off where an operator tunes it, then run the command again"
+            f"another client changed the configuration of {self.place.admin_url} (generation {generation}, expected "
+            f"{self.generation}); set spec.tuning.mode to Off if an operator tunes it, then repeat the command"
         )
 
 
 async def _call(
-    place: Place, method: str, path: str, body: dict[str, Any] | None = None, if_match: str | None = None
+    place: EngineAddress, method: str, path: str, body: dict[str, Any] | None = None, if_match: str | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Status and body of an admin call. Raises EngineDead when it cannot be reached."""
+    """Return status and body of an admin call. Raises EngineDead if it cannot be reached."""
     headers = place.admin_headers | ({"If-Match": if_match} if if_match else {})
     try:
-        timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=ADMIN_TIMEOUT_SECONDS)
         async with (
             aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
             session.request(method, f"{place.admin_url}{path}", json=body) as answer,
@@ -133,5 +142,5 @@ async def _call(
         raise EngineDead(f"cannot reach the admin API at {place.admin_url}: {reason_of(error)}") from None
 
 
-def _words(body: dict[str, Any]) -> str:
+def _error_text(body: dict[str, Any]) -> str:
     return str(body.get("message") or body)[:300]

@@ -1,4 +1,4 @@
-"""What a run must keep to count: percentiles of latencies, and the share of prompts that the prefix cache knew. Pure.
+"""Limits of a trial: latency percentiles, and the prefix cache hit rate. Pure.
 
 Figures have the names of `bench serve`: `p99_ttft_ms`, `request_throughput`, `failed`.
 """
@@ -13,12 +13,12 @@ METRICS = ("ttft", "itl", "tpot", "e2el")
 DEFAULT_PERCENTILE = 99.0
 HIT_RATE = "prefix_cache_hit_rate"
 Figures = Mapping[str, float | None]
-"""What was measured; None where nothing was seen that could be measured."""
+"""Measured values; None if there was nothing to measure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A percentile of a latency that may be `milliseconds` at most."""
+    """Upper limit of a latency percentile, in milliseconds."""
 
     metric: str
     percentile: float
@@ -26,19 +26,19 @@ class Limit:
 
     @classmethod
     def parse(cls, text: str) -> "Limit":
-        """`ttft:500` (the 99th percentile) or `itl:p95:80`. Raises ConfigError."""
+        """Parse `ttft:500` (99th percentile) or `itl:p95:80`. Raises ConfigError."""
         metric, *percentile, value = text.split(":") if ":" in text else (text, "")
         limit = cls(metric, _percentile(percentile), _number(value))
         if metric not in METRICS or len(percentile) > 1 or not _is_possible(limit):
             raise ConfigError(
-                f"--limits {text!r}: write NAME:MILLISECONDS or NAME:pPERCENTILE:MILLISECONDS, such as ttft:500 or "
+                f"--limits {text!r}: use NAME:MILLISECONDS or NAME:pPERCENTILE:MILLISECONDS, such as ttft:500 or "
                 f"itl:p95:80; names are {', '.join(METRICS)}"
             )
         return limit
 
     @property
     def figure(self) -> str:
-        """The name of the figure that is judged."""
+        """Name of the checked figure."""
         return f"p{self.percentile:g}_{self.metric}_ms"
 
     def __str__(self) -> str:
@@ -47,32 +47,32 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """All that a run must keep."""
+    """All limits of a trial."""
 
     latencies: tuple[Limit, ...] = ()
     min_cache_hit: float = 0.0
-    """Share of prompt tokens that the prefix cache must have known."""
+    """Minimum fraction of prompt tokens found in the prefix cache."""
 
     @classmethod
     def parse(cls, texts: Sequence[str], min_cache_hit: float = 0.0) -> "Limits":
-        """Raises ConfigError, also for the same figure twice."""
+        """Parse the limits. Raises ConfigError, also for duplicates."""
         latencies = tuple(Limit.parse(text) for text in texts)
         figures = [limit.figure for limit in latencies]
         if twice := next((figure for figure in figures if figures.count(figure) > 1), None):
-            raise ConfigError(f"--limits names {twice} twice; keep one of them")
+            raise ConfigError(f"--limits {twice} is set twice; remove one")
         return cls(latencies, min_cache_hit)
 
     @property
     def percentiles(self) -> list[float]:
-        """The percentiles that have to be measured."""
+        """Percentiles to measure."""
         return sorted({limit.percentile for limit in self.latencies} | {DEFAULT_PERCENTILE})
 
     def misses(self, figures: Figures) -> list[str]:
-        """What is not kept, one phrase each; empty: everything is."""
+        """Return one phrase per violated limit; empty if all are met."""
         return [words for words, excess in self._judged(figures) if excess > 1]
 
     def excess(self, figures: Figures) -> float:
-        """How many times its limit the worst figure is: 1 and below keeps all of them."""
+        """Return the worst figure divided by its limit; at most 1 if all are met."""
         return max((excess for _, excess in self._judged(figures)), default=0.0)
 
     def _judged(self, figures: Figures) -> list[tuple[str, float]]:
@@ -81,7 +81,7 @@ class Limits:
         judged += [_judge(limit, figures.get(limit.figure)) for limit in self.latencies]
         if self.min_cache_hit:
             hit = figures.get(HIT_RATE) or 0.0
-            words = f"the prefix cache knew {hit:.0%} of the prompts, wanted are {self.min_cache_hit:.0%}"
+            words = f"prefix cache hit rate {hit:.0%} < {self.min_cache_hit:.0%}"
             judged.append((words, self.min_cache_hit / hit if hit else math.inf))
         return judged
 
@@ -92,8 +92,8 @@ class Limits:
 
 
 def _judge(limit: Limit, seen: float | None) -> tuple[str, float]:
-    if seen is None:  # an output of one token has no gap: that keeps no promise about gaps
-        return f"no {limit.metric.upper()} was seen", math.inf
+    if seen is None:  # an output of one token has no gap, so the limit is not met
+        return f"no {limit.metric.upper()} was measured", math.inf
     return f"{limit.metric.upper()} p{limit.percentile:g} {seen:.4g} ms > {limit.milliseconds:g}", (
         seen / limit.milliseconds
     )

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: the table, what each run showed, and plots as SVG. Pure."""
+"""The report as one self-contained HTML page: table, details of each trial, and SVG plots. Pure."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,35 +20,35 @@ pre{background:#f7f9fa;padding:1em}"""
 
 
 def page(search: Search, facts: dict[str, Any], runs: Sequence[Run], patch: str | None) -> str:
-    """The whole page."""
+    """Return the page."""
     measured = [run for run in runs if run.trial.purpose in (Purpose.LOAD, Purpose.FINAL) and run.seen.refused is None]
     plots = "".join(_plot(limit, measured) for limit in _plotted(search.limits))
     sentences = "".join(f"<p>{escape(line)}</p>" for line in conclusion(search))
     patched = f"<h2>Patch</h2><pre>{escape(patch)}</pre>" if patch else ""
     return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>Autotune of {escape(str(facts['model']))}</title>"
-        f"<style>{STYLE}</style><h1>Autotune of {escape(str(facts['model']))}</h1>{sentences}"
-        f"<p>Load: {escape(str(facts['load']))}. Limits: {escape(str(search.limits))}. {len(runs)} runs.</p>"
-        f"<h2>Requests per second within the limits</h2>{_grid(search)}"
-        f"<h2>Latency by rate</h2>{plots}{patched}<h2>Runs</h2>{_runs(runs)}</html>\n"
+        "<!doctype html><html lang=en><meta charset=utf-8><title>Autotune of "
+        f"{escape(str(facts['model']))}</title><style>{STYLE}</style><h1>Autotune of "
+        f"{escape(str(facts['model']))}</h1>{sentences}<p>Load: {escape(str(facts['load']))}. Limits: "
+        f"{escape(str(search.limits))}. {len(runs)} runs.</p><h2>Requests per second within the "
+        f"limits</h2>{_grid(search)}<h2>Latency by rate</h2>{plots}{patched}<h2>Runs</h2>{_runs(runs)}</html>\n"
     )
 
 
 def _plotted(limits: Limits) -> list[Limit]:
-    """What is limited, and the 99th percentiles of the rest."""
+    """Return the limited metrics, and the 99th percentiles of the others."""
     limited = {limit.metric for limit in limits.latencies}
     return [*limits.latencies, *(limit for limit in PLOTTED if limit.metric not in limited)]
 
 
 def _grid(search: Search) -> str:
-    """Seats down, budgets across; the greener, the more."""
+    """Return a table with max_num_seqs down and budgets across; greener is better."""
     most = max((verdict.value for verdict in search.verdicts.values()), default=0.0)
     head = "".join(f"<th>{budget}</th>" for budget in search.space.budgets)
     rows = "".join(
-        f"<tr><th>{seats}</th>"
-        + "".join(_cell(search, Candidate(seats, budget), most) for budget in search.space.budgets)
+        f"<tr><th>{num_seqs}</th>"
+        + "".join(_cell(search, Candidate(num_seqs, budget), most) for budget in search.space.budgets)
         + "</tr>"
-        for seats in search.space.seats
+        for num_seqs in search.space.num_seqs
     )
     return f"<table><tr><th>max_num_seqs \\ max_num_batched_tokens</th>{head}</tr>{rows}</table>"
 
@@ -64,7 +64,7 @@ def _cell(search: Search, candidate: Candidate, most: float) -> str:
 
 
 def _plot(limit: Limit, runs: Sequence[Run]) -> str:
-    """A dot per run: requests per second across, the latency up (logarithmic), the limit as a line."""
+    """Return a plot with a dot per trial: requests per second across, latency up (logarithmic), the limit as a line."""
     points = [(run.seen.throughput, value, run) for run in runs if (value := run.seen.figures.get(limit.figure))]
     if not points:
         return ""
@@ -107,8 +107,8 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[float
 
 
 def _runs(runs: Sequence[Run]) -> str:
-    head = "<tr><th>run</th><th>for</th><th>utilisation</th><th>seats</th><th>budget</th><th>rate</th>"
-    head += "<th>requests/s</th><th>TTFT p99</th><th>ITL p99</th><th>seconds</th><th>refused</th></tr>"
+    head = "<tr><th>run</th><th>for</th><th>utilization</th><th>max_num_seqs</th><th>budget</th><th>rate</th>"
+    head += "<th>requests/s</th><th>TTFT p99</th><th>ITL p99</th><th>seconds</th><th>rejected</th></tr>"
     return f"<table>{head}{''.join(_run_row(number, run) for number, run in enumerate(runs, 1))}</table>"
 
 

@@ -1,12 +1,13 @@
-"""The values that were found as a patch of an InferenceDeployment. Pure."""
+"""The best values as a patch of an InferenceDeployment. Pure."""
 
 from trimtab_engine.bench.autotune.space import Setting
 
 
 def resource_patch(setting: Setting, *, name: str | None, namespace: str | None, about: str) -> str:
-    """YAML for `kubectl patch --type merge --patch-file`, and with a name for a server-side `kubectl apply` too.
+    """Return YAML for `kubectl patch --type merge --patch-file`, and with a name also for a server-side `kubectl
+    apply`.
 
-    A client-side apply would take away every field that the patch leaves out; so that one is not offered.
+    A client-side apply would remove every field that the patch omits, so it is not suggested.
     """
     where = f" -n {namespace}" if namespace else ""
     lines = [f"# {line}" for line in about.splitlines()]

@@ -1,55 +1,56 @@
-"""What a search found, for people and for programs: progress lines, a table, and one JSON object. Pure."""
+"""Results of a search: progress lines, a table, and a JSON object. Pure."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from trimtab_engine.bench.autotune.limits import Limits
-from trimtab_engine.bench.autotune.search import Outcome, Purpose, Search, Verdict
+from trimtab_engine.bench.autotune.search import CandidateResult, Outcome, Purpose, Search
 from trimtab_engine.bench.autotune.space import Candidate, Setting, Space
 from trimtab_engine.bench.autotune.state import Run, run_as_json
 
-HEADER = "  seats   budget      rate  requests/s  TTFT p99   ITL p99  E2EL p99  verdict"
+HEADER = "   seqs   budget      rate  requests/s  TTFT p99   ITL p99  E2EL p99  verdict"
 SHOWN = ("p99_ttft_ms", "p99_itl_ms", "p99_e2el_ms")
-BISECTIONS = 6  # of a rate, where limits are given
+BISECTIONS = 6  # of the request rate, with limits
 DOING = {
     Purpose.MEMORY: "memory",
-    Purpose.ALONE: "one request at a time",
+    Purpose.SINGLE_REQUEST: "one request at a time",
     Purpose.LOAD: "load",
     Purpose.FINAL: "final profile",
 }
 
 
-def likely_runs(space: Space, limits: Limits) -> int:
-    """How many runs a search takes about: a climb meets some candidates of each axis, and bisects few of them."""
-    axes = len(space.seats) + len(space.budgets)
+def estimate_num_runs(space: Space, limits: Limits) -> int:
+    """Estimate the number of trials: a climb visits some candidates of each axis, and bisects few of them."""
+    axes = len(space.num_seqs) + len(space.budgets)
     met = min(len(space.candidates()), axes + 3)
     return 1 + 1 + met + (2 * BISECTIONS if limits.latencies or limits.min_cache_hit else 0) + 1
 
 
 def progress_line(run: Run, limits: Limits, *, done: int, likely: int, elapsed: float, per_run: float) -> str:
-    """One run, and about how long it will still take."""
+    """Return the progress line of one run, with the estimated remaining time."""
     left = max(likely - done, 1) * per_run
     head = f"[{done}/~{max(likely, done + 1)}, {_duration(elapsed)}, about {_duration(left)} left]"
     setting = run.trial.setting
     what = f"{DOING[run.trial.purpose]}: gpu_memory_utilization {setting.gpu_memory_utilization:.2f}"
-    rate = "" if run.trial.purpose in (Purpose.MEMORY, Purpose.ALONE) else f", {_rate(run.trial.rate)}"
+    rate = "" if run.trial.purpose in (Purpose.MEMORY, Purpose.SINGLE_REQUEST) else f", {_rate(run.trial.rate)}"
     return f"{head} {what}, {setting.candidate}{rate}: {_seen_words(run, limits)}"
 
 
 def _seen_words(run: Run, limits: Limits) -> str:
     if run.seen.refused is not None:
-        return f"refused: {run.seen.refused}"
+        return f"rejected: {run.seen.refused}"
     misses = "; ".join(limits.misses(run.seen.figures)) if run.trial.purpose is not Purpose.MEMORY else ""
     ttft, itl = (_milliseconds(run.seen.figures.get(name)) for name in SHOWN[:2])
     words = f"{run.seen.throughput:.3g} requests/s, TTFT p99 {ttft}, ITL p99 {itl} ms"
-    return f"{words}; missed: {misses}" if misses else words
+    return f"{words}; violated: {misses}" if misses else words
 
 
 def table(search: Search, facts: dict[str, Any], runs: Sequence[Run]) -> str:
-    """All that was found, and why the rest was not tried."""
+    """Return all results, and the reasons why candidates were not tried."""
+    duration = _duration(sum(run.seconds for run in runs))
     lines = [
-        f"Autotune of {facts['model']}: {len(runs)} runs, {_duration(sum(run.seconds for run in runs))} of measuring",
+        f"Autotune of {facts['model']}: {len(runs)} runs, {duration} of measurements",
         f"load: {facts['load']}",
         f"limits: {search.limits}",
         _memory_line(search),
@@ -63,11 +64,11 @@ def table(search: Search, facts: dict[str, Any], runs: Sequence[Run]) -> str:
 
 def _memory_line(search: Search) -> str:
     refused = "; ".join(f"{hundredths / 100:.2f}: {why}" for hundredths, why in sorted(search.refused.items()))
-    found = "none works" if search.utilization is None else f"{search.utilization:.2f} is the largest that works"
+    found = "no value works" if search.utilization is None else f"{search.utilization:.2f} is the largest working value"
     return f"gpu_memory_utilization: {found}" + (f" ({refused})" if refused else "")
 
 
-def _row(candidate: Candidate, verdict: Verdict) -> str:
+def _row(candidate: Candidate, verdict: CandidateResult) -> str:
     seen = " ".join(f"{_milliseconds(verdict.figures.get(name)):>9}" for name in SHOWN)
     rate = "all" if math.isinf(verdict.rate) else f"{verdict.rate:.3g}" if verdict.rate else "-"
     value = f"{verdict.value:.3g}" if verdict.value else "-"
@@ -79,14 +80,14 @@ def _row(candidate: Candidate, verdict: Verdict) -> str:
 
 
 def conclusion(search: Search) -> list[str]:
-    """The best, and how its final run went; or what is nearest where nothing keeps the limits."""
+    """Return the best candidate and its final run, or the closest one if no candidate meets the limits."""
     if search.utilization is None:
-        return ["No gpu_memory_utilization of the range serves the load; lower its low end, or free memory."]
+        return ["No gpu_memory_utilization in the range serves the load; lower --min-utilization, or free memory."]
     if search.best is None:
         return ["No candidate was measured."]
     best = search.verdicts[search.best]
     if not best.value:
-        return [f"Nothing keeps the limits. The nearest is {search.best}: {best.why}"]
+        return [f"No candidate meets the limits. The closest is {search.best}: {best.why}"]
     head = f"Best: gpu_memory_utilization {search.utilization:.2f}, {search.best}"
     lines = [f"{head}: {best.value:.3g} requests/s ({_rate(best.rate)})"]
     if search.final is None:
@@ -107,14 +108,14 @@ def conclusion(search: Search) -> list[str]:
 
 
 def found(search: Search) -> Setting | None:
-    """What the patch has: only what a final run confirmed."""
+    """Return the values of the patch, only if a final run confirmed them."""
     if search.best is None or search.utilization is None or search.final is None:
         return None
     return Setting(search.best, search.utilization) if search.final.outcome is Outcome.HOLDS else None
 
 
 def as_json(search: Search, facts: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
-    """The same for programs; rates that are infinite are "inf"."""
+    """Return the results as JSON; infinite rates are "inf"."""
     setting = found(search)
     return {
         **facts,
@@ -129,12 +130,12 @@ def as_json(search: Search, facts: dict[str, Any], runs: Sequence[Run]) -> dict[
     }
 
 
-def _candidate(candidate: Candidate, verdict: Verdict) -> dict[str, Any]:
-    seats, budget = candidate.max_num_seqs, candidate.max_num_batched_tokens
-    return {"max_num_seqs": seats, "max_num_batched_tokens": budget, **_verdict(verdict)}
+def _candidate(candidate: Candidate, verdict: CandidateResult) -> dict[str, Any]:
+    num_seqs, budget = candidate.max_num_seqs, candidate.max_num_batched_tokens
+    return {"max_num_seqs": num_seqs, "max_num_batched_tokens": budget, **_verdict(verdict)}
 
 
-def _verdict(verdict: Verdict) -> dict[str, Any]:
+def _verdict(verdict: CandidateResult) -> dict[str, Any]:
     return {
         "outcome": verdict.outcome.value,
         "why": verdict.why,
@@ -145,7 +146,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def _rate(rate: float) -> str:
-    return "all at once" if math.isinf(rate) else f"{rate:.3g} requests/s asked for"
+    return "all at once" if math.isinf(rate) else f"{rate:.3g} requests/s requested"
 
 
 def _milliseconds(value: float | None) -> str:

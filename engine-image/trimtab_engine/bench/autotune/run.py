@@ -1,4 +1,4 @@
-"""One `autotune` from its arguments to its report: the only place here where things are put together."""
+"""One `autotune` run from arguments to report; connects the other modules."""
 
 import argparse
 import asyncio
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from trimtab_engine.bench.autotune import report
-from trimtab_engine.bench.autotune.engine import ENVELOPE, TUNED, LiveEngine, Place
+from trimtab_engine.bench.autotune.engine import ENVELOPE, TUNED, EngineAddress, LiveEngine
 from trimtab_engine.bench.autotune.limits import Limits
 from trimtab_engine.bench.autotune.page import page
 from trimtab_engine.bench.autotune.patch import resource_patch
 from trimtab_engine.bench.autotune.search import Search, Steps, Trial
-from trimtab_engine.bench.autotune.space import Space, space_of
+from trimtab_engine.bench.autotune.space import Space, build_space
 from trimtab_engine.bench.autotune.state import Run, State, open_state
 from trimtab_engine.bench.autotune.trials import ENDED, Interrupted, Trials, check_answers
 from trimtab_engine.bench.inputs import check_folder, check_inputs, check_urls
@@ -40,12 +40,12 @@ LOAD_FIELDS = (
     "prefix_repetition_num_prefixes", "prefix_repetition_output_len", "sharegpt_output_len", "custom_output_len",
     "backend", "seed", "temperature", "top_p", "top_k", "min_p", "ignore_eos", "extra_body", "burstiness",
 )  # fmt: skip
-"""What makes two runs those of the same load."""
-EXPECTED_RUN_SECONDS = 30.0  # until one has been made
+"""Fields that must be equal for trials to be comparable."""
+EXPECTED_RUN_SECONDS = 30.0  # before the first trial
 
 
 def run_autotune(arguments: argparse.Namespace) -> int:
-    """Search and report. Exit code: 0 found and confirmed, 1 nothing keeps the limits, 130 Ctrl-C."""
+    """Search and report. Exit code: 0 found and confirmed, 1 no candidate meets the limits, 130 Ctrl-C."""
     limits = Limits.parse(arguments.limits or [], arguments.min_cache_hit)
     folder = Path(arguments.result_dir)
     check_folder("--result-dir", folder)
@@ -58,31 +58,31 @@ def run_autotune(arguments: argparse.Namespace) -> int:
         return asyncio.run(_tune(arguments, limits, folder))
     except ConfigError:
         if not was_there and not (folder / "state.json").exists():
-            shutil.rmtree(folder)  # nothing but the log of a server that refused, whose last line is told
+            shutil.rmtree(folder)  # only contains the log of a server that failed to start, whose last line is printed
         raise
     except (Interrupted, KeyboardInterrupt):
-        print(f"\ninterrupted; the same command goes on from {folder / 'state.json'}", file=sys.stderr)
+        print(f"\ninterrupted; the same command resumes from {folder / 'state.json'}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for what can be known to be wrong before a server starts, or is asked."""
+    """Validate the arguments before a server is started or contacted. Raises ConfigError."""
     headers_of(arguments)
     check_urls(arguments)
     check_inputs(arguments)
     if is_url(arguments.model):
         if arguments.admin_url is None:
             raise ConfigError(
-                f"{arguments.model} is changed through its admin API; start the server with --admin-port PORT, and "
-                f"give --admin-url http://HOST:PORT"
+                f"{arguments.model} requires the admin API; start the server with --admin-port PORT and "
+                f"set --admin-url http://HOST:PORT"
             )
         if arguments.serve_flags:
-            raise ConfigError("--serve-flags are of a server that is started here, and a URL is one that runs")
+            raise ConfigError("--serve-flags: only allowed with a MODEL; remove it")
         return
     try:
         shlex.split(arguments.serve_flags or "")
     except ValueError as error:
-        raise ConfigError(f"--serve-flags {arguments.serve_flags!r}: {error}; close what was opened") from None
+        raise ConfigError(f"--serve-flags {arguments.serve_flags!r}: {error}; close the quote") from None
     if remote_model(arguments.model) is None:
         model_path(arguments.model)
 
@@ -97,48 +97,48 @@ async def _tune(arguments: argparse.Namespace, limits: Limits, folder: Path) -> 
         state = open_state(folder / "state.json", _settings(arguments, limits, engine, model), engine.tuned)
         search = Search(space, limits, tries_all=arguments.all_candidates)
         facts = _facts(arguments, engine, model, place)
-        kept = not is_url(arguments.model)  # a server of our own ends, and has nobody to put it back for
+        kept = not is_url(arguments.model)  # our own server ends, so there is nothing to restore
         try:
             runs = await _search(search, Trials(arguments, limits, model), engine, state, arguments.max_seconds)
             kept = kept or (arguments.keep and await _keep(engine, search))
         finally:
             if not kept:
-                await _put_back(engine, state)
+                await _restore(engine, state)
     _write(arguments, search, facts, runs, folder)
     return 0 if report.found(search) is not None else EXIT_NOT_FOUND
 
 
-# --- the engine ----------------------------------------------------------------------------------------------------
+# --- engine ---------------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def _engine(arguments: argparse.Namespace, folder: Path) -> AsyncIterator[Place]:
-    """The server of the URL, or one of our own that serves the model as long as the search lasts."""
+async def _engine(arguments: argparse.Namespace, folder: Path) -> AsyncIterator[EngineAddress]:
+    """Yield the address of the server at the URL, or start a server of the model for the duration of the search."""
     headers = headers_of(arguments)
     token = {"Authorization": f"Bearer {arguments.admin_token}"} if arguments.admin_token else {}
     if is_url(arguments.model):
-        yield Place(arguments.model.rstrip("/"), arguments.admin_url.rstrip("/"), headers, token)
+        yield EngineAddress(arguments.model.rstrip("/"), arguments.admin_url.rstrip("/"), headers, token)
         return
     end_on_sigterm()
-    print(f"starting {arguments.model}; its log is {folder / 'server.log'}", file=sys.stderr)
+    print(f"starting {arguments.model}; log: {folder / 'server.log'}", file=sys.stderr)
     arguments.served_model_name = SERVED_NAME
     arguments.tokenizer = arguments.tokenizer or _folder(arguments.model)
     async with local_server(arguments.model, _serve_flags(arguments), folder / "server.log") as own:
-        yield Place(own.url, own.admin_url, headers, token)
+        yield EngineAddress(own.url, own.admin_url, headers, token)
 
 
 def _folder(model: str) -> str | None:
-    """The model's folder; None: it has another form, and the server says where it is."""
+    """Return the model's folder, or None for other forms, whose path the server reports."""
     return model if Path(model).is_dir() else None
 
 
 def is_url(text: str) -> bool:
-    """Whether it is a running server, rather than a model."""
+    """Return True if it is the URL of a running server instead of a model."""
     return text.startswith(("http://", "https://"))
 
 
 def _serve_flags(arguments: argparse.Namespace) -> list[str]:
-    """Those that were given, and caps that make room for what is searched."""
+    """Return the given flags, with caps that allow all candidates."""
     given = shlex.split(arguments.serve_flags or "")
     named = {flag.partition("=")[0] for flag in given}
     caps = {
@@ -150,59 +150,58 @@ def _serve_flags(arguments: argparse.Namespace) -> list[str]:
 
 
 def _space(arguments: argparse.Namespace, engine: LiveEngine) -> Space:
-    """Between the engine's start value, unless another one is given, and its cap."""
+    """Return the space between the engine's start value (or the given minimum) and its cap."""
     cap = float(engine.envelope["gpu_memory_utilization_cap"])
     high = min(arguments.max_utilization or cap, cap)
     low = arguments.min_utilization or min(float(engine.tuned["gpu_memory_utilization"]), high)
     if low > high:
-        raise ConfigError(f"--min-utilization {low:g} is above {high:g}, the most that this engine can be set to")
-    return space_of(
-        seats=arguments.num_seqs_list,
+        raise ConfigError(f"--min-utilization {low:g} is above {high:g}, the maximum of this engine")
+    return build_space(
+        num_seqs=arguments.num_seqs_list,
         budgets=arguments.num_batched_tokens_list,
-        seats_cap=int(engine.envelope["max_num_seqs_cap"]),
+        num_seqs_cap=int(engine.envelope["max_num_seqs_cap"]),
         budget_cap=int(engine.envelope["max_num_batched_tokens_cap"]),
         utilization=(low, math.floor(high * 100 + 1e-9) / 100),
     )
 
 
 async def _keep(engine: LiveEngine, search: Search) -> bool:
-    """Leave the engine at what was found; False where nothing was."""
+    """Set the engine to the best values. Return False if there are none."""
     setting = report.found(search)
     return setting is not None and await engine.set(setting.values) is None
 
 
-async def _put_back(engine: LiveEngine, state: State) -> None:
-    """The values that the engine had before the first change. It may have ended: then there is nothing to put back."""
+async def _restore(engine: LiveEngine, state: State) -> None:
+    """Restore the values that the engine had before the first change, unless it has ended."""
     try:
         refused = await engine.set(state.start)
     except EngineDead as error:
-        print(f"the start values were not put back: {error}", file=sys.stderr)
+        print(f"failed to restore the start values: {error}", file=sys.stderr)
         return
     state.set_last = state.start
     if state.runs:
         state.write()
-    print(f"put back {_words(state.start)}" + (f": refused, {refused}" if refused else ""), file=sys.stderr)
+    print(f"restored {_format_values(state.start)}" + (f": rejected, {refused}" if refused else ""), file=sys.stderr)
 
 
-def _words(values: dict[str, float]) -> str:
+def _format_values(values: dict[str, float]) -> str:
     return ", ".join(f"{name} {values[name]:g}" for name in TUNED)
 
 
-# --- the search ----------------------------------------------------------------------------------------------------
+# --- search ---------------------------------------------------------------------------------------------------------
 
 
 async def _search(
     search: Search, trials: Trials, engine: LiveEngine, state: State, max_seconds: float | None
 ) -> list[Run]:
-    """Ask, make the run or take it from the state, answer; until the search ends or its time is up. Returns the runs
-    that were asked for."""
+    """Run trials, or take their results from the state, until the search or its time ends. Return the runs."""
     started, steps, answered = time.monotonic(), search.steps(), list[Run]()
-    likely = report.likely_runs(search.space, search.limits)
+    likely = report.estimate_num_runs(search.space, search.limits)
     trial = next(steps, None)
     while trial is not None:
         known = state.runs.get(trial)
         if known is None and max_seconds is not None and time.monotonic() - started > max_seconds:
-            print(f"--max-seconds {max_seconds:g} are over: the result is what was found until now", file=sys.stderr)
+            print(f"--max-seconds {max_seconds:g} reached; reporting the results so far", file=sys.stderr)
             break
         run = known or await _new_run(trials, engine, state, trial)
         answered.append(run)
@@ -215,12 +214,12 @@ async def _search(
             per_run=_seconds_per_run(state),
         )
         print(line + (" (from state.json)" if known else ""), file=sys.stderr)
-        trial = _answer(steps, run)
+        trial = _next_trial(steps, run)
     return answered
 
 
-def _answer(steps: Steps, run: Run) -> Trial | None:
-    """The next question; None: there is none."""
+def _next_trial(steps: Steps, run: Run) -> Trial | None:
+    """Return the next trial, or None at the end."""
     try:
         return steps.send(run.seen)
     except StopIteration:
@@ -228,17 +227,17 @@ def _answer(steps: Steps, run: Run) -> Trial | None:
 
 
 async def _new_run(trials: Trials, engine: LiveEngine, state: State, trial: Trial) -> Run:
-    """Make a run and keep it. Raises EngineDead when the engine ended under it: what is kept says so."""
+    """Run and record a trial. Raises EngineDead if the engine ended during it, which is recorded too."""
     state.set_last = trial.setting.values
-    state.write()  # before the change, so that who resumes after a crash knows whose values these are
+    state.write()  # before the change, so that a resumed search recognizes these values after a crash
     run = await trials.make(engine, trial)
     if not state.runs:
         check_answers(run)
     state.add(run)
     if run.seen.refused == ENDED:
         raise EngineDead(
-            f"{ENDED}: {_words(trial.setting.values)}. Repeat the command, with a URL after starting it again: it goes "
-            f"on, and takes these values as not workable"
+            f"{ENDED}: {_format_values(trial.setting.values)}. Repeat the command (with a URL, restart the server "
+            "first) to continue; these values are marked as not working"
         )
     return run
 
@@ -248,11 +247,12 @@ def _seconds_per_run(state: State) -> float:
     return sum(seconds) / len(seconds) if seconds else EXPECTED_RUN_SECONDS
 
 
-# --- what is asked, and what is told -------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------------------------
 
 
 def _share_prefixes(arguments: argparse.Namespace, limits: Limits, block_size: int) -> None:
-    """As the guide's script does: random prompts share as much as the wanted hits need, in whole blocks."""
+    """Set the shared prefix of random prompts to the required hit rate, in whole blocks, as vLLM's auto_tune script
+    does."""
     if not limits.min_cache_hit or arguments.dataset_name != "random" or arguments.random_prefix_len:
         return
     length = arguments.input_len or arguments.random_input_len
@@ -260,7 +260,7 @@ def _share_prefixes(arguments: argparse.Namespace, limits: Limits, block_size: i
     if shared >= length:
         raise ConfigError(
             f"--min-cache-hit {limits.min_cache_hit:g} of {length} tokens is {shared} in whole blocks of {block_size}, "
-            f"which leaves nothing that differs; raise --input-len or lower it"
+            f"the whole prompt; raise --input-len or lower --min-cache-hit"
         )
     arguments.random_prefix_len, arguments.input_len = shared, length - shared
 
@@ -268,7 +268,8 @@ def _share_prefixes(arguments: argparse.Namespace, limits: Limits, block_size: i
 def _settings(
     arguments: argparse.Namespace, limits: Limits, engine: LiveEngine, model: server.ServedModel
 ) -> dict[str, Any]:
-    """All that a figure depends on, but the three values that are tuned. Equal settings have comparable runs."""
+    """Return all settings that affect a result, except the three tuned values. Runs with equal settings are
+    comparable."""
     others = {f"live {name}": value for name, value in engine.desired.items() if name not in TUNED}
     load = {name: getattr(arguments, name) for name in LOAD_FIELDS}
     path: Path | None = arguments.dataset_path
@@ -285,12 +286,12 @@ def _settings(
         "dataset_sha256": digest,
         "percentiles": limits.percentiles,
     }
-    plain: dict[str, Any] = json.loads(json.dumps(settings))  # as the file gives it back
+    plain: dict[str, Any] = json.loads(json.dumps(settings))  # as read back from the file
     return plain
 
 
 def _facts(
-    arguments: argparse.Namespace, engine: LiveEngine, model: server.ServedModel, place: Place
+    arguments: argparse.Namespace, engine: LiveEngine, model: server.ServedModel, place: EngineAddress
 ) -> dict[str, Any]:
     name = model.name if is_url(arguments.model) else Path(arguments.model).resolve().name
     length, output = (
@@ -317,7 +318,7 @@ def _write(arguments: argparse.Namespace, search: Search, facts: dict[str, Any],
         patch = resource_patch(setting, name=arguments.name, namespace=arguments.namespace, about=about)
         (folder / "patch.yaml").write_text(patch)
     else:
-        (folder / "patch.yaml").unlink(missing_ok=True)  # one of an earlier search is no result of this one
+        (folder / "patch.yaml").unlink(missing_ok=True)  # not a result of this search
     body = report.as_json(search, facts, runs)
     (folder / "report.json").write_text(json.dumps(body, indent=1) + "\n")
     (folder / "report.html").write_text(page(search, facts, runs, patch))

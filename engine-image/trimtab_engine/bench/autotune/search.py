@@ -1,15 +1,15 @@
-"""Which run to make next, from what the runs before it showed: the guide's script with bisection. Pure.
+"""Search strategy: the next trial, from the results of earlier ones: vLLM's auto_tune script with bisection. Pure.
 
-A search is a generator that yields a Trial and is sent what was Seen. It knows no clock, engine or file: the same
-answers lead to the same questions, so a search resumes by being asked again with the answers that are kept.
+A search is a generator that yields a Trial and is sent its result. It has no clock, engine or file: the same results
+lead to the same trials, so a search resumes by replaying the recorded results.
 
-    memory   the largest utilisation that serves the largest candidate under load, by bisection
-    alone    one request at a time: what no candidate can exceed, and whether the limits can be kept at all
-    load     per candidate, the highest request rate that keeps the limits: all at once first, then by bisection; where
-             another candidate is the best so far, first the rate that would beat it, which most fail in one run
-    final    the best once more, with more requests; while it misses a limit, at a lower rate
+    memory the largest utilization that serves the largest candidate under load, by bisection
+    alone one request at a time: upper bounds of all candidates, and whether the limits can be met at all
+    load per candidate, the highest request rate within the limits: all at once first, then by bisection; if
+             another candidate is the best so far, first the rate that would beat it, which most fail in one trial
+    final the best again with more requests; while it violates a limit, at a lower rate
 
-Candidates are climbed, not swept: from the best so far to neighbours on the grid, in steps that halve.
+Candidates are climbed, not swept: from the best so far to neighbors on the grid, in steps that halve.
 """
 
 import math
@@ -21,27 +21,27 @@ from trimtab_engine.bench.autotune.bounds import Bounds
 from trimtab_engine.bench.autotune.limits import HIT_RATE, Figures, Limits
 from trimtab_engine.bench.autotune.space import HUNDREDTHS, Candidate, Setting, Space
 
-RESOLUTION = 0.025  # of a rate: bisection ends when it holds here and fails so little above
-GAIN = 0.02  # by which a candidate must beat the best so far; less is noise, and not worth a change
-KEEPS_UP = 0.95  # of the rate at which requests come: an engine that answers fewer has a queue that grows
-NEARLY = 1.1  # times its limit: at a rate that the best holds and a little more, this is no valley
-LOWEST_SHARE = 1 / 16  # of what a candidate does at once: a rate below it is not looked for
+RESOLUTION = 0.025  # of a rate: bisection ends when the interval is smaller
+MIN_GAIN = 0.02  # required improvement over the best so far; less is noise
+MIN_COMPLETED_SHARE = 0.95  # of the arrival rate: below it the queue grows
+MAX_NEAR_EXCESS = 1.1  # times its limit: at slightly more than the best rate, this is not a local minimum
+MIN_RATE_SHARE = 1 / 16  # of the throughput all at once: lower rates are not searched
 FINAL_RUNS = 4  # of the best, each at a rate lower by FINAL_STEP
 FINAL_STEP = 0.95
 
 
 class Purpose(Enum):
-    """What a run is for; the shell knows by it how many requests to send."""
+    """Purpose of a trial, which determines its number of requests."""
 
     MEMORY = "memory"
-    ALONE = "alone"
+    SINGLE_REQUEST = "alone"
     LOAD = "load"
     FINAL = "final"
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run: these values, this many requests a second (infinite: all at once)."""
+    """One trial: values, and requests per second (infinite: all at once)."""
 
     purpose: Purpose
     setting: Setting
@@ -49,8 +49,8 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a run showed. `refused`: the engine did not take the values, or ended under them, and why."""
+class TrialResult:
+    """Result of a trial. `refused` is the reason if the engine rejected the values or ended with them."""
 
     figures: Figures
     refused: str | None = None
@@ -61,27 +61,28 @@ class Seen:
         return self.figures.get("request_throughput") or 0.0
 
 
-SEATS, BUDGET = (-1, 0), (0, -1)
-AROUND = (SEATS, BUDGET, (1, 0), (0, 1), (-1, -1), (1, 1), (-1, 1), (1, -1))
-"""Ways on the grid of seats and budgets."""
+NUM_SEQS, BUDGET = (-1, 0), (0, -1)
+DIRECTIONS = (NUM_SEQS, BUDGET, (1, 0), (0, 1), (-1, -1), (1, 1), (-1, 1), (1, -1))
+"""Directions on the grid of max_num_seqs and budgets."""
 
-Steps = Generator[Trial, Seen, None]
+Steps = Generator[Trial, TrialResult, None]
 
 
 class Outcome(Enum):
-    """What became of a candidate."""
+    """Outcome of a candidate."""
 
     HOLDS = "holds"
-    MISSES = "misses a limit"
-    BEATEN = "does less than the best"
+    MISSES = "violates a limit"
+    BEATEN = "below the best"
     PRUNED = "skipped"
     REFUSED = "refused"
     NOT_TRIED = "not tried"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """`value`: requests per second within the limits; `excess`: how many times its limit the worst figure was."""
+class CandidateResult:
+    """Result of a candidate. `value` is requests per second within the limits; `excess` the worst figure divided by its
+    limit."""
 
     outcome: Outcome
     why: str
@@ -92,32 +93,32 @@ class Verdict:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Larger is better: what it does, and where nothing holds, how near it came."""
+        """Sort key, larger is better: throughput, then closeness to the limits."""
         return self.value, -self.excess
 
 
 @dataclass(slots=True)
 class Search:
-    """A search over a space. Its fields say at any moment what is known: whoever stops early reads them."""
+    """A search over a space. Its fields hold the current results, also if it is stopped early."""
 
     space: Space
     limits: Limits
     tries_all: bool = False
-    """Every candidate that a bound does not exclude, rather than those that a climb meets."""
+    """True to measure every candidate that no bound excludes, instead of a climb."""
     utilization: float | None = None
-    verdicts: dict[Candidate, Verdict] = field(default_factory=dict)
+    verdicts: dict[Candidate, CandidateResult] = field(default_factory=dict)
     best: Candidate | None = None
-    final: Verdict | None = None
-    """The best once more; its outcome is HOLDS or MISSES."""
+    final: CandidateResult | None = None
+    """Result of the final trial of the best; its outcome is HOLDS or MISSES."""
     refused: dict[int, str] = field(default_factory=dict)
-    """Hundredths of utilisation that do not work, and why."""
+    """Hundredths of utilization that do not work, with the reason."""
     _bounds: Bounds | None = None
-    _alone: Seen | None = None
-    _served: Seen | None = None
-    """The largest candidate at the utilisation that was found, all at once: its first run is made already."""
+    _alone: TrialResult | None = None
+    _served: TrialResult | None = None
+    """Result of the largest candidate at the chosen utilization, all at once, reused as its first trial."""
 
     def steps(self) -> Steps:
-        """The whole search."""
+        """Run the whole search."""
         yield from self.find_utilization()
         if self.utilization is None:
             return
@@ -125,15 +126,16 @@ class Search:
         if self.best is not None and self.verdicts[self.best].value:
             yield from self.confirm()
 
-    # --- memory ------------------------------------------------------------------------------------------------
+    # --- memory ------------------------------------------------------------------------------------------------------
 
     def find_utilization(self) -> Steps:
-        """The largest one at which the largest candidate serves all requests; stays None where none does."""
+        """Find the largest utilization at which the largest candidate serves all requests; stays None if there is
+        none."""
         low, high = self.space.utilization
         works, fails, tried = low - 1, high + 1, high
         while fails - works > 1:
             seen = yield Trial(Purpose.MEMORY, Setting(self.space.largest(), tried / HUNDREDTHS))
-            if (reason := _unserved(seen)) is None:
+            if (reason := _failure_reason(seen)) is None:
                 works, self._served = tried, seen
             else:
                 fails, self.refused[tried] = tried, reason
@@ -141,47 +143,47 @@ class Search:
         if works >= low:
             self.utilization = works / HUNDREDTHS
 
-    # --- seats and budget --------------------------------------------------------------------------------------
+    # --- max_num_seqs and budget -------------------------------------------------------------------------------------
 
     def find_candidate(self) -> Steps:
         """Fill `verdicts` and `best`."""
         start = self.space.largest()
-        self._alone = alone = yield self._trial(Purpose.ALONE, start)
+        self._alone = alone = yield self._trial(Purpose.SINGLE_REQUEST, start)
         self._bounds = bounds_of(alone.figures)
-        yield from self._judge(start)
+        yield from self._measure_candidate(start)
         yield from self._sweep() if self.tries_all else self._climb(start)
         for candidate in self.space.candidates():
-            self.verdicts.setdefault(candidate, Verdict(Outcome.NOT_TRIED, "it lies beyond candidates that were worse"))
+            self.verdicts.setdefault(candidate, CandidateResult(Outcome.NOT_TRIED, "neighbors were worse"))
 
     def _sweep(self) -> Steps:
         for candidate in sorted(self.space.candidates(), reverse=True):
             if candidate not in self.verdicts:
-                yield from self._judge(candidate)
+                yield from self._measure_candidate(candidate)
 
     def _climb(self, start: Candidate) -> Steps:
-        """Fewer seats with the largest budget, smaller budgets with most seats: what runs at once is bounded by one or
-        the other, so one of the two lines has its best. Then around the best so far, while something there is better.
-        """
-        yield from self._line(start, SEATS)
+        """Climb: first fewer sequences with the largest budget, and smaller budgets with the most sequences, because
+        concurrency is bounded by one of both; then around the best while a neighbor improves it."""
+        yield from self._line(start, NUM_SEQS)
         yield from self._line(start, BUDGET)
-        for candidate in sorted(self.space.candidates()):  # nothing holds where it was looked: look everywhere
+        for candidate in sorted(self.space.candidates()):  # no candidate meets the limits so far: try all
             if self.best is not None and not self.verdicts[self.best].value:
-                yield from self._judge_new(candidate)
-        if self.best is not None and self.limits.latencies:  # then most candidates cost one run, and valleys are common
-            yield from self._line(self.best, SEATS)
+                yield from self._measure_new(candidate)
+        if (
+            self.best is not None and self.limits.latencies
+        ):  # with limits most candidates cost one trial, and local minima are common
+            yield from self._line(self.best, NUM_SEQS)
             yield from self._line(self.best, BUDGET)
         at = None
         while at != self.best and self.best is not None:
             at = self.best
-            for way in AROUND:
+            for way in DIRECTIONS:
                 if (neighbour := self._from(at, way, 1)) is not None:
-                    yield from self._judge_new(neighbour)
+                    yield from self._measure_new(neighbour)
 
     def _line(self, start: Candidate, way: tuple[int, int]) -> Steps:
-        """From `start` along a line to its best, in steps that halve. Where the next one is as good, the one after it
-        is tried as well: a plateau is no top.
-        """
-        at, step = start, max(1, (max(len(self.space.seats), len(self.space.budgets)) - 1) // 2)
+        """Climb from `start` along a line to its best, in steps that halve. On a plateau the next candidate is tried as
+        well."""
+        at, step = start, max(1, (max(len(self.space.num_seqs), len(self.space.budgets)) - 1) // 2)
         while step:
             for distance in (step, -step):
                 found = yield from self._better_along(at, way, distance)
@@ -193,11 +195,11 @@ class Search:
 
     def _better_along(
         self, at: Candidate, way: tuple[int, int], distance: int
-    ) -> Generator[Trial, Seen, Candidate | None]:
-        """The first that is better. The walk goes on while what it meets is as good, or misses by less and less."""
+    ) -> Generator[Trial, TrialResult, Candidate | None]:
+        """Return the first better candidate. Continues while candidates are as good, or closer to the limits."""
         last = math.inf
         for other in self._ahead(at, way, distance):
-            yield from self._judge_new(other)
+            yield from self._measure_new(other)
             verdict = self.verdicts[other]
             if verdict.rank > self.verdicts[at].rank:
                 return other
@@ -208,7 +210,7 @@ class Search:
         return None
 
     def _ahead(self, at: Candidate, way: tuple[int, int], distance: int) -> list[Candidate]:
-        """Every so many candidates from `at`, and the last one."""
+        """Return every `distance`-th candidate from `at`, and the last one."""
         one = 1 if distance > 0 else -1
         line: list[Candidate] = []
         while (other := self._from(at, way, one * (len(line) + 1))) is not None:
@@ -216,38 +218,39 @@ class Search:
         taken = line[abs(distance) - 1 :: abs(distance)]
         return taken if not line or line[-1] in taken else [*taken, line[-1]]
 
-    def _judge_new(self, candidate: Candidate) -> Steps:
+    def _measure_new(self, candidate: Candidate) -> Steps:
         if candidate not in self.verdicts:
-            yield from self._judge(candidate)
+            yield from self._measure_candidate(candidate)
 
     def _is_as_good(self, one: Candidate, other: Candidate) -> bool:
-        """Within what counts as a gain, or all but within the limits at a rate that the other one holds."""
+        """Return True if both differ by less than a gain, or nearly meet the limits at a rate that the other one
+        holds."""
         verdict, known = self.verdicts[one], self.verdicts[other]
         if known.value == 0:
-            return verdict.outcome is Outcome.MISSES and verdict.excess <= known.excess * (1 + GAIN)
-        return verdict.value * (1 + GAIN) >= known.value or (
-            verdict.outcome is Outcome.MISSES and verdict.excess <= NEARLY
+            return verdict.outcome is Outcome.MISSES and verdict.excess <= known.excess * (1 + MIN_GAIN)
+        return verdict.value * (1 + MIN_GAIN) >= known.value or (
+            verdict.outcome is Outcome.MISSES and verdict.excess <= MAX_NEAR_EXCESS
         )
 
     def _from(self, at: Candidate, way: tuple[int, int], distance: int) -> Candidate | None:
-        """The candidate so far away on the grid; None: there is none."""
-        seats, budgets = self.space.seats, self.space.budgets
-        s = seats.index(at.max_num_seqs) + way[0] * distance
+        """Return the candidate at this distance on the grid, or None."""
+        num_seqs, budgets = self.space.num_seqs, self.space.budgets
+        s = num_seqs.index(at.max_num_seqs) + way[0] * distance
         b = budgets.index(at.max_num_batched_tokens) + way[1] * distance
-        if not (0 <= s < len(seats) and 0 <= b < len(budgets)) or budgets[b] < seats[s]:
+        if not (0 <= s < len(num_seqs) and 0 <= b < len(budgets)) or budgets[b] < num_seqs[s]:
             return None
-        return Candidate(seats[s], budgets[b])
+        return Candidate(num_seqs[s], budgets[b])
 
-    # --- one candidate -----------------------------------------------------------------------------------------
+    # --- one candidate -----------------------------------------------------------------------------------------------
 
-    def _judge(self, candidate: Candidate) -> Steps:
-        """Its verdict, by as few runs as tell whether it beats the best, and how far."""
+    def _measure_candidate(self, candidate: Candidate) -> Steps:
+        """Measure a candidate with as few trials as needed to compare it with the best."""
         best = self.verdicts[self.best] if self.best is not None else None
-        to_beat = best.value * (1 + GAIN) if best else 0.0
+        to_beat = best.value * (1 + MIN_GAIN) if best else 0.0
         bound = self._bounds.of(candidate) if self._bounds else None
         if bound and bound[0] < to_beat:
-            why = f"at most {bound[0]:.3g} requests/s ({bound[1]}), the best has {best.value if best else 0:.3g}"
-            self.verdicts[candidate] = Verdict(Outcome.PRUNED, why)
+            why = f"at most {bound[0]:.3g} requests/s ({bound[1]}), the best reaches {best.value if best else 0:.3g}"
+            self.verdicts[candidate] = CandidateResult(Outcome.PRUNED, why)
             return
         if best and best.value and math.isfinite(best.rate):
             yield from self._challenge(candidate, to_beat)
@@ -258,78 +261,85 @@ class Search:
             self.best = candidate
 
     def _challenge(self, candidate: Candidate, to_beat: float) -> Steps:
-        """First at the rate that beats the best: most candidates end here."""
+        """Try the rate that beats the best first: most candidates end here."""
         seen = yield self._trial(Purpose.LOAD, candidate, to_beat)
-        if self._note(candidate, to_beat, seen):
+        if self._record(candidate, to_beat, seen):
             top = yield self._trial(Purpose.LOAD, candidate)
             if self.limits.excess(top.figures) <= 1 or top.throughput < to_beat:
-                # What it does at once is what it does: a short run outlives a rate beyond it.
+                # The throughput all at once is the maximum: a short trial can pass at a higher rate.
                 self.verdicts[candidate] = self._at_once(top)
             else:
                 yield from self._bisect(candidate, to_beat, top.throughput)
 
-    def _at_once(self, top: Seen) -> Verdict:
+    def _at_once(self, top: TrialResult) -> CandidateResult:
         verdict = self._verdict(math.inf, top)
         if verdict.outcome is Outcome.HOLDS:
             return verdict
-        return Verdict(Outcome.BEATEN, _even_so(top), figures=top.figures)
+        return CandidateResult(Outcome.BEATEN, _unlimited_throughput_text(top), figures=top.figures)
 
     def _explore(self, candidate: Candidate, to_beat: float) -> Steps:
-        """First all at once: what it does then bounds what it does within the limits."""
+        """Measure all at once first: an upper bound of the throughput within the limits."""
         known = self._served if candidate == self.space.largest() else None
         top = known or (yield self._trial(Purpose.LOAD, candidate))
-        if self._note(candidate, math.inf, top) or top.refused or top.figures.get("failed"):
+        if self._record(candidate, math.inf, top) or top.refused or top.figures.get("failed"):
             return
         if top.throughput < to_beat:
-            self.verdicts[candidate] = Verdict(Outcome.BEATEN, _even_so(top), figures=top.figures)
+            self.verdicts[candidate] = CandidateResult(
+                Outcome.BEATEN, _unlimited_throughput_text(top), figures=top.figures
+            )
             return
         if to_beat:
             seen = yield self._trial(Purpose.LOAD, candidate, to_beat)
-            holds = self._note(candidate, to_beat, seen)
+            holds = self._record(candidate, to_beat, seen)
         else:
             known = self._alone if candidate == self.space.largest() else None
-            seen = known or (yield self._trial(Purpose.ALONE, candidate))
-            holds = self.limits.excess(seen.figures) <= 1 or self._note(candidate, 0.0, seen)
+            seen = known or (yield self._trial(Purpose.SINGLE_REQUEST, candidate))
+            holds = self.limits.excess(seen.figures) <= 1 or self._record(candidate, 0.0, seen)
         if holds:
             yield from self._bisect(candidate, to_beat, top.throughput)
 
     def _bisect(self, candidate: Candidate, holds: float, fails: float) -> Steps:
-        """Between a rate that holds and one that does not."""
-        lowest = max(fails * LOWEST_SHARE, holds)
+        """Bisect between a rate that holds and one that does not."""
+        lowest = max(fails * MIN_RATE_SHARE, holds)
         while fails - holds > RESOLUTION * fails and fails > lowest:
             rate = (holds + fails) / 2
             seen = yield self._trial(Purpose.LOAD, candidate, rate)
-            holds, fails = (rate, fails) if self._note(candidate, rate, seen) else (holds, rate)
+            holds, fails = (rate, fails) if self._record(candidate, rate, seen) else (holds, rate)
 
-    def _note(self, candidate: Candidate, rate: float, seen: Seen) -> bool:
-        """Whether the run held; the verdict is the best of the candidate's runs."""
+    def _record(self, candidate: Candidate, rate: float, seen: TrialResult) -> bool:
+        """Record a trial and return True if it held; the verdict is the best of the candidate's trials."""
         verdict = self._verdict(rate, seen)
         known = self.verdicts.get(candidate)
         if known is None or verdict.rank > known.rank:
             self.verdicts[candidate] = verdict
         return verdict.outcome is Outcome.HOLDS
 
-    def _verdict(self, rate: float, seen: Seen) -> Verdict:
+    def _verdict(self, rate: float, seen: TrialResult) -> CandidateResult:
         if seen.refused is not None:
-            return Verdict(Outcome.REFUSED, seen.refused)
-        excess, at = self.limits.excess(seen.figures), _at(rate)
+            return CandidateResult(Outcome.REFUSED, seen.refused)
+        excess, at = self.limits.excess(seen.figures), _rate_text(rate)
         if excess > 1:
             why = f"{at}: {'; '.join(self.limits.misses(seen.figures))}"
-            return Verdict(Outcome.MISSES, why, rate, 0.0, excess, seen.figures)
-        if (served := _served_rate(seen.figures)) is not None and served < rate * KEEPS_UP and math.isfinite(rate):
-            why = f"{at}: it does not keep up, {served:.3g} are answered"
-            return Verdict(Outcome.MISSES, why, rate, 0.0, rate / served, seen.figures)
+            return CandidateResult(Outcome.MISSES, why, rate, 0.0, excess, seen.figures)
+        if (
+            (served := _served_rate(seen.figures)) is not None
+            and served < rate * MIN_COMPLETED_SHARE
+            and math.isfinite(rate)
+        ):
+            why = f"{at}: does not keep up, {served:.3g} requests/s completed"
+            return CandidateResult(Outcome.MISSES, why, rate, 0.0, rate / served, seen.figures)
         value = seen.throughput if math.isinf(rate) else rate
-        return Verdict(Outcome.HOLDS, "keeps every limit", rate, value, excess, seen.figures)
+        return CandidateResult(Outcome.HOLDS, "meets every limit", rate, value, excess, seen.figures)
 
     def _trial(self, purpose: Purpose, candidate: Candidate, rate: float = math.inf) -> Trial:
-        assert self.utilization is not None  # steps() goes on only with one
+        assert self.utilization is not None  # steps() only continues with a value
         return Trial(purpose, Setting(candidate, self.utilization), rate)
 
-    # --- the best once more ------------------------------------------------------------------------------------
+    # --- final trials
+    # --------------------------------------------------------------------------------------------------
 
     def confirm(self) -> Steps:
-        """The final profile, at a rate that holds once more."""
+        """Confirm the best at a rate that holds again."""
         assert self.best is not None
         rate = self.verdicts[self.best].rate
         for _ in range(FINAL_RUNS):
@@ -340,31 +350,31 @@ class Search:
             rate = (seen.throughput if math.isinf(rate) else rate) * FINAL_STEP
 
 
-def _unserved(seen: Seen) -> str | None:
-    """Why these values do not work at all; None: they do."""
+def _failure_reason(seen: TrialResult) -> str | None:
+    """Return the reason why these values do not work, or None."""
     if seen.refused is not None:
         return seen.refused
     failed = seen.figures.get("failed") or 0
     return f"{failed:g} requests failed" if failed else None
 
 
-def _even_so(top: Seen) -> str:
-    return f"{top.throughput:.3g} requests/s even beyond the limits"
+def _unlimited_throughput_text(top: TrialResult) -> str:
+    return f"{top.throughput:.3g} requests/s even without limits"
 
 
-def _at(rate: float) -> str:
-    return "all at once" if math.isinf(rate) else f"at {rate:.3g} requests/s" if rate else "one request alone"
+def _rate_text(rate: float) -> str:
+    return "all at once" if math.isinf(rate) else f"at {rate:.3g} requests/s" if rate else "one request at a time"
 
 
 def _served_rate(figures: Figures) -> float | None:
-    """Requests answered per second while requests came: the last ones are answered after the last has come."""
+    """Return the completed requests per second during the arrivals; the last ones complete after the last arrival."""
     seconds = (figures.get("duration") or 0.0) - (figures.get("median_e2el_ms") or 0.0) / 1000
     completed = figures.get("completed") or 0.0
     return completed / seconds if completed and seconds > 0 else None
 
 
 def bounds_of(alone: Figures) -> Bounds:
-    """From figures of one request at a time."""
+    """Return bounds from the figures of one request at a time."""
     e2e, gap = alone.get("median_e2el_ms"), alone.get("median_itl_ms")
     completed, known = alone.get("completed") or 0, alone.get(HIT_RATE) or 0.0
     tokens = (alone.get("total_input_tokens") or 0) * (1 - known) + (alone.get("total_output_tokens") or 0)

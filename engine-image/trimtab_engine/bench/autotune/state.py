@@ -1,7 +1,7 @@
-"""What was seen so far, in a file: a search that was ended, by whomever, goes on where it was.
+"""Results so far in a file, so that a stopped search resumes.
 
-Only what was seen is kept, never where the search stood: it asks the same questions again, and those that the file
-answers make no run. A file of other settings is refused, so that results of different loads or engines never mix.
+Only results are stored, not the position of the search: it repeats the same trials, and those in the file are not run
+again. A file with other settings is rejected, so that results of different loads or engines never mix.
 """
 
 import json
@@ -11,36 +11,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab_engine.bench.autotune.search import Purpose, Seen, Trial
+from trimtab_engine.bench.autotune.search import Purpose, Trial, TrialResult
 from trimtab_engine.bench.autotune.space import Candidate, Setting
 from trimtab_engine.errors import ConfigError
 
 FORMAT = 1
-INFINITE = "inf"  # JSON has no such number
+INFINITE = "inf"  # JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A trial and what it showed. `seconds`: how long it took, with the change before it."""
+    """A trial and its result. `seconds` is its duration including the change before it."""
 
     trial: Trial
-    seen: Seen
+    seen: TrialResult
     seconds: float
 
 
 @dataclass(slots=True)
 class State:
-    """`start`: the engine's values before the first change, by their names."""
+    """State of a search. `start` has the engine's values before the first change."""
 
     path: Path
     settings: dict[str, Any]
     start: dict[str, float]
     set_last: dict[str, float]
-    """The values that were last given to the engine: who finds them there after a crash knows that they are ours."""
+    """Values last set by the search, so that a resumed search recognizes its own values after a crash."""
     runs: dict[Trial, Run] = field(default_factory=dict)
 
     def add(self, run: Run) -> None:
-        """Keep it, on disk before anything else happens."""
+        """Record a run on disk before anything else happens."""
         self.runs[run.trial] = run
         self.write()
 
@@ -58,8 +58,11 @@ class State:
 
 
 def open_state(path: Path, settings: dict[str, Any], present: dict[str, float]) -> State:
-    """The file's state, or a new one. `present`: the engine's values now. Raises ConfigError for a file that is of
-    other settings or cannot be read."""
+    """Return the file's state, or a new one. `present` are the engine's current values.
+
+    Raises:
+        ConfigError: The file has other settings or cannot be read.
+    """
     if not path.exists():
         return State(path, settings, start=present, set_last=present)
     try:
@@ -67,14 +70,16 @@ def open_state(path: Path, settings: dict[str, Any], present: dict[str, float]) 
         differing = _difference(body["settings"], settings) if body["format"] == FORMAT else "format"
         if differing is None:
             runs = [run_from_json(one) for one in body["runs"]]
-            # What we left there when we crashed is not what its owner had.
+            # Values left by a crashed search are not the owner's.
             start = body["start"] if body["set_last"] == present else present
             return State(path, settings, start, body["set_last"], {run.trial: run for run in runs})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot read {path}: {error!r}; --restart begins anew, --result-dir takes another") from None
+        raise ConfigError(
+            f"cannot read {path}: {error!r}; use --restart to start over, or another --result-dir"
+        ) from None
     raise ConfigError(
-        f"{path} has runs of other settings: {differing}; their results are not comparable. Name another --result-dir, "
-        f"or let --restart drop them"
+        f"{path} has runs with other settings: {differing}; their results are not comparable. Use another "
+        "--result-dir, or --restart to drop them"
     )
 
 
@@ -91,16 +96,16 @@ def run_as_json(run: Run) -> dict[str, Any]:
 
 
 def run_from_json(body: dict[str, Any]) -> Run:
-    """Raises KeyError, ValueError or TypeError for what `run_as_json` did not write."""
+    """Return the run. Raises KeyError, ValueError or TypeError for input not written by `run_as_json`."""
     candidate = Candidate(int(body["max_num_seqs"]), int(body["max_num_batched_tokens"]))
     setting = Setting(candidate, float(body["gpu_memory_utilization"]))
     trial = Trial(Purpose(body["purpose"]), setting, float(body["request_rate"]))
-    return Run(trial, Seen(dict(body["figures"]), body["refused"]), float(body["seconds"]))
+    return Run(trial, TrialResult(dict(body["figures"]), body["refused"]), float(body["seconds"]))
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
-    """The first setting that is not the same, in words; None: all are."""
+    """Return the first differing setting as text, or None."""
     for name in sorted(there.keys() | here.keys()):
         if there.get(name) != here.get(name):
-            return f"{name} is {there.get(name)!r} there and {here.get(name)!r} now"
+            return f"{name} was {there.get(name)!r} and is {here.get(name)!r} now"
     return None

@@ -1,4 +1,4 @@
-"""Making one run: the live change, the load of `bench serve`, and the figures of it."""
+"""Execution of one trial: live change, load of `bench serve`, and its figures."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trimtab_engine.bench.autotune.engine import LiveEngine
 from trimtab_engine.bench.autotune.limits import Figures, Limits
-from trimtab_engine.bench.autotune.search import Purpose, Seen, Trial
+from trimtab_engine.bench.autotune.search import Purpose, Trial, TrialResult
 from trimtab_engine.bench.autotune.state import Run
 from trimtab_engine.bench.serving import report, server
 from trimtab_engine.bench.serving.load import run_load
@@ -16,10 +16,10 @@ from trimtab_engine.bench.serving.run import load_of
 from trimtab_engine.bench.serving.statistics import METRICS, Goodput, summarize
 from trimtab_engine.errors import ConfigError, EngineDead, TrimtabError
 
-ALONE_PROMPTS = 5
-FINAL_PROMPTS = 2  # times those of a run
+SINGLE_REQUEST_PROMPTS = 5
+FINAL_PROMPTS = 2  # times the number of prompts of a trial
 MAX_CONTENT_SEED = 1 << 31
-ENDED = "the engine ended under these values"
+ENDED = "the engine ended with these values"
 
 
 class Interrupted(TrimtabError):
@@ -28,30 +28,30 @@ class Interrupted(TrimtabError):
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """How runs of this search are made."""
+    """Runner of this search's trials."""
 
     arguments: argparse.Namespace
     limits: Limits
     model: server.ServedModel
 
     async def make(self, engine: LiveEngine, trial: Trial) -> Run:
-        """Change the values, send the load, measure. Values that are refused, or that the engine ends under, are
-        seen, too. Raises Interrupted, ChangedMeanwhile."""
+        """Set the values, send the load, measure. Rejected values and a failed engine are results too. Raises
+        Interrupted, ChangedMeanwhile."""
         started = time.monotonic()
-        await engine.check_unchanged()  # one that is gone already did not end under these values
+        await engine.check_unchanged()  # an engine that is already gone did not fail because of these values
         try:
             refused = await engine.set(trial.setting.values)
         except EngineDead:
             refused = ENDED
         if refused is not None:
-            return Run(trial, Seen({}, refused), time.monotonic() - started)
-        await engine.forget_prefixes()
+            return Run(trial, TrialResult({}, refused), time.monotonic() - started)
+        await engine.reset_prefix_cache()
         figures = await self._measure(engine, trial)
         try:
             await engine.check_unchanged()
         except EngineDead:
-            return Run(trial, Seen(figures, ENDED), time.monotonic() - started)
-        return Run(trial, Seen(figures), time.monotonic() - started)
+            return Run(trial, TrialResult(figures, ENDED), time.monotonic() - started)
+        return Run(trial, TrialResult(figures), time.monotonic() - started)
 
     async def _measure(self, engine: LiveEngine, trial: Trial) -> Figures:
         place = engine.place
@@ -69,11 +69,12 @@ class Trials:
         return {**summary, **during}
 
     def _arguments_of(self, trial: Trial) -> argparse.Namespace:
-        """Those of a `bench serve`. Every run says something else, so that no prompt is known from another run."""
+        """Return the arguments of a `bench serve`. Every trial has different prompts, so that none is cached from
+        another one."""
         count = self.arguments.num_prompts
         given = dict(vars(self.arguments))
-        if trial.purpose is Purpose.ALONE:
-            given |= {"num_prompts": min(count, ALONE_PROMPTS), "max_concurrency": 1}
+        if trial.purpose is Purpose.SINGLE_REQUEST:
+            given |= {"num_prompts": min(count, SINGLE_REQUEST_PROMPTS), "max_concurrency": 1}
         elif trial.purpose is Purpose.FINAL:
             given |= {"num_prompts": count * FINAL_PROMPTS}
         seed = zlib.crc32(repr((self.arguments.seed, trial)).encode()) % MAX_CONTENT_SEED
@@ -81,9 +82,9 @@ class Trials:
 
 
 def check_answers(run: Run) -> None:
-    """Raise ConfigError where not one request of a first run was answered: no values would mend that."""
+    """Raise ConfigError if no request of the first trial succeeded: no values could fix that."""
     if run.seen.refused is None and not run.seen.figures.get("completed"):
         raise ConfigError(
-            "not one request of the first run was answered, for the reasons above: no values would mend that; try one "
-            "with trimtab-engine bench serve --num-prompts 1"
+            "all requests of the first run failed, for the reasons above; try a single one with trimtab-engine bench "
+            "serve --num-prompts 1"
         )

@@ -1,4 +1,5 @@
-"""`trimtab-engine bench serve`: load on any OpenAI-compatible server, and what its clients saw. It never imports torch.
+"""`trimtab-engine bench serve`: load test of any OpenAI-compatible server, with client-side results. Never imports
+torch.
 
 samples (what to send) → arrivals (when) → load and client (sending it) → statistics → report and plot.
 """

@@ -1,7 +1,7 @@
-"""When each request is sent, in seconds after the start. Pure.
+"""Send time of each request, in seconds after the start. Pure.
 
 A rate without burstiness is a Poisson process; burstiness is the shape of Gamma-distributed gaps (below 1 burstier,
-above 1 more even). The last one falls where the rate says, so that two seeds give the same load.
+above 1 more even). Times are scaled so that the last one matches the rate: two seeds give the same load.
 """
 
 import math
@@ -16,14 +16,14 @@ from trimtab_engine.bench.serving.samples import Sample
 
 @dataclass(frozen=True, slots=True)
 class RampUp:
-    """The rate goes from `start` to `end` requests per second over the run."""
+    """Change of the rate from `start` to `end` requests per second over the run."""
 
     strategy: Literal["linear", "exponential"]
     start: float
     end: float
 
     def at(self, progress: float) -> float:
-        """`progress` from 0 to 1."""
+        """Return the rate; `progress` is from 0 to 1."""
         if self.strategy == "linear":
             return self.start + (self.end - self.start) * progress
         return float(self.start * (self.end / self.start) ** progress)
@@ -32,7 +32,7 @@ class RampUp:
 def arrival_times(
     count: int, *, rate: float, burstiness: float, seed: int, ramp_up: RampUp | None = None
 ) -> list[float]:
-    """`rate` in requests per second; infinite sends all at once."""
+    """Return the send times. `rate` is in requests per second; infinite sends all at once."""
     if ramp_up is None and math.isinf(rate):
         return [0.0] * count
     random = np.random.default_rng(seed)
@@ -49,5 +49,5 @@ def arrival_times(
 
 
 def recorded_times(samples: Sequence[Sample]) -> list[float]:
-    """The samples' own times."""
+    """Return the samples' recorded times."""
     return [sample.timestamp or 0.0 for sample in samples]

@@ -1,6 +1,5 @@
-"""One streamed request, and when each of its chunks arrived. Written to cost little: the client must not be what is
-measured. A chunk is looked at once, with a decoder that reads only the fields that matter.
-"""
+"""One streamed request, and the arrival time of each chunk. Optimized for low CPU use, so that the client does not
+affect the result: each chunk is decoded once, with only the needed fields."""
 
 import asyncio
 import time
@@ -42,10 +41,10 @@ _decoder = msgspec.json.Decoder(_Chunk)
 
 @dataclass(slots=True)
 class RequestResult:
-    """What one request's client saw. Seconds; `start_time` counts from the start of the run.
+    """One request as seen by the client, in seconds; `start_time` counts from the start of the run.
 
-    `itl` are the gaps between chunks with output. `latency` ends with the last of them; `client_queue_time` is how long
-    the request waited here for a free place under --max-concurrency.
+    `itl` are the gaps between chunks with output. `latency` ends with the last of them; `client_queue_time` is the wait
+    for a free place under --max-concurrency.
     """
 
     prompt_len: int = 0
@@ -56,7 +55,7 @@ class RequestResult:
     latency: float = 0.0
     client_queue_time: float = 0.0
     send_lag: float = 0.0
-    """How much later than planned it was sent."""
+    """Delay of sending relative to the plan."""
     success: bool = False
     error: str = ""
     text: str = ""
@@ -69,7 +68,7 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go."""
+    """Destination of requests."""
 
     url: str
     headers: dict[str, str]
@@ -77,7 +76,7 @@ class Target:
 
 
 async def send(session: aiohttp.ClientSession, target: Target, body: dict[str, Any], result: RequestResult) -> None:
-    """Send one request and note in `result` what comes. Never raises but when it is cancelled."""
+    """Send one request and record its chunks in `result`. Only raises on cancellation."""
     started = time.perf_counter()
     stream = _Stream(started, result)
     try:
@@ -104,7 +103,7 @@ async def send(session: aiohttp.ClientSession, target: Target, body: dict[str, A
 
 
 class _Stream:
-    """Server-sent events as they come in, in pieces of any size."""
+    """Parser of server-sent events in pieces of any size."""
 
     def __init__(self, started: float, result: RequestResult) -> None:
         self._started = self._last = started
@@ -125,7 +124,7 @@ class _Stream:
         try:
             chunk = _decoder.decode(data)
         except msgspec.DecodeError as error:
-            result.error = f"a chunk cannot be read: {error}"
+            result.error = f"invalid chunk: {error}"
             return
         if chunk.error is not None:
             result.error = str(chunk.error)[:MAX_ERROR_CHARACTERS]
@@ -137,7 +136,7 @@ class _Stream:
                 self._note(now)
 
     def _has_output(self, choice: _Choice) -> bool:
-        """Text, reasoning, a tool call or the end. The chat's opening chunk, which names the role, is none of them."""
+        """Return True for text, reasoning, a tool call or the end, but not for a chat's opening chunk with the role."""
         delta = choice.delta
         text = choice.text or (delta.content or delta.reasoning_content if delta else None)
         if text:

@@ -1,4 +1,4 @@
-"""Sending a load: every request at its time, as many at once as allowed, until all are answered or Ctrl-C."""
+"""Sending of a load: every request at its time, with limited concurrency, until all are answered or Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -16,13 +16,13 @@ from trimtab_engine.bench.serving.samples import Sample
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send where and when. `times` in seconds after the start, one per sample, in order."""
+    """Requests, destination and times. `times` are seconds after the start, one per sample, in order."""
 
     samples: Sequence[Sample]
     times: Sequence[float]
     target: Target
     body: dict[str, Any]
-    """Fields that all requests have in common."""
+    """Fields shared by all requests."""
     is_chat: bool = False
     max_concurrency: int | None = None
 
@@ -36,13 +36,13 @@ class Load:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run brought. `results` has one entry per request that was sent, in order of sending."""
+    """Result of a run. `results` has one entry per sent request, in order of sending."""
 
     results: list[RequestResult] = field(default_factory=list)
     duration: float = 0.0
     interrupted: bool = False
     client_cpu_seconds: float = 0.0
-    """This process's processor time during the run: when it nears the duration, it is the client that is measured."""
+    """CPU time of this process during the run: if it approaches the duration, the client limits the result."""
 
     @property
     def complete(self) -> list[RequestResult]:
@@ -50,7 +50,7 @@ class Outcome:
 
 
 async def run_load(load: Load, on_done: Callable[[RequestResult], None], *, warmups: int = 0) -> Outcome:
-    """Send it all. Ctrl-C stops sending and drops what is under way; what was answered so far is the outcome."""
+    """Send the load. Ctrl-C stops sending and drops running requests; the result has those answered so far."""
     limit = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else contextlib.nullcontext()
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -79,7 +79,7 @@ async def run_load(load: Load, on_done: Callable[[RequestResult], None], *, warm
 
 
 async def _warm_up(load: Load, session: aiohttp.ClientSession, warmups: int) -> None:
-    """The first sample, sent before the run as often as asked; nothing of it is counted."""
+    """Send the first sample `warmups` times before the run, without counting it."""
     for _ in range(warmups):
         await send(session, load.target, load.body_of(load.samples[0]), RequestResult())
 
@@ -115,14 +115,14 @@ async def _finish(tasks: "list[asyncio.Task[None]]", interrupted: asyncio.Event)
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[asyncio.Event]:
-    """Ctrl-C sets the event; a second one ends the process as it would without us."""
+    """Set the event on Ctrl-C; a second Ctrl-C ends the process."""
     interrupted, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def on_signal() -> None:
         interrupted.set()
         loop.remove_signal_handler(signal.SIGINT)
 
-    with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: nobody presses Ctrl-C there
+    with contextlib.suppress(ValueError, RuntimeError):  # not the main thread, which handles Ctrl-C
         loop.add_signal_handler(signal.SIGINT, on_signal)
     try:
         yield interrupted

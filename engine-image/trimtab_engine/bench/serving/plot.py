@@ -1,4 +1,4 @@
-"""TTFT and ITL of a run as a picture: over time, and how they are distributed. matplotlib is optional."""
+"""Plot of TTFT and ITL of a run: over time, and their distributions. matplotlib is optional."""
 
 import io
 from collections.abc import Sequence
@@ -17,18 +17,19 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 def check_plot(path: Path, *, made_anyway: str | None = None) -> None:
-    """Raise ConfigError before anything is measured where no plot could be drawn. `made_anyway`: a folder that is made
-    where it is not there."""
+    """Raise ConfigError before the measurement if the plot cannot be created. `made_anyway` is a folder that will be
+    created."""
     if not path.parent.is_dir() and (made_anyway is None or path.parent != Path(made_anyway)):
-        raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it, or name another place")
+        raise ConfigError(f"--plot {path}: no such folder {path.parent}; create it, or set another path")
     if path.suffix not in FORMATS:
         raise ConfigError(f"--plot {path}: the name must end in {', '.join(FORMATS)}")
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed; pip install matplotlib, or leave it out")
+        raise ConfigError("--plot requires matplotlib; pip install matplotlib, or remove it")
 
 
 def plot(complete: Sequence[RequestResult], path: Path, *, title: str, objectives: dict[str, float]) -> None:
-    """Two columns, TTFT and ITL; above over time, below as a cumulative distribution. Objectives are dotted lines."""
+    """Plot two columns, TTFT and ITL; above over time, below as a cumulative distribution. Objectives are dotted
+    lines."""
     import matplotlib
 
     matplotlib.use(path.suffix.removeprefix(".") if path.suffix != ".png" else "agg")
@@ -67,7 +68,7 @@ def _distribution(axes: Any, name: str, points: list[tuple[float, float]], objec
     values = np.sort([y for _, y in points])
     axes.plot(values, np.arange(1, len(values) + 1) / max(len(values), 1))
     axes.set_xlabel(f"{name.upper()} (ms)")
-    axes.set_ylabel("share of all")
+    axes.set_ylabel("cumulative fraction")
     axes.set_ylim(0, 1.02)
     if objective is not None:
         axes.axvline(objective, linestyle="dotted", color="black")

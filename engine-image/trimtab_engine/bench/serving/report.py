@@ -1,4 +1,4 @@
-"""The result of a run for people, in the form that scripts around vLLM already read, and as a file."""
+"""The result of a run as a table in vLLM's format, and as a file."""
 
 import json
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ HEADERS = {
     "e2el": ("E2EL", "End-to-end Latency"),
     "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
 }
-BUSY_CLIENT_SHARE = 0.8  # of a core: from here on the client's own work is in the figures
+BUSY_CLIENT_SHARE = 0.8  # of a core: above it the client's own work affects the results
 LATE_SEND_MS = 100.0
-KNOWN_SHARE = 0.05  # of random prompts' tokens in the prefix cache, beyond the prefix that they share
+CACHED_SHARE = 0.05  # fraction of random prompts' tokens in the prefix cache, beyond their shared prefix
 
 
 def table(result: dict[str, Any]) -> str:
-    """All figures of a run, one a line."""
+    """Return all figures of a run, one per line."""
     lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
     lines += [_line(label, result.get(key)) for label, key in _rows(result)]
     for metric, (short, header) in HEADERS.items():
@@ -70,7 +70,7 @@ def _server_lines(server: dict[str, Any]) -> list[str]:
     if not server:
         return []
     return [
-        "Server, during the run".center(WIDTH, "-"),
+        "Server during the run".center(WIDTH, "-"),
         *(_line(f"{name.replace('_', ' ').capitalize()}:", value) for name, value in server.items()),
     ]
 
@@ -81,20 +81,20 @@ def _line(label: str, value: Any) -> str:
 
 
 def warnings(result: dict[str, Any]) -> list[str]:
-    """What makes the figures doubtful, one sentence each."""
+    """Return one sentence per reason to doubt the figures."""
     found = []
     if result["interrupted"]:
-        found.append("Interrupted: the figures are of the requests that were answered until then.")
+        found.append("Interrupted: the results only include requests answered before.")
     if result["client_cpu_share"] > BUSY_CLIENT_SHARE:
         found.append(
-            f"The client itself used {result['client_cpu_share']:.0%} of a core: its own work is in these latencies. "
-            f"Use a lower rate, or several clients."
+            f"The client itself used {result['client_cpu_share']:.0%} of a core: its own work affects these latencies. "
+            f"Use a lower rate or several clients."
         )
     known = result.get("server", {}).get("prefix_cache_hit_rate", 0.0)
-    if result.get("dataset_name") == "random" and known - result.get("shared_prefix_share", 0.0) > KNOWN_SHARE:
+    if result.get("dataset_name") == "random" and known - result.get("shared_prefix_share", 0.0) > CACHED_SHARE:
         found.append(
-            f"The server knew {known:.0%} of these random prompts from before and did not compute them: time to first "
-            f"token and throughput are those of its prefix cache. Leave --seed out, or give another one."
+            f"{known:.0%} of these random prompts were already in the server's prefix cache: time to first "
+            f"token and throughput are too good. Remove --seed, or set another one."
         )
     if result["max_send_lag_ms"] > LATE_SEND_MS:
         found.append(f"Requests were sent up to {result['max_send_lag_ms']:.0f} ms later than planned.")
@@ -102,29 +102,29 @@ def warnings(result: dict[str, Any]) -> list[str]:
 
 
 def errors_line(errors: Sequence[str]) -> str:
-    """Why requests failed, each reason once with its count; the most frequent ten."""
+    """Return the ten most frequent failure reasons with their counts."""
     counts = {error: errors.count(error) for error in errors}
     most = sorted(counts, key=lambda error: -counts[error])[:10]
     return "\n".join(f"  {counts[error]} × {error}" for error in most)
 
 
 def file_name(*, label: str, rate: float, max_concurrency: int | None, model: str, now: datetime) -> str:
-    """vLLM's name for the file of a run."""
+    """Return vLLM's file name of a run."""
     concurrency = f"-concurrency{max_concurrency}" if max_concurrency else ""
     return f"{label}-{rate}qps{concurrency}-{model.split('/')[-1]}-{now:%Y%m%d-%H%M%S}.json"
 
 
 def save(result: dict[str, Any], path: Path, *, append: bool) -> None:
-    """Write the result as JSON; appending adds it to a list of those that are there."""
+    """Write the result as JSON; appending adds it to an existing list."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = [*earlier(path), result] if append and path.exists() else result
     write_file(path, (json.dumps(written, indent=1) + "\n").encode())
 
 
 def earlier(path: Path) -> list[Any]:
-    """The results that a file has. Raises ConfigError where it holds something else."""
+    """Return the results in a file. Raises ConfigError if it has other content."""
     try:
         found = json.loads(path.read_text())
     except ValueError:
-        raise ConfigError(f"--append-result: {path} holds no JSON; name another file, or move it away") from None
+        raise ConfigError(f"--append-result: {path} not JSON; set another file, or move it away") from None
     return found if isinstance(found, list) else [found]

@@ -1,4 +1,4 @@
-"""One `bench serve` from its arguments to its report: the only place here where things are put together."""
+"""One `bench serve` run from arguments to report; connects the other modules."""
 
 import argparse
 import asyncio
@@ -42,12 +42,12 @@ SAMPLING_FIELDS = (
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """Measure and report. Exit code: 0 all requests were answered, 1 some were not, 130 Ctrl-C."""
+    """Measure and report. Exit code: 0 all requests succeeded, 1 some failed, 130 Ctrl-C."""
     goodput = Goodput.parse(arguments.goodput or [])
     percentiles = parse_percentiles(arguments.metric_percentiles)
     metrics = parse_metrics(arguments.percentile_metrics)
-    _metadata(arguments)  # faults are found before anything is measured
-    headers_of(arguments)
+    _metadata(arguments)  # errors are reported before anything is measured
+    request_headers(arguments)
     check_urls(arguments)
     ramp_of(arguments)
     check_inputs(arguments)
@@ -69,11 +69,11 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 async def _measure(arguments: argparse.Namespace) -> tuple[Outcome, dict[str, Any]]:
-    base, headers = base_url(arguments), headers_of(arguments)
+    base, headers = base_url(arguments), request_headers(arguments)
     await server.wait_until_ready(base, headers, arguments.ready_check_timeout_sec)
     model = await server.served_model(base, headers, _model_name(arguments))
-    load, notes = load_of(arguments, base, headers, model)
-    admin, admin_headers = _profiler_at(arguments, base, headers)
+    load, notes = build_load(arguments, base, headers, model)
+    admin, admin_headers = _profiler_address(arguments, base, headers)
     if arguments.profile:
         await server.profile(admin, admin_headers, "start")
     before = await server.counters(base, headers)
@@ -89,28 +89,26 @@ async def _measure(arguments: argparse.Namespace) -> tuple[Outcome, dict[str, An
     after = await server.counters(base, headers)
     if arguments.profile:
         await server.profile(admin, admin_headers, "stop")
-    return outcome, {"model": model, "count": count, "server": server.during(before, after), **notes}
+    return outcome, {"model": model, "count": count, "server": server.counter_changes(before, after), **notes}
 
 
 def _model_name(arguments: argparse.Namespace) -> str | None:
-    """The served name. A --model that is a path here says where the tokenizer is, and no name."""
+    """Return the served name. A --model that is a local path only gives the tokenizer."""
     name: str | None = arguments.served_model_name or arguments.model
     return None if name is not None and name == arguments.model and Path(name).exists() else name
 
 
-# --- what is sent -------------------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def load_of(
+def build_load(
     arguments: argparse.Namespace, base: str, headers: dict[str, str], model: server.ServedModel
 ) -> tuple[Load, dict[str, Any]]:
-    """What the arguments of the load ask to be sent where and when, and notes on it. Raises ConfigError."""
+    """Return the load of the arguments, and notes for the result. Raises ConfigError."""
     tokenizer = _tokenizer(arguments, model)
     samples, notes = dataset_samples(arguments, tokenizer, model.max_model_len)
     if not samples:
-        raise ConfigError(
-            "there is nothing to send: the dataset, or the part of the trace that was asked for, is empty"
-        )
+        raise ConfigError("nothing to send: the dataset, or the selected part of the trace, is empty")
     is_chat = arguments.backend == "openai-chat" or arguments.endpoint.rstrip("/").endswith("/chat/completions")
     if is_chat:
         samples = as_text(samples, tokenizer)
@@ -129,7 +127,7 @@ def load_of(
 
 
 def _tokenizer(arguments: argparse.Namespace, model: server.ServedModel) -> Tokenizer | None:
-    """The one that was named, else the one where the server says that its model is, if that is here too."""
+    """Return the named tokenizer, or that of the model path reported by the server if it exists locally."""
     if arguments.skip_tokenizer_init:
         return None
     named = arguments.tokenizer or (arguments.model if arguments.model and Path(arguments.model).exists() else None)
@@ -139,50 +137,52 @@ def _tokenizer(arguments: argparse.Namespace, model: server.ServedModel) -> Toke
 
 
 def _check_lengths(samples: Sequence[Sample], model: server.ServedModel) -> None:
-    """Refuse a load of which the server would refuse a part, where that can be known."""
+    """Raise ConfigError if the server would reject a request as too long, as far as known."""
     longest = max(((sample.prompt_len or 0) + (sample.output_len or 0) for sample in samples), default=0)
     if model.max_model_len and longest > model.max_model_len:
         raise ConfigError(
-            f"the longest request has {longest} tokens in and out, but {model.name} takes {model.max_model_len}; lower "
-            f"--input-len or --output-len, or serve with a larger --max-model-len"
+            f"the longest request has {longest} tokens in and out, but the maximum of {model.name} is "
+            f"{model.max_model_len}; lower --input-len or --output-len, or start the server with a larger "
+            "--max-model-len"
         )
 
 
 def _body(arguments: argparse.Namespace, model: server.ServedModel) -> dict[str, Any]:
     body = {name: value for name in SAMPLING_FIELDS if (value := getattr(arguments, name)) is not None}
     if arguments.ignore_eos or arguments.dataset_name in ("random", "prefix_repetition", "trace"):
-        body["ignore_eos"] = True  # outputs are as long as the load says
+        body["ignore_eos"] = True  # outputs must have the planned length
     if arguments.logprobs is not None:
         is_chat = arguments.backend == "openai-chat"
         body |= {"logprobs": True, "top_logprobs": arguments.logprobs} if is_chat else {"logprobs": arguments.logprobs}
     return {"model": model.name, **body, **(arguments.extra_body or {})}
 
 
-# --- where it goes and what comes of it ---------------------------------------------------------------------------
+# --- destination and result
+# --------------------------------------------------------------------------------------------
 
 
 def base_url(arguments: argparse.Namespace) -> str:
-    """--base-url, else made of --host and --port; without a slash at its end."""
+    """Return --base-url, or the URL of --host and --port, without a trailing slash."""
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     url: str = arguments.base_url or f"http://{host}:{arguments.port}"
     return url.rstrip("/")
 
 
-def headers_of(arguments: argparse.Namespace) -> dict[str, str]:
-    """Headers of every request, from --api-key and --header. Raises ConfigError."""
+def request_headers(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the headers of every request, from --api-key and --header. Raises ConfigError."""
     headers = {"Content-Type": "application/json"}
     if arguments.api_key:
         headers["Authorization"] = f"Bearer {arguments.api_key}"
     for item in arguments.header or []:
         name, separator, value = item.partition("=")
         if not separator:
-            raise ConfigError(f"--header {item!r}: write NAME=VALUE")
+            raise ConfigError(f"--header {item!r}: use NAME=VALUE")
         headers[name.strip()] = value.strip()
     return headers
 
 
-def _profiler_at(arguments: argparse.Namespace, base: str, headers: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Our profiler is on the admin port; vLLM's is where its API is."""
+def _profiler_address(arguments: argparse.Namespace, base: str, headers: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the profiler's URL: Trimtab's is on the admin port, vLLM's on its API."""
     if arguments.admin_url is None:
         return base, headers
     token = {"Authorization": f"Bearer {arguments.admin_token}"} if arguments.admin_token else {}
@@ -190,7 +190,7 @@ def _profiler_at(arguments: argparse.Namespace, base: str, headers: dict[str, st
 
 
 def _header(arguments: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
-    """What was run: vLLM's fields, metadata, and the trace's."""
+    """Return the run's parameters: vLLM's fields, metadata, and the trace's."""
     rate = arguments.request_rate
     header = {
         "date": f"{datetime.now().astimezone():%Y%m%d-%H%M%S}",
@@ -215,11 +215,11 @@ def _header(arguments: argparse.Namespace, facts: dict[str, Any]) -> dict[str, A
 
 
 def _metadata(arguments: argparse.Namespace) -> dict[str, str]:
-    """--metadata NAME=VALUE …. Raises ConfigError."""
+    """Parse --metadata NAME=VALUE …. Raises ConfigError."""
     pairs = [item.partition("=") for item in arguments.metadata or []]
     for name, separator, value in pairs:
         if not separator:
-            raise ConfigError(f"--metadata {name + value!r}: write NAME=VALUE")
+            raise ConfigError(f"--metadata {name + value!r}: use NAME=VALUE")
     return {name: value for name, _, value in pairs}
 
 
@@ -233,7 +233,7 @@ def _write(arguments: argparse.Namespace, result: dict[str, Any], outcome: Outco
 
 
 def _check_result(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError where the result could not be saved."""
+    """Raise ConfigError if the result cannot be saved."""
     if not (arguments.save_result or arguments.append_result):
         return
     folder = Path(arguments.result_dir or ".")

@@ -1,7 +1,7 @@
-"""What a load consists of: prompts with their lengths. Random, with shared prefixes, or read from a file.
+"""Samples of a load: prompts with their lengths. Random, with shared prefixes, or from a file.
 
-Prompts of the random kinds are token ids, which the server counts exactly as they are counted here; a chat needs text,
-so there they are decoded, and their length is what the tokenizer makes of the text again.
+Random prompts are token IDs, which client and server count equally; chats need text, so they are decoded, and their
+length is that of the re-encoded text.
 """
 
 import json
@@ -16,16 +16,16 @@ from trimtab_engine.errors import ConfigError
 from trimtab_engine.text.tokenizer import Tokenizer
 
 LOWEST_RANDOM_ID, HIGHEST_RANDOM_ID = 100, 10_000
-"""Ids of random prompts where no tokenizer is at hand: inside every model's vocabulary, and above its special ids."""
+"""Range of random token IDs without a tokenizer: inside every model's vocabulary, and above its special IDs."""
 SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_PROMPT, SHAREGPT_MAX_TOTAL = 4, 1024, 2048
-"""Conversations outside these lengths are passed over, as in vLLM."""
+"""Conversations outside these lengths are skipped, as in vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request to send. `timestamp`: seconds after the start, where the data says when; else None.
+    """One request to send. `timestamp` is in seconds after the start if the data has it.
 
-    `prompt_len` is None where only the server can count it.
+    `prompt_len` is None if only the server can count it.
     """
 
     prompt: str | list[int]
@@ -36,7 +36,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class RandomLengths:
-    """`--random-input-len` and its friends. Lengths lie within ± range_ratio of the ones asked for."""
+    """`--random-input-len` and related flags. Lengths vary by ± range_ratio."""
 
     input_len: int
     output_len: int
@@ -45,11 +45,12 @@ class RandomLengths:
 
 
 class Words:
-    """Random token ids: from a tokenizer's vocabulary without its special tokens, or from a range that is in all."""
+    """Generator of random token IDs, from a tokenizer's vocabulary without special tokens, or from a range common to
+    all models."""
 
     def __init__(self, tokenizer: Tokenizer | None, seed: int, *, content_seed: int | None = None) -> None:
-        """`content_seed` is that of the words alone: with another one, the same lengths in the same order say something
-        else. None: they have the same."""
+        """`content_seed` only affects the tokens: with another one, the same lengths in the same order have other
+        content. None means the same seed."""
         self.seed = seed
         self._content_seed = seed if content_seed is None else content_seed
         self._random = np.random.default_rng(seed)
@@ -65,18 +66,18 @@ class Words:
         return ids
 
     def of(self, key: int, count: int) -> list[int]:
-        """The same ids for the same key, whenever and for whichever request it is asked."""
+        """Return the same IDs for the same key, independent of the order of calls."""
         ids: list[int] = np.random.default_rng((self._content_seed, key)).choice(self._ids, count).tolist()
         return ids
 
     def length(self, middle: int, ratio: float) -> int:
-        """A length within ± ratio of the middle, at least 1."""
+        """Return a length within ± ratio of `middle`, at least 1."""
         low, high = int(middle * (1 - ratio)), int(middle * (1 + ratio))
         return max(1, int(self._random.integers(low, high + 1)))
 
 
 def random_samples(count: int, lengths: RandomLengths, words: Words) -> list[Sample]:
-    """Prompts that share their first `prefix_len` tokens and nothing else."""
+    """Return prompts that only share their first `prefix_len` tokens."""
     prefix = words.draw(lengths.prefix_len)
     samples = []
     for _ in range(count):
@@ -88,7 +89,7 @@ def random_samples(count: int, lengths: RandomLengths, words: Words) -> list[Sam
 def prefix_repetition_samples(
     count: int, *, prefix_len: int, suffix_len: int, num_prefixes: int, output_len: int, words: Words
 ) -> list[Sample]:
-    """`num_prefixes` prefixes, each before about count / num_prefixes different suffixes, in random order."""
+    """Return `num_prefixes` prefixes, each with about count / num_prefixes different suffixes, in random order."""
     prefixes = [words.draw(prefix_len) for _ in range(num_prefixes)]
     samples = [
         Sample(prompt := prefixes[number % num_prefixes] + words.draw(suffix_len), len(prompt), output_len)
@@ -99,7 +100,8 @@ def prefix_repetition_samples(
 
 
 def sharegpt_samples(path: Path, count: int, output_len: int | None, tokenizer: Tokenizer, seed: int) -> list[Sample]:
-    """First questions of ShareGPT conversations; their answers' lengths unless `output_len` says otherwise."""
+    """Return first questions of ShareGPT conversations; output lengths are those of the answers unless `output_len` is
+    set."""
     conversations = [entry["conversations"] for entry in _json(path) if len(entry.get("conversations", ())) >= 2]
     np.random.default_rng(seed).shuffle(conversations)
     samples: list[Sample] = []
@@ -116,42 +118,42 @@ def sharegpt_samples(path: Path, count: int, output_len: int | None, tokenizer: 
 
 
 def custom_samples(path: Path, count: int, output_len: int, tokenizer: Tokenizer | None) -> list[Sample]:
-    """JSON lines with a "prompt" and perhaps "output_tokens"; from the start again when there are too few."""
+    """Return JSON lines with "prompt" and optional "output_tokens"; repeated from the start if there are too few."""
     lines = list(_json_lines(path))
     samples = []
     for number in range(count):
         line = lines[number % len(lines)]
         if not isinstance(line.get("prompt"), str):
-            raise ConfigError(f'{path}: line {number % len(lines) + 1} has no "prompt"; each line needs one')
+            raise ConfigError(f'{path}: line {number % len(lines) + 1} has no "prompt"; each line requires one')
         prompt_len = None if tokenizer is None else len(tokenizer.encode(line["prompt"]))
         samples.append(Sample(line["prompt"], prompt_len, int(line.get("output_tokens", output_len))))
     return samples
 
 
 def as_text(samples: Iterable[Sample], tokenizer: Tokenizer | None) -> list[Sample]:
-    """The samples with their prompts as text, for a chat. Raises ConfigError where there is no tokenizer to do it."""
+    """Return the samples with text prompts, for chats. Raises ConfigError without a tokenizer."""
     texts = []
     for sample in samples:
         if isinstance(sample.prompt, str):
             texts.append(sample)
             continue
         if tokenizer is None:
-            raise ConfigError("random prompts for a chat are made of text; give --tokenizer the model's folder")
+            raise ConfigError("random chat prompts require a tokenizer; set --tokenizer to the model's folder")
         text = tokenizer.fast.decode(sample.prompt, skip_special_tokens=False)
         texts.append(replace(sample, prompt=text, prompt_len=len(tokenizer.encode(text, add_special_tokens=False))))
     return texts
 
 
 def _text(path: Path) -> str:
-    """A dataset's file. Raises ConfigError."""
+    """Return the text of a dataset file. Raises ConfigError."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give --dataset-path a file") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}; set --dataset-path to a file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{path} is not UTF-8 text: the byte at {error.start} is {error.object[error.start]:#04x}; convert it, or "
-            f"give --dataset-path another file"
+            f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}; convert it, or "
+            f"set another --dataset-path"
         ) from None
 
 
@@ -159,7 +161,7 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(_text(path))
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
+        raise ConfigError(f"{path} is not JSON: {error}") from None
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -170,9 +172,9 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 entry = json.loads(line)
             except ValueError as error:
-                raise ConfigError(f"{path}, line {number}, is no JSON: {error}") from None
+                raise ConfigError(f"{path}, line {number}: not JSON: {error}") from None
             if not isinstance(entry, dict):
-                raise ConfigError(f'{path}, line {number}, is no JSON object; write {{"prompt": "…"}}')
+                raise ConfigError(f'{path}, line {number}: not a JSON object; use {{"prompt": "…"}}')
             yield entry
     if not found:
-        raise ConfigError(f"{path} is empty; it needs a line for each prompt")
+        raise ConfigError(f"{path} is empty; one line per prompt is required")

@@ -1,4 +1,4 @@
-"""What the bench asks of the server beside generation: its model, whether it is ready, its counters, its profiler."""
+"""Requests of the benchmark other than generation: the served model, readiness, counters, profiler."""
 
 import asyncio
 import os
@@ -19,12 +19,12 @@ COUNTERS = (
     "spec_decode_num_accepted_tokens",
 )
 READY_POLL_SECONDS = 0.5
-ASK_SECONDS = 30.0
+REQUEST_TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The first model of /v1/models, or the one asked for."""
+    """The first model of /v1/models, or the requested one."""
 
     name: str
     root: str | None
@@ -32,12 +32,12 @@ class ServedModel:
 
 
 async def wait_until_ready(url: str, headers: dict[str, str], timeout: float) -> None:
-    """Until /health says so (a server without it counts as ready). Raises ConfigError after the timeout."""
+    """Wait until /health succeeds (a server without it counts as ready). Raises ConfigError after the timeout."""
     deadline = time.monotonic() + timeout
     while (reason := await _not_ready_reason(url, headers)) is not None:
         if time.monotonic() >= deadline:
             raise ConfigError(
-                f"{reason}; is the server up, and --base-url or --port right? It is waited for with "
+                f"{reason}; check the server and --base-url or --port, or wait for it with "
                 f"--ready-check-timeout-sec SECONDS"
             )
         await asyncio.sleep(READY_POLL_SECONDS)
@@ -46,23 +46,23 @@ async def wait_until_ready(url: str, headers: dict[str, str], timeout: float) ->
 async def _not_ready_reason(url: str, headers: dict[str, str]) -> str | None:
     try:
         async with _session(headers) as session, session.get(f"{url}/health") as answer:
-            return None if answer.status in (200, 404) else f"{url}/health answers {answer.status}: not ready"
+            return None if answer.status in (200, 404) else f"{url}/health: HTTP {answer.status}, not ready"
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         return f"cannot reach {url}: {reason_of(error)}"
 
 
 async def served_model(url: str, headers: dict[str, str], name: str | None) -> ServedModel:
-    """What the server serves under this name. Raises ConfigError when it does not."""
+    """Return the server's model with this name. Raises ConfigError if there is none."""
     data = (await _get(f"{url}/v1/models", headers)).get("data", [])
     found = [entry for entry in data if name is None or entry.get("id") == name]
     if not found:
         names = ", ".join(entry.get("id", "?") for entry in data) or "none"
-        raise ConfigError(f"{url} serves no model {name or ''!r}; it serves: {names}; give --model one of them")
+        raise ConfigError(f"{url} does not serve the model {name or ''!r}; set --model to one of: {names}")
     return ServedModel(found[0]["id"], found[0].get("root"), found[0].get("max_model_len"))
 
 
 async def counters(url: str, headers: dict[str, str]) -> dict[str, float]:
-    """The server's vllm: counters that say something about a run; empty where there are none."""
+    """Return the server's relevant vllm: counters; empty if there are none."""
     try:
         async with _session(headers) as session, session.get(f"{url}/metrics") as answer:
             return parse_counters(await answer.text()) if answer.status == 200 else {}
@@ -71,7 +71,7 @@ async def counters(url: str, headers: dict[str, str]) -> dict[str, float]:
 
 
 def parse_counters(text: str) -> dict[str, float]:
-    """Sums over all labels of the lines `vllm:NAME_total{…} VALUE`."""
+    """Return sums over all labels of the lines `vllm:NAME_total{…} VALUE`."""
     sums: dict[str, float] = {}
     for line in text.splitlines():
         name, _, rest = line.partition("{")
@@ -81,8 +81,8 @@ def parse_counters(text: str) -> dict[str, float]:
     return sums
 
 
-def during(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """What happened on the server between the two, with rates where there is something to divide."""
+def counter_changes(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+    """Return the changes between two scrapes, with rates if the divisor is not zero."""
     change = {name: after[name] - before.get(name, 0.0) for name in after}
     found: dict[str, Any] = {}
     if "num_preemptions" in change:
@@ -97,17 +97,17 @@ def during(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
 
 
 async def profile(url: str, headers: dict[str, str], action: str) -> None:
-    """POST /start_profile or /stop_profile. Raises ConfigError with what the server says."""
+    """POST /start_profile or /stop_profile. Raises ConfigError with the server's message."""
     try:
         async with _session(headers) as session, session.post(f"{url}/{action}_profile") as answer:
             text = (await answer.text()).strip()
             if answer.status == 404:
                 raise ConfigError(
-                    f"there is no profiler at {url}: Trimtab's is on the admin port of a server that was started with "
-                    f"--admin-port PORT --profiler-dir DIR; give --admin-url http://HOST:PORT"
+                    f"no profiler at {url}; start the Trimtab engine with --admin-port PORT --profiler-dir DIR, and "
+                    "set --admin-url http://HOST:PORT"
                 )
             if answer.status != 200:
-                raise ConfigError(f"{url}/{action}_profile answers {answer.status}: {text[:300]}")
+                raise ConfigError(f"{url}/{action}_profile: HTTP {answer.status}: {text[:300]}")
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise ConfigError(f"cannot reach {url}/{action}_profile: {reason_of(error)}") from None
 
@@ -116,7 +116,7 @@ async def _get(url: str, headers: dict[str, str]) -> dict[str, Any]:
     try:
         async with _session(headers) as session, session.get(url) as answer:
             if answer.status != 200:
-                raise ConfigError(f"{url} answers {answer.status}: {(await answer.text()).strip()[:300]}")
+                raise ConfigError(f"{url}: HTTP {answer.status}: {(await answer.text()).strip()[:300]}")
             body: dict[str, Any] = await answer.json(content_type=None)
             return body
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
@@ -124,13 +124,13 @@ async def _get(url: str, headers: dict[str, str]) -> dict[str, Any]:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a request brought nothing, in the kernel's words where it was the connection."""
+    """Return the reason of a failed request, with the kernel's text for connection errors."""
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
         return os.strerror(error.os_error.errno)
     if isinstance(error, TimeoutError):
-        return f"no answer within {ASK_SECONDS:g} s"
+        return f"no response within {REQUEST_TIMEOUT_SECONDS:g} s"
     return str(error) or type(error).__name__
 
 
 def _session(headers: dict[str, str]) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=ASK_SECONDS))
+    return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_SECONDS))

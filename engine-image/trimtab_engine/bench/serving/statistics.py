@@ -1,7 +1,7 @@
-"""From what the clients saw to the figures of a run, under vLLM's names. Pure.
+"""Statistics of a run from client-side results, under vLLM's names. Pure.
 
 TTFT: from sending a request to its first output. ITL: between two chunks of output. TPOT: mean time per token after the
-first. E2EL: to the last output. All in milliseconds in the result; percentiles interpolate between neighbours.
+first. E2EL: to the last output. Results are in milliseconds; percentiles interpolate between adjacent values.
 """
 
 import math
@@ -21,13 +21,13 @@ OBJECTIVES = ("ttft", "tpot", "itl", "e2el")
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Objectives of one request, in milliseconds. `itl` holds for every gap between two chunks."""
+    """Objectives of one request, in milliseconds. `itl` applies to every gap between two chunks."""
 
     objectives: dict[str, float]
 
     @classmethod
     def parse(cls, pairs: Sequence[str]) -> "Goodput":
-        """["ttft:500", "tpot:50"]. Raises ConfigError."""
+        """Parse ["ttft:500", "tpot:50"]. Raises ConfigError."""
         objectives = {}
         for pair in pairs:
             name, _, text = pair.partition(":")
@@ -37,7 +37,7 @@ class Goodput:
                 value = math.nan
             if name not in OBJECTIVES or not value >= 0:
                 raise ConfigError(
-                    f"--goodput {pair!r}: write NAME:MILLISECONDS, such as ttft:500; names are {', '.join(OBJECTIVES)}"
+                    f"--goodput {pair!r}: use NAME:MILLISECONDS, such as ttft:500; names are {', '.join(OBJECTIVES)}"
                 )
             objectives[name] = value
         return cls(objectives)
@@ -55,7 +55,7 @@ class Goodput:
 def summarize(
     outcome: Outcome, *, metrics: Sequence[str], percentiles: Sequence[float], goodput: Goodput
 ) -> dict[str, Any]:
-    """The figures of a run: vLLM's fields, then ours (client_…, send_lag…)."""
+    """Return the statistics of a run: vLLM's fields, then ours (client_…, send_lag…)."""
     complete, seconds = outcome.complete, max(outcome.duration, 1e-9)
     input_tokens, output_tokens = (sum(getattr(r, name) for r in complete) for name in ("prompt_len", "output_len"))
     met = sum(goodput.is_met(result) for result in complete)
@@ -85,7 +85,7 @@ def summarize(
 
 
 def values_of(metric: str, complete: Sequence[RequestResult]) -> list[float]:
-    """Seconds. TPOT only where there is more than one token."""
+    """Return the values in seconds. TPOT only for requests with more than one token."""
     match metric:
         case "ttft":
             return [result.ttft for result in complete]
@@ -100,7 +100,7 @@ def values_of(metric: str, complete: Sequence[RequestResult]) -> list[float]:
 
 
 def distribution(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
-    """mean_, median_, std_ and pNN_ of a metric in milliseconds; None where nothing was seen: 0 would be a figure."""
+    """Return mean_, median_, std_ and pNN_ of a metric in milliseconds; None if there are no values."""
     if not seconds:
         names = ["mean", "median", "std", *(f"p{_word(p)}" for p in percentiles)]
         return {f"{figure}_{name}_ms": None for figure in names}
@@ -118,27 +118,27 @@ def _word(percentile: float) -> str:
 
 
 def parse_percentiles(text: str) -> list[float]:
-    """ "50,90,99". Raises ConfigError."""
+    """Parse "50,90,99". Raises ConfigError."""
     try:
         percentiles = [float(part) for part in text.split(",")]
     except ValueError:
         percentiles = [math.nan]
     if not all(0 <= p <= 100 for p in percentiles):
-        raise ConfigError(f"--metric-percentiles {text!r}: write numbers from 0 to 100, such as 50,90,99")
+        raise ConfigError(f"--metric-percentiles {text!r}: use numbers from 0 to 100, such as 50,90,99")
     return percentiles
 
 
 def parse_metrics(text: str) -> list[str]:
-    """ "ttft,itl". Raises ConfigError."""
+    """Parse "ttft,itl". Raises ConfigError."""
     names = [name for name in text.split(",") if name]
     unknown = [name for name in names if name not in METRICS]
     if unknown:
-        raise ConfigError(f"--percentile-metrics: there is no metric {unknown[0]!r}; choose from {', '.join(METRICS)}")
+        raise ConfigError(f"--percentile-metrics: unknown metric {unknown[0]!r}; choose from {', '.join(METRICS)}")
     return names
 
 
 def peak_tokens_per_second(complete: Sequence[RequestResult]) -> float:
-    """Most chunks of output in any whole second of the run."""
+    """Return the maximum number of output chunks in any whole second of the run."""
     if not complete:
         return 0.0
     began = min(result.start_time for result in complete)
@@ -147,7 +147,7 @@ def peak_tokens_per_second(complete: Sequence[RequestResult]) -> float:
 
 
 def peak_concurrency(complete: Sequence[RequestResult]) -> int:
-    """Most requests under way at one moment; one that ends as another begins is not with it."""
+    """Return the maximum number of concurrent requests; one that ends when another starts does not overlap with it."""
     events = [(result.start_time, 1) for result in complete]
     events += [(result.start_time + result.latency, -1) for result in complete]
     running = peak = 0
@@ -158,13 +158,13 @@ def peak_concurrency(complete: Sequence[RequestResult]) -> int:
 
 
 def chunk_times(result: RequestResult) -> list[float]:
-    """When each chunk of output came, in seconds after the start of the run."""
+    """Return the arrival time of each output chunk, in seconds after the start of the run."""
     times: list[float] = (result.start_time + result.ttft + np.cumsum([0.0, *result.itl])).tolist()
     return times
 
 
 def details(outcome: Outcome) -> dict[str, Any]:
-    """Per request, for --save-detailed: vLLM's lists, in order of sending."""
+    """Return per-request results for --save-detailed: vLLM's lists, in order of sending."""
     results = outcome.results
     return {
         "input_lens": [result.prompt_len for result in results],

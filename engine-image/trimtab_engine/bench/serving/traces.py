@@ -1,10 +1,10 @@
-"""Recorded loads: when requests came, how long they were and what they shared. Read from files, never fetched.
+"""Traces: recorded arrival times, lengths and shared prefixes. Read from files, never downloaded.
 
 - azure: CSV `TIMESTAMP,ContextTokens,GeneratedTokens`: time and lengths of each request.
 - mooncake: JSON lines `timestamp,input_length,output_length,hash_ids`: the same, and which blocks of 512 tokens are
   equal.
-- servegen: CSV `client,window_start_s,rate,cv,pattern,arg1,arg2`: how requests arrive, per client and window of 600 s.
-  These are parameters, not requests: requests are drawn from them, with lengths from its JSON lines.
+- servegen: CSV `client,window_start_s,rate,cv,pattern,arg1,arg2`: arrival processes per client and window of 600 s.
+  These are parameters, from which requests are drawn, with lengths from its JSON lines.
 """
 
 import ast
@@ -26,12 +26,12 @@ from trimtab_engine.errors import ConfigError
 MOONCAKE_BLOCK_TOKENS = 512
 SERVEGEN_RATE_WINDOW_SECONDS = 600
 SERVEGEN_LENGTH_WINDOW_SECONDS = 21_600
-TAIL_KEY = 1 << 40  # keys of tokens that no other request shares begin here; hash ids are far below
+TAIL_KEY = 1 << 40  # first key of unshared tokens; hash IDs are far below
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One recorded request: seconds after the trace's start, lengths in tokens, ids of its shared blocks in order."""
+    """One recorded request: seconds after the trace's start, lengths in tokens, IDs of its shared blocks in order."""
 
     timestamp: float
     input_len: int
@@ -41,7 +41,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Which part of a trace: from `start` on for `duration` seconds of its time, a `fraction` of its requests."""
+    """Part of a trace: from `start` on for `duration` seconds of trace time, a `fraction` of its requests."""
 
     start: float = 0.0
     duration: float | None = None
@@ -52,7 +52,7 @@ class Cut:
 
 
 def read_trace(path: Path, *, cut: Cut, seed: int, lengths: Path | None = None) -> list[TraceRequest]:
-    """The requests of a trace file inside the cut, in order of time, which begins at 0 again."""
+    """Return the requests of a trace file inside the cut, in order of time, starting at 0."""
     stream = _open(path)
     first = stream.readline()
     stream.seek(0)
@@ -64,7 +64,7 @@ def read_trace(path: Path, *, cut: Cut, seed: int, lengths: Path | None = None) 
         return list(_from_zero(_servegen(stream, lengths, cut, seed), cut.start))
     else:
         raise ConfigError(
-            f"{path} begins with {first[:60]!r}, which is no trace that is known here; see trimtab-engine bench serve "
+            f"{path} begins with {first[:60]!r}, an unknown trace format; see trimtab-engine bench serve "
             f"--help for the formats"
         )
     random = np.random.default_rng(seed)
@@ -75,9 +75,8 @@ def read_trace(path: Path, *, cut: Cut, seed: int, lengths: Path | None = None) 
 def fit(
     requests: Sequence[TraceRequest], *, max_model_len: int | None, scale: float | None
 ) -> tuple[float, list[TraceRequest]]:
-    """Lengths scaled by one factor so that all fit the model, and the factor. Given a `scale`, what still does not fit
-    is cut: first the prompt. The last token of the context stays free.
-    """
+    """Scale the lengths by one factor so that all fit the model, and return the factor. With a given `scale`, requests
+    that do not fit are truncated, the prompt first. The last token of the context stays free."""
     if scale is None:
         longest = max((one.input_len + one.output_len for one in requests), default=0)
         scale = min(1.0, (max_model_len - 1) / longest) if max_model_len and longest else 1.0
@@ -93,12 +92,11 @@ def _scaled(one: TraceRequest, scale: float, max_model_len: int | None) -> Trace
 
 
 def samples_of(requests: Sequence[TraceRequest], words: Words, *, scale: float, speedup: float) -> list[Sample]:
-    """The requests with prompts: equal hash ids give equal blocks of tokens, so equal leading ids a shared prefix.
+    """Return the requests with prompts: equal hash IDs give equal blocks of tokens, so equal leading IDs a shared
+    prefix.
 
-    ```
-    hash_ids     |   7   |   8   |  12  |          blocks of 512 × scale tokens, the last one perhaps cut
-    other prompt |   7   |   8   |    31    |       shares what its first two blocks hold
-    ```
+    ``` hash_ids | 7 | 8 | 12 | blocks of 512 × scale tokens, the last one possibly truncated other prompt | 7 | 8 | 31
+    | shares the first two blocks ```
     """
     block = max(1, round(MOONCAKE_BLOCK_TOKENS * scale))
     return [
@@ -118,7 +116,7 @@ def _prompt(one: TraceRequest, number: int, words: Words, block: int) -> list[in
     return tokens[: one.input_len]
 
 
-# --- the formats --------------------------------------------------------------------------------------------------
+# --- formats --------------------------------------------------------------------------------------------------------
 
 
 def _open(path: Path) -> io.TextIOBase:
@@ -126,7 +124,7 @@ def _open(path: Path) -> io.TextIOBase:
         data = path.read_bytes()
         return io.StringIO((gzip.decompress(data) if path.suffix == ".gz" else data).decode())
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}; give --trace-path a trace file") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; set --trace-path to a trace file") from None
     except (ValueError, EOFError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
 
@@ -139,7 +137,7 @@ def _from_zero(requests: Iterator[TraceRequest], start: float) -> Iterator[Trace
 def _azure(stream: io.TextIOBase) -> Iterator[TraceRequest]:
     began: float | None = None
     for row in csv.DictReader(stream):
-        whole, _, fraction = row["TIMESTAMP"].partition(".")  # seven digits, which datetime does not take
+        whole, _, fraction = row["TIMESTAMP"].partition(".")  # seven digits, which datetime does not support
         moment = datetime.fromisoformat(whole + "+00:00").timestamp() + float(f"0.{fraction or 0}")
         began = moment if began is None else began
         yield TraceRequest(moment - began, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
@@ -154,11 +152,10 @@ def _mooncake(stream: io.TextIOBase) -> Iterator[TraceRequest]:
 
 
 def _servegen(stream: io.TextIOBase, lengths: Path | None, cut: Cut, seed: int) -> Iterator[TraceRequest]:
-    """Requests drawn client by client, with gaps as the window's row says; a fraction of them is a lower rate of the
-    same shape.
-    """
+    """Draw the requests client by client, with gaps from the window's row; a fraction of them has a lower rate of the
+    same shape."""
     if lengths is None:
-        raise ConfigError("a ServeGen trace has rates only; give --trace-lengths its file of lengths (JSON lines)")
+        raise ConfigError("a ServeGen trace has no lengths; set --trace-lengths to its lengths file (JSON lines)")
     known = _Lengths(lengths)
     random = np.random.default_rng(seed)
     for row in csv.DictReader(stream):
@@ -173,9 +170,8 @@ def _servegen(stream: io.TextIOBase, lengths: Path | None, cut: Cut, seed: int) 
 
 
 def _arrivals(row: dict[str, str], fraction: float, random: np.random.Generator) -> Iterator[float]:
-    """Seconds inside the window, of a renewal process that has always been running: the gap in which the window begins
-    is drawn with its length as weight, and entered at any point alike.
-    """
+    """Return arrival seconds inside the window, of a stationary renewal process: the gap that contains the window's
+    start is drawn with its length as weight, and entered at a uniform point."""
     shape, scale, is_gamma = float(row["arg1"]), float(row["arg2"]) / fraction, row["pattern"] == "Gamma"
     entered = random.gamma(shape + 1, scale) if is_gamma else scale * random.gamma(1 + 1 / shape) ** (1 / shape)
     moment = float(entered * random.random())
@@ -186,7 +182,7 @@ def _arrivals(row: dict[str, str], fraction: float, random: np.random.Generator)
 
 @dataclass(slots=True)
 class _Lengths:
-    """Distributions of input and output lengths by client and window; other clients' where one's own are missing."""
+    """Distributions of input and output lengths by client and window; other clients' are used for missing ones."""
 
     path: Path
     _lines: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
@@ -197,7 +193,7 @@ class _Lengths:
             entry = json.loads(line)
             self._lines[entry["client"], int(entry["window_start_s"])] = entry
         if not self._lines:
-            raise ConfigError(f"{self.path} is empty; it needs ServeGen's lengths")
+            raise ConfigError(f"{self.path} is empty; ServeGen's lengths are required")
 
     def draw(self, client: int, window: float, random: np.random.Generator) -> tuple[int, int]:
         start = int(window // SERVEGEN_LENGTH_WINDOW_SECONDS * SERVEGEN_LENGTH_WINDOW_SECONDS)

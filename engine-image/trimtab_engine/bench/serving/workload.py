@@ -1,4 +1,4 @@
-"""From the arguments to what is sent and when: the dataset's prompts, or a recorded load's, and their times."""
+"""Requests and send times from the arguments: prompts of a dataset or a trace."""
 
 import argparse
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from trimtab_engine.text.tokenizer import Tokenizer
 def dataset_samples(
     arguments: argparse.Namespace, tokenizer: Tokenizer | None, max_model_len: int | None = None
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """What --dataset-name and its flags ask for, and what the result should say about it; check_inputs has found them
-    complete. Raises ConfigError."""
+    """Return the samples of --dataset-name and its flags, and notes for the result. check_inputs has validated them.
+    Raises ConfigError."""
     seed, count = arguments.seed or 0, arguments.num_prompts
     words = Words(tokenizer, seed, content_seed=getattr(arguments, "content_seed", None))
     output_len = arguments.output_len
@@ -48,7 +48,7 @@ def dataset_samples(
             ), {}
         case "sharegpt":
             if tokenizer is None:
-                raise ConfigError("--dataset-name sharegpt counts tokens; give --tokenizer the model's folder")
+                raise ConfigError("--dataset-name sharegpt requires a tokenizer; set --tokenizer to the model's folder")
             wanted = output_len or arguments.sharegpt_output_len
             return sharegpt_samples(arguments.dataset_path, count, wanted, tokenizer, seed), {}
         case "custom":
@@ -74,17 +74,17 @@ def _trace(
 
 
 def ramp_of(arguments: argparse.Namespace) -> RampUp | None:
-    """How the rate changes; None: it does not. Raises ConfigError for a ramp without its ends."""
+    """Return the change of the rate, or None if it is constant. Raises ConfigError for a ramp without its ends."""
     if not arguments.ramp_up_strategy:
         return None
     start, end = arguments.ramp_up_start_rps, arguments.ramp_up_end_rps
     if start is None or end is None or end <= 0 or (start <= 0 and arguments.ramp_up_strategy == "exponential"):
-        raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, above 0")
+        raise ConfigError("--ramp-up-strategy requires --ramp-up-start-rps and --ramp-up-end-rps, above 0")
     return RampUp(arguments.ramp_up_strategy, start, end)
 
 
 def send_times(arguments: argparse.Namespace, samples: Sequence[Sample]) -> list[float]:
-    """Seconds after the start at which each sample is sent."""
+    """Return the send time of each sample, in seconds after the start."""
     ramp_up = ramp_of(arguments)
     rate = arguments.request_rate
     if arguments.dataset_name == "trace" and rate == float("inf") and ramp_up is None:

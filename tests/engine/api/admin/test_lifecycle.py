@@ -1,11 +1,11 @@
-"""Pause, sleep and cache resets over HTTP: both spellings, what reaches the core, and what is refused."""
+"""Pause, sleep and cache resets over HTTP: both path styles, calls that reach the core, rejected calls."""
 
 from typing import Any
 
 import pytest
 
 
-def test_both_spellings_reach_the_core(server: Any) -> None:
+def test_both_path_styles_reach_the_core(server: Any) -> None:
     for path, method, body in (
         ("/pause", "pause", {"mode": "abort"}),  # vLLM's default
         ("/pause?mode=keep", "pause", {"mode": "keep"}),
@@ -32,12 +32,14 @@ def test_both_spellings_reach_the_core(server: Any) -> None:
         ("reset_prefix_cache", {"reset_running_requests": True}, {"reset_running_requests": True}),
     ],
 )
-def test_a_json_body_says_the_same(server: Any, name: str, sent: dict[str, Any], received: dict[str, Any]) -> None:
+def test_json_body_equals_query_parameters(
+    server: Any, name: str, sent: dict[str, Any], received: dict[str, Any]
+) -> None:
     answer = server.admin.post(f"/admin/v1/{name}", json=sent)
     assert (answer.status_code, answer.json()["body"]) == (200, received)
 
 
-def test_the_state_can_be_asked_for(server: Any) -> None:
+def test_engine_state_is_reported(server: Any) -> None:
     for path in ("/is_paused", "/is_sleeping", "/admin/v1/is_paused", "/admin/v1/is_sleeping"):
         assert server.admin.get(path).json()["method"] == "lifecycle"
 
@@ -45,34 +47,34 @@ def test_the_state_can_be_asked_for(server: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "sent", "message"),
     [
-        ("pause", {"mode": "stop"}, "mode is stop; it must be abort, wait or keep"),
+        ("pause", {"mode": "stop"}, "mode is stop; must be abort, wait or keep"),
         ("pause", {"mode": 3}, "mode is 3"),
-        ("pause", {"level": 1}, "level is not known here; this call takes mode"),
+        ("pause", {"level": 1}, "unknown parameter level; allowed: mode"),
         ("pause", [], "must be a JSON object"),
-        ("resume", {"now": True}, "now is not known here; this call takes nothing"),
-        ("sleep", {"level": 3}, "level is 3; it must be 0, 1 or 2"),
+        ("resume", {"now": True}, "unknown parameter now; this call has no parameters"),
+        ("sleep", {"level": 3}, "level is 3; must be 0, 1 or 2"),
         ("sleep", {"level": True}, "level is True"),
-        ("sleep", {"level": "x" * 10_000}, "it must be 0, 1 or 2"),
-        ("wake_up", {"tags": ["disk"]}, "tags has disk; it must be a list of weights, kv_cache, scheduling"),
-        ("wake_up", {"tags": "weights"}, "tags has weights; it must be a list"),
-        ("reset_prefix_cache", {"reset_running_requests": "maybe"}, "it must be true or false"),
+        ("sleep", {"level": "x" * 10_000}, "must be 0, 1 or 2"),
+        ("wake_up", {"tags": ["disk"]}, "tags: unknown tag disk; must be a list of weights, kv_cache, scheduling"),
+        ("wake_up", {"tags": "weights"}, "tags: unknown tag weights; must be a list"),
+        ("reset_prefix_cache", {"reset_running_requests": "maybe"}, "must be true or false"),
     ],
 )
-def test_what_makes_no_sense_is_400_and_reaches_nobody(server: Any, path: str, sent: Any, message: str) -> None:
+def test_invalid_call_is_400_and_not_forwarded(server: Any, path: str, sent: Any, message: str) -> None:
     answer = server.admin.post(f"/admin/v1/{path}", json=sent)
     assert answer.status_code == 400
     assert message in answer.json()["message"]
     assert len(answer.text) < 1000
 
 
-def test_the_public_port_knows_none_of_it(server: Any) -> None:
+def test_public_port_has_no_lifecycle_routes(server: Any) -> None:
     for path in ("/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", "/admin/v1/sleep"):
         assert server.http.post(path).status_code == 404
     for path in ("/is_paused", "/is_sleeping"):
         assert server.http.get(path).status_code == 404
 
 
-def test_a_token_guards_it(start_server: Any) -> None:
+def test_admin_token_protects_lifecycle_routes(start_server: Any) -> None:
     guarded = start_server("--admin-token-sha256", "a" * 64)
     assert guarded.admin.post("/sleep").status_code == 401
     assert guarded.admin.get("/is_sleeping").status_code == 401

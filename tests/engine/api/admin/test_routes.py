@@ -1,4 +1,4 @@
-"""The admin API: who may ask, what reaches the core, and how refusals look."""
+"""Admin API: authentication, calls that reach the core, and error format."""
 
 import hashlib
 from typing import Any
@@ -23,10 +23,10 @@ def guarded(start_shared_server: Any) -> Any:
         ("Bearer wrong", 401),
         (TOKEN, 401),
         (f"Basic {TOKEN}", 401),
-        (f"Bearer {hashlib.sha256(TOKEN.encode()).hexdigest()}", 401),  # the hash is no token
+        (f"Bearer {hashlib.sha256(TOKEN.encode()).hexdigest()}", 401),  # the hash is not a token
     ],
 )
-def test_every_call_needs_the_token(guarded: Any, header: str | None, status: int) -> None:
+def test_every_call_requires_the_token(guarded: Any, header: str | None, status: int) -> None:
     headers = {"Authorization": header} if header else {}
     calls = [("GET", "config"), ("PATCH", "config"), ("GET", "memory"), ("GET", "layout")]
     answers = [guarded.admin.request(method, f"/admin/v1/{path}", headers=headers, json={}) for method, path in calls]
@@ -35,7 +35,7 @@ def test_every_call_needs_the_token(guarded: Any, header: str | None, status: in
         assert all(set(answer.json()) == {"message"} for answer in answers)
 
 
-def test_without_the_token_a_drain_changes_nothing(guarded: Any) -> None:
+def test_drain_without_token_has_no_effect(guarded: Any) -> None:
     assert guarded.admin.post("/admin/v1/drain", json={"deadline_seconds": 1}).status_code == 401
     assert guarded.status("/readyz") == 200
 
@@ -43,23 +43,23 @@ def test_without_the_token_a_drain_changes_nothing(guarded: Any) -> None:
 def test_the_admin_api_is_not_on_the_public_port(server: Any) -> None:
     answers = server.http.get("/admin/v1/config"), server.admin.get("/v1/models")
     assert [answer.status_code for answer in answers] == [404, 404]
-    assert "on the server's admin port, that of its --admin-port" in answers[0].json()["error"]["message"]
-    assert "on the server's public port, that of its --port" in answers[1].json()["message"]
+    assert "on the server's admin port (--admin-port)" in answers[0].json()["error"]["message"]
+    assert "on the server's public port (--port)" in answers[1].json()["message"]
 
 
-def test_each_port_knows_what_the_other_one_has(server: Any) -> None:
+def test_each_port_names_paths_of_the_other(server: Any) -> None:
     for asked, other in ((server.http, PUBLIC_PORT), (server.admin, ADMIN_PORT)):
         paths = asked.get("/openapi.json").json()["paths"]
         assert [path for path in paths if not other.has(path)] == []
 
 
-def test_a_path_or_method_that_is_none_is_told_what_was_meant(server: Any) -> None:
+def test_unknown_path_or_method_error_suggests_alternative(server: Any) -> None:
     answer = server.http.post("/chat/completions", json={})
     assert answer.status_code == 404
     assert answer.json()["error"]["message"].endswith("did you mean /v1/chat/completions?")
     answer = server.http.get("/v1/chat/completions")
     assert answer.status_code == 405
-    assert answer.json()["error"]["message"] == "/v1/chat/completions is not there for GET; it takes POST"
+    assert answer.json()["error"]["message"] == "/v1/chat/completions does not support GET; use POST"
     assert server.admin.get("/admin/v1/confg").json()["message"].endswith("did you mean /admin/v1/config?")
 
 
@@ -72,7 +72,7 @@ def test_a_path_or_method_that_is_none_is_told_what_was_meant(server: Any) -> No
         ("config?dry_run=0", {"If-Match": "*"}, None, False),
     ],
 )
-def test_a_patch_reaches_the_core_with_its_conditions(
+def test_patch_reaches_core_with_preconditions(
     server: Any, path: str, headers: dict[str, str], if_match: int | None, dry_run: bool
 ) -> None:
     answer = server.admin.patch(f"/admin/v1/{path}", json={"max_num_seqs": 4}, headers=headers)
@@ -80,7 +80,7 @@ def test_a_patch_reaches_the_core_with_its_conditions(
     assert answer.json()["body"] == {"values": {"max_num_seqs": 4}, "if_match": if_match, "dry_run": dry_run}
 
 
-def test_finished_requests_are_told_in_numbers_and_only_once(server: Any) -> None:
+def test_finished_requests_are_reported_once(server: Any) -> None:
     before = server.admin.get("/admin/v1/requests").json()["next"]
     body = {"model": "stub", "prompt": "hello", "max_tokens": 3}
     assert server.http.post("/v1/completions", json=body).status_code == 200
@@ -94,16 +94,16 @@ def test_finished_requests_are_told_in_numbers_and_only_once(server: Any) -> Non
 
 
 @pytest.mark.parametrize("query", ["after=-1", "after=x", "after=1e3", "afer=1"])
-def test_requests_are_asked_for_by_number(server: Any, query: str) -> None:
+def test_invalid_request_number_is_400(server: Any, query: str) -> None:
     assert server.admin.get(f"/admin/v1/requests?{query}").status_code == 400
 
 
-def test_a_number_beyond_64_bits_reaches_the_core_which_knows_the_bounds(server: Any) -> None:
+def test_number_beyond_64_bits_is_checked_by_core(server: Any) -> None:
     answer = server.admin.patch("/admin/v1/config", json={"max_num_seqs": 10**30})
     assert answer.json()["body"]["values"] == {"max_num_seqs": 2**63 - 1}
 
 
-def test_the_cores_refusal_is_the_answer(server: Any) -> None:
+def test_rejection_of_core_is_returned(server: Any) -> None:
     assert server.admin.patch("/admin/v1/config", json={"a": 1}).status_code == 422
 
 
@@ -121,13 +121,13 @@ def test_the_cores_refusal_is_the_answer(server: Any) -> None:
         ("config?dryrun=1", {}, b"{}"),
     ],
 )
-def test_a_malformed_patch_is_400(server: Any, path: str, headers: dict[str, str], content: bytes) -> None:
+def test_malformed_patch_is_400(server: Any, path: str, headers: dict[str, str], content: bytes) -> None:
     answer = server.admin.patch(f"/admin/v1/{path}", content=content, headers=headers)
     assert answer.status_code == 400, answer.text
     assert answer.json()["message"]
 
 
-def test_a_body_that_is_too_large_is_refused_as_all_else_is_on_this_port(server: Any) -> None:
+def test_oversized_body_is_413_with_flat_error(server: Any) -> None:
     answer = server.admin.patch("/admin/v1/config", content=b" " * (65 << 10))
     assert (answer.status_code, set(answer.json())) == (413, {"message"})
 
@@ -135,12 +135,12 @@ def test_a_body_that_is_too_large_is_refused_as_all_else_is_on_this_port(server:
 @pytest.mark.parametrize(
     "body", [{}, [], {"deadline_seconds": -1}, {"deadline_seconds": "5"}, {"deadline_seconds": True}]
 )
-def test_a_malformed_drain_is_400_and_does_not_drain(server: Any, body: Any) -> None:
+def test_malformed_drain_is_400_without_drain(server: Any, body: Any) -> None:
     assert server.admin.post("/admin/v1/drain", json=body).status_code == 400
     assert server.status("/readyz") == 200
 
 
-def test_a_drain_refuses_new_requests_and_may_be_asked_again(start_server: Any) -> None:
+def test_drain_rejects_new_requests_and_is_repeatable(start_server: Any) -> None:
     server = start_server()
     for _ in range(2):
         answer = server.admin.post("/admin/v1/drain", json={"deadline_seconds": 5})

@@ -1,4 +1,4 @@
-"""A long answer is written in pieces that are short each, and reads as if it were written at once."""
+"""Long responses are encoded in short pieces, with the same result as in one piece."""
 
 import json
 from typing import Any
@@ -12,23 +12,23 @@ ANSWERS: dict[str, Any] = {
     "empty": {"choices": [], "error": {}},
     "log-probabilities": {"choices": [{"logprobs": {"tokens": ["a"] * 3_000, "top_logprobs": [LIKELY] * 1_000}}] * 3},
     "token ids": {"choices": [{"prompt_token_ids": list(range(100_000))}], "usage": None},
-    "one entry that is long itself": {"rows": [{str(n): n for n in range(3 * ENTRIES_AT_ONCE)}, 1]},
+    "one long entry": {"rows": [{str(n): n for n in range(3 * ENTRIES_AT_ONCE)}, 1]},
     "deep": {"a": [[[list(range(50))] * 60] * 3]},
 }
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_it_reads_as_if_it_were_written_at_once(name: str) -> None:
+def test_pieces_equal_json_dumps(name: str) -> None:
     written = json.dumps(ANSWERS[name], ensure_ascii=False, separators=(",", ":"))
     assert long_json(ANSWERS[name]) == written.encode()
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_no_piece_is_long(name: str) -> None:
+def test_every_piece_is_short(name: str) -> None:
     longest = len(json.dumps(LIKELY)) / len(LIKELY) * ENTRIES_AT_ONCE
     assert max(map(len, pieces(ANSWERS[name]))) <= longest
 
 
-def test_what_json_does_not_know_is_an_error_of_ours() -> None:
+def test_non_json_value_raises_value_error() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         long_json({"logprob": float("nan")})

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 
-def test_the_clients_request_id_comes_back_and_is_part_of_the_answers_id(server: Any) -> None:
+def test_client_request_id_is_returned_and_in_response_id(server: Any) -> None:
     for path, body, prefix in (
         ("/v1/completions", {"prompt": "a", "max_tokens": 1}, "cmpl"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, "chatcmpl"),
@@ -15,7 +15,7 @@ def test_the_clients_request_id_comes_back_and_is_part_of_the_answers_id(server:
         assert answer.json()["id"] == f"{prefix}-gateway-17"
 
 
-def test_one_request_id_may_be_used_by_many_requests_at_once(server: Any) -> None:
+def test_request_id_may_be_shared_by_concurrent_requests(server: Any) -> None:
     body = {"prompt": ["ab"] * 8, "max_tokens": 3}
     for _ in range(2):
         answer = server.http.post("/v1/completions", json=body, headers={"X-Request-Id": "same"})
@@ -23,7 +23,7 @@ def test_one_request_id_may_be_used_by_many_requests_at_once(server: Any) -> Non
 
 
 @pytest.mark.parametrize("given", [None, "", "a" * 129, "with space", "tab\there"])
-def test_without_a_usable_id_one_is_made(server: Any, given: str | None) -> None:
+def test_invalid_request_id_is_replaced(server: Any, given: str | None) -> None:
     headers = {} if given is None else {"X-Request-Id": given}
     answer = server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers)
     assert answer.status_code == 200
@@ -31,7 +31,7 @@ def test_without_a_usable_id_one_is_made(server: Any, given: str | None) -> None
     assert len(answer.headers["x-request-id"]) == 32
 
 
-def test_streams_and_errors_carry_the_id_too(server: Any) -> None:
+def test_streams_and_errors_have_the_request_id(server: Any) -> None:
     headers = {"X-Request-Id": "abc"}
     stream = {"prompt": "a", "max_tokens": 1, "stream": True}
     for body, status in ((stream, 200), ({"prompt": ""}, 400), ({"prompt": "a", "model": "other"}, 404)):
@@ -39,7 +39,7 @@ def test_streams_and_errors_carry_the_id_too(server: Any) -> None:
         assert (answer.status_code, answer.headers["x-request-id"]) == (status, "abc")
 
 
-def test_several_keys_never_share_cached_prefixes(start_server: Any) -> None:
+def test_api_keys_never_share_cached_prefixes(start_server: Any) -> None:
     server = start_server("--api-key", "k1", "k2")
     salts = []
     for key in ("k1", "k2", "k1"):

@@ -1,4 +1,4 @@
-"""A path that is none here: who asks is told where it is."""
+"""Unknown paths: the error names the right port, path or method."""
 
 import pytest
 from trimtab_engine.api.http.wrong_path import ADMIN_PORT, PUBLIC_PORT, why_no_method, why_no_path
@@ -7,33 +7,33 @@ PUBLIC_PATHS = ["/v1/chat/completions", "/v1/models", "/v1/models/{name:path}", 
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
-        ("/admin/v1/config", "/admin/v1/config is on the server's admin port, that of its --admin-port"),
+        ("/admin/v1/config", "/admin/v1/config is on the server's admin port (--admin-port)"),
         ("/sleep", "/sleep is on the server's admin port"),
-        ("/chat/completions", "there is no /chat/completions here; did you mean /v1/chat/completions?"),
+        ("/chat/completions", "unknown path /chat/completions; did you mean /v1/chat/completions?"),
         ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),  # a base URL that ends in /v1 twice
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
-        ("/sleepy", "there is no /sleepy here"),
+        ("/sleepy", "unknown path /sleepy"),
         (
             "/",
-            "there is no / here; there are /v1/chat/completions, /v1/models, /health, /tokenize",
+            "unknown path /; available: /v1/chat/completions, /v1/models, /health, /tokenize",
         ),
-        ("/v1", "there is no /v1 here; there are /v1/chat/completions, /v1/models"),
-        ("/v1/", "there is no /v1/ here; there are /v1/chat/completions, /v1/models"),
-        ("/v1/models/", "there is no /v1/models/ here; did you mean /v1/models?"),
+        ("/v1", "unknown path /v1; available: /v1/chat/completions, /v1/models"),
+        ("/v1/", "unknown path /v1/; available: /v1/chat/completions, /v1/models"),
+        ("/v1/models/", "unknown path /v1/models/; did you mean /v1/models?"),
     ],
 )
-def test_a_path_of_the_other_port_or_spelt_otherwise_is_named(path: str, said: str) -> None:
-    assert said in why_no_path(path, PUBLIC_PATHS, ADMIN_PORT)
+def test_unknown_path_error_names_other_port_or_spelling(path: str, message: str) -> None:
+    assert message in why_no_path(path, PUBLIC_PATHS, ADMIN_PORT)
 
 
-def test_the_admin_port_names_the_public_one() -> None:
-    said = "/v1/models is on the server's public port, that of its --port, and not on this one"
-    assert why_no_path("/v1/models", ["/admin/v1/config"], PUBLIC_PORT) == said
+def test_admin_port_names_public_port() -> None:
+    message = "/v1/models is on the server's public port (--port), not on this port"
+    assert why_no_path("/v1/models", ["/admin/v1/config"], PUBLIC_PORT) == message
 
 
-def test_a_method_that_a_path_does_not_take_is_told_which_it_takes() -> None:
-    said = "/admin/v1/config is not there for POST; it takes GET or PATCH"
-    assert why_no_method("POST", "/admin/v1/config", ["GET", "PATCH"]) == said
-    assert why_no_method("POST", "/v1/models/x", []) == "/v1/models/x is not there for POST"
+def test_unsupported_method_error_lists_methods() -> None:
+    message = "/admin/v1/config does not support POST; use GET or PATCH"
+    assert why_no_method("POST", "/admin/v1/config", ["GET", "PATCH"]) == message
+    assert why_no_method("POST", "/v1/models/x", []) == "/v1/models/x does not support POST"

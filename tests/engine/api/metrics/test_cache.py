@@ -1,14 +1,14 @@
-"""Prompt tokens by source, look-ups, evictions, swaps."""
+"""Prompt tokens by source, lookups, evictions, swaps."""
 
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from trimtab_engine.api.metrics.cache import CacheMetrics
 from trimtab_engine.api.metrics.factory import FamilyFactory
-from trimtab_engine.messages import StepStats
+from trimtab_engine.messages.requests import StepStats
 
 
-def test_prompt_tokens_are_split_by_source_and_cached_blocks_are_followed() -> None:
+def test_prompt_tokens_by_source_and_cached_blocks() -> None:
     registry = CollectorRegistry()
     metrics = CacheMetrics(FamilyFactory(registry, "m", "0", {}))
 

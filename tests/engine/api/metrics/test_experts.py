@@ -1,10 +1,10 @@
-"""The metrics of balancing experts."""
+"""Metrics of expert load balancing."""
 
 from trimtab_engine.api.metrics.families import EngineMetrics
-from trimtab_engine.messages import ExpertBalance, StepStats
+from trimtab_engine.messages.requests import ExpertBalance, StepStats
 
 
-def a_step(balance: ExpertBalance | None) -> StepStats:
+def make_step(balance: ExpertBalance | None) -> StepStats:
     return StepStats(1, 0.0, 0.1, "decode", 1, 0, 1, 4, 4, expert_balance=balance)
 
 
@@ -14,9 +14,9 @@ def samples(metrics: EngineMetrics) -> dict[str, str]:
     return {line.split("{")[0].removeprefix("trimtab_expert_"): line.split()[-1] for line in mine}
 
 
-def test_without_balancing_there_is_no_balancedness() -> None:
+def test_no_balancedness_without_balancing() -> None:
     metrics = EngineMetrics("m", 128)
-    metrics.on_step(a_step(None))
+    metrics.on_step(make_step(None))
     assert samples(metrics) == {
         "rearrangements_total": "0.0",
         "moved_bytes_total": "0.0",
@@ -24,11 +24,11 @@ def test_without_balancing_there_is_no_balancedness() -> None:
     }
 
 
-def test_the_newest_balancedness_stands_and_what_was_moved_adds_up() -> None:
+def test_latest_balancedness_is_shown_and_moved_bytes_add_up() -> None:
     metrics = EngineMetrics("m", 128)
-    metrics.on_step(a_step(ExpertBalance(0.5)))
-    metrics.on_step(a_step(ExpertBalance(0.75, 1, 1000, 0.25)))
-    metrics.on_step(a_step(ExpertBalance(None, 1, 500, 0.25)))
+    metrics.on_step(make_step(ExpertBalance(0.5)))
+    metrics.on_step(make_step(ExpertBalance(0.75, 1, 1000, 0.25)))
+    metrics.on_step(make_step(ExpertBalance(None, 1, 500, 0.25)))
     assert samples(metrics) == {
         "balancedness": "0.75",
         "rearrangements_total": "2.0",

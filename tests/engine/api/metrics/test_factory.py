@@ -1,4 +1,4 @@
-"""How families are made: children of further labels are looked up once, and show from then on."""
+"""Metric factory: labelled children are cached and exported from their first lookup."""
 
 from prometheus_client import CollectorRegistry
 from trimtab_engine.api.metrics.factory import FamilyFactory
@@ -6,7 +6,7 @@ from trimtab_engine.api.metrics.factory import FamilyFactory
 LABELS = {"model_name": "m", "engine": "0"}
 
 
-def test_a_child_shows_from_its_first_look_and_stays_the_same() -> None:
+def test_child_is_exported_from_first_lookup_and_cached() -> None:
     registry = CollectorRegistry()
     blocks = FamilyFactory(registry, "m", "0", {}).labelled_gauge("blocks", "KV blocks", "state")
     assert registry.get_sample_value("blocks", LABELS | {"state": "used"}) is None
@@ -27,7 +27,7 @@ def test_children_differ_by_every_label() -> None:
         assert registry.get_sample_value("preempted_total", labels) == count
 
 
-def test_values_that_are_counted_together_are_in_the_buckets_where_each_would_be() -> None:
+def test_values_observed_together_fall_into_right_buckets() -> None:
     registry, values = CollectorRegistry(), [0.05, 0.1, 0.100001, 7.0, 0.3]
     families = FamilyFactory(registry, "m", "0", {})
     one_by_one, together = (families.histogram(name, "Seconds", (0.1, 0.5)) for name in ("each", "all"))

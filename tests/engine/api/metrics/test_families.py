@@ -1,4 +1,4 @@
-"""The metric families of docs/reference/contract.md section 4: names, labels, buckets, and what moves them."""
+"""Metric families of docs/reference/contract.md section 4: names, labels, buckets, and their updates."""
 
 import re
 from pathlib import Path
@@ -9,20 +9,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from trimtab_engine.api.metrics.families import STEPS_AT_ONCE, EngineMetrics, length_buckets
 from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.messages import StepStats
+from trimtab_engine.messages.requests import StepStats
 
 CONTRACT = Path(__file__).parents[4] / "docs" / "reference" / "contract.md"
 LABELS = {"model_name": "m", "engine": "0"}
 
 
-def a_step(**fields: Any) -> StepStats:
+def make_step(**fields: Any) -> StepStats:
     stats = StepStats(1, 0.0, 0.02, "decode", 2, 3, 25, 100, 200)
     for name, value in fields.items():
         setattr(stats, name, value)
     return stats
 
 
-def a_life(**fields: Any) -> FinishedSequence:
+def make_finished_sequence(**fields: Any) -> FinishedSequence:
     times = {"arrival": 10.0, "scheduled": 11.0, "first_token": 13.0, "last_token": 17.0, "end": 17.5}
     counts = {"num_prompt_tokens": 5, "num_generation_tokens": 3, "max_tokens": 8, "num_preemptions": 1}
     counts["num_cached_tokens"] = 2
@@ -42,9 +42,9 @@ def families(metrics: EngineMetrics) -> dict[str, Any]:
     return {family.name: family for family in text_string_to_metric_families(metrics.exposition().decode())}
 
 
-def test_every_family_of_the_contract_is_there(metrics: EngineMetrics) -> None:
+def test_every_contract_family_exists(metrics: EngineMetrics) -> None:
     metrics.cache_config({"block_size": "16"})
-    metrics.on_step(a_step(memory_bytes={"weights": 1}, config_values={"max_num_seqs": 1.0}, num_scheduled_tokens=1))
+    metrics.on_step(make_step(memory_bytes={"weights": 1}, config_values={"max_num_seqs": 1.0}, num_scheduled_tokens=1))
     section = CONTRACT.read_text().split("## 4.")[1].split("## 5.")[0]
     named = re.findall(r"`([a-z_]+)(?:\{[^}]*\})?`", section)
     present = {family.removeprefix("vllm:") for family in families(metrics)}
@@ -83,14 +83,14 @@ def test_every_family_of_the_contract_is_there(metrics: EngineMetrics) -> None:
     assert not missing
 
 
-def test_every_sample_has_the_model_and_the_engine(metrics: EngineMetrics) -> None:
-    metrics.on_step(a_step())
+def test_every_sample_has_model_and_engine_labels(metrics: EngineMetrics) -> None:
+    metrics.on_step(make_step())
     for family in families(metrics).values():
         for one in family.samples:
             assert LABELS.items() <= one.labels.items()
 
 
-def test_buckets_are_vllms(metrics: EngineMetrics) -> None:
+def test_buckets_equal_vllm(metrics: EngineMetrics) -> None:
     def bounds(name: str) -> list[float]:
         found = [s.labels["le"] for s in families(metrics)[name].samples if s.name == f"{name}_bucket"]
         return [float(bound) for bound in found[:-1]]
@@ -104,24 +104,24 @@ def test_buckets_are_vllms(metrics: EngineMetrics) -> None:
     assert bounds("vllm:request_prompt_tokens") == length_buckets(4096)
 
 
-def test_length_buckets_end_at_the_context() -> None:
+def test_length_buckets_end_at_max_model_len() -> None:
     assert length_buckets(60) == [1, 2, 5, 10, 20, 50]
 
 
 @pytest.mark.parametrize("num_steps", [1, STEPS_AT_ONCE - 1, STEPS_AT_ONCE, 2 * STEPS_AT_ONCE + 1])
-def test_whoever_looks_sees_every_step_and_how_it_is_after_the_newest(metrics: EngineMetrics, num_steps: int) -> None:
+def test_scrape_includes_every_step_and_latest_state(metrics: EngineMetrics, num_steps: int) -> None:
     for number in range(1, num_steps + 1):
-        metrics.on_step(a_step(num_running=number, num_generation_tokens=2, num_scheduled_tokens=9))
+        metrics.on_step(make_step(num_running=number, num_generation_tokens=2, num_scheduled_tokens=9))
     for _ in range(2):
         assert sample(metrics, "vllm:generation_tokens_total") == 2 * num_steps
         assert sample(metrics, "vllm:iteration_tokens_total_count") == num_steps
         assert sample(metrics, "vllm:num_requests_running") == num_steps
 
 
-def test_a_step_sets_gauges_and_adds_to_counters(metrics: EngineMetrics) -> None:
+def test_step_sets_gauges_and_adds_to_counters(metrics: EngineMetrics) -> None:
     for _ in range(2):
         metrics.on_step(
-            a_step(
+            make_step(
                 num_prompt_tokens=7,
                 num_generation_tokens=2,
                 num_scheduled_tokens=9,
@@ -157,7 +157,7 @@ def test_a_step_sets_gauges_and_adds_to_counters(metrics: EngineMetrics) -> None
     assert sample(metrics, "trimtab_step_seconds_count", kind="decode") == 2
 
 
-def test_counters_start_at_zero_so_that_rates_see_the_first_event(metrics: EngineMetrics) -> None:
+def test_counters_start_at_zero_for_rates(metrics: EngineMetrics) -> None:
     for reason in ("stop", "length", "abort", "error"):
         assert sample(metrics, "vllm:request_success_total", finished_reason=reason) == 0
     for mode, reason in (("recompute", "capacity"), ("swap", "capacity"), ("swap", "resize"), ("recompute", "reset")):
@@ -167,8 +167,8 @@ def test_counters_start_at_zero_so_that_rates_see_the_first_event(metrics: Engin
     assert sample(metrics, "vllm:prefix_cache_queries_total") == sample(metrics, "vllm:prefix_cache_hits_total") == 0
 
 
-def test_a_sequences_life_is_split_into_queue_prefill_and_decode(metrics: EngineMetrics) -> None:
-    metrics.finished(a_life())
+def test_sequence_time_is_split_into_queue_prefill_decode(metrics: EngineMetrics) -> None:
+    metrics.finished(make_finished_sequence())
     metrics.request_finished(2, 3)
     for name, seconds in (
         ("e2e_request_latency_seconds", 7.5),
@@ -188,21 +188,21 @@ def test_a_sequences_life_is_split_into_queue_prefill_and_decode(metrics: Engine
         assert sample(metrics, f"vllm:{name}_sum") == seconds, name
 
 
-def test_a_sequence_that_never_ran_has_no_phases(metrics: EngineMetrics) -> None:
-    metrics.finished(a_life(reason="abort", scheduled=None, first_token=None, last_token=None))
+def test_sequence_that_never_ran_has_no_phases(metrics: EngineMetrics) -> None:
+    metrics.finished(make_finished_sequence(reason="abort", scheduled=None, first_token=None, last_token=None))
     assert sample(metrics, "vllm:request_success_total", finished_reason="abort") == 1
     assert sample(metrics, "vllm:request_prefill_time_seconds_count") == 0
 
 
-def test_custom_buckets_replace_those_of_the_family_they_name() -> None:
+def test_custom_buckets_replace_those_of_named_family() -> None:
     metrics = EngineMetrics("m", 4096, custom_buckets={"vllm:time_to_first_token_seconds": [0.5, 2]})
     found = families(metrics)["vllm:time_to_first_token_seconds"].samples
     assert [s.labels["le"] for s in found if s.name.endswith("_bucket")] == ["0.5", "2.0", "+Inf"]
-    with pytest.raises(ConfigError, match="names vllm:nonsense, which is no histogram"):
+    with pytest.raises(ConfigError, match="unknown histogram vllm:nonsense"):
         EngineMetrics("m", 4096, custom_buckets={"vllm:nonsense": [1]})
 
 
-def test_a_served_request_is_counted(server: Any) -> None:
+def test_served_request_is_counted(server: Any) -> None:
     before = server.metric("vllm:request_success_total", finished_reason="length")
     server.http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5, "n": 2})
     assert server.metric("vllm:request_success_total", finished_reason="length", model_name="stub") == before + 2
@@ -218,10 +218,10 @@ def test_disable_log_stats_leaves_no_metrics(start_server: Any) -> None:
     assert "vllm:" not in server.http.get("/metrics").text
 
 
-def test_drafts_are_counted_in_all_and_by_position(metrics: EngineMetrics) -> None:
-    metrics.on_step(a_step(num_drafts=2, num_draft_tokens=6, accepted_per_position=[2, 1, 0]))
-    metrics.on_step(a_step(num_drafts=1, num_draft_tokens=3, accepted_per_position=[1, 1, 1]))
-    metrics.on_step(a_step())
+def test_drafts_are_counted_in_total_and_by_position(metrics: EngineMetrics) -> None:
+    metrics.on_step(make_step(num_drafts=2, num_draft_tokens=6, accepted_per_position=[2, 1, 0]))
+    metrics.on_step(make_step(num_drafts=1, num_draft_tokens=3, accepted_per_position=[1, 1, 1]))
+    metrics.on_step(make_step())
     assert sample(metrics, "vllm:spec_decode_num_drafts_total") == 3
     assert sample(metrics, "vllm:spec_decode_num_draft_tokens_total") == 9
     assert sample(metrics, "vllm:spec_decode_num_accepted_tokens_total") == 6

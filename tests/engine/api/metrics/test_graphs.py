@@ -1,9 +1,9 @@
-"""What graphs did, as counters that exist from the start."""
+"""CUDA graph counters exist from the start."""
 
 from prometheus_client import CollectorRegistry
+from trimtab_engine.api.metrics.collectors import EAGER_REASONS, GraphMetrics
 from trimtab_engine.api.metrics.factory import FamilyFactory
-from trimtab_engine.api.metrics.graphs import REASONS, GraphMetrics
-from trimtab_engine.messages import StepStats
+from trimtab_engine.messages.requests import StepStats
 from trimtab_engine.runner.graphs.dispatcher import Eager
 
 LABELS = {"model_name": "m", "engine": "0"}
@@ -13,15 +13,17 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(name, {**LABELS, **labels})
 
 
-def test_every_reason_of_an_eager_step_exists_from_the_start() -> None:
+def test_every_eager_reason_exists_from_the_start() -> None:
     registry = CollectorRegistry()
     GraphMetrics(FamilyFactory(registry, "m", "0", {}))
-    assert tuple(reason.value for reason in Eager) == REASONS
-    assert [value(registry, "trimtab_eager_steps_total", reason=reason) for reason in REASONS] == [0] * len(REASONS)
+    assert tuple(reason.value for reason in Eager) == EAGER_REASONS
+    assert [value(registry, "trimtab_eager_steps_total", reason=reason) for reason in EAGER_REASONS] == [0] * len(
+        EAGER_REASONS
+    )
     assert value(registry, "trimtab_graph_steps_total", kind="full") == 0
 
 
-def test_counts_of_steps_are_summed() -> None:
+def test_step_counts_are_summed() -> None:
     registry = CollectorRegistry()
     metrics = GraphMetrics(FamilyFactory(registry, "m", "0", {}))
     for _ in range(2):

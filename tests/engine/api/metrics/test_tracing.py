@@ -1,4 +1,4 @@
-"""OpenTelemetry spans: vLLM's name and attributes, the caller's trace; no packages, no collector."""
+"""OpenTelemetry spans: vLLM's name and attributes, the caller's trace; missing packages, missing collector."""
 
 import importlib.util
 import threading
@@ -19,7 +19,7 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
 
 
-def a_life(**fields: Any) -> FinishedSequence:
+def make_finished_sequence(**fields: Any) -> FinishedSequence:
     now = time.monotonic()
     times = {"arrival": now - 8, "scheduled": now - 7, "first_token": now - 5, "last_token": now - 1, "end": now}
     counts = {"num_prompt_tokens": 5, "num_generation_tokens": 3, "max_tokens": 8, "num_preemptions": 0}
@@ -35,8 +35,8 @@ def span_of(life: FinishedSequence, headers: dict[str, str]) -> Any:
     return span
 
 
-def test_a_span_has_vllms_name_attributes_and_the_requests_times() -> None:
-    span = span_of(a_life(), {})
+def test_span_has_vllm_name_attributes_and_request_times() -> None:
+    span = span_of(make_finished_sequence(), {})
     assert span.name == "llm_request"
     assert span.kind.name == "SERVER"
     assert (span.end_time - span.start_time) / 1e9 == pytest.approx(8, abs=0.001)
@@ -64,23 +64,23 @@ def test_a_span_has_vllms_name_attributes_and_the_requests_times() -> None:
     }
 
 
-def test_a_span_continues_its_callers_trace() -> None:
-    span = span_of(a_life(), CALLER)
+def test_span_continues_callers_trace() -> None:
+    span = span_of(make_finished_sequence(), CALLER)
     assert format(span.context.trace_id, "032x") == TRACE_ID
     assert format(span.parent.span_id, "016x") == "b7ad6b7169203331"
 
 
 @pytest.mark.parametrize("header", ["", "nonsense", "00-0-0-01", "ff-" + "0" * 32 + "-" + "0" * 16 + "-01"])
-def test_a_broken_traceparent_begins_a_trace_of_its_own(header: str) -> None:
-    assert span_of(a_life(), {"traceparent": header}).parent is None
+def test_invalid_traceparent_starts_a_new_trace(header: str) -> None:
+    assert span_of(make_finished_sequence(), {"traceparent": header}).parent is None
 
 
-def test_a_request_that_never_ran_has_only_its_whole_time() -> None:
-    span = span_of(a_life(reason="abort", scheduled=None, first_token=None, last_token=None), {})
+def test_request_that_never_ran_only_has_total_time() -> None:
+    span = span_of(make_finished_sequence(reason="abort", scheduled=None, first_token=None, last_token=None), {})
     assert [name for name in span.attributes if "latency" in name] == ["gen_ai.latency.e2e"]
 
 
-def test_without_the_packages_the_flag_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     check_tracing_is_installed()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="install the extra `tracing`"):
@@ -88,7 +88,7 @@ def test_without_the_packages_the_flag_is_an_error_that_says_what_to_install(mon
 
 
 class Collector:
-    """Takes spans over HTTP, as an OTLP collector does."""
+    """Receives spans over HTTP, as an OTLP collector does."""
 
     def __init__(self) -> None:
         collected: list[Any] = []
@@ -122,20 +122,18 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")])
-def test_the_server_sends_its_spans_to_the_collector(
-    start_server: Any, collector: Collector, flags: tuple[str, ...]
-) -> None:
+def test_server_sends_spans_to_collector(start_server: Any, collector: Collector, flags: tuple[str, ...]) -> None:
     server = start_server("--otlp-traces-endpoint", collector.url, *flags)
     headers = {**CALLER, "X-Request-Id": "r1"}
     server.http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2, "n": 2}, headers=headers)
-    server.process.terminate()  # the last spans leave at the end
+    server.process.terminate()  # the last spans are sent at shutdown
     assert server.process.wait(60) == 0
     assert {span.trace_id.hex() for span in collector.spans} == {TRACE_ID}
     ids = [a.value.string_value for s in collector.spans for a in s.attributes if a.key == "gen_ai.request.id"]
     assert sorted(ids) == ["cmpl-r1-0", "cmpl-r1-1"]
 
 
-def test_a_collector_that_is_gone_holds_nothing_up(start_server: Any) -> None:
+def test_unreachable_collector_does_not_delay_shutdown(start_server: Any) -> None:
     server = start_server("--otlp-traces-endpoint", "http://127.0.0.1:9/v1/traces")
     assert server.http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2}).status_code == 200
     server.process.terminate()

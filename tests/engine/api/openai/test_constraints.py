@@ -1,4 +1,4 @@
-"""What clients may ask the output to match, before anything reads it: one thing, of bounded size."""
+"""Output constraints of requests: at most one, of limited size."""
 
 import json
 from typing import Any
@@ -58,7 +58,7 @@ def constraint(**fields: Any) -> Constraint | None:
         ({"guided_grammar": 'start: "a"'}, Constraint("grammar", 'start: "a"')),
     ],
 )
-def test_each_form_says_the_same_thing(fields: dict[str, Any], expected: Constraint | None) -> None:
+def test_equivalent_fields_give_the_same_constraint(fields: dict[str, Any], expected: Constraint | None) -> None:
     assert constraint(**fields) == expected
 
 
@@ -73,12 +73,12 @@ def test_each_form_says_the_same_thing(fields: dict[str, Any], expected: Constra
         ({"structured_outputs": {}}, "exactly one of"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one of"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag is not supported yet"),
-        ({"structured_outputs": {"json": "[1]"}}, "no JSON object"),
+        ({"structured_outputs": {"json": "[1]"}}, "not a JSON object"),
         ({"structured_outputs": {"json": "{"}}, "not JSON"),
         ({"structured_outputs": {"choice": []}}, "choice"),
         ({"structured_outputs": {"choice": [""]}}, "choice"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "constrained 2 times"),
-        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "constrained 2 times"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "has 2 constraints"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "has 2 constraints"),
         ({"guided_json": DEEP}, "nested deeper than 100"),
         ({"guided_json": {"enum": ["x" * structured.MAX_SCHEMA_CHARACTERS]}}, "at most 262144"),
         ({"guided_json": "[" * 50_000}, "not JSON"),
@@ -89,7 +89,7 @@ def test_each_form_says_the_same_thing(fields: dict[str, Any], expected: Constra
         ({"response_format": {f"k{i}": 1 for i in range(100_000)}}, "100000 fields"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+def test_invalid_constraint_is_rejected_by_field(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError) as refused:
         constraint(**fields)
     assert named in str(refused.value)

@@ -1,4 +1,4 @@
-"""Text from a step's tokens, of which there are several when drafts were accepted."""
+"""Text of a step's tokens; there are several with accepted drafts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.api.openai.generation import GenerationPlan, Piece, SequenceClock, piece_of, piece_of_run
-from trimtab_engine.engine_client.mailbox import PlainRun
-from trimtab_engine.messages import SequenceOutput
+from trimtab_engine.engine_client.output_queue import PlainRun
+from trimtab_engine.messages.requests import SequenceOutput
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.text.stream import TextStream
 from trimtab_engine.text.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     return Tokenizer(str(tokenizer_folder))
 
 
-def an_output(text: str, *more: int, reason: str | None = None) -> SequenceOutput:
+def make_output(text: str, *more: int, reason: str | None = None) -> SequenceOutput:
     tokens = [*text.encode(), *more]
     logprobs = [TokenLogprobs([token], [-1.0], 1) for token in tokens]
     return SequenceOutput("r", tokens, reason, logprobs=logprobs)
@@ -31,29 +31,29 @@ def piece(output: SequenceOutput, tokenizer: Tokenizer, *stop: str, num_unarmed:
     return piece_of(output, stream, index=0)
 
 
-def test_all_tokens_of_a_step_are_text(tokenizer: Tokenizer) -> None:
-    result = piece(an_output("abc"), tokenizer)
+def test_all_tokens_of_a_step_have_text(tokenizer: Tokenizer) -> None:
+    result = piece(make_output("abc"), tokenizer)
     assert (result.text, result.num_tokens, len(result.logprobs), result.finish_reason) == ("abc", 3, 3, None)
 
 
-def test_only_the_token_that_ends_a_sequence_is_no_text(tokenizer: Tokenizer) -> None:
-    result = piece(an_output("abc", END_TOKEN, reason="stop"), tokenizer)
+def test_stop_token_has_no_text(tokenizer: Tokenizer) -> None:
+    result = piece(make_output("abc", END_TOKEN, reason="stop"), tokenizer)
     assert (result.text, result.num_tokens, result.finish_reason) == ("abc", 4, "stop")
 
 
-def test_tokens_behind_a_stop_string_are_dropped(tokenizer: Tokenizer) -> None:
-    result = piece(an_output("abcde"), tokenizer, "c")
+def test_tokens_after_stop_string_are_dropped(tokenizer: Tokenizer) -> None:
+    result = piece(make_output("abcde"), tokenizer, "c")
     assert (result.text, result.num_tokens, len(result.logprobs)) == ("ab", 3, 3)
     assert (result.finish_reason, result.stop_reason) == ("stop", "c")
 
 
-def test_no_stop_string_is_looked_for_below_min_tokens(tokenizer: Tokenizer) -> None:
-    result = piece(an_output("abcabc"), tokenizer, "b", num_unarmed=3)
+def test_stop_strings_are_ignored_below_min_tokens(tokenizer: Tokenizer) -> None:
+    result = piece(make_output("abcabc"), tokenizer, "b", num_unarmed=3)
     assert (result.text, result.num_tokens, result.stop_reason) == ("abca", 5, "b")
 
 
-class Seen:
-    """An Observer that keeps what it is told."""
+class RecordingObserver:
+    """An Observer that records its calls."""
 
     def __init__(self) -> None:
         self.first_tokens: list[float] = []
@@ -70,7 +70,7 @@ class Seen:
         self.lives.append(life)
 
     def request_finished(self, n: int, max_num_generation_tokens: int, engine: int) -> None:
-        raise AssertionError("a sequence is no request")
+        raise AssertionError("a sequence is not a request")
 
     def rejected(self, reason: str) -> None:
         raise AssertionError("nothing is rejected")
@@ -79,33 +79,33 @@ class Seen:
         raise AssertionError("there are no images")
 
 
-def a_plan() -> GenerationPlan:
+def make_plan() -> GenerationPlan:
     return GenerationPlan("r", [[1, 2]], [Sampling(max_tokens=9)], [], False, True, arrival_time=100.0)
 
 
-def test_latencies_are_the_core_s_whenever_the_client_takes_its_answer() -> None:
+def test_latencies_are_those_of_the_core_for_slow_clients() -> None:
     taken_at = iter([115.0, 130.0, 145.0, 160.0])
-    seen = Seen()
-    clock = SequenceClock(a_plan(), 0, seen, now=lambda: next(taken_at))
-    clock.note(SequenceOutput("r", [5], first_scheduled_time=100.5, time=101.0))
-    clock.note(SequenceOutput("r", [6], time=101.25))
-    clock.note(SequenceOutput("r", [7], "stop", time=101.5))
+    seen = RecordingObserver()
+    clock = SequenceClock(make_plan(), 0, seen, now=lambda: next(taken_at))
+    clock.record(SequenceOutput("r", [5], first_scheduled_time=100.5, time=101.0))
+    clock.record(SequenceOutput("r", [6], time=101.25))
+    clock.record(SequenceOutput("r", [7], "stop", time=101.5))
     life = clock.finish("stop")
     assert (seen.first_tokens, seen.gaps) == ([1.0], [0.25, 0.25])
     assert (life.scheduled, life.first_token, life.last_token, life.end) == (100.5, 101.0, 101.5, 101.5)
 
 
-def test_tokens_that_are_taken_together_have_the_times_of_their_steps() -> None:
-    seen = Seen()
-    clock = SequenceClock(a_plan(), 0, seen)
-    clock.note(SequenceOutput("r", [5], first_scheduled_time=100.5, time=101.0))
-    clock.note_run(PlainRun(0, [6, 7, 8], [101.25, 101.5, 103.0]), 2)
+def test_tokens_consumed_together_keep_their_step_times() -> None:
+    seen = RecordingObserver()
+    clock = SequenceClock(make_plan(), 0, seen)
+    clock.record(SequenceOutput("r", [5], first_scheduled_time=100.5, time=101.0))
+    clock.record_run(PlainRun(0, [6, 7, 8], [101.25, 101.5, 103.0]), 2)
     life = clock.finish("stop")
     assert seen.gaps == [0.25, 0.25]
     assert (life.last_token, life.end, life.num_generation_tokens) == (101.5, 101.5, 3)
 
 
-def test_a_run_of_tokens_is_cut_at_a_stop_string_and_split_into_its_tokens(tokenizer: Tokenizer) -> None:
+def test_run_of_tokens_is_cut_at_stop_string_and_split(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, skip_special_tokens=True, stop=["cd"])
     run = PlainRun(0, list(b"abcde"), [0.0] * 5)
     result = piece_of_run(run, stream, index=1)
@@ -119,13 +119,13 @@ def test_a_run_of_tokens_is_cut_at_a_stop_string_and_split_into_its_tokens(token
     ]
 
 
-def test_the_texts_of_a_run_are_those_of_its_tokens_one_by_one(tokenizer: Tokenizer) -> None:
+def test_run_texts_equal_texts_of_single_tokens(tokenizer: Tokenizer) -> None:
     tokens = list("aü🙂b".encode())
     one_by_one, together = (TextStream(tokenizer, skip_special_tokens=True) for _ in range(2))
     assert together.take_each(tokens) == [one_by_one.take([token], None).text for token in tokens]
 
 
-def test_who_leaves_early_is_served_until_then() -> None:
-    clock = SequenceClock(a_plan(), 0, Seen(), now=lambda: 103.0)
-    clock.note(SequenceOutput("r", [5], first_scheduled_time=100.5, time=101.0))
+def test_cancelled_sequence_is_recorded_until_cancellation() -> None:
+    clock = SequenceClock(make_plan(), 0, RecordingObserver(), now=lambda: 103.0)
+    clock.record(SequenceOutput("r", [5], first_scheduled_time=100.5, time=101.0))
     assert clock.finish("abort").end == 103.0

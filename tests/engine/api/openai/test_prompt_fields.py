@@ -1,4 +1,4 @@
-"""What a prompt is made of: special tokens, what is cut off, and how a conversation's template is switched."""
+"""Prompt construction: special tokens, truncation, and chat template switches."""
 
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,14 @@ def kept(fields: dict[str, Any], max_tokens: int | None = None) -> list[int]:
         ({"truncate_prompt_tokens": 2}, None, [4, 5]),
         ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, None, [1, 2]),
         ({"truncate_prompt_tokens": 9}, None, [1, 2, 3, 4, 5]),
-        ({"truncate_prompt_tokens": -1}, None, [3, 4, 5]),  # one token of output has room
+        ({"truncate_prompt_tokens": -1}, None, [3, 4, 5]),  # one output token fits
         ({"truncate_prompt_tokens": -1}, 2, [4, 5]),
         ({"truncate_prompt_tokens": -1}, 0, [3, 4, 5]),  # an echo alone computes one token too
         ({"truncate_prompt_tokens": -1, "truncation_side": "right"}, 2, [1, 2]),
-        ({"truncate_prompt_tokens": -1}, 9, [5]),  # it does not fit all the same; the length says so
+        ({"truncate_prompt_tokens": -1}, 9, [5]),  # still too long; reported by the length check
     ],
 )
-def test_a_prompt_is_cut_to_its_end_or_its_beginning(
+def test_prompt_is_truncated_on_requested_side(
     fields: dict[str, Any], max_tokens: int | None, tokens: list[int]
 ) -> None:
     assert kept(fields, max_tokens) == tokens
@@ -62,7 +62,7 @@ def test_a_prompt_is_cut_to_its_end_or_its_beginning(
     ],
 )
 @pytest.mark.parametrize("suffix", ["", "/render"])
-def test_what_cannot_be_is_refused_by_name(
+def test_invalid_prompt_field_is_rejected_by_name(
     server: Any, path: str, body: dict[str, Any], param: str, suffix: str
 ) -> None:
     answer = server.http.post(f"/v1/{path}{suffix}", json=body)
@@ -71,20 +71,20 @@ def test_what_cannot_be_is_refused_by_name(
     assert param in answer.json()["error"]["message"]
 
 
-def test_fields_that_ask_for_nothing_are_taken(server: Any) -> None:
+def test_fields_without_effect_are_accepted(server: Any) -> None:
     body = {**A_CHAT, "max_tokens": 1, "documents": None, "include_reasoning": True, "length_penalty": 1}
     body |= {"spaces_between_special_tokens": True, "vllm_xargs": None, "return_token_ids": None}
     assert server.http.post("/v1/chat/completions", json=body).status_code == 200
 
 
-def test_the_engine_computes_what_is_left_of_the_prompt_and_echoes_that(server: Any) -> None:
+def test_truncated_prompt_is_computed_and_echoed(server: Any) -> None:
     body = {"prompt": "abcdef", "truncate_prompt_tokens": 2, "max_tokens": 2, "echo": True}
     answer = server.http.post("/v1/completions", json=body).json()
     assert answer["choices"][0]["text"] == "efef"
     assert answer["usage"]["prompt_tokens"] == 2
 
 
-def test_a_prompt_above_the_context_is_answered_when_it_may_be_cut(server: Any) -> None:
+def test_prompt_above_context_is_accepted_with_truncation(server: Any) -> None:
     body = {"prompt": "ab" * 200, "max_tokens": 6}
     assert server.http.post("/v1/completions", json=body).status_code == 400
     answer = server.http.post("/v1/completions", json={**body, "truncate_prompt_tokens": -1}).json()
@@ -95,7 +95,7 @@ def test_a_prompt_above_the_context_is_answered_when_it_may_be_cut(server: Any) 
 
 @pytest.fixture(scope="module")
 def with_beginning(tokenizer_folder: Path, start_shared_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A server whose tokenizer puts <|end|> before each text, and whose template is of the kind most models have."""
+    """A server whose tokenizer adds <|end|> before each text, with a typical chat template."""
     import json
     import shutil
 
@@ -121,7 +121,7 @@ def tokens(server: Any, path: str, body: dict[str, Any]) -> list[int]:
     return found
 
 
-def test_special_tokens_are_added_to_prompts_and_not_to_conversations_unless_they_say_otherwise(
+def test_special_tokens_default_to_prompts_only(
     with_beginning: Any,
 ) -> None:
     for prompt in ("ab", ["ab", "ab"]):
@@ -145,12 +145,12 @@ def test_special_tokens_are_added_to_prompts_and_not_to_conversations_unless_the
         {"chat_template_kwargs": {"unread": 1}},
     ],
 )
-def test_tokenize_gives_the_tokens_that_the_chat_runs_with(with_beginning: Any, fields: dict[str, Any]) -> None:
+def test_tokenize_equals_tokens_of_the_chat_request(with_beginning: Any, fields: dict[str, Any]) -> None:
     body = {**A_CHAT, **fields}
     assert tokens(with_beginning, "/tokenize", body) == tokens(with_beginning, "/v1/chat/completions/render", body)
 
 
-def test_an_answer_can_go_on_with_a_message_that_was_begun(with_beginning: Any) -> None:
+def test_response_continues_a_started_message(with_beginning: Any) -> None:
     with openai.OpenAI(base_url=f"{with_beginning.http.base_url}/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(
             model="stub",
@@ -169,7 +169,7 @@ def test_an_answer_can_go_on_with_a_message_that_was_begun(with_beginning: Any) 
 
 @pytest.mark.parametrize("trim", ["", "| trim"])
 @pytest.mark.parametrize("content", ["The answer is", "The answer is ", "  The answer", "The answer\n"])
-def test_going_on_with_a_message_is_as_in_transformers(trim: str, content: str) -> None:
+def test_continued_message_equals_transformers(trim: str, content: str) -> None:
     template = CHATML.replace("TRIM", trim)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
     ours = ChatTemplate(template, {}).render(messages, add_generation_prompt=False, continue_final_message=True)
@@ -183,19 +183,19 @@ def test_going_on_with_a_message_is_as_in_transformers(trim: str, content: str) 
     ("template", "content"),
     [("{{ messages[0].role }}", "a"), ("{% for m in messages %}{{ m.content }}{% endfor %}", "")],
 )
-def test_a_message_that_is_not_written_cannot_be_gone_on_with(template: str, content: str) -> None:
+def test_message_dropped_by_template_cannot_be_continued(template: str, content: str) -> None:
     with pytest.raises(InvalidRequest, match="continue_final_message"):
         ChatTemplate(template, {}).render([{"role": "user", "content": content}], continue_final_message=True)
 
 
 @pytest.mark.parametrize("name", ["tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"])
-def test_what_belongs_to_messages_is_not_taken_with_a_prompt(server: Any, name: str) -> None:
+def test_message_fields_are_rejected_with_a_prompt(server: Any, name: str) -> None:
     values: dict[str, Any] = {"tools": [], "chat_template_kwargs": {}}
     answer = server.http.post("/tokenize", json={"prompt": "a", name: values.get(name, False)})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
-def test_the_defaults_of_special_tokens_are_left_to_the_route() -> None:
+def test_special_token_default_depends_on_route() -> None:
     assert CompletionRequest.model_validate({"prompt": "a"}).add_special_tokens is None
     assert ChatRequest.model_validate(A_CHAT).add_special_tokens is None
     assert TokenizeRequest.model_validate({"prompt": "a"}).add_special_tokens is None

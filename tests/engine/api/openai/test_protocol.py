@@ -1,4 +1,4 @@
-"""What is wrong with a request is found in milliseconds, however much of it is wrong."""
+"""Invalid requests are rejected within milliseconds, whatever the number of errors."""
 
 import time
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 from trimtab_engine.api.openai.protocol import (
+    FIELDS_WITHOUT_EFFECT,
     UNSUPPORTED,
-    WITHOUT_EFFECT,
     ChatRequest,
     CompletionRequest,
     TokenizeRequest,
@@ -25,7 +25,7 @@ def chat(**message: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "a", **message}]}
 
 
-@pytest.mark.usefixtures("nothing_else_to_collect")
+@pytest.mark.usefixtures("frozen_gc")
 @pytest.mark.parametrize(
     ("model", "body"),
     [
@@ -44,7 +44,7 @@ def chat(**message: Any) -> dict[str, Any]:
         (TokenizeRequest, {"prompt": "a", **{f"k{i}": 1 for i in range(MANY)}}),
     ],
 )
-def test_a_request_with_many_faults_is_refused_for_the_first_few(model: type[BaseModel], body: dict[str, Any]) -> None:
+def test_request_with_many_errors_reports_the_first_few(model: type[BaseModel], body: dict[str, Any]) -> None:
     began = time.thread_time()
     with pytest.raises(ValidationError) as refused:
         model.model_validate(body)
@@ -53,13 +53,13 @@ def test_a_request_with_many_faults_is_refused_for_the_first_few(model: type[Bas
 
 
 @pytest.mark.parametrize(("given", "sampled"), [(None, 1.0), (0.0, 0.0), (1e-300, 0.0), (1e-6, 0.0), (1e-5, 1e-5)])
-def test_a_temperature_by_which_logits_would_overflow_is_greedy(given: float | None, sampled: float) -> None:
+def test_tiny_temperature_is_greedy(given: float | None, sampled: float) -> None:
     request = CompletionRequest.model_validate({"prompt": "a", "temperature": given})
     assert request.sampling(max_tokens=1, logprobs=None, index=0).temperature == sampled
 
 
-@pytest.mark.parametrize("name", [*UNSUPPORTED, *WITHOUT_EFFECT, *UNSUPPORTED_ROUTES])
-def test_the_page_of_the_api_lists_what_is_refused_and_what_has_no_effect(name: str) -> None:
+@pytest.mark.parametrize("name", [*UNSUPPORTED, *FIELDS_WITHOUT_EFFECT, *UNSUPPORTED_ROUTES])
+def test_api_page_lists_unsupported_and_ignored_fields(name: str) -> None:
     assert f"`{name}`" in API.read_text()
 
 
@@ -76,7 +76,7 @@ SHARED_DEFAULTS: dict[str, Any] = {
     "kv_transfer_params": None, "ec_transfer_params": None, "vllm_xargs": None, "repetition_detection": None,
     "thinking_token_budget": None, "stream_interval": None,
 }  # fmt: skip
-"""vLLM's fields of both kinds of completions with its defaults, as a client sends them that dumps its own form."""
+"""vLLM's fields of both kinds of completions with its defaults, as sent by clients that dump their request model."""
 DEFAULTS: dict[type[BaseModel], dict[str, Any]] = {
     CompletionRequest: SHARED_DEFAULTS | {
         "prompt": "a", "echo": False, "logprobs": None, "max_tokens": 16, "suffix": None, "prompt_embeds": None,
@@ -93,12 +93,12 @@ DEFAULTS: dict[type[BaseModel], dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model", DEFAULTS)
-def test_a_request_with_all_of_vllms_fields_at_their_defaults_is_taken(model: type[BaseModel]) -> None:
+def test_all_vllm_fields_at_defaults_are_accepted(model: type[BaseModel]) -> None:
     model.model_validate(DEFAULTS[model])
 
 
 @pytest.mark.parametrize("model", DEFAULTS)
-def test_each_of_vllms_fields_is_built_or_refused_by_its_name(model: type[BaseModel]) -> None:
-    for name in DEFAULTS[model].keys() - model.model_fields.keys() - {*WITHOUT_EFFECT}:
+def test_every_vllm_field_is_supported_or_rejected_by_name(model: type[BaseModel]) -> None:
+    for name in DEFAULTS[model].keys() - model.model_fields.keys() - {*FIELDS_WITHOUT_EFFECT}:
         with pytest.raises(ValidationError, match=rf"{name} is (not supported yet|supported only as)"):
             model.model_validate(DEFAULTS[model] | {name: "anything else"})

@@ -1,4 +1,4 @@
-"""A client that reads its stream slowly, or never: what waits for it, and what it gets in the end."""
+"""Clients that read their stream slowly or never: buffered output, and the final result."""
 
 import asyncio
 import gc
@@ -16,14 +16,14 @@ from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.http.protocol import FLOW
 from trimtab_engine.api.http.streaming import EventStream
 from trimtab_engine.api.metrics.observations import FinishedSequence
-from trimtab_engine.api.openai.forms import CompletionForm
 from trimtab_engine.api.openai.generation import GenerationPlan, Generator, Piece
 from trimtab_engine.api.openai.protocol import CompletionRequest
-from trimtab_engine.api.openai.read_ahead import MAX_UNREAD_BYTES, PART_BYTES, ReadAhead, Unread
+from trimtab_engine.api.openai.read_ahead import MAX_UNREAD_BYTES, PART_BYTES, PieceBuffer, ReadAhead
 from trimtab_engine.api.openai.respond import _stream
+from trimtab_engine.api.openai.response_builders import CompletionResponseBuilder
 from trimtab_engine.engine_client.client import CoreClient
-from trimtab_engine.engine_client.mailbox import Mailbox, PlainRun
-from trimtab_engine.messages import AddRequest, SequenceOutput
+from trimtab_engine.engine_client.output_queue import OutputQueue, PlainRun
+from trimtab_engine.messages.requests import AddRequest, SequenceOutput
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.text.tokenizer import Tokenizer
 
@@ -32,17 +32,17 @@ TEXT = b"Many words are said, and few of them are read. "
 
 
 class Core:
-    """A core client whose steps the test makes."""
+    """A core client whose steps are controlled by the test."""
 
     first_rank = 0
 
     def __init__(self) -> None:
-        self.boxes: list[Mailbox] = []
+        self.boxes: list[OutputQueue] = []
         self.num_aborted = 0
         self.time = 100.0
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[SequenceOutput | PlainRun, None]:
-        box = Mailbox()
+        box = OutputQueue()
         self.boxes.append(box)
         finished = False
         try:
@@ -55,7 +55,7 @@ class Core:
             self.num_aborted += not finished
 
     async def steps(self, count: int, *, logprobs: int | None, ends: bool = False) -> None:
-        """So many tokens of each choice. Who listens may work after each."""
+        """Emit `count` tokens of each choice; consumers may run after each."""
         for number in range(count):
             self.time += 0.25
             token = TEXT[number % len(TEXT)]
@@ -73,7 +73,7 @@ class Core:
                 await asyncio.sleep(0)
 
 
-class Seen:
+class CountingObserver:
     """An Observer that counts."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Seen:
 
 
 class Flow:
-    """A connection that takes nothing until it is told to."""
+    """A connection that accepts nothing until resumed."""
 
     def __init__(self) -> None:
         self.write_paused = False
@@ -119,10 +119,10 @@ class Flow:
 
 
 class Stream:
-    """One streamed answer, from a core to a connection."""
+    """One streamed response, from a core to a connection."""
 
     def __init__(self, tokenizer: Tokenizer, *, n: int, logprobs: int | None, max_tokens: int = 1 << 20) -> None:
-        self.core, self.seen, self.flow = Core(), Seen(), Flow()
+        self.core, self.seen, self.flow = Core(), CountingObserver(), Flow()
         self.sent: list[bytes] = []
         self.gone = asyncio.Event()
         sampling = [Sampling(max_tokens=max_tokens, logprobs=logprobs) for _ in range(n)]
@@ -130,7 +130,7 @@ class Stream:
         generator = Generator(cast(CoreClient, self.core), tokenizer, self.seen)
         self.ahead = ReadAhead(generator.run(plan), "r", keeps_ids=False)
         body = CompletionRequest(model="m", prompt="ab", stream=True, n=n, logprobs=logprobs)
-        events = _stream(self.ahead, body, CompletionForm("m", tokenizer, "r"), plan, None)
+        events = _stream(self.ahead, body, CompletionResponseBuilder("m", tokenizer, "r"), plan, None)
         self._response = EventStream(events, ExitStack(), self.ahead.begin)
 
     async def run(self) -> None:
@@ -151,7 +151,7 @@ class Stream:
         return [json.loads(e.removeprefix("data: ")) for e in events if e and e != "data: [DONE]"]
 
     def told(self, index: int) -> tuple[str, list[Any], Any]:
-        """A choice's text, its log-probabilities and how it ended."""
+        """Return a choice's text, its log-probabilities and its finish reason."""
         choices = [c for chunk in self.chunks for c in chunk.get("choices", []) if c["index"] == index]
         top = [position for c in choices if c["logprobs"] for position in c["logprobs"]["top_logprobs"]]
         ends = [c["finish_reason"] for c in choices if c["finish_reason"]]
@@ -168,11 +168,11 @@ async def until(condition: Any) -> None:
         if condition():
             return
         await asyncio.sleep(0)
-    raise AssertionError("it does not become so")
+    raise AssertionError("the condition never became true")
 
 
 async def answered(tokenizer: Tokenizer, *, n: int, logprobs: int | None, length: int, is_slow: bool) -> Stream:
-    """All of an answer, for a client that pauses after its first token until it is complete."""
+    """Return a complete response for a client that pauses after its first token until the response is complete."""
     stream = Stream(tokenizer, n=n, logprobs=logprobs)
     running = asyncio.create_task(stream.run())
     await until(lambda: len(stream.core.boxes) == n)
@@ -188,7 +188,7 @@ async def answered(tokenizer: Tokenizer, *, n: int, logprobs: int | None, length
 
 @pytest.mark.parametrize("logprobs", [None, 2])
 @pytest.mark.parametrize("n", [1, 3])
-def test_who_reads_late_gets_what_who_reads_at_once_gets(tokenizer: Tokenizer, n: int, logprobs: int | None) -> None:
+def test_slow_reader_gets_the_same_output(tokenizer: Tokenizer, n: int, logprobs: int | None) -> None:
     async def both() -> tuple[Stream, Stream]:
         options: Any = {"n": n, "logprobs": logprobs, "length": 700}
         return await answered(tokenizer, is_slow=False, **options), await answered(tokenizer, is_slow=True, **options)
@@ -201,7 +201,7 @@ def test_who_reads_late_gets_what_who_reads_at_once_gets(tokenizer: Tokenizer, n
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_pause_moves_no_clock(tokenizer: Tokenizer, n: int) -> None:
+def test_pause_does_not_affect_latency_metrics(tokenizer: Tokenizer, n: int) -> None:
     slow = asyncio.run(answered(tokenizer, n=n, logprobs=None, length=50, is_slow=True))
     assert slow.seen.first_tokens == [0.25] * n
     assert slow.seen.num_gaps == 49 * n
@@ -209,13 +209,13 @@ def test_a_pause_moves_no_clock(tokenizer: Tokenizer, n: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "logprobs", "length"), [(1, None, 40_000), (2, WIDTH, 1_500)])
-def test_what_waits_is_told_in_few_bytes(tokenizer: Tokenizer, n: int, logprobs: int | None, length: int) -> None:
+def test_buffered_output_takes_few_bytes(tokenizer: Tokenizer, n: int, logprobs: int | None, length: int) -> None:
     async def held() -> int:
         stream = Stream(tokenizer, n=n, logprobs=logprobs)
         running = asyncio.create_task(stream.run())
         await until(lambda: len(stream.core.boxes) == n)
         stream.flow.pause()
-        await stream.core.steps(200, logprobs=logprobs)  # what is made once is not counted
+        await stream.core.steps(200, logprobs=logprobs)  # one-time allocations are not counted
         gc.collect()
         tracemalloc.start()
         await stream.core.steps(length, logprobs=logprobs)
@@ -224,14 +224,14 @@ def test_what_waits_is_told_in_few_bytes(tokenizer: Tokenizer, n: int, logprobs:
         tracemalloc.stop()
         stream.gone.set()
         await running
-        assert grown <= stream.ahead.unread.num_bytes + 2 * n * PART_BYTES, "it counts what it holds"
+        assert grown <= stream.ahead.unread.num_bytes + 2 * n * PART_BYTES, "the size matches the content"
         return grown
 
     a_token = 1.5 if logprobs is None else 14 * (1 + WIDTH) + 20  # one byte of text is one token here
     assert asyncio.run(held()) <= n * (a_token * length + 2 * PART_BYTES)
 
 
-def test_who_never_reads_is_ended_by_name_when_so_much_waits_and_keeps_that(tokenizer: Tokenizer) -> None:
+def test_client_that_never_reads_is_aborted_at_the_limit(tokenizer: Tokenizer) -> None:
     async def never_read(num_steps: int) -> tuple[Stream, int]:
         stream = Stream(tokenizer, n=8, logprobs=WIDTH)
         running = asyncio.create_task(stream.run())
@@ -254,10 +254,10 @@ def test_who_never_reads_is_ended_by_name_when_so_much_waits_and_keeps_that(toke
     assert str(MAX_UNREAD_BYTES) in last["error"]["message"]
     texts = ["".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == i) for i in range(8)]
     assert all(len(text) > 1000 and (TEXT * 1000).startswith(text.encode()) for text in texts)
-    assert max(map(len, stream.sent)) < 8 * PART_BYTES, "it is written in chunks of that size"
+    assert max(map(len, stream.sent)) < 8 * PART_BYTES, "chunks have at most that size"
 
 
-def test_a_slow_client_that_goes_away_has_its_request_aborted(tokenizer: Tokenizer) -> None:
+def test_disconnect_of_slow_client_aborts_request(tokenizer: Tokenizer) -> None:
     async def left() -> Stream:
         stream = Stream(tokenizer, n=2, logprobs=None)
         running = asyncio.create_task(stream.run())
@@ -272,24 +272,24 @@ def test_a_slow_client_that_goes_away_has_its_request_aborted(tokenizer: Tokeniz
     assert (stream.core.num_aborted, [life.reason for life in stream.seen.lives]) == (2, ["abort", "abort"])
 
 
-def test_what_waits_comes_before_the_error_that_ended_it() -> None:
+def test_buffered_output_precedes_the_error() -> None:
     async def pieces() -> AsyncGenerator[Piece, None]:
         for text in ("a", "b"):
             yield Piece(0, text, 1)
-        raise ApiError(500, "it is broken")
+        raise ApiError(500, "broken core")
 
     async def read() -> None:
         async with aclosing(ReadAhead(pieces(), "r", keeps_ids=False)) as ahead:
             ahead.begin()
             assert (await anext(ahead)).text == "ab"
-            with pytest.raises(ApiError, match="it is broken"):
+            with pytest.raises(ApiError, match="broken core"):
                 await anext(ahead)
 
     asyncio.run(read())
 
 
-def test_parts_are_in_order_and_hold_what_was_put_in() -> None:
-    unread = Unread(keeps_ids=True)
+def test_parts_are_in_order_and_complete() -> None:
+    unread = PieceBuffer(keeps_ids=True)
     for number in range(2000):
         for index in (0, 1):
             logprobs = [TokenLogprobs([number], [-1.0], 1)]
@@ -310,7 +310,7 @@ def test_parts_are_in_order_and_hold_what_was_put_in() -> None:
         assert [part.num_cached_tokens for part in own] == [5] + [0] * (len(own) - 1)
 
 
-def test_a_client_of_a_real_server_that_never_reads_is_ended_while_others_are_served(
+def test_server_aborts_client_that_never_reads_and_serves_others(
     start_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUB_STEP_MILLISECONDS", "1")
@@ -330,4 +330,4 @@ def test_a_client_of_a_real_server_that_never_reads_is_ended_while_others_are_se
         while came := slow.recv(1 << 20):
             read = read[-10_000:] + came
     assert b'"code":"slow_reader"' in read
-    assert "its client has left more than" in server.log.read_text()
+    assert "the client has more than" in server.log.read_text()

@@ -1,4 +1,4 @@
-"""Answers of models that think first, against a server whose stub core writes what the prompt says."""
+"""Responses of reasoning models, against a server whose stub core repeats the prompt."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from trimtab_engine.api.openai.protocol import ChatMessage
 
 ECHO = "{% if tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-"""What the stub core echoes; that it names tools is enough to know them."""
+"""Text echoed by the stub core; naming tools is enough to support them."""
 CALL = '<tool_call>{"name": "light"}</tool_call>'
 LIGHT = {"type": "function", "function": {"name": "light", "parameters": {"type": "object", "properties": {}}}}
 
@@ -30,29 +30,29 @@ def message(server: Any, content: str, **fields: Any) -> dict[str, Any]:
     return answer
 
 
-def test_thoughts_come_apart_under_both_names(thinking: Any) -> None:
+def test_reasoning_is_returned_under_both_names(thinking: Any) -> None:
     answer = message(thinking, "!eos<think>hm</think>yes")
     assert (answer["content"], answer["reasoning"], answer["reasoning_content"]) == ("yes", "hm", "hm")
 
 
-def test_thoughts_that_were_cut_leave_no_content(thinking: Any) -> None:
+def test_truncated_reasoning_leaves_no_content(thinking: Any) -> None:
     answer = message(thinking, "!eoshm, and")
     assert (answer["content"], answer["reasoning"]) == (None, "hm, and")
 
 
-def test_thoughts_may_be_left_out(thinking: Any) -> None:
+def test_reasoning_can_be_excluded(thinking: Any) -> None:
     answer = message(thinking, "!eoshm</think>yes", include_reasoning=False)
     assert answer["content"] == "yes"
     assert "reasoning" not in answer
 
 
-def test_calls_are_read_behind_thoughts_and_not_in_them(thinking: Any) -> None:
+def test_calls_are_parsed_after_reasoning_only(thinking: Any) -> None:
     answer = message(thinking, f"!eos{CALL}?</think>{CALL}", tools=[LIGHT])
     assert answer["reasoning"] == f"{CALL}?"
     assert [call["function"]["name"] for call in answer["tool_calls"]] == ["light"]
 
 
-def test_a_stream_tells_the_same(thinking: Any) -> None:
+def test_stream_equals_complete_response(thinking: Any) -> None:
     events = ask(thinking, f"!eoshm</think>yes {CALL}", tools=[LIGHT], stream=True).text.split("\n\n")
     deltas = [
         json.loads(event.removeprefix("data: "))["choices"][0]["delta"]
@@ -64,12 +64,12 @@ def test_a_stream_tells_the_same(thinking: Any) -> None:
     assert [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", [])] == ["light"]
 
 
-def test_an_answer_that_a_grammar_holds_has_no_thoughts(thinking: Any) -> None:
+def test_grammar_constrained_response_has_no_reasoning(thinking: Any) -> None:
     answer = message(thinking, "!eos[]", tools=[LIGHT], tool_choice="required")
     assert "reasoning" not in answer
 
 
-def test_without_a_parser_all_is_content_and_there_is_nothing_to_leave_out(start_server: Any) -> None:
+def test_no_parser_returns_everything_as_content(start_server: Any) -> None:
     server = start_server("--chat-template", ECHO)
     assert message(server, "!eos<think>hm</think>yes")["content"] == "<think>hm</think>yes"
     refused = ask(server, "a", include_reasoning=False)
@@ -78,7 +78,7 @@ def test_without_a_parser_all_is_content_and_there_is_nothing_to_leave_out(start
     assert refused.json()["error"]["param"] == "include_reasoning"
 
 
-def test_what_an_answer_thought_goes_back_to_the_template() -> None:
+def test_reasoning_of_earlier_response_reaches_the_template() -> None:
     said = ChatMessage(role="assistant", content="yes", reasoning="hm")
     assert said.for_template() == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
     older = ChatMessage(role="assistant", content=None, reasoning_content="hm")

@@ -1,4 +1,4 @@
-"""…/render says what a request would run with; what it says, sent on as tokens, gives the same answer."""
+"""…/render returns what a request would run with; sent as tokens, it gives the same response."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 SAMPLING = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3, "min_tokens": 1, "logprobs": 2, "stop": ["x"]}
 
 
-def test_prompts_come_as_tokens_each_with_its_sampling_parameters(server: Any) -> None:
+def test_prompts_are_rendered_as_tokens_with_sampling_parameters(server: Any) -> None:
     body = {"model": "alias", "prompt": ["ab", "xyz"], "n": 2, "max_tokens": 5, "request_id": "r", **SAMPLING}
     first, second = server.http.post("/v1/completions/render", json=body).json()
     assert (first["token_ids"], second["token_ids"]) == ([97, 98], [120, 121, 122])
@@ -18,22 +18,22 @@ def test_prompts_come_as_tokens_each_with_its_sampling_parameters(server: Any) -
         assert (entry["sampling_params"]["n"], entry["sampling_params"]["max_tokens"]) == (2, 5)
 
 
-def test_a_rendered_conversation_sent_on_as_tokens_gives_its_answer(server: Any) -> None:
+def test_rendered_conversation_sent_as_tokens_gives_same_response(server: Any) -> None:
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
-    rendered = server.http.post("/v1/chat/completions/render", json=chat).json()
-    as_tokens = {"prompt": rendered["token_ids"], "max_tokens": rendered["sampling_params"]["max_tokens"]}
+    render_chat = server.http.post("/v1/chat/completions/render", json=chat).json()
+    as_tokens = {"prompt": render_chat["token_ids"], "max_tokens": render_chat["sampling_params"]["max_tokens"]}
     text = server.http.post("/v1/completions", json=as_tokens).json()["choices"][0]["text"]
     answer = server.http.post("/v1/chat/completions", json=chat).json()
     assert text == answer["choices"][0]["message"]["content"]
 
 
-def test_the_engine_gets_nothing_of_what_is_only_rendered(server: Any) -> None:
+def test_render_does_not_reach_the_engine(server: Any) -> None:
     before = len(server.core_state()["seen"])
     server.http.post("/v1/completions/render", json={"prompt": "ab"})
     assert len(server.core_state()["seen"]) == before
 
 
-def test_what_the_output_must_match_is_told_in_vllms_words(server: Any) -> None:
+def test_output_constraint_is_rendered_in_vllm_format(server: Any) -> None:
     body: dict[str, Any] = {"prompt": "ab", "guided_regex": "[ab]+"}
     (entry,) = server.http.post("/v1/completions/render", json=body).json()
     assert entry["sampling_params"]["structured_outputs"]["regex"] == "[ab]+"
@@ -50,6 +50,6 @@ def test_what_the_output_must_match_is_told_in_vllms_words(server: Any) -> None:
         ("chat/completions", {"messages": []}, 400),
     ],
 )
-def test_what_would_be_refused_is_refused_here(server: Any, path: str, body: dict[str, Any], status: int) -> None:
+def test_invalid_requests_are_rejected_by_render(server: Any, path: str, body: dict[str, Any], status: int) -> None:
     assert server.http.post(f"/v1/{path}/render", json=body).status_code == status
     assert server.http.post(f"/v1/{path}", json=body).status_code == status

@@ -1,4 +1,4 @@
-"""Whole and streamed answers to several prompts, echoed prompts, their log-probabilities, and usage."""
+"""Complete and streamed responses to several prompts, echoed prompts, their log-probabilities, and usage."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ PROMPT_LISTS = [["ab", "xyz"], [[97, 98], [120, 121, 122]]]
 
 
 @pytest.mark.parametrize("prompts", PROMPT_LISTS)
-def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(client: openai.OpenAI, prompts: Any) -> None:
+def test_choices_are_numbered_prompt_by_prompt(client: openai.OpenAI, prompts: Any) -> None:
     answer = client.completions.create(model="stub", prompt=prompts, n=2, max_tokens=4)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in answer.choices] == ["abab", "abab", "xyzx", "xyzx"]
@@ -36,7 +36,7 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(client: openai
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 16)
 
 
-def test_several_prompts_stream_side_by_side(client: openai.OpenAI) -> None:
+def test_several_prompts_stream_concurrently(client: openai.OpenAI) -> None:
     options: Any = {"include_usage": True}
     chunks = list(
         client.completions.create(model="stub", prompt=["ab", "xyz"], max_tokens=4, stream=True, stream_options=options)
@@ -46,20 +46,20 @@ def test_several_prompts_stream_side_by_side(client: openai.OpenAI) -> None:
     assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (5, 8)
 
 
-def test_a_prompt_in_a_list_samples_as_it_does_alone(server: Any) -> None:
+def test_prompt_in_a_list_samples_as_a_single_prompt(server: Any) -> None:
     server.http.post("/v1/completions", json={"prompt": ["ab", "cd"], "n": 2, "seed": 40, "max_tokens": 1})
     assert sorted(sampling["seed"] for sampling in server.core_state()["seen"][-4:]) == [40, 40, 41, 41]
 
 
 @pytest.mark.parametrize("prompt", ["ab", [97, 98], ["ab"]])
-def test_an_echoed_prompt_comes_before_its_continuation(client: openai.OpenAI, prompt: Any) -> None:
+def test_echoed_prompt_precedes_its_continuation(client: openai.OpenAI, prompt: Any) -> None:
     answer = client.completions.create(model="stub", prompt=prompt, echo=True, max_tokens=3)
     assert answer.choices[0].text == "ab" + "aba"
     chunks = list(client.completions.create(model="stub", prompt=prompt, echo=True, max_tokens=3, stream=True))
     assert text_of(chunks, 0) == "ab" + "aba"
 
 
-def test_a_prompt_can_come_back_alone_with_its_log_probabilities(client: openai.OpenAI) -> None:
+def test_echo_with_zero_max_tokens_returns_prompt_logprobs(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="stub", prompt=["abc", "de"], echo=True, max_tokens=0, logprobs=2)
     first, second = answer.choices
     assert (first.text, second.text) == ("abc", "de")
@@ -75,7 +75,7 @@ def test_a_prompt_can_come_back_alone_with_its_log_probabilities(client: openai.
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echoed_and_generated_tokens_share_one_list_of_log_probabilities(server: Any, stream: bool) -> None:
+def test_echoed_and_generated_tokens_share_logprobs_list(server: Any, stream: bool) -> None:
     body = {"prompt": "abc", "echo": True, "max_tokens": 2, "logprobs": 0, "stream": stream}
     response = server.http.post("/v1/completions", json=body)
     choices = [item["choices"][0] for item in (events(response.text) if stream else [response.json()])]
@@ -99,14 +99,14 @@ def test_prompt_logprobs_are_keyed_by_token_id(server: Any, path: str, fields: d
     assert set(third) == {"99", "0"}
 
 
-def test_usage_tells_how_much_of_the_prompts_was_cached(client: openai.OpenAI) -> None:
+def test_usage_reports_cached_prompt_tokens(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="stub", prompt=["abcd", "xy"], n=2, max_tokens=1)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 3 + 1  # the stub caches all but the last token
 
 
-def test_usage_can_come_with_every_chunk(server: Any) -> None:
+def test_continuous_usage_is_in_every_chunk(server: Any) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "ab", "max_tokens": 3, "stream": True, "stream_options": options}
     counts = [
@@ -115,7 +115,7 @@ def test_usage_can_come_with_every_chunk(server: Any) -> None:
     assert counts == [1, 2, 3, 3]
 
 
-def test_without_continuous_usage_the_other_chunks_say_null(server: Any) -> None:
+def test_usage_is_null_in_other_chunks_by_default(server: Any) -> None:
     body = {"prompt": "ab", "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
     chunks = events(server.http.post("/v1/completions", json=body).text)
     assert [item["usage"] is None for item in chunks] == [True, True, False]
@@ -128,13 +128,13 @@ def test_salt_and_priority_reach_the_core(server: Any) -> None:
     assert server.core_state()["added"][-1] == {"cache_salt": "s", "priority": -3}
 
 
-def test_a_stream_interval_joins_tokens_but_never_the_first(start_server: Any) -> None:
+def test_stream_interval_joins_tokens_except_the_first(start_server: Any) -> None:
     server = start_server("--stream-interval", "3")
     response = server.http.post("/v1/completions", json={"prompt": "abcdefgh", "max_tokens": 8, "stream": True})
     assert [item["choices"][0]["text"] for item in events(response.text)] == ["a", "bcd", "efg", "h"]
 
 
-def test_requests_are_logged_when_asked_without_their_text(start_server: Any) -> None:
+def test_request_log_has_no_text(start_server: Any) -> None:
     server = start_server("--enable-log-requests")
     headers = {"X-Request-Id": "trace-me-7"}
     server.http.post("/v1/completions", json={"prompt": "secret", "max_tokens": 1}, headers=headers)
@@ -143,14 +143,14 @@ def test_requests_are_logged_when_asked_without_their_text(start_server: Any) ->
     assert "secret" not in log
 
 
-def test_an_answer_that_reports_much_is_whole_and_one_that_would_report_too_much_is_refused_as_it_comes(
+def test_large_response_is_whole_and_too_large_is_rejected(
     server: Any,
 ) -> None:
     body = {"prompt": [97, 98] * 50, "prompt_logprobs": 20, "n": 4, "max_tokens": 2}
     choices = server.http.post("/v1/completions", json=body).json()["choices"]
     assert [len(choice["prompt_logprobs"]) for choice in choices] == [100] * 4
     chat = {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "top_logprobs": 20, "n": 24}
-    refused = server.http.post("/v1/chat/completions", json=chat)  # 254 tokens each, which nobody said
+    refused = server.http.post("/v1/chat/completions", json=chat)  # 254 tokens each by default
     assert refused.status_code == 400
     assert "set max_tokens" in refused.json()["error"]["message"]
-    server.wait_for(lambda: server.core_state()["running"] == 0, "what ran to be aborted")
+    server.wait_for(lambda: server.core_state()["running"] == 0, "the abort of running choices")

@@ -1,4 +1,4 @@
-"""Token ids in answers: return_token_ids, return_tokens_as_token_ids, and how many tokens a chunk has."""
+"""Token IDs in responses: return_token_ids, return_tokens_as_token_ids, and tokens per chunk."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -32,14 +32,14 @@ def extra(value: Any, name: str) -> Any:
 ASKED: Any = {"return_token_ids": True}
 
 
-def test_choices_of_a_completion_come_with_their_tokens_and_their_prompts(client: openai.OpenAI) -> None:
+def test_completion_choices_include_prompt_and_output_ids(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="stub", prompt=["ab", "xyz"], n=2, max_tokens=4, extra_body=ASKED)
     assert [extra(choice, "prompt_token_ids") for choice in answer.choices] == [AB, AB, XYZ, XYZ]
     assert [extra(choice, "token_ids") for choice in answer.choices] == [AB * 2, AB * 2, [*XYZ, 120], [*XYZ, 120]]
 
 
 @pytest.mark.parametrize("interval", [1, 3, 100])
-def test_streamed_completions_bring_each_token_once_and_the_prompt_first(client: openai.OpenAI, interval: int) -> None:
+def test_stream_sends_each_token_id_once_and_prompt_first(client: openai.OpenAI, interval: int) -> None:
     body: Any = {**ASKED, "stream_interval": interval}
     chunks = list(
         client.completions.create(model="stub", prompt=["ab", "xyz"], max_tokens=7, stream=True, extra_body=body)
@@ -52,7 +52,7 @@ def test_streamed_completions_bring_each_token_once_and_the_prompt_first(client:
         assert len(choices) <= 2 + 7 // interval
 
 
-def test_a_chat_answer_has_its_prompt_once(client: openai.OpenAI) -> None:
+def test_chat_response_has_its_prompt_ids_once(client: openai.OpenAI) -> None:
     asked: Any = {
         "model": "stub",
         "messages": [{"role": "user", "content": "ab"}],
@@ -67,7 +67,7 @@ def test_a_chat_answer_has_its_prompt_once(client: openai.OpenAI) -> None:
     assert joined(extra(chunk.choices[0], "token_ids") or [] for chunk in chunks) == [97, 98, 97]
 
 
-def test_nothing_comes_back_unasked(server: Any) -> None:
+def test_token_ids_are_omitted_by_default(server: Any) -> None:
     text = server.http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 2}).text
     assert "token_ids" not in text
 
@@ -76,14 +76,14 @@ def test_nothing_comes_back_unasked(server: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "token_ids"),
     [
-        ({"stop": "def"}, list(b"abcdef")),  # the tokens that made the stop string were generated, and are counted
+        ({"stop": "def"}, list(b"abcdef")),  # the tokens of the stop string were generated, and are counted
         ({"stop": "bc", "min_tokens": 3}, list(b"abcdefabc")),
         ({"stop_token_ids": [99]}, list(b"abc")),
         ({"echo": True}, list(b"abcdefabcdef")),
         ({"echo": True, "max_tokens": 0}, []),
     ],
 )
-def test_as_many_tokens_come_back_as_the_usage_counts(
+def test_number_of_token_ids_equals_usage(
     server: Any, fields: dict[str, Any], token_ids: list[int], stream: bool
 ) -> None:
     body = {"prompt": "abcdef", "max_tokens": 12, "stream": stream, **ASKED, **fields}
@@ -104,23 +104,23 @@ def test_as_many_tokens_come_back_as_the_usage_counts(
     ("num_tokens", "n", "is_chat", "is_refused"),
     [(1000, 1, False, False), (1000, 2, False, True), (1001, 1, False, True), (1000, 9, True, False)],
 )
-def test_prompts_that_come_back_are_bounded(num_tokens: int, n: int, is_chat: bool, is_refused: bool) -> None:
+def test_returned_prompt_ids_are_limited(num_tokens: int, n: int, is_chat: bool, is_refused: bool) -> None:
     fields = {"n": n, "return_token_ids": True}
     prompts = [range(num_tokens)] * (1 if is_chat else MAX_RETURNED_IDS // 1000)
     body: CompletionRequest | ChatRequest = CompletionRequest.model_validate({"prompt": "a", **fields})
     if is_chat:
         body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **fields})
-    with pytest.raises(ApiError, match="token ids of prompts") if is_refused else nullcontext():
+    with pytest.raises(ApiError, match="prompt token ids") if is_refused else nullcontext():
         check_returned_ids(body, prompts)
 
 
-def test_log_probabilities_can_name_tokens_by_their_ids(client: openai.OpenAI) -> None:
+def test_logprobs_can_name_tokens_by_id(client: openai.OpenAI) -> None:
     by_id: Any = {"return_tokens_as_token_ids": True}
     completion = client.completions.create(model="stub", prompt="ab", max_tokens=2, logprobs=1, extra_body=by_id)
     logprobs = completion.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.tokens == ["token_id:97", "token_id:98"]
-    assert logprobs.text_offset == [0, 1]  # of the text, which is text
+    assert logprobs.text_offset == [0, 1]  # offsets in the text
     assert logprobs.top_logprobs is not None
     assert logprobs.top_logprobs[0].keys() == {"token_id:97", "token_id:0"}
     chat = client.chat.completions.create(
@@ -137,7 +137,7 @@ def test_log_probabilities_can_name_tokens_by_their_ids(client: openai.OpenAI) -
     assert (entry.token, entry.bytes, entry.top_logprobs[0].token) == ("token_id:97", [97], "token_id:0")
 
 
-def test_a_request_may_name_itself_in_its_body(server: Any) -> None:
+def test_request_id_may_be_in_the_body(server: Any) -> None:
     body = {"prompt": "ab", "max_tokens": 1, "request_id": "mine"}
     answer = server.http.post("/v1/completions", json=body)
     assert (answer.json()["id"], answer.headers["X-Request-Id"]) == ("cmpl-mine", "mine")

@@ -1,4 +1,4 @@
-"""The OpenAI surface over real HTTP, by the official client and by hand."""
+"""OpenAI routes over HTTP, with the official client and raw requests."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_a_completion_has_text_usage_and_finish_reason(client: openai.OpenAI) -> None:
+def test_completion_has_text_usage_and_finish_reason(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="stub", prompt="abc", max_tokens=7)
     assert answer.choices[0].text == "abcabca"
     assert answer.choices[0].finish_reason == "length"
@@ -28,7 +28,7 @@ def test_a_completion_has_text_usage_and_finish_reason(client: openai.OpenAI) ->
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 7, 10)
 
 
-def test_a_streamed_completion_is_the_whole_one_in_pieces(client: openai.OpenAI) -> None:
+def test_streamed_completion_equals_complete_one(client: openai.OpenAI) -> None:
     chunks = list(
         client.completions.create(
             model="alias", prompt="grüße ", max_tokens=20, stream=True, stream_options={"include_usage": True}
@@ -42,7 +42,7 @@ def test_a_streamed_completion_is_the_whole_one_in_pieces(client: openai.OpenAI)
     assert {chunk.model for chunk in chunks} == {"alias"}
 
 
-def test_a_chat_answer_streams_role_content_and_end(client: openai.OpenAI) -> None:
+def test_chat_streams_role_content_and_end(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="stub", messages=[{"role": "user", "content": "!eosParis"}], stream=True
     )
@@ -52,19 +52,19 @@ def test_a_chat_answer_streams_role_content_and_end(client: openai.OpenAI) -> No
     assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["stop"]
 
 
-def test_a_chat_answer_without_a_limit_fills_the_context(client: openai.OpenAI) -> None:
+def test_chat_without_limit_fills_the_context(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="stub", messages=[{"role": "user", "content": "ab"}])
     assert answer.usage is not None
     assert answer.usage.total_tokens == 256
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_token_ids_are_a_prompt_and_a_list_of_one_is_one(client: openai.OpenAI) -> None:
+def test_prompt_may_be_token_ids_or_a_list_of_one(client: openai.OpenAI) -> None:
     for prompt in ([97, 98], [[97, 98]], "ab", ["ab"]):
         assert client.completions.create(model="stub", prompt=prompt, max_tokens=3).choices[0].text == "aba"
 
 
-def test_n_choices_have_seeds_of_their_own(server: Any, client: openai.OpenAI) -> None:
+def test_n_choices_have_different_seeds(server: Any, client: openai.OpenAI) -> None:
     answer = client.completions.create(model="stub", prompt="xy", n=3, seed=40, max_tokens=2)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert [choice.text for choice in answer.choices] == ["xy"] * 3
@@ -73,7 +73,7 @@ def test_n_choices_have_seeds_of_their_own(server: Any, client: openai.OpenAI) -
     assert sorted(sampling["seed"] for sampling in server.core_state()["seen"][-3:]) == [40, 41, 42]
 
 
-def test_logprobs_come_in_the_form_of_completions(client: openai.OpenAI) -> None:
+def test_completion_logprobs_format(client: openai.OpenAI) -> None:
     logprobs = client.completions.create(model="stub", prompt="ab", max_tokens=2, logprobs=2).choices[0].logprobs
     assert logprobs is not None
     assert logprobs.tokens == ["a", "b"]
@@ -83,7 +83,7 @@ def test_logprobs_come_in_the_form_of_completions(client: openai.OpenAI) -> None
     assert logprobs.top_logprobs[0]["a"] == -0.5
 
 
-def test_logprobs_come_in_the_form_of_chat(client: openai.OpenAI) -> None:
+def test_chat_logprobs_format(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="stub", messages=[{"role": "user", "content": "ab"}], max_tokens=1, logprobs=True, top_logprobs=2
     )
@@ -104,7 +104,7 @@ def test_logprobs_come_in_the_form_of_chat(client: openai.OpenAI) -> None:
         ({"stop_token_ids": [99]}, "ab"),
     ],
 )
-def test_a_stop_cuts_the_text_streamed_or_not(server: Any, fields: dict[str, Any], text: str, stream: bool) -> None:
+def test_stop_cuts_text_streamed_and_complete(server: Any, fields: dict[str, Any], text: str, stream: bool) -> None:
     body = {"model": "stub", "prompt": "abcdef", "max_tokens": 12, "stream": stream, **fields}
     response = server.http.post("/v1/completions", json=body)
     choices = [item["choices"][0] for item in (events(response.text) if stream else [response.json()])]
@@ -112,13 +112,13 @@ def test_a_stop_cuts_the_text_streamed_or_not(server: Any, fields: dict[str, Any
     assert choices[-1]["finish_reason"] == ("length" if len(text) == 12 else "stop")
 
 
-def test_a_stop_string_frees_the_sequence_in_the_core(server: Any) -> None:
+def test_stop_string_frees_sequence_in_core(server: Any) -> None:
     before = server.core_state()["aborted"]
     server.http.post("/v1/completions", json={"prompt": "!slowabc", "max_tokens": 100, "stop": "c"})
     assert server.core_state()["aborted"] == before + 1
 
 
-def test_stop_strings_are_not_looked_for_before_min_tokens(server: Any) -> None:
+def test_stop_strings_are_ignored_before_min_tokens(server: Any) -> None:
     body = {"prompt": "abc", "max_tokens": 12, "min_tokens": 5, "stop": "b"}
     assert server.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "abcabca"[:7]
 
@@ -127,7 +127,7 @@ def test_models_lists_every_served_name(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["stub", "alias"]
 
 
-def test_one_model_can_be_asked_for(client: openai.OpenAI) -> None:
+def test_single_model_can_be_requested(client: openai.OpenAI) -> None:
     assert client.models.retrieve("alias").id == "alias"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("org/other")
@@ -139,7 +139,7 @@ def test_tokenize_takes_a_prompt_or_messages(server: Any) -> None:
     assert (answer["count"], answer["tokens"], answer["max_model_len"]) == (1, [99], 256)
 
 
-def test_sampling_parameters_reach_the_core_as_they_were_sent(server: Any) -> None:
+def test_sampling_parameters_reach_core_unchanged(server: Any) -> None:
     fields = {
         "temperature": 0.5,
         "top_p": 0.75,
@@ -158,7 +158,7 @@ def test_sampling_parameters_reach_the_core_as_they_were_sent(server: Any) -> No
     assert server.core_state()["seen"][-1] == fields
 
 
-def test_a_request_that_the_core_cannot_run_fails_alone(server: Any) -> None:
+def test_request_failing_in_core_does_not_affect_others(server: Any) -> None:
     assert server.http.post("/v1/completions", json={"prompt": "!fail"}).status_code == 500
     streamed = events(server.http.post("/v1/completions", json={"prompt": "!fail", "stream": True}).text)
     assert "message" in streamed[-1]["error"]

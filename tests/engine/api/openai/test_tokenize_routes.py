@@ -1,11 +1,11 @@
-"""/tokenize and /detokenize are each other's inverse."""
+"""/tokenize and /detokenize are inverse to each other."""
 
 from typing import Any
 
 import pytest
 
 
-def test_detokenize_gives_the_text_back(server: Any) -> None:
+def test_detokenize_restores_the_text(server: Any) -> None:
     text = "grüße, 世界"
     tokens = server.http.post("/tokenize", json={"prompt": text}).json()["tokens"]
     assert server.http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
@@ -23,7 +23,7 @@ def test_detokenize_gives_the_text_back(server: Any) -> None:
         ({"tokens": [1], "x": 1}, "x"),
     ],
 )
-def test_wrong_tokens_are_400(server: Any, body: dict[str, Any], word: str) -> None:
+def test_invalid_tokens_are_400(server: Any, body: dict[str, Any], word: str) -> None:
     answer = server.http.post("/detokenize", json=body)
     assert answer.status_code == 400
     assert word in answer.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""The life of the server process: loading, disconnects, the core's death, draining, keys."""
+"""Lifecycle of the server process: loading, disconnects, core failure, draining, keys."""
 
 import http.client
 import json
@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-END_SECONDS = 60.0  # for the process to end: seconds, and a machine may be busy
-ASK_SECONDS = 120.0  # for an answer, however busy the machine is
+END_SECONDS = 60.0  # for the process to exit: usually seconds, more on a busy machine
+REQUEST_TIMEOUT_SECONDS = 120.0  # for a response on a busy machine
 OPENAI_ROUTES = (
     ("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1}'),
     ("POST", "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}'),
@@ -25,20 +25,20 @@ OPENAI_ROUTES = (
     ("POST", "/detokenize", b'{"tokens": [97]}'),
 )
 COMPLETION = b'{"prompt": "ab", "max_tokens": 1}'
-QUIET_SECONDS = 1.0  # without a request, after which an engine that is to end does
+QUIET_SECONDS = 1.0  # without requests, after which a terminating engine exits
 SILENCE_SECONDS = 4
-SENT_FOR_SECONDS = 3.0  # for so long after its SIGTERM an engine is still sent requests: three times its patience
+TRAFFIC_SECONDS = 3.0  # requests continue for this time after SIGTERM: three times QUIET_SECONDS
 SLOW = {"prompt": "!slowab", "max_tokens": 200}
 
 
 @contextmanager
-def a_running_request(server: Any, **fields: Any) -> Iterator[dict[str, Any]]:
-    """A request in a thread of its own; what became of it is in the dictionary after the block."""
+def running_request(server: Any, **fields: Any) -> Iterator[dict[str, Any]]:
+    """Run a request in a thread; its result is in the dictionary after the block."""
     result: dict[str, Any] = {}
 
     def ask() -> None:
         try:
-            with httpx.Client(base_url=server.http.base_url, timeout=ASK_SECONDS) as client:
+            with httpx.Client(base_url=server.http.base_url, timeout=REQUEST_TIMEOUT_SECONDS) as client:
                 result["response"] = client.post("/v1/completions", json={**SLOW, **fields})
         except httpx.TransportError as error:
             result["error"] = error
@@ -49,14 +49,14 @@ def a_running_request(server: Any, **fields: Any) -> Iterator[dict[str, Any]]:
         server.wait_for(lambda: server.metric("vllm:num_requests_running") >= 1, "the request to run")
         yield result
     finally:
-        thread.join(ASK_SECONDS)
+        thread.join(REQUEST_TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_disconnects_frees_its_sequences(server: Any, stream: bool) -> None:
+def test_client_disconnect_frees_sequences(server: Any, stream: bool) -> None:
     before = server.core_state()["aborted"]
     body = json.dumps({**SLOW, "n": 2, "stream": stream})
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ASK_SECONDS)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=REQUEST_TIMEOUT_SECONDS)
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     server.wait_for(lambda: server.core_state()["running"] == 2, "both sequences to run")
     connection.close()
@@ -67,7 +67,7 @@ def test_a_client_that_disconnects_frees_its_sequences(server: Any, stream: bool
     )
 
 
-def test_while_loading_probes_answer_and_requests_are_503(start_server: Any) -> None:
+def test_loading_engine_serves_probes_and_503(start_server: Any) -> None:
     server = start_server("--seed", "777", wait=False)
     server.wait_for(lambda: server.status("/livez") == 200, "the first answer")
     server.wait_for(lambda: server.http.get("/startupz").json()["stage"] == "weights", "progress")
@@ -87,10 +87,8 @@ def test_while_loading_probes_answer_and_requests_are_503(start_server: Any) -> 
 
 
 @pytest.mark.parametrize("num_servers", ["1", "2"])
-def test_whoever_asks_while_an_engine_comes_up_is_refused_told_503_or_answered(
-    start_server: Any, num_servers: str
-) -> None:
-    """A connection each, without a pause, from before the port is open until the first completion."""
+def test_requests_during_startup_are_refused_503_or_served(start_server: Any, num_servers: str) -> None:
+    """One connection per request, without a pause, from before the port is open until the first completion."""
     server = start_server("--api-server-count", num_servers, wait=False)
     url = f"http://127.0.0.1:{server.port}/v1/completions"
     deadline = time.monotonic() + 120.0
@@ -98,7 +96,7 @@ def test_whoever_asks_while_an_engine_comes_up_is_refused_told_503_or_answered(
     while status != 200:
         assert time.monotonic() < deadline, server.log.read_text()[-1000:]
         try:
-            answer = httpx.post(url, json={"prompt": "ab", "max_tokens": 1}, timeout=ASK_SECONDS)
+            answer = httpx.post(url, json={"prompt": "ab", "max_tokens": 1}, timeout=REQUEST_TIMEOUT_SECONDS)
         except httpx.ConnectError:
             continue
         status = answer.status_code
@@ -106,30 +104,30 @@ def test_whoever_asks_while_an_engine_comes_up_is_refused_told_503_or_answered(
         assert status == 200 or (status == 503 and "the engine is loading" in answer.json()["error"]["message"])
 
 
-def test_a_core_that_cannot_start_ends_the_server_with_its_line_and_code(start_server: Any) -> None:
+def test_failed_core_start_exits_with_its_message_and_code(start_server: Any) -> None:
     server = start_server("--seed", "666", wait=False)
     assert server.process.wait(END_SECONDS) == 2
-    assert "the stub was told to fail; use another seed" in server.log.read_text()
+    assert "failure set by the stub; use another seed" in server.log.read_text()
     assert "Traceback" not in server.log.read_text()
 
 
-def test_a_tokenizer_that_cannot_be_read_ends_the_server(start_server: Any, tmp_path: Path) -> None:
+def test_unreadable_tokenizer_exits(start_server: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     server = start_server(model=tmp_path, wait=False)
     assert server.process.wait(END_SECONDS) == 2
-    assert f"there is no tokenizer in {tmp_path}: tokenizer.json is expected there" in server.log.read_text()
+    assert f"no tokenizer in {tmp_path}: tokenizer.json is missing" in server.log.read_text()
 
 
-def test_a_broken_chat_template_ends_the_server_with_one_line(start_server: Any) -> None:
+def test_invalid_chat_template_exits_with_one_line(start_server: Any) -> None:
     server = start_server("--chat-template", "{% for %}", wait=False)
     assert server.process.wait(END_SECONDS) == 2
-    assert "the chat template of --chat-template is broken: line 1" in server.log.read_text().splitlines()[-1]
+    assert "the chat template of --chat-template: invalid Jinja in line 1" in server.log.read_text().splitlines()[-1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_when_the_core_dies_requests_get_an_error_and_the_process_ends(start_server: Any, stream: bool) -> None:
+def test_core_failure_fails_requests_and_exits(start_server: Any, stream: bool) -> None:
     server = start_server()
-    with a_running_request(server, stream=stream) as result:
+    with running_request(server, stream=stream) as result:
         answer = server.http.post("/v1/completions", json={"prompt": "!die"})
         assert answer.status_code == 500
         assert server.status("/livez") in (503, None)
@@ -143,9 +141,9 @@ def test_when_the_core_dies_requests_get_an_error_and_the_process_ends(start_ser
     assert "ended unexpectedly" in server.log.read_text()
 
 
-def asked_on_a_new_connection(server: Any) -> tuple[int, str | None] | None:
-    """Status and `Connection` of the answer to a request; None: nobody listens any more."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ASK_SECONDS)
+def request_on_new_connection(server: Any) -> tuple[int, str | None] | None:
+    """Return status and `Connection` header of a response; None if the port is closed."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=REQUEST_TIMEOUT_SECONDS)
     try:
         connection.request("POST", "/v1/completions", COMPLETION, {"Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -162,18 +160,18 @@ def drains(server: Any) -> bool:
 
 
 @pytest.mark.parametrize("flags", [[], ["--api-server-count", "2"]])
-def test_who_is_sent_here_after_sigterm_is_served_until_nobody_is(start_server: Any, flags: list[str]) -> None:
-    """A node's proxy may learn of an engine's end seconds after the engine did."""
+def test_requests_after_sigterm_are_served_until_traffic_stops(start_server: Any, flags: list[str]) -> None:
+    """A node's proxy may learn of an engine's shutdown seconds later than the engine."""
     server = start_server("--shutdown-timeout", "20", *flags)
-    answers = [asked_on_a_new_connection(server)]
+    answers = [request_on_new_connection(server)]
     readiness: set[int | None] = set()
     server.process.send_signal(signal.SIGTERM)
-    until = time.monotonic() + SENT_FOR_SECONDS
+    until = time.monotonic() + TRAFFIC_SECONDS
     while (asked_at := time.monotonic()) < until:
-        answers.append(asked_on_a_new_connection(server))
+        answers.append(request_on_new_connection(server))
         readiness.add(server.status("/readyz"))
         if time.monotonic() - asked_at > QUIET_SECONDS / 2:
-            answers.pop()  # this machine is so busy that nobody may have come for as long
+            answers.pop()  # a busy machine may have had a pause without arrivals
             break
     else:
         assert answers[-1] == (200, "close")
@@ -182,48 +180,48 @@ def test_who_is_sent_here_after_sigterm_is_served_until_nobody_is(start_server: 
     assert server.process.wait(END_SECONDS) == 0
 
 
-def test_who_never_stops_coming_does_not_keep_an_engine_for_ever(start_server: Any) -> None:
-    """For half of the shutdown timeout they are served, then told to come elsewhere."""
+def test_endless_traffic_does_not_prevent_shutdown(start_server: Any) -> None:
+    """Requests are served for half of the shutdown timeout, then rejected."""
     server = start_server("--shutdown-timeout", "2")
     server.process.send_signal(signal.SIGTERM)
     answers: list[tuple[int, str | None] | None] = []
     while not answers or answers[-1] is not None:
-        answers.append(asked_on_a_new_connection(server))
+        answers.append(request_on_new_connection(server))
     assert set(answers) <= {(200, None), (200, "close"), (503, "close"), None}
     assert answers == sorted(answers, key=lambda answer: answer[0] if answer is not None else 600)
     assert server.process.wait(END_SECONDS) == 0
 
 
 def test_sigterm_lets_running_requests_finish(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB_STEP_MILLISECONDS", "25")  # it is to run for as long as it takes to see that it does
+    monkeypatch.setenv("STUB_STEP_MILLISECONDS", "25")  # long enough to observe the running request
     server = start_server("--shutdown-timeout", "60")
-    with a_running_request(server, prompt="ab", max_tokens=200) as result:
+    with running_request(server, prompt="ab", max_tokens=200) as result:
         server.process.send_signal(signal.SIGTERM)
     assert result["response"].json()["usage"]["completion_tokens"] == 200
     assert server.process.wait(END_SECONDS) == 0
 
 
-def test_once_nobody_comes_new_requests_are_refused_and_what_runs_goes_on(start_server: Any) -> None:
+def test_drain_after_traffic_stops_rejects_new_and_finishes_running(start_server: Any) -> None:
     server = start_server("--shutdown-timeout", "250")
-    with a_running_request(server) as result:
+    with running_request(server) as result:
         server.process.send_signal(signal.SIGTERM)
         server.wait_for(lambda: drains(server), "the drain to show")
         assert server.status("/livez") == 200
         refused = server.http.post("/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
         assert server.metric("vllm:num_requests_running") == 1
-        server.process.send_signal(signal.SIGTERM)  # what is endless ends
+        server.process.send_signal(signal.SIGTERM)  # ends the endless request
     assert result["response"].status_code == 200
     assert server.process.wait(END_SECONDS) == 0
 
 
 @pytest.mark.parametrize("flags", [[], ["--api-server-count", "2"]])
-def test_connections_that_clients_keep_end_with_the_drain(start_server: Any, flags: list[str]) -> None:
-    """A Service that forgets the pod keeps new connections away from it, not those that are open."""
+def test_keepalive_connections_close_with_the_drain(start_server: Any, flags: list[str]) -> None:
+    """A Service without the pod only redirects new connections, not open ones."""
     server = start_server("--shutdown-timeout", "250", *flags)
     completion = {"prompt": "a", "max_tokens": 1}
     assert server.http.post("/v1/completions", json=completion).headers.get("connection") != "close"
-    with a_running_request(server) as result:
+    with running_request(server) as result:
         server.process.send_signal(signal.SIGTERM)
 
         def is_closed(answer: httpx.Response) -> bool:
@@ -231,36 +229,36 @@ def test_connections_that_clients_keep_end_with_the_drain(start_server: Any, fla
 
         server.wait_for(lambda: is_closed(server.http.get("/livez")), "probes to close")
         server.wait_for(lambda: is_closed(server.http.post("/v1/completions", json=completion)), "requests to close")
-        server.process.send_signal(signal.SIGTERM)  # what is endless ends
+        server.process.send_signal(signal.SIGTERM)  # ends the endless request
     assert result["response"].headers["connection"] == "close"
     assert server.process.wait(END_SECONDS) == 0
 
 
-def test_ctrl_c_ends_in_order_too_and_its_code_says_who_did(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal sends it to all processes of its foreground group: those of a server are not in it."""
-    monkeypatch.setenv("STUB_STEP_MILLISECONDS", "50")  # the drain is to last for as long as is looked at it
+def test_ctrl_c_drains_and_sets_exit_code(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal signals its whole foreground process group; a server's processes are not in it."""
+    monkeypatch.setenv("STUB_STEP_MILLISECONDS", "50")  # long enough to observe the drain
     server = start_server("--shutdown-timeout", "100")
     assert os.getpgid(core_pid(server)) != os.getpgid(server.process.pid)
-    with a_running_request(server, prompt="ab", max_tokens=100) as result:
+    with running_request(server, prompt="ab", max_tokens=100) as result:
         server.process.send_signal(signal.SIGINT)
-        server.wait_for(lambda: server.status("/readyz") == 503, "the end to show")
-        assert drains(server), "whoever stops a server by hand does not wait for endpoints"
+        server.wait_for(lambda: server.status("/readyz") == 503, "readiness to fail")
+        assert drains(server), "Ctrl-C does not wait for endpoint updates"
     assert result["response"].json()["usage"]["completion_tokens"] == 100
     assert server.process.wait(END_SECONDS) == 130
     assert "Traceback" not in server.log.read_text()
 
 
-def test_what_does_not_finish_in_time_is_aborted(start_server: Any) -> None:
+def test_requests_beyond_shutdown_timeout_are_aborted(start_server: Any) -> None:
     server = start_server("--shutdown-timeout", "0.3")
-    with a_running_request(server) as result:
+    with running_request(server) as result:
         server.process.send_signal(signal.SIGTERM)
     assert result["response"].json()["choices"][0]["finish_reason"] == "abort"
     assert server.process.wait(END_SECONDS) == 0
 
 
-def test_a_second_signal_ends_at_once(start_server: Any) -> None:
+def test_second_signal_exits_at_once(start_server: Any) -> None:
     server = start_server("--shutdown-timeout", "250")
-    with a_running_request(server):
+    with running_request(server):
         server.process.send_signal(signal.SIGTERM)
         server.wait_for(lambda: server.status("/readyz") == 503, "the drain to show")
         server.process.send_signal(signal.SIGTERM)
@@ -268,15 +266,13 @@ def test_a_second_signal_ends_at_once(start_server: Any) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--api-server-count", "2"]])
-def test_a_core_that_hangs_is_not_ready_then_not_alive_and_answers_nobody_for_ever(
-    start_server: Any, flags: list[str]
-) -> None:
+def test_hanging_core_fails_readyz_then_livez(start_server: Any, flags: list[str]) -> None:
     server = start_server("--core-silence-timeout", str(SILENCE_SECONDS), *flags)
     core = core_pid(server)
-    server.wait_for(lambda: server.metric("trimtab_core_silence_seconds") < 2.5, "a sign of life, one a second")
+    server.wait_for(lambda: server.metric("trimtab_core_silence_seconds") < 2.5, "a heartbeat, one per second")
     os.kill(core, signal.SIGSTOP)
     try:
-        server.wait_for(lambda: server.status("/readyz") == 503, "readiness to go")
+        server.wait_for(lambda: server.status("/readyz") == 503, "readiness to fail")
         livez = server.status("/livez")
         assert livez == 200 or server.metric("trimtab_core_silence_seconds") >= 2 * SILENCE_SECONDS - 1
         assert "engine core 0 has said nothing for" in server.http.get("/readyz").json()["reason"]
@@ -284,15 +280,15 @@ def test_a_core_that_hangs_is_not_ready_then_not_alive_and_answers_nobody_for_ev
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
         assert server.admin.get("/admin/v1/memory").status_code == 503
         assert server.metric("trimtab_core_silence_seconds") > SILENCE_SECONDS - 1
-        server.wait_for(lambda: server.status("/livez") == 503, "liveness to go")
+        server.wait_for(lambda: server.status("/livez") == 503, "liveness to fail")
     finally:
         os.kill(core, signal.SIGCONT)
-    server.wait_for(lambda: server.status("/readyz") == server.status("/livez") == 200, "the core to be heard again")
+    server.wait_for(lambda: server.status("/readyz") == server.status("/livez") == 200, "heartbeats to resume")
     assert server.http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 1}).status_code == 200
 
 
 def core_pid(server: Any) -> int:
-    """Of the stub core that the server has started."""
+    """Return the process ID of the stub core that the server has started."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
@@ -302,7 +298,7 @@ def core_pid(server: Any) -> int:
 
 
 @pytest.mark.parametrize("guards_metrics", [False, True])
-def test_api_keys_guard_all_but_probes_and_metrics(start_server: Any, guards_metrics: bool) -> None:
+def test_api_keys_protect_all_but_probes_and_metrics(start_server: Any, guards_metrics: bool) -> None:
     server = start_server("--api-key", "k1", *(["--api-key-for-metrics"] if guards_metrics else []))
     with_key = {"Authorization": "Bearer k1"}
     guarded = [*OPENAI_ROUTES, ("GET", "/version", b""), ("GET", "/openapi.json", b""), ("GET", "/nothing", b"")]
@@ -316,7 +312,7 @@ def test_api_keys_guard_all_but_probes_and_metrics(start_server: Any, guards_met
         assert server.http.get(path, headers=with_key).status_code == 200
 
 
-def test_several_keys_are_all_good_and_others_are_not(start_server: Any) -> None:
+def test_any_of_several_keys_is_accepted(start_server: Any) -> None:
     server = start_server("--api-key", "k1", "k2")
     body = {"prompt": "a", "max_tokens": 1}
     for header, status in (("Bearer k2", 200), ("Bearer k", 401), ("k1", 401), ("Basic k1", 401)):
@@ -328,21 +324,23 @@ def test_several_keys_are_all_good_and_others_are_not(start_server: Any) -> None
 
 
 @pytest.mark.parametrize("flags", [[], ["--api-server-count", "2"]])
-def test_a_full_queue_answers_503_with_retry_after_and_is_counted(start_server: Any, flags: list[str]) -> None:
+def test_full_queue_is_503_with_retry_after_and_counted(start_server: Any, flags: list[str]) -> None:
     server = start_server("--max-num-seqs", "1", "--max-num-queued-reqs", "1", *flags)
-    with a_running_request(server), a_running_request(server):
+    with running_request(server), running_request(server):
         server.wait_for(lambda: server.core_state()["running"] == 2, "both requests")
 
-        def asked() -> httpx.Response:  # on a connection of its own
-            return httpx.post(f"{server.http.base_url}/v1/completions", json={"prompt": "ab"}, timeout=ASK_SECONDS)
+        def asked() -> httpx.Response:  # on a separate connection
+            return httpx.post(
+                f"{server.http.base_url}/v1/completions", json={"prompt": "ab"}, timeout=REQUEST_TIMEOUT_SECONDS
+            )
 
-        server.wait_for(  # every server has heard of the queue
+        server.wait_for(  # every server knows the queue
             lambda: {asked().status_code for _ in range(4)} == {503}, "refusals"
         )
         refused = asked()
         assert server.metric("vllm:admission_rejections_total", reason="max_num_queued_reqs") >= 5
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for(lambda: "draining" in server.log.read_text(), "the first signal")  # two at once may be one
+        server.wait_for(lambda: "draining" in server.log.read_text(), "the first signal")  # signals may be merged
         server.process.send_signal(signal.SIGTERM)
     assert refused.status_code == 503
     assert refused.headers["retry-after"] == "1"
@@ -351,7 +349,7 @@ def test_a_full_queue_answers_503_with_retry_after_and_is_counted(start_server: 
 
 
 @pytest.mark.parametrize(("seed", "mode", "status"), [("888", "wait", 503), ("889", "keep", 200)])
-def test_a_paused_engine_is_not_ready_and_takes_requests_only_to_keep_them(
+def test_paused_engine_is_not_ready_and_accepts_only_with_keep(
     start_server: Any, seed: str, mode: str, status: int
 ) -> None:
     server = start_server("--seed", seed, wait=False)
@@ -364,6 +362,6 @@ def test_a_paused_engine_is_not_ready_and_takes_requests_only_to_keep_them(
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/health", "/livez", "/readyz", "/startupz", "/ping", "/v1/models"])
-def test_probes_and_metrics_can_be_looked_for_without_their_body(server: Any, path: str) -> None:
+def test_probes_and_metrics_support_head(server: Any, path: str) -> None:
     answer = server.http.head(path)
     assert (answer.status_code, answer.content) == (200, b"")

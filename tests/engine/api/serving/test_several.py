@@ -1,4 +1,4 @@
-"""Several API servers before one engine core: every request answered, every count complete, one death ends all."""
+"""Several API servers with one engine core: every request is answered, counts are complete, one failure stops all."""
 
 import contextlib
 import os
@@ -13,14 +13,14 @@ import pytest
 import waiting
 
 END_SECONDS = 60.0  # for everything to end after one process was killed: a second, and a machine may be busy
-ASK_SECONDS = 120.0  # for an answer, however busy the machine is
+REQUEST_TIMEOUT_SECONDS = 120.0  # for everything to exit after a kill: usually a second, more on a busy machine
 NUM_SERVERS = 4
 COUNT = ("--api-server-count", str(NUM_SERVERS))
 SLOW = {"prompt": "!slowab", "max_tokens": 200}
 
 
 def children(pid: int) -> dict[int, str]:
-    """Process ids and command lines of a process's children."""
+    """Return process IDs and command lines of a process' children."""
     found = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         with contextlib.suppress(OSError):
@@ -38,29 +38,29 @@ def core(server: Any) -> int:
 
 
 def on_new_connections(server: Any, num: int, ask: Callable[[httpx.Client], Any]) -> list[Any]:
-    """The answers of `num` clients at once, each on a connection of its own, so that all servers get some."""
+    """Return the responses of `num` concurrent clients, each on its own connection, so that all servers get some."""
     answers: list[Any] = []
 
     def one() -> None:
-        with httpx.Client(base_url=server.http.base_url, timeout=ASK_SECONDS) as client:
+        with httpx.Client(base_url=server.http.base_url, timeout=REQUEST_TIMEOUT_SECONDS) as client:
             answers.append(ask(client))
 
     threads = [threading.Thread(target=one) for _ in range(num)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(ASK_SECONDS)
+        thread.join(REQUEST_TIMEOUT_SECONDS)
     return answers
 
 
 @contextlib.contextmanager
 def running_requests(server: Any, num: int, **fields: Any) -> Iterator[list[Any]]:
-    """`num` slow requests at once; their answers (or what was raised) are in the list after the block."""
+    """Run `num` slow requests at once; their responses (or exceptions) are in the list after the block."""
     results: list[Any] = []
 
     def one() -> None:
         try:
-            with httpx.Client(base_url=server.http.base_url, timeout=ASK_SECONDS) as client:
+            with httpx.Client(base_url=server.http.base_url, timeout=REQUEST_TIMEOUT_SECONDS) as client:
                 results.append(client.post("/v1/completions", json={**SLOW, **fields}))
         except httpx.TransportError as error:
             results.append(error)
@@ -73,7 +73,7 @@ def running_requests(server: Any, num: int, **fields: Any) -> Iterator[list[Any]
         yield results
     finally:
         for thread in threads:
-            thread.join(ASK_SECONDS)
+            thread.join(REQUEST_TIMEOUT_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +81,12 @@ def scaled(start_shared_server: Any) -> Any:
     return start_shared_server(*COUNT)
 
 
-def test_there_are_that_many_servers_and_one_core(scaled: Any) -> None:
+def test_server_count_starts_servers_and_one_core(scaled: Any) -> None:
     assert len(api_servers(scaled)) == NUM_SERVERS
     assert core(scaled)
 
 
-def test_any_server_answers_and_any_scrape_tells_the_whole_truth(scaled: Any) -> None:
+def test_every_server_responds_and_every_scrape_is_complete(scaled: Any) -> None:
     def complete(client: httpx.Client) -> str:
         body = {"prompt": "abc", "max_tokens": 5, "n": 2}
         return str(client.post("/v1/completions", json=body).json()["choices"][1]["text"])
@@ -103,20 +103,20 @@ def test_any_server_answers_and_any_scrape_tells_the_whole_truth(scaled: Any) ->
     assert scaled.metric("vllm:request_params_n_count") == 32
 
 
-def test_a_stream_and_an_admin_call_go_through(scaled: Any) -> None:
+def test_stream_and_admin_call_work(scaled: Any) -> None:
     answer = scaled.http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 4, "stream": True})
     assert answer.text.endswith("data: [DONE]\n\n")
     assert scaled.core_state()["running"] == 0
 
 
-def test_load_is_that_of_all_servers(scaled: Any) -> None:
+def test_load_covers_all_servers(scaled: Any) -> None:
     def loads() -> set[int]:
         return {answer["server_load"] for answer in on_new_connections(scaled, 4, lambda c: c.get("/load").json())}
 
-    lines: list[Iterator[str]] = []  # kept: a stream ends with whoever reads it
+    lines: list[Iterator[str]] = []  # kept, because a stream ends with its reader
     with contextlib.ExitStack() as streams:
         for _ in range(6):
-            client = streams.enter_context(httpx.Client(base_url=scaled.http.base_url, timeout=ASK_SECONDS))
+            client = streams.enter_context(httpx.Client(base_url=scaled.http.base_url, timeout=REQUEST_TIMEOUT_SECONDS))
             answer = streams.enter_context(client.stream("POST", "/v1/completions", json={**SLOW, "stream": True}))
             lines.append(answer.iter_lines())
             next(lines[-1])
@@ -124,12 +124,12 @@ def test_load_is_that_of_all_servers(scaled: Any) -> None:
     scaled.wait_for(lambda: loads() == {0}, "all six to be gone")
 
 
-def test_when_the_core_is_killed_requests_get_an_error_and_all_end(start_server: Any) -> None:
+def test_core_kill_fails_requests_and_stops_all(start_server: Any) -> None:
     server = start_server(*COUNT)
     processes = [server.process.pid, *children(server.process.pid)]
     with running_requests(server, 8) as results:
         os.kill(core(server), signal.SIGKILL)
-        server.wait_for(lambda: server.status("/readyz") in (503, None), "the end to show")
+        server.wait_for(lambda: server.status("/readyz") in (503, None), "readiness to fail")
     assert {result.status_code for result in results} == {500}
     assert server.process.wait(END_SECONDS) == 1
     waiting.until_gone(processes)
@@ -137,19 +137,19 @@ def test_when_the_core_is_killed_requests_get_an_error_and_all_end(start_server:
     assert "Traceback" not in server.log.read_text()
 
 
-def test_when_one_server_is_killed_all_end(start_server: Any) -> None:
+def test_server_kill_stops_all(start_server: Any) -> None:
     server = start_server(*COUNT)
     processes = [server.process.pid, *children(server.process.pid)]
     with running_requests(server, 8) as results:
         os.kill(api_servers(server)[2], signal.SIGKILL)
     codes = [getattr(result, "status_code", None) for result in results]
-    assert set(codes) <= {500, None}  # None: the connections of the one that was killed
+    assert set(codes) <= {500, None}  # None: connections of the killed server
     assert server.process.wait(END_SECONDS) == 1
     waiting.until_gone(processes)
     assert "API server 3 ended unexpectedly (killed by signal 9)" in server.log.read_text()
 
 
-def test_when_the_first_process_is_killed_nobody_is_left(start_server: Any) -> None:
+def test_first_process_kill_leaves_no_process(start_server: Any) -> None:
     server = start_server(*COUNT)
     others = list(children(server.process.pid))
     assert len(others) == NUM_SERVERS + 1
@@ -159,7 +159,7 @@ def test_when_the_first_process_is_killed_nobody_is_left(start_server: Any) -> N
 
 
 def test_sigterm_drains_all_servers(start_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB_STEP_MILLISECONDS", "80")  # the drain is to last for as long as is looked at it
+    monkeypatch.setenv("STUB_STEP_MILLISECONDS", "80")  # long enough to observe the drain
     server = start_server(*COUNT, "--shutdown-timeout", "100")
     with running_requests(server, 8, prompt="ab", max_tokens=150) as results:
         server.process.send_signal(signal.SIGTERM)
@@ -174,7 +174,7 @@ def test_sigterm_drains_all_servers(start_server: Any, monkeypatch: pytest.Monke
     assert server.process.wait(2 * END_SECONDS) == 0
 
 
-def test_what_does_not_finish_in_time_is_aborted_everywhere(start_server: Any) -> None:
+def test_drain_timeout_aborts_on_all_servers(start_server: Any) -> None:
     server = start_server(*COUNT, "--shutdown-timeout", "0.3")
     with running_requests(server, 6) as results:
         server.process.send_signal(signal.SIGTERM)
@@ -182,7 +182,7 @@ def test_what_does_not_finish_in_time_is_aborted_everywhere(start_server: Any) -
     assert server.process.wait(END_SECONDS) == 0
 
 
-def test_an_admin_drain_shows_on_every_server(start_server: Any) -> None:
+def test_admin_drain_affects_every_server(start_server: Any) -> None:
     server = start_server(*COUNT)
     assert server.admin.post("/admin/v1/drain", json={"deadline_seconds": 5}).status_code == 200
     server.wait_for(
@@ -191,14 +191,14 @@ def test_an_admin_drain_shows_on_every_server(start_server: Any) -> None:
     )
 
 
-def test_a_tokenizer_that_cannot_be_read_ends_all(start_server: Any, tmp_path: Path) -> None:
+def test_unreadable_tokenizer_stops_all(start_server: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     server = start_server(*COUNT, model=tmp_path, wait=False)
     assert server.process.wait(END_SECONDS) == 2
-    assert server.log.read_text().count(f"there is no tokenizer in {tmp_path}") == 1
+    assert server.log.read_text().count(f"no tokenizer in {tmp_path}") == 1
 
 
-def test_while_loading_every_server_answers_probes(start_server: Any) -> None:
+def test_loading_servers_all_serve_probes(start_server: Any) -> None:
     server = start_server(*COUNT, "--seed", "777", wait=False)
     server.wait_for(lambda: server.status("/livez") == 200, "the first answer")
     server.wait_for(

@@ -11,7 +11,7 @@ from synthetic_engine import SyntheticEngine
 from trimtab_engine.bench.autotune.limits import Limits
 from trimtab_engine.bench.autotune.page import page
 from trimtab_engine.bench.autotune.patch import resource_patch
-from trimtab_engine.bench.autotune.report import as_json, found, likely_runs, progress_line, table
+from trimtab_engine.bench.autotune.report import as_json, estimate_num_runs, found, progress_line, table
 from trimtab_engine.bench.autotune.search import Search
 from trimtab_engine.bench.autotune.space import Candidate, Setting, Space
 from trimtab_engine.bench.autotune.state import Run, run_from_json
@@ -22,7 +22,7 @@ FACTS = {"model": "a <model>", "load": "100 random prompts a run"}
 SETTING = Setting(Candidate(64, 2048), 0.93)
 
 
-def a_search(limits: Limits, engine: SyntheticEngine | None = None) -> tuple[Search, list[Run]]:
+def make_search(limits: Limits, engine: SyntheticEngine | None = None) -> tuple[Search, list[Run]]:
     """A whole search, and its runs."""
     engine = engine or SyntheticEngine(most_utilization=0.93)
     search, runs = Search(Space((8, 32, 128), (512, 2048, 8192), (90, 98)), limits), []
@@ -38,19 +38,19 @@ def a_search(limits: Limits, engine: SyntheticEngine | None = None) -> tuple[Sea
 
 @pytest.fixture(scope="module")
 def done() -> tuple[Search, list[Run]]:
-    return a_search(Limits.parse(["ttft:400"]))
+    return make_search(Limits.parse(["ttft:400"]))
 
 
-def test_the_table_has_every_candidate_the_best_and_what_was_refused(done: tuple[Search, list[Run]]) -> None:
+def test_table_has_candidates_best_and_rejected_values(done: tuple[Search, list[Run]]) -> None:
     told = table(done[0], FACTS, done[1])
-    assert "gpu_memory_utilization: 0.93 is the largest that works (0.94: out of memory" in told
+    assert "gpu_memory_utilization: 0.93 is the largest working value (0.94: out of memory" in told
     assert sum(line.lstrip()[:1].isdigit() for line in told.splitlines()) == 9
     assert "<- best" in told
     assert "limits: TTFT p99 <= 400 ms" in told
     assert "Final run" in told
 
 
-def test_json_has_what_the_table_has_and_every_run(done: tuple[Search, list[Run]]) -> None:
+def test_json_has_table_values_and_every_run(done: tuple[Search, list[Run]]) -> None:
     search, runs = done
     body = json.loads(json.dumps(as_json(search, FACTS, runs)))
     setting = found(search)
@@ -60,16 +60,16 @@ def test_json_has_what_the_table_has_and_every_run(done: tuple[Search, list[Run]
     assert len(body["candidates"]) == 9
 
 
-def test_what_nothing_confirmed_is_not_found() -> None:
-    search, runs = a_search(Limits.parse(["e2el:1"]))
+def test_unconfirmed_values_are_not_in_the_patch() -> None:
+    search, runs = make_search(Limits.parse(["e2el:1"]))
     assert found(search) is None
-    assert "Nothing keeps the limits. The nearest is" in table(search, FACTS, runs)
+    assert "No candidate meets the limits. The closest is" in table(search, FACTS, runs)
     assert as_json(search, FACTS, runs)["found"] is None
 
 
-def test_a_search_that_was_stopped_early_reports_what_it_has() -> None:
+def test_interrupted_search_reports_its_results() -> None:
     search = Search(Space((8,), (512,), (90, 98)), Limits())
-    assert "none works" in table(search, FACTS, [])
+    assert "no value works" in table(search, FACTS, [])
     assert "<table>" in page(search, FACTS, [], None)
 
 
@@ -91,7 +91,7 @@ class Tags(HTMLParser):
             assert self.open.pop() == tag
 
 
-def test_the_page_is_whole_names_the_limit_and_escapes(done: tuple[Search, list[Run]]) -> None:
+def test_page_is_complete_and_escaped(done: tuple[Search, list[Run]]) -> None:
     html = page(done[0], FACTS, done[1], "spec: {}\n")
     tags = Tags()
     tags.feed(html)
@@ -102,7 +102,7 @@ def test_the_page_is_whole_names_the_limit_and_escapes(done: tuple[Search, list[
 
 
 @pytest.mark.parametrize("name", [None, "smollm2"])
-def test_the_patch_on_the_sample_is_a_resource_with_the_values_found(name: str | None) -> None:
+def test_patch_applies_values_to_the_sample(name: str | None) -> None:
     text = resource_patch(SETTING, name=name, namespace="prod" if name else None, about="how\nit was found")
     patch = yaml.safe_load(text)
     resource: dict[str, Any] = yaml.safe_load(SAMPLE.read_text())
@@ -118,9 +118,9 @@ def test_the_patch_on_the_sample_is_a_resource_with_the_values_found(name: str |
     assert (patch.get("metadata") == {"name": "smollm2", "namespace": "prod"}) == (name is not None)
 
 
-def test_progress_says_how_far_and_about_how_long(done: tuple[Search, list[Run]]) -> None:
+def test_progress_line_has_position_and_remaining_time(done: tuple[Search, list[Run]]) -> None:
     search, runs = done
-    likely = likely_runs(search.space, search.limits)
+    likely = estimate_num_runs(search.space, search.limits)
     line = progress_line(runs[-1], search.limits, done=5, likely=likely, elapsed=75, per_run=10)
     assert line.startswith(f"[5/~{likely}, 1 min 15 s, about ")
     assert "final profile" in line

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from trimtab_engine.bench.autotune.engine import ChangedMeanwhile, LiveEngine, Place
+from trimtab_engine.bench.autotune.engine import ConcurrentChange, EngineAddress, LiveEngine
 from trimtab_engine.cli import main
 
 DEADLINE_SECONDS = 120.0
@@ -55,7 +55,7 @@ def arguments(server: Server, folder: Path, *more: str) -> list[str]:
     return [*common, "--input-len", "12", "--output-len", "3", "--result-dir", str(folder), *more]
 
 
-def test_it_finds_values_reports_them_and_puts_back_the_start_values(
+def test_autotune_reports_values_and_restores_start_values(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments(server, tmp_path, "--name", "chat", "--namespace", "prod")) == 0
@@ -65,7 +65,7 @@ def test_it_finds_values_reports_them_and_puts_back_the_start_values(
     assert report["found"]["gpu_memory_utilization"] == 0.52  # the cap works
     assert len(report["candidates"]) == 4
     assert "Final run" in captured.out
-    assert "about" in captured.err  # how long it will still take
+    assert "about" in captured.err  # estimated remaining time
     patch = yaml.safe_load((tmp_path / "patch.yaml").read_text())
     assert patch["metadata"] == {"name": "chat", "namespace": "prod"}
     assert patch["spec"]["engine"]["maxNumSeqs"] == report["found"]["max_num_seqs"]
@@ -73,17 +73,17 @@ def test_it_finds_values_reports_them_and_puts_back_the_start_values(
     assert server.tuned() == {"gpu_memory_utilization": 0.5, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 
     generation = server.config()["generation"]
-    assert main([*arguments(server, tmp_path), "-o", "json"]) == 0  # everything is known: no run is made
+    assert main([*arguments(server, tmp_path), "-o", "json"]) == 0  # all results are known: no trial is run
     again = capsys.readouterr()
     assert json.loads(again.out)["found"] == report["found"]
     assert again.err.count("(from state.json)") == len(report["runs"])
     assert server.config()["generation"] == generation
 
     assert main(arguments(server, tmp_path, "--num-prompts", "7")) == 2
-    assert "num_prompts is 6 there and 7 now" in capsys.readouterr().err
+    assert "num_prompts was 6 and is 7 now" in capsys.readouterr().err
 
 
-def test_keep_leaves_what_was_found(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keep_leaves_best_values_in_engine(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = server.tuned()
     assert main(arguments(server, tmp_path, "--num-seqs-list", "2", "--num-batched-tokens-list", "16", "--keep")) == 0
     kept = server.tuned()
@@ -91,16 +91,16 @@ def test_keep_leaves_what_was_found(server: Server, tmp_path: Path, capsys: pyte
     assert kept == {"gpu_memory_utilization": 0.52, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 
 
-def test_limits_that_nothing_keeps_are_exit_code_1_without_a_patch(
+def test_unreachable_limits_exit_1_without_patch(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "patch.yaml").write_text("of an earlier search")
+    (tmp_path / "patch.yaml").write_text("earlier search")
     assert main(arguments(server, tmp_path, "--limits", "e2el:0.001")) == 1
-    assert "Nothing keeps the limits. The nearest is" in capsys.readouterr().out
+    assert "No candidate meets the limits. The closest is" in capsys.readouterr().out
     assert not (tmp_path / "patch.yaml").exists()
 
 
-def test_shared_prefixes_make_the_cache_hits_that_are_asked_for(
+def test_shared_prefixes_give_requested_cache_hits(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("--input-len", "40", "--min-cache-hit", "0.4", "--num-seqs-list", "4", "--num-batched-tokens-list", "32")
@@ -110,7 +110,7 @@ def test_shared_prefixes_make_the_cache_hits_that_are_asked_for(
     assert "after 16 shared ones" in capsys.readouterr().out
 
 
-def test_ctrl_c_puts_back_the_start_values_and_the_same_command_goes_on(
+def test_ctrl_c_restores_start_values_and_command_resumes(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = server.tuned()
@@ -119,49 +119,47 @@ def test_ctrl_c_puts_back_the_start_values_and_the_same_command_goes_on(
     command = [sys.executable, "-m", "trimtab_engine.cli", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
-        first = process.stderr.readline()  # of the first run; another one is under way
+        first = process.stderr.readline()  # of the first run; another one is running
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(DEADLINE_SECONDS) == 130, first + rest
-    assert "the same command goes on from" in rest
+    assert "the same command resumes from" in rest
     assert server.tuned() == start
     assert main(words) == 0
     assert "(from state.json)" in capsys.readouterr().err
 
 
-def test_requests_that_no_values_would_mend_end_the_search_with_their_reason(
+def test_failing_requests_end_search_with_reason(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments(server, tmp_path, "--temperature", "-1")) == 2
     told = capsys.readouterr().err
     assert "6 × HTTP 400" in told
-    assert "not one request of the first run was answered" in told
+    assert "all requests of the first run failed" in told
 
 
-async def test_somebody_elses_change_is_noticed_and_left(server: Server) -> None:
+async def test_change_by_another_client_is_detected_and_kept(server: Server) -> None:
     start = server.tuned()
-    engine = await LiveEngine.look(Place(server.url, server.admin_url, {}, {}))
+    engine = await LiveEngine.look(EngineAddress(server.url, server.admin_url, {}, {}))
     assert await engine.set(start | {"max_num_seqs": 3}) is None
     await engine.check_unchanged()
     theirs: dict[str, float] = {"max_num_seqs": 2}
     server.patch(theirs)
-    with pytest.raises(ChangedMeanwhile, match=r"set spec\.tuning\.mode to Off"):
+    with pytest.raises(ConcurrentChange, match=r"set spec\.tuning\.mode to Off"):
         await engine.check_unchanged()
-    with pytest.raises(ChangedMeanwhile):
+    with pytest.raises(ConcurrentChange):
         await engine.set(start)
     assert server.tuned() == start | theirs
     server.patch(start)
 
 
-def test_no_run_begins_after_the_time_that_was_given(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_run_starts_after_max_seconds(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(server, tmp_path, "--max-seconds", "0")) == 1
-    assert "--max-seconds 0 are over" in capsys.readouterr().err
+    assert "--max-seconds 0 reached" in capsys.readouterr().err
     assert json.loads((tmp_path / "report.json").read_text())["found"] is None
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def error_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The one line that a refusal prints."""
     try:
         code: Any = main(["autotune", *words])
@@ -176,36 +174,36 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["http://127.0.0.1:1"], "give --admin-url http://HOST:PORT"),
+        (["http://127.0.0.1:1"], "set --admin-url http://HOST:PORT"),
         (["http://127.0.0.1:1", "--admin-url", "http://127.0.0.1:1", "--serve-flags=--device=cpu"], "--serve-flags"),
         (["m", "--limits", "ttft"], "such as ttft:500"),
-        (["m", "--trace-path", "x"], "--trace-path is no flag of autotune"),
+        (["m", "--trace-path", "x"], "--trace-path is not supported by autotune"),
         (["m", "--request-rate", "4"], "the search determines the rate"),
         (["m", "--max-num-seqs", "4"], "use --num-seqs-list"),
-        (["m", "--keep"], "leave it out"),
-        (["m", "--namespace", "n"], "give --name, too"),
-        (["m", "--max-utilization", "0.925"], "not in hundredths"),
+        (["m", "--keep"], "remove it"),
+        (["m", "--namespace", "n"], "set both"),
+        (["m", "--max-utilization", "0.925"], "not a multiple of 0.01"),
         (["m", "--num-seqs-list", "4,x"], "'x' is not an integer"),
         (["m", "--result-dir", "/dev/null/x"], "--result-dir /dev/null/x"),
         (["m"], "there is no model at m"),
         (["gs://bucket/m"], "models of gs:// are not supported"),
         (["m", "--serve-flags='--device"], "--serve-flags"),
-        (["m", "--header", "x"], "write NAME=VALUE"),
-        (["m", "--dataset-name", "custom"], "--dataset-name custom needs --dataset-path FILE"),
-        (["m", "--dataset-name", "custom", "--dataset-path", "x.jsonl"], "x.jsonl: there is no such file"),
-        (["m", "--tokenizer", "x"], "--tokenizer x: there is no such folder"),
-        (["http://127.0.0.1:1", "--admin-url", "http://127.0.0.1:1"], "is the server up"),
+        (["m", "--header", "x"], "use NAME=VALUE"),
+        (["m", "--dataset-name", "custom"], "--dataset-name custom requires --dataset-path FILE"),
+        (["m", "--dataset-name", "custom", "--dataset-path", "x.jsonl"], "x.jsonl: no such file"),
+        (["m", "--tokenizer", "x"], "--tokenizer x: no such folder"),
+        (["http://127.0.0.1:1", "--admin-url", "http://127.0.0.1:1"], "check the server"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_in_one_line(
+def test_invalid_arguments_print_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert said in refused(capsys, *words)
-    assert list(tmp_path.iterdir()) == [], "what is refused leaves nothing behind"
+    assert said in error_line(capsys, *words)
+    assert list(tmp_path.iterdir()) == [], "no files are left"
 
 
-def test_what_the_server_of_its_own_refuses_is_told_in_its_words_and_leaves_nothing(
+def test_failed_server_start_is_reported_without_leftovers(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
@@ -218,7 +216,7 @@ def test_what_the_server_of_its_own_refuses_is_told_in_its_words_and_leaves_noth
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
-def test_a_real_model_is_tuned_by_a_server_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_model_is_tuned_in_its_own_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--device cpu --device-memory-bytes 2Gi --gpu-memory-utilization 0.7 --max-model-len 256 --max-num-seqs 4"
     words = ["autotune", str(MODELS / "SmolLM2-135M-Instruct"), f"--serve-flags={flags} --max-num-batched-tokens 64"]
     words += ["--max-utilization", "0.75", "--num-seqs-list", "2,4", "--num-batched-tokens-list", "64"]

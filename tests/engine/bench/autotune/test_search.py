@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_engine import SyntheticEngine
 from trimtab_engine.bench.autotune.limits import Limit, Limits
-from trimtab_engine.bench.autotune.search import Outcome, Purpose, Search, Seen, Steps, Trial
+from trimtab_engine.bench.autotune.search import Outcome, Purpose, Search, Steps, Trial, TrialResult
 from trimtab_engine.bench.autotune.space import Candidate, Setting, Space
 
 SPACE = Space(tuple(8 << i for i in range(6)), tuple(256 << i for i in range(6)), (90, 95))
@@ -40,7 +40,7 @@ def value_of(search: Search) -> float:
     return search.verdicts[search.best].value if search.best is not None else 0.0
 
 
-def load(engine: SyntheticEngine, candidate: Candidate, rate: float = math.inf) -> Seen:
+def load(engine: SyntheticEngine, candidate: Candidate, rate: float = math.inf) -> TrialResult:
     return engine.answer(Trial(Purpose.LOAD, Setting(candidate, UTILIZATION), rate))
 
 
@@ -57,7 +57,7 @@ def true_best(engine: SyntheticEngine, limits: Limits, space: Space = SPACE) -> 
             middle = (low + high) / 2
             holds = limits.excess(load(engine, candidate, middle).figures) <= 1
             low, high = (middle, high) if holds else (low, middle)
-        if low > top.throughput / 16:  # below, a rate is not looked for
+        if low > top.throughput / 16:  # lower rates are not searched
             best = max(best, low)
     return best
 
@@ -71,7 +71,7 @@ def runs_of_all(engine: SyntheticEngine, limits: Limits, space: Space = SPACE) -
     return total
 
 
-def an_engine(seed: int) -> SyntheticEngine:
+def make_engine(seed: int) -> SyntheticEngine:
     """Anything from a laptop to an accelerator, with KV caches for 16 to 2,000 requests."""
     draw = random.Random(seed)
 
@@ -93,7 +93,7 @@ def an_engine(seed: int) -> SyntheticEngine:
 def limits_for(engine: SyntheticEngine, seed: int, metrics: list[str]) -> Limits:
     """Limits between what one request alone feels and what all at once do: each of them binds somewhere."""
     draw, start = random.Random(seed), Setting(SPACE.largest(), UTILIZATION)
-    alone, full = engine.answer(Trial(Purpose.ALONE, start)).figures, load(engine, SPACE.largest()).figures
+    alone, full = engine.answer(Trial(Purpose.SINGLE_REQUEST, start)).figures, load(engine, SPACE.largest()).figures
 
     def limit(metric: str) -> Limit:
         name = f"p99_{metric}_ms"
@@ -106,20 +106,18 @@ def limits_for(engine: SyntheticEngine, seed: int, metrics: list[str]) -> Limits
 @pytest.mark.parametrize(
     ("metrics", "share_of_runs"),
     [
-        ([], 0.4),  # every candidate costs the exhaustive search one run only
+        ([], 0.4),  # every candidate costs the exhaustive search only one run
         (["ttft"], 0.2),
         (["itl"], 0.34),
         (["ttft", "itl"], 0.2),
         (["e2el"], 0.2),
     ],
 )
-def test_what_it_finds_is_within_five_percent_of_the_best_for_a_third_of_the_runs(
-    metrics: list[str], share_of_runs: float
-) -> None:
+def test_search_finds_near_optimum_with_a_third_of_the_runs(metrics: list[str], share_of_runs: float) -> None:
     """Of 36 candidates on engines of all kinds; the share is the median over engines."""
     ratios, shares = [], []
     for seed in range(24):
-        engine = an_engine(seed)
+        engine = make_engine(seed)
         limits = limits_for(engine, seed, metrics)
         if (best := true_best(engine, limits)) == 0:
             continue
@@ -131,13 +129,13 @@ def test_what_it_finds_is_within_five_percent_of_the_best_for_a_third_of_the_run
     assert median(shares) <= share_of_runs
 
 
-ENGINES = st.integers(0, 10_000).map(an_engine)
+ENGINES = st.integers(0, 10_000).map(make_engine)
 METRICS = st.lists(st.sampled_from(["ttft", "itl", "e2el"]), unique=True)
 
 
 @settings(max_examples=30, deadline=None)
 @given(engine=ENGINES, metrics=METRICS, seed=st.integers(0, 1000))
-def test_on_any_engine_it_ends_and_what_it_calls_best_keeps_every_limit(
+def test_search_ends_and_best_meets_limits_on_any_engine(
     engine: SyntheticEngine, metrics: list[str], seed: int
 ) -> None:
     limits = limits_for(engine, seed, metrics)
@@ -153,25 +151,25 @@ def test_on_any_engine_it_ends_and_what_it_calls_best_keeps_every_limit(
 
 @settings(max_examples=20, deadline=None)
 @given(engine=ENGINES, metrics=METRICS, seed=st.integers(0, 1000))
-def test_the_same_answers_lead_to_the_same_questions(engine: SyntheticEngine, metrics: list[str], seed: int) -> None:
+def test_same_results_lead_to_same_trials(engine: SyntheticEngine, metrics: list[str], seed: int) -> None:
     """By this a search resumes from what was seen."""
     limits = limits_for(engine, seed, metrics)
     once, again = (drive(Search(SPACE, limits).steps(), engine) for _ in range(2))
     assert once == again
-    assert len(set(once)) == len(once)  # and asks nothing twice
+    assert len(set(once)) == len(once)  # and repeats no trial
 
 
 @pytest.mark.parametrize("most", [0.95, 0.94, 0.93, 0.92, 0.91, 0.9])
-def test_the_largest_utilisation_that_works_is_found_by_bisection(most: float) -> None:
+def test_largest_working_utilization_is_found_by_bisection(most: float) -> None:
     engine, search = SyntheticEngine(most_utilization=most), Search(SPACE, Limits())
     runs = drive(search.find_utilization(), engine)
     assert search.utilization == most
     assert len(runs) <= 4
-    assert {run.setting.candidate for run in runs} == {SPACE.largest()}  # what needs most memory
+    assert {run.setting.candidate for run in runs} == {SPACE.largest()}  # which needs most memory
     assert all(at / 100 > most for at in search.refused)
 
 
-def test_where_no_utilisation_works_nothing_else_is_tried() -> None:
+def test_search_stops_if_no_utilization_works() -> None:
     search = Search(SPACE, Limits())
     runs = drive(search.steps(), SyntheticEngine(most_utilization=0.5))
     assert search.utilization is None
@@ -179,35 +177,35 @@ def test_where_no_utilisation_works_nothing_else_is_tried() -> None:
     assert search.best is None
 
 
-def test_a_candidate_that_cannot_win_is_skipped_and_its_bound_is_said() -> None:
+def test_candidate_that_cannot_win_is_skipped_with_its_bound() -> None:
     search, _ = searched(SyntheticEngine(base=0.05, per_token=1e-6), Limits())
     pruned = [verdict for verdict in search.verdicts.values() if verdict.outcome is Outcome.PRUNED]
     assert pruned
-    assert all("at most" in verdict.why and "the best has" in verdict.why for verdict in pruned)
+    assert all("at most" in verdict.why and "the best reaches" in verdict.why for verdict in pruned)
 
 
-def test_candidates_that_were_not_tried_say_so() -> None:
+def test_untried_candidates_are_marked() -> None:
     search, _ = searched(SyntheticEngine(), Limits())
     untried = [verdict for verdict in search.verdicts.values() if verdict.outcome is Outcome.NOT_TRIED]
     assert untried
-    assert untried[0].why == "it lies beyond candidates that were worse"
+    assert untried[0].why == "neighbors were worse"
 
 
-def test_every_candidate_is_tried_when_that_is_asked_for() -> None:
+def test_all_candidates_option_tries_every_candidate() -> None:
     search = Search(SPACE, Limits(), tries_all=True, utilization=UTILIZATION)
     drive(search.find_candidate(), SyntheticEngine())
     assert Outcome.NOT_TRIED not in {verdict.outcome for verdict in search.verdicts.values()}
 
 
-def test_limits_that_one_request_alone_misses_are_missed_by_all_and_the_nearest_is_named() -> None:
+def test_limits_violated_by_single_request_name_closest() -> None:
     search, _ = searched(SyntheticEngine(), Limits((Limit("e2el", 99, 1.0),)))
     assert search.best is not None
     nearest = search.verdicts[search.best]
     assert nearest.value == 0
-    assert "one request alone: E2EL p99" in nearest.why
+    assert "one request at a time: E2EL p99" in nearest.why
 
 
-def test_the_final_run_goes_down_with_the_rate_until_the_limits_hold() -> None:
+def test_final_run_lowers_rate_until_limits_are_met() -> None:
     """A short run may hold what a longer one does not."""
     engine = SyntheticEngine()
     limits = limits_for(engine, 3, ["ttft"])
@@ -222,6 +220,6 @@ def test_the_final_run_goes_down_with_the_rate_until_the_limits_hold() -> None:
     assert search.final.outcome is Outcome.HOLDS
 
 
-def test_requests_that_fail_keep_no_limit() -> None:
+def test_failed_requests_violate_limits() -> None:
     assert Limits().excess({"failed": 1.0}) == math.inf
     assert Limits().misses({"failed": 1.0}) == ["1 requests failed"]

@@ -59,7 +59,7 @@ async def served(handle: Callable[[web.Request], Awaitable[web.StreamResponse]])
         await runner.cleanup()
 
 
-async def test_chunks_with_output_are_counted_and_usage_gives_the_lengths() -> None:
+async def test_output_chunks_are_counted_and_usage_gives_lengths() -> None:
     result = await answer_of(
         [event(text("a")), event(text("b")), event(text("", "length")), event(USAGE), b"data: [DONE]\n\n"]
     )
@@ -69,45 +69,45 @@ async def test_chunks_with_output_are_counted_and_usage_gives_the_lengths() -> N
     assert result.latency == pytest.approx(result.ttft + sum(result.itl))
 
 
-async def test_events_may_be_cut_anywhere_or_come_together() -> None:
+async def test_events_may_be_split_or_merged() -> None:
     stream = event(text("grüße")) + event(text("b")) + b": a comment\n\n" + event(USAGE)
     for size in (1, 7, 10_000):
         result = await answer_of([stream[i : i + size] for i in range(0, len(stream), size)])
         assert (result.success, result.text, len(result.itl)) == (True, "grüßeb", 1)
 
 
-async def test_a_chats_opening_chunk_is_not_its_first_token() -> None:
+async def test_opening_chunk_of_chat_is_not_first_token() -> None:
     result = await answer_of(
         [event(delta(role="assistant", content="")), event(delta(content="hi")), event(delta(reasoning_content="x"))]
     )
     assert (result.text, len(result.itl), result.output_len) == ("hix", 1, 2)
 
 
-async def test_line_ends_of_other_servers_are_understood() -> None:
+async def test_other_line_endings_are_supported() -> None:
     assert (await answer_of([event(text("a")).replace(b"\n", b"\r\n")])).text == "a"
 
 
-async def test_an_error_status_fails_with_what_the_server_said() -> None:
+async def test_error_status_fails_with_server_message() -> None:
     result = await answer_of([b'{"error": {"message": "too long"}}'], status=400)
     assert not result.success
     assert "HTTP 400" in result.error
     assert "too long" in result.error
 
 
-async def test_an_error_in_the_stream_fails_the_request() -> None:
+async def test_error_in_stream_fails_the_request() -> None:
     result = await answer_of([event(text("a")), event({"error": {"message": "the engine has failed"}})])
     assert not result.success
     assert "the engine has failed" in result.error
 
 
-@pytest.mark.parametrize(("pieces", "error"), [([], "without any output"), ([b"data: {oops\n\n"], "cannot be read")])
-async def test_an_empty_or_broken_stream_is_a_failure(pieces: list[bytes], error: str) -> None:
+@pytest.mark.parametrize(("pieces", "error"), [([], "without any output"), ([b"data: {oops\n\n"], "invalid chunk")])
+async def test_empty_or_invalid_stream_fails(pieces: list[bytes], error: str) -> None:
     result = await answer_of(pieces)
     assert not result.success
     assert error in result.error
 
 
-async def test_a_server_that_is_not_there_is_a_failure_and_no_exception() -> None:
+async def test_unreachable_server_fails_without_exception() -> None:
     result = RequestResult()
     async with aiohttp.ClientSession() as session:
         await send(session, Target("http://127.0.0.1:1/v1/completions", {}), {}, result)

@@ -8,7 +8,7 @@ from typing import Any
 from trimtab_engine.bench.serving import report
 
 
-def a_summary(**changes: Any) -> dict[str, Any]:
+def make_summary(**changes: Any) -> dict[str, Any]:
     figures = {
         "completed": 5,
         "failed": 0,
@@ -25,8 +25,8 @@ def a_summary(**changes: Any) -> dict[str, Any]:
     return figures | changes
 
 
-def test_lines_read_as_vllms_do() -> None:
-    lines = report.table(a_summary()).splitlines()
+def test_table_equals_vllm_format() -> None:
+    lines = report.table(make_summary()).splitlines()
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert "Successful requests:                     5" in lines
     assert "Benchmark duration (s):                  2.50" in lines
@@ -35,32 +35,32 @@ def test_lines_read_as_vllms_do() -> None:
     assert "Mean Client Queue Time (ms):             1.00" in lines
 
 
-def test_goodput_is_shown_where_there_are_objectives() -> None:
-    assert "Request goodput (req/s):                 1.50" in report.table(a_summary(request_goodput=1.5))
-    assert "goodput" not in report.table(a_summary(request_goodput=None))
+def test_goodput_is_shown_with_objectives() -> None:
+    assert "Request goodput (req/s):                 1.50" in report.table(make_summary(request_goodput=1.5))
+    assert "goodput" not in report.table(make_summary(request_goodput=None))
 
 
-def test_doubtful_figures_are_said_to_be() -> None:
-    assert report.warnings(a_summary()) == []
-    (busy,) = report.warnings(a_summary(client_cpu_share=0.95))
+def test_doubtful_results_have_warnings() -> None:
+    assert report.warnings(make_summary()) == []
+    (busy,) = report.warnings(make_summary(client_cpu_share=0.95))
     assert "95% of a core" in busy
-    (late,) = report.warnings(a_summary(max_send_lag_ms=250.0))
+    (late,) = report.warnings(make_summary(max_send_lag_ms=250.0))
     assert "250 ms later" in late
-    assert "Interrupted" in report.table(a_summary(interrupted=True))
+    assert "Interrupted" in report.table(make_summary(interrupted=True))
 
 
-def test_failures_are_listed_once_with_their_count() -> None:
+def test_failures_are_listed_once_with_count() -> None:
     assert report.errors_line(["a", "b", "a"]) == "  2 × a\n  1 × b"
 
 
-def test_the_files_name_is_vllms() -> None:
+def test_file_name_equals_vllm() -> None:
     name = report.file_name(
         label="openai", rate=4.0, max_concurrency=8, model="org/m", now=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     )
     assert name == "openai-4.0qps-concurrency8-m-20260102-030405.json"
 
 
-def test_saving_replaces_or_appends(tmp_path: Path) -> None:
+def test_save_replaces_or_appends(tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.json"
     report.save({"a": 1}, path, append=False)
     report.save({"a": 2}, path, append=True)
@@ -69,14 +69,14 @@ def test_saving_replaces_or_appends(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"a": 3}
 
 
-def test_a_figure_that_there_is_not_is_a_dash() -> None:
-    assert "Mean TTFT (ms):                          -" in report.table(a_summary(mean_ttft_ms=None)).splitlines()
+def test_missing_figure_is_a_dash() -> None:
+    assert "Mean TTFT (ms):                          -" in report.table(make_summary(mean_ttft_ms=None)).splitlines()
 
 
-def test_random_prompts_that_the_server_knew_are_said_to_be_no_measurement() -> None:
+def test_cached_random_prompts_have_a_warning() -> None:
     known = {"dataset_name": "random", "server": {"prefix_cache_hit_rate": 0.875}}
-    (warning,) = report.warnings(a_summary(**known))
-    assert "knew 88% of these random prompts" in warning
+    (warning,) = report.warnings(make_summary(**known))
+    assert "88% of these random prompts were already" in warning
     assert "--seed" in warning
-    assert report.warnings(a_summary(**known, shared_prefix_share=0.86)) == [], "a prefix that all share was asked for"
-    assert report.warnings(a_summary(**{**known, "dataset_name": "sharegpt"})) == []
+    assert report.warnings(make_summary(**known, shared_prefix_share=0.86)) == [], "the shared prefix was requested"
+    assert report.warnings(make_summary(**{**known, "dataset_name": "sharegpt"})) == []

@@ -52,7 +52,7 @@ def measured(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return result
 
 
-def test_figures_file_and_picture_of_a_run(
+def test_run_writes_figures_file_and_plot(
     port: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ["--num-prompts", "8", "--request-rate", "50", "--goodput", "ttft:60000", "itl:60000", "-o", "json"]
@@ -71,12 +71,12 @@ def test_figures_file_and_picture_of_a_run(
     assert (tmp_path / "run.svg").stat().st_size > 1000
 
 
-def test_a_chat_is_measured_too(port: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_is_measured(port: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(port, tiny_model, "--backend", "openai-chat", "--num-prompts", "3", "-o", "json")) == 0
     assert measured(capsys)["total_output_tokens"] == 18
 
 
-def test_a_trace_is_replayed_at_its_times_with_its_lengths(
+def test_trace_is_replayed_with_its_times_and_lengths(
     port: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.jsonl"
@@ -88,20 +88,18 @@ def test_a_trace_is_replayed_at_its_times_with_its_lengths(
     assert main(arguments(port, tiny_model, *flags)) == 0
     result = measured(capsys)
     assert result["trace_length_scale"] == pytest.approx(255 / 1636)
-    assert result["duration"] > 0.15  # 3 s of trace, 20 times as fast
+    assert result["duration"] > 0.15  # 3 s of trace at 20 × speed
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (4 * 239, 4 * 15)
 
 
-def test_a_load_that_cannot_fit_is_refused_before_it_is_sent(
+def test_too_long_load_is_rejected_before_sending(
     port: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments(port, tiny_model, "--output-len", "240", "--num-prompts", "1")) == 2
     assert "the longest request has 260 tokens" in capsys.readouterr().err
 
 
-def test_failed_requests_are_listed_and_make_exit_code_1(
-    port: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_requests_are_listed_and_exit_1(port: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--num-prompts", "2", "--extra-body", '{"temperature": -1}']
     assert main(arguments(port, tiny_model, *flags)) == 1
     output = capsys.readouterr()
@@ -112,17 +110,17 @@ def test_failed_requests_are_listed_and_make_exit_code_1(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--model", "nobody"), "serves no model 'nobody'; it serves: tiny"),
+        (("--model", "nobody"), "does not serve the model 'nobody'; set --model to one of: tiny"),
         (("--dataset-name", "sharegpt"), "--dataset-path"),
         (("--dataset-name", "trace"), "--trace-path"),
         (("--header", "x"), "NAME=VALUE"),
         (("--metadata", "x"), "NAME=VALUE"),
         (("--ramp-up-strategy", "linear"), "--ramp-up-start-rps"),
         (("--plot", "x.txt"), "must end in"),
-        (("--profile",), "there is no profiler at"),
+        (("--profile",), "no profiler at"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line(
+def test_invalid_run_prints_one_line(
     port: str, tiny_model: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
 ) -> None:
     assert main(arguments(port, tiny_model, "--num-prompts", "1", *flags)) == 2
@@ -131,19 +129,19 @@ def test_what_cannot_be_done_is_refused_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_server_that_is_not_there_is_said_to_be_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_server_error_names_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--port", "1", "--num-prompts", "1"]) == 2
-    assert "is the server up" in capsys.readouterr().err
+    assert "check the server" in capsys.readouterr().err
 
 
-def test_a_profile_of_the_run_is_written_where_the_server_was_told(
+def test_profile_of_the_run_is_written_by_server(
     server: Server, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--num-prompts", "2", "--profile", "--admin-url", server.admin_url]
     assert main(arguments(server.port, tiny_model, *flags)) == 0
     (trace,) = server.profiles.iterdir()
     names = {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
-    assert names & {PROFILED_AS, "aten::linear"}, "neither the compiled layers nor torch's products"
+    assert names & {PROFILED_AS, "aten::linear"}, "neither compiled layers nor torch matmuls"
     assert httpx.post(f"{server.admin_url}/stop_profile", timeout=DEADLINE_SECONDS).status_code == 400
 
 
@@ -153,7 +151,7 @@ def num_answered(port: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:request_success_total{"))
 
 
-def test_ctrl_c_prints_what_was_measured_so_far(port: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_prints_partial_results(port: str, tiny_model: Path, tmp_path: Path) -> None:
     """Two requests come at once, a third after a minute. One is sent at a time: when the second is answered, the first
     has been received."""
     trace = tmp_path / "trace.csv"
@@ -176,6 +174,6 @@ def test_ctrl_c_prints_what_was_measured_so_far(port: str, tiny_model: Path, tmp
     assert result["duration"] < DEADLINE_SECONDS
 
 
-def test_the_load_generator_imports_no_torch() -> None:
+def test_load_generator_imports_no_torch() -> None:
     code = "import sys, trimtab_engine.bench.serving.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=DEADLINE_SECONDS).returncode == 0

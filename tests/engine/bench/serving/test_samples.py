@@ -32,14 +32,14 @@ def ids(sample: Sample) -> list[int]:
     return sample.prompt
 
 
-def test_random_prompts_have_the_lengths_asked_for_and_share_their_prefix() -> None:
+def test_random_prompts_have_requested_lengths_and_prefix() -> None:
     samples = random_samples(5, RandomLengths(20, 7, prefix_len=8), Words(None, seed=1))
     assert [(len(ids(s)), s.prompt_len, s.output_len) for s in samples] == [(28, 28, 7)] * 5
     assert len({tuple(ids(s)[:8]) for s in samples}) == 1
     assert len({tuple(ids(s)[8:]) for s in samples}) == 5
 
 
-def test_a_range_ratio_spreads_lengths_around_the_middle() -> None:
+def test_range_ratio_varies_lengths() -> None:
     samples = random_samples(200, RandomLengths(100, 10, range_ratio=0.5), Words(None, seed=1))
     lengths = {s.prompt_len for s in samples}
     assert min(filter(None, lengths)) >= 50
@@ -47,29 +47,29 @@ def test_a_range_ratio_spreads_lengths_around_the_middle() -> None:
     assert len(lengths) > 30
 
 
-def test_a_seed_gives_the_same_prompts_again() -> None:
+def test_seed_reproduces_prompts() -> None:
     first, again, other = (random_samples(3, RandomLengths(9, 1), Words(None, seed)) for seed in (1, 1, 2))
     assert first == again != other
 
 
-def test_ids_without_a_tokenizer_are_in_every_vocabulary() -> None:
+def test_ids_without_tokenizer_are_in_every_vocabulary() -> None:
     drawn = Words(None, seed=0).draw(5000)
     assert min(drawn) >= LOWEST_RANDOM_ID
     assert max(drawn) < HIGHEST_RANDOM_ID
 
 
-def test_ids_of_a_tokenizer_leave_out_its_special_tokens(tokenizer: Tokenizer) -> None:
+def test_tokenizer_ids_exclude_special_tokens(tokenizer: Tokenizer) -> None:
     assert set(Words(tokenizer, seed=0).draw(20_000)) == set(range(256))
 
 
-def test_a_key_always_means_the_same_tokens() -> None:
+def test_key_always_gives_the_same_tokens() -> None:
     words = Words(None, seed=3)
     assert words.of(17, 64) == Words(None, seed=3).of(17, 64)
     assert words.of(17, 64)[:32] == words.of(17, 32)
     assert words.of(17, 64) != words.of(18, 64)
 
 
-def test_prefix_repetition_uses_each_prefix_equally_often() -> None:
+def test_prefix_repetition_uses_each_prefix_equally() -> None:
     samples = prefix_repetition_samples(
         12, prefix_len=6, suffix_len=3, num_prefixes=4, output_len=2, words=Words(None, seed=0)
     )
@@ -78,7 +78,7 @@ def test_prefix_repetition_uses_each_prefix_equally_often() -> None:
     assert {len(ids(s)) for s in samples} == {9}
 
 
-def test_sharegpt_takes_questions_and_lengths_of_answers(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_sharegpt_uses_questions_and_answer_lengths(tmp_path: Path, tokenizer: Tokenizer) -> None:
     def conversation(question: str, answer: str) -> dict[str, object]:
         return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
 
@@ -93,7 +93,7 @@ def test_sharegpt_takes_questions_and_lengths_of_answers(tmp_path: Path, tokeniz
     assert sharegpt_samples(path, 10, 77, tokenizer, seed=0)[0].output_len == 77
 
 
-def test_custom_lines_are_taken_again_when_there_are_too_few(tmp_path: Path) -> None:
+def test_custom_lines_repeat_if_too_few(tmp_path: Path) -> None:
     path = tmp_path / "custom.jsonl"
     path.write_text('{"prompt": "one"}\n\n{"prompt": "two", "output_tokens": 3}\n')
     samples = custom_samples(path, 3, 9, None)
@@ -106,23 +106,23 @@ def test_custom_lines_are_taken_again_when_there_are_too_few(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "empty"), ("{nonsense", "line 1"), ('{"text": "x"}', 'no "prompt"'), ("[1]", "no JSON object")],
+    [("", "empty"), ("{nonsense", "line 1"), ('{"text": "x"}', 'no "prompt"'), ("[1]", "not a JSON object")],
 )
-def test_a_faulty_custom_file_is_named_with_its_line(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_custom_file_is_named_with_line(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "custom.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         custom_samples(path, 1, 9, None)
 
 
-def test_a_chat_gets_text_and_its_true_length(tokenizer: Tokenizer) -> None:
+def test_chat_gets_text_and_its_actual_length(tokenizer: Tokenizer) -> None:
     (sample,) = as_text([Sample(list(b"hello"), 5, 2)], tokenizer)
     assert (sample.prompt, sample.prompt_len, sample.output_len) == ("hello", 5, 2)
     with pytest.raises(ConfigError, match="--tokenizer"):
         as_text([Sample([1, 2], 2, 2)], None)
 
 
-def test_other_words_leave_lengths_and_order_as_they_are() -> None:
+def test_content_seed_keeps_lengths_and_order() -> None:
     def samples(content_seed: int) -> list[Sample]:
         return random_samples(20, RandomLengths(50, 9, range_ratio=0.5), Words(None, 0, content_seed=content_seed))
 
@@ -134,7 +134,7 @@ def test_other_words_leave_lengths_and_order_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("read", [lambda path: custom_samples(path, 1, 1, None), samples_module._json])
-def test_a_file_that_is_no_utf8_is_refused_with_the_place(tmp_path: Path, read: Callable[[Path], object]) -> None:
+def test_non_utf8_file_is_rejected_with_position(tmp_path: Path, read: Callable[[Path], object]) -> None:
     (path := tmp_path / "data").write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(ConfigError, match=f"{path} is not UTF-8 text: the byte at 12 is 0xff"):
+    with pytest.raises(ConfigError, match=f"{path} is not UTF-8 text: byte 12 is 0xff"):
         read(path)

@@ -4,7 +4,7 @@ import asyncio
 import socket
 
 import pytest
-from trimtab_engine.bench.serving.server import during, parse_counters, wait_until_ready
+from trimtab_engine.bench.serving.server import counter_changes, parse_counters, wait_until_ready
 from trimtab_engine.errors import ConfigError
 
 METRICS = """# HELP vllm:num_preemptions_total x
@@ -18,7 +18,7 @@ vllm:num_requests_running{engine="0"} 5.0
 """
 
 
-def test_counters_are_summed_over_their_labels_and_others_left_alone() -> None:
+def test_counters_are_summed_over_labels() -> None:
     assert parse_counters(METRICS) == {
         "num_preemptions": 7.0,
         "prefix_cache_queries": 100.0,
@@ -26,27 +26,27 @@ def test_counters_are_summed_over_their_labels_and_others_left_alone() -> None:
     }
 
 
-def test_a_run_is_the_difference_between_two_looks() -> None:
+def test_run_is_the_difference_of_two_scrapes() -> None:
     before = {"num_preemptions": 2.0, "prefix_cache_queries": 20.0, "prefix_cache_hits": 5.0}
-    assert during(before, parse_counters(METRICS)) == {"preemptions": 5, "prefix_cache_hit_rate": 0.25}
+    assert counter_changes(before, parse_counters(METRICS)) == {"preemptions": 5, "prefix_cache_hit_rate": 0.25}
 
 
-def test_acceptance_of_drafts_is_reported_as_vllm_does() -> None:
+def test_draft_acceptance_is_reported_as_in_vllm() -> None:
     after = {
         "spec_decode_num_drafts": 10.0,
         "spec_decode_num_draft_tokens": 40.0,
         "spec_decode_num_accepted_tokens": 30.0,
     }
-    assert during({}, after) == {"spec_decode_acceptance_rate": 75.0, "spec_decode_acceptance_length": 4.0}
+    assert counter_changes({}, after) == {"spec_decode_acceptance_rate": 75.0, "spec_decode_acceptance_length": 4.0}
 
 
-def test_a_server_without_metrics_has_nothing_to_report() -> None:
-    assert during({}, {}) == {}
+def test_server_without_metrics_reports_nothing() -> None:
+    assert counter_changes({}, {}) == {}
 
 
-def test_where_nobody_listens_the_kernels_words_say_so() -> None:
+def test_refused_connection_error_names_remedy() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"cannot reach {url}: Connection refused; is the server up"):
+        with pytest.raises(ConfigError, match=f"cannot reach {url}: Connection refused; check the server"):
             asyncio.run(wait_until_ready(url, {}, 0.0))

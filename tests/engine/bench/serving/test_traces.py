@@ -33,20 +33,20 @@ def mooncake(tmp_path: Path) -> list[TraceRequest]:
 
 
 @pytest.mark.parametrize("name", ["azure.csv", "azure.csv.gz"])
-def test_azure_times_begin_at_zero(tmp_path: Path, name: str) -> None:
+def test_azure_times_start_at_zero(tmp_path: Path, name: str) -> None:
     requests = read_trace(written(tmp_path / name, AZURE), cut=Cut(), seed=0)
     assert [one.timestamp for one in requests] == pytest.approx([0.0, 0.052, 60.0])
     assert [(one.input_len, one.output_len) for one in requests] == [(4808, 10), (3180, 8), (110, 27)]
 
 
-def test_a_cut_keeps_its_part_and_begins_at_zero_again(tmp_path: Path) -> None:
+def test_cut_keeps_its_part_and_starts_at_zero(tmp_path: Path) -> None:
     path = written(tmp_path / "azure.csv", AZURE)
     assert len(read_trace(path, cut=Cut(duration=60.0), seed=0)) == 2
     (last,) = read_trace(path, cut=Cut(start=50.0), seed=0)
     assert last.timestamp == pytest.approx(10.0)
 
 
-def test_a_fraction_keeps_about_that_share(tmp_path: Path) -> None:
+def test_fraction_keeps_about_that_share(tmp_path: Path) -> None:
     rows = "".join(f"2023-11-16 18:{m:02}:{s:02}.0,5,5\n" for m in range(10) for s in range(60))
     path = written(tmp_path / "azure.csv", AZURE.splitlines()[0] + "\n" + rows)
     kept = read_trace(path, cut=Cut(fraction=0.25), seed=0)
@@ -54,7 +54,7 @@ def test_a_fraction_keeps_about_that_share(tmp_path: Path) -> None:
     assert kept == read_trace(path, cut=Cut(fraction=0.25), seed=0)
 
 
-def test_equal_leading_hash_ids_become_a_shared_prefix(tmp_path: Path) -> None:
+def test_equal_leading_hash_ids_give_shared_prefix(tmp_path: Path) -> None:
     samples = samples_of(mooncake(tmp_path), Words(None, seed=0), scale=1.0, speedup=2.0)
     first, second, third = (sample.prompt for sample in samples)
     assert [len(first), len(second), len(third)] == [1200, 1030, 600]
@@ -64,7 +64,7 @@ def test_equal_leading_hash_ids_become_a_shared_prefix(tmp_path: Path) -> None:
     assert [sample.timestamp for sample in samples] == [0.0, 1.25, 1.5]
 
 
-def test_scaled_lengths_keep_what_is_shared(tmp_path: Path) -> None:
+def test_scaled_lengths_keep_shared_prefixes(tmp_path: Path) -> None:
     scale, requests = fit(mooncake(tmp_path), max_model_len=242, scale=None)
     assert scale == pytest.approx(0.2)
     first, second, _ = (sample.prompt for sample in samples_of(requests, Words(None, seed=0), scale=scale, speedup=1.0))
@@ -78,7 +78,7 @@ def test_short_traces_are_not_stretched(tmp_path: Path) -> None:
     assert fit(requests, max_model_len=None, scale=None) == (1.0, requests)
 
 
-def test_with_a_scale_given_what_does_not_fit_is_cut() -> None:
+def test_given_scale_truncates_long_requests() -> None:
     _, fitted = fit([TraceRequest(0.0, 900, 50), TraceRequest(0.0, 10, 5000)], max_model_len=100, scale=1.0)
     assert [(one.input_len, one.output_len) for one in fitted] == [(49, 50), (1, 98)]
 
@@ -95,37 +95,37 @@ LENGTHS: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("row", ["1,0,2.0,1.0,Gamma,1.0,0.5\n", "1,0,2.0,1.0,Weibull,1.0,0.5\n"])
-def test_servegen_draws_requests_at_the_rate_of_each_window(tmp_path: Path, row: str) -> None:
+def test_servegen_draws_requests_at_each_window_rate(tmp_path: Path, row: str) -> None:
     requests = servegen(tmp_path, row, LENGTHS, Cut())
-    assert 1050 < len(requests) < 1350  # 2 a second for 600 s
+    assert 1050 < len(requests) < 1350  # 2 per second for 600 s
     assert {(one.input_len, one.output_len) for one in requests} == {(10, 3), (20, 3)}
     assert all(0 <= one.timestamp < 600 for one in requests)
     assert 100 < len(servegen(tmp_path, row, LENGTHS, Cut(fraction=0.1))) < 150
 
 
-def test_slow_clients_come_as_often_as_their_rate_says(tmp_path: Path) -> None:
+def test_slow_clients_arrive_at_their_rate(tmp_path: Path) -> None:
     rows = "".join(f"{client},0,0.001,1.0,Gamma,1.0,1000.0\n" for client in range(500))
     assert 240 < len(servegen(tmp_path, rows, LENGTHS, Cut())) < 360  # 0.6 each
 
 
-def test_a_client_without_lengths_takes_those_of_another(tmp_path: Path) -> None:
+def test_client_without_lengths_uses_those_of_another(tmp_path: Path) -> None:
     requests = servegen(tmp_path, "9,0,2.0,1.0,Gamma,1.0,0.5\n", LENGTHS, Cut(duration=10.0))
     assert {one.output_len for one in requests} == {3}
 
 
-def test_windows_outside_the_cut_are_left_out(tmp_path: Path) -> None:
+def test_windows_outside_the_cut_are_skipped(tmp_path: Path) -> None:
     rows = "1,0,1.0,1.0,Gamma,1.0,1.0\n1,600,1.0,1.0,Gamma,1.0,1.0\n1,1200,1.0,1.0,Gamma,1.0,1.0\n"
     requests = servegen(tmp_path, rows, LENGTHS, Cut(start=600.0, duration=600.0))
     assert 500 < len(requests) < 700
     assert max(one.timestamp for one in requests) < 600
 
 
-def test_a_servegen_trace_needs_its_lengths(tmp_path: Path) -> None:
+def test_servegen_trace_requires_lengths(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--trace-lengths"):
         read_trace(written(tmp_path / "rates.csv", RATES), cut=Cut(), seed=0)
 
 
-def test_an_unknown_file_is_refused_with_what_it_begins_with(tmp_path: Path) -> None:
+def test_unknown_trace_format_is_rejected_with_its_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="begins with 'hello"):
         read_trace(written(tmp_path / "x.csv", "hello\n"), cut=Cut(), seed=0)
     with pytest.raises(ConfigError, match="--trace-path"):

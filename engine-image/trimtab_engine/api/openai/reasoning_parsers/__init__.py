@@ -1,26 +1,25 @@
-"""From what a model writes to its thoughts and its answer: one file per form. Pure; fed with pieces of text as they
-come."""
+"""Parsers that separate reasoning content from the answer, one module per format. Pure and incremental."""
 
 from collections.abc import Callable
 
 from trimtab_engine.api.openai.reasoning_parsers.harmony import HarmonyParser
 from trimtab_engine.api.openai.reasoning_parsers.split import ReasoningParser
-from trimtab_engine.api.openai.reasoning_parsers.think import after_deepseek_r1, after_qwen3
+from trimtab_engine.api.openai.reasoning_parsers.think import deepseek_r1_parser, qwen3_parser
 
 
-def harmony(prompt_end: str) -> ReasoningParser:
-    """gpt-oss names its channels itself, however the prompt ends."""
+def harmony_parser(prompt_end: str) -> ReasoningParser:
+    """Return gpt-oss' parser; its channels are independent of the end of the prompt."""
     return HarmonyParser()
 
 
 PARSERS: dict[str, Callable[[str], ReasoningParser]] = {
-    "deepseek_r1": after_deepseek_r1,
-    "openai_gptoss": harmony,
-    "qwen3": after_qwen3,
+    "deepseek_r1": deepseek_r1_parser,
+    "openai_gptoss": harmony_parser,
+    "qwen3": qwen3_parser,
 }
-"""The parsers under vLLM's names, as --reasoning-parser takes them. Each is given how the answer begins in the prompt:
-templates may begin, or end, the thoughts themselves."""
-WRITTEN_WITH_SPECIAL_TOKENS = frozenset({"openai_gptoss"})
-"""Those that need special tokens in the text."""
+"""Parsers by vLLM's name, as in --reasoning-parser. Each receives the end of the prompt, because templates may open or
+close the reasoning section themselves."""
+NEEDS_SPECIAL_TOKENS = frozenset({"openai_gptoss"})
+"""Parsers that need special tokens in the text."""
 
-__all__ = ["PARSERS", "WRITTEN_WITH_SPECIAL_TOKENS", "ReasoningParser"]
+__all__ = ["NEEDS_SPECIAL_TOKENS", "PARSERS", "ReasoningParser"]

@@ -1,4 +1,4 @@
-"""What a parser of reasoning makes of a piece of text."""
+"""Result of a reasoning parser for a piece of text, and the parser's interface."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,17 +6,17 @@ from typing import Protocol
 
 @dataclass(slots=True)
 class Split:
-    """What has become certain: thoughts, and what is for the user."""
+    """Text that is certain so far: reasoning, and content for the user."""
 
     reasoning: str = ""
     content: str = ""
 
 
 class ReasoningParser(Protocol):
-    """Reads one answer. What is not certain yet is held back."""
+    """Incremental parser of one response. Ambiguous text is held back."""
 
     def push(self, text: str) -> Split:
-        """More of the answer."""
+        """Parse more text of the response."""
 
     def flush(self) -> Split:
-        """The answer has ended: what was held back belongs to what it stands in."""
+        """Parse the end of the response: text held back belongs to the current section."""

@@ -1,8 +1,8 @@
-"""<think>thoughts</think>answer, as DeepSeek-R1, Qwen3 and many others write it. No character is lost but the marks,
-and blanks before the first.
+"""Format `<think>reasoning</think>answer` of DeepSeek-R1, Qwen3 and others. Only the markers and leading blanks are
+removed.
 
-Templates may write the first mark at the end of the prompt, so that the answer begins with thoughts, or both, so that
-there are none.
+Templates may write the opening marker at the end of the prompt, so that the response starts with reasoning, or both
+markers, so that there is no reasoning.
 """
 
 from trimtab_engine.api.openai.reasoning_parsers.split import ReasoningParser, Split
@@ -12,12 +12,12 @@ BEGIN, END = "<think>", "</think>"
 
 
 class ThinkParser:
-    """`begins_thinking` None: as the answer's first word says."""
+    """Parser of think tags. With `begins_thinking` None the start of the response decides."""
 
     def __init__(self, *, begins_thinking: bool | None) -> None:
         self._is_thinking = begins_thinking
         self._may_begin = begins_thinking is not False
-        """Whether the mark may still come that begins the thoughts."""
+        """True while the opening marker may still follow."""
         self._held = ""
 
     def push(self, text: str) -> Split:
@@ -36,15 +36,15 @@ class ThinkParser:
                 return self._all_content()
         at = self._held.find(END)
         if at >= 0:
-            thoughts, self._held = self._held[:at], self._held[at + len(END) :]
+            reasoning, self._held = self._held[:at], self._held[at + len(END) :]
             self._is_thinking = False
-            return Split(thoughts, self._all_content().content)
+            return Split(reasoning, self._all_content().content)
         certain = len(self._held) - overlap(self._held, END)
-        thoughts, self._held = self._held[:certain], self._held[certain:]
-        return Split(reasoning=thoughts)
+        reasoning, self._held = self._held[:certain], self._held[certain:]
+        return Split(reasoning=reasoning)
 
     def flush(self) -> Split:
-        """Thoughts that were cut are thoughts."""
+        """Return the held-back text; a truncated reasoning section stays reasoning."""
         held, self._held = self._held, ""
         return Split(reasoning=held) if self._is_thinking else Split(content=held)
 
@@ -53,17 +53,17 @@ class ThinkParser:
         return Split(content=content)
 
 
-def after_deepseek_r1(prompt_end: str) -> ReasoningParser:
-    """It thinks always, unless the prompt has ended the thoughts."""
-    return ThinkParser(begins_thinking=_left_open(prompt_end) is not False)
+def deepseek_r1_parser(prompt_end: str) -> ReasoningParser:
+    """Return a parser that starts with reasoning, unless the prompt has closed the section."""
+    return ThinkParser(begins_thinking=_is_reasoning_open(prompt_end) is not False)
 
 
-def after_qwen3(prompt_end: str) -> ReasoningParser:
-    """It thinks where the prompt, or the answer's first word, begins to."""
-    return ThinkParser(begins_thinking=_left_open(prompt_end))
+def qwen3_parser(prompt_end: str) -> ReasoningParser:
+    """Return a parser that starts with reasoning if the prompt or the start of the response opens the section."""
+    return ThinkParser(begins_thinking=_is_reasoning_open(prompt_end))
 
 
-def _left_open(prompt_end: str) -> bool | None:
-    """Whether the prompt ends within thoughts, or behind them; None: it says nothing of any."""
+def _is_reasoning_open(prompt_end: str) -> bool | None:
+    """Return True if the prompt ends inside a reasoning section, False after one, None without any."""
     begun, ended = prompt_end.rfind(BEGIN), prompt_end.rfind(END)
     return None if begun == ended else begun > ended

@@ -1,4 +1,4 @@
-"""From what a model writes to OpenAI's tool calls: one file per form. Pure; fed with pieces of text as they come."""
+"""Parsers of tool calls in model output, one module per format. Pure and incremental."""
 
 from collections.abc import Callable
 
@@ -13,6 +13,6 @@ PARSERS: dict[str, Callable[[], ToolParser]] = {
     "llama4_pythonic": PythonicParser,
     "pythonic": PythonicParser,
 }
-"""The parsers under vLLM's names, as --tool-call-parser takes them."""
+"""Parsers by vLLM's name, as in --tool-call-parser."""
 
 __all__ = ["PARSERS", "ToolParser"]

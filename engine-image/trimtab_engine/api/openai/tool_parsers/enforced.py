@@ -1,12 +1,12 @@
-"""Answers that a grammar has made into calls: tool_choice required, and one named function."""
+"""Parsers of responses that a grammar forces into tool calls: tool_choice required, and a named function."""
 
 import json
 
-from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed, call_of
+from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed, parse_call
 
 
 class NamedParser:
-    """The whole answer is the arguments of one function, told as they come."""
+    """Parser of a response that is one function's arguments, streamed incrementally."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
@@ -22,7 +22,7 @@ class NamedParser:
 
 
 class RequiredParser:
-    """The whole answer is an array of calls, each told when it is complete."""
+    """Parser of a response that is an array of calls, each emitted when complete."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -33,20 +33,20 @@ class RequiredParser:
         self._held += text
         parsed = Parsed()
         if "}" not in text:
-            return parsed  # no call ends here
+            return parsed  # no call ends in this piece
         while True:
             rest = self._held.lstrip(" \t\r\n[,")
             try:
                 value, end = self._decoder.raw_decode(rest)
             except (ValueError, RecursionError):
                 return parsed
-            call = call_of(value)
+            call = parse_call(value)
             if call is not None:
                 parsed.calls.append(CallDelta(self._num_calls, call[1], call[0]))
                 self._num_calls += 1
             self._held = rest[end:]
 
     def flush(self) -> Parsed:
-        """A call that max_tokens has cut is none; an answer without any is shown as it is."""
+        """Drop a call truncated by max_tokens; a response without any call is returned as text."""
         held, self._held = self._held, ""
         return Parsed("" if self._num_calls else held)

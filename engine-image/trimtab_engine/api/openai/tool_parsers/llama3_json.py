@@ -1,24 +1,26 @@
-"""Llama 3's form: an answer that is {"name": …, "parameters": {…}}, perhaps after <|python_tag|>, several with "; ".
+"""Llama 3 format: a response that is {"name": …, "parameters": {…}}, optionally after <|python_tag|>, several separated
+by "; ".
 
-An answer that begins otherwise is text from its first character on.
+A response that starts otherwise is text from its first character.
 """
 
 import json
 
-from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed, call_of
+from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed, parse_call
 
 TAG = "<|python_tag|>"
 
 
 class ObjectEnds:
-    """Where JSON objects may end in a text that comes in pieces: brackets outside of strings, each character once."""
+    """Detector of the ends of JSON objects in incremental text: counts brackets outside of strings, each character
+    once."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._escaped = False
 
     def push(self, text: str) -> bool:
-        """Whether an object that began earlier, or here, may have ended in this piece."""
+        """Return True if an object may have ended in this piece."""
         has_ended = False
         for character in text:
             if self._in_string:
@@ -38,7 +40,7 @@ class Llama3JsonParser:
     def __init__(self) -> None:
         self._ends = ObjectEnds()
         self._pieces: list[str] = []
-        """What has come since `_held` was last looked at: joining each to a long text would copy all of it."""
+        """Pieces received since the last check of `_held`: joining each one to a long text would copy all of it."""
         self._held = ""
         self._is_text = self._is_call = False
         self._num_calls = 0
@@ -81,17 +83,17 @@ class Llama3JsonParser:
         return Parsed(held)
 
     def _complete_calls(self) -> Parsed:
-        """What follows a call and is none is passed over, as the model's next words are nobody's."""
+        """Return the complete calls. Other text after a call is dropped."""
         parsed = Parsed()
         while not self._is_text:
             rest = self._held.lstrip().removeprefix(TAG).lstrip(" \t\r\n;")
             if not rest.endswith(("}", "} ", "}\n")) and "}" not in rest:
-                break  # nothing is complete: the decoder need not look
+                break  # no object is complete: skip the decoder
             try:
                 value, end = self._decoder.raw_decode(rest)
             except (ValueError, RecursionError):
                 break
-            call = call_of(value)
+            call = parse_call(value)
             if call is None:
                 return self._as_text() if self._num_calls == 0 else parsed
             parsed.calls.append(CallDelta(self._num_calls, call[1], call[0]))

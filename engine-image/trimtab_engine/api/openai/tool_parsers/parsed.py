@@ -1,4 +1,4 @@
-"""What a parser of tool calls makes of a piece of text, and what all parsers share."""
+"""Result of a tool-call parser for a piece of text, and the parsers' shared interface."""
 
 import json
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A call that begins (with `name`), or more of its arguments. `index` counts the calls of one answer from 0."""
+    """A new call (with `name`), or more of its arguments. `index` counts the calls of one response from 0."""
 
     index: int
     arguments: str
@@ -16,37 +16,38 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Parsed:
-    """What has become certain: text for the user, calls, and thoughts, which come before both."""
+    """Output that is certain so far: content, calls, and reasoning, which precedes both."""
 
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
     reasoning: str = ""
 
     def plus(self, more: "Parsed") -> "Parsed":
-        """This, and what became certain behind it."""
+        """Return this result joined with a later one."""
         return Parsed(self.content + more.content, [*self.calls, *more.calls], self.reasoning + more.reasoning)
 
 
 class ToolParser(Protocol):
-    """Reads one answer. What is not certain yet is held back."""
+    """Incremental parser of one response. Ambiguous text is held back."""
 
     def push(self, text: str) -> Parsed:
-        """More of the answer."""
+        """Parse more text of the response."""
 
     def flush(self) -> Parsed:
-        """The answer has ended: what was held back is text after all."""
+        """Parse the end of the response: text held back is content."""
 
 
 def read_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments (as JSON text) of a call {"name": …, "arguments" or "parameters": {…}}; None: it is none."""
+    """Return name and arguments (as JSON text) of a call {"name": …, "arguments" or "parameters": {…}}, or None if it
+    is invalid."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return call_of(value)
+    return parse_call(value)
 
 
-def call_of(value: Any) -> tuple[str, str] | None:
+def parse_call(value: Any) -> tuple[str, str] | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -54,7 +55,7 @@ def call_of(value: Any) -> tuple[str, str] | None:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `mark`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-length:]):
             return length

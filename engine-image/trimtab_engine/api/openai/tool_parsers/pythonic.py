@@ -1,7 +1,7 @@
-"""Llama 4's form, which Llama 3.2 writes too: an answer that is a list of Python calls, [f(a=1, b="x"), g()], perhaps
-between <|python_start|> and <|python_end|>. Arguments are literals and have names.
+"""Pythonic format of Llama 4 and Llama 3.2: a response that is a list of Python calls, [f(a=1, b="x"), g()], optionally
+between <|python_start|> and <|python_end|>. Arguments are literals with names.
 
-An answer that begins otherwise is text from its first character on. Nothing is evaluated: calls are read as syntax.
+A response that starts otherwise is text from its first character. Nothing is evaluated: calls are parsed as syntax.
 """
 
 import ast
@@ -17,17 +17,18 @@ BEGIN = re.compile(rf"\s*({re.escape(TAG)})?\s*\[(?=\s*{NAME}\s*\()")
 MAY_BEGIN = re.compile(rf"\s*(\[\s*({NAME}\s*)?)?")
 CALL = re.compile(rf"[\s,]*({NAME})\s*(\(.*\))", re.DOTALL)
 JSON_WORDS = {"true": True, "false": False, "null": None}
-"""What models write for Python's words."""
+"""JSON literals that models write instead of Python's."""
 
 
 class PythonicParser:
-    """A call is told when its bracket closes. Once one was, what is no call is passed over."""
+    """Parser of Python calls. A call is emitted when its bracket closes. After the first call, other text is
+    dropped."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
-        """All that has come, while it may be text after all."""
+        """All text received while it may still turn out to be content."""
         self._call: list[str] = []
-        """The characters of the call that is being read."""
+        """Characters of the call that is being read."""
         self._depth = 0
         self._quote: str | None = None
         self._is_escaped = False
@@ -58,7 +59,7 @@ class PythonicParser:
         return Parsed("".join(self._pieces))
 
     def _read(self, text: str) -> Parsed:
-        """More of what stands within the list."""
+        """Parse more text of the list."""
         parsed = Parsed()
         for character in text:
             self._call.append(character)
@@ -74,7 +75,7 @@ class PythonicParser:
         return parsed
 
     def _closes(self, character: str) -> bool:
-        """Whether the character ends a call, or the list. Brackets within strings count for nothing."""
+        """Return True if the character ends a call or the list. Brackets inside strings are ignored."""
         if self._quote is not None:
             if character == self._quote and not self._is_escaped:
                 self._quote = None
@@ -90,13 +91,13 @@ class PythonicParser:
 
 
 def _may_begin(held: str) -> bool:
-    """Whether a list of calls may come of this."""
+    """Return True if the text may become a list of calls."""
     start = held.lstrip()
     return TAG.startswith(start) or MAY_BEGIN.fullmatch(start.removeprefix(TAG)) is not None
 
 
 def read_python_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments (as JSON text) of `name(key=literal, …)`; None: it is none."""
+    """Return name and arguments (as JSON text) of `name(key=literal, …)`, or None if it is invalid."""
     found = CALL.fullmatch(text)
     if found is None:
         return None
@@ -113,7 +114,11 @@ def read_python_call(text: str) -> tuple[str, str] | None:
 
 
 def _value(node: ast.expr) -> Any:
-    """The value of a literal that JSON knows. Raises ValueError for anything else."""
+    """Return the value of a JSON-compatible literal.
+
+    Raises:
+        ValueError: The node is anything else.
+    """
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name) and node.id in JSON_WORDS:
@@ -126,4 +131,4 @@ def _value(node: ast.expr) -> Any:
         number = _value(node.operand)
         if isinstance(number, (int, float)) and not isinstance(number, bool):
             return -number
-    raise ValueError(f"{type(node).__name__} is no literal")
+    raise ValueError(f"{type(node).__name__} is not a literal")

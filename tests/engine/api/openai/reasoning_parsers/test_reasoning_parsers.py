@@ -1,4 +1,4 @@
-"""What models write, and what of it is thought and what is answer: the same in whatever pieces it comes."""
+"""Reasoning parsers split model output into reasoning and content, independent of how the text is split into pieces."""
 
 import pytest
 from trimtab_engine.api.openai.reasoning_parsers import PARSERS, ReasoningParser
@@ -12,15 +12,15 @@ CALLING = (
     '<|end|><|start|>assistant to=functions.time<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>'
 )
 CASES = [
-    # name, how the prompt ends, what the model writes, its thoughts, its answer
+    # name, end of the prompt, model output, reasoning, content
     ("deepseek_r1", "", "<think>\nhm</think>\n\nyes", "\nhm", "\n\nyes"),
     ("deepseek_r1", "<think>\n", "hm</think>yes", "hm", "yes"),
-    ("deepseek_r1", "", "hm</think>yes", "hm", "yes"),  # it always thinks
+    ("deepseek_r1", "", "hm</think>yes", "hm", "yes"),  # always starts with reasoning
     ("deepseek_r1", "", "hm, cut", "hm, cut", ""),
     ("deepseek_r1", "", "a < b </thin", "a < b </thin", ""),
-    ("deepseek_r1", "<think>\n\n</think>\n\n", "yes", "", "yes"),  # it was told not to
+    ("deepseek_r1", "<think>\n\n</think>\n\n", "yes", "", "yes"),  # disabled by the prompt
     ("deepseek_r1", "", "", "", ""),
-    ("deepseek_r1", "<think>hm</think>So", " yes", "", " yes"),  # a message that is continued
+    ("deepseek_r1", "<think>hm</think>So", " yes", "", " yes"),  # a continued message
     ("deepseek_r1", "<think>hm", " hm</think>yes", " hm", "yes"),
     ("qwen3", "", "<think>hm</think>yes", "hm", "yes"),
     ("qwen3", "", "yes, </think> is a mark", "", "yes, </think> is a mark"),
@@ -43,7 +43,7 @@ def read(parser: ReasoningParser, pieces: list[str]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(("name", "prompt_end", "text", "reasoning", "content"), CASES)
-def test_thoughts_and_answer_are_told_apart(
+def test_parser_separates_reasoning_and_content(
     name: str, prompt_end: str, text: str, reasoning: str, content: str
 ) -> None:
     for size in (len(text) or 1, 1, 3, 7):
@@ -51,7 +51,7 @@ def test_thoughts_and_answer_are_told_apart(
         assert read(PARSERS[name](prompt_end), pieces) == (reasoning, content)
 
 
-def test_what_is_certain_is_told_at_once() -> None:
+def test_certain_text_is_returned_at_once() -> None:
     parser = PARSERS["deepseek_r1"]("")
     assert parser.push("<think>one ").reasoning == "one "
     assert parser.push("two </th").reasoning == "two "

@@ -1,4 +1,4 @@
-"""What models write, whole and torn anywhere, becomes the same calls and the same text."""
+"""Model output gives the same calls and text, complete or split at any position."""
 
 import json
 import random
@@ -16,12 +16,12 @@ ARGUMENTS = {"f": {"a": "<b>", "n": [1, {"x": "}"}]}, "g": {}}
 
 
 def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str | None, str]]]:
-    """All content, and each call's name and arguments."""
+    """Return all content, and each call's name and arguments."""
     parsed = [parser.push(piece) for piece in pieces] + [parser.flush()]
     calls: dict[int, tuple[str | None, str]] = {}
     for delta in [delta for part in parsed for delta in part.calls]:
         name, arguments = calls.get(delta.index, (None, ""))
-        assert name is None or delta.name is None  # a name comes once, first
+        assert name is None or delta.name is None  # a name appears once, first
         calls[delta.index] = (name or delta.name, arguments + delta.arguments)
     assert list(calls) == list(range(len(calls)))
     return "".join(part.content for part in parsed), list(calls.values())
@@ -43,7 +43,7 @@ def torn(text: str, seed: int) -> list[str]:
             "Let me see.",
             ["f", "g"],
         ),
-        ("hermes", f"<tool_call>{F}", "", ["f"]),  # the answer's end ends the call, too
+        ("hermes", f"<tool_call>{F}", "", ["f"]),  # the end of the response also ends the call
         ("hermes", "a < b <tool_cal", "a < b <tool_cal", []),
         ("hermes", "<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
         ("hermes", f"<tool_call>{{}}</tool_call><tool_call>{G}</tool_call>", "<tool_call>{}</tool_call>", ["g"]),
@@ -59,7 +59,7 @@ def torn(text: str, seed: int) -> list[str]:
         ("pythonic", f"\n[ {PYTHON_F}, g() ]\n", "", ["f", "g"]),
         ("llama4_pythonic", f"<|python_start|>[g(), {PYTHON_F}]<|python_end|>", "", ["g", "f"]),
         ("pythonic", f"[g(), {PYTHON_F}", "", ["g", "f"]),
-        ("pythonic", "[g(), f(a=", "", ["g"]),  # cut
+        ("pythonic", "[g(), f(a=", "", ["g"]),  # truncated
         ("pythonic", "[g(), f(1)] and so on", "", ["g"]),
         ("pythonic", f"Well: [{PYTHON_F}]", f"Well: [{PYTHON_F}]", []),
         ("pythonic", "[1, 2]", "[1, 2]", []),
@@ -71,7 +71,7 @@ def torn(text: str, seed: int) -> list[str]:
         ("pythonic", "", "", []),
     ],
 )
-def test_calls_and_text_come_apart(name: str, text: str, content: str, calls: list[str]) -> None:
+def test_parser_separates_calls_and_text(name: str, text: str, content: str, calls: list[str]) -> None:
     expected = [(call, json.dumps(ARGUMENTS[call])) for call in calls]
     assert read(PARSERS[name](), [text]) == (content, expected)
     assert read(PARSERS[name](), list(text)) == (content, expected)
@@ -92,24 +92,24 @@ def test_calls_and_text_come_apart(name: str, text: str, content: str, calls: li
         ('"é\\n"', "é\n"),
     ],
 )
-def test_arguments_in_python_are_literals(literal: str, value: Any) -> None:
+def test_python_arguments_are_literals(literal: str, value: Any) -> None:
     for pieces in ([f"[a.b-c(x={literal})]"], list(f"[a.b-c(x={literal})]")):
         content, [(name, arguments)] = read(PARSERS["pythonic"](), pieces)
         assert (content, name, json.loads(arguments)) == ("", "a.b-c", {"x": value})
 
 
 @pytest.mark.parametrize("argument", ["b'x'", "1j", "...", "{**{}}", "{1: 2}[1]", "-True", "open('x')", "x", "1e999"])
-def test_what_is_no_literal_that_json_knows_makes_no_call(argument: str) -> None:
+def test_non_json_literal_is_not_a_call(argument: str) -> None:
     text = f"[f(x={argument})]"
     assert read(PARSERS["pythonic"](), [text]) == (text, [])
 
 
-def test_text_before_a_call_does_not_wait_for_it() -> None:
+def test_text_before_a_call_is_returned_at_once() -> None:
     assert PARSERS["hermes"]().push("Let me <b>").content == "Let me <b>"
     assert PARSERS["llama3_json"]().push("Let me ").content == "Let me "
 
 
-def test_a_required_answer_is_an_array_of_calls_each_told_when_complete() -> None:
+def test_required_calls_are_emitted_when_complete() -> None:
     text = f"[{F.replace('arguments', 'parameters')}, {G}]"
     expected = [(call, json.dumps(ARGUMENTS[call])) for call in ("f", "g")]
     for pieces in ([text], list(text), torn(text, 1), torn(text, 2)):
@@ -118,16 +118,16 @@ def test_a_required_answer_is_an_array_of_calls_each_told_when_complete() -> Non
     assert [call.name for call in first.calls] == ["f"]
 
 
-def test_a_required_answer_that_was_cut_keeps_its_whole_calls() -> None:
+def test_truncated_required_response_keeps_complete_calls() -> None:
     assert read(RequiredParser(), [f'[{G}, {{"name": "f", "par']) == ("", [("g", "{}")])
     assert read(RequiredParser(), ['[{"name": "f"']) == ('[{"name": "f"', [])
 
 
-def test_a_named_answer_is_the_arguments_as_they_come() -> None:
+def test_named_call_streams_its_arguments() -> None:
     assert read(NamedParser("f"), ['{"a"', "", ": 1}"]) == ("", [("f", '{"a": 1}')])
 
 
-def test_a_long_call_is_read_once_however_many_pieces_and_braces_it_comes_in() -> None:
+def test_long_call_is_decoded_once_for_any_split() -> None:
     parser = Llama3JsonParser()
     looks: list[int] = []
     really_decode = parser._decoder.raw_decode

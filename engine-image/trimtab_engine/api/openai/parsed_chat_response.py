@@ -1,18 +1,19 @@
-"""Chat answers that may hold thoughts and tool calls, whole and in chunks."""
+"""Chat responses with reasoning content and tool calls, complete and streamed."""
 
 import uuid
 from collections import defaultdict
 from collections.abc import Callable
 
-from trimtab_engine.api.openai.answer_reader import AnswerReader
-from trimtab_engine.api.openai.forms import ChatForm, Json, Positions
+from trimtab_engine.api.openai.answer_reader import ResponseParser
 from trimtab_engine.api.openai.generation import Piece
+from trimtab_engine.api.openai.response_builders import ChatResponseBuilder, Json, Positions
 from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta
 from trimtab_engine.text.tokenizer import Tokenizer
 
 
-class ParsedForm(ChatForm):
-    """`make_reader` gives each choice's reader. With `only_first`, calls after a choice's first are left out."""
+class ParsedChatResponseBuilder(ChatResponseBuilder):
+    """Chat format with parsing. `make_reader` returns a reader per choice; with `only_first`, a choice's further tool
+    calls are dropped."""
 
     is_plain = False
 
@@ -21,56 +22,62 @@ class ParsedForm(ChatForm):
         model: str,
         tokenizer: Tokenizer,
         request_id: str,
-        make_reader: Callable[[], AnswerReader],
+        make_reader: Callable[[], ResponseParser],
         only_first: bool,
         *,
         tokens_by_id: bool = False,
     ) -> None:
         super().__init__(model, tokenizer, request_id, tokens_by_id=tokens_by_id)
         self._make_reader, self._only_first = make_reader, only_first
-        self._readers: defaultdict[int, AnswerReader] = defaultdict(make_reader)
+        self._readers: defaultdict[int, ResponseParser] = defaultdict(make_reader)
         self._with_calls: set[int] = set()
 
     def choice(self, last: Piece, text: str, positions: Positions) -> Json:
         reader = self._make_reader()
         parsed = reader.push(text).plus(reader.flush())
-        calls = self._kept(parsed.calls)
+        calls = self._select_calls(parsed.calls)
         content = parsed.content or (None if calls or parsed.reasoning else "")
-        message: Json = {"role": "assistant", "content": content, "refusal": None, **_thoughts(parsed.reasoning)}
+        message: Json = {
+            "role": "assistant",
+            "content": content,
+            "refusal": None,
+            **_reasoning_fields(parsed.reasoning),
+        }
         if calls:
             message["tool_calls"] = [
                 {"id": _call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls
             ]
-        return self._entry(_ended_by_calls(last, bool(calls)), {"message": message}, positions)
+        return self._entry(_with_tool_calls_finish(last, bool(calls)), {"message": message}, positions)
 
     def chunk(self, piece: Piece, positions: Positions, offset: int) -> Json | None:
         reader = self._readers[piece.index]
         parsed = reader.push(piece.text)
         if piece.finish_reason is not None:
             parsed = parsed.plus(reader.flush())
-        calls = self._kept(parsed.calls)
+        calls = self._select_calls(parsed.calls)
         if calls:
             self._with_calls.add(piece.index)
         if not parsed.content and not parsed.reasoning and not calls and piece.finish_reason is None:
             return None
-        delta = _thoughts(parsed.reasoning) | ({"content": parsed.content} if parsed.content else {})
+        delta = _reasoning_fields(parsed.reasoning) | ({"content": parsed.content} if parsed.content else {})
         if calls:
             delta["tool_calls"] = [_delta_of(call) for call in calls]
-        ended = _ended_by_calls(piece, piece.index in self._with_calls)
+        ended = _with_tool_calls_finish(piece, piece.index in self._with_calls)
         return self._head(self.object_chunk) | {"choices": [self._entry(ended, {"delta": delta}, positions)]}
 
-    def _kept(self, calls: list[CallDelta]) -> list[CallDelta]:
+    def _select_calls(self, calls: list[CallDelta]) -> list[CallDelta]:
         return [call for call in calls if call.index == 0] if self._only_first else calls
 
 
-def _thoughts(reasoning: str) -> Json:
-    """Under vLLM's name, and under the one that it had before, which DeepSeek's API and most clients know."""
+def _reasoning_fields(reasoning: str) -> Json:
+    """Return the reasoning fields under vLLM's current and former name, the latter used by DeepSeek's API and most
+    clients."""
     return {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
 
 
-def _ended_by_calls(piece: Piece, has_calls: bool) -> Piece:
-    """An answer with calls that came to its end ends with tool_calls; one that was cut says so."""
+def _with_tool_calls_finish(piece: Piece, has_calls: bool) -> Piece:
+    """Return the piece with finish reason tool_calls, unless it was cut off by length."""
     if has_calls and piece.finish_reason == "stop":
         piece.finish_reason = "tool_calls"
     return piece
@@ -84,5 +91,5 @@ def _delta_of(call: CallDelta) -> Json:
 
 
 def _call_id() -> str:
-    """In vLLM's form."""
+    """Return a call ID in vLLM's format."""
     return f"chatcmpl-tool-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""The two forms of OpenAI's answers, whole and in chunks: text_completion and chat.completion. Values only."""
+"""OpenAI response formats, complete and streamed: text_completion and chat.completion."""
 
 import time
 from abc import ABC, abstractmethod
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_engine.api.openai.generation import Piece
-from trimtab_engine.api.openai.logprobs import by_id, chat_logprobs, completion_logprobs
+from trimtab_engine.api.openai.logprobs import chat_logprobs, completion_logprobs, format_token_id
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.text.tokenizer import Tokenizer
 
@@ -17,8 +17,8 @@ Positions = Sequence[TokenLogprobs] | None
 
 @dataclass(slots=True)
 class Usage:
-    """A request's tokens so far. `num_cached_tokens` is the part of the prompts that the prefix cache held, and
-    `num_host_cached_tokens` the part of that which came from host memory; told where there is any."""
+    """Token counts of a request. `num_cached_tokens` is the part of the prompts found in the prefix cache, of which
+    `num_host_cached_tokens` came from host memory; each is reported if above 0."""
 
     num_prompt_tokens: int
     num_completion_tokens: int = 0
@@ -37,55 +37,56 @@ class Usage:
         }
 
 
-class AnswerForm(ABC):
-    """One request's answer: its id, and how choices and chunks are written."""
+class ResponseBuilder(ABC):
+    """Format of one request's response: its ID, choices and chunks."""
 
     prefix: str
     is_plain = True
-    """A chunk is a piece's text among what is the same in all chunks of its choice, but for how it ends and what is
-    reported."""
+    """Template of a chunk of generated text; all fields except the text are constant per choice until the finish
+    reason."""
     object_whole: str
     object_chunk: str
 
     def __init__(self, model: str, tokenizer: Tokenizer, request_id: str, *, tokens_by_id: bool = False) -> None:
-        """`tokens_by_id`: log-probabilities name tokens by their ids instead of their texts."""
+        """With `tokens_by_id`, log-probabilities name tokens by ID instead of text."""
         self.request_id = f"{self.prefix}-{request_id}"
         self._model, self._tokenizer, self._created = model, tokenizer, int(time.time())
-        self._token_name = by_id if tokens_by_id else None
+        self._token_name = format_token_id if tokens_by_id else None
 
     def whole(self, choices: list[Json], usage: Usage) -> Json:
         return self._head(self.object_whole) | {"choices": choices, "usage": usage.to_json()}
 
     def usage_chunk(self, usage: Usage) -> Json:
-        """The last chunk of a stream that asked for usage: no choices."""
+        """Return the last chunk of a stream that requested usage; it has no choices."""
         return self._head(self.object_chunk) | {"choices": [], "usage": usage.to_json()}
 
     def chunk(self, piece: Piece, positions: Positions, offset: int) -> Json | None:
-        """What to send of this piece; None: nothing yet."""
+        """Return the chunk for this piece, or None if nothing can be sent yet."""
         return self._head(self.object_chunk) | {"choices": [self._delta(piece, positions, offset)]}
 
     def opening(self, index: int) -> list[Json]:
-        """Chunks that go out before the first token."""
+        """Return the chunks sent before the first token."""
         return []
 
     @abstractmethod
     def add_prompt_ids(self, answer: Json, prompts: Sequence[list[int]]) -> None:
-        """Put in the token ids of each choice's prompt, where vLLM has them: into a whole answer, or into the chunk
-        that is a choice's first (its `prompts` are those of the chunk's choices)."""
+        """Add the prompt token IDs in vLLM's format, to a complete response or to each choice's first chunk (`prompts`
+        are those of the chunk's choices)."""
 
     @abstractmethod
     def choice(self, last: Piece, text: str, positions: Positions) -> Json:
-        """One choice of a whole answer; `last` says how it ended. A position without a logprob is a prompt's first."""
+        """Return one choice of a complete response; `last` has the finish reason. A position without a logprob is the
+        first of a prompt."""
 
     @abstractmethod
     def _delta(self, piece: Piece, positions: Positions, offset: int) -> Json:
-        """One choice of a chunk; `offset` is where its text begins."""
+        """Return one choice of a chunk; `offset` is the start of its text."""
 
     def _head(self, kind: str) -> Json:
         return {"id": self.request_id, "object": kind, "created": self._created, "model": self._model}
 
 
-class CompletionForm(AnswerForm):
+class CompletionResponseBuilder(ResponseBuilder):
     prefix, object_whole, object_chunk = "cmpl", "text_completion", "text_completion"
 
     def choice(self, last: Piece, text: str, positions: Positions) -> Json:
@@ -111,11 +112,11 @@ class CompletionForm(AnswerForm):
             choice["prompt_token_ids"] = prompt
 
 
-class ChatForm(AnswerForm):
+class ChatResponseBuilder(ResponseBuilder):
     prefix, object_whole, object_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self, index: int) -> list[Json]:
-        """The role comes first, before any token."""
+        """Return the role chunk, sent before any token."""
         choice = {
             "index": index,
             "delta": {"role": "assistant", "content": ""},
@@ -125,7 +126,7 @@ class ChatForm(AnswerForm):
         return [self._head(self.object_chunk) | {"choices": [choice]}]
 
     def add_prompt_ids(self, answer: Json, prompts: Sequence[list[int]]) -> None:
-        """All choices have one prompt, so the answer has it once."""
+        """Add the prompt token IDs once, because all choices share one prompt."""
         answer["prompt_token_ids"] = prompts[0]
 
     def choice(self, last: Piece, text: str, positions: Positions) -> Json:
