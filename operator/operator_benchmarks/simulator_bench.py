@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from trimtab_engine.bench.local_server import LocalServer, end_on_sigterm, local_server
 from trimtab_engine.bench.serving.load import Load
 from trimtab_engine.bench.serving.samples import RandomLengths, Words, random_samples
-from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.parameters import Parameter
 from trimtab_simulator.contest import Contest
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
@@ -98,10 +98,10 @@ def sums_of(page: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def intervals(looks: Sequence[dict[str, dict[str, float]]]) -> list[dict[str, float]]:
+def intervals(snapshots: Sequence[dict[str, dict[str, float]]]) -> list[dict[str, float]]:
     """What each kind of step did between one look and the next, where it did something."""
     rows = []
-    for before, after in pairwise(looks):
+    for before, after in pairwise(snapshots):
         for kind, sums in after.items():
             row = {name: value - before.get(kind, {}).get(name, 0.0) for name, value in sums.items()}
             if row["steps"] > 0:
@@ -111,13 +111,13 @@ def intervals(looks: Sequence[dict[str, dict[str, float]]]) -> list[dict[str, fl
 
 async def watched(server: LocalServer, load: Load) -> list[dict[str, float]]:
     """Serve the load, and read the sums meanwhile."""
-    looks = [sums_of(await server.metrics())]
+    snapshots = [sums_of(await server.metrics())]
     run = asyncio.create_task(measured(server, load))
     while not run.done():
         await asyncio.wait([run], timeout=SCRAPE_SECONDS)
-        looks.append(sums_of(await server.metrics()))
+        snapshots.append(sums_of(await server.metrics()))
     run.result()
-    return intervals(looks)
+    return intervals(snapshots)
 
 
 def fitted(setting: Setting, rows: list[dict[str, float]]) -> Machine:
@@ -142,14 +142,14 @@ def simulated(setting: Setting, machine: Machine, load: Load) -> dict[str, float
         Arrival(at, sample.prompt_len or 0, sample.output_len or 0)
         for at, sample in zip(load.times, load.samples, strict=True)
     ]
-    knobs = {
-        Knob.MAX_NUM_SEQS: setting.max_num_seqs,
-        Knob.MAX_NUM_BATCHED_TOKENS: setting.max_num_batched_tokens,
-        Knob.WATERMARK: 0.0,
-        Knob.GPU_MEMORY_UTILIZATION: START_UTILIZATION,
+    parameters = {
+        Parameter.MAX_NUM_SEQS: setting.max_num_seqs,
+        Parameter.MAX_NUM_BATCHED_TOKENS: setting.max_num_batched_tokens,
+        Parameter.WATERMARK: 0.0,
+        Parameter.GPU_MEMORY_UTILIZATION: START_UTILIZATION,
     }
     trace = Trace(setting.name, arrivals, arrivals[-1].at + 1.0)
-    contest = Contest(trace, FleetSettings(machine, knobs, 1, 1, 1, 0.0), Loop(), Objectives(ttft=3600.0))
+    contest = Contest(trace, FleetSettings(machine, parameters, 1, 1, 1, 0.0), Loop(), Objectives(ttft=3600.0))
     judged = contest.judge("static", contest.play_fixed())
     assert judged.ttft_p95 is not None
     assert judged.itl_token_p95 is not None

@@ -15,7 +15,7 @@ from trimtab_simulator.plant.router import RouterKind, router_of
 from trimtab_simulator.policies.policy import Policy, View
 from trimtab_simulator.replay import Change
 
-LOOK_SECONDS = 0.05  # how soon a client that has its answer asks again
+POLL_SECONDS = 0.05  # how soon a client that has its answer asks again
 BEGIN_SECONDS = 5.0  # within which all of them have asked for the first time
 
 
@@ -28,7 +28,7 @@ class Clients:
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class ClosedLoopResult:
     """What came of it. `served` are the requests that have their answers."""
 
     served: tuple[Served, ...]
@@ -36,7 +36,9 @@ class Came:
     seconds: float
 
 
-def play_clients(settings: FleetSettings, policy: Policy, clients: Clients, *, seconds: float, seed: int) -> Came:
+def play_clients(
+    settings: FleetSettings, policy: Policy, clients: Clients, *, seconds: float, seed: int
+) -> ClosedLoopResult:
     """Have the policy steer a fleet of fixed size that these clients ask; equal arguments come to the same."""
     return _ClosedLoop(settings, policy, clients, seed).play(seconds)
 
@@ -52,7 +54,7 @@ class _ClosedLoop:
         self._now = 0.0
         self._changes: list[Change] = []
 
-    def play(self, seconds: float) -> Came:
+    def play(self, seconds: float) -> ClosedLoopResult:
         """Let so much time pass."""
         tick = self._policy.tick_seconds
         due = tick
@@ -62,11 +64,11 @@ class _ClosedLoop:
                 self._turn()
                 due += tick
         served = tuple(s for replica in self._fleet.all for s in replica.engine.finished)
-        return Came(served, tuple(self._changes), seconds)
+        return ClosedLoopResult(served, tuple(self._changes), seconds)
 
     def _serve(self, until: float) -> None:
         while self._now < until:
-            self._now = min(until, self._now + LOOK_SECONDS)
+            self._now = min(until, self._now + POLL_SECONDS)
             while self._begins and self._begins[0] <= self._now:
                 self._ask(self._begins.pop(0))
             for at in self._ended():
@@ -87,7 +89,7 @@ class _ClosedLoop:
 
     def _turn(self) -> None:
         fleet = self._fleet
-        looks = fleet.look(self._now, with_requests=self._policy.reads_requests)
-        moves = self._policy.decide(View(self._now, fleet.desired, dict(fleet.knobs), looks))
-        for knob, (before, after) in fleet.patch(moves.knobs, self._now).items():
-            self._changes.append(Change(self._now, knob.value, before, after, moves.why))
+        snapshots = fleet.snapshot(self._now, with_requests=self._policy.reads_requests)
+        moves = self._policy.decide(View(self._now, fleet.desired, dict(fleet.parameters), snapshots))
+        for parameter, (before, after) in fleet.patch(moves.parameters, self._now).items():
+            self._changes.append(Change(self._now, parameter.value, before, after, moves.why))

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trimtab_simulator.contest import Contest
-from trimtab_simulator.policies.policy import Moves, View
+from trimtab_simulator.policies.policy import PolicyActions, View
 from trimtab_simulator.policies.trimtab import Trimtab
 from trimtab_simulator.results import without_plots
 from trimtab_simulator.scores import percentile
@@ -65,11 +65,11 @@ class Timed:
         """Seconds of CPU time, and replicas looked at."""
         self._policy = policy
 
-    def decide(self, view: View) -> Moves:
+    def decide(self, view: View) -> PolicyActions:
         """One turn of the tuner."""
         began = time.thread_time()
         moves = self._policy.decide(view)
-        self.took.append((time.thread_time() - began, max(1, len(view.looks))))
+        self.took.append((time.thread_time() - began, max(1, len(view.snapshots))))
         return moves
 
 

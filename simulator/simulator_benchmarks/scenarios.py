@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_simulator.contest import Contest
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
@@ -31,7 +31,7 @@ DAY = Transform(start=DAY_SECONDS, duration=DAY_SECONDS, speed=12, peak=30, cv=1
 """The second day of a service, in two hours."""
 SWITCH_SECONDS = 600.0
 CODE_SHARES = (1.0, 0.15)  # of its load, in turns
-SEATS = 512
+SLOTS = 512
 
 Load = Callable[[Path, int], Trace]
 """(folder of the traces, seed) → arrivals."""
@@ -50,15 +50,15 @@ class Scenario:
 
     def contest(self, folder: Path, *, seed: int = 0, cold_start: float = 120.0) -> Contest:
         """The field on which policies meet."""
-        knobs: dict[Knob, Value] = {
-            Knob.MAX_NUM_SEQS: SEATS,
-            Knob.MAX_NUM_BATCHED_TOKENS: self.budget,
-            Knob.WATERMARK: 0.0,
-            Knob.GPU_MEMORY_UTILIZATION: START_UTILIZATION,
+        parameters: dict[Parameter, Value] = {
+            Parameter.MAX_NUM_SEQS: SLOTS,
+            Parameter.MAX_NUM_BATCHED_TOKENS: self.budget,
+            Parameter.WATERMARK: 0.0,
+            Parameter.GPU_MEMORY_UTILIZATION: START_UTILIZATION,
         }
         settings = FleetSettings(
             machine_of("llama-3.1-8b", "h200"),
-            knobs,
+            parameters,
             self.start_replicas,
             1,
             self.max_replicas,

@@ -113,14 +113,16 @@ def _row(policy: str, its: Sequence[Cell], by_policy: Mapping[str, Sequence[Cell
     attained = [cell["attainment"] for cell in its]
     turns = [cell["reversals_per_knob_per_10min"] for cell in its]
     of_replicas = max(each.get("replicas", 0) for each in turns)
-    of_knobs = max((count for each in turns for knob, count in each.items() if knob != "replicas"), default=0)
+    of_parameters = max(
+        (count for each in turns for parameter, count in each.items() if parameter != "replicas"), default=0
+    )
     targets = sorted({cell["target"] for cell in its if "target" in cell})
     saved = captured(its, by_policy.get("static-n", ()), by_policy.get("oracle", ()))
     return (
         f"| {policy} | {mean(hours):.2f} ({min(hours):.2f}–{max(hours):.2f}) | {100 * mean(attained):.2f} % "
         f"({100 * min(attained):.2f}) | {'–' if saved is None else f'{100 * saved:.0f} %'} | "
         f"{mean(cell['goodput_tokens_per_s'] for cell in its):,.0f} | {mean(cell['ttft_p95'] for cell in its):.2f} s | "
-        f"{of_replicas}, {of_knobs} | {', '.join(f'{target:g}' for target in targets) or '–'} | "
+        f"{of_replicas}, {of_parameters} | {', '.join(f'{target:g}' for target in targets) or '–'} | "
         f"{told_in} |"
     )
 

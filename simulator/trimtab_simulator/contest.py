@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.parameters import Parameter, Value
 
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.policies.fixed import Fixed
 from trimtab_simulator.policies.policy import Policy, Setup
-from trimtab_simulator.replay import Loop, Outcome, Schedule, replay
+from trimtab_simulator.replay import Loop, Schedule, SimulationResult, replay
 from trimtab_simulator.scores import Score, score
 from trimtab_simulator.trace.arrivals import Trace
 
@@ -45,7 +45,7 @@ class Contest:
             max_replicas=settings.max_replicas,
             start_replicas=settings.start_replicas,
             cold_start_seconds=settings.cold_start_seconds,
-            knobs=settings.knobs,
+            parameters=settings.parameters,
             seed=self.loop.seed,
         )
 
@@ -55,18 +55,20 @@ class Contest:
         allowance = self.objectives.allowance
         return replace(self, settings=replace(self.settings, allowance=allowance))
 
-    def with_knobs(self, knobs: Mapping[Knob, Value]) -> Contest:
+    def with_parameters(self, parameters: Mapping[Parameter, Value]) -> Contest:
         """The same with other knobs at the start."""
-        changed = dict(self.settings.knobs) | dict(knobs)
-        changed[Knob.MAX_NUM_SEQS] = min(changed[Knob.MAX_NUM_SEQS], changed[Knob.MAX_NUM_BATCHED_TOKENS])
-        return replace(self, settings=replace(self.settings, knobs=changed))
+        changed = dict(self.settings.parameters) | dict(parameters)
+        changed[Parameter.MAX_NUM_SEQS] = min(
+            changed[Parameter.MAX_NUM_SEQS], changed[Parameter.MAX_NUM_BATCHED_TOKENS]
+        )
+        return replace(self, settings=replace(self.settings, parameters=changed))
 
     def with_replicas(self, start: int) -> Contest:
         """The same with other replicas at the start."""
         settings = replace(self.settings, start_replicas=start, max_replicas=max(start, self.settings.max_replicas))
         return replace(self, settings=settings)
 
-    def play(self, policy: Policy, *, schedule: Schedule = ()) -> Outcome:
+    def play(self, policy: Policy, *, schedule: Schedule = ()) -> SimulationResult:
         """Replay the whole trace under the policy."""
 
         def told(at: float) -> None:
@@ -74,11 +76,11 @@ class Contest:
 
         return replay(self.trace, policy, self.settings, self.loop, schedule=schedule, progress=told)
 
-    def play_fixed(self, name: str = "static", *, schedule: Schedule = ()) -> Outcome:
+    def play_fixed(self, name: str = "static", *, schedule: Schedule = ()) -> SimulationResult:
         """Replay the whole trace with nobody steering, but for a schedule that is known beforehand."""
         return self.play(Fixed(name), schedule=schedule)
 
-    def judge(self, name: str, outcome: Outcome) -> Score:
+    def judge(self, name: str, outcome: SimulationResult) -> Score:
         """Score an outcome by the contest's objectives."""
         return score(name, outcome, self.objectives)
 

@@ -32,7 +32,7 @@ def key_of(contest: Contest, search: str) -> str:
     """Names a search over a contest."""
     digest = hashlib.sha256(_sources())
     settings = contest.settings
-    told = (search, settings.machine, sorted(settings.knobs.items()), contest.objectives, contest.loop.router)
+    told = (search, settings.machine, sorted(settings.parameters.items()), contest.objectives, contest.loop.router)
     digest.update(repr(told).encode())
     counts = (settings.start_replicas, settings.min_replicas, settings.max_replicas, settings.cold_start_seconds)
     shares = getattr(settings.make_blocks, "__name__", "")

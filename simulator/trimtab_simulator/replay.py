@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from trimtab_operator.tuner.engine_model import Gaps
 from trimtab_operator.tuner.engine_model import Sequence as Served
-from trimtab_operator.tuner.knobs import Value
-from trimtab_operator.tuner.samples import Look
+from trimtab_operator.tuner.parameters import Value
+from trimtab_operator.tuner.samples import ReplicaSnapshot
 
 from trimtab_simulator.plant.fleet import Fleet, FleetSettings
-from trimtab_simulator.plant.looks import GAP_EDGES
 from trimtab_simulator.plant.router import RouterKind, router_of
+from trimtab_simulator.plant.snapshots import GAP_EDGES
 from trimtab_simulator.policies.policy import Policy, View
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 
@@ -46,11 +46,11 @@ class Moment:
     running: int
     waiting: int
     kv_usage: float
-    knobs: dict[str, Value] = field(default_factory=dict)
+    parameters: dict[str, Value] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationResult:
     """What came of a replay. Times are seconds from its start."""
 
     served: list[Served]
@@ -72,7 +72,7 @@ class Outcome:
     """When the last request was served."""
     most_running: int = 0
     """The most requests that held seats of one replica at once."""
-    final_knobs: dict[str, Value] = field(default_factory=dict)
+    final_parameters: dict[str, Value] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def replay(
     *,
     schedule: Schedule = (),
     progress: Callable[[float], None] | None = None,
-) -> Outcome:
+) -> SimulationResult:
     """Serve the whole trace. `schedule` are replica targets that are known beforehand, beside what the policy says.
 
     What is left at the end of the trace is served, without further ticks and unpaid: hours count the trace's time.
@@ -121,12 +121,12 @@ class _Replay:
         self._schedule = list(schedule)
         self._next_tick = policy.tick_seconds
         self._next_moment = 0.0 if loop.moment_seconds < math.inf else math.inf
-        self._looks: list[tuple[float, tuple[Look, ...]]] = []
+        self._looks: list[tuple[float, tuple[ReplicaSnapshot, ...]]] = []
         self._changes: list[Change] = []
         self._moments: list[Moment] = []
         self._refused = 0
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         fleet = self._fleet
         due = self._due()
         for arrival in self._trace.arrivals:
@@ -172,17 +172,17 @@ class _Replay:
     def _tick(self, now: float) -> None:
         fleet = self._fleet
         fleet.let_go(now)
-        self._looks.append((now, fleet.look(now, with_requests=self._policy.reads_requests)))
+        self._looks.append((now, fleet.snapshot(now, with_requests=self._policy.reads_requests)))
         while len(self._looks) > 1 and self._looks[1][0] <= now - self._loop.delay_seconds:
             self._looks.pop(0)
-        seen_at, looks = self._looks[0]
+        seen_at, snapshots = self._looks[0]
         if seen_at > now - self._loop.delay_seconds:
             return
-        moves = self._policy.decide(View(now, fleet.desired, dict(fleet.knobs), looks))
+        moves = self._policy.decide(View(now, fleet.desired, dict(fleet.parameters), snapshots))
         if moves.allowance is not None:
             fleet.order_queues(moves.allowance, now)
-        for knob, (before, after) in fleet.patch(moves.knobs, now).items():
-            self._changes.append(Change(now, knob.value, before, after, moves.why))
+        for parameter, (before, after) in fleet.patch(moves.parameters, now).items():
+            self._changes.append(Change(now, parameter.value, before, after, moves.why))
         if moves.replicas is not None:
             self._scale(moves.replicas, now, moves.why)
 
@@ -207,11 +207,11 @@ class _Replay:
                 running=sum(e.num_running for e in engines),
                 waiting=sum(e.num_waiting for e in engines),
                 kv_usage=sum(usage) / len(usage) if usage else 0.0,
-                knobs={knob.value: value for knob, value in fleet.knobs.items()},
+                parameters={parameter.value: value for parameter, value in fleet.parameters.items()},
             )
         )
 
-    def _outcome(self, gpu_seconds: float) -> Outcome:
+    def _outcome(self, gpu_seconds: float) -> SimulationResult:
         fleet = self._fleet
         gaps = Gaps(GAP_EDGES)
         for replica in fleet.all:
@@ -219,7 +219,7 @@ class _Replay:
                 gaps.merge(replica.engine.gaps)
         counters = [replica.engine.counters for replica in fleet.all]
         served = fleet.finished()
-        return Outcome(
+        return SimulationResult(
             served=served,
             refused=self._refused,
             seconds=self._trace.seconds,
@@ -235,5 +235,5 @@ class _Replay:
             gaps=gaps,
             ended_at=max((s.finished_at or 0.0 for s in served), default=0.0),
             most_running=max((replica.engine.most_running for replica in fleet.all), default=0),
-            final_knobs={knob.value: value for knob, value in fleet.knobs.items()},
+            final_parameters={parameter.value: value for parameter, value in fleet.parameters.items()},
         )

@@ -58,7 +58,7 @@ def html_report(contest: Contest, results: Sequence[Result]) -> str:
             [(r.entry.label, [(m.at, float(m.waiting)) for m in r.outcome.moments]) for r in results],
             contest.trace.seconds,
         ),
-        *_knob_plots(results, contest.trace.seconds),
+        *_parameter_plots(results, contest.trace.seconds),
         *_changes(results),
     ]
     body = "\n".join(parts)
@@ -160,17 +160,20 @@ def _rates(contest: Contest, windows: int = 240) -> list[tuple[float, float]]:
     return [(index * width, count / width) for index, count in enumerate(counts)]
 
 
-def _knob_plots(results: Sequence[Result], seconds: float) -> list[str]:
+def _parameter_plots(results: Sequence[Result], seconds: float) -> list[str]:
     """A plot for each knob that anybody moved."""
     moved = sorted({change.target for r in results for change in r.outcome.changes} - {"replicas"})
     plots = []
-    for knob in moved:
+    for parameter in moved:
         lines = [
-            (r.entry.label, [(m.at, float(m.knobs[knob])) for m in r.outcome.moments if knob in m.knobs])
+            (
+                r.entry.label,
+                [(m.at, float(m.parameters[parameter])) for m in r.outcome.moments if parameter in m.parameters],
+            )
             for r in results
-            if any(change.target == knob for change in r.outcome.changes)
+            if any(change.target == parameter for change in r.outcome.changes)
         ]
-        plots.append(f"<h2>{html.escape(knob)}</h2>{_plot(lines, seconds)}")
+        plots.append(f"<h2>{html.escape(parameter)}</h2>{_plot(lines, seconds)}")
     return plots
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.parameters import Parameter, Value
 
 from trimtab_simulator import memo
 from trimtab_simulator.contest import Contest
@@ -16,7 +16,7 @@ from trimtab_simulator.hindsight.targets import best_target
 from trimtab_simulator.policies.aimd import Aimd
 from trimtab_simulator.policies.names import WITH_TARGET, Entry
 from trimtab_simulator.policies.trimtab import Trimtab
-from trimtab_simulator.replay import Outcome
+from trimtab_simulator.replay import SimulationResult
 from trimtab_simulator.scores import Score
 
 
@@ -26,7 +26,7 @@ class Result:
 
     entry: Entry
     score: Score
-    outcome: Outcome
+    outcome: SimulationResult
     start_replicas: int
     target: float | None = None
     """The target of a rival that follows one: as given, or the best in hindsight."""
@@ -45,11 +45,11 @@ def compete(contest: Contest, entry: Entry) -> Result:
     match entry.name:
         case "static-default":
             machine = contest.settings.machine
-            field = contest.with_knobs(
+            field = contest.with_parameters(
                 {
-                    Knob.MAX_NUM_SEQS: machine.max_num_seqs,
-                    Knob.MAX_NUM_BATCHED_TOKENS: machine.max_num_batched_tokens,
-                    Knob.WATERMARK: 0.0,
+                    Parameter.MAX_NUM_SEQS: machine.max_num_seqs,
+                    Parameter.MAX_NUM_BATCHED_TOKENS: machine.max_num_batched_tokens,
+                    Parameter.WATERMARK: 0.0,
                 }
             )
             outcome = field.play_fixed(entry.name)
@@ -70,7 +70,7 @@ def compete(contest: Contest, entry: Entry) -> Result:
     return Result(entry, contest.judge(entry.label, outcome), outcome, start, target)
 
 
-def _rival(contest: Contest, name: str, target: float | None) -> tuple[float, Outcome]:
+def _rival(contest: Contest, name: str, target: float | None) -> tuple[float, SimulationResult]:
     make = WITH_TARGET[name]
     found = hindsight_target(contest, name) if target is None else target
     return found, contest.play(make(found))
@@ -87,29 +87,31 @@ def hindsight_target(contest: Contest, name: str) -> float:
     return target
 
 
-Search = Callable[[Contest], tuple[Contest, Outcome]]
+Search = Callable[[Contest], tuple[Contest, SimulationResult]]
 
 
-def _recalled_fixed(contest: Contest, name: str, search: Search) -> tuple[Contest, Outcome]:
+def _recalled_fixed(contest: Contest, name: str, search: Search) -> tuple[Contest, SimulationResult]:
     """Where replicas are fixed none starts later and each search sets how many, so one finding serves them all."""
     anywhere = replace(contest.settings, cold_start_seconds=0.0)
     key = memo.key_of(replace(contest, settings=anywhere), name)
     found = memo.recall(key)
     if found is not None:
-        knobs: dict[Knob, Value] = {Knob(knob): value for knob, value in found["knobs"].items()}
-        field = contest.with_knobs(knobs).with_replicas(found["start"])
+        parameters: dict[Parameter, Value] = {
+            Parameter(parameter): value for parameter, value in found["knobs"].items()
+        }
+        field = contest.with_parameters(parameters).with_replicas(found["start"])
         return field, field.play_fixed(name)
     field, outcome = search(contest)
-    memo.remember(key, {"knobs": dict(field.settings.knobs), "start": field.settings.start_replicas})
+    memo.remember(key, {"knobs": dict(field.settings.parameters), "start": field.settings.start_replicas})
     return field, outcome
 
 
-def _oracle(contest: Contest) -> tuple[Outcome, int]:
+def _oracle(contest: Contest) -> tuple[SimulationResult, int]:
     """The oracle plans with the knobs of the best fixed replicas."""
     key = memo.key_of(contest, "oracle")
     found = memo.recall(key)
     fixed, _ = _recalled_fixed(contest, "static-n", static_n)
-    base = contest.with_knobs(fixed.settings.knobs)
+    base = contest.with_parameters(fixed.settings.parameters)
     plan = Plan(tuple(found["counts"]), found["seconds"]) if found is not None else find_plan(base)
     if found is None:
         memo.remember(key, {"counts": list(plan.counts), "seconds": plan.seconds})
@@ -138,7 +140,7 @@ def to_json(contest: Contest, results: Sequence[Result]) -> dict[str, Any]:
             "start_replicas": settings.start_replicas,
             "cold_start_seconds": settings.cold_start_seconds,
             "router": contest.loop.router.value,
-            "knobs": {knob.value: value for knob, value in settings.knobs.items()},
+            "knobs": {parameter.value: value for parameter, value in settings.parameters.items()},
         },
         "policies": [result.to_json() for result in results],
     }

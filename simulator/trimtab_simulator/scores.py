@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from trimtab_simulator.objectives import Objectives
-from trimtab_simulator.replay import REPLICAS, Change, Outcome
+from trimtab_simulator.replay import REPLICAS, Change, SimulationResult
 
 REVERSAL_WINDOW_SECONDS = 600.0
 
@@ -47,7 +47,7 @@ class Score:
     preemptions: int = 0
     prefix_hit_share: float = 0.0
     """Share of all prompt tokens that the prefix cache had."""
-    knobs: dict[str, float] = field(default_factory=dict)
+    parameters: dict[str, float] = field(default_factory=dict)
     """The values in force at the end, by knob."""
 
     def to_json(self) -> dict[str, object]:
@@ -55,7 +55,7 @@ class Score:
         return asdict(self)
 
 
-def score(policy: str, outcome: Outcome, objectives: Objectives) -> Score:
+def score(policy: str, outcome: SimulationResult, objectives: Objectives) -> Score:
     """Judge one replay."""
     served = outcome.served
     requests = len(served) + outcome.refused
@@ -87,7 +87,7 @@ def score(policy: str, outcome: Outcome, objectives: Objectives) -> Score:
         throughput_tokens_per_s=sum(s.num_output for s in served) / seconds if seconds else 0.0,
         preemptions=outcome.preemptions,
         prefix_hit_share=outcome.cached_tokens / outcome.prompt_tokens if outcome.prompt_tokens else 0.0,
-        knobs={name: float(value) for name, value in outcome.final_knobs.items()},
+        parameters={name: float(value) for name, value in outcome.final_parameters.items()},
     )
 
 

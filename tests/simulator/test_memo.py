@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_simulator import memo
 from trimtab_simulator.contest import Contest
 from trimtab_simulator.objectives import Objectives
@@ -17,11 +17,11 @@ from trimtab_simulator.replay import Loop
 from trimtab_simulator.results import compete
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 
-KNOBS: dict[Knob, Value] = {
-    Knob.MAX_NUM_SEQS: 64,
-    Knob.MAX_NUM_BATCHED_TOKENS: 1024,
-    Knob.WATERMARK: 0.0,
-    Knob.GPU_MEMORY_UTILIZATION: 0.9,
+KNOBS: dict[Parameter, Value] = {
+    Parameter.MAX_NUM_SEQS: 64,
+    Parameter.MAX_NUM_BATCHED_TOKENS: 1024,
+    Parameter.WATERMARK: 0.0,
+    Parameter.GPU_MEMORY_UTILIZATION: 0.9,
 }
 
 
@@ -41,7 +41,7 @@ def test_a_key_names_everything_that_a_search_depends_on() -> None:
     others = [
         a_contest(prompt=501),
         replace(contest, objectives=Objectives(1.0, itl_mean=0.06)),
-        contest.with_knobs({Knob.MAX_NUM_SEQS: 63}),
+        contest.with_parameters({Parameter.MAX_NUM_SEQS: 63}),
         contest.with_replicas(2),
         contest.with_queues_ordered,
         replace(contest, loop=Loop(seed=1)),

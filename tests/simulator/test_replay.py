@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 from trimtab_operator.tuner.engine_model import StepCost
-from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_operator.tuner.samples import Phase
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import Machine
 from trimtab_simulator.plant.router import RouterKind
 from trimtab_simulator.policies.fixed import Fixed
-from trimtab_simulator.policies.policy import STAY, Moves, View
-from trimtab_simulator.replay import Loop, Outcome, replay
+from trimtab_simulator.policies.policy import STAY, PolicyActions, View
+from trimtab_simulator.replay import Loop, SimulationResult, replay
 from trimtab_simulator.scores import score
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 
@@ -23,13 +23,13 @@ MACHINE = Machine("m", "g", StepCost(0.01, 1e-4, 1e-4, 0.0), 100_000, max_model_
 
 
 def settings(replicas: int = 1, *, budget: int = 512, cold: float = 60.0, machine: Machine = MACHINE) -> FleetSettings:
-    knobs: dict[Knob, Value] = {
-        Knob.MAX_NUM_SEQS: 64,
-        Knob.MAX_NUM_BATCHED_TOKENS: budget,
-        Knob.WATERMARK: 0.0,
-        Knob.GPU_MEMORY_UTILIZATION: 0.9,
+    parameters: dict[Parameter, Value] = {
+        Parameter.MAX_NUM_SEQS: 64,
+        Parameter.MAX_NUM_BATCHED_TOKENS: budget,
+        Parameter.WATERMARK: 0.0,
+        Parameter.GPU_MEMORY_UTILIZATION: 0.9,
     }
-    return FleetSettings(machine, knobs, replicas, 1, 8, cold)
+    return FleetSettings(machine, parameters, replicas, 1, 8, cold)
 
 
 def a_trace(seconds: float = 300.0, rate: float = 4.0, *, prompt: int = 200, output: int = 50, seed: int = 0) -> Trace:
@@ -45,13 +45,13 @@ class Scripted:
 
     reads_requests = True
 
-    def __init__(self, decide: Callable[[View], Moves], tick_seconds: float = 15.0) -> None:
+    def __init__(self, decide: Callable[[View], PolicyActions], tick_seconds: float = 15.0) -> None:
         self.name = "scripted"
         self.tick_seconds = tick_seconds
         self.seen: list[View] = []
         self._decide = decide
 
-    def decide(self, view: View) -> Moves:
+    def decide(self, view: View) -> PolicyActions:
         self.seen.append(view)
         return self._decide(view)
 
@@ -76,9 +76,9 @@ def test_the_fewest_requests_are_a_better_guide_than_none() -> None:
 
 
 def test_a_new_replica_serves_after_its_cold_start_and_is_paid_for_before() -> None:
-    policy = Scripted(lambda view: Moves(replicas=2))
+    policy = Scripted(lambda view: PolicyActions(replicas=2))
     outcome = replay(a_trace(), policy, settings(cold=60.0), Loop())
-    phases = {round(view.now): [look.phase for look in view.looks] for view in policy.seen}
+    phases = {round(view.now): [snapshot.phase for snapshot in view.snapshots] for view in policy.seen}
     assert phases[15] == [Phase.READY]
     assert phases[60] == [Phase.READY, Phase.STARTING]
     assert phases[75] == [Phase.READY, Phase.READY]
@@ -88,21 +88,23 @@ def test_a_new_replica_serves_after_its_cold_start_and_is_paid_for_before() -> N
 
 def test_a_drained_replica_loses_no_request_and_is_paid_until_it_is_empty() -> None:
     trace = a_trace(output=400)
-    policy = Scripted(lambda view: Moves(replicas=1))
+    policy = Scripted(lambda view: PolicyActions(replicas=1))
     outcome = replay(trace, policy, settings(2), Loop())
     assert len(outcome.served) == len(trace.arrivals)
     assert 300 + 15 < outcome.gpu_seconds < 300 + 15 + 20
 
 
 def test_a_start_that_is_no_longer_wanted_is_given_up_before_a_replica_that_serves() -> None:
-    policy = Scripted(lambda view: Moves(replicas=3 if view.now < 20 else 1))
+    policy = Scripted(lambda view: PolicyActions(replicas=3 if view.now < 20 else 1))
     outcome = replay(a_trace(), policy, settings(1, cold=100.0), Loop())
     assert outcome.gpu_seconds == pytest.approx(300 + 2 * 15)
     assert outcome.most_replicas == 3
 
 
 def test_targets_stay_within_the_bounds() -> None:
-    outcome = replay(a_trace(), Scripted(lambda view: Moves(replicas=100 if view.now < 100 else 0)), settings(), Loop())
+    outcome = replay(
+        a_trace(), Scripted(lambda view: PolicyActions(replicas=100 if view.now < 100 else 0)), settings(), Loop()
+    )
     assert {c.after for c in outcome.changes} == {8, 1}
 
 
@@ -112,21 +114,23 @@ def test_a_known_schedule_is_followed() -> None:
 
 
 def test_a_knob_is_moved_within_what_the_engine_takes() -> None:
-    policy = Scripted(lambda view: Moves(knobs={Knob.MAX_NUM_BATCHED_TOKENS: 10**9}) if view.now < 20 else STAY)
+    policy = Scripted(
+        lambda view: PolicyActions(parameters={Parameter.MAX_NUM_BATCHED_TOKENS: 10**9}) if view.now < 20 else STAY
+    )
     outcome = replay(a_trace(), policy, settings(), Loop())
     assert [(c.target, c.after) for c in outcome.changes] == [("max_num_batched_tokens", 16_384)]
-    config = policy.seen[1].looks[0].config
+    config = policy.seen[1].snapshots[0].config
     assert config is not None
-    assert (config.generation, config.applied[Knob.MAX_NUM_BATCHED_TOKENS]) == (2, 16_384)
+    assert (config.generation, config.applied[Parameter.MAX_NUM_BATCHED_TOKENS]) == (2, 16_384)
 
 
 def test_a_look_tells_each_finished_request_once_and_counters_that_agree() -> None:
     policy = Scripted(lambda view: STAY)
     outcome = replay(a_trace(), policy, settings(2), Loop())
-    samples = [look.sample for view in policy.seen for look in view.looks if look.sample is not None]
+    samples = [snapshot.sample for view in policy.seen for snapshot in view.snapshots if snapshot.sample is not None]
     told = [f.arrived_at for sample in samples if sample.requests for f in sample.requests.finished]
     assert len(told) == len(set(told)) > 0.9 * len(outcome.served)
-    last = [look.sample for look in policy.seen[-1].looks if look.sample is not None]
+    last = [snapshot.sample for snapshot in policy.seen[-1].snapshots if snapshot.sample is not None]
     assert sum(s.counters.arrived or 0 for s in last) == pytest.approx(len(outcome.served), rel=0.1)
     assert sum(s.ttft.counts[-1] for s in last if s.ttft) >= len(told)
     assert all(s.counters.decode is not None and s.counters.decode.seconds > 0 for s in last)
@@ -135,7 +139,12 @@ def test_a_look_tells_each_finished_request_once_and_counters_that_agree() -> No
 def test_a_late_look_is_as_old_as_it_was_said_to_be() -> None:
     policy = Scripted(lambda view: STAY)
     replay(a_trace(), policy, settings(), Loop(delay_seconds=30.0))
-    ages = {round(view.now - look.sample.at) for view in policy.seen for look in view.looks if look.sample is not None}
+    ages = {
+        round(view.now - snapshot.sample.at)
+        for view in policy.seen
+        for snapshot in view.snapshots
+        if snapshot.sample is not None
+    }
     assert ages == {30}
 
 
@@ -147,10 +156,10 @@ def test_a_request_that_no_replica_can_hold_is_refused_and_missed() -> None:
 
 
 def test_a_replay_repeats() -> None:
-    def once() -> Outcome:
+    def once() -> SimulationResult:
         return replay(a_trace(), Fixed("static"), settings(3), Loop(RouterKind.SERVICE, seed=7))
 
-    def times(outcome: Outcome) -> list[float | None]:
+    def times(outcome: SimulationResult) -> list[float | None]:
         return [s.finished_at for s in outcome.served]
 
     assert times(once()) == times(once())

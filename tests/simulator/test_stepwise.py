@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepwise_engine import StepwiseEngine
-from trimtab_operator.tuner.engine_model import Allowance, Gaps, KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
+from trimtab_operator.tuner.engine_model import (
+    Allowance,
+    EngineModel,
+    EngineModelPolicy,
+    Gaps,
+    KvBlocks,
+    Sequence,
+    StepCost,
+)
 from trimtab_operator.tuner.engine_model.gaps import fine_edges
 from trimtab_simulator.plant.shared_blocks import SharedBlocks
 
@@ -27,22 +35,22 @@ def arrivals(rng: random.Random, count: int, rate: float, prompt: int, output: i
 
 def both(
     rows: list[tuple[float, int, int]],
-    policy: TwinPolicy,
+    policy: EngineModelPolicy,
     num_blocks: int,
     *,
     caches: bool = True,
-    changes: dict[int, TwinPolicy | int] | None = None,
+    changes: dict[int, EngineModelPolicy | int] | None = None,
     max_model_len: int | None = None,
-) -> tuple[TwinEngine, StepwiseEngine]:
+) -> tuple[EngineModel, StepwiseEngine]:
     """Serve the same by both. `changes`: before which arrival the policy, or the number of blocks, becomes another."""
     gaps = Gaps(fine_edges())
-    fast = TwinEngine(COST, policy, KvBlocks(num_blocks, caches=caches), gaps=gaps)
+    fast = EngineModel(COST, policy, KvBlocks(num_blocks, caches=caches), gaps=gaps)
     slow = StepwiseEngine(COST, policy, num_blocks, caches=caches, max_model_len=max_model_len)
     for engine in (fast, slow):
         for index, row in enumerate(rows):
             engine.run_until(row[0])
             change = (changes or {}).get(index)
-            if isinstance(change, TwinPolicy):
+            if isinstance(change, EngineModelPolicy):
                 engine.set_policy(change)
             elif change is not None:
                 engine.resize(change)
@@ -51,7 +59,7 @@ def both(
     return fast, slow
 
 
-def lives(engine: TwinEngine | StepwiseEngine) -> list[tuple[float, ...]]:
+def lives(engine: EngineModel | StepwiseEngine) -> list[tuple[float, ...]]:
     """What each request saw, by arrival."""
     return sorted(
         (s.arrival, round(s.first_token_at or 0, 6), round(s.finished_at or 0, 6), s.num_preemptions)
@@ -59,7 +67,7 @@ def lives(engine: TwinEngine | StepwiseEngine) -> list[tuple[float, ...]]:
     )
 
 
-def assert_alike(fast: TwinEngine, slow: StepwiseEngine) -> None:
+def assert_alike(fast: EngineModel, slow: StepwiseEngine) -> None:
     assert lives(fast) == lives(slow)
     for kind, sums in slow.sums.items():
         assert astuple(fast.counters.sums[kind]) == pytest.approx(astuple(sums), rel=1e-9), kind
@@ -80,7 +88,7 @@ def assert_alike(fast: TwinEngine, slow: StepwiseEngine) -> None:
     rate=st.sampled_from([1.0, 5.0, 20.0, 200.0]),
     prompt=st.sampled_from([20, 200, 1500]),
     output=st.sampled_from([3, 40, 300]),
-    seats=st.sampled_from([2, 5, 16]),
+    slots=st.sampled_from([2, 5, 16]),
     budget=st.sampled_from([16, 64, 512, 4096]),
     blocks=st.sampled_from([115, 150, 300, 2000]),
     watermark=st.sampled_from([0.0, 0.05, 0.3]),
@@ -91,14 +99,14 @@ def test_every_request_gets_its_tokens_when_the_engine_would_have_given_them(
     rate: float,
     prompt: int,
     output: int,
-    seats: int,
+    slots: int,
     budget: int,
     blocks: int,
     watermark: float,
     caches: bool,
 ) -> None:
     rows = arrivals(random.Random(seed), 60, rate, prompt, output)
-    assert_alike(*both(rows, TwinPolicy(seats, budget, watermark), blocks, caches=caches))
+    assert_alike(*both(rows, EngineModelPolicy(slots, budget, watermark), blocks, caches=caches))
 
 
 ALLOWANCES = st.sampled_from([Allowance(0.1), Allowance(0.05, 0.002), Allowance(1.0), Allowance(0.01, 0.0001)])
@@ -110,7 +118,7 @@ ALLOWANCES = st.sampled_from([Allowance(0.1), Allowance(0.05, 0.002), Allowance(
     rate=st.sampled_from([2.0, 10.0, 40.0, 200.0]),
     prompt=st.sampled_from([20, 200, 1500]),
     output=st.sampled_from([1, 3, 40, 300]),
-    seats=st.sampled_from([1, 2, 5, 16]),
+    slots=st.sampled_from([1, 2, 5, 16]),
     budget=st.sampled_from([16, 64, 512, 4096]),
     blocks=st.sampled_from([115, 150, 300, 2000]),
     watermark=st.sampled_from([0.0, 0.05, 0.3]),
@@ -123,7 +131,7 @@ def test_queues_that_are_ordered_by_what_is_promised_are_ordered_alike(
     rate: float,
     prompt: int,
     output: int,
-    seats: int,
+    slots: int,
     budget: int,
     blocks: int,
     watermark: float,
@@ -133,16 +141,18 @@ def test_queues_that_are_ordered_by_what_is_promised_are_ordered_alike(
 ) -> None:
     """From the start; or by arrival first, then ordered, under another allowance, and by arrival again."""
     rows = arrivals(random.Random(seed), 90, rate, prompt, output)
-    by_arrival, ordered = (TwinPolicy(seats, budget, watermark, each) for each in (None, allowance))
-    other = TwinPolicy(seats, budget, watermark, Allowance(2 * allowance.seconds, allowance.seconds_per_prompt_token))
+    by_arrival, ordered = (EngineModelPolicy(slots, budget, watermark, each) for each in (None, allowance))
+    other = EngineModelPolicy(
+        slots, budget, watermark, Allowance(2 * allowance.seconds, allowance.seconds_per_prompt_token)
+    )
     policy = by_arrival if changes else ordered
-    later: dict[int, TwinPolicy | int] = {20: ordered, 50: other, 60: ordered, 75: by_arrival} if changes else {}
+    later: dict[int, EngineModelPolicy | int] = {20: ordered, 50: other, 60: ordered, 75: by_arrival} if changes else {}
     assert_alike(*both(rows, policy, blocks, caches=caches, changes=later))
 
 
 def test_the_comparison_has_late_requests_and_preempted_ones_in_it() -> None:
     rows = arrivals(random.Random(5), 300, 20.0, 600, 120)
-    fast, slow = both(rows, TwinPolicy(16, 256, 0.0, Allowance(1.0, 0.001)), 150)
+    fast, slow = both(rows, EngineModelPolicy(16, 256, 0.0, Allowance(1.0, 0.001)), 150)
     late = [sequence for sequence in fast.finished if sequence.was_late]
     assert 50 < len(late) < 250
     assert any(sequence.num_preemptions for sequence in late)
@@ -153,29 +163,34 @@ def test_the_comparison_has_late_requests_and_preempted_ones_in_it() -> None:
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    seats=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    slots=st.tuples(st.integers(1, 20), st.integers(1, 20)),
     budgets=st.tuples(st.integers(20, 600), st.integers(20, 600)),
     caches=st.booleans(),
 )
 def test_a_new_policy_is_followed_alike(
-    seed: int, seats: tuple[int, int], budgets: tuple[int, int], caches: bool
+    seed: int, slots: tuple[int, int], budgets: tuple[int, int], caches: bool
 ) -> None:
     rows = arrivals(random.Random(seed), 60, 20.0, 300, 60)
-    changes: dict[int, TwinPolicy | int] = {20: TwinPolicy(seats[1], budgets[1]), 40: TwinPolicy(seats[0], budgets[1])}
-    assert_alike(*both(rows, TwinPolicy(seats[0], budgets[0]), 120, caches=caches, changes=changes))
+    changes: dict[int, EngineModelPolicy | int] = {
+        20: EngineModelPolicy(slots[1], budgets[1]),
+        40: EngineModelPolicy(slots[0], budgets[1]),
+    }
+    assert_alike(*both(rows, EngineModelPolicy(slots[0], budgets[0]), 120, caches=caches, changes=changes))
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), blocks=st.integers(25, 200))
 def test_a_smaller_kv_cache_preempts_alike(seed: int, blocks: int) -> None:
     rows = arrivals(random.Random(seed), 60, 30.0, 300, 60)
-    fast, slow = both(rows, TwinPolicy(16, 256), 200, caches=False, changes={20: blocks, 40: 200}, max_model_len=400)
+    fast, slow = both(
+        rows, EngineModelPolicy(16, 256), 200, caches=False, changes={20: blocks, 40: 200}, max_model_len=400
+    )
     assert_alike(fast, slow)
 
 
 def test_the_comparison_has_preemptions_partial_prompts_and_stalls_in_it() -> None:
     rows = arrivals(random.Random(1), 300, 20.0, 1500, 300)
-    fast, slow = both(rows, TwinPolicy(16, 64), 150)
+    fast, slow = both(rows, EngineModelPolicy(16, 64), 150)
     assert sum(s.num_preemptions for s in slow.finished) > 50
     assert slow.recomputed_tokens > 1000
     assert max(slow.gaps) > 1.0
@@ -191,15 +206,15 @@ def short_and_long(rng: random.Random) -> list[tuple[float, int, int]]:
     return rows
 
 
-@pytest.mark.parametrize(("seed", "seats", "blocks"), [(43, 16, 40), (123, 16, 40), (126, 8, 26)])
-def test_a_victim_before_the_cut_prompt_leaves_its_token_to_it(seed: int, seats: int, blocks: int) -> None:
-    fast, slow = both(short_and_long(random.Random(seed)), TwinPolicy(seats, 24), blocks, max_model_len=400)
+@pytest.mark.parametrize(("seed", "slots", "blocks"), [(43, 16, 40), (123, 16, 40), (126, 8, 26)])
+def test_a_victim_before_the_cut_prompt_leaves_its_token_to_it(seed: int, slots: int, blocks: int) -> None:
+    fast, slow = both(short_and_long(random.Random(seed)), EngineModelPolicy(slots, 24), blocks, max_model_len=400)
     assert_alike(fast, slow)
 
 
 def test_a_victim_before_the_cut_prompt_leaves_its_token_to_it_among_many_arrivals() -> None:
     rows = arrivals(random.Random(18), 60, 20.0, 200, 300)
-    assert_alike(*both(rows, TwinPolicy(16, 16), 115))
+    assert_alike(*both(rows, EngineModelPolicy(16, 16), 115))
 
 
 KEY_TOKENS = 32  # two blocks
@@ -223,18 +238,18 @@ def conversations(rng: random.Random, count: int) -> list[tuple[float, int, int,
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    seats=st.sampled_from([2, 6, 16]),
+    slots=st.sampled_from([2, 6, 16]),
     budget=st.sampled_from([32, 128, 1024]),
     blocks=st.sampled_from([34, 60, 120, 1000]),
     allowance=st.one_of(st.none(), ALLOWANCES, st.just(Allowance(0.4))),
 )
 def test_prompts_that_begin_alike_find_the_same_blocks(
-    seed: int, seats: int, budget: int, blocks: int, allowance: Allowance | None
+    seed: int, slots: int, budget: int, blocks: int, allowance: Allowance | None
 ) -> None:
     rows = conversations(random.Random(seed), 60)
-    policy = TwinPolicy(seats, budget, allowance=allowance)
+    policy = EngineModelPolicy(slots, budget, allowance=allowance)
     gaps = Gaps(fine_edges())
-    fast = TwinEngine(COST, policy, SharedBlocks(blocks, key_tokens=KEY_TOKENS), gaps=gaps)
+    fast = EngineModel(COST, policy, SharedBlocks(blocks, key_tokens=KEY_TOKENS), gaps=gaps)
     slow = StepwiseEngine(COST, policy, blocks, key_tokens=KEY_TOKENS)
     for engine in (fast, slow):
         for row in rows:

@@ -33,12 +33,20 @@ from trimtab_operator.planning.tuning import settings_of
 from trimtab_operator.resource.live_parameters import knobs
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 from trimtab_operator.resource.time import parse_time
-from trimtab_operator.tuner.knobs import Knob, Value
-from trimtab_operator.tuner.replay import Made, Replayed, Row, Verdict, compared, made_of, replay
-from trimtab_operator.tuner.samples.codec import from_json as looks_from_json
-from trimtab_operator.tuner.samples.codec import to_json as looks_to_json
-from trimtab_operator.tuner.samples.prometheus import Naming, StoredSeries, matrix_of, range_query
-from trimtab_operator.tuner.samples.recorded import RECORDED_NAMES, Limits, Tick, ticks_of
+from trimtab_operator.tuner.parameters import Parameter, Value
+from trimtab_operator.tuner.replay import (
+    DecisionRecord,
+    ReplayReport,
+    Row,
+    Verdict,
+    compare_decisions,
+    record_of,
+    replay,
+)
+from trimtab_operator.tuner.samples.codec import from_json as snapshots_from_json
+from trimtab_operator.tuner.samples.codec import to_json as snapshots_to_json
+from trimtab_operator.tuner.samples.prometheus import PrometheusNaming, StoredSeries, parse_matrix, range_query
+from trimtab_operator.tuner.samples.recorded import RECORDED_NAMES, Limits, Tick, build_ticks
 from trimtab_operator.tuner.samples.series import Unreadable
 from trimtab_operator.tuner.settings import Mode, Pace, Settings
 from trimtab_operator.tuner.stored import decision_from_json
@@ -65,9 +73,9 @@ ABOUT = (
 )
 EXAMPLES = """Examples:
 
-trimtab replay --prometheus http://localhost:9090 --from 2h -f deployment.yaml --save looks.jsonl
+trimtab replay --prometheus http://localhost:9090 --from 2h -f deployment.yaml --save samples.jsonl
 
-trimtab replay looks.jsonl -f deployment.yaml
+trimtab replay samples.jsonl -f deployment.yaml
 
 trimtab why NAME -n NAMESPACE -o json | trimtab replay range.json -f deployment.yaml --decided -"""
 
@@ -129,7 +137,7 @@ def replay_recording(
     """Decide again over a recording, and tell what differs from what was decided then."""
     deployment = None if resource is None else _deployment(resource)
     settings = _settings(deployment, tick)
-    naming = Naming(
+    naming = PrometheusNaming(
         pod_label, namespace_label, _pairs("--prometheus-match", match), _pairs("--prometheus-alias", alias)
     )
     flags = prometheus_flags.Flags(
@@ -161,7 +169,7 @@ def replay_recording(
         _save(save, ticks)
     found = replay(ticks, settings)
     then = found.moved if decided is None else _decided(decided, found)
-    rows = compared(then, found.decided, within=within)
+    rows = compare_decisions(then, found.decided, within=within)
     typer.echo(_as_json(found, rows) if output is Output.JSON else _as_table(found, rows, is_told=decided is not None))
     if any(row.verdict is not Verdict.SAME for row in rows):
         raise typer.Exit(EXIT_DIFFERS)
@@ -196,12 +204,12 @@ def _settings(deployment: InferenceDeployment | None, tick: float) -> Settings:
 
 def _limits(deployment: InferenceDeployment | None) -> Limits:
     """What each knob may be: the bounds, and the caps that the engines were started with."""
-    limits: dict[Knob, tuple[Value | None, Value | None]] = {Knob.WATERMARK: (0.0, 0.9)}
+    limits: dict[Parameter, tuple[Value | None, Value | None]] = {Parameter.WATERMARK: (0.0, 0.9)}
     for knob in () if deployment is None else knobs(deployment.spec):
         bounds = getattr(deployment.spec.tuning.bounds, knob.field) if deployment is not None else None
         low = None if bounds is None or bounds.min is None else float(bounds.min)
         start = None if knob.start is None else float(knob.start)
-        limits[Knob(knob.field)] = (low if low is not None else start, None if knob.cap is None else float(knob.cap))
+        limits[Parameter(knob.field)] = (low if low is not None else start, None if knob.cap is None else float(knob.cap))
     return limits
 
 
@@ -261,7 +269,7 @@ def _asked(
         connection = prometheus_flags.connection_of(url, flags)
         assert connection is not None
         series = asyncio.run(_all_series(connection, where, begin, end, chunks))
-        return ticks_of(series, connection.naming, every=tick, limits=limits, block_size=block_size)
+        return build_ticks(series, connection.naming, every=tick, limits=limits, block_size=block_size)
     except MisconfiguredOperator as error:
         refuse(str(error).replace("--prometheus-url", "--prometheus"))
     except Unreadable as error:
@@ -291,21 +299,21 @@ async def _all_series(
                 seconds=until - start,
                 names=RECORDED_NAMES,
             )
-            found += matrix_of(await asked.query(query, at=until))
+            found += parse_matrix(await asked.query(query, at=until))
     return found
 
 
-def _read(path: Path, naming: Naming, tick: float, limits: Limits, block_size: int) -> tuple[Tick, ...]:
+def _read(path: Path, naming: PrometheusNaming, tick: float, limits: Limits, block_size: int) -> tuple[Tick, ...]:
     """A file: looks, a line for each moment, or one answer of Prometheus."""
     lines = _lines(path)
     first = next(lines, None)
     if first is None:
         refuse(f"{path}: is empty")
     try:
-        if '"looks"' in first[1][:200]:
+        if '"snapshots"' in first[1][:200]:
             return tuple(_ticks(path, chain([first], lines)))
         text = "".join(line for _, line in chain([first], lines))
-        return ticks_of(matrix_of(text), naming, every=tick, limits=limits, block_size=block_size)
+        return build_ticks(parse_matrix(text), naming, every=tick, limits=limits, block_size=block_size)
     except Unreadable as error:
         refuse(f"{path}: {error}")
 
@@ -335,20 +343,20 @@ def _ticks(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Tick]:
     before = -math.inf
     for number, line in lines:
         try:
-            looks, at = looks_from_json(line)
+            snapshots, at = snapshots_from_json(line)
         except ValueError as error:
             refuse(f"{path}: line {number}: {error}")
         if at <= before:
             refuse(f"{path}: line {number}: its time is not after that of the line before")
         before = at
-        yield Tick(at, looks)
+        yield Tick(at, snapshots)
 
 
 def _save(path: Path, ticks: tuple[Tick, ...]) -> None:
     try:
         with path.open("w", encoding="utf-8") as file:
             for tick in ticks:
-                file.write(looks_to_json(tick.looks, now=tick.at) + "\n")
+                file.write(snapshots_to_json(tick.snapshots, now=tick.at) + "\n")
     except OSError as error:
         typer.echo(f"--save {path} cannot be written: {error.strerror}", err=True)
         raise typer.Exit(EXIT_NOT_WRITTEN) from None
@@ -357,7 +365,7 @@ def _save(path: Path, ticks: tuple[Tick, ...]) -> None:
 # --- what was decided then --------------------------------------------------------------------------------------------
 
 
-def _decided(path: Path, found: Replayed) -> tuple[Made, ...]:
+def _decided(path: Path, found: ReplayReport) -> tuple[DecisionRecord, ...]:
     """The decisions of a file, as far as they were made while it was recorded."""
     try:
         body = json.loads(sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8"))
@@ -367,7 +375,7 @@ def _decided(path: Path, found: Replayed) -> tuple[Made, ...]:
         refuse(f"--decided {path} is no JSON: {error}")
     try:
         if "decisions" in body:
-            made = [made_of(decision_from_json(entry)) for entry in body["decisions"]]
+            made = [record_of(decision_from_json(entry)) for entry in body["decisions"]]
         else:
             made = [_of_status(entry) for entry in body["status"]["tuning"].get("history", [])]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -375,28 +383,28 @@ def _decided(path: Path, found: Replayed) -> tuple[Made, ...]:
     return tuple(sorted((m for m in made if found.begin <= m.at <= found.end), key=lambda m: m.at))
 
 
-def _of_status(entry: Mapping[str, Any]) -> Made:
+def _of_status(entry: Mapping[str, Any]) -> DecisionRecord:
     moment = parse_time(entry["time"])
     if moment is None:
         raise ValueError(f"{entry['time']!r} is no time")
     before, after = (None if entry.get(end) is None else float(entry[end]) for end in ("from", "to"))
-    return Made(moment.timestamp(), str(entry["knob"]), before, after, str(entry["reason"]), str(entry["message"]))
+    return DecisionRecord(moment.timestamp(), str(entry["knob"]), before, after, str(entry["reason"]), str(entry["message"]))
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------
 
 
-def _as_table(found: Replayed, rows: tuple[Row, ...], *, is_told: bool) -> str:
+def _as_table(found: ReplayReport, rows: tuple[Row, ...], *, is_told: bool) -> str:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH, file=None)
     with console.capture() as captured:
         console.print(
-            f"{found.ticks:,} looks at {found.replicas} replica{'s' if found.replicas != 1 else ''}, "
+            f"{found.ticks:,} samples of {found.replicas} replica{'s' if found.replicas != 1 else ''}, "
             f"{_time(found.begin)} to {_time(found.end)}",
             markup=False,
         )
-        for spell in found.spells:
-            if spell.reason != "Scraped":
-                console.print(f"  {_time(spell.begin)} {spell.reason}: {spell.message}", markup=False, soft_wrap=True)
+        for period in found.periods:
+            if period.reason != "Scraped":
+                console.print(f"  {_time(period.begin)} {period.reason}: {period.message}", markup=False, soft_wrap=True)
         if rows:
             table = Table(box=None)
             for heading in ("at", "", "decided then" if is_told else "moved then", "decided now"):
@@ -414,7 +422,7 @@ def _time(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%m-%d %H:%M:%S")
 
 
-def _words(made: Made | None) -> str:
+def _words(made: DecisionRecord | None) -> str:
     if made is None:
         return "–"
     moved = f"{made.target} {_value(made.before)} → {_value(made.after)}"
@@ -426,12 +434,12 @@ def _value(value: Value | None) -> str:
     return "–" if value is None else f"{value:.10g}"
 
 
-def _as_json(found: Replayed, rows: tuple[Row, ...]) -> str:
+def _as_json(found: ReplayReport, rows: tuple[Row, ...]) -> str:
     return json.dumps(
         {
-            "recording": {"looks": found.ticks, "replicas": found.replicas, "from": found.begin, "to": found.end},
+            "recording": {"snapshots": found.ticks, "replicas": found.replicas, "from": found.begin, "to": found.end},
             "same": all(row.verdict is Verdict.SAME for row in rows),
-            "metricsAvailable": [asdict(spell) for spell in found.spells],
+            "metricsAvailable": [asdict(period) for period in found.periods],
             "rows": [
                 {
                     "at": row.at,

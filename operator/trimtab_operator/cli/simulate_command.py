@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trimtab_operator.cli.shared import EXIT_REFUSED, check_read, check_written
-from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.parameters import Parameter, Value
 
 if TYPE_CHECKING:
     from trimtab_simulator.contest import Contest
@@ -124,13 +124,13 @@ def simulate(
         if kv_tokens is not None:
             machine = machine.with_kv_tokens(kv_tokens)
         budget = machine.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
-        knobs: dict[Knob, Value] = {
-            Knob.MAX_NUM_SEQS: min(machine.max_num_seqs, budget) if max_num_seqs is None else max_num_seqs,
-            Knob.MAX_NUM_BATCHED_TOKENS: budget,
-            Knob.WATERMARK: watermark,
-            Knob.GPU_MEMORY_UTILIZATION: START_UTILIZATION,
+        knobs: dict[Parameter, Value] = {
+            Parameter.MAX_NUM_SEQS: min(machine.max_num_seqs, budget) if max_num_seqs is None else max_num_seqs,
+            Parameter.MAX_NUM_BATCHED_TOKENS: budget,
+            Parameter.WATERMARK: watermark,
+            Parameter.GPU_MEMORY_UTILIZATION: START_UTILIZATION,
         }
-        if knobs[Knob.MAX_NUM_SEQS] > budget:
+        if knobs[Parameter.MAX_NUM_SEQS] > budget:
             raise BadRequest(f"--max-num-seqs {max_num_seqs} is above --max-num-batched-tokens {budget}; lower it")
         transform = Transform(start, duration, speed, copies, jitter, peak, cv)
         loaded = load_trace(trace, transform, lengths=lengths, seed=seed)

@@ -21,7 +21,7 @@ MAX_COUNT = Decimal(1048576)  # no bound in the CRD is higher, and the engine re
 
 
 @dataclass(frozen=True, slots=True)
-class Knob:
+class LiveParameter:
     """One live knob: `start` is None when only the engine knows it, `cap` None when the engine's default cap holds."""
 
     field: str
@@ -30,7 +30,7 @@ class Knob:
     is_start_given: bool
 
 
-def knobs(spec: Spec) -> tuple[Knob, Knob, Knob]:
+def knobs(spec: Spec) -> tuple[LiveParameter, LiveParameter, LiveParameter]:
     """The live knobs: gpu_memory_utilization, max_num_seqs, max_num_batched_tokens."""
     on_cpu = spec.runtime.device == "cpu"
     engine, bounds = spec.engine, spec.tuning.bounds
@@ -59,9 +59,9 @@ def _knob(
     given: str | int | None,
     default: Decimal | int | None,
     bounds: FractionBounds | IntBounds | None,
-) -> Knob:
+) -> LiveParameter:
     start = Decimal(str(given)) if given is not None else None if default is None else Decimal(default)
-    return Knob(field, start, _cap(spec, field, start, bounds), given is not None)
+    return LiveParameter(field, start, _cap(spec, field, start, bounds), given is not None)
 
 
 def _cap(spec: Spec, field: str, start: Decimal | None, bounds: FractionBounds | IntBounds | None) -> Decimal | None:

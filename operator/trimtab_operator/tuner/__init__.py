@@ -1,5 +1,5 @@
-"""The tuner: a pure function from what the engines report to what they should run.
+"""Pure function from engine metrics to the live parameters and the replica count.
 
-`decide.decide(looks, memory, settings, now)` is all that the rest of the operator calls; docs/guides/tuning.md has
-the law.
+The rest of the operator calls only `decide.decide(snapshots, state, settings, now)`; docs/guides/tuning.md describes
+the control law.
 """

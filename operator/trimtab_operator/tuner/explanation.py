@@ -1,4 +1,4 @@
-"""Decisions as sentences with their numbers: the words of status, Events, the log and `trimtab why`."""
+"""Decisions as sentences with their numbers, for status, Events, the log and `trimtab why`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
-from trimtab_operator.tuner.knobs import Value
 from trimtab_operator.tuner.load.season import DAY_SECONDS
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason, ReplicaCount, Restart
+from trimtab_operator.tuner.parameters import Value
 from trimtab_operator.tuner.settings import Mode
 
 MIB = 1 << 20
-MOST_DIGITS = 9  # beyond those that are usual, to tell two figures apart
+MAX_EXTRA_DIGITS = 9  # added to the usual digits until two figures differ
 
 GUIDE: Mapping[Reason, str] = {
     Reason.KV_CACHE_TOO_SMALL: "Increase gpu_memory_utilization. […] By increasing utilization, you can provide more "
@@ -24,38 +24,37 @@ GUIDE: Mapping[Reason, str] = {
     Reason.CHUNKS_TOO_SMALL: "Higher values achieve better time to first token (TTFT) as you can process more prefill "
     "tokens in a batch.",
     Reason.BATCH_TOO_LARGE: "Decrease max_num_seqs […]. This reduces the number of concurrent requests in a batch.",
-    Reason.TOO_FEW_SEATS: "You can process more […] in a batch.",
+    Reason.TOO_FEW_SEQUENCE_SLOTS: "You can process more […] in a batch.",
     Reason.TOO_FEW_REPLICAS: "When you need to scale throughput rather than model size (data parallelism).",
     Reason.TOO_MANY_REPLICAS: "When you have enough GPUs to replicate the entire model (data parallelism).",
     Reason.SATURATED: "Increase tensor_parallel_size. […] Increase pipeline_parallel_size.",
 }
-"""The optimisation guide's sentence behind each rule. Reasons that are not named here are safety, or a way back."""
+"""Sentence of vLLM's optimization guide that supports each rule; safety and reverting reasons have none."""
 
 
 def sentence_of(move: Move, mode: Mode) -> str:
-    """What was done, or would be, on which evidence, what is expected, and what would have led to something else."""
-    tell = _TELL[move.reason]
-    parts = [tell(move, mode)]
+    """Return the decision as one sentence: change, evidence, prediction, and the condition for a different decision."""
+    parts = [_FORMATTERS[move.reason](move, mode)]
     parts += [_expected(entry) for entry in move.expected[:2]]
     if move.would_change:
-        parts.append(f"not with {move.would_change}")
+        parts.append(f"would be different with {move.would_change}")
     return "; ".join(parts) + "."
 
 
 def why(history: tuple[Decision, ...], recommendation: Decision | None) -> str:
-    """What `trimtab why` prints: each decision with its id, grounds, the guide's advice and what came of it; newest
+    """Return the output of `trimtab why`: each decision with id, evidence, prediction, guideline and outcome, newest
     first."""
     if not history and recommendation is None:
-        return "Nothing was decided yet: no promise is missed, nothing is preempted, and the replicas fit the load."
+        return "No decisions yet: objectives are attained, nothing is preempted, and the replica count fits the load."
     lines: list[str] = []
     if recommendation is not None:
-        lines += ["Recommended:", *_told(recommendation), ""]
+        lines += ["Recommended:", *_decision_lines(recommendation), ""]
     for decision in reversed(history):
-        lines += [*_told(decision), ""]
+        lines += [*_decision_lines(decision), ""]
     return "\n".join(lines).rstrip()
 
 
-def _told(decision: Decision) -> list[str]:
+def _decision_lines(decision: Decision) -> list[str]:
     lines = [f"[{decision.id}] {decision.reason.value}: {decision.sentence}"]
     move = decision.move
     lines += [f"    evidence: {name.replace('_', ' ')} {_number(value)}" for name, value in move.evidence.items()]
@@ -68,9 +67,9 @@ def _told(decision: Decision) -> list[str]:
         lines.append(f"    predicted: {entry.measure.value} {change}{interval}")
     guide = GUIDE.get(decision.reason)
     if guide is not None:
-        lines.append(f'    the guide: "{guide}"')
+        lines.append(f'    guideline: "{guide}"')
     if decision.outcome:
-        lines.append(f"    what came of it: {decision.outcome}")
+        lines.append(f"    outcome: {decision.outcome}")
     return lines
 
 
@@ -78,7 +77,7 @@ def _told(decision: Decision) -> list[str]:
 
 
 def show(value: Value | None) -> str:
-    """A knob's value as people write it: 0.86, 2,048."""
+    """Return a parameter's value for display: 0.86, 2,048."""
     if value is None:
         return "nothing"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}".rstrip("0").rstrip(".")
@@ -91,9 +90,9 @@ def _change(move: Move, mode: Mode) -> str:
 
 
 def _preemption(move: Move) -> str:
-    twice, count = move.evidence["recomputed_share"], int(move.evidence["preemptions"])
+    recomputed, count = move.evidence["recomputed_share"], int(move.evidence["preemptions"])
     noun = "preemption" if count == 1 else "preemptions"
-    return f"{percent(twice)} of the tokens are computed twice ({count:,} {noun} in a minute)"
+    return f"{percent(recomputed)} of tokens were recomputed ({count:,} {noun} in the last minute)"
 
 
 def _kv_too_small(move: Move, mode: Mode) -> str:
@@ -110,135 +109,131 @@ def _admitted_too_early(move: Move, mode: Mode) -> str:
 
 def _kv_larger(move: Move, mode: Mode) -> str:
     return (
-        f"{_change(move, mode)}: nothing was preempted for {move.evidence['quiet_seconds'] / 60:.0f} minutes and no "
-        f"more "
-        f"than {move.evidence['kv_peak']:.0%} of the KV cache was in use"
+        f"{_change(move, mode)}: no preemption for {move.evidence['quiet_seconds'] / 60:.0f} minutes, with KV cache "
+        f"usage of at most {move.evidence['kv_peak']:.0%}"
     )
 
 
 def _watermark_not_needed(move: Move, mode: Mode) -> str:
-    return f"{_change(move, mode)}: nothing was preempted for {move.evidence['quiet_seconds'] / 60:.0f} minutes"
+    return f"{_change(move, mode)}: no preemption for {move.evidence['quiet_seconds'] / 60:.0f} minutes"
 
 
 def _budget(move: Move, mode: Mode) -> str:
     name = next((name for name in _GAINS if f"{name}_then" in move.evidence), "capacity")
     now, then = move.evidence[f"{name}_now"], move.evidence[f"{name}_then"]
-    told = apart(now, then, percent if name == "attainment" else figure)
-    come = figure(move.evidence["requests_per_second"])
-    return f"{_change(move, mode)}: {_GAINS[name].format(now=told[0], then=told[1])}; {come} requests/s come"
+    before, after = format_distinct(now, then, percent if name == "attainment" else figure)
+    rate = figure(move.evidence["requests_per_second"])
+    return f"{_change(move, mode)}: {_GAINS[name].format(now=before, then=after)}; {rate} requests/s arrive"
 
 
 _GAINS: Mapping[str, str] = {
-    "capacity": "{then} requests/s within the promises instead of {now}",
-    "attainment": "{then} of the requests within the promises instead of {now}",
-    "good_requests_per_second": "{then} requests/s that keep their promises instead of {now}",
-    "tokens_per_second": "{then} tokens/s instead of {now}, and nothing is promised",
+    "capacity": "{then} requests/s within the objectives instead of {now}",
+    "attainment": "{then} of requests within the objectives instead of {now}",
+    "good_requests_per_second": "{then} requests/s within the objectives instead of {now}",
+    "tokens_per_second": "{then} tokens/s instead of {now}, and no objective is set",
 }
-"""What a budget brings, by the name of the evidence."""
+"""Predicted gain of another token budget, by the name of the evidence."""
 
 
 def _batch_too_large(move: Move, mode: Mode) -> str:
     step, target = move.evidence["decode_step_seconds"] * 1000, move.evidence["itl_target_seconds"] * 1000
-    running, promised = f"{move.evidence['running']:.0f} requests", f"{figure(target)} ms between tokens are promised"
+    running = f"{move.evidence['running']:.0f} requests"
     if step <= target:
         return (
-            f"{_change(move, mode)}: the answers of {running} do not fit the KV cache, those that are preempted stall, "
-            f"and {promised}"
+            f"{_change(move, mode)}: the KV cache does not hold {running}, and preempted requests stall; the ITL "
+            f"objective is {figure(target)} ms"
         )
-    took, target_told = apart(step, target, figure)
-    return (
-        f"{_change(move, mode)}: a decode step of {running} takes {took} ms, and {target_told} ms between tokens are "
-        f"promised"
-    )
+    measured, objective = format_distinct(step, target, figure)
+    return f"{_change(move, mode)}: a decode step of {running} takes {measured} ms; the ITL objective is {objective} ms"
 
 
-def _too_few_seats(move: Move, mode: Mode) -> str:
+def _too_few_slots(move: Move, mode: Mode) -> str:
     return (
-        f"{_change(move, mode)}: the queue waits for a seat {move.evidence['blocked_by_seats_share']:.0%} of the time "
-        f"while {1 - move.evidence['kv_usage']:.0%} of the KV cache is free"
+        f"{_change(move, mode)}: the queue waits for a sequence slot {move.evidence['blocked_by_slots_share']:.0%} of "
+        f"the time while {1 - move.evidence['kv_usage']:.0%} of the KV cache is free"
     )
 
 
 def _replicas(move: Move, mode: Mode) -> str:
     if "capacity_per_replica" not in move.evidence:
-        return f"{_change(move, mode)}: no request has come for a minute, and none is there"
-    rate, foreseen = move.evidence["requests_per_second"], move.evidence["foreseen_per_second"]
+        return f"{_change(move, mode)}: no request arrived for a minute, and none is in flight"
+    rate, provisioned = move.evidence["requests_per_second"], move.evidence["provisioned_per_second"]
     queue = int(move.evidence.get("replicas_for_queue", 0))
-    waits = f", {queue} of them for what waits already" if queue else ""
+    notes = f", {queue} of them for queued requests" if queue else ""
     if move.evidence.get("is_overfull"):
-        waits += "; but the KV caches are nearly full, and would overflow"
-    meant = move.evidence.get("replicas_meant")
-    awaited = f"but the {meant:.0f} replicas at the beginning were meant for more: " if meant else ""
+        notes += "; the KV caches are nearly full and are predicted to overflow"
+    initial = move.evidence.get("initial_replicas")
+    hint = f"the {initial:.0f} initial replicas imply a higher load, " if initial else ""
     return (
-        f"{_change(move, mode)}: {rate:.3g} requests/s come, {awaited}{foreseen:.3g} are provided for by when a "
-        f"replica could serve, "
-        f"and one holds {move.evidence['capacity_per_replica']:.3g}{waits}{_forecast(move)}"
+        f"{_change(move, mode)}: {rate:.3g} requests/s arrive, {hint}{provisioned:.3g} requests/s must be served once "
+        f"a new replica is ready, and one replica holds {move.evidence['capacity_per_replica']:.3g}{notes}"
+        f"{_forecast(move)}"
     )
 
 
 def _forecast(move: Move) -> str:
-    """What is forecast, or why a forecast that is asked for is not followed."""
+    """Return the forecast, or the reason why a requested forecast is not used; "" without a forecast."""
     seen = move.evidence
     if "forecast_per_second" in seen:
         at = datetime.fromtimestamp(seen["forecast_at"], UTC)
         low, high = figure(seen["forecast_low"]), figure(seen["forecast_high"])
         return (
-            f"; arrivals are forecast to be {figure(seen['forecast_per_second'])}/s "
-            f"({low} to {high}) at {at:%H:%M} UTC, as {_periods_before(seen)}"
+            f"; the forecast is {figure(seen['forecast_per_second'])} requests/s ({low} to {high}) at {at:%H:%M} UTC, "
+            f"based on {_periods_before(seen)}"
         )
     if "forecast_error" in seen:
         return (
-            f"; the forecast is not followed, as it was off by {percent(math.expm1(seen['forecast_error']))} lately, "
-            f"and the present load by {percent(math.expm1(seen['naive_error']))}: it has to be clearly better"
+            f"; the forecast is not used: its recent error is {percent(math.expm1(seen['forecast_error']))}, not "
+            f"clearly below the {percent(math.expm1(seen['naive_error']))} of a constant load"
         )
     return ""
 
 
 def _periods_before(seen: Mapping[str, float]) -> str:
     count, seconds = int(seen["forecast_periods"]), seen["forecast_period_seconds"]
-    place, name = {DAY_SECONDS: ("on", "day"), 7 * DAY_SECONDS: ("in", "week")}.get(seconds, ("in", "period"))
-    return f"{place} the {name} before" if count == 1 else f"{place} the {count:,} {name}s before"
+    name = {DAY_SECONDS: "day", 7 * DAY_SECONDS: "week"}.get(seconds, "period")
+    return f"the previous {name}" if count == 1 else f"the previous {count:,} {name}s"
 
 
 def _saturated(move: Move, _: Mode) -> str:
-    what = "add replicas, or GPUs to each" if isinstance(move.target, ReplicaCount) else f"raise {move.target.value}"
+    advice = "add replicas, or GPUs to each" if isinstance(move.target, ReplicaCount) else f"raise {move.target.value}"
     return (
-        f"Saturated: {move.evidence.get('attained', 0.0):.1%} of the requests kept their promises and every knob is "
-        f"where "
-        f"it helps most; {what}"
+        f"Saturated: {move.evidence.get('attained', 0.0):.1%} of requests attained the objectives and no live "
+        f"parameter can improve that; {advice}"
     )
 
 
 def _rolled_back(move: Move, _: Mode) -> str:
-    return f"Rolled {move.target.value} back from {show(move.before)} to {show(move.after)}: it made things worse"
+    return f"Rolled {move.target.value} back from {show(move.before)} to {show(move.after)}: results became worse"
 
 
 def _restarted(move: Move, _: Mode) -> str:
     cause = "ran out of memory" if move.evidence["out_of_memory"] else "crashed"
     code = f" (exit code {int(move.evidence['exit_code'])})" if "exit_code" in move.evidence else ""
     return (
-        f"Lowered {move.target.value} from {show(move.before)} to its start {show(move.after)}: an engine {cause}"
+        f"Lowered {move.target.value} from {show(move.before)} to its start value {show(move.after)}: an engine {cause}"
         f"{code} above the start values (crash {int(move.evidence['crashes'])})"
     )
 
 
-def _memory_taken(move: Move, mode: Mode) -> str:
+def _device_memory_pressure(move: Move, mode: Mode) -> str:
     return (
-        f"{_change(move, mode)}: only {move.evidence['free_share']:.2%} of the device is free, as others use more of it"
+        f"{_change(move, mode)}: only {move.evidence['free_share']:.2%} of device memory is free, because other "
+        f"processes use more of it"
     )
 
 
 def _bounds(move: Move, _: Mode) -> str:
     before, after = show(move.before), show(move.after)
-    return f"Moved {move.target.value} from {before} to {after}: its bounds no longer allow {before}"
+    return f"Moved {move.target.value} from {before} to {after}: the bounds no longer allow {before}"
 
 
-def _start_too_large(move: Move, _: Mode) -> str:
-    what = move.target.parameter if isinstance(move.target, Restart) else move.target.value
-    return f"An engine runs out of memory while it starts: lower {what}"
+def _startup_out_of_memory(move: Move, _: Mode) -> str:
+    name = move.target.parameter if isinstance(move.target, Restart) else move.target.value
+    return f"An engine runs out of memory during start-up; lower {name}"
 
 
-_TELL: Mapping[Reason, Callable[[Move, Mode], str]] = {
+_FORMATTERS: Mapping[Reason, Callable[[Move, Mode], str]] = {
     Reason.KV_CACHE_TOO_SMALL: _kv_too_small,
     Reason.KV_CACHE_LARGER_THAN_NEEDED: _kv_larger,
     Reason.ADMITTED_TOO_EARLY: _admitted_too_early,
@@ -246,23 +241,23 @@ _TELL: Mapping[Reason, Callable[[Move, Mode], str]] = {
     Reason.CHUNKS_TOO_LARGE: _budget,
     Reason.CHUNKS_TOO_SMALL: _budget,
     Reason.BATCH_TOO_LARGE: _batch_too_large,
-    Reason.TOO_FEW_SEATS: _too_few_seats,
+    Reason.TOO_FEW_SEQUENCE_SLOTS: _too_few_slots,
     Reason.TOO_FEW_REPLICAS: _replicas,
     Reason.TOO_MANY_REPLICAS: _replicas,
     Reason.SATURATED: _saturated,
-    Reason.MADE_WORSE: _rolled_back,
-    Reason.RESTARTED_AFTER: _restarted,
-    Reason.MEMORY_TAKEN: _memory_taken,
+    Reason.ROLLED_BACK: _rolled_back,
+    Reason.ROLLED_BACK_AFTER_RESTART: _restarted,
+    Reason.DEVICE_MEMORY_PRESSURE: _device_memory_pressure,
     Reason.BOUNDS_CHANGED: _bounds,
-    Reason.START_TOO_LARGE: _start_too_large,
+    Reason.STARTUP_OUT_OF_MEMORY: _startup_out_of_memory,
 }
 
 
 def _expected(entry: Expectation) -> str:
     before, after = _amount(entry, entry.before), _amount(entry, entry.after)
     if before == after:
-        return f"{entry.measure.value} should stay at {after}"
-    return f"{entry.measure.value} should go from {before} to {after}"
+        return f"{entry.measure.value} is expected to stay at {after}"
+    return f"{entry.measure.value} is expected to change from {before} to {after}"
 
 
 def _amount(entry: Expectation, value: float) -> str:
@@ -277,27 +272,27 @@ def _amount(entry: Expectation, value: float) -> str:
     return "more" if math.isinf(value) else f"{value:,.0f}"
 
 
-def apart(one: float, other: float, tell: Callable[[float, int], str]) -> tuple[str, str]:
-    """Both figures as `tell` writes them, with as many more digits as tell them apart."""
-    for more in range(MOST_DIGITS):
-        told = tell(one, more), tell(other, more)
-        if told[0] != told[1]:
+def format_distinct(one: float, other: float, render: Callable[[float, int], str]) -> tuple[str, str]:
+    """Return both figures, formatted by `render` with as many extra digits as needed to differ."""
+    for extra in range(MAX_EXTRA_DIGITS):
+        texts = render(one, extra), render(other, extra)
+        if texts[0] != texts[1]:
             break
-    return told
+    return texts
 
 
-def percent(value: float, more: int = 0) -> str:
-    """A share in percent, with one decimal and some more."""
-    return f"{value:.{1 + more}%}"
+def percent(value: float, extra: int = 0) -> str:
+    """Return a share as a percentage with one decimal and `extra` more."""
+    return f"{value:.{1 + extra}%}"
 
 
-def figure(value: float, more: int = 0) -> str:
-    """A number with three digits and some more, or all of a larger one's."""
+def figure(value: float, extra: int = 0) -> str:
+    """Return a number with three significant digits and `extra` more; larger integers keep all digits."""
     if not math.isfinite(value) or value == 0:
         return f"{value:.3g}"
-    decimals = max(0, 2 + more - math.floor(math.log10(abs(value))))
-    told = f"{value:,.{decimals}f}"
-    return told.rstrip("0").rstrip(".") if "." in told else told
+    decimals = max(0, 2 + extra - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _number(value: float) -> str:

@@ -1,7 +1,7 @@
-"""What users are promised: objectives, and whether a request, or a share of requests, meets them.
+"""Latency objectives, and whether requests attain them.
 
-The first token may take longer for a longer prompt. An inter-token objective says which latency it means: a request's
-mean gap, or every gap between two tokens; long answers hardly notice one slow step, single gaps do.
+TTFT objectives may grow with the prompt. ITL objectives apply either to a request's mean gap or to every gap between
+two tokens: a single slow step hardly changes the mean of a long answer, but it violates single gaps.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from enum import StrEnum
 
 from trimtab_operator.tuner.engine_model import Allowance, StepCost
 
-DEFAULT_FACTOR = 3.0  # without objectives: so many times what an idle engine takes
+DEFAULT_FACTOR = 3.0  # default objectives, as a multiple of an idle engine's latency
 DEFAULT_SHARE = 0.95
 
 
 class ItlKind(StrEnum):
-    """Which inter-token latency an objective means."""
+    """The inter-token latency that an objective applies to."""
 
     MEAN = "mean"  # a request's mean gap
     TOKENS = "tokens"  # each gap between two tokens
@@ -25,14 +25,15 @@ class ItlKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ttft:
-    """The first token comes within `seconds` + `seconds_per_prompt_token` × prompt, for `share` of the requests."""
+    """The first token arrives within `seconds` + `seconds_per_prompt_token` × prompt tokens, for `share` of the
+    requests."""
 
     seconds: float
     seconds_per_prompt_token: float = 0.0
     share: float = DEFAULT_SHARE
 
     def limit(self, prompt_tokens: float) -> float:
-        """Seconds that a prompt of this length may take."""
+        """Return the TTFT limit in seconds for a prompt of this length."""
         return self.seconds + self.seconds_per_prompt_token * prompt_tokens
 
 
@@ -47,29 +48,30 @@ class Itl:
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What is promised. `are_given`: by the owner; else they are the defaults."""
+    """Latency objectives. `are_given` is False for the defaults."""
 
     ttft: Ttft | None = None
     itl: Itl | None = None
     are_given: bool = True
     order_queues: bool = False
-    """Whether engines serve those first who can still have their first token in time (queue order `deadline`)."""
+    """True if engines serve requests first that can still attain TTFT (queue order `deadline`)."""
 
     @property
     def allowance(self) -> Allowance | None:
-        """What the engines' queues are ordered by; None: by arrival."""
+        """TTFT allowance that engines order their queues by; None for order of arrival."""
         if self.ttft is None or not self.order_queues:
             return None
         return Allowance(self.ttft.seconds, self.ttft.seconds_per_prompt_token)
 
     @property
     def share(self) -> float:
-        """The share of requests that must meet everything: the laxer promise, as no request is promised more."""
-        shares = [promise.share for promise in (self.ttft, self.itl) if promise is not None]
+        """Share of requests that must attain every objective: the smaller of the two."""
+        shares = [objective.share for objective in (self.ttft, self.itl) if objective is not None]
         return min(shares) if shares else DEFAULT_SHARE
 
     def is_met(self, *, prompt: int, ttft: float | None, mean_gap: float | None) -> bool:
-        """Whether one request kept its promises, as far as a request alone can: token gaps are judged together."""
+        """Return True if one request attained its objectives. Token-gap objectives are judged over all requests
+        instead."""
         if self.ttft is not None and (ttft is None or ttft > self.ttft.limit(prompt)):
             return False
         if self.itl is None or self.itl.kind is not ItlKind.MEAN:
@@ -78,19 +80,19 @@ class Objectives:
 
     @property
     def slow_gap(self) -> float:
-        """From which length on a single gap breaks a promise; infinite where gaps are not promised."""
+        """Gap length from which on a single gap violates the objective; infinity without a token-gap objective."""
         return self.itl.seconds if self.itl is not None and self.itl.kind is ItlKind.TOKENS else math.inf
 
     def completed(self, cost: StepCost, *, typical_context: float) -> Objectives:
-        """With defaults for what the owner left open altogether: 3 × what an idle engine takes for it.
+        """Return the objectives, or defaults (3 × an idle engine's latency) if none is given.
 
-        An owner who promises one thing promises nothing else, so defaults come only where nothing is given.
+        With one objective given, the other one stays unset.
         """
         if self.ttft is not None or self.itl is not None:
             return self
-        alone = cost.seconds(1, 1, round(typical_context), round(typical_context))
+        decode = cost.seconds(1, 1, round(typical_context), round(typical_context))
         ttft = Ttft(
             seconds=DEFAULT_FACTOR * (cost.per_step + cost.per_prefill_step + cost.per_sequence),
             seconds_per_prompt_token=DEFAULT_FACTOR * (cost.per_token + cost.per_attended * typical_context / 2),
         )
-        return Objectives(ttft, Itl(DEFAULT_FACTOR * alone), are_given=False)
+        return Objectives(ttft, Itl(DEFAULT_FACTOR * decode), are_given=False)

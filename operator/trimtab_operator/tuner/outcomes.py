@@ -1,26 +1,26 @@
-"""What came of decisions on the replica count: whether those that were added serve, and if one that went was missed.
+"""Outcomes of replica decisions for the history: added replicas became ready, or removed ones were needed again.
 
-It is told in the history; nothing is decided by it (the law has its own account of regrets).
+Only reported: the control law keeps its own account of regretted scale-ins.
 """
 
 from __future__ import annotations
 
 from trimtab_operator.tuner.moves import Decision, Reason, ReplicaCount
 from trimtab_operator.tuner.observation import Observation
-from trimtab_operator.tuner.scaling.law import REGRET_SECONDS
-from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.scaling.control_law import REGRET_SECONDS
+from trimtab_operator.tuner.state import TunerState
 
 
-def with_outcomes(memory: Memory, observation: Observation, *, now: float) -> Memory:
-    """Write down what came of each decision on replicas that was carried out, once that is known."""
-    carried_out = {(event.at, event.change) for event in memory.scaling.events}
-    decisions = [entry for entry in memory.history if isinstance(entry.move.target, ReplicaCount)]
+def with_outcomes(state: TunerState, observation: Observation, *, now: float) -> TunerState:
+    """Return the state with the outcome of each applied replica decision, once it is known."""
+    carried_out = {(event.at, event.change) for event in state.scaling.events}
+    decisions = [entry for entry in state.history if isinstance(entry.move.target, ReplicaCount)]
     for index, decision in enumerate(decisions):
         is_done = (decision.at, _change(decision)) in carried_out
         if is_done and not decision.outcome:
             later = decisions[index + 1] if index + 1 < len(decisions) else None
-            memory = memory.with_outcome(decision.id, _outcome(decision, later, len(observation.ready), now))
-    return memory
+            state = state.with_outcome(decision.id, _outcome(decision, later, len(observation.ready), now))
+    return state
 
 
 def _change(decision: Decision) -> float:
@@ -28,14 +28,20 @@ def _change(decision: Decision) -> float:
 
 
 def _outcome(decision: Decision, later: Decision | None, serving: int, now: float) -> str:
-    """Empty while nothing can be said yet."""
+    """Return the outcome; "" while it is unknown."""
     seconds = (now if later is None else later.at) - decision.at
     if decision.reason is Reason.TOO_FEW_REPLICAS:
         if later is None and serving >= (decision.move.after or 0):
-            return f"{serving} replicas serve, {seconds:.0f} s later"
-        return "" if later is None else f"{serving} replicas served when the count changed again, {seconds:.0f} s later"
+            return f"{serving} replicas were ready after {seconds:.0f} s"
+        return (
+            "" if later is None else f"{serving} replicas were ready when the count changed again after {seconds:.0f} s"
+        )
     if decision.reason is Reason.TOO_MANY_REPLICAS:
         if later is not None and later.reason is Reason.TOO_FEW_REPLICAS and seconds < REGRET_SECONDS:
-            return f"regretted: more were needed again {seconds:.0f} s later"
-        return "" if later is None and seconds < REGRET_SECONDS else f"kept: no more were needed for {seconds:.0f} s"
+            return f"too early: more replicas were needed again after {seconds:.0f} s"
+        return (
+            ""
+            if later is None and seconds < REGRET_SECONDS
+            else f"kept: no more replicas were needed for {seconds:.0f} s"
+        )
     return ""

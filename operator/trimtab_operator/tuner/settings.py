@@ -1,4 +1,4 @@
-"""What the owner asks of the tuner, and how fast it may move."""
+"""Tuner settings from the resource, and the tuner's own pace."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from trimtab_operator.tuner.engine_model import StepCost
-from trimtab_operator.tuner.knobs import Knob, Value, Values
 from trimtab_operator.tuner.load.season import BUCKETS_PER_DAY, DAY_SECONDS
 from trimtab_operator.tuner.objectives import Objectives
+from trimtab_operator.tuner.parameters import Parameter, Value, Values
 from trimtab_operator.tuner.scaling.behavior import Behavior
-from trimtab_operator.tuner.scaling.law import Caution
+from trimtab_operator.tuner.scaling.control_law import Caution
 
 
 class Mode(StrEnum):
@@ -24,7 +24,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """`spec.tuning.bounds.X`. A missing end is the engine's own; minimum = maximum pins the knob."""
+    """`spec.tuning.bounds.X`. A missing end is the engine's own limit; minimum = maximum pins the parameter."""
 
     minimum: Value | None = None
     maximum: Value | None = None
@@ -32,7 +32,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Seasonal:
-    """`spec.scaling.forecast`: after how long the load repeats itself, and in how many parts that is remembered."""
+    """`spec.scaling.forecast`: period of the load, and the number of buckets that it is learned in."""
 
     period_seconds: float = DAY_SECONDS
     buckets: int = BUCKETS_PER_DAY
@@ -40,43 +40,43 @@ class Seasonal:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """`spec.scaling`: how many replicas there may be."""
+    """`spec.scaling`: replica bounds, rates and forecast."""
 
     min_replicas: int
     max_replicas: int
     behavior: Behavior = field(default_factory=Behavior)
     forecast: Seasonal | None = None
-    """What arrivals are foretold by; None: by the present load alone."""
+    """Season for the forecast of arrivals; None uses only the present load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast the tuner may move, and on how much evidence. Seconds, unless the name says otherwise."""
+    """Intervals and evidence that the tuner needs. Seconds, unless the name says otherwise."""
 
     tick_seconds: float = 15.0
-    sample_seconds: float = 0.0  # how often what is looked at changes: Prometheus scrapes at its own pace
-    window_seconds: float = 60.0  # evidence older than this says nothing about the load now
-    cool_down_seconds: float = 60.0  # between two moves of hot knobs
-    pin_seconds: float = 1800.0  # how long a value that did harm is avoided
-    quiet_seconds: float = 1800.0  # without preemption before a knob goes back towards its start
-    judge_seconds: float = 300.0  # after which a change that did no harm is kept
-    least_requests: int = 30  # to judge what users felt by
+    sample_seconds: float = 0.0  # interval of new samples: Prometheus scrapes at its own interval
+    window_seconds: float = 60.0  # older evidence says nothing about the present load
+    cool_down_seconds: float = 60.0  # between two changes of live parameters
+    pin_seconds: float = 1800.0  # during which a harmful value is avoided
+    quiet_seconds: float = 1800.0  # without preemption before a parameter returns towards its start value
+    judge_seconds: float = 300.0  # after which a harmless change is kept
+    least_requests: int = 30  # needed to judge attainment
     crash_budget: int = 2  # crashes above the start values before memory is not raised any more
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All that the owner and the cluster say. `scaling` None: the replica count is the owner's."""
+    """Settings from the resource and the cluster. `scaling` None: `spec.replicas` sets the count."""
 
     mode: Mode
     objectives: Objectives = field(default_factory=Objectives)
-    bounds: Mapping[Knob, Bounds] = field(default_factory=dict)
+    bounds: Mapping[Parameter, Bounds] = field(default_factory=dict)
     starts: Values = field(default_factory=dict)
-    """Where `spec.engine` has each knob begin; one left out begins at the engine's default."""
+    """Start value of each parameter from `spec.engine`; others start at the engine's default."""
     scaling: Scaling | None = None
     prior: StepCost = field(default_factory=lambda: StepCost(0.008, 6e-5, 3e-5, 4e-9))
-    """What a step should take by the model's shape and the GPU."""
+    """Predicted step time from the model's shape and the GPU."""
     cold_start_seconds: float = 120.0
-    """Until replicas have been seen to start."""
+    """Used until replica starts have been observed."""
     pace: Pace = field(default_factory=Pace)
     caution: Caution = field(default_factory=Caution)

@@ -1,7 +1,7 @@
-"""The lasting part of the memory as JSON: for the ConfigMap NAME-tuning, checked entry by entry when it is read.
+"""JSON of the tuner's persistent state, for the ConfigMap NAME-tuning. Every entry is validated when it is read.
 
-Equal memories give equal text, so an idle resource causes no write: what is learned anew within minutes is left out,
-and the model of step times is rounded. How long replicas take to start is written down only where replicas are scaled.
+Equal states give equal text, so an idle resource causes no write: state that is learned within minutes is left out, and
+so is the step-time model. Start-up times are stored only with `spec.scaling`.
 """
 
 from __future__ import annotations
@@ -11,34 +11,37 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab_operator.tuner.knobs import Knob, Value, Values, typed
 from trimtab_operator.tuner.load import Forecast
 from trimtab_operator.tuner.load.season import MOST_BUCKETS, Bucket, Season
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason, ReplicaCount, Restart, Target
+from trimtab_operator.tuner.parameters import Parameter, Value, Values, typed
 from trimtab_operator.tuner.scaling.behavior import ScaleEvent
-from trimtab_operator.tuner.scaling.law import ScalingMemory
-from trimtab_operator.tuner.state import MAX_HISTORY, Memory, Pin, Trial
+from trimtab_operator.tuner.scaling.control_law import ScalingState
+from trimtab_operator.tuner.state import MAX_HISTORY, Pin, Trial, TunerState
 
-STORED_VERSION = 2  # another version is not read but rebuilt
+STORED_VERSION = 3  # another version is not read; the state is rebuilt
 MAX_TEXT = 400_000  # a ConfigMap holds 1 MiB
-MAX_WORDS = 2000  # of a sentence
+MAX_SENTENCE_CHARS = 2000
 MAX_ENTRIES = 64
 
 
-def to_json(memory: Memory) -> str:
-    """The lasting part, with sorted keys."""
-    scaling = memory.scaling
+def to_json(state: TunerState) -> str:
+    """Return the persistent state as JSON with sorted keys."""
+    scaling = state.scaling
     return json.dumps(
         {
             "version": STORED_VERSION,
-            "applied": _plain_values(memory.applied),
-            "starts": _plain_values(memory.starts),
-            "movedAt": dict(memory.moved_at),
-            "trial": None if memory.trial is None else _plain_trial(memory.trial),
-            "pins": [{"knob": p.knob.value, "value": p.value, "limit": p.limit, "until": p.until} for p in memory.pins],
-            "crashes": list(memory.crashes),
-            "raised": dict(memory.raised),
-            "coldStarts": [round(seconds, 1) for seconds in memory.cold_starts if scaling.desired is not None],
+            "applied": _values_to_json(state.applied),
+            "starts": _values_to_json(state.starts),
+            "movedAt": dict(state.moved_at),
+            "trial": None if state.trial is None else _trial_to_json(state.trial),
+            "pins": [
+                {"parameter": p.parameter.value, "value": p.value, "limit": p.limit, "until": p.until}
+                for p in state.pins
+            ],
+            "crashes": list(state.crashes),
+            "raised": dict(state.raised),
+            "coldStarts": [round(seconds, 1) for seconds in state.cold_starts if scaling.desired is not None],
             "scaling": {
                 "desired": scaling.desired,
                 "events": [[event.at, event.change] for event in scaling.events[-MAX_ENTRIES:]],
@@ -49,27 +52,27 @@ def to_json(memory: Memory) -> str:
                 "regrettedCount": scaling.regretted,
                 "began": scaling.began_at,
                 "burst": scaling.burst_at,
-                "meant": scaling.meant,
+                "initialReplicas": scaling.initial_replicas,
             },
-            "forecast": None if memory.forecast is None else _plain_season(memory.forecast.season),
-            "recommendation": None if memory.recommendation is None else decision_to_json(memory.recommendation),
-            "history": [decision_to_json(entry) for entry in memory.history],
+            "forecast": None if state.forecast is None else _season_to_json(state.forecast.season),
+            "recommendation": None if state.recommendation is None else decision_to_json(state.recommendation),
+            "history": [decision_to_json(entry) for entry in state.history],
         },
         sort_keys=True,
         separators=(",", ":"),
     )
 
 
-def from_json(text: str) -> Memory | None:
-    """Read what `to_json` wrote; None when it was damaged, is not a number somewhere, or another version wrote it."""
+def from_json(text: str) -> TunerState | None:
+    """Read the output of `to_json`; None if it is damaged, has a non-finite number, or another version."""
     if len(text) > MAX_TEXT:
         return None
     try:
-        data = json.loads(text, parse_constant=_refuse)
+        data = json.loads(text, parse_constant=_reject_constant)
         if data["version"] != STORED_VERSION:
             return None
         scaling = data["scaling"]
-        return Memory(
+        return TunerState(
             applied=_values(data["applied"]),
             starts=_values(data["starts"]),
             moved_at={str(name): _number(at) for name, at in data["movedAt"].items()},
@@ -78,7 +81,7 @@ def from_json(text: str) -> Memory | None:
             crashes=tuple(_number(at) for at in data["crashes"][:MAX_ENTRIES]),
             raised={str(name): _count(ends) for name, ends in data.get("raised", {}).items()},
             cold_starts=tuple(_number(seconds) for seconds in data.get("coldStarts", [])[:MAX_ENTRIES]),
-            scaling=ScalingMemory(
+            scaling=ScalingState(
                 desired=_optional_count(scaling["desired"]),
                 events=tuple(ScaleEvent(_number(at), int(_number(change))) for at, change in scaling["events"]),
                 hold_seconds=_number(scaling["hold"]),
@@ -88,7 +91,7 @@ def from_json(text: str) -> Memory | None:
                 regretted=_optional_count(scaling.get("regrettedCount")),
                 began_at=_optional(scaling["began"]),
                 burst_at=_optional(scaling.get("burst")),
-                meant=_optional_count(scaling.get("meant")),
+                initial_replicas=_optional_count(scaling.get("initialReplicas")),
             ),
             forecast=None if data.get("forecast") is None else Forecast(_season(data["forecast"])),
             recommendation=None if data["recommendation"] is None else decision_from_json(data["recommendation"]),
@@ -98,19 +101,19 @@ def from_json(text: str) -> Memory | None:
         return None
 
 
-def rebuilt(applied: Mapping[str, Any], *, starts: Values) -> Memory:
-    """The memory after its ConfigMap was lost: `status.tuning.applied` is kept, entries that are no values are not."""
-    known: dict[Knob, Value] = {}
+def rebuild_state(applied: Mapping[str, Any], *, starts: Values) -> TunerState:
+    """Return the state after its ConfigMap was lost: valid entries of `status.tuning.applied` are kept."""
+    known: dict[Parameter, Value] = {}
     for name, value in applied.items():
         try:
-            known[Knob(name)] = typed(Knob(name), _number(value))
+            known[Parameter(name)] = typed(Parameter(name), _number(value))
         except ValueError:
             continue
-    return Memory(applied=known, starts=dict(starts))
+    return TunerState(applied=known, starts=dict(starts))
 
 
 def decision_to_json(decision: Decision) -> dict[str, Any]:
-    """One decision, as history and status have it."""
+    """Return one decision as in history and status."""
     move = decision.move
     return {
         "id": decision.id,
@@ -121,13 +124,13 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
         "to": move.after,
         "sentence": decision.sentence,
         "evidence": dict(move.evidence),
-        "expected": [_plain_expectation(entry) for entry in move.expected],
+        "expected": [_expectation_to_json(entry) for entry in move.expected],
         "outcome": decision.outcome,
     }
 
 
 def decision_from_json(data: Mapping[str, Any]) -> Decision:
-    """Raises KeyError, TypeError or ValueError when the entry is not one of ours."""
+    """Read one decision. Raise KeyError, TypeError or ValueError if the entry is invalid."""
     move = Move(
         Reason(data["reason"]),
         target_named(str(data["target"])),
@@ -140,26 +143,26 @@ def decision_from_json(data: Mapping[str, Any]) -> Decision:
         str(data["id"])[:40],
         _number(data["at"]),
         move,
-        str(data["sentence"])[:MAX_WORDS],
-        str(data["outcome"])[:MAX_WORDS],
+        str(data["sentence"])[:MAX_SENTENCE_CHARS],
+        str(data["outcome"])[:MAX_SENTENCE_CHARS],
     )
 
 
 def target_named(name: str) -> Target:
-    """What has this name in history and status."""
+    """Return the target with this name in history and status."""
     if name == ReplicaCount().value:
         return ReplicaCount()
-    return Knob(name) if name in set(Knob) else Restart(name[:100])
+    return Parameter(name) if name in set(Parameter) else Restart(name[:100])
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _plain_values(values: Values) -> dict[str, Value]:
-    return {knob.value: value for knob, value in values.items()}
+def _values_to_json(values: Values) -> dict[str, Value]:
+    return {parameter.value: value for parameter, value in values.items()}
 
 
-def _plain_expectation(entry: Expectation) -> dict[str, Any]:
+def _expectation_to_json(entry: Expectation) -> dict[str, Any]:
     high = entry.high if math.isfinite(entry.high) else None
     return {
         "measure": entry.measure.value,
@@ -176,14 +179,14 @@ def _expectation(data: Mapping[str, Any]) -> Expectation:
     return Expectation(Measure(data["measure"]), before, after, low, high)
 
 
-def _plain_trial(trial: Trial) -> dict[str, Any]:
+def _trial_to_json(trial: Trial) -> dict[str, Any]:
     return {
         "decision": trial.decision,
-        "knob": trial.knob.value,
+        "parameter": trial.parameter.value,
         "before": trial.before,
         "after": trial.after,
         "at": trial.at,
-        "expected": [_plain_expectation(entry) for entry in trial.expected],
+        "expected": [_expectation_to_json(entry) for entry in trial.expected],
         "attained": trial.attained,
         "recomputedShare": trial.recomputed_share,
         "rate": trial.rate,
@@ -193,7 +196,7 @@ def _plain_trial(trial: Trial) -> dict[str, Any]:
 def _trial(data: Mapping[str, Any]) -> Trial:
     return Trial(
         decision=str(data["decision"])[:40],
-        knob=Knob(data["knob"]),
+        parameter=Parameter(data["parameter"]),
         before=_number(data["before"]),
         after=_number(data["after"]),
         at=_number(data["at"]),
@@ -205,11 +208,11 @@ def _trial(data: Mapping[str, Any]) -> Trial:
 
 
 def _pin(data: Mapping[str, Any]) -> Pin:
-    return Pin(Knob(data["knob"]), _number(data["value"]), _number(data["limit"]), _number(data["until"]))
+    return Pin(Parameter(data["parameter"]), _number(data["value"]), _number(data["limit"]), _number(data["until"]))
 
 
-def _plain_season(season: Season) -> dict[str, Any]:
-    """What has ended of it: the bucket that is being filled is left out, so that it is written once a bucket."""
+def _season_to_json(season: Season) -> dict[str, Any]:
+    """Return the completed buckets. The current bucket is left out, so that the state changes only once per bucket."""
     return {
         "period": season.period_seconds,
         "rates": list(season.rates),
@@ -222,7 +225,7 @@ def _season(data: Mapping[str, Any]) -> Season:
     rates, periods, count = data["rates"], data["periods"], len(data["rates"])
     seconds, fresh = _number(data["period"]), data["fresh"]
     if not (0 < count <= MOST_BUCKETS and len(periods) == count and len(fresh) <= count and seconds > 0):
-        raise ValueError("these are no buckets of a period")
+        raise ValueError("the buckets do not form a period")
     return Season(
         period_seconds=seconds,
         rates=tuple(None if rate is None else _rate(rate) for rate in rates),
@@ -234,18 +237,18 @@ def _season(data: Mapping[str, Any]) -> Season:
 def _rate(value: Any) -> float:
     number = _number(value)
     if number < 0:
-        raise ValueError(f"{value!r} is no rate")
+        raise ValueError(f"{value!r} is not a rate")
     return float(number)
 
 
-def _values(data: Mapping[str, Any]) -> dict[Knob, Value]:
-    return {Knob(name): typed(Knob(name), _number(value)) for name, value in data.items()}
+def _values(data: Mapping[str, Any]) -> dict[Parameter, Value]:
+    return {Parameter(name): typed(Parameter(name), _number(value)) for name, value in data.items()}
 
 
 def _number(value: Any) -> Value:
-    """A finite number, whole ones as they are."""
+    """Return a finite number; integers stay integers."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     return value
 
 
@@ -256,7 +259,7 @@ def _optional(value: Any) -> float | None:
 def _count(value: Any) -> int:
     number = _number(value)
     if not isinstance(number, int) or not 0 <= number <= 100_000:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return number
 
 
@@ -264,5 +267,5 @@ def _optional_count(value: Any) -> int | None:
     return None if value is None else _count(value)
 
 
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+def _reject_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from trimtab_operator.tuner.engine_model import Sequence as Served
-from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.parameters import Parameter
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.replay import Change
 from trimtab_simulator.scores import percentile, reversals
@@ -35,7 +35,9 @@ class Figure:
 
 def turns_of(row: str, name: str, seed: int, changes: Sequence[Change]) -> Figure:
     """The most turns of a hot knob within 10 minutes."""
-    found = {knob: count for knob, count in reversals(changes).items() if knob in {k.value for k in Knob}}
+    found = {
+        parameter: count for parameter, count in reversals(changes).items() if parameter in {k.value for k in Parameter}
+    }
     most = max(found.values(), default=0)
     return Figure(row, name, seed, "turns of a knob in 10 min", most, 1, False, {k: float(v) for k, v in found.items()})
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_simulator.contest import Contest
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
@@ -16,7 +16,7 @@ from trimtab_simulator.plant.machine import START_UTILIZATION, Machine, machine_
 from trimtab_simulator.policies.fixed import Fixed
 from trimtab_simulator.policies.policy import Policy
 from trimtab_simulator.policies.trimtab import Trimtab
-from trimtab_simulator.replay import Loop, Outcome
+from trimtab_simulator.replay import Loop, SimulationResult
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 from trimtab_simulator.trace.load import draw_of
 from trimtab_simulator.trace.sampling import Draw
@@ -52,31 +52,37 @@ def poisson(folder: Path, phases: Sequence[Phase], seed: int) -> Trace:
     return Trace("phases", arrivals, begin)
 
 
-def one_replica(machine: Machine, knobs: dict[Knob, Value]) -> FleetSettings:
+def one_replica(machine: Machine, parameters: dict[Parameter, Value]) -> FleetSettings:
     """One replica that begins with these values."""
-    start: dict[Knob, Value] = {Knob.GPU_MEMORY_UTILIZATION: START_UTILIZATION, Knob.WATERMARK: 0.0, **knobs}
+    start: dict[Parameter, Value] = {
+        Parameter.GPU_MEMORY_UTILIZATION: START_UTILIZATION,
+        Parameter.WATERMARK: 0.0,
+        **parameters,
+    }
     return FleetSettings(machine, start, 1, 1, 1, 120.0)
 
 
-def h200(knobs: dict[Knob, Value], kv_tokens: int | None = None, *, headroom: bool = True) -> FleetSettings:
+def h200(parameters: dict[Parameter, Value], kv_tokens: int | None = None, *, headroom: bool = True) -> FleetSettings:
     """One replica of llama-3.1-8b on an H200."""
     machine = machine_of("llama-3.1-8b", "h200")
     if kv_tokens is not None:
         machine = machine.with_kv_tokens(kv_tokens)
     if not headroom:
         machine = replace(machine, cap_utilization=START_UTILIZATION)
-    return one_replica(machine, {Knob.MAX_NUM_SEQS: 512, Knob.MAX_NUM_BATCHED_TOKENS: 8192, **knobs})
+    return one_replica(machine, {Parameter.MAX_NUM_SEQS: 512, Parameter.MAX_NUM_BATCHED_TOKENS: 8192, **parameters})
 
 
-def play(trace: Trace, settings: FleetSettings, objectives: Objectives, policy: Policy | None, seed: int) -> Outcome:
+def play(
+    trace: Trace, settings: FleetSettings, objectives: Objectives, policy: Policy | None, seed: int
+) -> SimulationResult:
     """Replay it; without a policy, the tuner's."""
     contest = Contest(trace, settings, Loop(seed=seed, moment_seconds=math.inf), objectives)
     return contest.play(policy or Trimtab(contest.setup))
 
 
-def budget_of(budget: int) -> dict[Knob, Value]:
+def budget_of(budget: int) -> dict[Parameter, Value]:
     """Values with this token budget."""
-    return {Knob.MAX_NUM_BATCHED_TOKENS: budget}
+    return {Parameter.MAX_NUM_BATCHED_TOKENS: budget}
 
 
 def best_budget(trace: Trace, objectives: Objectives, seed: int, since: float) -> tuple[int, float]:

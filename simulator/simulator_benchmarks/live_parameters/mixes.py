@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.policies.fixed import Fixed
-from trimtab_simulator.policies.policy import STAY, Moves, View
-from trimtab_simulator.replay import Outcome
+from trimtab_simulator.policies.policy import STAY, PolicyActions, View
+from trimtab_simulator.replay import SimulationResult
 
 from simulator_benchmarks.live_parameters.figures import Figure, good_tokens, turns_of
 from simulator_benchmarks.live_parameters.loads import (
@@ -36,17 +36,17 @@ SHIFT_LOAD = 0.85  # of what it holds
 class Switched:
     """Values that were known beforehand, from known times on."""
 
-    def __init__(self, schedule: Sequence[tuple[float, dict[Knob, Value]]]) -> None:
+    def __init__(self, schedule: Sequence[tuple[float, dict[Parameter, Value]]]) -> None:
         self.name = "switched"
         self.tick_seconds = 15.0
         self.reads_requests = False
         self._schedule = list(schedule)
 
-    def decide(self, view: View) -> Moves:
+    def decide(self, view: View) -> PolicyActions:
         """What is due."""
         if not self._schedule or self._schedule[0][0] > view.now:
             return STAY
-        return Moves(None, self._schedule.pop(0)[1], "known beforehand")
+        return PolicyActions(None, self._schedule.pop(0)[1], "known beforehand")
 
 
 def shifts(folder: Path, seed: int) -> Iterator[Figure]:
@@ -104,7 +104,7 @@ def steady(folder: Path, seed: int) -> Iterator[Figure]:
     for name, lengths, rate, objectives in STEADY:
         trace = poisson(folder, [Phase(lengths, rate, STEADY_SECONDS)], seed)
 
-        def good(outcome: Outcome, promised: Objectives = objectives) -> float:
+        def good(outcome: SimulationResult, promised: Objectives = objectives) -> float:
             return good_tokens(outcome.served, promised, FOUND_SECONDS, STEADY_SECONDS)
 
         budget, best = best_budget(trace, objectives, seed, FOUND_SECONDS)

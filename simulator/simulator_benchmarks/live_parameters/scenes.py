@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trimtab_operator.tuner.engine_model import StepCost
-from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.parameters import Parameter
 from trimtab_simulator.contest import Contest
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
@@ -50,7 +50,7 @@ def scene_settings(*, headroom: bool) -> FleetSettings:
         max_model_len=1024,
         cap_utilization=START_UTILIZATION + (HEADROOM if headroom else 0.0),
     )
-    return one_replica(machine, {Knob.MAX_NUM_SEQS: 32, Knob.MAX_NUM_BATCHED_TOKENS: 256})
+    return one_replica(machine, {Parameter.MAX_NUM_SEQS: 32, Parameter.MAX_NUM_BATCHED_TOKENS: 256})
 
 
 def scenes(_: Path, seed: int) -> Iterator[Figure]:

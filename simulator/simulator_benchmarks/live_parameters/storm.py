@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trimtab_simulator.contest import Contest
 from trimtab_simulator.policies.fixed import Fixed
-from trimtab_simulator.policies.policy import Moves, Policy, View
+from trimtab_simulator.policies.policy import Policy, PolicyActions, View
 from trimtab_simulator.policies.trimtab import Trimtab
 from trimtab_simulator.replay import Loop
 
@@ -38,12 +38,12 @@ class Watched:
         """When each ended, tokens computed twice, and all that were computed."""
         self._policy, self._before = policy, (0.0, 0.0)
 
-    def decide(self, view: View) -> Moves:
+    def decide(self, view: View) -> PolicyActions:
         """Read, and have the policy decide."""
         twice = computed = 0.0
-        for look in view.ready:
-            assert look.sample is not None
-            counters = look.sample.counters
+        for snapshot in view.ready:
+            assert snapshot.sample is not None
+            counters = snapshot.sample.counters
             twice += counters.recomputed_tokens or 0.0
             computed += sum(work.tokens for work in (counters.decode, counters.prefill) if work is not None)
         (old_twice, old_computed), self._before = self._before, (twice, computed)

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.parameters import Parameter, Value
 
 from trimtab_simulator.contest import Contest, quiet
-from trimtab_simulator.replay import Outcome
+from trimtab_simulator.replay import SimulationResult
 from trimtab_simulator.scores import Score
 
 BUDGETS = (512, 1024, 2048, 4096, 8192)
-SEATS = (1024, 256, 128, 64, 32)
+SLOTS = (1024, 256, 128, 64, 32)
 """From the most: fewer than ever ran at once is the first value that changes anything."""
 
 
-def static_best(contest: Contest) -> tuple[Contest, Outcome]:
+def static_best(contest: Contest) -> tuple[Contest, SimulationResult]:
     """The start replicas with the seats and the budget that bring the most goodput, of a grid of both."""
     trial = replace(contest, loop=quiet(contest.loop))
     best: tuple[tuple[float, float], Contest] | None = None
-    for budget in _ladder(contest, Knob.MAX_NUM_BATCHED_TOKENS, BUDGETS):
+    for budget in _ladder(contest, Parameter.MAX_NUM_BATCHED_TOKENS, BUDGETS):
         most_running: float = float("inf")
-        for seats in _ladder(contest, Knob.MAX_NUM_SEQS, SEATS):
-            if seats >= most_running and seats != max(SEATS):
+        for slots in _ladder(contest, Parameter.MAX_NUM_SEQS, SLOTS):
+            if slots >= most_running and slots != max(SLOTS):
                 continue  # as many seats as with more of them were taken
-            candidate = trial.with_knobs({Knob.MAX_NUM_BATCHED_TOKENS: budget, Knob.MAX_NUM_SEQS: seats})
+            candidate = trial.with_parameters({Parameter.MAX_NUM_BATCHED_TOKENS: budget, Parameter.MAX_NUM_SEQS: slots})
             outcome = candidate.play_fixed("static-best")
             most_running = outcome.most_running
             judged = candidate.judge("static-best", outcome)
@@ -36,12 +36,12 @@ def static_best(contest: Contest) -> tuple[Contest, Outcome]:
     return found, found.play_fixed("static-best")
 
 
-def _ladder(contest: Contest, knob: Knob, values: tuple[int, ...]) -> list[Value]:
+def _ladder(contest: Contest, parameter: Parameter, values: tuple[int, ...]) -> list[Value]:
     """The grid's values and the start's, from the most down."""
-    return sorted({*values, contest.settings.knobs[knob]}, reverse=True)
+    return sorted({*values, contest.settings.parameters[parameter]}, reverse=True)
 
 
-def static_n(contest: Contest) -> tuple[Contest, Outcome]:
+def static_n(contest: Contest) -> tuple[Contest, SimulationResult]:
     """The fewest replicas that attain the objectives all the time, with the budget that needs the fewest.
 
     Where none of max_replicas attains, the most replicas with the best budget.
@@ -49,8 +49,8 @@ def static_n(contest: Contest) -> tuple[Contest, Outcome]:
     trial = replace(contest, loop=quiet(contest.loop))
     best: tuple[tuple[float, int, float], Contest] | None = None
     most = contest.settings.max_replicas
-    for budget in _ladder(contest, Knob.MAX_NUM_BATCHED_TOKENS, BUDGETS):
-        with_budget = trial.with_knobs({Knob.MAX_NUM_BATCHED_TOKENS: budget})
+    for budget in _ladder(contest, Parameter.MAX_NUM_BATCHED_TOKENS, BUDGETS):
+        with_budget = trial.with_parameters({Parameter.MAX_NUM_BATCHED_TOKENS: budget})
         found, judged = _fewest(with_budget, most)
         attains = found.attains(judged)
         merit = (0.0 if attains else 1.0, found.settings.start_replicas, -judged.attainment)
@@ -63,7 +63,7 @@ def static_n(contest: Contest) -> tuple[Contest, Outcome]:
     return found, found.play_fixed("static-n")
 
 
-def fewest_replicas(contest: Contest) -> tuple[Contest, Outcome]:
+def fewest_replicas(contest: Contest) -> tuple[Contest, SimulationResult]:
     """The fewest replicas that attain the objectives with the contest's own knobs."""
     found, _ = _fewest(replace(contest, loop=quiet(contest.loop)), contest.settings.max_replicas)
     found = replace(found, loop=contest.loop)

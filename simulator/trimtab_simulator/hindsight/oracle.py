@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trimtab_simulator.contest import Contest, quiet
-from trimtab_simulator.replay import Outcome
+from trimtab_simulator.replay import SimulationResult
 from trimtab_simulator.scores import Score, percentile
 from trimtab_simulator.trace.arrivals import Trace
 
@@ -68,7 +68,7 @@ def find_plan(contest: Contest) -> Plan:
     return _descend(trial, _cheapest_price(trial, misses), misses).plan
 
 
-def follow(contest: Contest, plan: Plan) -> Outcome:
+def follow(contest: Contest, plan: Plan) -> SimulationResult:
     """Replay the whole trace on a plan."""
     started = contest.with_replicas(plan.counts[0])
     return started.play_fixed("oracle", schedule=plan.schedule(contest.settings.cold_start_seconds))

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from trimtab_simulator.contest import Contest, is_better, quiet
 from trimtab_simulator.policies.policy import Policy
-from trimtab_simulator.replay import Outcome
+from trimtab_simulator.replay import SimulationResult
 from trimtab_simulator.scores import Score
 
 LADDER = (0.5, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 90, 128, 180, 256)
 
 
-def best_target(contest: Contest, make: Callable[[float], Policy]) -> tuple[float, Outcome]:
+def best_target(contest: Contest, make: Callable[[float], Policy]) -> tuple[float, SimulationResult]:
     """The target, and the replay under it."""
     trial = replace(contest, loop=quiet(contest.loop))
     seen: dict[int, Score] = {}

@@ -6,14 +6,22 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trimtab_operator.tuner.engine_model import Allowance, Blocks, Gaps, KvBlocks, Sequence, TwinEngine, TwinPolicy
-from trimtab_operator.tuner.knobs import Knob, Value, Values, is_same, typed
-from trimtab_operator.tuner.samples import Look, Phase
+from trimtab_operator.tuner.engine_model import (
+    Allowance,
+    Blocks,
+    EngineModel,
+    EngineModelPolicy,
+    Gaps,
+    KvBlocks,
+    Sequence,
+)
+from trimtab_operator.tuner.parameters import Parameter, Value, Values, is_same, typed
+from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot
 
-from trimtab_simulator.plant.looks import GAP_EDGES, Observer, ranges
 from trimtab_simulator.plant.machine import Machine
 from trimtab_simulator.plant.replica import Replica
 from trimtab_simulator.plant.router import Router
+from trimtab_simulator.plant.snapshots import GAP_EDGES, Observer, ranges
 
 MakeBlocks = Callable[[int, int], Blocks]
 """(blocks, block size) → a KV cache."""
@@ -29,7 +37,7 @@ class FleetSettings:
     """What a fleet is made of."""
 
     machine: Machine
-    knobs: Values
+    parameters: Values
     start_replicas: int
     min_replicas: int
     max_replicas: int
@@ -45,7 +53,7 @@ class Fleet:
 
     def __init__(self, settings: FleetSettings, router: Router) -> None:
         self.settings = settings
-        self.knobs: dict[Knob, Value] = dict(settings.knobs)
+        self.parameters: dict[Parameter, Value] = dict(settings.parameters)
         self.allowance = settings.allowance
         self.generation = 1
         self.desired = settings.start_replicas
@@ -110,14 +118,14 @@ class Fleet:
     def _ask(self, now: float, ready_at: float) -> None:
         settings = self.settings
         machine = settings.machine
-        engine = TwinEngine(
+        engine = EngineModel(
             machine.cost,
             self._policy(),
             settings.make_blocks(self._num_blocks(), machine.block_size),
             now=ready_at,
             slow_gap=settings.slow_gap,
             gaps=Gaps(GAP_EDGES),
-            keeps_first_tokens=True,
+            records_first_tokens=True,
         )
         name = f"r{len(self.all)}"
         self.all.append(Replica(name, engine, now, ready_at))
@@ -146,18 +154,20 @@ class Fleet:
 
     # --- knobs ----------------------------------------------------------------------------------------------------
 
-    def patch(self, values: Mapping[Knob, Value], now: float) -> dict[Knob, tuple[Value, Value]]:
+    def patch(self, values: Mapping[Parameter, Value], now: float) -> dict[Parameter, tuple[Value, Value]]:
         """Set knobs of all replicas from their next step on, within what the engine takes: what changed, from and to.
 
         A budget is never below the seats: the engine refuses that, so the seats go down with it.
         """
         allowed = ranges(self.settings.machine)
-        before = dict(self.knobs)
-        for knob, value in values.items():
-            self.knobs[knob] = typed(knob, min(max(value, allowed[knob].minimum), allowed[knob].maximum))
-        budget = self.knobs[Knob.MAX_NUM_BATCHED_TOKENS]
-        self.knobs[Knob.MAX_NUM_SEQS] = min(self.knobs[Knob.MAX_NUM_SEQS], budget)
-        changed = {k: (before[k], v) for k, v in self.knobs.items() if not is_same(before[k], v)}
+        before = dict(self.parameters)
+        for parameter, value in values.items():
+            self.parameters[parameter] = typed(
+                parameter, min(max(value, allowed[parameter].minimum), allowed[parameter].maximum)
+            )
+        budget = self.parameters[Parameter.MAX_NUM_BATCHED_TOKENS]
+        self.parameters[Parameter.MAX_NUM_SEQS] = min(self.parameters[Parameter.MAX_NUM_SEQS], budget)
+        changed = {k: (before[k], v) for k, v in self.parameters.items() if not is_same(before[k], v)}
         if not changed:
             return {}
         self._apply(now)
@@ -181,30 +191,32 @@ class Fleet:
                 replica.engine.resize(num_blocks)
             replica.quiet_until = -math.inf
 
-    def _policy(self) -> TwinPolicy:
-        return TwinPolicy(
-            int(self.knobs[Knob.MAX_NUM_SEQS]),
-            int(self.knobs[Knob.MAX_NUM_BATCHED_TOKENS]),
-            float(self.knobs[Knob.WATERMARK]),
+    def _policy(self) -> EngineModelPolicy:
+        return EngineModelPolicy(
+            int(self.parameters[Parameter.MAX_NUM_SEQS]),
+            int(self.parameters[Parameter.MAX_NUM_BATCHED_TOKENS]),
+            float(self.parameters[Parameter.WATERMARK]),
             self.allowance,
         )
 
     def _num_blocks(self) -> int:
-        return self.settings.machine.blocks_at(float(self.knobs[Knob.GPU_MEMORY_UTILIZATION]))
+        return self.settings.machine.blocks_at(float(self.parameters[Parameter.GPU_MEMORY_UTILIZATION]))
 
     # --- looking --------------------------------------------------------------------------------------------------
 
-    def look(self, now: float, *, with_requests: bool) -> tuple[Look, ...]:
+    def snapshot(self, now: float, *, with_requests: bool) -> tuple[ReplicaSnapshot, ...]:
         """A look at every replica that is not gone."""
         machine = self.settings.machine
-        values = dict(self.knobs)
-        looks = []
+        values = dict(self.parameters)
+        snapshots = []
         for replica in self.living:
             if replica.phase is not Phase.STARTING:
                 replica.engine.run_until(now)
             observer = self._observers[replica.name]
-            looks.append(observer.look(replica, machine, now, values, self.generation, with_requests=with_requests))
-        return tuple(looks)
+            snapshots.append(
+                observer.snapshot(replica, machine, now, values, self.generation, with_requests=with_requests)
+            )
+        return tuple(snapshots)
 
     # --- the end --------------------------------------------------------------------------------------------------
 

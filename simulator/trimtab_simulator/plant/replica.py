@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trimtab_operator.tuner.engine_model import Sequence, TwinEngine
+from trimtab_operator.tuner.engine_model import EngineModel, Sequence
 from trimtab_operator.tuner.samples import Phase
 
 
@@ -27,7 +27,7 @@ class Replica:
         "since",
     )
 
-    def __init__(self, name: str, engine: TwinEngine, asked_at: float, ready_at: float) -> None:
+    def __init__(self, name: str, engine: EngineModel, asked_at: float, ready_at: float) -> None:
         self.name = name
         self.engine = engine
         self.asked_at = asked_at

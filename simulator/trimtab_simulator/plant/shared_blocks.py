@@ -43,7 +43,7 @@ class SharedBlocks:
 
     # --- finding --------------------------------------------------------------------------------------------------
 
-    def found(self, sequence: Sequence) -> tuple[int, int]:
+    def find_cached(self, sequence: Sequence) -> tuple[int, int]:
         """Leading blocks that are there already, and how many of those nobody uses."""
         most = (sequence.num_tokens - 1) // self.block_size  # the last token must be computed
         names = self._names_of(sequence)
@@ -76,7 +76,7 @@ class SharedBlocks:
         sequence.kept = None
         self._held[sequence] = list(held)
 
-    def computed(self, sequence: Sequence, num_tokens: int) -> None:
+    def mark_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others find the full blocks of its beginning, as far as it is computed."""
         held, names = self._held[sequence], self._names_of(sequence)
         for name in names[len(held) : num_tokens // self.block_size]:
@@ -100,7 +100,7 @@ class SharedBlocks:
 
     # --- giving and taking ----------------------------------------------------------------------------------------
 
-    def take(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int) -> None:
         """Give out empty blocks, then those that were freed longest ago."""
         self.free -= num_blocks
         self._empty -= num_blocks
@@ -123,12 +123,12 @@ class SharedBlocks:
                 own[0] = 0
                 del self._lru[name]
 
-    def exclusive(self, sequence: Sequence, num_blocks: int) -> int:
+    def count_exclusive(self, sequence: Sequence, num_blocks: int) -> int:
         """Blocks that only it uses."""
         shared = sum(1 for name in self._held[sequence] if name != DUPLICATE and self._users[name] > 1)
         return num_blocks - shared
 
-    def release(self, sequence: Sequence, num_tokens: int, *, returns: bool) -> None:
+    def release(self, sequence: Sequence, num_tokens: int, *, is_requeued: bool) -> None:
         """Take its blocks back, the last one first."""
         held = self._held.pop(sequence)
         num_full, rest = divmod(num_tokens, self.block_size)
@@ -139,7 +139,7 @@ class SharedBlocks:
             self._num_own += 1
             kept = [own]
             self._lru[-1 - self._num_own] = kept
-            if returns:
+            if is_requeued:
                 sequence.kept = kept
         for name in reversed(held):
             if name == DUPLICATE:
@@ -151,7 +151,7 @@ class SharedBlocks:
                 del self._users[name]
                 self._lru[name] = None
                 self.free += 1
-        if not returns:
+        if not is_requeued:
             del self._names[sequence]
 
     def resize(self, num_blocks: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from trimtab_simulator.policies.policy import Moves, View
+from trimtab_simulator.policies.policy import PolicyActions, View
 from trimtab_simulator.policies.signals import Sliding, in_flight, num_pods, samples
 
 RESYNC_SECONDS = 10.0
@@ -29,11 +29,11 @@ class _AiBrix:
         self.target = target
         self._recent = Sliding(DOWN_WINDOW_SECONDS)
 
-    def settle(self, wanted: int, pods: int, now: float) -> Moves:
+    def settle(self, wanted: int, pods: int, now: float) -> PolicyActions:
         """Limit the rate, and take the stabilisation windows as they are."""
         wanted = max(math.floor(pods / MAX_DOWN), min(math.ceil(pods * MAX_UP), wanted))
         self._recent.add(now, wanted)
-        return Moves(replicas=max(1, int(self._recent.lowest) if wanted < pods else wanted))
+        return PolicyActions(replicas=max(1, int(self._recent.lowest) if wanted < pods else wanted))
 
 
 class Kpa(_AiBrix):
@@ -45,7 +45,7 @@ class Kpa(_AiBrix):
         self._panic = Sliding(PANIC_SECONDS)
         self._panic_until = -math.inf
 
-    def decide(self, view: View) -> Moves:
+    def decide(self, view: View) -> PolicyActions:
         """One resync."""
         value = in_flight(view)
         self._stable.add(view.now, value)
@@ -70,12 +70,12 @@ class Apa(_AiBrix):
         super().__init__("aibrix-apa", target)
         self._mean = Sliding(STABLE_SECONDS)
 
-    def decide(self, view: View) -> Moves:
+    def decide(self, view: View) -> PolicyActions:
         """One resync."""
         seen = samples(view)
         pods = num_pods(view)
         if not seen:
-            return Moves()
+            return PolicyActions()
         self._mean.add(view.now, sum(sample.gauges.running for sample in seen) / len(seen))
         ratio = self._mean.mean / self.target
         wanted = pods if abs(ratio - 1) <= TOLERANCE else math.ceil(pods * ratio)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
-from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.parameters import Parameter
 
-from trimtab_simulator.policies.policy import STAY, Moves, View
+from trimtab_simulator.policies.policy import STAY, PolicyActions, View
 from trimtab_simulator.policies.signals import samples
 
 TICK_SECONDS = 15.0
@@ -30,7 +30,7 @@ class Aimd:
         self._most = most
         self._preemptions: dict[str, float] = {}
 
-    def decide(self, view: View) -> Moves:
+    def decide(self, view: View) -> PolicyActions:
         """One adjustment."""
         seen = samples(view)
         if not seen:
@@ -38,7 +38,7 @@ class Aimd:
         usage = max(sample.gauges.kv_usage for sample in seen)
         inflight = max(sample.gauges.running for sample in seen)
         rose = self._rose(view)
-        cap = float(view.knobs[Knob.MAX_NUM_SEQS])
+        cap = float(view.parameters[Parameter.MAX_NUM_SEQS])
         if rose or usage >= HARD_USAGE:
             wanted = min(cap, inflight) * CUT
         elif usage >= SOFT_USAGE:
@@ -47,14 +47,14 @@ class Aimd:
             wanted = math.ceil(cap * (1 + MOST_GROWTH * (1 - usage / SOFT_USAGE)))
         else:
             return STAY
-        return Moves(knobs={Knob.MAX_NUM_SEQS: max(1, min(self._most, int(wanted)))})
+        return PolicyActions(parameters={Parameter.MAX_NUM_SEQS: max(1, min(self._most, int(wanted)))})
 
     def _rose(self, view: View) -> bool:
         """Whether any replica has preempted since the tick before."""
         now = {
-            look.replica: sum(look.sample.counters.preemptions.values())
-            for look in view.looks
-            if look.sample is not None
+            snapshot.replica: sum(snapshot.sample.counters.preemptions.values())
+            for snapshot in view.snapshots
+            if snapshot.sample is not None
         }
         rose = any(count > self._preemptions.get(name, count) for name, count in now.items())
         self._preemptions = now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trimtab_simulator.policies.policy import STAY, Moves, View
+from trimtab_simulator.policies.policy import STAY, PolicyActions, View
 
 
 class Fixed:
@@ -15,6 +15,6 @@ class Fixed:
         self.tick_seconds = math.inf
         self.reads_requests = False
 
-    def decide(self, view: View) -> Moves:
+    def decide(self, view: View) -> PolicyActions:
         """Stay."""
         return STAY

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from trimtab_operator.tuner.samples import Phase
 
-from trimtab_simulator.policies.policy import Moves, View
+from trimtab_simulator.policies.policy import PolicyActions, View
 from trimtab_simulator.policies.signals import Sliding, num_pods, running, samples, waiting
 
 SYNC_SECONDS = 15.0
@@ -27,7 +27,11 @@ def per_pod(target: float) -> Callable[[View], int]:
 
     def recommend(view: View) -> int:
         pods = num_pods(view)
-        loads = [running(look) for look in view.looks if look.phase is Phase.READY and look.sample is not None]
+        loads = [
+            running(snapshot)
+            for snapshot in view.snapshots
+            if snapshot.phase is Phase.READY and snapshot.sample is not None
+        ]
         if not loads:
             return pods
         ratio = sum(loads) / len(loads) / target
@@ -70,10 +74,10 @@ class Hpa:
         self._polled: tuple[float, View] | None = None
         self._recent = Sliding(DOWN_WINDOW_SECONDS)
 
-    def decide(self, view: View) -> Moves:
+    def decide(self, view: View) -> PolicyActions:
         """One sync."""
         if not samples(view):
-            return Moves()
+            return PolicyActions()
         if self._polled is None or view.now - self._polled[0] >= self._poll_seconds:
             self._polled = (view.now, view)
         pods = num_pods(view)
@@ -83,12 +87,12 @@ class Hpa:
             wanted = min(wanted, max(UP_FACTOR * pods, pods + UP_PODS))
         elif wanted < pods:
             wanted = min(pods, int(self._recent.highest))
-        return Moves(replicas=max(1, wanted))
+        return PolicyActions(replicas=max(1, wanted))
 
 
 def _with_pods_of(polled: View, now: View) -> View:
     """The metric may be older than the count of pods."""
-    return now if polled.now == now.now else View(now.now, now.desired, now.knobs, polled.looks)
+    return now if polled.now == now.now else View(now.now, now.desired, now.parameters, polled.snapshots)
 
 
 def hpa_running(target: float) -> Hpa:

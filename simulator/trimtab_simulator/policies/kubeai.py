@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from trimtab_simulator.policies.policy import STAY, Moves, View
+from trimtab_simulator.policies.policy import STAY, PolicyActions, View
 from trimtab_simulator.policies.signals import Sliding, in_flight
 
 INTERVAL_SECONDS = 10.0
@@ -26,17 +26,17 @@ class KubeAi:
         self._active = Sliding(WINDOW_SECONDS)
         self._num_lower = 0
 
-    def decide(self, view: View) -> Moves:
+    def decide(self, view: View) -> PolicyActions:
         """One interval."""
         self._active.add(view.now, in_flight(view))
         wanted = math.ceil(self._active.mean / self._target)
         if wanted > view.desired:
             self._num_lower = 0
-            return Moves(replicas=wanted)
+            return PolicyActions(replicas=wanted)
         if wanted == view.desired:
             self._num_lower = 0
             return STAY
         self._num_lower += 1
         if self._num_lower < math.ceil(SCALE_DOWN_DELAY_SECONDS / INTERVAL_SECONDS):
             return STAY
-        return Moves(replicas=wanted)
+        return PolicyActions(replicas=wanted)

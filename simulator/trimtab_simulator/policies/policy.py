@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from trimtab_operator.tuner.engine_model import Allowance
-from trimtab_operator.tuner.knobs import Knob, Value, Values
-from trimtab_operator.tuner.samples import Look, Phase
+from trimtab_operator.tuner.parameters import Parameter, Value, Values
+from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot
 
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.machine import Machine
@@ -27,7 +27,7 @@ class Setup:
     max_replicas: int
     start_replicas: int
     cold_start_seconds: float
-    knobs: Values
+    parameters: Values
     """Where every engine starts."""
     seed: int = 0
 
@@ -38,28 +38,30 @@ class View:
 
     now: float
     desired: int
-    knobs: Values
+    parameters: Values
     """The values that all replicas are asked to run."""
-    looks: tuple[Look, ...]
+    snapshots: tuple[ReplicaSnapshot, ...]
 
     @property
-    def ready(self) -> list[Look]:
+    def ready(self) -> list[ReplicaSnapshot]:
         """Looks at replicas that serve, with a sample."""
-        return [look for look in self.looks if look.phase is Phase.READY and look.sample is not None]
+        return [
+            snapshot for snapshot in self.snapshots if snapshot.phase is Phase.READY and snapshot.sample is not None
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class PolicyActions:
     """What to change: a replica target, and knobs of all replicas. What is not named stays. `why` is for the log."""
 
     replicas: int | None = None
-    knobs: Mapping[Knob, Value] = field(default_factory=dict)
+    parameters: Mapping[Parameter, Value] = field(default_factory=dict)
     why: str = ""
     allowance: Allowance | None = None
     """What engines are to order their queues by from now on (order `deadline`); None: what they do."""
 
 
-STAY = Moves()
+STAY = PolicyActions()
 
 
 class Policy(Protocol):
@@ -70,5 +72,5 @@ class Policy(Protocol):
     reads_requests: bool
     """Whether it looks at single requests: they are told only then, as they take time."""
 
-    def decide(self, view: View) -> Moves:
+    def decide(self, view: View) -> PolicyActions:
         """What to do now."""

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections import deque
 
-from trimtab_operator.tuner.samples import Look, Phase, Sample
+from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot, Sample
 
 from trimtab_simulator.policies.policy import View
 
 
 def samples(view: View) -> list[Sample]:
     """One per replica that serves new requests."""
-    return [look.sample for look in view.looks if look.phase is Phase.READY and look.sample is not None]
+    return [
+        snapshot.sample for snapshot in view.snapshots if snapshot.phase is Phase.READY and snapshot.sample is not None
+    ]
 
 
 def num_pods(view: View) -> int:
     """Replicas that exist and are not being drained: what a workload's scale says."""
-    return sum(look.phase is not Phase.DRAINING for look in view.looks)
+    return sum(snapshot.phase is not Phase.DRAINING for snapshot in view.snapshots)
 
 
-def running(look: Look) -> float:
+def running(snapshot: ReplicaSnapshot) -> float:
     """Requests in a replica's batch."""
-    return look.sample.gauges.running if look.sample is not None else 0.0
+    return snapshot.sample.gauges.running if snapshot.sample is not None else 0.0
 
 
 def in_flight(view: View) -> float:
     """Requests that run or wait anywhere, drained replicas too: what a proxy before them counts as active."""
-    return sum(s.sample.gauges.running + s.sample.gauges.waiting for s in view.looks if s.sample is not None)
+    return sum(s.sample.gauges.running + s.sample.gauges.waiting for s in view.snapshots if s.sample is not None)
 
 
 def waiting(view: View) -> float:

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from trimtab_operator.tuner.decide import decide
 from trimtab_operator.tuner.engine_model import StepCost
-from trimtab_operator.tuner.knobs import Knob, Value
 from trimtab_operator.tuner.load import Forecast
 from trimtab_operator.tuner.load.season import Season
 from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
+from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_operator.tuner.settings import Bounds, Mode, Pace, Scaling, Seasonal, Settings
-from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.state import TunerState
 
-from trimtab_simulator.policies.policy import Moves, Setup, View
+from trimtab_simulator.policies.policy import PolicyActions, Setup, View
 
 TICK_SECONDS = 15.0
 WRONG_PRIOR = (1.25, 0.75, 1.25, 0.75)  # times the true coefficients: the tuner has to learn them
@@ -31,22 +31,22 @@ class Trimtab:
         self.name = name
         self.tick_seconds = TICK_SECONDS
         self.reads_requests = True
-        self.memory = Memory()
+        self.state = TunerState()
         self.settings = _settings(setup, pinned=pinned)
         if history is not None and self.settings.scaling is not None:
             asked = Seasonal(history.period_seconds, len(history.rates))
-            self.memory = Memory(forecast=Forecast(history))
+            self.state = TunerState(forecast=Forecast(history))
             self.settings = replace(self.settings, scaling=replace(self.settings.scaling, forecast=asked))
 
-    def decide(self, view: View) -> Moves:
+    def decide(self, view: View) -> PolicyActions:
         """One turn of the tuner."""
-        outcome = decide(view.looks, self.memory, self.settings, view.now)
-        self.memory = outcome.memory
-        knobs: dict[Knob, Value] = {}
+        outcome = decide(view.snapshots, self.state, self.settings, view.now)
+        self.state = outcome.state
+        parameters: dict[Parameter, Value] = {}
         for patch in outcome.patches.values():
-            knobs.update(patch)
+            parameters.update(patch)
         why = " ".join(decision.sentence for decision in outcome.decisions)
-        return Moves(outcome.replicas, knobs, why, self.settings.objectives.allowance)
+        return PolicyActions(outcome.replicas, parameters, why, self.settings.objectives.allowance)
 
 
 def _settings(setup: Setup, *, pinned: bool) -> Settings:
@@ -59,12 +59,12 @@ def _settings(setup: Setup, *, pinned: bool) -> Settings:
         cost.per_context * WRONG_PRIOR[3],
         cost.per_attended,
     )
-    bounds: Mapping[Knob, Bounds] = {k: Bounds(v, v) for k, v in setup.knobs.items()} if pinned else {}
+    bounds: Mapping[Parameter, Bounds] = {k: Bounds(v, v) for k, v in setup.parameters.items()} if pinned else {}
     is_scaled = setup.min_replicas < setup.max_replicas
     return replace(
         Settings(Mode.AUTO, _objectives(setup)),
         bounds=bounds,
-        starts=dict(setup.knobs),
+        starts=dict(setup.parameters),
         scaling=Scaling(setup.min_replicas, setup.max_replicas) if is_scaled else None,
         prior=guess,
         cold_start_seconds=setup.cold_start_seconds,

@@ -18,9 +18,9 @@ from trimtab_operator.tuner.moves import Decision
 from trimtab_operator.tuner.samples.codec import to_json
 from trimtab_operator.tuner.samples.recorded import Tick
 from trimtab_operator.tuner.settings import Mode, Pace, Settings
-from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.state import TunerState
 from trimtab_operator.tuner.stored import decision_to_json
-from tuner_looks import KNOBS, a_look, a_sample
+from tuner_snapshots import PARAMETERS, make_replica_snapshot, make_sample
 from typer.testing import CliRunner, Result
 
 BEGIN, TICK = 1_700_000_000.0, 15.0
@@ -50,22 +50,22 @@ def resource(tmp_path: Path) -> Path:
 
 def lived(ticks: int = 12) -> tuple[list[Tick], list[Decision]]:
     """A loop as it ran: preemptions, and what was decided of them."""
-    settings = Settings(Mode.AUTO, starts=KNOBS, pace=Pace(tick_seconds=TICK))
-    memory, values, generation = Memory(), dict(KNOBS), 1
+    settings = Settings(Mode.AUTO, starts=PARAMETERS, pace=Pace(tick_seconds=TICK))
+    memory, values, generation = TunerState(), dict(PARAMETERS), 1
     seen: list[Tick] = []
     made: list[Decision] = []
     for step in range(ticks):
         now = BEGIN + TICK * step
         worked = TICK * step
         sample = replace(
-            a_sample(worked, generation=generation, kv_usage=0.99, preemptions={"capacity": worked},
+            make_sample(worked, generation=generation, kv_usage=0.99, preemptions={"capacity": worked},
                      recomputed_tokens=20.0 * worked),
             at=now,
         )  # fmt: skip
-        look = a_look("m-g0-0", sample, values=values)
+        look = make_replica_snapshot("m-g0-0", sample, values=values)
         seen.append(Tick(now, (look,)))
         outcome = decide([look], memory, settings, now)
-        memory = outcome.memory
+        memory = outcome.state
         made += outcome.decisions
         for patch in outcome.patches.values():
             values.update(patch)
@@ -74,7 +74,7 @@ def lived(ticks: int = 12) -> tuple[list[Tick], list[Decision]]:
 
 
 def write_looks(path: Path, ticks: list[Tick]) -> Path:
-    path.write_text("".join(to_json(tick.looks, now=tick.at) + "\n" for tick in ticks))
+    path.write_text("".join(to_json(tick.snapshots, now=tick.at) + "\n" for tick in ticks))
     return path
 
 
@@ -82,7 +82,7 @@ def write_range(path: Path, ticks: list[Tick]) -> Path:
     """What Prometheus answers to a query with a range."""
     found: dict[tuple[str, tuple[tuple[str, str], ...]], list[list[Any]]] = {}
     for tick in ticks:
-        (look,) = tick.looks
+        (look,) = tick.snapshots
         assert look.sample is not None
         assert look.config is not None
         rows = [
@@ -117,28 +117,28 @@ def refused(*words: str | Path, given: str = "") -> str:
 
 def test_recorded_looks_are_decided_again_alike(tmp_path: Path, resource: Path) -> None:
     ticks, _ = lived()
-    done = run(write_looks(tmp_path / "looks.jsonl", ticks), "-f", resource)
+    done = run(write_looks(tmp_path / "samples.jsonl", ticks), "-f", resource)
     assert done.exit_code == 0, done.output
-    assert "12 looks at 1 replica, 11-14 22:13:20 to 11-14 22:16:05" in done.stdout
+    assert "12 samples of 1 replica, 11-14 22:13:20 to 11-14 22:16:05" in done.stdout
     assert "gpu_memory_utilization 0.8 → 0.89 (KVCacheTooSmall)" in done.stdout
     assert "1 same" in done.stdout
 
 
 def test_what_prometheus_stored_is_decided_again_alike_and_can_be_saved(tmp_path: Path, resource: Path) -> None:
     ticks, _ = lived()
-    stored, saved = write_range(tmp_path / "range.json", ticks), tmp_path / "looks.jsonl"
+    stored, saved = write_range(tmp_path / "range.json", ticks), tmp_path / "samples.jsonl"
     done = run(stored, "-f", resource, "--save", saved, "-o", "json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert told["same"] is True
     assert [row["verdict"] for row in told["rows"]] == ["same"]
-    assert told["recording"]["looks"] == 12
+    assert told["recording"]["snapshots"] == 12
     assert run(saved, "-f", resource, "-o", "json").stdout == done.stdout
 
 
 def test_recordings_may_be_compressed_or_come_from_standard_input(tmp_path: Path, resource: Path) -> None:
-    plain = write_looks(tmp_path / "looks.jsonl", lived()[0])
-    packed = tmp_path / "looks.jsonl.gz"
+    plain = write_looks(tmp_path / "samples.jsonl", lived()[0])
+    packed = tmp_path / "samples.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert run(packed, "-f", resource).exit_code == 0
     assert run("-", "-f", resource, given=plain.read_text()).exit_code == 0
@@ -148,7 +148,7 @@ def test_it_is_compared_with_what_why_tells(tmp_path: Path, resource: Path) -> N
     ticks, made = lived()
     then = tmp_path / "why.json"
     then.write_text(json.dumps({"decisions": [decision_to_json(decision) for decision in made]}))
-    looks = write_looks(tmp_path / "looks.jsonl", ticks)
+    looks = write_looks(tmp_path / "samples.jsonl", ticks)
     done = run(looks, "-f", resource, "--decided", then)
     assert done.exit_code == 0, done.output
     assert "decided then" in done.stdout
@@ -167,14 +167,14 @@ def test_it_is_compared_with_a_resources_history_and_differences_are_told(tmp_pa
     }
     then = tmp_path / "resource.json"
     then.write_text(json.dumps({"status": {"tuning": {"history": [entry]}}}))
-    done = run(write_looks(tmp_path / "looks.jsonl", lived()[0]), "-f", resource, "--decided", then)
+    done = run(write_looks(tmp_path / "samples.jsonl", lived()[0]), "-f", resource, "--decided", then)
     assert done.exit_code == 1
     assert "max_num_seqs 64 → 32 (R)" in done.stdout
-    assert "1 only then, 1 only now" in done.stdout
+    assert "1 only recorded, 1 only replayed" in done.stdout
 
 
 def test_without_a_resource_the_default_promises_hold(tmp_path: Path) -> None:
-    done = run(write_looks(tmp_path / "looks.jsonl", lived()[0]))
+    done = run(write_looks(tmp_path / "samples.jsonl", lived()[0]))
     assert done.exit_code == 0, done.output
 
 
@@ -182,16 +182,16 @@ def test_without_a_resource_the_default_promises_hold(tmp_path: Path) -> None:
 
 
 def test_a_bad_line_is_named_with_its_number_and_reason(tmp_path: Path) -> None:
-    looks = write_looks(tmp_path / "looks.jsonl", lived(3)[0])
+    looks = write_looks(tmp_path / "samples.jsonl", lived(3)[0])
     good = looks.read_text().splitlines()
     cases = {
         "{": "line 2: Expecting property name",
-        '{"version":9,"now":1,"looks":[]}': "line 2: version 9 of looks is not 1",
-        '{"version":1,"now":"soon","looks":[]}': "line 2: 'soon' is no number",
-        '{"version":1,"now":1e999,"looks":[]}': "line 2: inf is no time",
-        '{"version":1,"now":1700000001,"looks":[{}]}': "line 2: no looks of ours: 'sample' is missing",
+        '{"version":9,"now":1,"snapshots":[]}': "line 2: snapshot version 9 is not supported; expected 1",
+        '{"version":1,"now":"soon","snapshots":[]}': "line 2: 'soon' is not a number",
+        '{"version":1,"now":1e999,"snapshots":[]}': "line 2: inf is not a time",
+        '{"version":1,"now":1700000001,"snapshots":[{}]}': "line 2: not a recorded snapshot: 'sample' is missing",
         good[0]: "line 2: its time is not after that of the line before",
-        good[1].replace('"generated_tokens":600.0', '"generated_tokens":"many"'): "line 2: 'many' is no number",
+        good[1].replace('"generated_tokens":600.0', '"generated_tokens":"many"'): "line 2: 'many' is not a number",
         good[1].replace('"phase":"ready"', '"phase":"asleep"'): "line 2: 'asleep' is not a valid Phase",
     }
     for line, said in cases.items():
@@ -204,11 +204,11 @@ def test_a_bad_line_is_named_with_its_number_and_reason(tmp_path: Path) -> None:
     [
         ("", "is empty"),
         ("\n\n", "is empty"),
-        ("hello", "the answer is no JSON"),
-        ("{}", "what answers is no Prometheus"),
-        ('{"status":"error","errorType":"bad_data","error":"parse error"}', "it refuses: bad_data: parse error"),
-        ('{"status":"success","data":{"resultType":"vector","result":[]}}', "the answer is no matrix"),
-        ('{"status":"success","data":{"resultType":"matrix","result":[]}}', "no series of an engine with a pod's name"),
+        ("hello", "the response is not JSON"),
+        ("{}", "the server is not Prometheus"),
+        ('{"status":"error","errorType":"bad_data","error":"parse error"}', "it rejects the query: bad_data: parse error"),
+        ('{"status":"success","data":{"resultType":"vector","result":[]}}', "the response is not a matrix"),
+        ('{"status":"success","data":{"resultType":"matrix","result":[]}}', "no series of an engine with a pod name"),
     ],
 )
 def test_a_file_that_is_no_recording_is_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_flags_that_cannot_be_are_refused(flags: list[str], said: str) -> None:
 
 
 def test_a_resource_that_decides_nothing_or_is_none_is_refused(tmp_path: Path, resource: Path) -> None:
-    looks = write_looks(tmp_path / "looks.jsonl", lived(3)[0])
+    looks = write_looks(tmp_path / "samples.jsonl", lived(3)[0])
     body = yaml.safe_load(resource.read_text())
     for change, said in (
         ({"spec": {**SPEC, "tuning": {"mode": "Off"}}}, "mode is Off, in which nothing is decided"),
@@ -261,13 +261,13 @@ def test_a_resource_that_decides_nothing_or_is_none_is_refused(tmp_path: Path, r
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"decisions": [{}]}', '{"status": {"tuning": {"history": [1]}}}'])
 def test_what_is_no_list_of_decisions_is_refused(text: str, tmp_path: Path) -> None:
-    looks, then = write_looks(tmp_path / "looks.jsonl", lived(3)[0]), tmp_path / "then.json"
+    looks, then = write_looks(tmp_path / "samples.jsonl", lived(3)[0]), tmp_path / "then.json"
     then.write_text(text)
     assert f"--decided {then}" in refused(looks, "--decided", then)
 
 
 def test_files_are_looked_at_before_the_recording_is_read(tmp_path: Path) -> None:
-    looks = write_looks(tmp_path / "looks.jsonl", [])
+    looks = write_looks(tmp_path / "samples.jsonl", [])
     assert "there is no folder" in refused(looks, "--save", tmp_path / "no" / "folder")
     assert "is a folder" in refused(looks, "--save", tmp_path)
     assert "is not there" in refused(looks, "--decided", tmp_path / "gone.json")

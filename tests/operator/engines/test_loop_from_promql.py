@@ -8,28 +8,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
+from engine_model_samples import sample_of
 from fake_prometheus import NAMESPACE, FakePrometheus, exposed
 from trimtab_operator.engines.prometheus import Connection, Prometheus
 from trimtab_operator.tuner.decide import decide
-from trimtab_operator.tuner.engine_model import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
-from trimtab_operator.tuner.knobs import FieldRange, Knob, Value
+from trimtab_operator.tuner.engine_model import EngineModel, EngineModelPolicy, KvBlocks, Sequence, StepCost
 from trimtab_operator.tuner.moves import Decision
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
-from trimtab_operator.tuner.samples import Config, Ledger, Look, Phase, RequestNews, Sample
+from trimtab_operator.tuner.parameters import FieldRange, Parameter, Value
+from trimtab_operator.tuner.samples import Config, Ledger, Phase, ReplicaSnapshot, RequestUpdates, Sample
 from trimtab_operator.tuner.settings import Mode, Pace, Settings
-from trimtab_operator.tuner.state import Memory
-from twin_samples import sample_of
+from trimtab_operator.tuner.state import TunerState
 
 COST = StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9)
 TICK = 15.0
 POD = "m-g0-0"
 DEVICE, BLOCK = 100_000, 16  # the device holds so many KV blocks
-UTILIZATION, BUDGET = Knob.GPU_MEMORY_UTILIZATION, Knob.MAX_NUM_BATCHED_TOKENS
+UTILIZATION, BUDGET = Parameter.GPU_MEMORY_UTILIZATION, Parameter.MAX_NUM_BATCHED_TOKENS
 PROMISES = Objectives(Ttft(2.0, 1 / 8000, 0.99), Itl(0.08, share=0.99))
 FIELDS = {
     UTILIZATION: FieldRange(True, 0.501, 0.95),
-    Knob.WATERMARK: FieldRange(True, 0.0, 0.9),
-    Knob.MAX_NUM_SEQS: FieldRange(True, 1, 512),
+    Parameter.WATERMARK: FieldRange(True, 0.0, 0.9),
+    Parameter.MAX_NUM_SEQS: FieldRange(True, 1, 512),
     BUDGET: FieldRange(True, 64, 16_384),
 }
 Lengths = Callable[[random.Random], tuple[int, int]]
@@ -47,9 +47,9 @@ def completions(rng: random.Random) -> tuple[int, int]:
 class Scene:
     """One engine in virtual time; Prometheus scrapes it at every tick, and nobody else reads its metrics."""
 
-    start: dict[Knob, Value]
+    start: dict[Parameter, Value]
     now: float = 1000.0
-    memory: Memory = field(default_factory=Memory)
+    memory: TunerState = field(default_factory=TunerState)
     decisions: list[Decision] = field(default_factory=list)
     told: int = 0
     generation: int = 1
@@ -57,7 +57,7 @@ class Scene:
     def __post_init__(self) -> None:
         self.values = dict(self.start)
         self.rng = random.Random(1)
-        self.engine = TwinEngine(COST, self._policy(), KvBlocks(self._blocks(), BLOCK), now=self.now)
+        self.engine = EngineModel(COST, self._policy(), KvBlocks(self._blocks(), BLOCK), now=self.now)
         self.fake = FakePrometheus(lambda: self.now)
         connection = Connection("http://prometheus:9090", scrape_seconds=TICK)
         self.prometheus = Prometheus(connection, clock=lambda: self.now, transport=self.fake.transport)
@@ -65,9 +65,9 @@ class Scene:
             Mode.AUTO, PROMISES, starts=self.start, pace=Pace(tick_seconds=TICK, sample_seconds=TICK)
         )
 
-    def _policy(self) -> TwinPolicy:
+    def _policy(self) -> EngineModelPolicy:
         v = self.values
-        return TwinPolicy(int(v[Knob.MAX_NUM_SEQS]), int(v[BUDGET]), float(v[Knob.WATERMARK]))
+        return EngineModelPolicy(int(v[Parameter.MAX_NUM_SEQS]), int(v[BUDGET]), float(v[Parameter.WATERMARK]))
 
     def _blocks(self) -> int:
         return max(100, int((self.values[UTILIZATION] - 0.5) * DEVICE))
@@ -87,11 +87,11 @@ class Scene:
             self.fake.scrape(exposed(sample), pod=POD)
             await self._turn(sample.requests)
 
-    async def _turn(self, requests: RequestNews | None) -> None:
+    async def _turn(self, requests: RequestUpdates | None) -> None:
         stored = (await self.prometheus.samples(NAMESPACE, {POD: 0.0}, {}))[POD]
         assert isinstance(stored, Sample)
         outcome = decide([self._look(replace(stored, requests=requests))], self.memory, self.settings, self.now)
-        self.memory = outcome.memory
+        self.memory = outcome.state
         self.decisions += outcome.decisions
         for values in outcome.patches.values():
             self.values.update(values)
@@ -99,10 +99,10 @@ class Scene:
             self.engine.set_policy(self._policy())
             self.engine.resize(self._blocks())
 
-    def _look(self, sample: Sample) -> Look:
+    def _look(self, sample: Sample) -> ReplicaSnapshot:
         """What Prometheus stored, with what only the admin port tells."""
         free = int((1 - self.values[UTILIZATION]) * DEVICE)
-        return Look(
+        return ReplicaSnapshot(
             "m-g0",
             Phase.READY,
             "uid",
@@ -111,12 +111,12 @@ class Scene:
             ledger=Ledger(DEVICE, self._blocks(), BLOCK, 1, free_bytes=free),
         )
 
-    def moves(self, knob: Knob) -> list[tuple[Value | None, Value | None]]:
+    def moves(self, knob: Parameter) -> list[tuple[Value | None, Value | None]]:
         return [(d.move.before, d.move.after) for d in self.decisions if d.move.target is knob]
 
 
-def starting_at(utilization: float, budget: int) -> dict[Knob, Value]:
-    return {UTILIZATION: utilization, Knob.WATERMARK: 0.0, Knob.MAX_NUM_SEQS: 256, BUDGET: budget}
+def starting_at(utilization: float, budget: int) -> dict[Parameter, Value]:
+    return {UTILIZATION: utilization, Parameter.WATERMARK: 0.0, Parameter.MAX_NUM_SEQS: 256, BUDGET: budget}
 
 
 async def test_kv_memory_grows_under_load_and_goes_back_when_nobody_needs_it() -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from engine_model_samples import sample_of
 from operator_cluster import STARTS, TICK_SECONDS, FakeCluster, FakeEngine
-from trimtab_operator.observed.engines import EngineSeen, Target
+from trimtab_operator.observed.engines import EngineObservation, EngineTarget
 from trimtab_operator.observed.groups import is_pod_ready
-from trimtab_operator.planning.plan import Turn
-from trimtab_operator.tuner.engine_model import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
-from trimtab_operator.tuner.knobs import Knob
-from twin_samples import sample_of
+from trimtab_operator.planning.plan import ReconcilePlan
+from trimtab_operator.tuner.engine_model import EngineModel, EngineModelPolicy, KvBlocks, Sequence, StepCost
+from trimtab_operator.tuner.parameters import Parameter
 
 COST = StepCost(9e-3, 7e-4, 4.5e-3, 1e-7)
 BLOCKS, BLOCK = 151, 16
@@ -30,7 +30,7 @@ class LoadedCluster(FakeCluster):
         self.clients: list[tuple[Sequence | None, float]] = []
         """What each client waits for, and when it asks again."""
         self.pause_seconds = 0.0
-        self.twins: dict[str, TwinEngine] = {}
+        self.twins: dict[str, EngineModel] = {}
         """By the uid of the leader's pod."""
         self.told: dict[str, int] = {}
 
@@ -39,8 +39,8 @@ class LoadedCluster(FakeCluster):
         self.clients = [(None, self.now + pause_seconds * n / clients) for n in range(clients)]
         self.pause_seconds = pause_seconds
 
-    def tick(self) -> Turn:
-        decided = self.turn()
+    def tick(self) -> ReconcilePlan:
+        decided = self.plan_reconcile()
         for _ in range(round(TICK_SECONDS / STEP_SECONDS)):
             self.now += STEP_SECONDS
             self._serve()
@@ -59,13 +59,13 @@ class LoadedCluster(FakeCluster):
                 min(ready, key=lambda twin: twin.num_running + twin.num_waiting).add(asked)
                 self.clients[number] = (asked, at)
 
-    def _twin(self, uid: str) -> TwinEngine:
+    def _twin(self, uid: str) -> EngineModel:
         if uid not in self.twins:
-            policy = TwinPolicy(int(STARTS[Knob.MAX_NUM_SEQS]), int(STARTS[Knob.MAX_NUM_BATCHED_TOKENS]), 0.0)
-            self.twins[uid] = TwinEngine(COST, policy, KvBlocks(BLOCKS, BLOCK), now=self.now)
+            policy = EngineModelPolicy(int(STARTS[Parameter.MAX_NUM_SEQS]), int(STARTS[Parameter.MAX_NUM_BATCHED_TOKENS]), 0.0)
+            self.twins[uid] = EngineModel(COST, policy, KvBlocks(BLOCKS, BLOCK), now=self.now)
         return self.twins[uid]
 
-    def said(self, target: Target) -> EngineSeen:
+    def said(self, target: EngineTarget) -> EngineObservation:
         seen = super().said(target)
         if seen.sample is None:
             return seen
@@ -74,7 +74,7 @@ class LoadedCluster(FakeCluster):
         self.told[target.instance] = len(twin.finished)
         generation = self.engines.get(target.instance, FakeEngine()).generation
         sample = sample_of(twin, ended, at=self.now, generation=generation)
-        return EngineSeen(
+        return EngineObservation(
             True, sample=sample, config=seen.config, ledger=seen.ledger, applied=seen.applied, layout=seen.layout
         )
 

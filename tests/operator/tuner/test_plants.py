@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
-from trimtab_operator.tuner.decide import Outcome, decide
-from trimtab_operator.tuner.engine_model import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
-from trimtab_operator.tuner.knobs import FieldRange, Knob, Value
+from engine_model_samples import sample_of
+from trimtab_operator.tuner.decide import TunerOutput, decide
+from trimtab_operator.tuner.engine_model import EngineModel, EngineModelPolicy, KvBlocks, Sequence, StepCost
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
-from trimtab_operator.tuner.samples import Config, Ledger, Look, Phase
+from trimtab_operator.tuner.parameters import FieldRange, Parameter, Value
+from trimtab_operator.tuner.samples import Config, Ledger, Phase, ReplicaSnapshot
 from trimtab_operator.tuner.settings import Bounds, Mode, Settings
-from trimtab_operator.tuner.state import Memory
-from twin_samples import sample_of
+from trimtab_operator.tuner.state import TunerState
 
 COST = StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9)
 TICK = 15.0
@@ -36,7 +36,7 @@ def short_answers(rng: random.Random) -> tuple[int, int]:
 class Plant:
     """One replica: an engine in virtual time, whose live fields are PATCHed as the tuner asks."""
 
-    start: dict[Knob, Value]
+    start: dict[Parameter, Value]
     cost: StepCost = COST
     cap: float = 0.95
     other_preemptions: float = 0.0  # a second, of another cause: the cache has room
@@ -51,17 +51,19 @@ class Plant:
         self.rng = random.Random(self.seed)
         self.engine = self._engine(0.0)
 
-    def _engine(self, now: float) -> TwinEngine:
-        return TwinEngine(self.cost, self._policy(), KvBlocks(self._blocks(), BLOCK), now=now)
+    def _engine(self, now: float) -> EngineModel:
+        return EngineModel(self.cost, self._policy(), KvBlocks(self._blocks(), BLOCK), now=now)
 
-    def _policy(self) -> TwinPolicy:
+    def _policy(self) -> EngineModelPolicy:
         v = self.values
-        return TwinPolicy(int(v[Knob.MAX_NUM_SEQS]), int(v[Knob.MAX_NUM_BATCHED_TOKENS]), float(v[Knob.WATERMARK]))
+        return EngineModelPolicy(
+            int(v[Parameter.MAX_NUM_SEQS]), int(v[Parameter.MAX_NUM_BATCHED_TOKENS]), float(v[Parameter.WATERMARK])
+        )
 
     def _blocks(self) -> int:
-        return max(500, int((self.values[Knob.GPU_MEMORY_UTILIZATION] - 0.5) * DEVICE))
+        return max(500, int((self.values[Parameter.GPU_MEMORY_UTILIZATION] - 0.5) * DEVICE))
 
-    def patch(self, values: dict[Knob, Value]) -> None:
+    def patch(self, values: dict[Parameter, Value]) -> None:
         if values:
             self.values.update(values)
             self._generation += 1
@@ -79,24 +81,24 @@ class Plant:
         self.engine.run_until(end)
         self.now = end
 
-    def look(self) -> Look:
+    def snapshot(self) -> ReplicaSnapshot:
         engine = self.engine
-        news, self._told = engine.finished[self._told :], len(engine.finished)
-        sample = sample_of(engine, news, at=self.now, generation=self._generation)
+        updates, self._told = engine.finished[self._told :], len(engine.finished)
+        sample = sample_of(engine, updates, at=self.now, generation=self._generation)
         counters = replace(
             sample.counters,
             preemptions={"capacity": sample.counters.preemptions["capacity"] + self.other_preemptions * self.now},
             recomputed_tokens=engine.counters.recomputed_tokens + 3000 * self.other_preemptions * self.now,
         )
         fields = {
-            Knob.GPU_MEMORY_UTILIZATION: FieldRange(True, 0.52, self.cap),
-            Knob.WATERMARK: FieldRange(True, 0.0, 0.9),
-            Knob.MAX_NUM_SEQS: FieldRange(True, 1, 512),
-            Knob.MAX_NUM_BATCHED_TOKENS: FieldRange(True, 64, 16_384),
+            Parameter.GPU_MEMORY_UTILIZATION: FieldRange(True, 0.52, self.cap),
+            Parameter.WATERMARK: FieldRange(True, 0.0, 0.9),
+            Parameter.MAX_NUM_SEQS: FieldRange(True, 1, 512),
+            Parameter.MAX_NUM_BATCHED_TOKENS: FieldRange(True, 64, 16_384),
         }
-        free = int((1 - self.values[Knob.GPU_MEMORY_UTILIZATION]) * DEVICE)
+        free = int((1 - self.values[Parameter.GPU_MEMORY_UTILIZATION]) * DEVICE)
         ledger = Ledger(DEVICE, self._blocks(), BLOCK, 1, free_bytes=free)
-        return Look(
+        return ReplicaSnapshot(
             "m-0",
             Phase.READY,
             "uid",
@@ -116,71 +118,75 @@ class Plant:
         return len(met) / len(found)
 
 
-def starts(**changes: Value) -> dict[Knob, Value]:
+def starts(**changes: Value) -> dict[Parameter, Value]:
     usual = {
-        Knob.GPU_MEMORY_UTILIZATION: 0.9,
-        Knob.WATERMARK: 0.0,
-        Knob.MAX_NUM_SEQS: 256,
-        Knob.MAX_NUM_BATCHED_TOKENS: 8192,
+        Parameter.GPU_MEMORY_UTILIZATION: 0.9,
+        Parameter.WATERMARK: 0.0,
+        Parameter.MAX_NUM_SEQS: 256,
+        Parameter.MAX_NUM_BATCHED_TOKENS: 8192,
     }
-    return usual | {Knob(name): value for name, value in changes.items()}
+    return usual | {Parameter(name): value for name, value in changes.items()}
 
 
 def settings_for(plant: Plant, *, pinned: bool = False) -> Settings:
     guess = StepCost(1.25 * COST.per_step, 0.75 * COST.per_token, 1.25 * COST.per_sequence, 0.75 * COST.per_context)
-    bounds = {knob: Bounds(value, value) for knob, value in plant.start.items()} if pinned else {}
+    bounds = {parameter: Bounds(value, value) for parameter, value in plant.start.items()} if pinned else {}
     return Settings(Mode.AUTO, PROMISES, bounds, dict(plant.start), prior=guess)
 
 
 @dataclass
 class Run:
     plant: Plant
-    memory: Memory = field(default_factory=Memory)
-    outcomes: list[Outcome] = field(default_factory=list)
+    state: TunerState = field(default_factory=TunerState)
+    outcomes: list[TunerOutput] = field(default_factory=list)
 
     def steer(self, seconds: float, rate: float, lengths: Lengths) -> None:
         settings = settings_for(self.plant)
         for _ in range(round(seconds / TICK)):
             self.plant.run(TICK, rate, lengths)
-            self.turn(settings, self.plant.look())
+            self.turn(settings, self.plant.snapshot())
 
-    def turn(self, settings: Settings, look: Look) -> None:
-        outcome = decide([look], self.memory, settings, self.plant.now)
-        self.memory = outcome.memory
+    def turn(self, settings: Settings, snapshot: ReplicaSnapshot) -> None:
+        outcome = decide([snapshot], self.state, settings, self.plant.now)
+        self.state = outcome.state
         self.outcomes.append(outcome)
         for values in outcome.patches.values():
             self.plant.patch(dict(values))
 
-    def moves(self, knob: Knob | None = None) -> list[tuple[float, Value, Value]]:
+    def moves(self, parameter: Parameter | None = None) -> list[tuple[float, Value, Value]]:
         found = [d for o in self.outcomes for d in o.decisions if d.move.after is not None]
         return [
             (d.at, d.move.before or 0, d.move.after or 0)
             for d in found
-            if isinstance(d.move.target, Knob) and (knob is None or d.move.target is knob)
+            if isinstance(d.move.target, Parameter) and (parameter is None or d.move.target is parameter)
         ]
 
 
 def test_a_small_share_of_preemption_moves_nothing_down() -> None:
     run = Run(Plant(starts(gpu_memory_utilization=0.95), other_preemptions=0.01))
     run.steer(600, 2.0, long_answers)
-    assert all(after >= before for _, before, after in run.moves(Knob.MAX_NUM_SEQS))
-    assert not run.moves(Knob.WATERMARK)
+    assert all(after >= before for _, before, after in run.moves(Parameter.MAX_NUM_SEQS))
+    assert not run.moves(Parameter.WATERMARK)
 
 
 def test_preemptions_of_another_cause_move_neither_memory_nor_seats() -> None:
     run = Run(Plant(starts(gpu_memory_utilization=0.95), other_preemptions=2.0))
     run.steer(600, 2.0, long_answers)
-    assert not [m for knob in (Knob.WATERMARK, Knob.MAX_NUM_SEQS, Knob.GPU_MEMORY_UTILIZATION) for m in run.moves(knob)]
+    assert not [
+        m
+        for parameter in (Parameter.WATERMARK, Parameter.MAX_NUM_SEQS, Parameter.GPU_MEMORY_UTILIZATION)
+        for m in run.moves(parameter)
+    ]
 
 
 def test_a_storm_ends_within_thirty_seconds() -> None:
     plant = Plant(starts(gpu_memory_utilization=0.95, max_num_batched_tokens=1024))
     run = Run(plant)
     run.steer(300, 4.0, long_answers)
-    plant.start[Knob.GPU_MEMORY_UTILIZATION] = 0.95
+    plant.start[Parameter.GPU_MEMORY_UTILIZATION] = 0.95
     plant.cap = 0.535  # somebody has left the KV cache far too small, and no headroom
-    plant.patch({Knob.GPU_MEMORY_UTILIZATION: 0.535})
-    run.memory = Memory(model=run.memory.model, lengths=run.memory.lengths, demand=run.memory.demand)
+    plant.patch({Parameter.GPU_MEMORY_UTILIZATION: 0.535})
+    run.state = TunerState(model=run.state.model, lengths=run.state.lengths, demand=run.state.demand)
     before = plant.engine.counters.recomputed_tokens
     run.steer(45, 4.0, long_answers)
     after, computed = plant.engine.counters.recomputed_tokens, plant.computed_tokens
@@ -220,11 +226,11 @@ def test_on_random_plants_it_comes_to_rest_inside_its_bounds(seed: int) -> None:
     )
     run = Run(plant)
     run.steer(900, rng.uniform(1.0, 5.0), rng.choice([long_answers, short_answers]))
-    limits = {Knob.MAX_NUM_SEQS: (1, 512), Knob.MAX_NUM_BATCHED_TOKENS: (64, 16_384)}
-    for knob, (low, high) in limits.items():
-        assert all(low <= after <= high for _, _, after in run.moves(knob))
+    limits = {Parameter.MAX_NUM_SEQS: (1, 512), Parameter.MAX_NUM_BATCHED_TOKENS: (64, 16_384)}
+    for parameter, (low, high) in limits.items():
+        assert all(low <= after <= high for _, _, after in run.moves(parameter))
     assert len(run.moves()) <= 14
-    for knob in Knob:
-        moves = run.moves(knob)
+    for parameter in Parameter:
+        moves = run.moves(parameter)
         turns = [b for a, b in itertools.pairwise(moves) if (a[2] - a[1]) * (b[2] - b[1]) < 0]
         assert sum(1 for at, _, _ in turns if at > 450) <= 1

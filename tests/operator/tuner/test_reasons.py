@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from trimtab_operator.tuner.explanation import sentence_of
-from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.moves import Move, Reason
+from trimtab_operator.tuner.parameters import Parameter
 from trimtab_operator.tuner.settings import Mode
 
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "tuning.md"
@@ -31,7 +31,7 @@ def test_every_reason_that_no_condition_has_alone_tells_a_decision() -> None:
     of_conditions = {
         *(reason for reason in Reason if reason.value.startswith("Metrics")),
         Reason.SCRAPED, Reason.NO_READY_REPLICA, Reason.PROMETHEUS_UNAVAILABLE,
-        Reason.TUNING, Reason.RECOMMENDING, Reason.OFF, Reason.CRASH_BUDGET_SPENT, Reason.NOT_YET_APPLIED,
+        Reason.TUNING, Reason.RECOMMENDING, Reason.OFF, Reason.CRASH_BUDGET_EXHAUSTED, Reason.NOT_YET_APPLIED,
     }  # fmt: skip
     for reason in set(Reason) - of_conditions:
-        assert sentence_of(Move(reason, Knob.MAX_NUM_SEQS, 8, 9, AnyNumber()), Mode.AUTO).endswith(".")
+        assert sentence_of(Move(reason, Parameter.MAX_NUM_SEQS, 8, 9, AnyNumber()), Mode.AUTO).endswith(".")

@@ -5,24 +5,24 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.load import Forecast
 from trimtab_operator.tuner.load.demand import Point
 from trimtab_operator.tuner.load.season import BUCKETS_PER_DAY, DAY_SECONDS, Bucket, Season
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason, ReplicaCount, Restart
+from trimtab_operator.tuner.parameters import Parameter
 from trimtab_operator.tuner.scaling.behavior import ScaleEvent
-from trimtab_operator.tuner.scaling.law import ScalingMemory
-from trimtab_operator.tuner.state import Memory, Pin, Trial
-from trimtab_operator.tuner.stored import from_json, rebuilt, to_json
+from trimtab_operator.tuner.scaling.control_law import ScalingState
+from trimtab_operator.tuner.state import Pin, Trial, TunerState
+from trimtab_operator.tuner.stored import from_json, rebuild_state, to_json
 
 EXPECTED = (Expectation(Measure.KV_TOKENS, 1.0, 2.0, 1.5, float("inf")),)
-MOVE = Move(Reason.KV_CACHE_TOO_SMALL, Knob.GPU_MEMORY_UTILIZATION, 0.8, 0.9, {"kv_usage": 0.99}, EXPECTED)
-WHOLE = Memory(
-    applied={Knob.GPU_MEMORY_UTILIZATION: 0.9, Knob.MAX_NUM_SEQS: 64},
-    starts={Knob.GPU_MEMORY_UTILIZATION: 0.8},
+MOVE = Move(Reason.KV_CACHE_TOO_SMALL, Parameter.GPU_MEMORY_UTILIZATION, 0.8, 0.9, {"kv_usage": 0.99}, EXPECTED)
+WHOLE = TunerState(
+    applied={Parameter.GPU_MEMORY_UTILIZATION: 0.9, Parameter.MAX_NUM_SEQS: 64},
+    starts={Parameter.GPU_MEMORY_UTILIZATION: 0.8},
     moved_at={"replicas": 5.0},
-    trial=Trial("abc", Knob.WATERMARK, 0.0, 0.05, 10.0, EXPECTED, 0.98, 0.02, 3.0),
-    pins=(Pin(Knob.MAX_NUM_SEQS, 9, 32, 100.0),),
+    trial=Trial("abc", Parameter.WATERMARK, 0.0, 0.05, 10.0, EXPECTED, 0.98, 0.02, 3.0),
+    pins=(Pin(Parameter.MAX_NUM_SEQS, 9, 32, 100.0),),
     crashes=(7.0,),
     raised={"uid": 2},
     recommendation=Decision("r", 1.0, Move(Reason.SATURATED, Restart("parallelism.tensor"), None, None), "Saturated."),
@@ -30,7 +30,7 @@ WHOLE = Memory(
         Decision("d", 2.0, MOVE, "Raised.", "kept"),
         Decision("e", 3.0, Move(Reason.TOO_FEW_REPLICAS, ReplicaCount(), 1, 2), "Raised."),
     ),
-    scaling=ScalingMemory(
+    scaling=ScalingState(
         3,
         events=(ScaleEvent(4.0, 1),),
         hold_seconds=180.0,
@@ -40,7 +40,7 @@ WHOLE = Memory(
         regretted=3,
         began_at=1.0,
         burst_at=3.0,
-        meant=4,
+        initial_replicas=4,
     ),
     cold_starts=(42.5, 61.0),
     forecast=Forecast(Season(7200.0, (1.25, None, 3.0, 0.0), (2, 0, 1, 9999), (Bucket(6, 1.5), Bucket(7, 0.25)))),
@@ -49,11 +49,11 @@ WHOLE = Memory(
 
 def test_what_was_written_is_read_back() -> None:
     assert from_json(to_json(WHOLE)) == WHOLE
-    assert from_json(to_json(Memory())) == Memory()
+    assert from_json(to_json(TunerState())) == TunerState()
 
 
 def test_how_long_replicas_take_to_start_is_written_where_replicas_are_scaled() -> None:
-    nobody_scales = replace(WHOLE, scaling=ScalingMemory())
+    nobody_scales = replace(WHOLE, scaling=ScalingState())
     assert to_json(nobody_scales) == to_json(replace(nobody_scales, cold_starts=()))
 
 
@@ -78,7 +78,7 @@ def changed(path: list[Any], value: Any) -> str:
         changed(["applied", "gpu_memory_utilization"], "0.9"),
         changed(["applied", "unknown"], 1),
         changed(["pins", 0, "limit"], True),
-        changed(["trial", "knob"], "color"),
+        changed(["trial", "parameter"], "color"),
         changed(["history", 0, "reason"], "Because"),
         changed(["scaling", "desired"], -1),
         changed(["scaling", "desired"], 1.5),
@@ -97,10 +97,10 @@ def test_what_is_damaged_is_not_read(text: str) -> None:
 
 
 def test_a_lost_memory_keeps_what_status_says_is_applied() -> None:
-    found = rebuilt(
+    found = rebuild_state(
         {"max_num_seqs": 32, "watermark": float("nan"), "color": 3, "gpu_memory_utilization": "x"}, starts={}
     )
-    assert found.applied == {Knob.MAX_NUM_SEQS: 32}
+    assert found.applied == {Parameter.MAX_NUM_SEQS: 32}
 
 
 def test_what_an_older_operator_stored_without_a_forecast_is_read() -> None:
@@ -115,10 +115,10 @@ def test_the_shape_of_a_period_takes_few_bytes_and_is_written_once_a_bucket(days
     texts = set()
     for index in range(12 * 24 * 12 * days):
         season = season.with_point(Point(1.7e9 + 300.0 * index, 300.0, 123_456.7 + index % 1_009))
-        texts.add(to_json(Memory(forecast=Forecast(season))))
+        texts.add(to_json(TunerState(forecast=Forecast(season))))
     assert len(texts) <= 12 * days * BUCKETS_PER_DAY + 1
-    text = to_json(Memory(forecast=Forecast(season)))
-    assert len(text) - len(to_json(Memory())) < most_bytes
+    text = to_json(TunerState(forecast=Forecast(season)))
+    assert len(text) - len(to_json(TunerState())) < most_bytes
     read = from_json(text)
     assert read is not None
     assert read.forecast is not None

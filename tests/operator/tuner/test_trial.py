@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from trimtab_operator.tuner.decide import decide
-from trimtab_operator.tuner.knobs import Knob, Value
 from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_operator.tuner.samples import Phase
 from trimtab_operator.tuner.settings import Mode, Settings
-from trimtab_operator.tuner.state import Memory
-from tuner_looks import KNOBS, a_look, a_sample
+from trimtab_operator.tuner.state import TunerState
+from tuner_snapshots import PARAMETERS, make_replica_snapshot, make_sample
 
 TICK = 15.0
 
@@ -20,12 +20,12 @@ def reasons_of_decisions(preemptions_after: float, *, ticks_after: int) -> list[
 
 
 def under_pressure(
-    preemptions_after: float, *, ticks_after: int, coming_for: float = 0.0
-) -> tuple[list[Reason], Memory]:
+    preemptions_after: float, *, ticks_after: int, starting_for: float = 0.0
+) -> tuple[list[Reason], TunerState]:
     """An engine under pressure, whose memory is raised; from then on so many requests are preempted a second, and
     three times as many tokens are computed again as before. A second replica starts for so many seconds."""
-    settings, memory = Settings(Mode.AUTO, starts=KNOBS), Memory(starts=KNOBS)
-    values: dict[Knob, Value] = dict(KNOBS)
+    settings, state = Settings(Mode.AUTO, starts=PARAMETERS), TunerState(starts=PARAMETERS)
+    values: dict[Parameter, Value] = dict(PARAMETERS)
     generation, preempted, recomputed, left = 1, 0.0, 0.0, ticks_after
     decisions: list[Reason] = []
     now = begun = 1000.0
@@ -33,18 +33,18 @@ def under_pressure(
         is_tried = bool(decisions)
         preempted += TICK * (preemptions_after if is_tried else 1.0)
         recomputed += TICK * (60.0 if is_tried else 20.0)
-        sample = a_sample(
+        sample = make_sample(
             now,
             generation=generation,
             kv_usage=0.99,
             preemptions={"capacity": preempted},
             recomputed_tokens=recomputed,
         )
-        looks = [a_look(sample=sample, values=values)]
-        if is_tried and now - begun < coming_for:
-            looks.append(a_look("m-1", phase=Phase.STARTING, since=begun))
-        outcome = decide(looks, memory, settings, now)
-        memory = outcome.memory
+        snapshots = [make_replica_snapshot(sample=sample, values=values)]
+        if is_tried and now - begun < starting_for:
+            snapshots.append(make_replica_snapshot("m-1", phase=Phase.STARTING, since=begun))
+        outcome = decide(snapshots, state, settings, now)
+        state = outcome.state
         decisions += [decision.reason for decision in outcome.decisions]
         for patch in outcome.patches.values():
             values.update(patch)
@@ -53,7 +53,7 @@ def under_pressure(
             begun = now
         left -= is_tried
         now += TICK
-    return decisions, memory
+    return decisions, state
 
 
 @pytest.mark.parametrize("ticks", [3, 8, 16])
@@ -63,13 +63,15 @@ def test_more_memory_is_not_blamed_for_those_that_lost_their_blocks_before(ticks
 
 def test_where_nothing_is_predicted_what_is_preempted_counts_against_the_trial_at_its_end() -> None:
     assert reasons_of_decisions(3.0, ticks_after=18) == [Reason.KV_CACHE_TOO_SMALL]
-    assert Reason.MADE_WORSE in reasons_of_decisions(3.0, ticks_after=22)
+    assert Reason.ROLLED_BACK in reasons_of_decisions(3.0, ticks_after=22)
 
 
-@pytest.mark.parametrize(("ticks", "coming_for", "is_open"), [(22, 0.0, False), (22, 400.0, True), (44, 900.0, False)])
+@pytest.mark.parametrize(
+    ("ticks", "starting_for", "is_open"), [(22, 0.0, False), (22, 400.0, True), (44, 900.0, False)]
+)
 def test_while_replicas_come_that_were_asked_for_a_trial_waits_for_what_users_feel(
-    ticks: int, coming_for: float, is_open: bool
+    ticks: int, starting_for: float, is_open: bool
 ) -> None:
-    decisions, memory = under_pressure(0.0, ticks_after=ticks, coming_for=coming_for)
-    assert Reason.MADE_WORSE not in decisions
-    assert (memory.trial is not None) == is_open
+    decisions, state = under_pressure(0.0, ticks_after=ticks, starting_for=starting_for)
+    assert Reason.ROLLED_BACK not in decisions
+    assert (state.trial is not None) == is_open

@@ -14,7 +14,7 @@ from trimtab_engine.scheduling.policy import SchedulingPolicy
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Scheduler
-from trimtab_operator.tuner.engine_model import Allowance, Sequence, StepCost, StepSums, TwinPolicy
+from trimtab_operator.tuner.engine_model import Allowance, EngineModelPolicy, Sequence, StepCost, StepSums
 from trimtab_simulator.trace.arrivals import KEY_TOKENS
 
 TOKEN_RANGE = 1 << 31  # ids of tokens; they only need to differ
@@ -26,7 +26,7 @@ class StepwiseEngine:
     def __init__(
         self,
         cost: StepCost,
-        policy: TwinPolicy,
+        policy: EngineModelPolicy,
         num_blocks: int,
         *,
         block_size: int = 16,
@@ -66,7 +66,7 @@ class StepwiseEngine:
         self._sequences[request.request_id] = sequence
         self.scheduler.add(request)
 
-    def set_policy(self, policy: TwinPolicy) -> None:
+    def set_policy(self, policy: EngineModelPolicy) -> None:
         """Be steered by `policy` from the next step on."""
         self.scheduler.set_policy(_policy(policy, caches=self._caches))
 
@@ -119,7 +119,7 @@ class StepwiseEngine:
                 self.finished.append(sequence)
 
 
-def _policy(policy: TwinPolicy, *, caches: bool) -> SchedulingPolicy:
+def _policy(policy: EngineModelPolicy, *, caches: bool) -> SchedulingPolicy:
     allowance = policy.allowance or Allowance(0.0)
     return SchedulingPolicy(
         max_num_seqs=policy.max_num_seqs,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trimtab_operator.tuner.engine_model import StepCost
-from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_simulator.contest import Contest
 from trimtab_simulator.hindsight.fixed_values import static_best, static_n
 from trimtab_simulator.hindsight.oracle import Plan, cheapest_path, find_plan, follow
@@ -22,11 +22,11 @@ from trimtab_simulator.replay import Loop
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 
 MACHINE = Machine("m", "g", StepCost(0.01, 1e-4, 1e-4, 0.0), 100_000, max_model_len=8_000)
-START: dict[Knob, Value] = {
-    Knob.MAX_NUM_SEQS: 64,
-    Knob.MAX_NUM_BATCHED_TOKENS: 1024,
-    Knob.WATERMARK: 0.0,
-    Knob.GPU_MEMORY_UTILIZATION: 0.9,
+START: dict[Parameter, Value] = {
+    Parameter.MAX_NUM_SEQS: 64,
+    Parameter.MAX_NUM_BATCHED_TOKENS: 1024,
+    Parameter.WATERMARK: 0.0,
+    Parameter.GPU_MEMORY_UTILIZATION: 0.9,
 }
 
 
@@ -81,11 +81,11 @@ def test_the_fewest_replicas_attain_and_one_fewer_do_not() -> None:
 
 
 def test_the_best_knobs_bring_no_less_than_those_of_the_start() -> None:
-    contest = a_contest([9.0]).with_knobs({Knob.MAX_NUM_SEQS: 2})
+    contest = a_contest([9.0]).with_parameters({Parameter.MAX_NUM_SEQS: 2})
     found, outcome = static_best(contest)
     before = contest.judge("static", contest.play_fixed()).goodput_tokens_per_s
     assert found.judge("static-best", outcome).goodput_tokens_per_s > 1.2 * before
-    assert found.settings.knobs[Knob.MAX_NUM_SEQS] > 2
+    assert found.settings.parameters[Parameter.MAX_NUM_SEQS] > 2
     assert found.settings.start_replicas == 1
 
 
@@ -117,8 +117,8 @@ def test_answers_that_outlast_their_interval_are_planned_for() -> None:
     times = sorted(rng.uniform(0, 600) for _ in range(900))
     trace = Trace("t", [Arrival(at, 50, 4000) for at in times], 600.0)
     machine = Machine("m", "g", StepCost(0.01, 0.0, 4e-4, 0.0), 1_000_000, max_model_len=8_000)
-    knobs = {**START, Knob.MAX_NUM_SEQS: 1024, Knob.MAX_NUM_BATCHED_TOKENS: 2048}
-    contest = Contest(trace, FleetSettings(machine, knobs, 6, 1, 8, 60.0), Loop(), Objectives(2.0, itl_mean=0.06))
+    parameters = {**START, Parameter.MAX_NUM_SEQS: 1024, Parameter.MAX_NUM_BATCHED_TOKENS: 2048}
+    contest = Contest(trace, FleetSettings(machine, parameters, 6, 1, 8, 60.0), Loop(), Objectives(2.0, itl_mean=0.06))
     judged = contest.judge("oracle", follow(contest, find_plan(contest)))
     assert judged.attainment >= 0.99
     assert judged.gpu_hours < 6 * 600 / 3600

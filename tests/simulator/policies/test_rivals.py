@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from trimtab_operator.tuner.knobs import Knob
-from trimtab_operator.tuner.samples import Counters, Gauges, Look, Phase, Sample
+from trimtab_operator.tuner.parameters import Parameter
+from trimtab_operator.tuner.samples import Counters, Gauges, Phase, ReplicaSnapshot, Sample
 from trimtab_simulator.errors import BadRequest
 from trimtab_simulator.policies.aibrix import Apa, Kpa
 from trimtab_simulator.policies.aimd import Aimd
@@ -16,19 +16,19 @@ from trimtab_simulator.policies.policy import Policy, View
 
 def a_look(
     name: str, running: float, waiting: float = 0.0, *, kv: float = 0.1, preemptions: float = 0.0, ready: bool = True
-) -> Look:
+) -> ReplicaSnapshot:
     sample = Sample(0.0, Counters(0, 0, 0, {"capacity": preemptions}), Gauges(running, waiting, kv))
-    return Look(name, Phase.READY, sample=sample) if ready else Look(name, Phase.STARTING)
+    return ReplicaSnapshot(name, Phase.READY, sample=sample) if ready else ReplicaSnapshot(name, Phase.STARTING)
 
 
-def a_view(now: float, *looks: Look, desired: int | None = None, seats: int = 64) -> View:
-    return View(now, len(looks) if desired is None else desired, {Knob.MAX_NUM_SEQS: seats}, looks)
+def a_view(now: float, *snapshots: ReplicaSnapshot, desired: int | None = None, slots: int = 64) -> View:
+    return View(now, len(snapshots) if desired is None else desired, {Parameter.MAX_NUM_SEQS: slots}, snapshots)
 
 
 def pods(now: float, running: float, count: int = 2, *, waiting: float = 0.0, starting: int = 0) -> View:
     """So many equal replicas, and some that start."""
-    looks = [a_look(f"r{i}", running, waiting) for i in range(count)]
-    return a_view(now, *looks, *(a_look(f"s{i}", 0, ready=False) for i in range(starting)))
+    snapshots = [a_look(f"r{i}", running, waiting) for i in range(count)]
+    return a_view(now, *snapshots, *(a_look(f"s{i}", 0, ready=False) for i in range(starting)))
 
 
 def targets(policy: Policy, *views: View) -> list[int | None]:
@@ -100,7 +100,7 @@ def test_aibrix_takes_the_lowest_of_its_window_on_the_way_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("running", "kv", "seats", "wanted"),
+    ("running", "kv", "slots", "wanted"),
     [
         (60.0, 0.5, 64, 69),  # used, and there is room: it grows by 20 % × (1 − 0.5/0.8)
         (10.0, 0.5, 64, None),  # what is allowed is not used
@@ -108,21 +108,21 @@ def test_aibrix_takes_the_lowest_of_its_window_on_the_way_down() -> None:
         (60.0, 0.95, 64, 42),  # hard
     ],
 )
-def test_aimd_moves_the_seats_by_kv_use(running: float, kv: float, seats: int, wanted: int | None) -> None:
-    moves = Aimd(1024).decide(a_view(0, a_look("r0", running, kv=kv), seats=seats))
-    assert moves.knobs.get(Knob.MAX_NUM_SEQS) == wanted
+def test_aimd_moves_the_seats_by_kv_use(running: float, kv: float, slots: int, wanted: int | None) -> None:
+    moves = Aimd(1024).decide(a_view(0, a_look("r0", running, kv=kv), slots=slots))
+    assert moves.parameters.get(Parameter.MAX_NUM_SEQS) == wanted
 
 
 def test_aimd_cuts_when_preemptions_rise() -> None:
     policy = Aimd(1024)
     policy.decide(a_view(0, a_look("r0", 60, kv=0.5, preemptions=3)))
-    assert policy.decide(a_view(15, a_look("r0", 60, kv=0.5, preemptions=4))).knobs == {Knob.MAX_NUM_SEQS: 42}
+    assert policy.decide(a_view(15, a_look("r0", 60, kv=0.5, preemptions=4))).parameters == {Parameter.MAX_NUM_SEQS: 42}
 
 
 @pytest.mark.parametrize("policy", [hpa_running(5), keda_queue(5), Aimd(10), Apa(5)])
 def test_without_a_sample_nothing_moves(policy: Policy) -> None:
     moves = policy.decide(a_view(0, a_look("r0", 0, ready=False)))
-    assert (moves.replicas, dict(moves.knobs)) == (None, {})
+    assert (moves.replicas, dict(moves.parameters)) == (None, {})
 
 
 def test_policies_are_named_with_their_targets() -> None:

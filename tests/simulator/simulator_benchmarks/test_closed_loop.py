@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 
-from simulator_benchmarks.closed_loop import LOOK_SECONDS, Clients, play_clients
+from simulator_benchmarks.closed_loop import POLL_SECONDS, Clients, play_clients
 from simulator_benchmarks.live_parameters.loads import one_replica
 from trimtab_operator.tuner.engine_model import StepCost
-from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.parameters import Parameter
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import Machine
 from trimtab_simulator.policies.fixed import Fixed
-from trimtab_simulator.policies.policy import STAY, Moves, View
+from trimtab_simulator.policies.policy import STAY, PolicyActions, View
 
 
 def settings() -> FleetSettings:
     machine = Machine("m", "g", StepCost(0.01, 1e-4, 1e-4, 0.0), 10_000, max_model_len=1_000)
-    return one_replica(machine, {Knob.MAX_NUM_SEQS: 64, Knob.MAX_NUM_BATCHED_TOKENS: 512})
+    return one_replica(machine, {Parameter.MAX_NUM_SEQS: 64, Parameter.MAX_NUM_BATCHED_TOKENS: 512})
 
 
 class OneSeat:
@@ -26,8 +26,8 @@ class OneSeat:
     tick_seconds = 10.0
     reads_requests = False
 
-    def decide(self, view: View) -> Moves:
-        return Moves(knobs={Knob.MAX_NUM_SEQS: 1}) if view.now >= 20.0 else STAY
+    def decide(self, view: View) -> PolicyActions:
+        return PolicyActions(parameters={Parameter.MAX_NUM_SEQS: 1}) if view.now >= 20.0 else STAY
 
 
 def test_each_client_has_one_request_at_a_time_and_asks_again_at_once() -> None:
@@ -41,7 +41,7 @@ def test_each_client_has_one_request_at_a_time_and_asks_again_at_once() -> None:
     alone = play_clients(settings(), Fixed("off"), Clients(1, lambda rng: (50, 20)), seconds=60.0, seed=0).served
     gaps = [after.arrival - (before.finished_at or 0.0) for before, after in itertools.pairwise(alone)]
     assert len(alone) > 100
-    assert all(0 <= gap <= LOOK_SECONDS for gap in gaps)
+    assert all(0 <= gap <= POLL_SECONDS for gap in gaps)
 
 
 def test_what_is_moved_is_in_force_from_then_on() -> None:

@@ -8,7 +8,7 @@ import pytest
 from simulator_benchmarks import decision_time
 from simulator_benchmarks.decision_time import SLICES, Slice, cut
 from simulator_benchmarks.scenarios import SCENARIOS
-from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_simulator.contest import Contest
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
@@ -20,13 +20,13 @@ from trimtab_simulator.trace.arrivals import Arrival, Trace
 def a_contest() -> Contest:
     rng = random.Random(0)
     arrivals = [Arrival(i / 4, rng.randint(1, 2000), rng.randint(1, 200)) for i in range(1200)]
-    knobs: dict[Knob, Value] = {
-        Knob.MAX_NUM_SEQS: 512,
-        Knob.MAX_NUM_BATCHED_TOKENS: 8192,
-        Knob.WATERMARK: 0.0,
-        Knob.GPU_MEMORY_UTILIZATION: 0.9,
+    parameters: dict[Parameter, Value] = {
+        Parameter.MAX_NUM_SEQS: 512,
+        Parameter.MAX_NUM_BATCHED_TOKENS: 8192,
+        Parameter.WATERMARK: 0.0,
+        Parameter.GPU_MEMORY_UTILIZATION: 0.9,
     }
-    settings = FleetSettings(machine_of("llama-3.1-8b", "h200"), knobs, 1, 1, 1, 60.0)
+    settings = FleetSettings(machine_of("llama-3.1-8b", "h200"), parameters, 1, 1, 1, 60.0)
     return Contest(Trace("t", arrivals, 300.0), settings, Loop(), Objectives(2.0, 1 / 8000, itl_mean=0.08))
 
 

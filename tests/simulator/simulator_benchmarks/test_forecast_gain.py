@@ -62,7 +62,7 @@ def test_ours_forecasts_only_where_it_is_given_a_history(folder: Path) -> None:
     assert scaling.forecast is not None
     assert scaling.forecast.period_seconds == PERIOD_SECONDS
     plain = Trimtab(setup)
-    assert plain.memory.forecast is None
+    assert plain.state.forecast is None
     assert plain.settings.scaling is not None
     assert plain.settings.scaling.forecast is None
 

@@ -1,8 +1,8 @@
-"""KV blocks as numbers: how many are free, and what freed ones still hold.
+"""KV blocks as counts: free blocks, and the content that freed blocks still hold.
 
-As the engine's block manager: empty blocks are taken first, then cached ones, the least recently freed first and of one
-request its last block first. Where no two requests begin alike, only a preempted request ever finds blocks again: its
-own. So a count of each freed request is enough.
+As in the engine's block manager, empty blocks are taken first, then cached ones, least recently freed first and the
+last block of a request first. Without shared prefixes only a preempted request finds blocks again, its own, so a count
+per freed request suffices.
 """
 
 from __future__ import annotations
@@ -14,37 +14,38 @@ from trimtab_operator.tuner.engine_model.sequence import Sequence
 
 
 class Blocks(Protocol):
-    """What the engine asks of its KV cache."""
+    """KV cache as used by the engine model."""
 
     block_size: int
     total: int
     free: int
-    """Blocks that nobody uses, whether or not they still hold something."""
+    """Unused blocks, with or without cached content."""
 
-    def found(self, sequence: Sequence) -> tuple[int, int]:
-        """How many leading blocks of a waiting sequence are there already, and how many of those nobody uses."""
+    def find_cached(self, sequence: Sequence) -> tuple[int, int]:
+        """Return the number of leading blocks of a waiting sequence that are cached, and how many of them are
+        unused."""
 
     def share(self, sequence: Sequence, num_found: int) -> None:
-        """Start the sequence's table with what was found."""
+        """Start the sequence's table with its cached blocks."""
 
-    def take(self, num_blocks: int) -> None:
-        """Give out blocks; there must be as many free."""
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate blocks; that many must be free."""
 
-    def computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let others find the full blocks of its first `num_tokens` tokens, while its prompt is being computed."""
+    def mark_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """Make the full blocks of its first `num_tokens` tokens available to others while its prompt is computed."""
 
-    def exclusive(self, sequence: Sequence, num_blocks: int) -> int:
-        """How many of its `num_blocks` blocks would become free with it."""
+    def count_exclusive(self, sequence: Sequence, num_blocks: int) -> int:
+        """Return how many of its `num_blocks` blocks would become free with it."""
 
-    def release(self, sequence: Sequence, num_tokens: int, *, returns: bool) -> None:
-        """Take back the blocks of its `num_tokens` computed tokens. `returns`: it will look for them again."""
+    def release(self, sequence: Sequence, num_tokens: int, *, is_requeued: bool) -> None:
+        """Free the blocks of its `num_tokens` computed tokens. `is_requeued`: it will look for them again."""
 
     def resize(self, num_blocks: int) -> None:
-        """Have so many blocks from now on; no fewer than are in use."""
+        """Set the total number of blocks; at least those in use."""
 
 
 class KvBlocks:
-    """Blocks of requests that share no beginning. `caches`: whether freed blocks keep their content."""
+    """KV blocks of requests without shared prefixes. `caches`: freed blocks keep their content."""
 
     __slots__ = ("_empty", "_lru", "block_size", "caches", "free", "num_evicted", "total")
 
@@ -55,23 +56,23 @@ class KvBlocks:
         self.free = total
         self.num_evicted = 0
         self._empty = total
-        self._lru: deque[list[int]] = deque()  # [blocks, 1 if somebody may look for them]
+        self._lru: deque[list[int]] = deque()  # [blocks, 1 if their sequence is requeued]
 
-    def found(self, sequence: Sequence) -> tuple[int, int]:
-        """What is left of its own blocks from before its preemption."""
+    def find_cached(self, sequence: Sequence) -> tuple[int, int]:
+        """Return its own blocks from before its preemption that are left."""
         kept = sequence.kept
         count = kept[0] if kept is not None else 0
         return count, count
 
     def share(self, sequence: Sequence, num_found: int) -> None:
-        """Use again what was found of its own."""
+        """Reuse its own cached blocks."""
         if num_found:
             self.free -= num_found
             sequence.kept[0] = 0
         sequence.kept = None
 
-    def take(self, num_blocks: int) -> None:
-        """Take empty blocks, then evict."""
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate empty blocks, then evict."""
         self.free -= num_blocks
         self._empty -= num_blocks
         if self._empty < 0:
@@ -90,15 +91,15 @@ class KvBlocks:
             entry[0] = 0
             lru.popleft()
 
-    def computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Nobody else begins like it."""
+    def mark_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """Do nothing: prefixes are not shared."""
 
-    def exclusive(self, sequence: Sequence, num_blocks: int) -> int:
-        """All are its own."""
+    def count_exclusive(self, sequence: Sequence, num_blocks: int) -> int:
+        """Return all blocks: none are shared."""
         return num_blocks
 
-    def release(self, sequence: Sequence, num_tokens: int, *, returns: bool) -> None:
-        """Its full blocks keep their content; a partly filled one does not."""
+    def release(self, sequence: Sequence, num_tokens: int, *, is_requeued: bool) -> None:
+        """Free its blocks; full ones keep their content."""
         num_full, rest = divmod(num_tokens, self.block_size)
         num_blocks = num_full + (rest > 0)
         self.free += num_blocks
@@ -106,7 +107,7 @@ class KvBlocks:
             self._empty += num_blocks
             return
         self._empty += num_blocks - num_full
-        if returns:
+        if is_requeued:
             sequence.kept = [num_full, 1]
             self._lru.append(sequence.kept)
         elif self._lru and not self._lru[-1][1]:
@@ -115,7 +116,7 @@ class KvBlocks:
             self._lru.append([num_full, 0])
 
     def resize(self, num_blocks: int) -> None:
-        """Grow by empty blocks; shrink by empty ones first, then by what was freed longest ago."""
+        """Grow by empty blocks; shrink by empty ones first, then by the least recently freed."""
         change = num_blocks - self.total
         self.total = num_blocks
         self.free += change

@@ -1,4 +1,4 @@
-"""How long a step takes: linear in what it computes and reads. And the sums from which that is fitted."""
+"""Step time: linear in what a step computes and reads; and the sums from which it is fitted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class StepCost:
     """seconds = per_step + per_token·tokens + per_sequence·sequences + per_context·context + per_attended·attended
 
-    `context` is how long the step's sequences are when it has run, together: what attention reads. `attended` counts
-    pairs of a computed token and one that it attends to; of decodes the two are equal.
+    `context` is the total length of the step's sequences after it, which attention reads. `attended` counts pairs of a
+    computed token and a token that it attends to; for decodes both are equal.
     """
 
     per_step: float
@@ -19,10 +19,10 @@ class StepCost:
     per_context: float
     per_attended: float = 0.0
     per_prefill_step: float = 0.0
-    """What a step that carries prefill takes more, for itself: it replays no whole graph."""
+    """Extra cost of a step with prefill: it replays no whole graph."""
 
     def seconds(self, tokens: int, sequences: int, context: int, attended: int) -> float:
-        """The time of one step."""
+        """Return the time of one step."""
         return (
             self.per_step
             + self.per_token * tokens
@@ -34,7 +34,7 @@ class StepCost:
 
 @dataclass(slots=True)
 class StepSums:
-    """Sums over all steps of one kind, as the engine exports them."""
+    """Sums over all steps of one kind, as exported by the engine."""
 
     steps: int = 0
     tokens: int = 0
@@ -44,7 +44,7 @@ class StepSums:
     seconds: float = 0.0
 
     def add(self, steps: int, tokens: int, sequences: int, context: int, attended: int, seconds: float) -> None:
-        """Count these steps too."""
+        """Add these steps."""
         self.steps += steps
         self.tokens += tokens
         self.sequences += sequences

@@ -1,17 +1,16 @@
-"""One engine in virtual time: the engine's scheduler over lengths instead of tokens, and fewer steps than it takes.
+"""One engine in virtual time: the engine's scheduler over lengths instead of tokens, with fewer simulated steps.
 
-```
-a step  = running sequences in the order of arrival, within the budget, of which a prompt leaves every sequence that
-          decodes its token; then admission from the head of the queue
-a run   = steps in which the same sequences decode and nobody can be admitted, up to the first of: a sequence ends, the
-          blocks run out, somebody arrives whom the next step might admit. Tokens, context and time of k such steps
-          are sums with a closed form, and which steps need blocks follows from each sequence's length modulo the
+a step  = running sequences in order of arrival, within the budget, of which a prompt leaves one token for every
+          decoding sequence; then admission from the head of the queue
+a run   = steps in which the same sequences decode and none can be admitted, up to the first of: a sequence ends, the
+          blocks run out, a sequence arrives that the next step might admit. Tokens, context and time of k such steps
+          are sums with a closed form, and the steps that need blocks follow from each sequence's length modulo the
           block size.
-```
-Everything else (preemption, a budget smaller than what runs) goes through the steps one by one, by the rules of
-`trimtab_engine.scheduling.scheduler`; a property test compares.
-The queue is by arrival, or by `deadline` where the policy has an allowance (`engine_model/waiting.py`).
-Not modelled: drafts, swapping, priorities, a threshold for long prefills.
+
+Everything else (preemption, a budget smaller than the running sequences) is simulated step by step, by the rules of
+`trimtab_engine.scheduling.scheduler`; a property test compares both. The queue is in order of arrival, or by `deadline`
+if the policy has an allowance (`engine_model/waiting.py`). Not modelled: speculative drafts, swapping, priorities, a
+threshold for long prefills.
 """
 
 from __future__ import annotations
@@ -29,76 +28,76 @@ from trimtab_operator.tuner.engine_model.gaps import Gaps
 from trimtab_operator.tuner.engine_model.sequence import Sequence
 from trimtab_operator.tuner.engine_model.waiting import Allowance, WaitingLines
 
-VICTIM_CANDIDATES = 8  # as the engine: of those served last, the cheapest to compute again goes
+VICTIM_CANDIDATES = 8  # as in the engine: of the last in order, the cheapest to recompute is preempted
 RECOMPUTE_SECONDS_PER_TOKEN = 1e-3  # the engine's default; it only breaks ties between victims
 
-SEQS, TOKENS, KV = "seqs", "tokens", "kv"  # why the head of the queue waits, by the engine's names
-CAPACITY, RESIZE = "capacity", "resize"  # why a sequence was preempted, likewise
+SEQS, TOKENS, KV = "seqs", "tokens", "kv"  # reasons why the head of the queue waits, by the engine's names
+CAPACITY, RESIZE = "capacity", "resize"  # reasons of preemptions, by the engine's names
 
 _order = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
-class TwinPolicy:
-    """The live values that steer the scheduler, by the engine's names."""
+class EngineModelPolicy:
+    """Live values of the scheduler, by the engine's names."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     watermark: float = 0.0
     allowance: Allowance | None = None
-    """What the queue orders by, where its order is `deadline`; None: by arrival."""
+    """TTFT allowance of the queue order `deadline`; None for order of arrival."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened since the engine started."""
+    """Counters since the engine started."""
 
     sums: dict[str, StepSums] = field(
         default_factory=lambda: {"prefill": StepSums(), "decode": StepSums(), "mixed": StepSums()}
     )
-    """The sums of steps, by their kind."""
+    """Sums of steps by kind."""
     arrived: int = 0
     arrived_prompt_tokens: int = 0
     finished: int = 0
     prompt_tokens: int = 0
-    """Tokens of prompts that were computed, cached tokens included."""
+    """Computed prompt tokens, including cached ones."""
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     preempted: dict[str, int] = field(default_factory=lambda: {CAPACITY: 0, RESIZE: 0})
     """Preemptions by reason."""
     blocked_seconds: dict[str, float] = field(default_factory=lambda: {KV: 0.0, SEQS: 0.0, TOKENS: 0.0})
-    """Seconds by what kept the head of the queue waiting."""
+    """Seconds by the reason why the head of the queue waited."""
 
 
-class TwinEngine:
-    """Serves sequences. Drive it with run_until(arrival) and add(sequence), in the order of arrival.
+class EngineModel:
+    """Serves sequences. Call run_until(arrival) and add(sequence) in order of arrival.
 
-    `now` is the end of the newest step, which may lie after the time that was asked for: what is added then is looked
-    at by the next step, as in the engine. `slow_gap` is the length from which on a gap between two tokens is counted
-    as slow; `gaps` gets every gap; both cost a little time. `finished` grows; who reads it may clear it.
+    `now` is the end of the newest step, which may be after the requested time; sequences added then are considered by
+    the next step, as in the engine. Gaps from `slow_gap` on count as slow; `gaps` gets every gap; both cost a little
+    time. `finished` grows; the reader may clear it.
     """
 
     def __init__(
         self,
         cost: StepCost,
-        policy: TwinPolicy,
+        policy: EngineModelPolicy,
         blocks: Blocks,
         *,
         now: float = 0.0,
         slow_gap: float = math.inf,
         gaps: Gaps | None = None,
-        keeps_first_tokens: bool = False,
+        records_first_tokens: bool = False,
     ) -> None:
         self.now = now
         self.counters = Counters()
         self.finished: list[Sequence] = []
         self.first_tokens: list[Sequence] = []
-        """Sequences that got their first token, when `keeps_first_tokens`; who reads it may clear it."""
+        """Sequences with their first token, if `records_first_tokens`; the reader may clear it."""
         self.most_running = 0
-        """The most sequences that ever held seats at once."""
+        """Maximum number of running sequences so far."""
         self.gaps = gaps
-        self._keeps_first_tokens = keeps_first_tokens
+        self._records_first_tokens = records_first_tokens
         self._cost = cost
         self._policy = policy
         self._blocks = blocks
@@ -109,59 +108,60 @@ class TwinEngine:
         self._decoding: list[tuple[int, int, Sequence]] = []  # a heap of (finish_step, order, sequence)
         self._prefilling: Sequence | None = None  # the one whose prompt did not fit into a step
         self._step = 0
-        self._context = 0  # computed tokens of all that decode
-        self._needing = [0] * self._block_size  # how many sequences need a block in steps of that number, modulo
-        self._late: dict[Sequence, float] = {}  # decoding, but left out of the newest step: when the last token came
+        self._context = 0  # computed tokens of all decoding sequences
+        self._needing = [0] * self._block_size  # sequences that need a block, by step number modulo the block size
+        self._late: dict[Sequence, float] = {}  # decoding, but not scheduled in the newest step: time of the last token
         self._slow_steps = 0
         self._blocked: str | None = None
-        self._is_stuck = False  # the head of the queue stays where it is until a sequence ends, or until
-        self._stuck_until = math.inf  # another one becomes the head
+        self._is_stuck = False  # the head of the queue cannot be admitted until a sequence ends, or until
+        self._stuck_until = math.inf  # another sequence becomes the head
         self._num_just_finished = 0  # at `now`
 
     # --- reading --------------------------------------------------------------------------------------------------
 
     @property
-    def policy(self) -> TwinPolicy:
-        """The values in force."""
+    def policy(self) -> EngineModelPolicy:
+        """Values in force."""
         return self._policy
 
     @property
     def blocks(self) -> Blocks:
-        """The KV cache, for reading."""
+        """KV cache, for reading."""
         return self._blocks
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a seat."""
+        """Running sequences."""
         return len(self._decoding) + (self._prefilling is not None)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the queue, preempted ones included."""
+        """Sequences in the queue, including preempted ones."""
         return self._waiting.count
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs and nothing waits."""
+        """True if no sequence runs or waits."""
         return not (self._decoding or self._waiting.count or self._prefilling)
 
     def in_flight(self, at: float) -> int:
-        """Sequences that were added and not finished by `at`, which must not lie before the newest step's start."""
+        """Return the sequences that were added and not finished by `at`, which must not precede the newest step's
+        start."""
         count = len(self._decoding) + (self._prefilling is not None) + self._waiting.count
         return count + self._num_just_finished if self.now > at else count
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens that waiting sequences have still to compute before they answer."""
+        """Tokens that waiting sequences must compute before their next token."""
         return sum(sequence.num_tokens for sequence in self._waiting)
 
     @property
     def oldest_arrival(self) -> float | None:
-        """When the oldest sequence in the queue arrived."""
+        """Arrival time of the oldest sequence in the queue."""
         return self._waiting.oldest_arrival
 
     def unfinished(self) -> Iterable[tuple[Sequence, int]]:
-        """Each sequence that runs or waits, with how many tokens of its answer are out."""
+        """Yield each running or waiting sequence with its output tokens so far."""
         for finish_step, _, sequence in self._decoding:
             yield sequence, sequence.num_output - (finish_step - self._step)
         if self._prefilling is not None:
@@ -170,16 +170,16 @@ class TwinEngine:
             yield sequence, sequence.num_generated
 
     def _num_cached(self, sequence: Sequence) -> int:
-        """How many tokens of a waiting sequence are in the prefix cache."""
-        return self._blocks.found(sequence)[0] * self._block_size
+        """Return the tokens of a waiting sequence in the prefix cache."""
+        return self._blocks.find_cached(sequence)[0] * self._block_size
 
-    # --- what may change between two steps ------------------------------------------------------------------------
+    # --- changes between two steps ------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises ValueError when the KV cache cannot hold it."""
+        """Add a sequence to the queue. Raise ValueError if the KV cache cannot hold it."""
         self._number(sequence)
         if self._waiting.is_headed_by_late:
-            self._is_stuck = False  # it goes before them
+            self._is_stuck = False  # the new sequence goes ahead of them
         self._waiting.add(sequence)
 
     def _number(self, sequence: Sequence) -> None:
@@ -194,30 +194,30 @@ class TwinEngine:
         self.counters.arrived += 1
         self.counters.arrived_prompt_tokens += sequence.num_prompt
 
-    def find(self, sequence: Sequence, num_generated: int) -> None:
-        """Have a sequence run whose answer is out that far, as it is found in an engine that is looked at; where there
-        is no seat or no room for it, it has been preempted. Call it before time passes. Raises ValueError as add()."""
+    def add_in_progress(self, sequence: Sequence, num_generated: int) -> None:
+        """Add a sequence with this many output tokens, as observed in a running engine; it counts as preempted if no
+        slot or blocks are free. Call it before time passes. Raise ValueError as add() does."""
         self._number(sequence)
         sequence.num_generated = min(num_generated, sequence.num_output - 1)
         sequence.first_token_at = sequence.last_token_at = self.now
         computed = sequence.num_tokens - 1
         num_blocks = -(-computed // self._block_size)
         if self.num_running >= self._policy.max_num_seqs or num_blocks > self._blocks.free:
-            self._waiting.put_back(sequence)
+            self._waiting.requeue(sequence)
             return
-        self._blocks.take(num_blocks)
+        self._blocks.allocate(num_blocks)
         sequence.num_computed = computed
         self._decode(sequence)
 
-    def set_policy(self, policy: TwinPolicy) -> None:
-        """Be steered by `policy` from the next step on. Lowering limits drains down."""
+    def set_policy(self, policy: EngineModelPolicy) -> None:
+        """Apply `policy` from the next step on. Lower limits take effect as sequences finish."""
         self._is_stuck = False
         if policy != self._policy:
             self._waiting.set_policy(policy.allowance, policy.max_num_batched_tokens)
         self._policy = policy
 
     def resize(self, num_blocks: int) -> None:
-        """Make the KV cache so many blocks large. What does not fit any more is preempted."""
+        """Set the size of the KV cache. Sequences that no longer fit are preempted."""
         while self._blocks.total - self._blocks.free > num_blocks:
             running = self._running_in_order()
             victim = self._choose_victim(running, 0, set())
@@ -229,7 +229,7 @@ class TwinEngine:
     # --- time -----------------------------------------------------------------------------------------------------
 
     def run_until(self, until: float) -> None:
-        """Take every step that starts before `until`. Idle, the clock is set to `until`."""
+        """Run every step that starts before `until`. If idle, the clock is set to `until`."""
         while self.now < until:
             waits = self._waiting.count
             if self._is_stuck and self.now >= self._stuck_until:
@@ -245,32 +245,32 @@ class TwinEngine:
                 self._take_step()
 
     def quiet_until(self) -> float:
-        """A time before which no sequence ends and nothing needs looking at, unless one is added."""
+        """Return a time before which no sequence ends and no step needs scheduling, unless one is added."""
         if not self._decoding:
             return math.inf if self.is_idle else self.now
         if self._prefilling is not None or self._late or (self._waiting.count and not self._is_stuck):
             return self.now
-        steps = self._decoding[0][0] - self._step - 1  # the last of them ends it: look again before that
+        steps = self._decoding[0][0] - self._step - 1  # the last step ends a sequence: stop before it
         count = len(self._decoding)
         first, increase = self._decode_seconds(count)
         ends = self.now + steps * first + increase * steps * (steps - 1) / 2
         return min(ends, max(self.now, self._stuck_until)) if self._waiting.count else ends
 
     def drain(self) -> None:
-        """Serve all that was added; `now` is then the end of the last step."""
+        """Serve all added sequences; `now` is then the end of the last step."""
         self.run_until(math.inf)
 
     # --- runs of decode steps -------------------------------------------------------------------------------------
 
     def _decode_seconds(self, count: int) -> tuple[float, float]:
-        """The time of the next step in which `count` sequences decode, and how much longer each later one takes."""
+        """Return the time of the next step in which `count` sequences decode, and the increase per later step."""
         cost = self._cost
         per_context = cost.per_context + cost.per_attended
         first = cost.per_step + (cost.per_token + cost.per_sequence) * count + per_context * (self._context + count)
         return first, per_context * count
 
     def _run(self, until: float) -> None:
-        """Take decode steps up to the one that ends a sequence, the one before the blocks run out, or `until`."""
+        """Run decode steps up to the one that ends a sequence, the one before the blocks run out, or `until`."""
         count = len(self._decoding)
         if count > self._policy.max_num_batched_tokens:
             self._take_step()
@@ -291,7 +291,7 @@ class TwinEngine:
         self._advance(steps, count, first, increase, seconds)
 
     def _steps_with(self, free: int, count: int) -> int:
-        """How many more steps the free blocks allow."""
+        """Return how many more steps the free blocks allow."""
         size, needing = self._block_size, self._needing
         steps = free // count * size
         free %= count
@@ -301,14 +301,14 @@ class TwinEngine:
         return steps
 
     def _advance(self, steps: int, count: int, first: float, increase: float, seconds: float) -> None:
-        """Book a run of decode steps."""
+        """Apply a run of decode steps."""
         size, needing, step = self._block_size, self._needing, self._step
         cycles, rest = divmod(steps, size)
         num_blocks = cycles * count
         for index in range(step, step + rest):
             num_blocks += needing[index % size]
         if num_blocks:
-            self._blocks.take(num_blocks)
+            self._blocks.allocate(num_blocks)
         tokens = steps * count
         context = steps * self._context + count * steps * (steps + 1) // 2
         counters = self.counters
@@ -333,7 +333,7 @@ class TwinEngine:
     # --- single steps ---------------------------------------------------------------------------------------------
 
     def _take_step(self) -> None:
-        """Schedule one step and let it pass."""
+        """Schedule and run one step."""
         prefilling = self._prefilling
         count = len(self._decoding)
         budget = self._policy.max_num_batched_tokens
@@ -345,24 +345,24 @@ class TwinEngine:
         is_served = prefilling is None or chunk > 0
         if count <= budget and num_blocks <= self._blocks.free and is_served:
             if num_blocks:
-                self._blocks.take(num_blocks)
-            self._finish_step(_Plan(budget - count - chunk, count, self._context + count, chunk, [], False))
+                self._blocks.allocate(num_blocks)
+            self._finish_step(_StepPlan(budget - count - chunk, count, self._context + count, chunk, [], False))
         else:
             self._finish_step(self._contend(budget))
 
     def _running_in_order(self) -> list[Sequence]:
-        """What runs, in the order in which it is served."""
+        """Return the running sequences in scheduling order."""
         running = [sequence for _, _, sequence in self._decoding]
         if self._prefilling is not None:
             running.append(self._prefilling)
         running.sort(key=_order)
         return running
 
-    def _contend(self, budget: int) -> _Plan:
-        """Serve what runs, when not all of it can be served: in order, and victims from the end.
+    def _contend(self, budget: int) -> _StepPlan:
+        """Schedule the running sequences when not all fit: in order, with victims from the end.
 
-        Where the budget lasts, only those that need blocks are looked at: nobody becomes a victim who has been served
-        in this step, so that the others can be counted.
+        If the budget suffices, only sequences that need blocks are visited: a sequence scheduled in this step never
+        becomes a victim, so the others can be counted.
         """
         running = self._running_in_order()
         if len(running) > budget:
@@ -382,10 +382,10 @@ class TwinEngine:
             count -= 1
         if victims:
             self._drop_preempted(victims)
-        return _Plan(budget - count - chunk, count, self._context + count, chunk, [], bool(victims))
+        return _StepPlan(budget - count - chunk, count, self._context + count, chunk, [], bool(victims))
 
-    def _contend_for_tokens(self, running: list[Sequence], budget: int) -> _Plan:
-        """The same one by one, where the budget does not last for all of them."""
+    def _contend_for_tokens(self, running: list[Sequence], budget: int) -> _StepPlan:
+        """The same sequence by sequence, when the budget does not suffice."""
         prefilling = self._prefilling
         victims: set[Sequence] = set()
         stalled: list[Sequence] = []
@@ -400,54 +400,55 @@ class TwinEngine:
                 chunk = self._serve_chunk(running, index, victims, budget)
                 budget -= chunk
                 continue
-            computed = self._computed(sequence)
+            computed = self._num_computed(sequence)
             if computed % self._block_size == 0 and not self._make_room(running, index, 1, victims):
-                break  # nobody is left behind it
+                break  # no later sequence is left
             budget -= 1
             count += 1
             context += computed + 1
         if victims:
             self._drop_preempted(victims)
-        return _Plan(budget, count, context, chunk, stalled, bool(victims))
+        return _StepPlan(budget, count, context, chunk, stalled, bool(victims))
 
     def _serve_chunk(self, running: list[Sequence], index: int, victims: set[Sequence], budget: int) -> int:
-        """Take the blocks for the next tokens of the prompt that is cut; how many tokens these are."""
+        """Allocate blocks for the next tokens of the partly computed prompt; return how many tokens."""
         prefilling = running[index]
-        tokens = self._chunk_beside(running[index + 1 :], victims, budget)
+        tokens = self._chunk_with_decodes(running[index + 1 :], victims, budget)
         if tokens <= 0:
             return 0
         num_blocks = -(-(prefilling.num_computed + tokens) // self._block_size) - prefilling.num_blocks
         return tokens if self._make_room(running, index, num_blocks, victims) else 0
 
     def _make_room(self, running: list[Sequence], index: int, num_blocks: int, victims: set[Sequence]) -> bool:
-        """Take so many blocks for the one at `index`, from those behind it where they lack. False: it is a victim."""
+        """Allocate blocks for the sequence at `index`, preempting later ones if needed. Return False if it is a victim
+        itself."""
         sequence, blocks = running[index], self._blocks
         while num_blocks > blocks.free:
             victim = self._choose_victim(running, index, victims)
             self._preempt(victim, CAPACITY)
             victims.add(victim)
             if victim is sequence:
-                return False  # nobody is left behind it
-        blocks.take(num_blocks)
+                return False  # no later sequence is left
+        blocks.allocate(num_blocks)
         return True
 
-    def _chunk_beside(self, behind: list[Sequence], victims: set[Sequence], budget: int) -> int:
-        """How many tokens of the prompt that is cut a step holds: those behind it, which decode, need one each."""
+    def _chunk_with_decodes(self, behind: list[Sequence], victims: set[Sequence], budget: int) -> int:
+        """Return how many prompt tokens a step computes: `behind` are later sequences, which need one token each."""
         prefilling = self._prefilling
         assert prefilling is not None
         num_left = prefilling.num_tokens - prefilling.num_computed
         if num_left == 1 and prefilling.num_computed >= prefilling.num_prompt:
-            return 1  # the engine cannot tell it from one that decodes
+            return 1  # the engine treats it like a decoding sequence
         return min(num_left, budget - sum(s not in victims for s in behind))
 
-    def _computed(self, sequence: Sequence) -> int:
-        """How many of its tokens a running sequence has in the KV cache."""
+    def _num_computed(self, sequence: Sequence) -> int:
+        """Return how many tokens of a running sequence are in the KV cache."""
         if sequence is self._prefilling:
             return sequence.num_computed
         return sequence.num_prompt + sequence.num_output - 1 - (sequence.finish_step - self._step)
 
-    def _finish_step(self, plan: _Plan) -> None:
-        """Admit what the step still has room for, let it pass, and hand out its tokens."""
+    def _finish_step(self, plan: _StepPlan) -> None:
+        """Admit sequences within the remaining budget, advance the clock, and hand out tokens."""
         prefilling, counters = self._prefilling, self.counters
         done: list[Sequence] = []  # their prompts are computed in this step
         tokens, sequences, context, attended = plan.count, plan.count, plan.context, plan.context
@@ -482,7 +483,7 @@ class TwinEngine:
                     attended += chunk * (2 * start + chunk + 1) // 2
                     num_prefills += chunk > 1 or end < sequence.num_tokens
                     has_prompts = True
-        if not sequences:  # all that ran was preempted; what waits is looked at again
+        if not sequences:  # all running sequences were preempted; the queue is scheduled again
             return
         kind = "decode" if not num_prefills else ("prefill" if num_prefills == sequences else "mixed")
         seconds = self._cost.seconds(tokens, sequences, context, attended)
@@ -493,24 +494,24 @@ class TwinEngine:
         if self._blocked is not None:
             counters.blocked_seconds[self._blocked] += seconds
         if has_prompts:
-            self._waiting.note_step(seconds)
-        self._pass(seconds, plan)
+            self._waiting.record_step(seconds)
+        self._advance_clock(seconds, plan)
         for sequence in done:
             self._begin_decoding(sequence)
         if self._decoding and self._decoding[0][0] == self._step:
             self._end_finished()
 
     def _compute(self, sequence: Sequence, end: int) -> None:
-        """Have its tokens up to `end` in the KV cache, for which blocks have been taken."""
+        """Record its tokens up to `end` as computed; blocks must have been allocated."""
         start = sequence.num_computed
         if start < sequence.num_ever_computed:
             self.counters.recomputed_tokens += min(end, sequence.num_ever_computed) - start
         sequence.num_computed = end
         sequence.num_blocks = -(-end // self._block_size)
-        self._blocks.computed(sequence, end)
+        self._blocks.mark_computed(sequence, end)
 
     def _admit(self, budget: int, done: list[Sequence]) -> list[tuple[Sequence, int, int]]:
-        """Admit from the head of the queue, never past it: (sequence, first token, end) of each."""
+        """Admit from the head of the queue, without skipping: (sequence, first token, end) of each."""
         blocks, size, policy = self._blocks, self._block_size, self._policy
         waiting = self._waiting
         admitted: list[tuple[Sequence, int, int]] = []
@@ -524,7 +525,7 @@ class TwinEngine:
                 self._blocked = TOKENS
                 break
             num_tokens = sequence.num_prompt + sequence.num_generated
-            num_found, num_unused = blocks.found(sequence)
+            num_found, num_unused = blocks.find_cached(sequence)
             spare = int(policy.watermark * blocks.total) if num_running else 0
             if -(-num_tokens // size) - num_found + num_unused + spare > blocks.free:
                 self._blocked, self._is_stuck, self._stuck_until = KV, True, waiting.next_change()
@@ -533,7 +534,7 @@ class TwinEngine:
             blocks.share(sequence, num_found)
             start = num_found * size
             end = min(num_tokens, start + budget)
-            blocks.take(-(-end // size) - num_found)
+            blocks.allocate(-(-end // size) - num_found)
             if sequence.first_token_at is None and not sequence.num_preemptions:
                 sequence.num_cached = start
             sequence.num_computed = start
@@ -549,8 +550,8 @@ class TwinEngine:
             self.most_running = num_running
         return admitted
 
-    def _pass(self, seconds: float, plan: _Plan) -> None:
-        """Let the step take its time, and give what decodes its next token."""
+    def _advance_clock(self, seconds: float, plan: _StepPlan) -> None:
+        """Advance the clock by the step, and give decoding sequences their next token."""
         began = self.now
         self.now = now = began + seconds
         self._num_just_finished = 0
@@ -587,7 +588,7 @@ class TwinEngine:
             sequence.first_token_at = self.now
             counters.prompt_tokens += sequence.num_prompt
             counters.cached_prompt_tokens += sequence.num_cached
-            if self._keeps_first_tokens:
+            if self._records_first_tokens:
                 self.first_tokens.append(sequence)
         else:
             gap = self.now - sequence.last_token_at
@@ -598,7 +599,7 @@ class TwinEngine:
         self._decode(sequence)
 
     def _decode(self, sequence: Sequence) -> None:
-        """Let it decode from the next step on: what it has computed is in the KV cache, its newest token is not."""
+        """Let it decode from the next step on: its computed tokens are in the KV cache, its newest token is not."""
         sequence.slow_base = self._slow_steps
         sequence.finish_step = self._step + sequence.num_output - sequence.num_generated
         sequence.phase = (self._step - sequence.num_computed) % self._block_size
@@ -607,14 +608,14 @@ class TwinEngine:
         heappush(self._decoding, (sequence.finish_step, sequence.order, sequence))
 
     def _end_finished(self) -> None:
-        """Let sequences go that have all their tokens."""
+        """Remove sequences that have all their tokens."""
         heap, step = self._decoding, self._step
         while heap and heap[0][0] == step:
             sequence = heappop(heap)[2]
             num_computed = sequence.num_prompt + sequence.num_output - 1
             self._needing[sequence.phase] -= 1
             self._context -= num_computed
-            self._blocks.release(sequence, num_computed, returns=False)
+            self._blocks.release(sequence, num_computed, is_requeued=False)
             sequence.num_slow_gaps += self._slow_steps - sequence.slow_base
             sequence.finished_at = self.now
             self.finished.append(sequence)
@@ -625,16 +626,15 @@ class TwinEngine:
     # --- preemption -----------------------------------------------------------------------------------------------
 
     def _choose_victim(self, running: list[Sequence], index: int, victims: set[Sequence]) -> Sequence:
-        """The victim: among the last in line behind `index` the one that is cheapest to compute again for each block it
-        frees."""
+        """Return the victim: among the last sequences after `index`, the cheapest to recompute per freed block."""
         behind = (s for s in reversed(running[index + 1 :]) if s not in victims)
         candidates = list(islice(behind, VICTIM_CANDIDATES)) or [running[index]]
         size, blocks = self._block_size, self._blocks
         best, best_cost = candidates[0], math.inf
         for sequence in candidates:
-            computed = self._computed(sequence)
+            computed = self._num_computed(sequence)
             num_blocks = -(-computed // size)
-            num_freed = blocks.exclusive(sequence, num_blocks)
+            num_freed = blocks.count_exclusive(sequence, num_blocks)
             if not num_freed:
                 continue
             lost = max(0, computed - (num_blocks - num_freed) * size)
@@ -644,20 +644,20 @@ class TwinEngine:
         return best
 
     def _preempt(self, sequence: Sequence, reason: str) -> None:
-        """Free its blocks and queue it again. It stays among those that run until _drop_preempted()."""
-        computed = self._computed(sequence)
+        """Free its blocks and queue it again. It stays among the running ones until _drop_preempted()."""
+        computed = self._num_computed(sequence)
         if sequence is not self._prefilling:
             sequence.num_generated = sequence.num_output - (sequence.finish_step - self._step)
             sequence.last_token_at = self._late.pop(sequence, self.now)
             sequence.num_slow_gaps += self._slow_steps - sequence.slow_base
             self._needing[sequence.phase] -= 1
             self._context -= computed
-        self._blocks.release(sequence, computed, returns=True)
+        self._blocks.release(sequence, computed, is_requeued=True)
         sequence.num_ever_computed = max(sequence.num_ever_computed, computed)
         sequence.num_computed = sequence.num_blocks = 0
         sequence.num_preemptions += 1
         self.counters.preempted[reason] += 1
-        self._waiting.put_back(sequence)
+        self._waiting.requeue(sequence)
 
     def _drop_preempted(self, victims: set[Sequence]) -> None:
         if self._prefilling in victims:
@@ -667,24 +667,24 @@ class TwinEngine:
 
 
 @dataclass(slots=True)
-class _Plan:
-    """What a step does for those that ran before it."""
+class _StepPlan:
+    """Work of a step for the sequences that were running before it."""
 
     budget: int
     """Tokens left for admission."""
     count: int
-    """Sequences that decode a token."""
+    """Decoding sequences."""
     context: int
-    """Their lengths when the step has run, together."""
+    """Their total length after the step."""
     chunk: int
-    """Tokens of the prompt that is computed in part."""
+    """Tokens of the partly computed prompt."""
     stalled: list[Sequence]
-    """Decoding sequences for which the budget did not last."""
+    """Decoding sequences that the budget did not cover."""
     has_victims: bool
 
 
 def _steps_to_last(seconds: float, first: float, increase: float, most: int) -> int:
-    """The fewest steps, 1..most, that together take at least `seconds`."""
+    """Return the fewest steps, 1..most, that together take at least `seconds`."""
     if increase > 0:
         linear = first - increase / 2
         root = (math.sqrt(linear * linear + 2 * increase * seconds) - linear) / increase

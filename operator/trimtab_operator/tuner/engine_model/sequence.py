@@ -1,4 +1,4 @@
-"""One request as the twin sees it: lengths instead of tokens."""
+"""One request in the engine model: lengths instead of tokens."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 class Sequence:
-    """A request with a prompt and an answer of known lengths, in tokens. Times are seconds of the engine's clock.
+    """A request with a prompt and an output of known lengths, in tokens. Times are seconds of the engine's clock.
 
-    While it decodes, how far it is follows from `finish_step`: the engine counts steps, not tokens of each sequence.
+    While it decodes, its progress follows from `finish_step`: the engine counts steps, not tokens of each sequence.
     """
 
     __slots__ = (
@@ -39,13 +39,13 @@ class Sequence:
         self.num_prompt = num_prompt
         self.num_output = num_output
         self.keys = keys
-        """Names of the prompt's leading full KV blocks: equal names are equal prefixes. Empty: nobody shares them."""
+        """Ids of the prompt's leading full KV blocks: equal ids mean equal prefixes. Empty: no shared prefix."""
         self.order = -1  # of arrival at the engine; set there
-        self.was_late = False  # it has waited in the late line
-        self.num_generated = 0  # tokens of the answer; while it decodes, as it was when that began
+        self.was_late = False  # it has waited in the late queue
+        self.num_generated = 0  # output tokens; while it decodes, as of when that began
         self.num_computed = 0  # likewise
         self.num_ever_computed = 0  # the most that was computed before a preemption
-        self.num_cached = 0  # prompt tokens that it found in the prefix cache when it was first admitted
+        self.num_cached = 0  # prompt tokens in the prefix cache when it was first admitted
         self.num_blocks = 0  # while its prompt is being computed
         self.num_preemptions = 0
         self.num_slow_gaps = 0  # gaps between two tokens that were longer than the engine's slow_gap
@@ -55,11 +55,11 @@ class Sequence:
         self.first_token_at: float | None = None
         self.last_token_at = 0.0  # while it is preempted
         self.finished_at: float | None = None
-        self.kept: Any = None  # what the blocks remember of it while it is preempted
+        self.kept: Any = None  # state of the KV blocks while it is preempted
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are to be computed before the next one can be sampled, while it waits."""
+        """Tokens to compute before the next one can be sampled, while it waits."""
         return self.num_prompt + self.num_generated
 
     @property
@@ -69,7 +69,7 @@ class Sequence:
 
     @property
     def mean_gap(self) -> float | None:
-        """Mean seconds between two of its tokens; None where there are no two, or it is not finished."""
+        """Mean seconds between two tokens; None with fewer than two, or before it has finished."""
         if self.num_output < 2 or self.finished_at is None or self.first_token_at is None:
             return None
         return (self.finished_at - self.first_token_at) / (self.num_output - 1)

@@ -1,8 +1,9 @@
-"""The load: how long requests are, how many come, and how that changes. Learned from what arrives, not what finishes.
+"""Model of the load: request lengths, arrival rates and their changes, learned from arrivals rather than from finished
+requests.
 
-`lengths` has pairs of prompt and answer, `demand` arrivals, `season` those of each time of the day, `forecast` what
-these foretell, `clients` whether those who send them wait for answers, `arrivals` the order in which rows are kept,
-`draws` numbers that look random and are always the same.
+`lengths` has prompt and output lengths, `demand` arrival rates, `season` rates by time of day, `forecast` predicted
+rates, `clients` detects closed-loop clients, `arrivals` keeps rows in order, `draws` has deterministic pseudo-random
+numbers.
 """
 
 from trimtab_operator.tuner.load.clients import Clients

@@ -1,4 +1,4 @@
-"""Rows in the order of arrival, kept from look to look: requests are told when they end, a little out of that order."""
+"""Rows in order of arrival. Requests are reported when they end, slightly out of that order."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Protocol, TypeVar
 
 
 class Arrived(Protocol):
-    """Anything that is told of one request."""
+    """A row about one request."""
 
     @property
     def arrived_at(self) -> float:
-        """When the request came."""
+        """Arrival time of the request."""
 
 
 Row = TypeVar("Row", bound=Arrived)
 
 
 arrival: Callable[[Arrived], float] = attrgetter("arrived_at")
-"""When it came: asked for so often that a function of our own would cost more than the sorting."""
+"""Arrival time of a row. Called so often that a Python function would cost more than the sorting."""
 
 
-def with_new(known: tuple[Row, ...], new: Iterable[Row]) -> tuple[Row, ...]:
-    """All of them in order. Only what came since the oldest of the new ones is sorted again."""
+def merge_by_arrival(known: tuple[Row, ...], new: Iterable[Row]) -> tuple[Row, ...]:
+    """Return all rows in order. Only rows since the oldest new one are sorted again."""
     rows = sorted(new, key=arrival)
     if not rows:
         return known
@@ -33,5 +33,5 @@ def with_new(known: tuple[Row, ...], new: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def since(known: Sequence[Row], at: float) -> Sequence[Row]:
-    """Those that came at `at` or later."""
+    """Return the rows that arrived at `at` or later."""
     return known[bisect_left(known, at, key=arrival) :]

@@ -1,8 +1,8 @@
-"""Whether requests come from clients that wait: each sends its next one when it has its answer.
+"""Detection of closed-loop clients: each sends its next request when it has received a response.
 
-Then as many come as end, whatever the engine does, and fewer seats or a fuller cache lower what comes. What is there of
-a stream that nobody holds back changes by chance, as counts do: from look to look by about as many as have come, or, of
-requests that are soon over, by about as many as are there.
+Then as many requests arrive as end, whatever the engine does, and fewer slots or a fuller cache reduce arrivals. With
+open-loop load the number in flight varies by chance between samples: by about the number of arrivals, or, for short
+requests, by about the number in flight.
 """
 
 from __future__ import annotations
@@ -10,48 +10,48 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-LOOKED = 6  # looks that count: a load changes
-LEAST_STEPS = 2  # from look to look
-LEAST_TURNOVER = 8.0  # requests that others took the place of: fewer tell nothing
-BALANCED = 0.2  # of the variance that counts of a stream would have
+MAX_COUNTS = 6  # samples; older ones say nothing about the present load
+LEAST_STEPS = 2  # between samples
+LEAST_TURNOVER = 8.0  # replaced requests; fewer are not conclusive
+BALANCED = 0.2  # of the variance that open-loop counts would have
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """One look at all replicas that can be believed."""
+    """Requests of all trusted replicas in one sample."""
 
     replicas: int
     there: float
-    """Requests that run or wait."""
+    """Waiting and running requests."""
     waiting: float
     ended: float
-    """Since the look before."""
+    """Since the previous sample."""
 
     @property
     def turnover(self) -> float:
-        """How many of those that are there came in the place of others."""
+        """Requests in flight that replaced others since the previous sample."""
         return min(self.there, self.ended)
 
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """What the last looks counted."""
+    """Counts of the last samples."""
 
     counts: tuple[Count, ...] = ()
 
     def with_count(self, count: Count) -> Clients:
-        """After one more look. Who begins or ceases to be read changes what is there: then it begins anew."""
+        """Return the counts with one more sample. A changed number of replicas resets them."""
         if self.counts and self.counts[-1].replicas != count.replicas:
             return Clients((count,))
-        return Clients((*self.counts, count)[-LOOKED:])
+        return Clients((*self.counts, count)[-MAX_COUNTS:])
 
     @property
-    def do_wait(self) -> bool:
-        """Whether as many come as end, while some wait: what comes then is no stream that could be queued."""
+    def are_closed_loop(self) -> bool:
+        """True if as many requests arrive as end while some wait."""
         steps = list(itertools.pairwise(self.counts))
         turnover = sum(after.turnover for _, after in steps)
         if len(steps) < LEAST_STEPS or turnover < LEAST_TURNOVER:
             return False
         if 2 * sum(1 for _, after in steps if after.waiting >= 1) < len(steps):
-            return False  # nothing is held back: seats and cache have room for all of them
+            return False  # nothing waits: slots and cache hold all requests
         return sum((after.there - before.there) ** 2 for before, after in steps) <= BALANCED * turnover

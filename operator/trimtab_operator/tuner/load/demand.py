@@ -1,6 +1,6 @@
-"""How many requests come, how unevenly, and how much that grows within the time that a replica needs to start.
+"""Arrival rates: level, burstiness, and growth within the time that a replica needs to start.
 
-Counted on arrival. What a replica whose numbers cannot be believed got is taken to be what the others got each.
+Requests are counted on arrival. A replica with invalid metrics is assumed to get as many as the others.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 KEEP_SECONDS = 6 * 3600.0
-RECENT_SECONDS = 3600.0  # in which every point is kept: nothing but the highest rate is asked of older ones
-MOST_QUIET_SECONDS = 300.0  # that one older point stands for, if nothing came
-QUIET_BEFORE_SECONDS = 120.0  # of points before one in which something came: a rate over a minute may begin with them
+RECENT_SECONDS = 3600.0  # in which every point is kept; older ones are only used for the highest rate
+MOST_QUIET_SECONDS = 300.0  # that one older point without arrivals covers
+QUIET_BEFORE_SECONDS = 120.0  # of points kept before arrivals: a one-minute rate may begin with them
 THINNED_EVERY = 64  # points
-FRESH_SECONDS = 300.0  # over which unevenness is measured
+FRESH_SECONDS = 300.0  # over which dispersion is measured
 LEAST_POINTS = 6
 MAX_DISPERSION = 25.0  # of counts: gaps with a coefficient of variation of 5
 TREND_SECONDS = 60.0
-CHANCE_ERRORS = 3.0  # standard errors of a count that chance does not explain
-MOST_TREND = 0.3  # a load that has changed more is as if it had changed by this
-STEADY_SECONDS = 600.0  # over which few requests are taken to come at one rate, unless they clearly do not
-STEADY_REQUESTS = 10.0  # that this counts as, beside those that were counted
-CLEARLY = 4.0  # standard deviations from the rate before: a jump, however few requests came
+CHANCE_ERRORS = 3.0  # standard errors of a count beyond chance
+MOST_TREND = 0.3  # larger changes are clipped
+STEADY_SECONDS = 600.0  # over which few requests are assumed to have a constant rate, unless they clearly do not
+STEADY_REQUESTS = 10.0  # weight of that rate, in requests
+CLEARLY = 4.0  # standard deviations from the earlier rate that are a jump, even with few requests
 VARIANCE_STEADYING = 3 / 8  # added to a count, whose root then has the same spread whatever its mean (Anscombe 1948)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What came in the `seconds` before `at`. `work` weighs each request by its prompt; 1 is the usual one's."""
+    """Arrivals in the `seconds` before `at`. `work` weighs each request by its prompt; 1 is the usual one."""
 
     at: float
     seconds: float
@@ -44,12 +44,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Arrivals of a deployment over the last hours, one point per look."""
+    """Arrivals of a deployment over the last hours, one point per sample."""
 
     points: tuple[Point, ...] = ()
 
     def with_point(self, point: Point) -> Demand:
-        """After one more look."""
+        """Return the demand with one more sample."""
         if point.seconds <= 0 or (self.points and point.at <= self.points[-1].at):
             return self
         first = 0
@@ -59,27 +59,29 @@ class Demand:
         return replace(self, points=_thinned(points) if len(points) % THINNED_EVERY == 0 else points)
 
     def rate(self, seconds: float, *, until: float | None = None) -> float | None:
-        """Requests a second over the last `seconds`; None where nothing was seen."""
+        """Return requests a second over the last `seconds`; None without observations."""
         found = self._last(seconds, until)
         total = math.fsum(point.seconds for point in found)
         return math.fsum(point.requests for point in found) / total if total > 0 else None
 
-    def risen(self, seconds: float) -> float | None:
-        """The rate of the latter half of the last `seconds`, where it clearly is higher than that of the former: a load
-        that has just risen, of which the mean of both tells what has passed. Else the rate of all of them."""
+    def rate_after_rise(self, seconds: float) -> float | None:
+        """Return the rate of the second half of the last `seconds` if it is clearly higher than that of the first half;
+        otherwise the rate of both. The mean of a minute in which the load rose describes the past."""
         rate = self.rate(seconds)
         late = self._last(seconds / 2, None)
         early = self.rate(seconds / 2, until=late[0].at - late[0].seconds) if late else None
         if rate is None or not early:
             return rate
         counted, requests = math.fsum(p.seconds for p in late), math.fsum(p.requests for p in late)
-        came, usual = (math.sqrt(count + VARIANCE_STEADYING) for count in (requests, early * counted))
-        return requests / counted if 2 * (came - usual) > CLEARLY else rate
+        observed, usual = (math.sqrt(count + VARIANCE_STEADYING) for count in (requests, early * counted))
+        return requests / counted if 2 * (observed - usual) > CLEARLY else rate
 
     def level(self, seconds: float, *, until: float | None = None) -> float | None:
-        """What rate the last `seconds` tell of. Three requests in a minute are three by chance: few of them count
-        together with those of the ten minutes before, as the mean of a gamma distribution does that begins with
-        STEADY_REQUESTS at the rate of these. Many count alone, and so do few that are a jump."""
+        """Return the estimated rate of the last `seconds`.
+
+        Few requests are combined with the ten minutes before, as the mean of a gamma distribution with a prior of
+        STEADY_REQUESTS at their rate. Many requests, or a jump, count by themselves.
+        """
         found = self._last(seconds, until)
         counted = math.fsum(point.seconds for point in found)
         if counted <= 0:
@@ -88,13 +90,14 @@ class Demand:
         before = self.rate(STEADY_SECONDS, until=found[0].at - found[0].seconds)
         if not before:
             return requests / counted
-        came, usual = (math.sqrt(count + VARIANCE_STEADYING) for count in (requests, before * counted))
-        if 2 * abs(came - usual) > CLEARLY:
+        observed, usual = (math.sqrt(count + VARIANCE_STEADYING) for count in (requests, before * counted))
+        if 2 * abs(observed - usual) > CLEARLY:
             return requests / counted
         return (requests + STEADY_REQUESTS) / (counted + STEADY_REQUESTS / before)
 
     def trend(self) -> float:
-        """Logarithm of the level of the last minute over that of the three before, within MOST_TREND; 0: not known."""
+        """Return the logarithm of the level of the last minute over that of the three before, within MOST_TREND; 0 if
+        unknown."""
         if not self.points:
             return 0.0
         now = self.level(TREND_SECONDS)
@@ -104,8 +107,8 @@ class Demand:
         return max(-MOST_TREND, min(MOST_TREND, math.log(now / before)))
 
     def has_doubled(self, within: float) -> bool:
-        """Whether the rate of the last minute is twice what it was at some time in the `within` seconds before, and
-        more than chance can make of it."""
+        """Return True if the rate of the last minute is twice that at some time in the `within` seconds before, beyond
+        chance."""
         rate = self.rate(TREND_SECONDS)
         if not rate:
             return False
@@ -120,11 +123,11 @@ class Demand:
         return rate >= 2 * lowest and grown >= CHANCE_ERRORS * math.sqrt((rate + lowest) * TREND_SECONDS)
 
     def seen_seconds(self, seconds: float) -> float:
-        """How much of the last `seconds` was seen."""
+        """Return how much of the last `seconds` was observed."""
         return math.fsum(point.seconds for point in self._last(seconds, None))
 
     def highest(self, seconds: float) -> float:
-        """The highest rate over so many seconds that is remembered; 0 before anything was seen."""
+        """Return the highest remembered rate over this many seconds; 0 without observations."""
         most = total = count = 0.0
         first = 0
         for point in self.points:
@@ -137,9 +140,10 @@ class Demand:
         return most
 
     def dispersion(self) -> float:
-        """Variance of counts over their mean, free of slow trends: 1 for independent arrivals, more for bursts.
+        """Return the index of dispersion of counts (variance over mean), free of slow trends: 1 for Poisson arrivals,
+        more for bursts.
 
-        From differences of neighbouring points, whose mean square is twice the variance.
+        Computed from differences of adjacent points, whose mean square is twice the variance.
         """
         found = self._last(FRESH_SECONDS * 2, None)
         if len(found) < LEAST_POINTS:
@@ -151,7 +155,7 @@ class Demand:
         return min(MAX_DISPERSION, max(1.0, squares / (2 * (len(found) - 1)) / mean))
 
     def _last(self, seconds: float, until: float | None) -> list[Point]:
-        """Points of the last `seconds` before the newest, or before `until`."""
+        """Return the points of the last `seconds` before the newest one, or before `until`."""
         if not self.points:
             return []
         end = self.points[-1].at if until is None else until
@@ -163,11 +167,10 @@ class Demand:
 
 
 def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
-    """The same, where long ago nothing came in fewer points: a thousand resources at rest for hours are not to be
-    remembered every five seconds."""
+    """Merge old points without arrivals, so that a thousand idle resources do not keep a point per five seconds."""
     old = bisect_left(points, points[-1].at - RECENT_SECONDS, key=lambda point: point.at)
     kept: list[Point] = []
-    quiet = 0.0  # seconds in which nothing came, after the point in hand
+    quiet = 0.0  # seconds without arrivals after the current point
     for point in reversed(points[:old]):
         after = kept[-1] if kept else None
         if (
@@ -184,15 +187,15 @@ def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
     return (*reversed(kept), *points[old:])
 
 
-LEARN_SECONDS = 4 * 3600.0  # of errors: a quantile of old ones says little
-LEAST_ERRORS = 80.0  # alike cases, before which the prior speaks too: an hour shows a few jumps at most
-ALIKE = 0.04  # of trends: the width of the bell by which cases count, as wide as chance moves the trend of a usual load
-CAME_SECONDS = 120.0  # over which that is counted which came: a queue adds up, and one minute's chance is no growth
+LEARN_SECONDS = 4 * 3600.0  # of errors; older ones are not representative
+LEAST_ERRORS = 80.0  # similar cases below which the prior counts too: an hour shows a few jumps at most
+ALIKE = 0.04  # kernel width for similar trends: the random variation of a usual load's trend
+OBSERVED_SECONDS = 120.0  # window of the observed rate: one minute's chance is not growth
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What was foreseen for `at`, under which trend; `error` is the logarithm of what came over it, once it came."""
+    """A prediction for `at`, with the trend at that time; `error` is the logarithm of observed over predicted."""
 
     at: float
     rate: float
@@ -202,35 +205,37 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How much more came than was foreseen, one start-up ahead: logarithms of ratios, learned as time passes.
+    """Prediction errors one start-up ahead: logarithms of observed over predicted rates.
 
-    Each look notes what it foresees; when that time has come, what came is compared. A load that has been level seldom
-    jumps, one that rises mostly goes on: cases count by how alike their trends are.
+    Each sample adds a prediction; when its time has come, the observed rate is compared. A level load rarely jumps, a
+    rising one mostly continues, so cases are weighted by the similarity of their trends.
     """
 
     open: tuple[Case, ...] = ()
     cases: tuple[Case, ...] = ()
 
-    def foreseen(self, at: float, rate: float, trend: float = 0.0) -> Growth:
-        """Remember what is foreseen for a time to come."""
+    def with_prediction(self, at: float, rate: float, trend: float = 0.0) -> Growth:
+        """Return the growth with a prediction for a later time."""
         return replace(self, open=(*self.open, Case(at, rate, trend))) if rate > 0 else self
 
-    def settled(self, demand: Demand, now: float) -> Growth:
-        """Compare what was foreseen for up to now with what came in the CAME_SECONDS around it."""
-        due = [case for case in self.open if case.at + CAME_SECONDS / 2 <= now]
+    def with_errors(self, demand: Demand, now: float) -> Growth:
+        """Return the growth with due predictions compared with the rate in the OBSERVED_SECONDS around their time."""
+        due = [case for case in self.open if case.at + OBSERVED_SECONDS / 2 <= now]
         if not due:
             return self
         cases = list(self.cases)
         for case in due:
-            came = demand.level(CAME_SECONDS, until=case.at + CAME_SECONDS / 2)
-            if came is not None and came > 0:
-                cases.append(replace(case, error=math.log(came / case.rate)))
+            observed = demand.level(OBSERVED_SECONDS, until=case.at + OBSERVED_SECONDS / 2)
+            if observed is not None and observed > 0:
+                cases.append(replace(case, error=math.log(observed / case.rate)))
         kept = tuple(case for case in cases if case.at > now - LEARN_SECONDS)
         return Growth(self.open[len(due) :], kept)
 
     def quantile(self, share: float, *, prior_sd: float, trend: float = 0.0) -> float:
-        """The factor that what came exceeded in 1 − `share` of the cases with such a trend. Until enough is learned,
-        that of a lognormal of the prior's spread, which counts as LEAST_ERRORS cases."""
+        """Return the factor that the observed rate exceeded in 1 − `share` of the cases with such a trend.
+
+        Until enough is learned, a lognormal prior of spread `prior_sd` counts as LEAST_ERRORS cases.
+        """
         prior = _normal_quantile(share) * prior_sd
         weighed = sorted((case.error, math.exp(-0.5 * ((case.trend - trend) / ALIKE) ** 2)) for case in self.cases)
         total = math.fsum(weight for _, weight in weighed)
@@ -247,7 +252,7 @@ class Growth:
 
 
 def _normal_quantile(share: float) -> float:
-    """A quantile of the standard normal distribution (Abramowitz and Stegun 26.2.23, within 5e-4)."""
+    """Return a quantile of the standard normal distribution (Abramowitz and Stegun 26.2.23, within 5e-4)."""
     tail = min(share, 1 - share)
     t = math.sqrt(-2 * math.log(max(tail, 1e-9)))
     value = t - (2.515517 + 0.802853 * t + 0.010328 * t * t) / (

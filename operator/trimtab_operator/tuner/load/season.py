@@ -1,12 +1,12 @@
-"""How many requests usually come at each time of the day, or of the week: a shape, learned period by period.
+"""Usual arrival rates by time of the day or week, learned over periods.
 
-A period is cut into buckets of a quarter of an hour, and each remembers its mean rate: the first three periods count
-alike, later ones by exponential weights. What came counts half a period later. Until then all buckets around the
-present one are of the same periods, so that two of them compare: were today's half as high again, and counted at once,
-all that is to come would look as if it fell.
+A period has buckets of a quarter of an hour, each with a mean rate: the first three periods count equally, later ones
+with exponential weights. Arrivals count half a period later, so that all buckets around the present one come from the
+same periods and can be compared: if today were half as high again and counted at once, the following hours would look
+like a decline.
 
-Times are Unix times, buckets those of UTC: where clocks are put forward the load comes an hour earlier, and a shape
-that is an hour late has to prove itself like any other (`forecast`).
+Times are Unix times, and buckets are in UTC. After a daylight-saving change the load comes an hour earlier, and the
+late shape has to prove itself like any other (`forecast`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ BUCKETS_PER_DAY = 96
 MOST_BUCKETS = 7 * BUCKETS_PER_DAY
 RECENT_WEIGHT = 0.3  # of the newest period, once there are more than three
 MOST_PERIODS = 9999  # that are counted
-LEAST_SEEN = 0.5  # of a bucket's time: of less nothing is remembered
-LEAST_KNOWN = 0.9  # of the buckets: fewer are not yet a period
-SMOOTH_BUCKETS = 2.0  # standard deviation of the bell under which neighbours count: two days differ by as much
-REACH = 4  # buckets to each side under that bell
-LEAST_RATE_SHARE = 0.02  # of the mean rate, that every bucket has at least: at night a few requests are chance
-MOST_CHANGE = 4.0  # factor that the shape may foretell
+LEAST_SEEN = 0.5  # of a bucket's time; with less it is dropped
+LEAST_KNOWN = 0.9  # of the buckets of a period
+SMOOTH_BUCKETS = 2.0  # standard deviation of the smoothing kernel: two days differ by as much
+REACH = 4  # buckets on each side of the kernel
+LEAST_RATE_SHARE = 0.02  # of the mean rate: floor of a bucket, because a few requests at night are chance
+MAX_CHANGE = 4.0  # of a predicted factor
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What came while one bucket of time lasted, `number` being how many such buckets passed since 1970."""
+    """Rate in one bucket of time; `number` counts buckets since 1970."""
 
     number: int
     rate: float
@@ -43,43 +43,43 @@ class Season:
 
     period_seconds: float = DAY_SECONDS
     rates: tuple[float | None, ...] = (None,) * BUCKETS_PER_DAY
-    """Of each bucket, in requests a second; None before it was seen."""
+    """Requests a second per bucket; None before it was observed."""
     periods: tuple[int, ...] = (0,) * BUCKETS_PER_DAY
-    """Of how many periods each is."""
+    """Number of periods in each bucket."""
     fresh: tuple[Bucket, ...] = ()
-    """Those of the last half period, oldest first: they count later."""
+    """Buckets of the last half period, oldest first, which count later."""
     number: int | None = None
-    """The bucket that is being filled."""
+    """Number of the current bucket."""
     seconds: float = 0.0
     requests: float = 0.0
 
     @classmethod
     def of(cls, period_seconds: float, *, buckets: int = BUCKETS_PER_DAY) -> Season:
-        """One of which nothing is known."""
+        """Return an empty season."""
         return cls(period_seconds, (None,) * buckets, (0,) * buckets)
 
     @property
     def bucket_seconds(self) -> float:
-        """How long a bucket lasts."""
+        """Length of a bucket."""
         return self.period_seconds / len(self.rates)
 
     @property
     def day_seconds(self) -> float:
-        """How long a day lasts: it is shorter where a trace is replayed faster."""
+        """Length of a day; shorter when a trace is replayed faster."""
         return self.bucket_seconds * BUCKETS_PER_DAY
 
     def fits(self, period_seconds: float, buckets: int) -> bool:
-        """Whether it is of this period, cut into as many buckets."""
+        """Return True if it has this period and number of buckets."""
         return self.period_seconds == period_seconds and len(self.rates) == buckets
 
     @property
     def is_known(self) -> bool:
-        """Whether a period has been seen, but for some gaps."""
+        """True if a whole period has been observed, except for some gaps."""
         return sum(rate is not None for rate in self.shape) >= LEAST_KNOWN * len(self.rates)
 
     @property
     def shape(self) -> tuple[float | None, ...]:
-        """The usual rate of each bucket; in the first period as far as it has come."""
+        """Usual rate of each bucket; in the first period as far as observed."""
         shape = list(self.rates)
         for bucket in self.fresh:
             index = bucket.number % len(shape)
@@ -89,16 +89,16 @@ class Season:
 
     @property
     def num_periods(self) -> int:
-        """How many periods the usual bucket is of."""
+        """Number of periods in the median bucket."""
         return max(1, sorted(self.periods)[len(self.periods) // 2])
 
     @property
     def highest(self) -> float:
-        """The highest rate of a bucket."""
+        """Highest rate of a bucket."""
         return max((rate for rate in self.shape if rate is not None), default=0.0)
 
     def with_point(self, point: Point) -> Season:
-        """After one more look. A clock that went back takes what it had run ahead of with it."""
+        """Return the season with one more sample. After a clock was set back, later buckets are dropped."""
         number = math.floor((point.at - point.seconds / 2) / self.bucket_seconds)
         if number == self.number or self._is_of_both(number, point):
             return replace(self, seconds=self.seconds + point.seconds, requests=self.requests + point.requests)
@@ -108,12 +108,12 @@ class Season:
         return begun._counted(number - len(self.rates) // 2)
 
     def _is_of_both(self, number: int, point: Point) -> bool:
-        """Whether a point, most of which lies before the bucket that is being filled, ends in it: looks are of unequal
-        lengths, and no clock went back."""
+        """Return True if a point that mostly lies before the current bucket ends in it: samples have unequal lengths,
+        and no clock was set back."""
         return self.number is not None and number < self.number <= point.at / self.bucket_seconds
 
     def rate_at(self, at: float) -> float | None:
-        """The usual rate at that time, smoothed; None where nothing is known."""
+        """Return the usual rate at that time, smoothed; None if unknown."""
         place = at / self.bucket_seconds - 0.5
         before = math.floor(place)
         later = place - before
@@ -122,24 +122,24 @@ class Season:
         return None if one is None or other is None else (1 - later) * one + later * other
 
     def change(self, now: float, then: float) -> float:
-        """The factor by which the rate usually changes between two times; 1 where one of them is in a gap."""
+        """Return the usual factor between the rates at two times; 1 if one of them is in a gap."""
         usual, other = self.rate_at(now), self.rate_at(then)
         if usual is None or other is None:
             return 1.0
         known = [rate for rate in self.shape if rate is not None]
         least = max(LEAST_RATE_SHARE * math.fsum(known) / max(1, len(known)), 1e-9)
         factor = max(other, least) / max(usual, least)
-        return min(MOST_CHANGE, max(1 / MOST_CHANGE, factor))
+        return min(MAX_CHANGE, max(1 / MAX_CHANGE, factor))
 
     def _closed(self) -> Season:
-        """After the bucket that was being filled has ended."""
+        """Return the season with the current bucket completed."""
         if self.number is None or self.seconds < LEAST_SEEN * self.bucket_seconds:
             return self
         ended = Bucket(self.number, _rounded(self.requests / self.seconds))
         return replace(self, fresh=(*self.fresh, ended)[-len(self.rates) :])
 
     def _counted(self, until: int) -> Season:
-        """After those up to that bucket have become part of the shape."""
+        """Return the season with the buckets up to that one added to the shape."""
         due = [bucket for bucket in self.fresh if bucket.number <= until]
         if not due:
             return self
@@ -153,7 +153,7 @@ class Season:
 
 
 def _rounded(rate: float) -> float:
-    """The rate with as many digits as are stored."""
+    """Return the rate with as many digits as are stored."""
     return float(f"{rate:.4g}")
 
 
@@ -167,4 +167,4 @@ def _smoothed(shape: tuple[float | None, ...], number: int) -> float | None:
 
 
 _BELL = [(away, math.exp(-0.5 * (away / SMOOTH_BUCKETS) ** 2)) for away in range(-REACH, REACH + 1)]
-"""How much neighbours count, by how many buckets they are away."""
+"""Smoothing weights of adjacent buckets, by distance."""

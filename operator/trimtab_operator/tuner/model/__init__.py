@@ -1,6 +1,6 @@
-"""What an engine's steps take, learned while it serves.
+"""Model of an engine's step times, learned while it serves.
 
-`regression` is the arithmetic of learning, `step_time` the model.
+`regression` has the Bayesian regression, `step_time` the model.
 """
 
 from trimtab_operator.tuner.model.step_time import Fit, StepTime

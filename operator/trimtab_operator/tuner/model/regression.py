@@ -1,6 +1,6 @@
-"""Bayesian linear regression, one row at a time: a Gaussian over coefficients, kept as mean and covariance.
+"""Bayesian linear regression, one row at a time: a Gaussian over coefficients, as mean and covariance.
 
-Small matrices as tuples of rows: six coefficients need no library. A row says `y = Σ xᵢ·θᵢ + noise`; after it
+Small matrices are tuples of rows: six coefficients need no library. A row says `y = Σ xᵢ·θᵢ + noise`; after it
 
     gain = P·x / (xᵀ·P·x + sd²)      mean += gain·(y − xᵀ·mean)      P −= gain·(P·x)ᵀ
 """
@@ -17,27 +17,28 @@ Matrix = tuple[Vector, ...]
 
 @dataclass(frozen=True, slots=True)
 class Gaussian:
-    """A belief about a vector of coefficients."""
+    """Belief about a vector of coefficients."""
 
     mean: Vector
     covariance: Matrix
 
     @classmethod
     def prior(cls, mean: Sequence[float], *, own_sd: Sequence[float], common_sd: float) -> Gaussian:
-        """Each coefficient is unsure by its `own_sd`, and all of them together by `common_sd`: a wrong clock speed."""
+        """Return the prior: each coefficient is uncertain by its `own_sd`, and all of them jointly by `common_sd` (a
+        wrong clock speed)."""
         common = common_sd * common_sd
         covariance = tuple(
             tuple(common + (sd * sd if i == j else 0.0) for j in range(len(own_sd))) for i, sd in enumerate(own_sd)
         )
         return cls(tuple(mean), covariance)
 
-    def predicted(self, x: Vector) -> tuple[float, float]:
-        """Mean and standard deviation of `Σ xᵢ·θᵢ`, without the noise of a row."""
+    def predict(self, x: Vector) -> tuple[float, float]:
+        """Return mean and standard deviation of `Σ xᵢ·θᵢ`, without the noise of a row."""
         spread = _dot(x, self._times(x))
         return _dot(x, self.mean), math.sqrt(max(0.0, spread))
 
-    def updated(self, x: Vector, y: float, *, sd: float) -> Gaussian:
-        """The belief after one more row, whose noise has this standard deviation."""
+    def update(self, x: Vector, y: float, *, sd: float) -> Gaussian:
+        """Return the belief after one more row with noise of this standard deviation."""
         px = self._times(x)
         scale = _dot(x, px) + sd * sd
         if scale <= 0 or not math.isfinite(scale):
@@ -50,13 +51,13 @@ class Gaussian:
         )
         return Gaussian(mean, _symmetric(covariance))
 
-    def widened(self, factor: float) -> Gaussian:
-        """As sure of the coefficients' relations, and less of their values: standard deviations times `factor`."""
+    def widen(self, factor: float) -> Gaussian:
+        """Return the belief with standard deviations multiplied by `factor`, keeping correlations."""
         square = factor * factor
         return Gaussian(self.mean, tuple(tuple(entry * square for entry in row) for row in self.covariance))
 
     def sd(self, index: int) -> float:
-        """How unsure one coefficient is."""
+        """Return the standard deviation of one coefficient."""
         return math.sqrt(max(0.0, self.covariance[index][index]))
 
     def _times(self, x: Vector) -> Vector:
@@ -68,7 +69,7 @@ def _dot(one: Vector, other: Vector) -> float:
 
 
 def _symmetric(matrix: Matrix) -> Matrix:
-    """Rounding makes the halves drift apart; a covariance is symmetric, and no variance is negative."""
+    """Return the matrix made symmetric with non-negative variances: rounding makes the halves drift apart."""
     size = len(matrix)
     return tuple(
         tuple(max(0.0, matrix[i][i]) if i == j else (matrix[i][j] + matrix[j][i]) / 2 for j in range(size))

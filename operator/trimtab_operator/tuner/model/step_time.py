@@ -1,11 +1,11 @@
-"""A model of an engine's step time, learned from what its steps computed and how long they took.
+"""Model of an engine's step time, learned from the work and duration of its steps.
 
     seconds = a·steps + p·prefill steps + b·tokens + c·sequences + d·context + e·attended
 
-Steps with prefill may cost more for themselves (they replay no whole graph). As the law is linear, sums over any
-interval obey it exactly: each scrape gives one row for decode steps and one for those with prefill. Coefficients are
-learned as multiples of the prior's, so that what the load does not show (tokens and sequences are one while decoding)
-stays where the prior had it. When the one-step error keeps one sign, the engine has become another: then it forgets.
+Steps with prefill may have an additional constant cost (they replay no whole graph). The law is linear, so sums over
+any interval obey it exactly: each scrape gives one row for decode steps and one for steps with prefill. Coefficients
+are learned as multiples of the prior, so that what the load does not show (tokens and sequences are equal while
+decoding) stays at the prior. When the one-step error keeps its sign, the engine has changed, and the belief is widened.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.model.regression import Gaussian, Vector
 from trimtab_operator.tuner.samples import Work
 
-OWN_SD = 0.3  # of each coefficient around the prior's
-COMMON_SD = 2.0  # of all of them together: another GPU than guessed, a CPU
-PREFILL_STEP_SHARE = 0.25  # of per_step, which a step with prefill costs more at most, about
+OWN_SD = 0.3  # of each coefficient, relative to the prior
+COMMON_SD = 2.0  # of all coefficients together: another GPU than assumed, or a CPU
+PREFILL_STEP_SHARE = 0.25  # of per_step: approximate maximum extra cost of a step with prefill
 ATTENDED_SD = 0.6  # a small share of the time for all but very long prompts, and hard to see
-NOISE = 0.03  # of a row's seconds
-LEAST_STEPS = 5  # a row of fewer says more about noise than about the engine
-CUSUM_SLACK = 0.75  # standard deviations of one-step error that are never suspicious
-CUSUM_LIMIT = 5.0  # summed: then the engine is another than it was
-WIDEN = 3.0  # how much less sure it is then
-LEAST_FACTOR = 0.02  # of the prior: no coefficient becomes nothing, or negative
+NOISE = 0.03  # relative noise of a row's seconds
+LEAST_STEPS = 5  # rows with fewer steps are mostly noise
+CUSUM_SLACK = 0.75  # standard deviations of the one-step error that are ignored
+CUSUM_LIMIT = 5.0  # sum from which on the engine has changed
+WIDEN = 3.0  # factor of the uncertainty after a change
+LEAST_FACTOR = 0.02  # of the prior: floor of every coefficient
 NAMES = ("per_step", "per_token", "per_sequence", "per_context", "per_attended", "per_prefill_step")
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well it predicts: rows seen, the last row's error as a share, and its own uncertainty of a typical row."""
+    """Quality of the model: rows, the last row's relative error, and the uncertainty for a typical row."""
 
     rows: int
     last_error: float | None
@@ -42,36 +42,36 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The model: a belief about how far each coefficient is from the prior's, and how its errors have run."""
+    """Step-time model: belief about each coefficient relative to the prior, and the recent errors."""
 
     prior: StepCost
     belief: Gaussian
     rows: int = 0
     last_error: float | None = None
     rising: float = 0.0
-    """The one-sided sums of standardised errors: slower than predicted …"""
+    """One-sided CUSUM of standardized errors: slower than predicted."""
     falling: float = 0.0
-    """… and faster."""
-    alarms: int = 0
-    """How often it has found the engine to be another one."""
+    """The same for faster than predicted."""
+    change_count: int = 0
+    """Number of detected engine changes."""
     last_row: Vector = ()
 
     @classmethod
     def of(cls, prior: StepCost) -> StepTime:
-        """Nothing is learned yet."""
+        """Return a model without observations."""
         own = (OWN_SD, OWN_SD, OWN_SD, OWN_SD, ATTENDED_SD, 1.0)
         return cls(prior, Gaussian.prior((1.0,) * 5 + (0.0,), own_sd=own, common_sd=COMMON_SD))
 
     def with_observation(self, decode: Work | None, prefill: Work | None) -> StepTime:
-        """After one interval of one replica."""
+        """Return the model after one interval of one replica."""
         model = self
         for work, carries_prefill in ((decode, False), (prefill, True)):
             if work is not None and work.steps >= LEAST_STEPS and work.seconds > 0:
                 model = model._with_row(self._features(work, carries_prefill), work.seconds)
         return model
 
-    def learned_all(self, rows: Iterable[tuple[Work | None, Work | None]]) -> StepTime:
-        """After the intervals of several replicas."""
+    def with_intervals(self, rows: Iterable[tuple[Work | None, Work | None]]) -> StepTime:
+        """Return the model after the intervals of several replicas."""
         model = self
         for decode, prefill in rows:
             model = model.with_observation(decode, prefill)
@@ -79,12 +79,12 @@ class StepTime:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether it has seen enough to predict by: the prior's common error is gone after a row or two."""
+        """True if it has enough rows to predict: the prior's common error is gone after one or two."""
         return self.rows >= 2
 
     @property
     def cost(self) -> StepCost:
-        """The coefficients as they are believed now."""
+        """Current estimate of the coefficients."""
         factors = [max(LEAST_FACTOR, value) for value in self.belief.mean[:5]]
         prior = self.prior
         return StepCost(
@@ -98,19 +98,19 @@ class StepTime:
 
     @property
     def fit(self) -> Fit:
-        """How far it can be trusted."""
+        """Quality of the model."""
         if not self.last_row:
             return Fit(self.rows, self.last_error, 1.0)
-        mean, sd = self.belief.predicted(self.last_row)
+        mean, sd = self.belief.predict(self.last_row)
         return Fit(self.rows, self.last_error, sd / mean if mean > 0 else 1.0)
 
     def relative_error(self, decode: Work | None, prefill: Work | None) -> float | None:
-        """How much longer than predicted these steps took, as a share of the prediction; None for too few steps."""
+        """Return the relative excess of these steps' time over the prediction; None for too few steps."""
         seconds = predicted = 0.0
         for work, carries_prefill in ((decode, False), (prefill, True)):
             if work is not None and work.steps >= LEAST_STEPS:
                 seconds += work.seconds
-                predicted += self.belief.predicted(self._features(work, carries_prefill))[0]
+                predicted += self.belief.predict(self._features(work, carries_prefill))[0]
         return seconds / predicted - 1.0 if predicted > 0 else None
 
     def _features(self, work: Work, carries_prefill: bool) -> Vector:
@@ -125,24 +125,24 @@ class StepTime:
         )
 
     def _with_row(self, x: Vector, seconds: float) -> StepTime:
-        mean, sd = self.belief.predicted(x)
+        mean, sd = self.belief.predict(x)
         noise = NOISE * seconds
-        if self.rows < 2 and mean > 0:  # the first rows set the scale: no error of theirs is suspicious
-            belief = self.belief.updated(x, seconds, sd=noise)
+        if self.rows < 2 and mean > 0:  # the first rows set the scale, so their errors do not count
+            belief = self.belief.update(x, seconds, sd=noise)
             return replace(self, belief=belief, rows=self.rows + 1, last_error=seconds / mean - 1, last_row=x)
         error = (seconds - mean) / math.hypot(sd, noise)
         rising = max(0.0, self.rising + min(error, CUSUM_LIMIT) - CUSUM_SLACK)
         falling = max(0.0, self.falling + min(-error, CUSUM_LIMIT) - CUSUM_SLACK)
-        belief, alarms = self.belief, self.alarms
+        belief, change_count = self.belief, self.change_count
         if max(rising, falling) > CUSUM_LIMIT:
-            belief, rising, falling, alarms = belief.widened(WIDEN), 0.0, 0.0, alarms + 1
+            belief, rising, falling, change_count = belief.widen(WIDEN), 0.0, 0.0, change_count + 1
         return replace(
             self,
-            belief=belief.updated(x, seconds, sd=noise),
+            belief=belief.update(x, seconds, sd=noise),
             rows=self.rows + 1,
             last_error=seconds / mean - 1 if mean > 0 else None,
             rising=rising,
             falling=falling,
-            alarms=alarms,
+            change_count=change_count,
             last_row=x,
         )

@@ -1,4 +1,4 @@
-"""What about a look cannot be believed: faults with names, which become a condition's reasons, and their numbers."""
+"""Faults of a replica's metrics, which become condition reasons, and their limits."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.samples import Config, Ledger, Sample, Work
 
-MAX_CLOCK_AHEAD_SECONDS = 5.0  # a sample further in the future than this was stamped by a clock that jumped
+MAX_CLOCK_AHEAD_SECONDS = 5.0  # a sample further in the future has a wrong clock
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault of one replica, in words that stay the same while the cause does."""
+    """A fault of one replica, with a message that stays equal while the cause does."""
 
     fault: Reason
-    """One of the condition MetricsAvailable."""
+    """A reason of the condition MetricsAvailable."""
     message: str
 
 
 def contradiction(sample: Sample, ledger: Ledger | None, *, now: float) -> str | None:
-    """Say what is impossible about a sample, or None."""
+    """Return what is impossible about a sample, or None."""
     counters, gauges = sample.counters, sample.gauges
     numbers = [
         sample.at,
@@ -45,19 +45,19 @@ def contradiction(sample: Sample, ledger: Ledger | None, *, now: float) -> str |
     if any(number < 0 for number in numbers):
         return "a count is negative"
     if gauges.kv_usage > 1.0 + 1e-6:
-        return "more of the KV cache is used than there is"
+        return "KV cache usage is above 100%"
     if sample.at > now + MAX_CLOCK_AHEAD_SECONDS:
-        return "the sample lies in the future"
+        return "the sample's timestamp is in the future"
     if ledger is not None and min(ledger.device_bytes, ledger.blocks_total, ledger.block_size) <= 0:
         return "the memory ledger is empty"
     for histogram in (sample.ttft, sample.itl, sample.mean_itl):
         if histogram is not None and not _grows(histogram.counts):
-            return "a histogram's counts fall from bucket to bucket"
+            return "a histogram's bucket counts are not cumulative"
     return None
 
 
-def is_out_of_step(sample: Sample, config: Config) -> bool:
-    """Whether metrics and configuration are of different generations, as for a moment after every change."""
+def has_generation_mismatch(sample: Sample, config: Config) -> bool:
+    """Return True if metrics and configuration are of different generations, as briefly after every change."""
     return sample.gauges.config_generation not in (None, config.generation)
 
 

@@ -1,4 +1,4 @@
-"""What one replica did between two looks at it, and such intervals added up."""
+"""Work of one replica between two samples, and sums of such intervals."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trimtab_operator.tuner.samples import Counters, Gauges, Histogram, Sample, 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Counts of what happened from `start` to `end`, and the gauges at its end.
+    """Counts from `start` to `end`, and the gauges at its end.
 
-    None: the engine does not export it. `is_steady`: one configuration held all the while.
+    None: the engine does not export it. `is_steady`: one configuration during the whole interval.
     """
 
     start: float
@@ -39,17 +39,17 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
+        """Length of the interval."""
         return self.end - self.start
 
     @property
     def preempted_for_room(self) -> float:
-        """Preemptions for want of KV blocks: not those that a resize or a reset made."""
+        """Preemptions for lack of KV blocks, without those of a resize or a reset."""
         return self.preemptions.get("capacity", 0.0)
 
     @property
     def computed_tokens(self) -> float:
-        """Tokens that its steps computed, again or for the first time."""
+        """Tokens that its steps computed or recomputed."""
         if self.decode is not None and self.prefill is not None:
             return self.decode.tokens + self.prefill.tokens
         fresh = max(0.0, self.prompt_tokens - self.cached_prompt_tokens)
@@ -57,17 +57,17 @@ class Interval:
 
     @property
     def recomputed_share(self) -> float:
-        """Share of the computed tokens that preemption made the engine compute twice; 0 where nothing says so."""
+        """Share of the computed tokens that were recomputed after preemption; 0 if unknown."""
         computed = self.computed_tokens
         return min(1.0, (self.recomputed_tokens or 0.0) / computed) if computed > 0 else 0.0
 
     def blocked_share(self, reason: str) -> float:
-        """Share of the time in which the head of the queue waited for this."""
+        """Return the share of time in which the head of the queue waited for this reason."""
         return self.blocked_seconds.get(reason, 0.0) / self.seconds if self.seconds > 0 else 0.0
 
 
 def between(before: Sample, after: Sample) -> Interval | None:
-    """What happened from one sample to the next; None when a counter fell: the engine was started anew in between."""
+    """Return the interval between two samples; None when a counter fell because the engine restarted."""
     if _fell(before.counters, after.counters):
         return None
     old, new = before.counters, after.counters
@@ -96,7 +96,7 @@ def between(before: Sample, after: Sample) -> Interval | None:
 
 
 def nothing_yet(sample: Sample, at: float) -> Sample:
-    """What the replica of this sample would have said when it began to serve, at `at`: all its counters are zero."""
+    """Return the sample that this replica would have shown at `at`, when it began to serve: all counters are zero."""
     counters = sample.counters
     zero = Counters(
         generated_tokens=0.0,
@@ -140,7 +140,7 @@ def _work(old: Work | None, new: Work | None) -> Work | None:
 
 
 def _histogram(old: Histogram | None, new: Histogram | None) -> Histogram | None:
-    """What was observed in between; None when the edges changed or a count fell."""
+    """Return the observations in between; None when the edges changed or a count fell."""
     if old is None or new is None or old.edges != new.edges:
         return None
     counts = tuple(b - a for a, b in zip(old.counts, new.counts, strict=True))
@@ -148,7 +148,7 @@ def _histogram(old: Histogram | None, new: Histogram | None) -> Histogram | None
 
 
 def total_of(intervals: Iterable[Interval]) -> Interval | None:
-    """All of them together, as if one after the other: `seconds` is the sum of theirs (replica-seconds).
+    """Return the sum of intervals; its `seconds` are replica-seconds.
 
     Gauges are averaged over time. None without intervals.
     """

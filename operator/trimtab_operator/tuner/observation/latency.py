@@ -1,4 +1,4 @@
-"""What users felt, from histograms: shares within a target and percentiles, with how many were counted."""
+"""User-visible latency from histograms: shares within a target and percentiles, with the number of observations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from trimtab_operator.tuner.samples import Histogram
 
-COARSE_WIDTH = 0.3  # of the target: a bucket wider than this says little about it
+COARSE_WIDTH = 0.3  # of the target: a wider bucket is inexact
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which share of `count` observations met a target. `is_exact`: the target is an edge, or its bucket is narrow."""
+    """Share of `count` observations that met a target. `is_exact`: the target is an edge, or its bucket is narrow."""
 
     share: float
     count: float
@@ -21,7 +21,7 @@ class Share:
 
 
 def share_within(histogram: Histogram, target: float) -> Share | None:
-    """The share of observations that were at most `target`, interpolated inside its bucket; None without any."""
+    """Return the share of observations of at most `target`, interpolated within its bucket; None without any."""
     total = histogram.counts[-1] if histogram.counts else 0.0
     if total <= 0:
         return None
@@ -31,15 +31,14 @@ def share_within(histogram: Histogram, target: float) -> Share | None:
     below = histogram.counts[index - 1] if index else 0.0
     if upper == target:
         return Share(histogram.counts[index] / total, total, True)
-    if not math.isfinite(upper):  # beyond the last edge nothing is known: what lies there counts as too late
+    if not math.isfinite(upper):  # observations beyond the last edge count as too late
         return Share(below / total, total, False)
     inside = (histogram.counts[index] - below) * (target - lower) / (upper - lower)
     return Share((below + inside) / total, total, (upper - lower) <= COARSE_WIDTH * target)
 
 
 def percentile(histogram: Histogram, percent: float) -> float | None:
-    """The value that `percent` of the observations do not exceed, interpolated; the last finite edge where it lies
-    beyond; None without observations."""
+    """Return the interpolated percentile; the last finite edge if it is beyond; None without observations."""
     total = histogram.counts[-1] if histogram.counts else 0.0
     if total <= 0:
         return None

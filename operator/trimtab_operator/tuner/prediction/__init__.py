@@ -1,6 +1,6 @@
-"""Foresight: what users of a candidate configuration would feel, and how much load it holds."""
+"""Predictions: latency and attainment of a candidate configuration, and the load that it holds."""
 
-from trimtab_operator.tuner.prediction.capacity import Foresight
-from trimtab_operator.tuner.prediction.prediction import Candidate, Found, Load, Prediction, predict
+from trimtab_operator.tuner.prediction.capacity import Predictor
+from trimtab_operator.tuner.prediction.prediction import Candidate, InFlightRequest, Load, Prediction, predict
 
-__all__ = ["Candidate", "Foresight", "Found", "Load", "Prediction", "predict"]
+__all__ = ["Candidate", "InFlightRequest", "Load", "Prediction", "Predictor", "predict"]

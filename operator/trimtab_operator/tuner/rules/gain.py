@@ -1,9 +1,9 @@
-"""What a move must bring: clearly more of what decides, by prediction, beyond what chance may have made of it.
+"""Gain that a change must bring: a clear predicted improvement of the deciding measure, beyond the sampling error.
 
-What decides is what was promised. Of a stream that is the share of its requests that keep their promises; of clients
-that wait, how many such requests end in a second, as they send fewer where they are served worse. Where nobody promised
-anything the defaults decide as long as most requests of a stream keep them. Beyond that they are broken whatever is
-done, and what chance leaves of them tells nothing: then tokens a second decide.
+The deciding measure is the objective. For open-loop load it is the share of requests that attain it; for closed-loop
+clients the number of such requests per second, because they send fewer when they are served worse. Without objectives
+in the spec the defaults decide as long as most open-loop requests attain them; beyond that they are violated anyway,
+and tokens per second decide.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from trimtab_operator.tuner.moves import Expectation, Measure
 from trimtab_operator.tuner.prediction import Prediction
 from trimtab_operator.tuner.situation import Situation
 
-LEAST_GAIN = 0.02  # of the requests that keep their promises, or of the tokens: less is within the twin's noise
-DEVIATIONS = 2.0  # standard errors of what was drawn, likewise
-HARM = 0.005  # of the same: a move that is predicted to cost more is not made
-MOST_KEEP = 0.5  # of the requests: where fewer keep the defaults, these decide nothing
-UNSURE = 0.02  # of a share: what a prediction of it is off by, mostly
-UNSURE_RATE = 0.1  # of a rate, likewise
+LEAST_GAIN = 0.02  # of the requests that attain the objectives, or of the tokens: less is within the model's error
+DEVIATIONS = 2.0  # standard errors of the sampled requests
+HARM = 0.005  # of the same: predicted loss above which a change is not made
+MIN_DEFAULT_ATTAINMENT = 0.5  # with less, the default objectives do not decide
+UNSURE = 0.02  # usual error of a predicted share
+UNSURE_RATE = 0.1  # usual relative error of a predicted rate
 
 
 def clear_gain(s: Situation, before: Prediction, after: Prediction, *, times: float = 1.0) -> Expectation | None:
-    """What decides, as it is and as it will be, where that is clearly more, by so many times the usual; else None."""
+    """Return the deciding measure before and after, if it improves clearly (`times` the usual margin); None
+    otherwise."""
     if _tokens_decide(s, before, after):
         is_clear = after.tokens_per_second >= (1 + times * LEAST_GAIN) * before.tokens_per_second > 0
     else:
@@ -30,28 +31,28 @@ def clear_gain(s: Situation, before: Prediction, after: Prediction, *, times: fl
 
 
 def is_harm(s: Situation, before: Prediction, after: Prediction) -> bool:
-    """Whether users are predicted to be worse off for it."""
+    """Return True if users are predicted to be worse off."""
     if _tokens_decide(s, before, after):
         return after.tokens_per_second < (1 - HARM) * before.tokens_per_second
     return after.good_share < before.good_share - HARM
 
 
 def what_decides(s: Situation, before: Prediction, after: Prediction) -> Expectation:
-    """The measure by which the two are compared, in the unit in which it is told."""
+    """Return the measure by which both are compared, in its display unit."""
     if _tokens_decide(s, before, after):
         return _rate(Measure.TOKENS, before.tokens_per_second, after.tokens_per_second)
-    if s.memory.clients.do_wait:
+    if s.state.clients.are_closed_loop:
         return _rate(Measure.GOOD, before.good_share * s.rate, after.good_share * s.rate)
     return attainment(before.attainment, after.attainment)
 
 
 def attainment(before: float, after: float) -> Expectation:
-    """The share of requests that keep their promises."""
+    """Return the expectation for the share of requests that attain the objectives."""
     return Expectation(Measure.ATTAINMENT, before, after, max(0.0, after - UNSURE), min(1.0, after + UNSURE))
 
 
 def rounded(value: float) -> float:
-    """To four digits, however small it is: two figures that clearly differ differ so, too."""
+    """Return the value with four significant digits, so that clearly different small figures stay different."""
     return float(f"{value:.4g}")
 
 
@@ -62,4 +63,4 @@ def _rate(measure: Measure, before: float, after: float) -> Expectation:
 def _tokens_decide(s: Situation, before: Prediction, after: Prediction) -> bool:
     if s.objectives.are_given:
         return False
-    return s.memory.clients.do_wait or max(before.attainment, after.attainment) < MOST_KEEP
+    return s.state.clients.are_closed_loop or max(before.attainment, after.attainment) < MIN_DEFAULT_ATTAINMENT

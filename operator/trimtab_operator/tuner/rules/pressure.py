@@ -1,33 +1,33 @@
-"""Whether preemption costs enough to act on, and whether want of room is really its cause."""
+"""Preemption pressure: whether recomputation costs enough to act on, and whether KV capacity is its cause."""
 
 from __future__ import annotations
 
-from trimtab_operator.tuner.knobs import Knob, Value
 from trimtab_operator.tuner.moves import Expectation, Measure
+from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_operator.tuner.rules.gain import UNSURE, clear_gain, is_harm, what_decides
 from trimtab_operator.tuner.situation import Situation
 
-PRESSED_SHARE = 0.01  # of the computed tokens, computed twice: less costs less than a move may
-FULL = 0.8  # of the KV cache: where no look found more in use, want of room is not the cause
-LEAST_RELIEF = 0.1  # of what is computed twice: a move that is predicted to spare less of it is none against it
+PRESSED_SHARE = 0.01  # recomputed share of the computed tokens: less costs less than a change may
+FULL = 0.8  # KV cache usage below which capacity is not the cause of preemptions
+LEAST_RELIEF = 0.1  # of the recomputation: a change that saves less does not help against it
 
 
 def is_pressed(s: Situation) -> bool:
-    """Preemption for want of room costs more than a hundredth of the work, and the KV cache was really full.
+    """Return True if capacity preemptions cost more than PRESSED_SHARE of the work and the KV cache was full.
 
-    Preemptions of another cause (priorities, a resize) leave room in the cache, and are none of the tuner's business.
+    Preemptions with other causes (priorities, a resize) leave room in the cache and are ignored.
     """
     return s.window.recomputed_share > PRESSED_SHARE and s.window.preempted_for_room >= 1 and peak_usage(s) >= FULL
 
 
 def peak_usage(s: Situation) -> float:
-    """The highest share of a KV cache in use that a look of the last minute found."""
+    """Return the highest KV cache usage of a trusted replica in the last minute."""
     start = s.now - s.settings.pace.window_seconds
     return max((part.gauges.kv_usage for seen in s.observation.trusted for part in seen.since(start)), default=0.0)
 
 
 def evidence(s: Situation) -> dict[str, float]:
-    """The numbers of preemption in the last minute."""
+    """Return the preemption figures of the last minute."""
     return {
         "recomputed_share": round(s.window.recomputed_share, 4),
         "preemptions": s.window.preempted_for_room,
@@ -38,25 +38,25 @@ def evidence(s: Situation) -> dict[str, float]:
     }
 
 
-def expected_relief(s: Situation, knob: Knob, value: Value) -> tuple[Expectation, ...] | None:
-    """What a move against preemption should bring; None when it is predicted not to be worth it. Without foresight:
-    that at least half of what is computed twice is spared.
+def expected_relief(s: Situation, parameter: Parameter, value: Value) -> tuple[Expectation, ...] | None:
+    """Return the expected effect of a change against preemption; None if it is predicted not to be worth it. Without a
+    predictor, at least half of the recomputation should disappear.
 
-    The queue of a stream drains by what is spared: no harm is enough. That of clients that wait fills again: for them
-    it must bring clearly more of what decides. A storm comes with a load that has risen: it is judged by what comes
-    since then, as the mean of the minute is a load that nobody will see again.
+    For open-loop load, no harm is enough, because the queue drains by the saved work. For closed-loop clients the queue
+    fills again, so the deciding measure must improve clearly. A preemption storm follows a rising load, so it is judged
+    by the rate since the rise, not by the mean of the minute.
     """
-    share, rate = s.window.recomputed_share, s.risen_rate
-    before, after = s.predicted(s.candidate, rate), s.predicted(s.with_knob(knob, value), rate)
+    share, rate = s.window.recomputed_share, s.recent_rate
+    before, after = s.predict(s.candidate, rate), s.predict(s.with_parameter(parameter, value), rate)
     if before is None or after is None:
         return (Expectation(Measure.RECOMPUTED, share, 0.0, 0.0, share / 2),)
     left = after.recomputed_share
     if before.recomputed_share > 0:
-        left *= share / before.recomputed_share  # what is seen, changed as the prediction is
+        left *= share / before.recomputed_share  # the observed share, scaled as the prediction
     if left > (1 - LEAST_RELIEF) * share:
         return None
     is_worth_it = (
-        clear_gain(s, before, after) is not None if s.memory.clients.do_wait else not is_harm(s, before, after)
+        clear_gain(s, before, after) is not None if s.state.clients.are_closed_loop else not is_harm(s, before, after)
     )
     if not is_worth_it:
         return None

@@ -1,8 +1,8 @@
-"""Looks: what one replica says of itself at one moment, as values.
+"""Snapshots of replicas as values: metrics, configuration, memory ledger and requests.
 
-`look` has the types, `series` and `requests` decode what engines answer into them, `prometheus` says what Prometheus is
-asked and makes pages of its answers, `codec` writes looks as JSON. The operator's scrape, Prometheus, a recorded range
-and the simulator all hand the tuner these values, so that all share one decoder.
+`sample` has the types, `series` and `requests` parse engine responses, `prometheus` builds queries and parses their
+results, `codec` writes snapshots as JSON. The operator's scrape, Prometheus, recordings and the simulator share these
+types and one parser.
 """
 
 from trimtab_operator.tuner.samples.sample import (
@@ -12,9 +12,9 @@ from trimtab_operator.tuner.samples.sample import (
     Gauges,
     Histogram,
     Ledger,
-    Look,
     Phase,
-    RequestNews,
+    ReplicaSnapshot,
+    RequestUpdates,
     Sample,
     Source,
     Unfinished,
@@ -28,9 +28,9 @@ __all__ = [
     "Gauges",
     "Histogram",
     "Ledger",
-    "Look",
     "Phase",
-    "RequestNews",
+    "ReplicaSnapshot",
+    "RequestUpdates",
     "Sample",
     "Source",
     "Unfinished",

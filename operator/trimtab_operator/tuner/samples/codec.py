@@ -1,4 +1,4 @@
-"""Looks as JSON, for recordings and replays: written with a version, read back with every type checked."""
+"""JSON format of snapshots, for recordings and replays: versioned, with every type validated when read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from trimtab_operator.tuner.knobs import FieldRange, Knob, typed
 from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.parameters import FieldRange, Parameter, typed
 from trimtab_operator.tuner.samples.sample import (
     Config,
     Counters,
@@ -17,64 +17,64 @@ from trimtab_operator.tuner.samples.sample import (
     Gauges,
     Histogram,
     Ledger,
-    Look,
     Phase,
-    RequestNews,
+    ReplicaSnapshot,
+    RequestUpdates,
     Sample,
     Unfinished,
     Work,
 )
 
-LOOKS_VERSION = 1
+SNAPSHOTS_VERSION = 1
 BY_LABEL = ("preemptions", "blocked_seconds")  # counters that are several, by a label
 
 
-def to_json(looks: tuple[Look, ...], *, now: float) -> str:
-    """All looks of one tick, on one line."""
+def to_json(snapshots: tuple[ReplicaSnapshot, ...], *, now: float) -> str:
+    """Return all snapshots of one tick as one line."""
     return json.dumps(
-        {"version": LOOKS_VERSION, "now": now, "looks": [asdict(look) for look in looks]},
+        {"version": SNAPSHOTS_VERSION, "now": now, "snapshots": [asdict(snapshot) for snapshot in snapshots]},
         separators=(",", ":"),
         default=str,
     )
 
 
-def from_json(text: str) -> tuple[tuple[Look, ...], float]:
-    """Looks and their time. Raises ValueError for what `to_json` did not write."""
+def from_json(text: str) -> tuple[tuple[ReplicaSnapshot, ...], float]:
+    """Read snapshots and their time. Raise ValueError for anything that `to_json` did not write."""
     try:
         data = json.loads(text)
-        if data["version"] != LOOKS_VERSION:
-            raise ValueError(f"version {data['version']!r} of looks is not {LOOKS_VERSION}")
-        return tuple(_look(entry) for entry in data["looks"]), _finite(data["now"])
+        if data["version"] != SNAPSHOTS_VERSION:
+            raise ValueError(f"snapshot version {data['version']!r} is not supported; expected {SNAPSHOTS_VERSION}")
+        return tuple(_snapshot(entry) for entry in data["snapshots"]), _finite(data["now"])
     except KeyError as error:
-        raise ValueError(f"no looks of ours: {error} is missing") from error
+        raise ValueError(f"not a recorded snapshot: {error} is missing") from error
     except (TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"no looks of ours: {error}") from error
+        raise ValueError(f"not a recorded snapshot: {error}") from error
 
 
 def _finite(value: Any) -> float:
-    """A time or an age."""
+    """Return a finite time or age."""
     if not math.isfinite(_number(value)):
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     return float(value)
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     return value
 
 
 def _numbers(data: Mapping[str, Any], *but: str) -> Mapping[str, Any]:
-    """The same, every member but those named being a number, or absent."""
+    """Validate that every member except `but` is a number or absent."""
     for name, value in data.items():
         if name not in but and value is not None:
             _number(value)
     return data
 
 
-def _look(data: Mapping[str, Any]) -> Look:
+def _snapshot(data: Mapping[str, Any]) -> ReplicaSnapshot:
     sample, config, ledger = data["sample"], data["config"], data["ledger"]
-    return Look(
+    return ReplicaSnapshot(
         replica=str(data["replica"]),
         phase=Phase(data["phase"]),
         instance=str(data["instance"]),
@@ -83,7 +83,7 @@ def _look(data: Mapping[str, Any]) -> Look:
         config=None if config is None else _config(config),
         ledger=None if ledger is None else Ledger(**_numbers(ledger)),
         problem=None if data["problem"] is None else str(data["problem"]),
-        problem_reason=Reason(data.get("absence", Reason.METRICS_MISSING)),
+        problem_reason=Reason(data.get("problem_reason", Reason.METRICS_MISSING)),
         was_oom_killed=bool(data["was_oom_killed"]),
         restarts=int(data["restarts"]),
         exit_code=data.get("exit_code"),
@@ -93,8 +93,8 @@ def _look(data: Mapping[str, Any]) -> Look:
 def _config(data: Mapping[str, Any]) -> Config:
     return Config(
         generation=int(data["generation"]),
-        applied={Knob(name): typed(Knob(name), _number(value)) for name, value in data["applied"].items()},
-        fields={Knob(name): FieldRange(**_numbers(limits, "live")) for name, limits in data["fields"].items()},
+        applied={Parameter(name): typed(Parameter(name), _number(value)) for name, value in data["applied"].items()},
+        fields={Parameter(name): FieldRange(**_numbers(limits, "live")) for name, limits in data["fields"].items()},
         max_model_len=data["max_model_len"],
         pipeline_stages=int(data["pipeline_stages"]),
     )
@@ -117,7 +117,7 @@ def _sample(data: Mapping[str, Any]) -> Sample:
         mean_itl=_histogram(data["mean_itl"]),
         requests=None
         if requests is None
-        else RequestNews(
+        else RequestUpdates(
             tuple(Finished(**_numbers(row, "reason")) for row in requests["finished"]),
             tuple(Unfinished(**_numbers(row)) for row in requests["unfinished"]),
             int(requests["missed"]),
@@ -130,5 +130,5 @@ def _histogram(data: Mapping[str, Any] | None) -> Histogram | None:
         return None
     edges, counts = tuple(map(_number, data["edges"])), tuple(map(_number, data["counts"]))
     if len(edges) != len(counts):
-        raise ValueError("a histogram has not as many counts as edges")
+        raise ValueError("a histogram has different numbers of counts and edges")
     return Histogram(edges, counts, _number(data["total"]))

@@ -1,8 +1,8 @@
-"""What Prometheus is asked, and how its answers become the pages that engines showed when they were scraped. Pure.
+"""PromQL queries, and parsing of their results into the metrics pages that Prometheus scraped. Pure.
 
-Samples are asked for as they were scraped, with their own timestamps (a range selector), never as rates: `rate` fills
-gaps and hides resets by guessing, and a step-time model needs sums that are exact. So a page from Prometheus decodes as
-a page from the engine does (`series`), and one answer holds whole scrapes: Prometheus commits a scrape at once.
+Samples are queried as scraped, with their timestamps (a range selector), never as rates: `rate` extrapolates gaps and
+hides resets, and the step-time model needs exact sums. A page from Prometheus is therefore parsed like one from the
+engine (`series`). One result holds whole scrapes, because Prometheus commits a scrape at once.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from dataclasses import dataclass, field
 
 from trimtab_operator.tuner.samples.series import USED_NAMES, Series, Unreadable
 
-MAX_SERIES = 64_000  # of one answer: an engine has about 200 that are read
-MAX_POINTS = 1_000_000  # of one answer
-MAX_SAID = 300  # characters of somebody else's words
+MAX_SERIES = 64_000  # per response: about 200 series of an engine are read
+MAX_POINTS = 1_000_000  # per response
+MAX_QUOTE_CHARS = 300  # of untrusted text in messages
 LABEL_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 SUFFIXES = ("_bucket", "_sum", "_count", "_total")
 ENGINES_LABELS = frozenset(
     {"model_name", "engine", "le", "reason", "finished_reason", "kind", "mode", "state", "field", "block_size"}
 )
-"""Labels that engines give. All others are the scrape's own: whoever differs in them was scraped twice."""
+"""Labels that engines set. All others come from the scrape: pods that differ in them were scraped twice."""
 
 
-class Duplicated(Unreadable):
-    """One pod was scraped as several targets: summed, they would show a load that is not there."""
+class DuplicateTargets(Unreadable):
+    """One pod was scraped as several targets; their sum would double the load."""
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
-    """What series are called in one installation's Prometheus."""
+class PrometheusNaming:
+    """Names of series and labels in one Prometheus installation."""
 
     pod: str = "pod"
     namespace: str = "namespace"
     matchers: Mapping[str, str] = field(default_factory=dict)
     """Labels that every series must have, such as the cluster's name."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Names of families there, by the engines' own, where they are stored under other ones."""
+    """Names of metric families there, by the engine's names."""
 
     def stored_name(self, name: str) -> str:
-        """The name of a series there: its family's alias, with the same suffix."""
+        """Return the stored name of a series: its family's alias with the same suffix."""
         if name in self.aliases:
             return self.aliases[name]
         for suffix in SUFFIXES:
@@ -55,7 +55,7 @@ class Naming:
 
 @dataclass(frozen=True, slots=True)
 class StoredSeries:
-    """One series of an answer, and its samples by time."""
+    """One series of a result, with its samples by time."""
 
     name: str
     labels: Mapping[str, str]
@@ -64,18 +64,18 @@ class StoredSeries:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What one target showed in one scrape, at `at` by Prometheus' clock."""
+    """Metrics of one target in one scrape, at `at` by Prometheus' clock."""
 
     at: float
     series: Series
 
 
 Scrapes = Mapping[str, Mapping[str, Sequence[Page]]]
-"""Pages by pod, and by the target that was scraped, the oldest first."""
+"""Pages by pod and by scraped target, oldest first."""
 
 
 def range_query(
-    naming: Naming,
+    naming: PrometheusNaming,
     *,
     namespace: str,
     pods: Iterable[str] | re.Pattern[str],
@@ -83,9 +83,9 @@ def range_query(
     labels: Mapping[str, str] | None = None,
     names: Iterable[str] = USED_NAMES,
 ) -> str:
-    """PromQL for every sample that these pods, or those of this pattern, were scraped for in the last `seconds`.
+    """Return PromQL for every sample of these pods, or those matching the pattern, in the last `seconds`.
 
-    `labels` narrows it further. The namespace and the pods always hold, whatever a label says.
+    `labels` restricts it further. Namespace and pods always apply, whatever `labels` contains.
     """
     stored = "|".join(sorted({naming.stored_name(name) for name in names}))
     wanted = {**(labels or {}), **naming.matchers, naming.namespace: namespace}
@@ -97,52 +97,52 @@ def range_query(
 
 
 def _quoted(text: str) -> str:
-    """A string literal of PromQL, whose escapes are those of JSON."""
+    """Return a PromQL string literal, whose escapes are those of JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def matrix_of(body: bytes | str) -> list[StoredSeries]:
-    """Decode the answer to a range selector, or to a range query. Raises Unreadable, in Prometheus' own words where it
-    refused."""
+def parse_matrix(body: bytes | str) -> list[StoredSeries]:
+    """Parse the result of a range selector or range query. Raise Unreadable, with Prometheus' error if it rejected the
+    query."""
     result = _result(body, "matrix")
     if not isinstance(result, list) or len(result) > MAX_SERIES:
-        raise Unreadable(f"the answer is no list of at most {MAX_SERIES:,} series")
+        raise Unreadable(f"the response is not a list of at most {MAX_SERIES:,} series")
     found, points = [], 0
     for entry in result:
         if not isinstance(entry, dict) or "values" not in entry:
-            continue  # a native histogram: none of those that are read
+            continue  # a native histogram, which is not used
         series = _stored_series(entry)
         points += len(series.samples)
         if points > MAX_POINTS:
-            raise Unreadable(f"the answer has more than {MAX_POINTS:,} samples")
+            raise Unreadable(f"the response has more than {MAX_POINTS:,} samples")
         found.append(series)
     return found
 
 
-def clock_of(body: bytes | str) -> float:
-    """Decode the answer to `time()`: what Prometheus' clock said. Raises Unreadable."""
+def parse_clock(body: bytes | str) -> float:
+    """Parse the result of `time()`. Raise Unreadable."""
     result = _result(body, "scalar")
     try:
         if not isinstance(result, list) or len(result) != 2:
-            raise ValueError(f"{str(result)[:MAX_SAID]} is no pair")
+            raise ValueError(f"{str(result)[:MAX_QUOTE_CHARS]} is not a pair")
         return _time(result[0])
     except ValueError as error:
-        raise Unreadable(f"the answer tells no time: {error}") from error
+        raise Unreadable(f"the response has no time: {error}") from error
 
 
 def _result(body: bytes | str, kind: str) -> object:
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"the answer is no JSON: {str(error)[:MAX_SAID]}") from error
+        raise Unreadable(f"the response is not JSON: {str(error)[:MAX_QUOTE_CHARS]}") from error
     if not isinstance(answer, dict) or answer.get("status") not in ("success", "error"):
-        raise Unreadable("what answers is no Prometheus: its answer has no status")
+        raise Unreadable("the server is not Prometheus: its response has no status")
     if answer["status"] == "error":
-        said = " ".join(f"{answer.get('errorType', '')}: {answer.get('error', '')}".split())
-        raise Unreadable(f"it refuses: {said[:MAX_SAID]}")
+        reason = " ".join(f"{answer.get('errorType', '')}: {answer.get('error', '')}".split())
+        raise Unreadable(f"it rejects the query: {reason[:MAX_QUOTE_CHARS]}")
     data = answer.get("data")
     if not isinstance(data, dict) or data.get("resultType") != kind:
-        raise Unreadable(f"the answer is no {kind}")
+        raise Unreadable(f"the response is not a {kind}")
     return data.get("result")
 
 
@@ -151,36 +151,40 @@ def _stored_series(entry: Mapping[str, object]) -> StoredSeries:
     if not isinstance(metric, dict) or not isinstance(values, list):
         raise Unreadable("a series has no labels or no values")
     if not all(isinstance(name, str) and isinstance(value, str) for name, value in metric.items()):
-        raise Unreadable("a label is no text")
+        raise Unreadable("a label is not a string")
     labels = dict(metric)
     name = labels.pop("__name__", "")
     try:
         samples = [_sample(pair) for pair in values]
     except (TypeError, ValueError) as error:
-        raise Unreadable(f"a sample of {name[:MAX_SAID]} cannot be read: {str(error)[:MAX_SAID]}") from error
+        raise Unreadable(
+            f"a sample of {name[:MAX_QUOTE_CHARS]} cannot be read: {str(error)[:MAX_QUOTE_CHARS]}"
+        ) from error
     return StoredSeries(name, labels, samples)
 
 
 def _sample(pair: object) -> tuple[float, float]:
     if not isinstance(pair, list) or len(pair) != 2:
-        raise ValueError(f"{pair!r} is no time and value")
+        raise ValueError(f"{pair!r} is not a time and a value")
     return _time(pair[0]), _number(pair[1])
 
 
 def _time(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     return float(value)
 
 
 def _number(text: object) -> float:
     if not isinstance(text, str) or "_" in text:
-        raise ValueError(f"{text!r} is no number")
+        raise ValueError(f"{text!r} is not a number")
     return float(text)
 
 
-def scrapes_of(found: Iterable[StoredSeries], naming: Naming, *, names: Iterable[str] = USED_NAMES) -> Scrapes:
-    """Put samples together again that were scraped together. What has no pod, or another name, is left out."""
+def group_scrapes(
+    found: Iterable[StoredSeries], naming: PrometheusNaming, *, names: Iterable[str] = USED_NAMES
+) -> Scrapes:
+    """Group samples by scrape. Series without a pod or with another name are dropped."""
     own_names = {naming.stored_name(name): name for name in names}
     targets: dict[str, dict[str, dict[float, dict[str, list[tuple[Mapping[str, str], float]]]]]] = {}
     for stored in found:
@@ -197,8 +201,8 @@ def scrapes_of(found: Iterable[StoredSeries], naming: Naming, *, names: Iterable
     }
 
 
-def _target(labels: Mapping[str, str], naming: Naming) -> str:
-    """The labels that scraping gave, as a text that people know again."""
+def _target(labels: Mapping[str, str], naming: PrometheusNaming) -> str:
+    """Return the labels of the scrape as a readable text."""
     given = {name: value for name, value in labels.items() if name not in ENGINES_LABELS}
     for known in (naming.pod, naming.namespace, *naming.matchers):
         given.pop(known, None)
@@ -206,14 +210,14 @@ def _target(labels: Mapping[str, str], naming: Naming) -> str:
 
 
 def newest_page(pod: str, targets: Mapping[str, Sequence[Page]], *, since: float = -math.inf) -> Page:
-    """The last page that a pod showed, of those since `since`: what came before was another pod of that name.
+    """Return the last page of a pod since `since`; earlier pages belong to another pod of that name.
 
-    Raises Duplicated where it was scraped as more than one target, Unreadable where it was not scraped.
+    Raise DuplicateTargets if it was scraped as several targets, Unreadable if it was not scraped.
     """
     alive = {target: pages[-1] for target, pages in targets.items() if pages and pages[-1].at >= since}
     if len(alive) > 1:
-        said = "; ".join(f"({target})" for target in sorted(alive))
-        raise Duplicated(f"pod {pod} is scraped as {len(alive)} targets: {said[:MAX_SAID]}")
+        names = "; ".join(f"({target})" for target in sorted(alive))
+        raise DuplicateTargets(f"pod {pod} is scraped as {len(alive)} targets: {names[:MAX_QUOTE_CHARS]}")
     if not alive:
         raise Unreadable(f"no scrape of pod {pod}")
     return next(iter(alive.values()))

@@ -1,8 +1,8 @@
-"""From what Prometheus stored of a while to looks at every tick of it, for replays. Pure.
+"""Snapshots at every tick from a range that Prometheus stored, for replays. Pure.
 
-Metrics are as they were. What only the admin port tells is made of them: the configuration from `trimtab_config_value`,
-the ledger from `trimtab_memory_bytes` and `trimtab_kv_blocks`. Single requests are drawn from histograms of lengths and
-latencies, with their sums kept: which answer belonged to which prompt is not known, so they are paired evenly.
+Metrics are as recorded. Data of the admin port is derived: the configuration from `trimtab_config_value`, the ledger
+from `trimtab_memory_bytes` and `trimtab_kv_blocks`. Single requests are sampled from histograms of lengths and
+latencies, whose sums are kept; prompts and answers are paired evenly, because their real pairing is unknown.
 """
 
 from __future__ import annotations
@@ -12,9 +12,24 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trimtab_operator.tuner.knobs import FieldRange, Knob, Value, typed
-from trimtab_operator.tuner.samples.prometheus import Duplicated, Naming, Page, StoredSeries, scrapes_of
-from trimtab_operator.tuner.samples.sample import Config, Finished, Histogram, Ledger, Look, Phase, RequestNews, Sample
+from trimtab_operator.tuner.parameters import FieldRange, Parameter, Value, typed
+from trimtab_operator.tuner.samples.prometheus import (
+    DuplicateTargets,
+    Page,
+    PrometheusNaming,
+    StoredSeries,
+    group_scrapes,
+)
+from trimtab_operator.tuner.samples.sample import (
+    Config,
+    Finished,
+    Histogram,
+    Ledger,
+    Phase,
+    ReplicaSnapshot,
+    RequestUpdates,
+    Sample,
+)
 from trimtab_operator.tuner.samples.series import USED_NAMES, Series, Unreadable, histogram_of, sample_of
 
 PROMPTS, ANSWERS = ("vllm:request_prompt_tokens",), ("vllm:request_generation_tokens",)
@@ -25,102 +40,101 @@ RECORDED_NAMES = USED_NAMES | {
     BLOCKS,
     *(f"{name}_{part}" for name in PROMPTS + ANSWERS for part in ("bucket", "sum", "count")),
 }
-"""All that a recording is asked for."""
-GONE_AFTER = 3  # ticks without a scrape, a replica is no more
+"""All series that a recording queries."""
+GONE_AFTER = 3  # ticks without a scrape after which a replica is gone
 MAX_TICKS = 50_000
-MAX_DRAWN = 20_000  # requests of one interval: more would not say more
-GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, are spread evenly: they pair what is not known to belong
-Limits = Mapping[Knob, tuple[Value | None, Value | None]]
-"""What each knob may be, as far as the owner says."""
+MAX_DRAWN = 20_000  # requests per interval
+GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples modulo 1 are spread evenly
+Limits = Mapping[Parameter, tuple[Value | None, Value | None]]
+"""Range of each parameter, as far as the spec sets it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """All looks of one moment."""
+    """Snapshots of all replicas at one time."""
 
     at: float
-    looks: tuple[Look, ...]
+    snapshots: tuple[ReplicaSnapshot, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """One replica over the recording: when it showed what, the oldest first."""
+    """Snapshots of one replica over the recording, oldest first."""
 
     dates: tuple[float, ...]
-    looks: tuple[Look, ...]
+    snapshots: tuple[ReplicaSnapshot, ...]
 
 
-def ticks_of(
-    found: Iterable[StoredSeries], naming: Naming, *, every: float, limits: Limits, block_size: int
+def build_ticks(
+    found: Iterable[StoredSeries], naming: PrometheusNaming, *, every: float, limits: Limits, block_size: int
 ) -> tuple[Tick, ...]:
-    """Looks at all replicas every `every` seconds of the recording. Raises Unreadable."""
+    """Return snapshots of all replicas every `every` seconds of the recording. Raise Unreadable."""
     shown = {
         pod: _shown(pod, targets, limits, block_size)
-        for pod, targets in sorted(scrapes_of(found, naming, names=RECORDED_NAMES).items())
+        for pod, targets in sorted(group_scrapes(found, naming, names=RECORDED_NAMES).items())
     }
-    shown = {pod: one for pod, one in shown.items() if one.looks}
+    shown = {pod: one for pod, one in shown.items() if one.snapshots}
     if not shown:
-        raise Unreadable(f"no series of an engine with a pod's name in label {naming.pod}")
+        raise Unreadable(f"no series of an engine with a pod name in label {naming.pod}")
     begin = min(one.dates[0] for one in shown.values())
     end = max(one.dates[-1] for one in shown.values())
-    count = math.ceil((end - begin) / every) + 1  # the last one sees all
+    count = math.ceil((end - begin) / every) + 1  # the last one includes every scrape
     if count > MAX_TICKS:
-        raise Unreadable(f"{count:,} ticks of {every:g} s are more than {MAX_TICKS:,}; take less, or a longer tick")
+        raise Unreadable(f"{count:,} ticks of {every:g} s exceed {MAX_TICKS:,}; use a shorter range or a longer tick")
     dates = [begin + number * every for number in range(count)]
     return tuple(Tick(at, tuple(_there(shown.values(), at, begin=begin, every=every))) for at in dates)
 
 
-def _there(shown: Iterable[_Shown], at: float, *, begin: float, every: float) -> Iterator[Look]:
-    """Looks at the replicas that were there at that time."""
+def _there(shown: Iterable[_Shown], at: float, *, begin: float, every: float) -> Iterator[ReplicaSnapshot]:
+    """Return snapshots of the replicas that existed at that time."""
     for one in shown:
-        look = _at(one, at, begin=begin, every=every)
-        if look is not None:
-            yield look
+        snapshot = _at(one, at, begin=begin, every=every)
+        if snapshot is not None:
+            yield snapshot
 
 
-def _at(one: _Shown, at: float, *, begin: float, every: float) -> Look | None:
-    """What was last seen of a replica at that time; None for one that has shown nothing yet, or shows nothing any
-    more."""
+def _at(one: _Shown, at: float, *, begin: float, every: float) -> ReplicaSnapshot | None:
+    """Return the last snapshot of a replica at that time; None before its first and after its last one."""
     first, index = one.dates[0], bisect_left(one.dates, at + every / 1000)
     if index == 0 or at - one.dates[-1] > GONE_AFTER * every:
         return None
     since = first if first > begin + GONE_AFTER * every else 0.0
-    return replace(one.looks[index - 1], since=since)
+    return replace(one.snapshots[index - 1], since=since)
 
 
 def _shown(pod: str, targets: Mapping[str, Sequence[Page]], limits: Limits, block_size: int) -> _Shown:
     if len(targets) > 1:
-        raise Duplicated(f"pod {pod} was scraped as {len(targets)} targets: {'; '.join(sorted(targets))[:300]}")
-    looks: list[Look] = []
+        raise DuplicateTargets(f"pod {pod} was scraped as {len(targets)} targets: {'; '.join(sorted(targets))[:300]}")
+    snapshots: list[ReplicaSnapshot] = []
     dates: list[float] = []
     before: Page | None = None
     for page in next(iter(targets.values())):
         if before is not None and page.series == before.series:
             continue  # a range query repeats a sample until the next scrape
-        looks.append(_look(pod, before, page, limits, block_size))
+        snapshots.append(_snapshot(pod, before, page, limits, block_size))
         dates.append(page.at)
         before = page
-    return _Shown(tuple(dates), tuple(looks))
+    return _Shown(tuple(dates), tuple(snapshots))
 
 
-def _look(pod: str, before: Page | None, page: Page, limits: Limits, block_size: int) -> Look:
+def _snapshot(pod: str, before: Page | None, page: Page, limits: Limits, block_size: int) -> ReplicaSnapshot:
     try:
         sample = sample_of(page.series, at=page.at)
     except Unreadable as error:
-        return Look(pod, Phase.READY, pod, sample=None, problem=str(error))
+        return ReplicaSnapshot(pod, Phase.READY, pod, sample=None, problem=str(error))
     if before is not None:
         sample = replace(sample, requests=_requests(before, page))
     config, ledger = _config(page.series, sample, limits), _ledger(page.series, block_size)
     missing = [name for name, there in ((CONFIG, config), (f"{MEMORY}, {BLOCKS}", ledger)) if there is None]
     problem = f"the recording lacks {', '.join(missing)}" if missing else None
-    return Look(pod, Phase.READY, pod, sample=sample, config=config, ledger=ledger, problem=problem)
+    return ReplicaSnapshot(pod, Phase.READY, pod, sample=sample, config=config, ledger=ledger, problem=problem)
 
 
-# --- what the admin port would have told ------------------------------------------------------------------------------
+# --- data of the admin port ------------------------------------------------------------------------------
 
 
 def _of_one_core(series: Series, name: str, label: str) -> dict[str, float]:
-    """The values of a family by a label, of the first core: cores are alike."""
+    """Return the values of a family by a label, of the first core: all cores are alike."""
     found: dict[str, tuple[str, float]] = {}
     for labels, value in series.get(name, ()):
         core, key = labels.get("engine", ""), labels.get(label, "")
@@ -130,21 +144,25 @@ def _of_one_core(series: Series, name: str, label: str) -> dict[str, float]:
 
 
 def _config(series: Series, sample: Sample, limits: Limits) -> Config | None:
-    told = _of_one_core(series, CONFIG, "field")
-    applied = {knob: typed(knob, told[knob.value]) for knob in Knob if math.isfinite(told.get(knob.value, math.nan))}
+    values = _of_one_core(series, CONFIG, "field")
+    applied = {
+        parameter: typed(parameter, values[parameter.value])
+        for parameter in Parameter
+        if math.isfinite(values.get(parameter.value, math.nan))
+    }
     if not applied:
         return None
     fields = {}
-    for knob, value in applied.items():
-        low, high = limits.get(knob, (None, None))
+    for parameter, value in applied.items():
+        low, high = limits.get(parameter, (None, None))
         low = value if low is None else min(low, value)
-        high = _cap(series, value) if high is None and knob is Knob.GPU_MEMORY_UTILIZATION else high
-        fields[knob] = FieldRange(True, low, value if high is None else max(high, value))
+        high = _cap(series, value) if high is None and parameter is Parameter.GPU_MEMORY_UTILIZATION else high
+        fields[parameter] = FieldRange(True, low, value if high is None else max(high, value))
     return Config(sample.gauges.config_generation or 1, applied, fields)
 
 
 def _cap(series: Series, utilization: Value) -> float:
-    """How far the memory may grow, by the blocks that the engine's envelope holds."""
+    """Return the maximum utilization by the KV blocks that the engine reserves addresses for."""
     ledger, cap = _ledger(series, 1), _of_one_core(series, BLOCKS, "state").get("cap", 0.0)
     if ledger is None:
         return utilization
@@ -172,11 +190,11 @@ def _ledger(series: Series, block_size: int) -> Ledger | None:
 # --- single requests --------------------------------------------------------------------------------------------------
 
 
-def _requests(before: Page, page: Page) -> RequestNews:
-    """The requests that ended between two pages, drawn from histograms. Those that still run are not known."""
+def _requests(before: Page, page: Page) -> RequestUpdates:
+    """Return requests that ended between two pages, sampled from histograms. Unfinished ones are unknown."""
     answers, prompts = _added(before, page, ANSWERS), _added(before, page, PROMPTS)
     if answers is None or prompts is None:
-        return RequestNews((), ())
+        return RequestUpdates((), ())
     ended = round(answers.counts[-1])
     count = min(ended, MAX_DRAWN)
     ttft = _added(before, page, ("vllm:time_to_first_token_seconds",))
@@ -192,11 +210,11 @@ def _requests(before: Page, page: Page) -> RequestNews:
         finished_at = before.at + (number + 0.5) * step
         took = (first or 0.0) + (decode or 0.0)
         rows.append(Finished(finished_at - took, finished_at, max(1, round(prompt)), tokens, first, decode))
-    return RequestNews(tuple(rows), (), ended - count)
+    return RequestUpdates(tuple(rows), (), ended - count)
 
 
 def _added(before: Page, page: Page, names: Sequence[str]) -> Histogram | None:
-    """What was observed between two pages; None where nothing was, or a count fell."""
+    """Return the observations between two pages; None without any, or when a count fell."""
     old, new = histogram_of(before.series, names), histogram_of(page.series, names)
     if new is None:
         return None
@@ -209,7 +227,7 @@ def _added(before: Page, page: Page, names: Sequence[str]) -> Histogram | None:
 
 
 def drawn(histogram: Histogram, count: int) -> list[float]:
-    """So many values that fill the histogram's buckets evenly, scaled so that their mean is its own."""
+    """Return `count` values spread evenly over the histogram's buckets, scaled to its mean."""
     total = histogram.counts[-1]
     finite = [edge for edge in histogram.edges if math.isfinite(edge)]
     values = []
@@ -226,6 +244,6 @@ def drawn(histogram: Histogram, count: int) -> list[float]:
 
 
 def _paired(values: list[float], salt: int) -> list[float]:
-    """The same values in another order that is spread evenly over this one."""
+    """Return the values in another order that is spread evenly over this one."""
     order = sorted(range(len(values)), key=lambda number: (number * GOLDEN * salt + salt / 7) % 1.0)
     return [values[number] for number in order]

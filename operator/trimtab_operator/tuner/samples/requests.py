@@ -1,4 +1,4 @@
-"""From the body of `GET /admin/v1/requests` to values. Ages become times of the operator's clock."""
+"""Parser of `GET /admin/v1/requests`. Ages become times of the operator's clock."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimtab_operator.tuner.samples.sample import Finished, RequestNews, Unfinished
+from trimtab_operator.tuner.samples.sample import Finished, RequestUpdates, Unfinished
 from trimtab_operator.tuner.samples.series import Unreadable
 
-MAX_ROWS = 100_000  # an answer with more than this is not from our engine
+MAX_ROWS = 100_000  # more rows are not from a Trimtab engine
 MAX_TOKENS = 1 << 31
 
 
-def request_news(body: Mapping[str, Any], *, at: float) -> tuple[RequestNews, int]:
-    """Decode one answer that came at `at`. Returns the news, and the number to ask after next time.
+def parse_request_updates(body: Mapping[str, Any], *, at: float) -> tuple[RequestUpdates, int]:
+    """Parse one response received at `at`. Return the updates, and the number to request after next time.
 
-    Columns are found by name, so that a newer engine may have more. Raises Unreadable.
+    Columns are found by name, so that a newer engine may send more. Raise Unreadable.
     """
     try:
         columns = body["columns"]
         finished = _rows(body["finished"], columns["finished"])
         unfinished = _rows(body["unfinished"], columns["unfinished"])
-        news = RequestNews(
+        updates = RequestUpdates(
             finished=tuple(_finished(row, at) for row in finished),
             unfinished=tuple(_unfinished(row, at) for row in unfinished),
             missed=_count(body["missed"]),
         )
-        return news, _count(body["next"])
+        return updates, _count(body["next"])
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise Unreadable(f"the list of requests cannot be read: {error}") from error
+        raise Unreadable(f"the request list is invalid: {error}") from error
 
 
 def _rows(rows: Any, names: Any) -> list[Mapping[str, Any]]:
     if not isinstance(rows, Sequence) or isinstance(rows, str) or len(rows) > MAX_ROWS:
-        raise ValueError("rows are no list, or too many")
+        raise ValueError("rows are not a list, or too many")
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
@@ -64,13 +64,13 @@ def _unfinished(row: Mapping[str, Any], at: float) -> Unfinished:
 
 def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_TOKENS:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     return float(value)
 
 

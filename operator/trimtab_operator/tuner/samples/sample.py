@@ -1,7 +1,7 @@
-"""One look at one replica: counters, gauges, single requests, configuration and memory.
+"""Snapshot of one replica: counters, gauges, requests, configuration and memory.
 
-Nothing here is judged: impossible numbers are passed on as they are, and `observation` says what cannot be believed.
-Times are Unix seconds of the operator's clock, unless a name says otherwise.
+Values are not judged here: impossible numbers are passed on, and `observation` finds faults. Times are Unix seconds of
+the operator's clock, unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from trimtab_operator.tuner.knobs import FieldRange, Knob, Values
 from trimtab_operator.tuner.moves import Reason
+from trimtab_operator.tuner.parameters import FieldRange, Parameter, Values
 
 
 class Phase(StrEnum):
-    """How far a replica is in its life."""
+    """Phase of a replica."""
 
-    PENDING = "pending"  # its pods are not placed, or do not run yet
+    PENDING = "pending"  # its pods are not scheduled, or do not run yet
     STARTING = "starting"  # its engine loads
     READY = "ready"  # it serves
-    DRAINING = "draining"  # it finishes what it has, and gets nothing new
+    DRAINING = "draining"  # it finishes its requests and gets no new ones
 
 
 class Source(StrEnum):
-    """Where metrics were read."""
+    """Source of metrics."""
 
     PODS = "Pods"
     PROMETHEUS = "Prometheus"
@@ -32,7 +32,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What all steps of one kind computed since the engine started, and how long they took."""
+    """Sums over all steps of one kind since the engine started."""
 
     steps: float = 0.0
     tokens: float = 0.0
@@ -42,7 +42,7 @@ class Work:
     seconds: float = 0.0
 
     def minus(self, other: Work) -> Work:
-        """What was added since `other`."""
+        """Return the work since `other`."""
         return Work(
             self.steps - other.steps,
             self.tokens - other.tokens,
@@ -53,7 +53,7 @@ class Work:
         )
 
     def plus(self, other: Work) -> Work:
-        """Both together."""
+        """Return the sum of both."""
         return Work(
             self.steps + other.steps,
             self.tokens + other.tokens,
@@ -71,12 +71,12 @@ class Histogram:
     edges: tuple[float, ...]
     counts: tuple[float, ...]
     total: float
-    """Sum of what was observed."""
+    """Sum of the observed values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What has happened since the engine started, its data-parallel ranks together.
+    """Counters since the engine started, summed over its data-parallel ranks.
 
     None: the engine does not export it (an older one, or vLLM).
     """
@@ -85,55 +85,55 @@ class Counters:
     prompt_tokens: float
     finished: float
     preemptions: Mapping[str, float]
-    """Preemptions by reason: capacity, resize, reset; vLLM's, which have no reasons, as `capacity`."""
+    """Preemptions by reason: capacity, resize, reset; vLLM's have no reason and count as `capacity`."""
     arrived: float | None = None
     arrived_prompt_tokens: float | None = None
     cached_prompt_tokens: float = 0.0
     recomputed_tokens: float | None = None
     rejected: float = 0.0
-    """Requests refused because the queue was full."""
+    """Requests rejected because the queue was full."""
     aborted: float = 0.0
     blocked_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by what kept the head of the queue waiting: kv, seqs, tokens."""
+    """Seconds by the reason why the head of the queue waited: kv, seqs, tokens."""
     decode: Work | None = None
     """Steps in which every sequence only decoded."""
     prefill: Work | None = None
-    """Steps that carried prefill, whether or not something decoded beside it."""
+    """Steps that carried prefill, with or without decodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What holds at this moment, ranks together."""
+    """Present values, summed over ranks."""
 
     running: float
     waiting: float
     kv_usage: float
     """KV usage of the fullest rank, 0..1."""
     config_generation: int | None = None
-    """None: not our engine."""
+    """None for other engines."""
     waiting_tokens: float | None = None
     oldest_waiting_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One request that has ended, in numbers."""
+    """One finished request."""
 
     arrived_at: float
     finished_at: float
     prompt_tokens: int
     output_tokens: int
     ttft_seconds: float | None
-    """None: it never had a token."""
+    """None if it had no token."""
     decode_seconds: float | None
-    """From its first token to its last."""
+    """From the first token to the last."""
     cached_tokens: int = 0
     preemptions: int = 0
     reason: str = "stop"
 
     @property
     def mean_gap(self) -> float | None:
-        """Mean seconds between two of its tokens; None where there are no two."""
+        """Mean seconds between two tokens; None with fewer than two."""
         if self.decode_seconds is None or self.output_tokens < 2:
             return None
         return self.decode_seconds / (self.output_tokens - 1)
@@ -141,7 +141,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """One request that waits or runs, with how much of its answer is out."""
+    """One waiting or running request, with its output tokens so far."""
 
     arrived_at: float
     prompt_tokens: int
@@ -150,18 +150,18 @@ class Unfinished:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestNews:
-    """What `GET /admin/v1/requests` told since the last look: each finished request once, unfinished ones always."""
+class RequestUpdates:
+    """Requests from `GET /admin/v1/requests` since the last sample: each finished one once, all unfinished ones."""
 
     finished: tuple[Finished, ...]
     unfinished: tuple[Unfinished, ...]
     missed: int = 0
-    """Finished ones that had gone from the engine's memory."""
+    """Finished requests that the engine no longer remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One page of metrics, with the requests that were told beside it."""
+    """One page of metrics, with the requests read at the same time."""
 
     at: float
     counters: Counters
@@ -170,35 +170,35 @@ class Sample:
     itl: Histogram | None = None
     """Gaps between two tokens."""
     mean_itl: Histogram | None = None
-    """Each request's mean gap."""
-    requests: RequestNews | None = None
+    """Mean gap of each request."""
+    requests: RequestUpdates | None = None
 
     def repeated(self) -> Sample:
-        """The same numbers in another look; each request is told once."""
+        """Return the same numbers without requests, which are reported only once."""
         return replace(self, requests=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`GET /admin/v1/config`, as far as the tuner needs it."""
+    """The part of `GET /admin/v1/config` that the tuner needs."""
 
     generation: int
     applied: Values
-    fields: Mapping[Knob, FieldRange]
+    fields: Mapping[Parameter, FieldRange]
     max_model_len: int | None = None
     pipeline_stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """`GET /admin/v1/memory`: sizes are bytes of one rank, blocks those of one core."""
+    """`GET /admin/v1/memory`: sizes in bytes of one rank, blocks of one core."""
 
     device_bytes: int
     blocks_total: int
     block_size: int
     bytes_per_block: int
     other_bytes: int = 0
-    """What was resident before the weights, and what others have taken since."""
+    """Memory in use before the weights, and by other processes since."""
     free_bytes: int | None = None
     blocks_cap: int | None = None
 
@@ -209,27 +209,27 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """One replica as it looks now. `problem` says why the sample, the configuration or the ledger is missing.
+class ReplicaSnapshot:
+    """State of one replica. `problem` is set if the sample, the configuration or the ledger is missing.
 
-    `instance` names the pod and its restart: counters that fall under one instance are a lie or a crash, under another
-    one a new engine.
+    `instance` names the pod: counters that fall within one instance are invalid or a crash, in another instance a new
+    engine.
     """
 
     replica: str
     phase: Phase
     instance: str = ""
     since: float = 0.0
-    """When it came into this phase, as far as the operator knows; 0: long ago."""
+    """Start of the phase, as far as known; 0: long ago."""
     sample: Sample | None = None
     config: Config | None = None
     ledger: Ledger | None = None
     problem: str | None = None
     problem_reason: Reason = Reason.METRICS_MISSING
-    """What kind of problem that is."""
+    """Condition reason of the problem."""
     was_oom_killed: bool = False
-    """Its engine's last end was for want of memory."""
+    """True if its engine was OOM-killed last."""
     restarts: int = 0
-    """How often its engine has ended in the same pod."""
+    """Number of times that its engine has ended in the same pod."""
     exit_code: int | None = None
-    """With which its engine ended last; None: it never did."""
+    """Exit code of the last end; None without one."""

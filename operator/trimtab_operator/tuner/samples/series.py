@@ -1,7 +1,8 @@
-"""From a page of metrics to a sample. Pure: what parses the text, or asks Prometheus, hands over series by name.
+"""Parser from a metrics page to a sample. Pure: the caller parses the text, or queries Prometheus, and passes series by
+name.
 
-Several API servers answer for one engine with the same page; several ranks (label `engine`) are summed. A family that
-is missing is None or said by name; a value that cannot be is passed on, and judged later.
+Several API servers of one engine show the same page; several ranks (label `engine`) are summed. Missing families become
+None or an error that names them; impossible values are passed on and judged later.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from trimtab_operator.tuner.samples.sample import Counters, Gauges, Histogram, RequestNews, Sample, Work
+from trimtab_operator.tuner.samples.sample import Counters, Gauges, Histogram, RequestUpdates, Sample, Work
 
 Labels = Mapping[str, str]
 Series = Mapping[str, Sequence[tuple[Labels, float]]]
-"""Samples by their name, with labels. Each combination of name and labels stands for one series."""
+"""Samples by name, with labels. Each combination of name and labels is one series."""
 
-# Names in order of preference: ours and vLLM's of today, then those of older vLLM releases.
+# Names in order of preference: current names of Trimtab and vLLM, then those of older vLLM releases.
 RUNNING = ("vllm:num_requests_running",)
 WAITING = ("vllm:num_requests_waiting",)
 KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
@@ -51,15 +52,15 @@ USED_NAMES = frozenset(
         *(f"trimtab_step_{name}_total" for name in ("tokens", "sequences", "context_tokens", "attended_tokens")),
     }
 )
-"""All that is read of a page: whoever parses one may skip the rest."""
+"""All series that are read; other series may be skipped."""
 
 
 class Unreadable(ValueError):
-    """A page lacks what every engine has, or says something that is no number of its kind."""
+    """A page lacks required metrics, or has an invalid number."""
 
 
-def sample_of(series: Series, *, at: float, requests: RequestNews | None = None) -> Sample:
-    """Decode one page. Raises Unreadable with the names of what is missing."""
+def sample_of(series: Series, *, at: float, requests: RequestUpdates | None = None) -> Sample:
+    """Parse one page. Raise Unreadable with the names of missing metrics."""
     needed = (RUNNING, WAITING, KV_USAGE, GENERATED)
     missing = [names[0] for names in needed if not _found(series, names)]
     if missing:
@@ -112,7 +113,7 @@ def _gauges(series: Series) -> Gauges:
 
 
 def _work(series: Series, kinds: Iterable[str]) -> Work | None:
-    """The sums over steps of these kinds; None where the engine does not export them."""
+    """Return the sums over steps of these kinds; None if the engine does not export them."""
     if "trimtab_step_context_tokens_total" not in series:
         return None
 
@@ -131,7 +132,7 @@ def _work(series: Series, kinds: Iterable[str]) -> Work | None:
 
 
 def histogram_of(series: Series, names: Sequence[str]) -> Histogram | None:
-    """The histogram of all ranks together; None where there is none, or its ranks differ in their edges."""
+    """Return the histogram of all ranks; None without one, or if ranks differ in their edges."""
     for name in names:
         buckets = series.get(f"{name}_bucket")
         if not buckets:
@@ -158,7 +159,7 @@ def _edge(labels: Labels) -> float:
 
 
 def _found(series: Series, names: Sequence[str]) -> Sequence[tuple[Labels, float]]:
-    """The samples under the first of these names that the page has."""
+    """Return the samples under the first of these names that the page has."""
     return next((series[name] for name in names if series.get(name)), ())
 
 

@@ -1,1 +1,1 @@
-"""Scaling: how many replicas are needed, how fast that may change, and what was learned of scaling in too early."""
+"""Replica scaling: the number of replicas that the load needs, and the rates and hold times of changes."""

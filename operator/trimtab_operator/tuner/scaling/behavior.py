@@ -1,8 +1,7 @@
-"""The rates and windows that an owner sets for the replica count, with the semantics of autoscaling/v2.
+"""Rates and windows of `spec.scaling.behavior`, with the semantics of autoscaling/v2.
 
-Scaling up takes the lowest recommendation of its window, scaling down the highest of its own; policies then limit by
-how much the count may change within their periods, counted from the events of that period. Source: Kubernetes'
-horizontal controller.
+Scaling up takes the lowest recommendation of its window, scaling down the highest of its own; policies then limit the
+change within their periods, counted from the events of that period. Source: Kubernetes' horizontal controller.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from enum import StrEnum
 
 
 class Select(StrEnum):
-    """Which policy decides when several apply."""
+    """The policy that decides when several apply."""
 
     MAX = "Max"
     MIN = "Min"
@@ -22,7 +21,7 @@ class Select(StrEnum):
 
 
 class Unit(StrEnum):
-    """What a policy's value counts."""
+    """Unit of a policy's value."""
 
     PODS = "Pods"
     PERCENT = "Percent"
@@ -39,7 +38,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """One direction. `stabilization_seconds` None: the tuner's own hold decides."""
+    """One direction. `stabilization_seconds` None uses the tuner's own hold time."""
 
     stabilization_seconds: float | None = None
     select: Select = Select.MAX
@@ -56,7 +55,7 @@ class Behavior:
 
 @dataclass(frozen=True, slots=True)
 class ScaleEvent:
-    """The count changed by `change` replicas at a time."""
+    """Change of the count by `change` replicas at a time."""
 
     at: float
     change: int
@@ -65,7 +64,7 @@ class ScaleEvent:
 def stabilized(
     behavior: Behavior, current: int, wanted: Sequence[tuple[float, int]], *, now: float, own_hold: float
 ) -> int:
-    """The count after both windows: `wanted` are recommendations by time, the newest last."""
+    """Return the count after both windows. `wanted` are recommendations by time, the newest last."""
     newest = wanted[-1][1]
     up_window = behavior.up.stabilization_seconds or 0.0
     down_window = own_hold if behavior.down.stabilization_seconds is None else behavior.down.stabilization_seconds
@@ -80,7 +79,7 @@ def stabilized(
 
 
 def limited(behavior: Behavior, current: int, target: int, events: Sequence[ScaleEvent], *, now: float) -> int:
-    """The nearest count to `target` that the policies allow now."""
+    """Return the count nearest to `target` that the policies allow now."""
     if target > current:
         return min(target, _ceiling(behavior.up, current, events, now))
     if target < current:

@@ -9,8 +9,8 @@ from trimtab_operator.tuner.engine_model import KvBlocks, Sequence
 def preempted(blocks: KvBlocks, num_tokens: int) -> Sequence:
     """A sequence that held the blocks of so many tokens, and was preempted."""
     sequence = Sequence(0.0, num_tokens, 1)
-    blocks.take(-(-num_tokens // blocks.block_size))
-    blocks.release(sequence, num_tokens, returns=True)
+    blocks.allocate(-(-num_tokens // blocks.block_size))
+    blocks.release(sequence, num_tokens, is_requeued=True)
     return sequence
 
 
@@ -18,30 +18,30 @@ def test_a_preempted_sequence_finds_its_full_blocks_again() -> None:
     blocks = KvBlocks(10)
     sequence = preempted(blocks, 40)
     assert blocks.free == 10
-    assert blocks.found(sequence) == (2, 2)
+    assert blocks.find_cached(sequence) == (2, 2)
     blocks.share(sequence, 2)
-    assert (blocks.free, blocks.found(sequence)) == (8, (0, 0))
+    assert (blocks.free, blocks.find_cached(sequence)) == (8, (0, 0))
 
 
 def test_empty_blocks_are_taken_before_those_that_hold_something() -> None:
     blocks = KvBlocks(10)
     sequence = preempted(blocks, 40)
-    blocks.take(8)
-    assert blocks.found(sequence) == (2, 2)
-    blocks.take(1)  # its last one first
-    assert (blocks.found(sequence), blocks.free, blocks.num_evicted) == ((1, 1), 1, 1)
+    blocks.allocate(8)
+    assert blocks.find_cached(sequence) == (2, 2)
+    blocks.allocate(1)  # its last one first
+    assert (blocks.find_cached(sequence), blocks.free, blocks.num_evicted) == ((1, 1), 1, 1)
 
 
 def test_what_was_freed_first_is_evicted_first() -> None:
     blocks = KvBlocks(10)
     older, newer = preempted(blocks, 48), preempted(blocks, 48)
-    blocks.take(4 + 4)
-    assert (blocks.found(older), blocks.found(newer)) == ((0, 0), (2, 2))
+    blocks.allocate(4 + 4)
+    assert (blocks.find_cached(older), blocks.find_cached(newer)) == ((0, 0), (2, 2))
 
 
 def test_without_caching_nothing_is_found() -> None:
     blocks = KvBlocks(10, caches=False)
-    assert blocks.found(preempted(blocks, 40)) == (0, 0)
+    assert blocks.find_cached(preempted(blocks, 40)) == (0, 0)
 
 
 @pytest.mark.parametrize(("size", "left"), [(10, 3), (5, 3), (3, 3), (2, 2)])
@@ -50,4 +50,4 @@ def test_a_smaller_cache_gives_up_empty_blocks_first(size: int, left: int) -> No
     sequence = preempted(blocks, 48)
     blocks.resize(size)
     assert (blocks.free, blocks.total) == (size, size)
-    assert blocks.found(sequence) == (left, left)
+    assert blocks.find_cached(sequence) == (left, left)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from trimtab_operator.tuner.engine_model import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
+from trimtab_operator.tuner.engine_model import EngineModel, EngineModelPolicy, KvBlocks, Sequence, StepCost
 
 COST = StepCost(0.01, 0.001, 0.0, 0.0)  # 10 ms a step and 1 ms a token: times can be told by hand
 
 
-def an_engine(*, seats: int = 8, budget: int = 100, blocks: int = 100, slow_gap: float = 1.0) -> TwinEngine:
-    return TwinEngine(COST, TwinPolicy(seats, budget), KvBlocks(blocks), slow_gap=slow_gap)
+def an_engine(*, slots: int = 8, budget: int = 100, blocks: int = 100, slow_gap: float = 1.0) -> EngineModel:
+    return EngineModel(COST, EngineModelPolicy(slots, budget), KvBlocks(blocks), slow_gap=slow_gap)
 
 
 def test_a_lone_request_takes_its_prefill_and_a_step_for_each_later_token() -> None:
@@ -66,7 +66,7 @@ def test_nothing_ends_before_the_engine_said_so() -> None:
 
 
 def test_seats_are_what_the_head_of_the_queue_waits_for() -> None:
-    engine = an_engine(seats=1)
+    engine = an_engine(slots=1)
     for _ in range(2):
         engine.add(Sequence(0.0, 10, 10))
     engine.drain()
@@ -74,7 +74,7 @@ def test_seats_are_what_the_head_of_the_queue_waits_for() -> None:
 
 
 def test_what_runs_and_waits_is_told_with_its_tokens() -> None:
-    engine = an_engine(seats=1)
+    engine = an_engine(slots=1)
     running, waiting = Sequence(0.0, 10, 10), Sequence(0.0, 10, 10)
     engine.add(running)
     engine.add(waiting)
@@ -85,16 +85,16 @@ def test_what_runs_and_waits_is_told_with_its_tokens() -> None:
 
 def test_an_engine_that_is_found_amid_its_work_goes_on_as_it_would_have() -> None:
     cost = StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9)
-    policy = TwinPolicy(64, 512)
-    original = TwinEngine(cost, policy, KvBlocks(2000))
+    policy = EngineModelPolicy(64, 512)
+    original = EngineModel(cost, policy, KvBlocks(2000))
     for index in range(20):
         original.run_until(0.3 * index)
         original.add(Sequence(0.3 * index, 200, 300 + 20 * index))
     original.run_until(6.0)
-    copy = TwinEngine(cost, policy, KvBlocks(2000), now=original.now)
+    copy = EngineModel(cost, policy, KvBlocks(2000), now=original.now)
     rest = list(original.unfinished())
     for there, generated in rest:
-        copy.find(Sequence(there.arrival, there.num_prompt, there.num_output), generated)
+        copy.add_in_progress(Sequence(there.arrival, there.num_prompt, there.num_output), generated)
     assert (copy.num_running, copy.blocks.free) == (original.num_running, original.blocks.free)
     original.drain()
     copy.drain()
@@ -102,11 +102,11 @@ def test_an_engine_that_is_found_amid_its_work_goes_on_as_it_would_have() -> Non
 
 
 def test_what_finds_no_room_or_seat_in_the_engine_waits_as_preempted_ones_do() -> None:
-    engine = an_engine(seats=1, blocks=10)
-    engine.find(Sequence(0.0, 32, 20), 5)
-    engine.find(Sequence(0.0, 32, 20), 5)
+    engine = an_engine(slots=1, blocks=10)
+    engine.add_in_progress(Sequence(0.0, 32, 20), 5)
+    engine.add_in_progress(Sequence(0.0, 32, 20), 5)
     assert (engine.num_running, engine.num_waiting, engine.waiting_tokens) == (1, 1, 37)
     engine.drain()
     assert len(engine.finished) == 2
     with pytest.raises(ValueError, match="holds 160 tokens"):
-        an_engine(blocks=10).find(Sequence(0.0, 150, 20), 5)
+        an_engine(blocks=10).add_in_progress(Sequence(0.0, 150, 20), 5)

@@ -7,15 +7,15 @@ import itertools
 import random
 
 import pytest
-from trimtab_operator.tuner.engine_model import Allowance, KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
+from trimtab_operator.tuner.engine_model import Allowance, EngineModel, EngineModelPolicy, KvBlocks, Sequence, StepCost
 
 COST = StepCost(0.01, 0.001, 0.0, 0.0)  # 10 ms a step and 1 ms a token
 TWO_SECONDS = Allowance(2.0)
 
 
-def serve(rows: list[tuple[float, int, int]], allowance: Allowance | None, *, seats: int = 1) -> list[Sequence]:
+def serve(rows: list[tuple[float, int, int]], allowance: Allowance | None, *, slots: int = 1) -> list[Sequence]:
     """Serve these arrivals by one engine; the sequences in the order of arrival."""
-    engine = TwinEngine(COST, TwinPolicy(seats, 200, allowance=allowance), KvBlocks(1000))
+    engine = EngineModel(COST, EngineModelPolicy(slots, 200, allowance=allowance), KvBlocks(1000))
     sequences = [Sequence(*row) for row in rows]
     for sequence in sequences:
         engine.run_until(sequence.arrival)
@@ -73,7 +73,7 @@ def test_a_longer_prompt_may_wait_for_longer() -> None:
 
 
 def test_who_has_a_token_is_never_late_and_comes_back_first() -> None:
-    engine = TwinEngine(COST, TwinPolicy(4, 100, allowance=Allowance(0.2)), KvBlocks(6))
+    engine = EngineModel(COST, EngineModelPolicy(4, 100, allowance=Allowance(0.2)), KvBlocks(6))
     first, second = Sequence(0.0, 40, 40), Sequence(0.0, 30, 50)
     for sequence in (first, second):
         engine.add(sequence)
@@ -85,7 +85,7 @@ def test_who_has_a_token_is_never_late_and_comes_back_first() -> None:
 
 
 def test_a_late_one_that_has_had_its_turn_keeps_its_blocks_before_those_that_came_later() -> None:
-    engine = TwinEngine(COST, TwinPolicy(2, 200, allowance=Allowance(0.1)), KvBlocks(8))
+    engine = EngineModel(COST, EngineModelPolicy(2, 200, allowance=Allowance(0.1)), KvBlocks(8))
     late, young = Sequence(0.0, 20, 100), Sequence(0.8, 16, 60)
     engine.add(Sequence(0.0, 100, 1))
     engine.add(Sequence(0.0, 16, 40))
@@ -98,13 +98,13 @@ def test_a_late_one_that_has_had_its_turn_keeps_its_blocks_before_those_that_cam
 
 
 def test_a_longer_allowance_takes_back_who_waits_late() -> None:
-    engine = TwinEngine(COST, TwinPolicy(1, 200, allowance=Allowance(0.2)), KvBlocks(1000))
+    engine = EngineModel(COST, EngineModelPolicy(1, 200, allowance=Allowance(0.2)), KvBlocks(1000))
     sequences = [Sequence(0.0, 100, 5) for _ in range(8)]
     for sequence in sequences:
         engine.add(sequence)
     engine.run_until(0.5)
     assert sequences[-1].was_late
-    engine.set_policy(TwinPolicy(1, 200, allowance=Allowance(100.0)))
+    engine.set_policy(EngineModelPolicy(1, 200, allowance=Allowance(100.0)))
     engine.add(Sequence(0.5, 10, 1))
     engine.drain()
     starts = [sequence.first_token_at for sequence in engine.finished]
@@ -113,14 +113,14 @@ def test_a_longer_allowance_takes_back_who_waits_late() -> None:
 
 
 def test_back_to_the_order_of_arrival_nobody_is_late() -> None:
-    engine = TwinEngine(COST, TwinPolicy(1, 200, allowance=Allowance(0.2)), KvBlocks(1000))
+    engine = EngineModel(COST, EngineModelPolicy(1, 200, allowance=Allowance(0.2)), KvBlocks(1000))
     sequences = [Sequence(0.01 * number, 100, 5) for number in range(20)]
     for sequence in sequences:
         engine.run_until(sequence.arrival)
         engine.add(sequence)
     engine.run_until(1.0)
     assert any(sequence.was_late for sequence in sequences)
-    engine.set_policy(TwinPolicy(1, 200))
+    engine.set_policy(EngineModelPolicy(1, 200))
     engine.drain()
     rest = [s for s in sequences if (s.first_token_at or 0.0) > 1.1]
     assert [s.arrival for s in sorted(rest, key=lambda s: s.first_token_at or 0.0)] == [s.arrival for s in rest]
@@ -129,8 +129,8 @@ def test_back_to_the_order_of_arrival_nobody_is_late() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_nothing_ends_before_the_engine_said_so_in_any_overload(seed: int) -> None:
     dice = random.Random(seed)
-    policy = TwinPolicy(32, 64, 0.5, Allowance(0.3, 0.001))  # a watermark: nobody is preempted
-    engine = TwinEngine(COST, policy, KvBlocks(40))
+    policy = EngineModelPolicy(32, 64, 0.5, Allowance(0.3, 0.001))  # a watermark: nobody is preempted
+    engine = EngineModel(COST, policy, KvBlocks(40))
     at = 0.0
     for _ in range(150):
         at += dice.expovariate(12.0)

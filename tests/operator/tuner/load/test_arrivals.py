@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from trimtab_operator.tuner.load.arrivals import since, with_new
+from trimtab_operator.tuner.load.arrivals import merge_by_arrival, since
 from trimtab_operator.tuner.load.lengths import Pair
 
 
@@ -12,10 +12,10 @@ def test_rows_that_are_told_late_lie_in_the_order_of_arrival() -> None:
     rng = random.Random(1)
     rows: list[Pair] = []
     known: tuple[Pair, ...] = ()
-    for look in range(20):
-        new = [Pair(15.0 * look - rng.expovariate(1 / 30), 1, 1) for _ in range(rng.randrange(12))]
+    for snapshot in range(20):
+        new = [Pair(15.0 * snapshot - rng.expovariate(1 / 30), 1, 1) for _ in range(rng.randrange(12))]
         rows += new
-        known = with_new(known, new)
+        known = merge_by_arrival(known, new)
     assert [pair.arrived_at for pair in known] == sorted(pair.arrived_at for pair in rows)
 
 

@@ -17,8 +17,8 @@ def seen(*counts: tuple[float, float, float], replicas: int = 1) -> Clients:
 
 
 def test_as_many_come_as_end_while_some_wait() -> None:
-    assert seen((16, 6, 9), (16, 7, 9), (16, 6, 9)).do_wait
-    assert seen((16, 6, 9), (15, 7, 9), (16, 6, 9), (16, 6, 9)).do_wait  # one was on its way
+    assert seen((16, 6, 9), (16, 7, 9), (16, 6, 9)).are_closed_loop
+    assert seen((16, 6, 9), (15, 7, 9), (16, 6, 9), (16, 6, 9)).are_closed_loop  # one was on its way
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_as_many_come_as_end_while_some_wait() -> None:
     ],
 )
 def test_what_says_nothing_of_clients_is_a_stream(counts: list[tuple[float, float, float]], why: str) -> None:
-    assert not seen(*counts).do_wait, why
+    assert not seen(*counts).are_closed_loop, why
 
 
 def counted(rng: random.Random, mean: float) -> int:
@@ -44,16 +44,16 @@ def counted(rng: random.Random, mean: float) -> int:
 
 @pytest.mark.parametrize("soon_over", [False, True], ids=["a queue", "soon over"])
 def test_a_stream_is_hardly_ever_taken_for_clients(soon_over: bool) -> None:
-    rng, taken, looks = random.Random(2), 0, 0
+    rng, taken, snapshots = random.Random(2), 0, 0
     for _ in range(100):
         clients, there = Clients(), 200.0
         for _ in range(20):
             there = float(counted(rng, 6)) if soon_over else there + counted(rng, 25) - 25
             clients = clients.with_count(Count(1, there, 3.0, 60.0 if soon_over else 25.0))
-            taken, looks = taken + clients.do_wait, looks + 1
-    assert taken / looks < 0.1
+            taken, snapshots = taken + clients.are_closed_loop, snapshots + 1
+    assert taken / snapshots < 0.1
 
 
 def test_when_another_replica_is_read_it_begins_anew() -> None:
     clients = seen((16, 6, 9), (16, 6, 9), (16, 6, 9))
-    assert not clients.with_count(Count(2, 16, 6, 9)).do_wait
+    assert not clients.with_count(Count(2, 16, 6, 9)).are_closed_loop

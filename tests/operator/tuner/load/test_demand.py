@@ -45,7 +45,7 @@ def test_a_level_is_told_by_many_requests_or_by_a_jump(usual: int, came: int, lo
 
 
 @pytest.mark.parametrize(
-    ("counts", "risen"),
+    ("counts", "rate_after_rise"),
     [
         ((30, 30, 30, 30), 2.0),  # steady
         ((30, 30, 82, 82), 82 / 15),  # it rose half a minute ago
@@ -56,13 +56,13 @@ def test_a_level_is_told_by_many_requests_or_by_a_jump(usual: int, came: int, lo
     ],
 )
 def test_of_a_load_that_has_clearly_risen_the_latter_half_of_the_minute_counts(
-    counts: tuple[int, ...], risen: float
+    counts: tuple[int, ...], rate_after_rise: float
 ) -> None:
     demand = Demand()
     for index, count in enumerate(counts):
         demand = demand.with_point(Point(15.0 * (index + 1), 15.0, count))
-    assert demand.risen(60.0) == pytest.approx(risen)
-    assert Demand().risen(60.0) is None
+    assert demand.rate_after_rise(60.0) == pytest.approx(rate_after_rise)
+    assert Demand().rate_after_rise(60.0) is None
 
 
 def test_without_anything_before_a_level_is_the_rate() -> None:
@@ -90,8 +90,8 @@ def test_what_grows_more_than_foreseen_is_provided_for_after_a_while() -> None:
         now = 15.0 * (index + 1)
         rate = 10.0 * math.exp(0.3 * math.sin(index / 6))
         demand = demand.with_point(Point(now, 15.0, rate * 15))
-        growth = growth.settled(demand, now)
-        growth = growth.foreseen(now + 135.0, demand.rate(60.0) or 0.0)
+        growth = growth.with_errors(demand, now)
+        growth = growth.with_prediction(now + 135.0, demand.rate(60.0) or 0.0)
     high = growth.quantile(0.9, prior_sd=0.05)
     assert 1.3 < high < 1.9
     assert growth.quantile(0.5, prior_sd=0.05) < high
@@ -104,7 +104,7 @@ def test_what_chance_does_to_single_minutes_is_no_growth() -> None:
     for index in range(600):
         now = 15.0 * (index + 1)
         demand = demand.with_point(Point(now, 15.0, 15.0 * (11 if index // 4 % 2 else 9)))
-        growth = growth.settled(demand, now).foreseen(now + 135.0, demand.rate(60.0) or 0.0)
+        growth = growth.with_errors(demand, now).with_prediction(now + 135.0, demand.rate(60.0) or 0.0)
     assert growth.quantile(0.95, prior_sd=0.16) < 1.12  # 10 after 9, and never 11 after 9
 
 
@@ -115,8 +115,8 @@ def test_who_was_level_provides_for_less_than_who_rises() -> None:
         part = index % 80
         rate = 10.0 if part < 50 else 10.0 * math.exp(0.08 * min(part - 50, 12))  # level for long, then it rises
         demand = demand.with_point(Point(now, 15.0, rate * 15))
-        growth = growth.settled(demand, now)
-        growth = growth.foreseen(now + 135.0, demand.rate(60.0) or 0.0, demand.trend())
+        growth = growth.with_errors(demand, now)
+        growth = growth.with_prediction(now + 135.0, demand.rate(60.0) or 0.0, demand.trend())
     level, rising = growth.quantile(0.75, prior_sd=0.16), growth.quantile(0.75, prior_sd=0.16, trend=0.3)
     assert rising > 1.2 * growth.quantile(0.75, prior_sd=0.16, trend=0.0)
     assert level == growth.quantile(0.75, prior_sd=0.16, trend=0.0)

@@ -12,7 +12,7 @@ from trimtab_operator.tuner.load.forecast import Forecast, State
 from trimtab_operator.tuner.load.season import BUCKETS_PER_DAY, Season
 
 DAY = 7200.0  # a replay at twelve times the speed
-LOOK = 15.0
+SAMPLE_SECONDS = 15.0
 HORIZON = 135.0
 
 
@@ -30,19 +30,21 @@ def lived(
     """A day of looks at a Poisson load at this rate, after a day of `history`; its state at each look."""
     rng = random.Random(seed)
     season = Season.of(DAY)
-    for index in range(round(DAY / LOOK) if history is not None else 0):
-        at = (index + 1) * LOOK - DAY
-        season = season.with_point(Point(at, LOOK, LOOK * history(at - LOOK / 2) if history is not None else 0.0))
+    for index in range(round(DAY / SAMPLE_SECONDS) if history is not None else 0):
+        at = (index + 1) * SAMPLE_SECONDS - DAY
+        season = season.with_point(
+            Point(at, SAMPLE_SECONDS, SAMPLE_SECONDS * history(at - SAMPLE_SECONDS / 2) if history is not None else 0.0)
+        )
     forecast, naive, demand, states = Forecast(season), Growth(), Demand(), []
-    for index in range(round(seconds / LOOK)):
-        now = (index + 1) * LOOK
-        came = max(0.0, rng.gauss(LOOK * rate(now), math.sqrt(LOOK * rate(now))))
-        demand = demand.with_point(Point(now, LOOK, came))
-        naive = naive.settled(demand, now)
+    for index in range(round(seconds / SAMPLE_SECONDS)):
+        now = (index + 1) * SAMPLE_SECONDS
+        came = max(0.0, rng.gauss(SAMPLE_SECONDS * rate(now), math.sqrt(SAMPLE_SECONDS * rate(now))))
+        demand = demand.with_point(Point(now, SAMPLE_SECONDS, came))
+        naive = naive.with_errors(demand, now)
         level = demand.level(60.0)
         forecast = forecast.with_observation(demand, naive, level=level, now=now, horizon=HORIZON)
         if level is not None:
-            naive = naive.foreseen(now + HORIZON, level, demand.trend())
+            naive = naive.with_prediction(now + HORIZON, level, demand.trend())
         states.append(forecast.state)
     return forecast, states
 
@@ -80,7 +82,7 @@ def test_the_shape_of_yesterday_goes_out_of_use_when_today_is_flat() -> None:
     _, states = lived(lambda at: daily(at) if at < DAY / 2 else flat(at), history=daily)
     half = len(states) // 2
     assert states[half - 1] is State.IN_USE
-    assert State.IN_USE not in states[half + round(DAY / 6 / LOOK) :]
+    assert State.IN_USE not in states[half + round(DAY / 6 / SAMPLE_SECONDS) :]
 
 
 def test_a_night_without_requests_does_not_take_it_out_of_use() -> None:

@@ -16,15 +16,15 @@ def test_survival_is_that_of_kaplan_and_meier() -> None:
     survival = Survival.of([1, 3, 5], [2, 4])
     assert survival.lengths == (1, 3, 5)
     assert [round(share, 4) for share in survival.shares] == [0.8, 0.5333, 0.0]
-    assert survival.beyond(3, 0.5) == 5
+    assert survival.sample_longer_than(3, 0.5) == 5
     assert survival.mean == 5.0
-    assert survival.beyond(9, 0.5) == 13  # half of those that go on end within ln 2 of the mean
+    assert survival.sample_longer_than(9, 0.5) == 13  # half of those that go on end within ln 2 of the mean
 
 
 def test_beyond_the_longest_that_ended_answers_go_on_as_all_tokens_did() -> None:
     survival = Survival.of([10], [100] * 9)
     draws = Draws(1)
-    lengths = [survival.beyond(0, draws.share()) for _ in range(4000)]
+    lengths = [survival.sample_longer_than(0, draws.share()) for _ in range(4000)]
     assert 0.08 < sum(length == 10 for length in lengths) / 4000 < 0.12
     assert 700 < sum(lengths) / 4000 < 1000  # 910 tokens for each that ended
 
@@ -40,7 +40,7 @@ def test_during_a_ramp_the_finished_are_too_short_and_the_cohort_is_not() -> Non
             rows.append(finished(at, 100, output, gap=0.2))
         else:
             running.append(Unfinished(at, 100, int((now - at) / 0.2)))
-    lengths = Lengths().with_news(rows, running)
+    lengths = Lengths().with_requests(rows, running)
     by_finish = sum(row.output_tokens for row in rows[-800:]) / 800
     cohort = lengths.sample(now)
     mean = sum(pair.output for pair in cohort) / len(cohort)
@@ -50,7 +50,7 @@ def test_during_a_ramp_the_finished_are_too_short_and_the_cohort_is_not() -> Non
 
 def test_what_was_aborted_or_failed_says_nothing_of_lengths() -> None:
     rows = [finished(1.0, 10, 10, reason="abort"), finished(2.0, 10, 0), finished(3.0, 10, 10)]
-    assert len(Lengths().with_news(rows, ()).pairs) == 1
+    assert len(Lengths().with_requests(rows, ()).pairs) == 1
 
 
 def shifted(prompt: int, *, change: float) -> Lengths:
@@ -60,7 +60,7 @@ def shifted(prompt: int, *, change: float) -> Lengths:
         now = 15.0 * (tick + 1)
         size = prompt if now < 600 else prompt * change
         rows = [finished(now - rng.uniform(0, 15), int(rng.uniform(0.5, 1.5) * size), 20) for _ in range(60)]
-        lengths = lengths.with_news(rows, ()).checked(now)
+        lengths = lengths.with_requests(rows, ()).with_shift_check(now)
     return lengths
 
 
@@ -95,11 +95,11 @@ def running_on(
         ended = [(a, o) for a, o in came if told < a + o / 40 <= now]
         going = [(a, o) for a, o in came if a + o / 40 > now]
         version = lengths.version
-        lengths = lengths.with_news(
+        lengths = lengths.with_requests(
             [finished(a, 500, o, gap=1 / 40) for a, o in ended],
             [Unfinished(a, 500, int(40 * (now - a))) for a, _ in going],
             [Unfinished(a, 500, int(40 * (told - a))) for a, _ in lost],
-        ).checked(now)
+        ).with_shift_check(now)
         if lengths.version != version:
             shifted_at = now
         told, now = now, now + 15.0
@@ -145,7 +145,7 @@ def test_requests_that_went_with_their_replica_came_all_the_same() -> None:
     """Else a minute without them would look like a burst after a lull."""
     times = [0.5 * index for index in range(1200)]
     known = came(times[:600])
-    lost = known.with_news((), (), [Unfinished(at, 100, 5) for at in times[600:]])
+    lost = known.with_requests((), (), [Unfinished(at, 100, 5) for at in times[600:]])
     assert lost.dispersion(600.0) == 1.0
 
 
@@ -161,7 +161,7 @@ def test_draws_are_the_same_each_time_and_even() -> None:
 
 
 def came(times: list[float]) -> Lengths:
-    return Lengths().with_news([finished(at, 100, 5) for at in times], ())
+    return Lengths().with_requests([finished(at, 100, 5) for at in times], ())
 
 
 def test_independent_arrivals_are_even_however_much_their_rate_changes_in_minutes() -> None:
@@ -195,7 +195,7 @@ def test_of_few_requests_nothing_is_said_of_evenness() -> None:
 def test_while_little_is_known_the_youngest_count_too() -> None:
     rows = [finished(float(at), 100, 5) for at in range(1, 60)]
     running = [Unfinished(58.0, 900, 1)] * 10
-    lengths = Lengths().with_news(rows, running)
+    lengths = Lengths().with_requests(rows, running)
     assert len(lengths.sample(60.0)) == 69
-    many = Lengths().with_news([finished(at / 10, 100, 5) for at in range(6000)], [Unfinished(598.0, 900, 1)] * 10)
+    many = Lengths().with_requests([finished(at / 10, 100, 5) for at in range(6000)], [Unfinished(598.0, 900, 1)] * 10)
     assert max(pair.arrived_at for pair in many.sample(600.0)) <= 555.0

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trimtab_operator.tuner.load.demand import Point
-from trimtab_operator.tuner.load.season import BUCKETS_PER_DAY, DAY_SECONDS, MOST_CHANGE, Season
+from trimtab_operator.tuner.load.season import BUCKETS_PER_DAY, DAY_SECONDS, MAX_CHANGE, Season
 
-LOOK = 300.0
+SAMPLE_SECONDS = 300.0
 MONDAY = 20_000 * DAY_SECONDS
 HOUR = 3600.0
 
@@ -26,10 +26,10 @@ def after(
 ) -> Season:
     """After looks every five minutes, but for those in the gaps (minutes from the beginning)."""
     missing = {minute for gap in gaps for minute in gap}
-    for index in range(round(seconds / LOOK)):
-        at = begin + (index + 1) * LOOK
-        if round(index * LOOK / 60) not in missing:
-            season = season.with_point(Point(at, LOOK, LOOK * rate(at - LOOK / 2)))
+    for index in range(round(seconds / SAMPLE_SECONDS)):
+        at = begin + (index + 1) * SAMPLE_SECONDS
+        if round(index * SAMPLE_SECONDS / 60) not in missing:
+            season = season.with_point(Point(at, SAMPLE_SECONDS, SAMPLE_SECONDS * rate(at - SAMPLE_SECONDS / 2)))
     return season
 
 
@@ -95,14 +95,18 @@ def test_looks_of_unequal_lengths_lose_no_bucket() -> None:
 
 
 def test_a_bucket_of_which_little_was_seen_is_not_remembered() -> None:
-    season = Season().with_point(Point(MONDAY + LOOK, LOOK, 3000.0)).with_point(Point(MONDAY + HOUR, LOOK, 30.0))
+    season = (
+        Season()
+        .with_point(Point(MONDAY + SAMPLE_SECONDS, SAMPLE_SECONDS, 3000.0))
+        .with_point(Point(MONDAY + HOUR, SAMPLE_SECONDS, 30.0))
+    )
     assert season.fresh == ()
 
 
 def test_a_clock_that_went_back_takes_what_it_had_run_ahead_of() -> None:
     season = after(Season(), daily, begin=MONDAY, seconds=DAY_SECONDS)
     ahead = after(season, lambda _: 500.0, begin=MONDAY + DAY_SECONDS, seconds=6 * HOUR)
-    back = after(ahead, daily, begin=MONDAY + DAY_SECONDS + LOOK, seconds=DAY_SECONDS)
+    back = after(ahead, daily, begin=MONDAY + DAY_SECONDS + SAMPLE_SECONDS, seconds=DAY_SECONDS)
     for hour in range(24):
         at = MONDAY + hour * HOUR
         assert back.rate_at(at) == pytest.approx(daily(at), rel=0.05)
@@ -110,7 +114,7 @@ def test_a_clock_that_went_back_takes_what_it_had_run_ahead_of() -> None:
 
 def test_a_clock_that_jumped_far_ahead_leaves_a_gap() -> None:
     season = after(Season(), daily, begin=MONDAY, seconds=DAY_SECONDS)
-    later = season.with_point(Point(MONDAY + 400 * DAY_SECONDS, LOOK, LOOK * daily(MONDAY)))
+    later = season.with_point(Point(MONDAY + 400 * DAY_SECONDS, SAMPLE_SECONDS, SAMPLE_SECONDS * daily(MONDAY)))
     assert later.is_known
     assert later.fresh == ()
     assert later.rate_at(MONDAY) == pytest.approx(daily(MONDAY), rel=0.05)
@@ -129,18 +133,18 @@ def test_a_week_is_seven_days_of_their_own() -> None:
         assert season.rate_at(noon) == pytest.approx(weekly(noon), rel=0.05)
 
 
-looks = st.tuples(
+snapshots = st.tuples(
     st.floats(-1e6, 1e6), st.floats(0.1, 3000, allow_subnormal=False), st.floats(0, 1e6, allow_subnormal=False)
 )
 
 
-@given(st.lists(looks, max_size=300), st.floats(-1e7, 1e7), st.floats(-1e7, 1e7))
+@given(st.lists(snapshots, max_size=300), st.floats(-1e7, 1e7), st.floats(-1e7, 1e7))
 def test_it_stays_bounded_whatever_it_is_told(told: list[tuple[float, float, float]], now: float, then: float) -> None:
     season = Season()
     for at, seconds, requests in told:
         season = season.with_point(Point(at, seconds, requests))
     assert len(season.rates) == len(season.periods) == BUCKETS_PER_DAY
     assert len(season.fresh) <= BUCKETS_PER_DAY
-    assert 1 / MOST_CHANGE <= season.change(now, then) <= MOST_CHANGE
+    assert 1 / MAX_CHANGE <= season.change(now, then) <= MAX_CHANGE
     usual = season.rate_at(now)
     assert usual is None or 0 <= usual < math.inf

@@ -63,11 +63,11 @@ def test_an_engine_that_becomes_slower_is_noticed_and_learned_anew() -> None:
     model = StepTime.of(TRUE)
     for _ in range(20):
         model = model.with_observation(*works(TRUE, rng))
-    assert model.alarms == 0
+    assert model.change_count == 0
     slower = wrong(TRUE, 1.4, 1.4, 1.4, 1.4)
     for _ in range(12):
         model = model.with_observation(*works(slower, rng))
-    assert model.alarms >= 1
+    assert model.change_count >= 1
     error = model.relative_error(*works(slower, rng))
     assert error is not None
     assert abs(error) < 0.05

@@ -5,30 +5,30 @@ from typing import Any
 
 import pytest
 from trimtab_operator.tuner.moves import Reason
-from trimtab_operator.tuner.observation import Observation, Seen, Track, observe
-from trimtab_operator.tuner.observation.track import Patience
-from trimtab_operator.tuner.samples import Look, Phase
-from tuner_looks import a_look, a_sample
+from trimtab_operator.tuner.observation import Observation, ReplicaObservation, Track, observe
+from trimtab_operator.tuner.observation.track import FaultTimeouts
+from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot
+from tuner_snapshots import make_replica_snapshot, make_sample
 
-PATIENCE = Patience.for_tick(15.0)
+TIMEOUTS = FaultTimeouts.for_tick(15.0)
 
 
-def watched(*looks: tuple[float, Look]) -> Seen:
+def watched(*snapshots: tuple[float, ReplicaSnapshot]) -> ReplicaObservation:
     """The last look, after all before it."""
     tracks: dict[str, Track] = {}
     observation = Observation(0.0, ())
-    for now, look in looks:
-        observation, tracks = observe(tracks, [look], now=now, patience=PATIENCE)
+    for now, snapshot in snapshots:
+        observation, tracks = observe(tracks, [snapshot], now=now, timeouts=TIMEOUTS)
     (seen,) = observation.replicas
     return seen
 
 
-def looked(*times: float, **changes: Any) -> list[tuple[float, Look]]:
-    return [(at, a_look(sample=a_sample(at, **changes))) for at in times]
+def sampled(*times: float, **changes: Any) -> list[tuple[float, ReplicaSnapshot]]:
+    return [(at, make_replica_snapshot(sample=make_sample(at, **changes))) for at in times]
 
 
 def test_two_looks_make_an_interval() -> None:
-    seen = watched(*looked(100.0, 115.0))
+    seen = watched(*sampled(100.0, 115.0))
     (interval,) = seen.intervals
     assert (interval.seconds, interval.generated_tokens, interval.arrived) == (15.0, 600.0, 15.0)
     assert seen.has_new_interval
@@ -36,46 +36,50 @@ def test_two_looks_make_an_interval() -> None:
 
 
 def test_one_that_was_seen_to_start_counts_from_when_it_serves() -> None:
-    coming = a_look(phase=Phase.STARTING, since=20.0)
-    serving = a_look(sample=a_sample(115.0, arrived=30.0), since=110.0)
-    seen = watched((100.0, coming), (115.0, serving))
+    starting = make_replica_snapshot(phase=Phase.STARTING, since=20.0)
+    serving = make_replica_snapshot(sample=make_sample(115.0, arrived=30.0), since=110.0)
+    seen = watched((100.0, starting), (115.0, serving))
     (interval,) = seen.intervals
     assert (interval.start, interval.end, interval.arrived) == (110.0, 115.0, 30.0)
     assert seen.start_seconds == 90.0
 
 
 def test_of_one_that_served_before_it_was_watched_nothing_is_known_yet() -> None:
-    assert watched((115.0, a_look(sample=a_sample(115.0), since=110.0))).intervals == ()
+    assert watched((115.0, make_replica_snapshot(sample=make_sample(115.0), since=110.0))).intervals == ()
 
 
 def test_a_repeated_sample_adds_nothing() -> None:
-    seen = watched(*looked(100.0, 115.0), (130.0, a_look(sample=a_sample(115.0))))
+    seen = watched(*sampled(100.0, 115.0), (130.0, make_replica_snapshot(sample=make_sample(115.0))))
     assert len(seen.intervals) == 1
     assert not seen.has_new_interval
 
 
 def test_a_gap_is_a_long_interval_and_no_fault() -> None:
-    seen = watched(*looked(100.0, 115.0, 175.0))
+    seen = watched(*sampled(100.0, 115.0, 175.0))
     assert [interval.seconds for interval in seen.intervals] == [15.0, 60.0]
     assert seen.finding is None
 
 
 def test_counters_that_fall_begin_anew_and_are_no_crash() -> None:
-    seen = watched(*looked(100.0, 115.0), (130.0, a_look(sample=a_sample(130.0, generated_tokens=5.0))))
+    seen = watched(
+        *sampled(100.0, 115.0), (130.0, make_replica_snapshot(sample=make_sample(130.0, generated_tokens=5.0)))
+    )
     assert seen.intervals == ()
     assert seen.is_trusted
     assert not seen.has_crashed
 
 
 def test_an_engine_that_ended_and_began_again_in_its_pod_has_crashed() -> None:
-    again = a_look(sample=a_sample(1.0), restarts=1, was_oom_killed=True)
-    seen = watched(*looked(100.0, 115.0), (130.0, again))
+    again = make_replica_snapshot(sample=make_sample(1.0), restarts=1, was_oom_killed=True)
+    seen = watched(*sampled(100.0, 115.0), (130.0, again))
     assert seen.has_crashed
     assert seen.was_oom_killed
 
 
 def test_another_pod_is_no_crash() -> None:
-    seen = watched(*looked(100.0, 115.0), (130.0, a_look(sample=a_sample(1.0), instance="uid-2", restarts=0)))
+    seen = watched(
+        *sampled(100.0, 115.0), (130.0, make_replica_snapshot(sample=make_sample(1.0), instance="uid-2", restarts=0))
+    )
     assert not seen.has_crashed
 
 
@@ -85,12 +89,12 @@ def test_another_pod_is_no_crash() -> None:
         ({"kv_usage": math.nan}, "not a number"),
         ({"generated_tokens": math.inf}, "not a number"),
         ({"running": -1.0}, "negative"),
-        ({"kv_usage": 1.5}, "more of the KV cache"),
+        ({"kv_usage": 1.5}, "KV cache usage"),
         ({"preemptions": {"capacity": -2.0}}, "negative"),
     ],
 )
 def test_what_cannot_be_is_inconsistent(changes: dict[str, Any], said: str) -> None:
-    seen = watched(*looked(100.0), (115.0, a_look(sample=a_sample(115.0, **changes))))
+    seen = watched(*sampled(100.0), (115.0, make_replica_snapshot(sample=make_sample(115.0, **changes))))
     assert seen.finding is not None
     assert seen.finding.fault is Reason.METRICS_INCONSISTENT
     assert said in seen.finding.message
@@ -98,30 +102,33 @@ def test_what_cannot_be_is_inconsistent(changes: dict[str, Any], said: str) -> N
 
 
 def test_a_sample_from_the_future_is_inconsistent_and_the_next_good_one_is_believed() -> None:
-    skewed = (115.0, a_look(sample=a_sample(3715.0)))
-    assert watched(*looked(100.0), skewed).finding is not None
-    assert watched(*looked(100.0), skewed, *looked(130.0)).is_trusted
+    skewed = (115.0, make_replica_snapshot(sample=make_sample(3715.0)))
+    assert watched(*sampled(100.0), skewed).finding is not None
+    assert watched(*sampled(100.0), skewed, *sampled(130.0)).is_trusted
 
 
 def test_a_clock_that_was_set_back_begins_anew() -> None:
-    seen = watched((3700.0, a_look(sample=a_sample(3700.0))), (115.0, a_look(sample=a_sample(115.0))))
+    seen = watched(
+        (3700.0, make_replica_snapshot(sample=make_sample(3700.0))),
+        (115.0, make_replica_snapshot(sample=make_sample(115.0))),
+    )
     assert seen.is_trusted
     assert seen.intervals == ()
 
 
 def test_metrics_that_lag_are_stale_after_three_looks() -> None:
-    stuck = [(now, a_look(sample=a_sample(100.0))) for now in (130.0, 145.0)]
-    assert watched(*looked(100.0), *stuck).finding is None
-    late = (160.0, a_look(sample=a_sample(100.0)))
-    finding = watched(*looked(100.0), *stuck, late).finding
+    stuck = [(now, make_replica_snapshot(sample=make_sample(100.0))) for now in (130.0, 145.0)]
+    assert watched(*sampled(100.0), *stuck).finding is None
+    late = (160.0, make_replica_snapshot(sample=make_sample(100.0)))
+    finding = watched(*sampled(100.0), *stuck, late).finding
     assert finding is not None
     assert finding.fault is Reason.METRICS_STALE
 
 
-def frozen(at: float) -> tuple[float, Look]:
+def frozen(at: float) -> tuple[float, ReplicaSnapshot]:
     """Fresh pages that say the same every time."""
-    old, new = a_sample(100.0, running=200.0), a_sample(at)
-    return at, a_look(sample=type(new)(at, old.counters, old.gauges))
+    old, new = make_sample(100.0, running=200.0), make_sample(at)
+    return at, make_replica_snapshot(sample=type(new)(at, old.counters, old.gauges))
 
 
 def test_requests_without_progress_are_a_frozen_engine() -> None:
@@ -131,49 +138,51 @@ def test_requests_without_progress_are_a_frozen_engine() -> None:
 
 
 def test_an_idle_engine_is_not_frozen() -> None:
-    looks = []
+    snapshots = []
     for at in (100.0, 115.0, 130.0, 145.0, 160.0, 300.0):
-        idle = a_sample(100.0, running=0.0)
-        looks.append((at, a_look(sample=type(idle)(at, idle.counters, idle.gauges))))
-    assert watched(*looks).is_trusted
+        idle = make_sample(100.0, running=0.0)
+        snapshots.append((at, make_replica_snapshot(sample=type(idle)(at, idle.counters, idle.gauges))))
+    assert watched(*snapshots).is_trusted
 
 
 def test_what_could_not_be_read_is_missing_and_says_why() -> None:
-    seen = watched(*looked(100.0), (115.0, a_look(problem="connection refused")))
+    seen = watched(*sampled(100.0), (115.0, make_replica_snapshot(problem="connection refused")))
     assert seen.finding is not None
     assert (seen.finding.fault, seen.finding.message) == (Reason.METRICS_MISSING, "connection refused")
 
 
 def test_a_replica_that_loads_is_no_fault() -> None:
-    seen = watched((100.0, a_look(phase=Phase.STARTING, problem="not ready")))
+    seen = watched((100.0, make_replica_snapshot(phase=Phase.STARTING, problem="not ready")))
     assert seen.finding is None
     assert not seen.is_trusted
 
 
 def test_how_long_it_took_to_start_is_told_once() -> None:
-    starting = (100.0, a_look(phase=Phase.STARTING, since=100.0))
-    serving = [(at, a_look(sample=a_sample(at), since=220.0)) for at in (225.0, 240.0)]
+    starting = (100.0, make_replica_snapshot(phase=Phase.STARTING, since=100.0))
+    serving = [(at, make_replica_snapshot(sample=make_sample(at), since=220.0)) for at in (225.0, 240.0)]
     assert watched(starting, serving[0]).start_seconds == 120.0
     assert watched(starting, *serving).start_seconds is None
 
 
 def test_metrics_of_another_generation_than_the_configuration_are_a_fault_only_for_long() -> None:
-    def behind(at: float) -> tuple[float, Look]:
-        look = a_look(sample=a_sample(at, generation=2))
-        assert look.sample is not None
-        return at, a_look(sample=a_sample(at, generation=2), config=a_look(sample=a_sample(at)).config)
+    def behind(at: float) -> tuple[float, ReplicaSnapshot]:
+        snapshot = make_replica_snapshot(sample=make_sample(at, generation=2))
+        assert snapshot.sample is not None
+        return at, make_replica_snapshot(
+            sample=make_sample(at, generation=2), config=make_replica_snapshot(sample=make_sample(at)).config
+        )
 
     assert watched(*[behind(at) for at in (100.0, 115.0, 130.0)]).finding is None
     finding = watched(*[behind(at) for at in (100.0, 115.0, 130.0, 145.0, 160.0)]).finding
     assert finding is not None
-    assert finding.fault is Reason.METRICS_OUT_OF_STEP
+    assert finding.fault is Reason.METRICS_GENERATION_MISMATCH
 
 
 def test_one_dead_replica_leaves_the_others_believed_and_the_whole_incomplete() -> None:
     tracks: dict[str, Track] = {}
     for at in (100.0, 115.0):
-        looks = [a_look("m-0", a_sample(at)), a_look("m-1", problem="no answer")]
-        observation, tracks = observe(tracks, looks, now=at, patience=PATIENCE)
+        snapshots = [make_replica_snapshot("m-0", make_sample(at)), make_replica_snapshot("m-1", problem="no answer")]
+        observation, tracks = observe(tracks, snapshots, now=at, timeouts=TIMEOUTS)
     assert [seen.replica for seen in observation.trusted] == ["m-0"]
     assert not observation.is_complete
     total = observation.total(seconds=60.0)

@@ -8,21 +8,21 @@ from typing import cast
 import pytest
 from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.explanation import sentence_of
-from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.load.clients import Clients, Count
 from trimtab_operator.tuner.moves import Decision, Move, Reason
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
 from trimtab_operator.tuner.observation import observe
-from trimtab_operator.tuner.observation.track import Patience, Track
-from trimtab_operator.tuner.prediction import Candidate, Foresight, Prediction
-from trimtab_operator.tuner.rules.budget import better_budget
+from trimtab_operator.tuner.observation.track import FaultTimeouts, Track
+from trimtab_operator.tuner.parameters import Parameter
+from trimtab_operator.tuner.prediction import Candidate, Prediction, Predictor
+from trimtab_operator.tuner.rules.budget import choose_token_budget
 from trimtab_operator.tuner.settings import Mode, Settings
 from trimtab_operator.tuner.situation import Range, Situation
-from trimtab_operator.tuner.state import Memory
-from tuner_looks import KNOBS, a_look, a_sample
+from trimtab_operator.tuner.state import TunerState
+from tuner_snapshots import PARAMETERS, make_replica_snapshot, make_sample
 
 NOW = 10_000.0
-BUDGET = Knob.MAX_NUM_BATCHED_TOKENS
+BUDGET = Parameter.MAX_NUM_BATCHED_TOKENS
 
 
 @dataclass
@@ -36,13 +36,13 @@ class SmallHoldMore:
     def capacity(self, candidate: Candidate) -> float:
         return 10.0 * (self.gain if candidate.max_num_batched_tokens < 8192 else 1.0)
 
-    def capacity_later(self, candidate: Candidate) -> float | None:
+    def searched_capacity(self, candidate: Candidate) -> float | None:
         return None if candidate.max_num_batched_tokens in self.unknown else self.capacity(candidate)
 
-    def as_known(self, candidate: Candidate) -> float:
+    def known_capacity(self, candidate: Candidate) -> float:
         return self.capacity(candidate)
 
-    def attains_later(self, candidate: Candidate, rate: float) -> bool:
+    def holds_rate(self, candidate: Candidate, rate: float) -> bool:
         return self.capacity(candidate) >= rate
 
 
@@ -59,13 +59,13 @@ class Overloaded:
     def capacity(self, _candidate: Candidate) -> float:
         return 0.657
 
-    def capacity_later(self, candidate: Candidate) -> float:
+    def searched_capacity(self, candidate: Candidate) -> float:
         return self.capacity(candidate)
 
-    def as_known(self, candidate: Candidate) -> float:
+    def known_capacity(self, candidate: Candidate) -> float:
         return self.capacity(candidate)
 
-    def attains_later(self, _candidate: Candidate, rate: float) -> bool:
+    def holds_rate(self, _candidate: Candidate, rate: float) -> bool:
         return rate <= 0.657
 
     def at(self, candidate: Candidate, _rate: float) -> Prediction:
@@ -76,33 +76,35 @@ class Overloaded:
 
 GIVEN = Objectives(Ttft(2.0))
 DEFAULTS = Objectives(Ttft(0.1), Itl(0.05), are_given=False)
-WAIT = Clients(tuple(Count(1, 16, 6, 9) for _ in range(4)))
+CLOSED_LOOP = Clients(tuple(Count(1, 16, 6, 9) for _ in range(4)))
 
 
 def wanted_by(
-    foresight: SmallHoldMore | Overloaded, memory: Memory | None = None, promised: Objectives = GIVEN
+    predictor: SmallHoldMore | Overloaded, state: TunerState | None = None, promised: Objectives = GIVEN
 ) -> Move | None:
     tracks: dict[str, Track] = {}
     for now in (NOW - 30, NOW - 15, NOW):
-        observation, tracks = observe(tracks, [a_look(sample=a_sample(now))], now=now, patience=Patience())
+        observation, tracks = observe(
+            tracks, [make_replica_snapshot(sample=make_sample(now))], now=now, timeouts=FaultTimeouts()
+        )
     window, ledger = observation.total(seconds=60.0), observation.trusted[0].ledger
     assert window is not None
     assert ledger is not None
-    return better_budget(
+    return choose_token_budget(
         Situation(
             now=NOW,
-            settings=Settings(Mode.AUTO, promised, starts=KNOBS),
-            memory=memory or Memory(),
+            settings=Settings(Mode.AUTO, promised, starts=PARAMETERS),
+            state=state or TunerState(),
             observation=observation,
             window=window,
             ranges={BUDGET: Range(8192, 64, 8192, True)},
             ledger=ledger,
             objectives=promised,
             cost=StepCost(8e-3, 6e-5, 3e-5, 4e-9),
-            foresight=cast("Foresight", foresight),
+            predictor=cast("Predictor", predictor),
             rate=5.0,
             replicas=1,
-            coming=0,
+            starting=0,
             attained=None,
         )
     )
@@ -111,7 +113,7 @@ def wanted_by(
 def wanted(
     gain: float, *, error: float, history: tuple[Decision, ...] = (), unknown: tuple[int, ...] = ()
 ) -> Move | None:
-    return wanted_by(SmallHoldMore(gain, error, unknown), Memory(history=history))
+    return wanted_by(SmallHoldMore(gain, error, unknown), TunerState(history=history))
 
 
 @pytest.mark.parametrize(
@@ -140,23 +142,23 @@ def test_what_is_still_searched_is_not_compared(unknown: int) -> None:
     assert wanted(2.0, error=0.001, unknown=(unknown,)) is None
 
 
-@pytest.mark.parametrize("clients", [Clients(), WAIT], ids=["a stream", "clients that wait"])
+@pytest.mark.parametrize("clients", [Clients(), CLOSED_LOOP], ids=["a stream", "clients that wait"])
 def test_where_nobody_promised_anything_a_few_more_defaults_kept_in_an_overload_move_nothing(clients: Clients) -> None:
     """A fifth keeps three times what an idle engine takes, a quarter with another budget: that is nobody's promise."""
-    memory = Memory(clients=clients)
-    assert wanted_by(Overloaded((0.207, 0.245), (100.0, 100.5)), memory, DEFAULTS) is None
-    more = wanted_by(Overloaded((0.207, 0.245), (100.0, 105.0)), memory, DEFAULTS)
+    state = TunerState(clients=clients)
+    assert wanted_by(Overloaded((0.207, 0.245), (100.0, 100.5)), state, DEFAULTS) is None
+    more = wanted_by(Overloaded((0.207, 0.245), (100.0, 105.0)), state, DEFAULTS)
     assert more is not None
-    assert "105 tokens/s instead of 100, and nothing is promised" in sentence_of(more, Mode.AUTO)
+    assert "105 tokens/s instead of 100, and no objective is set" in sentence_of(more, Mode.AUTO)
 
 
 def test_where_something_is_promised_the_figures_that_decide_are_told() -> None:
     overload = Overloaded((0.207, 0.245), (100.0, 100.0))
-    stream, clients = wanted_by(overload), wanted_by(overload, Memory(clients=WAIT))
+    stream, clients = wanted_by(overload), wanted_by(overload, TunerState(clients=CLOSED_LOOP))
     assert stream is not None
     assert clients is not None
-    assert "24.5% of the requests within the promises instead of 20.7%" in sentence_of(stream, Mode.AUTO)
-    assert "1.23 requests/s that keep their promises instead of 1.03" in sentence_of(clients, Mode.AUTO)
+    assert "24.5% of requests within the objectives instead of 20.7%" in sentence_of(stream, Mode.AUTO)
+    assert "1.23 requests/s within the objectives instead of 1.03" in sentence_of(clients, Mode.AUTO)
 
 
 def test_what_chance_may_have_made_of_what_was_drawn_moves_nothing() -> None:
@@ -168,7 +170,9 @@ def test_in_an_overload_too_who_has_just_raised_it_needs_twice_as_much_to_lower_
     """A queue that comes and goes had it turned twice within six minutes."""
     raised = Move(Reason.CHUNKS_TOO_SMALL, BUDGET, 1024, 8192)
     overload = Overloaded((0.83, after), (100.0, 100.0))
-    just, lately, long_ago = (Memory(history=(Decision("a", NOW - ago, raised, "raised"),)) for ago in (590, 700, 2000))
+    just, lately, long_ago = (
+        TunerState(history=(Decision("a", NOW - ago, raised, "raised"),)) for ago in (590, 700, 2000)
+    )
     assert wanted_by(overload, just) is None  # no second turn in ten minutes, whatever it would bring
     assert (wanted_by(overload, lately) is not None) is moves
     assert wanted_by(overload, long_ago) is not None

@@ -7,24 +7,24 @@ from typing import cast
 
 import pytest
 from trimtab_operator.tuner.engine_model import StepCost
-from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.load import Lengths, Pair
 from trimtab_operator.tuner.load.clients import Clients, Count
 from trimtab_operator.tuner.load.demand import Demand, Point
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
 from trimtab_operator.tuner.observation import observe
-from trimtab_operator.tuner.observation.track import Patience, Track
-from trimtab_operator.tuner.prediction import Candidate, Foresight, Prediction
+from trimtab_operator.tuner.observation.track import FaultTimeouts, Track
+from trimtab_operator.tuner.parameters import Parameter
+from trimtab_operator.tuner.prediction import Candidate, Prediction, Predictor
 from trimtab_operator.tuner.rules.watermark import raise_watermark
 from trimtab_operator.tuner.settings import Mode, Settings
 from trimtab_operator.tuner.situation import Range, Situation
-from trimtab_operator.tuner.state import Memory
-from tuner_looks import KNOBS, a_look, a_sample
+from trimtab_operator.tuner.state import TunerState
+from tuner_snapshots import PARAMETERS, make_replica_snapshot, make_sample
 
 NOW = 10_000.0
 GIVEN = Objectives(Ttft(2.0))
 DEFAULTS = Objectives(Ttft(0.1), Itl(0.05), are_given=False)
-WAIT = Clients(tuple(Count(1, 16, 6, 9) for _ in range(4)))
+CLOSED_LOOP = Clients(tuple(Count(1, 16, 6, 9) for _ in range(4)))
 
 
 @dataclass
@@ -42,35 +42,35 @@ class ByWatermark:
         return Prediction(good, good, good, 1.0, 2.0, 0.05, 0.1, self.twice[index], self.tokens[index], 10.0, 900, good)
 
 
-def a_situation(objectives: Objectives, memory: Memory, foresight: ByWatermark | None) -> Situation:
+def a_situation(objectives: Objectives, state: TunerState, predictor: ByWatermark | None) -> Situation:
     """An engine whose cache is full, and which computes a tenth of its tokens twice."""
     tracks: dict[str, Track] = {}
     for now in (NOW - 30, NOW - 15, NOW):
-        sample = a_sample(now, kv_usage=0.95, preemptions={"capacity": now}, recomputed_tokens=14.0 * now)
-        observation, tracks = observe(tracks, [a_look(sample=sample)], now=now, patience=Patience())
+        sample = make_sample(now, kv_usage=0.95, preemptions={"capacity": now}, recomputed_tokens=14.0 * now)
+        observation, tracks = observe(tracks, [make_replica_snapshot(sample=sample)], now=now, timeouts=FaultTimeouts())
     window, ledger = observation.total(seconds=60.0), observation.trusted[0].ledger
     assert window is not None
     assert ledger is not None
     return Situation(
         now=NOW,
-        settings=Settings(Mode.AUTO, objectives, starts=KNOBS),
-        memory=memory,
+        settings=Settings(Mode.AUTO, objectives, starts=PARAMETERS),
+        state=state,
         observation=observation,
         window=window,
-        ranges={Knob.WATERMARK: Range(0.0, 0.0, 0.1, True)},
+        ranges={Parameter.WATERMARK: Range(0.0, 0.0, 0.1, True)},
         ledger=ledger,
         objectives=objectives,
         cost=StepCost(8e-3, 6e-5, 3e-5, 4e-9),
-        foresight=cast("Foresight | None", foresight),
+        predictor=cast("Predictor | None", predictor),
         rate=5.0,
         replicas=1,
-        coming=0,
+        starting=0,
         attained=None,
     )
 
 
-def is_made(objectives: Objectives, clients: Clients, foresight: ByWatermark) -> bool:
-    return raise_watermark(a_situation(objectives, Memory(clients=clients), foresight)) is not None
+def is_made(objectives: Objectives, clients: Clients, predictor: ByWatermark) -> bool:
+    return raise_watermark(a_situation(objectives, TunerState(clients=clients), predictor)) is not None
 
 
 @pytest.mark.parametrize(("after", "made"), [(0.60, True), (0.598, True), (0.58, False)])
@@ -81,7 +81,7 @@ def test_a_stream_must_not_be_harmed(after: float, made: bool) -> None:
 @pytest.mark.parametrize(("after", "made"), [(0.60, False), (0.62, False), (0.66, True)])
 def test_clients_that_wait_must_get_more_answers_that_keep_their_promises(after: float, made: bool) -> None:
     """More tokens are worth nothing to whom something else was promised."""
-    assert is_made(GIVEN, WAIT, ByWatermark((0.60, after), (100.0, 120.0))) is made
+    assert is_made(GIVEN, CLOSED_LOOP, ByWatermark((0.60, after), (100.0, 120.0))) is made
 
 
 @pytest.mark.parametrize(("after", "made"), [(0.1, True), (0.19, False), (0.3, False)])
@@ -105,7 +105,7 @@ class ByRate(ByWatermark):
     [
         ((75, 75, 75, 75), Clients(), False),
         ((75, 75, 150, 150), Clients(), True),  # twice as many come since half a minute
-        ((75, 75, 150, 150), WAIT, False),  # who waits does not come faster than answers go
+        ((75, 75, 150, 150), CLOSED_LOOP, False),  # who waits does not come faster than answers go
     ],
 )
 def test_a_load_that_has_risen_is_judged_by_what_comes_since_then(
@@ -114,8 +114,8 @@ def test_a_load_that_has_risen_is_judged_by_what_comes_since_then(
     demand = Demand()
     for index, count in enumerate(counts):
         demand = demand.with_point(Point(NOW - 45 + 15 * index, 15.0, count))
-    memory = Memory(clients=clients, demand=demand)
-    situation = a_situation(GIVEN, memory, ByRate((0.90, 0.86), (100.0, 100.0)))
+    state = TunerState(clients=clients, demand=demand)
+    situation = a_situation(GIVEN, state, ByRate((0.90, 0.86), (100.0, 100.0)))
     assert (raise_watermark(situation) is not None) is made
 
 
@@ -123,12 +123,12 @@ def test_a_load_that_has_risen_is_judged_by_what_comes_since_then(
 def test_clients_that_wait_and_were_promised_nothing_must_get_more_tokens(tokens: float, made: bool) -> None:
     """Of the defaults, three times what an idle engine takes, a full engine breaks most, with a watermark and without:
     what chance leaves of them tells nothing."""
-    assert is_made(DEFAULTS, WAIT, ByWatermark((0.02, 0.015), (100.0, tokens))) is made
+    assert is_made(DEFAULTS, CLOSED_LOOP, ByWatermark((0.02, 0.015), (100.0, tokens))) is made
 
 
 @pytest.mark.parametrize(("objectives", "waits"), [(GIVEN, True), (DEFAULTS, False)])
 def test_only_where_something_is_promised_a_watermark_waits_until_it_can_be_foretold(
     objectives: Objectives, waits: bool
 ) -> None:
-    memory = Memory(clients=WAIT, lengths=Lengths(pairs=(Pair(NOW - 60, 64, 192),)))
-    assert (raise_watermark(a_situation(objectives, memory, None)) is None) is waits
+    state = TunerState(clients=CLOSED_LOOP, lengths=Lengths(pairs=(Pair(NOW - 60, 64, 192),)))
+    assert (raise_watermark(a_situation(objectives, state, None)) is None) is waits

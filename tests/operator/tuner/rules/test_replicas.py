@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
-from trimtab_operator.tuner.decide import Outcome, decide
+from trimtab_operator.tuner.decide import TunerOutput, decide
 from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.explanation import sentence_of
 from trimtab_operator.tuner.load import Forecast
@@ -16,18 +16,18 @@ from trimtab_operator.tuner.load.season import DAY_SECONDS, Season
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Objectives, Ttft
 from trimtab_operator.tuner.observation import Observation, observe
-from trimtab_operator.tuner.observation.track import Patience, Track
+from trimtab_operator.tuner.observation.track import FaultTimeouts, Track
 from trimtab_operator.tuner.outcomes import with_outcomes
-from trimtab_operator.tuner.prediction import Candidate, Foresight
+from trimtab_operator.tuner.prediction import Candidate, Predictor
 from trimtab_operator.tuner.rules import replicas as rule
 from trimtab_operator.tuner.rules.replicas import Chosen, wanted_replicas
-from trimtab_operator.tuner.samples import Look, Phase
+from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, ScaleEvent, Unit
-from trimtab_operator.tuner.scaling.law import Need, ScalingMemory
+from trimtab_operator.tuner.scaling.control_law import Need, ScalingState
 from trimtab_operator.tuner.settings import Mode, Scaling, Settings
 from trimtab_operator.tuner.situation import Situation
-from trimtab_operator.tuner.state import Memory
-from tuner_looks import KNOBS, a_look, a_sample
+from trimtab_operator.tuner.state import TunerState
+from tuner_snapshots import PARAMETERS, make_replica_snapshot, make_sample
 
 NOW = 10_000.0
 COST = StepCost(8e-3, 6e-5, 3e-5, 4e-9)
@@ -51,26 +51,26 @@ class EachHolds:
     def attainment(self) -> float:
         return self.attainment_from_here
 
-    def keeps(self, _candidate: Candidate, _rate: float) -> bool:
+    def meets_objectives(self, _candidate: Candidate, _rate: float) -> bool:
         return self.attainment_from_here >= PROMISED.share
 
-    def believed(self, candidate: Candidate) -> float:
+    def believed_capacity(self, candidate: Candidate) -> float:
         return self.rate * candidate.replicas
 
 
-def serving(name: str, **changes: Any) -> list[Look]:
-    return [a_look(name, a_sample(at, **changes), since=1.0) for at in (NOW - 30, NOW - 15, NOW)]
+def serving(name: str, **changes: Any) -> list[ReplicaSnapshot]:
+    return [make_replica_snapshot(name, make_sample(at, **changes), since=1.0) for at in (NOW - 30, NOW - 15, NOW)]
 
 
-def seen(*replicas: list[Look]) -> Observation:
+def seen(*replicas: list[ReplicaSnapshot]) -> Observation:
     """The last of three looks at each of these replicas."""
     tracks: dict[str, Track] = {}
     for index, now in enumerate((NOW - 30, NOW - 15, NOW)):
         observation, tracks = observe(
             tracks,
-            [looks[min(index, len(looks) - 1)] for looks in replicas],
+            [snapshots[min(index, len(snapshots) - 1)] for snapshots in replicas],
             now=now,
-            patience=Patience(),
+            timeouts=FaultTimeouts(),
         )
     return observation
 
@@ -92,13 +92,13 @@ def chosen(
     """What is chosen while so many requests come a second, one replica holds `each` of them, and `asked` are wanted.
     In the last `dip_seconds` none came."""
     points = tuple(Point(NOW - 15.0 * i, 15.0, 15.0 * rate * (15.0 * i >= dip_seconds)) for i in range(20))
-    memory = Memory(
+    state = TunerState(
         demand=Demand(points[::-1]),
         growth=Growth(cases=tuple(Case(NOW, 1.0, 0.0, math.log(growth)) for _ in range(200))),
-        scaling=ScalingMemory(asked, began_at=began_at, wanted=((NOW - 15.0, 1),)),
+        scaling=ScalingState(asked, began_at=began_at, wanted=((NOW - 15.0, 1),)),
         forecast=forecast,
     )
-    settings = Settings(Mode.AUTO, PROMISED, starts=KNOBS, scaling=scaling)
+    settings = Settings(Mode.AUTO, PROMISED, starts=PARAMETERS, scaling=scaling)
     window = observation.total(seconds=60.0)
     assert window is not None
     ledger = observation.trusted[0].ledger
@@ -106,20 +106,20 @@ def chosen(
     situation = Situation(
         now=NOW,
         settings=settings,
-        memory=memory,
+        state=state,
         observation=observation,
         window=window,
         ranges={},
         ledger=ledger,
         objectives=PROMISED,
         cost=COST,
-        foresight=None if each is None else cast("Foresight", EachHolds(each, error, attainment_from_here=from_here)),
+        predictor=None if each is None else cast("Predictor", EachHolds(each, error, attainment_from_here=from_here)),
         rate=rate,
         replicas=len(observation.ready),
-        coming=len(observation.coming),
+        starting=len(observation.starting),
         attained=None,
     )
-    return wanted_replicas(memory, observation, settings, PROMISED, situation, now=NOW)
+    return wanted_replicas(state, observation, settings, PROMISED, situation, now=NOW)
 
 
 TWO = seen(serving("m-0"), serving("m-1"))
@@ -130,7 +130,7 @@ def test_more_load_than_they_hold_asks_for_more_at_once() -> None:
     assert found.replicas == 3
     assert found.move is not None
     assert (found.move.reason, found.move.before, found.move.after) == (Reason.TOO_FEW_REPLICAS, 2, 3)
-    assert (found.move.evidence["replicas_serving"], found.move.evidence["replicas_coming"]) == (2, 0)
+    assert (found.move.evidence["replicas_serving"], found.move.evidence["replicas_starting"]) == (2, 0)
 
 
 def test_four_that_were_started_for_a_load_that_has_not_come_are_five_when_it_does() -> None:
@@ -138,13 +138,13 @@ def test_four_that_were_started_for_a_load_that_has_not_come_are_five_when_it_do
     than they hold. It does not matter how little has come by now, but once it was watched for long it does."""
     four = seen(*(serving(f"m-{index}") for index in range(4)))
     found = chosen(four, asked=4, rate=3.0, began_at=None, growth=1.25)
-    assert (found.replicas, found.memory.meant) == (5, 4)
+    assert (found.replicas, found.state.initial_replicas) == (5, 4)
     assert found.move is not None
-    assert "the 4 replicas at the beginning were meant for more: 21.9 are provided for" in sentence_of(
+    assert "the 4 initial replicas imply a higher load, 21.9 requests/s must be served" in sentence_of(
         found.move, Mode.AUTO
     )
     assert chosen(TWO, asked=2, rate=3.0, began_at=None, growth=1.25).replicas == 2  # 9.4, and they hold ten
-    assert chosen(four, asked=4, rate=17.0, began_at=None, growth=1.0).memory.meant is None  # it has come
+    assert chosen(four, asked=4, rate=17.0, began_at=None, growth=1.0).state.initial_replicas is None  # it has come
     assert chosen(four, asked=4, rate=3.0, began_at=0.0, growth=1.25).replicas == 1
 
 
@@ -166,7 +166,7 @@ def test_caches_that_what_runs_will_overflow_ask_for_one_more_whatever_the_rate_
 
 
 def test_those_that_start_are_counted() -> None:
-    starting = [a_look("m-2", phase=Phase.STARTING, since=NOW - 20)]
+    starting = [make_replica_snapshot("m-2", phase=Phase.STARTING, since=NOW - 20)]
     assert chosen(seen(serving("m-0"), serving("m-1"), starting), asked=3, rate=14.0).replicas == 3
 
 
@@ -179,9 +179,9 @@ def test_none_goes_while_what_runs_is_predicted_to_be_too_much_for_the_others() 
 
 
 def test_nothing_is_given_back_while_one_starts_or_cannot_be_read() -> None:
-    starting = [a_look("m-2", phase=Phase.STARTING, since=NOW - 20)]
+    starting = [make_replica_snapshot("m-2", phase=Phase.STARTING, since=NOW - 20)]
     assert chosen(seen(serving("m-0"), serving("m-1"), starting), asked=3, rate=3.0).replicas == 3
-    silent = [a_look("m-2", problem="no answer", since=1.0)]
+    silent = [make_replica_snapshot("m-2", problem="no answer", since=1.0)]
     assert chosen(seen(serving("m-0"), serving("m-1"), silent), asked=3, rate=3.0).replicas == 3
 
 
@@ -191,17 +191,17 @@ def test_one_that_is_asked_for_and_not_seen_yet_keeps_the_count() -> None:
 
 @pytest.mark.parametrize(("since", "target"), [(NOW - 10, 8), (NOW - 40, 3)])
 def test_while_a_replica_finds_no_place_no_more_are_asked_for(since: float, target: int) -> None:
-    unplaced = [a_look("m-2", phase=Phase.PENDING, since=since)]
+    unplaced = [make_replica_snapshot("m-2", phase=Phase.PENDING, since=since)]
     assert chosen(seen(serving("m-0"), serving("m-1"), unplaced), asked=3, rate=99.0).replicas == target
 
 
 def test_a_replica_without_a_place_is_given_back_as_soon_as_it_is_not_needed() -> None:
-    unplaced = [a_look("m-2", phase=Phase.PENDING, since=NOW - 40)]
+    unplaced = [make_replica_snapshot("m-2", phase=Phase.PENDING, since=NOW - 40)]
     assert chosen(seen(serving("m-0"), serving("m-1"), unplaced), asked=3, rate=7.0).replicas == 2
 
 
 def test_a_replica_that_never_comes_up_keeps_nobody_from_going() -> None:
-    lost = [a_look("m-2", phase=Phase.STARTING, since=NOW - 700)]
+    lost = [make_replica_snapshot("m-2", phase=Phase.STARTING, since=NOW - 700)]
     assert chosen(seen(serving("m-0"), serving("m-1"), lost), asked=3, rate=7.0).replicas == 2
 
 
@@ -226,7 +226,7 @@ def test_an_idle_deployment_of_which_nothing_was_learned_asks_for_the_fewest_and
     found = chosen(idle, asked=2, rate=0.0, each=None)
     assert found.replicas == 1
     assert found.move is not None
-    assert "no request has come for a minute" in sentence_of(found.move, Mode.AUTO)
+    assert "no request arrived for a minute" in sentence_of(found.move, Mode.AUTO)
     assert chosen(TWO, asked=2, rate=0.0, each=None).replicas == 2  # something runs
     assert chosen(idle, asked=2, rate=1.0, each=None).replicas == 2  # something came
 
@@ -248,44 +248,44 @@ def needing(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(rule, "_need", lambda *_: (Need(count, 3.0, 3.0, 1.0), lambda n: 2.0 * n))
 
 
-def turned(memory: Memory, settings: Settings, ticks: int = 3) -> list[Outcome]:
+def turned(state: TunerState, settings: Settings, ticks: int = 3) -> list[TunerOutput]:
     outcomes = []
     for index in range(ticks):
         now = NOW + 15.0 * index
-        outcomes.append(decide([a_look(sample=a_sample(now), since=1.0)], memory, settings, now))
-        memory = outcomes[-1].memory
+        outcomes.append(decide([make_replica_snapshot(sample=make_sample(now), since=1.0)], state, settings, now))
+        state = outcomes[-1].state
     return outcomes
 
 
-SCALED = Settings(Mode.AUTO, PROMISED, starts=KNOBS, scaling=Scaling(1, 4, AT_ONCE))
+SCALED = Settings(Mode.AUTO, PROMISED, starts=PARAMETERS, scaling=Scaling(1, 4, AT_ONCE))
 
 
 def test_in_mode_auto_the_count_moves_once_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     needing(monkeypatch, 3)
-    outcomes = turned(Memory(starts=KNOBS), SCALED, ticks=4)
+    outcomes = turned(TunerState(starts=PARAMETERS), SCALED, ticks=4)
     assert [outcome.replicas for outcome in outcomes] == [1, 3, 3, 3]
     (decision,) = (decision for outcome in outcomes for decision in outcome.decisions)
     assert (decision.reason, decision.move.before, decision.move.after) == (Reason.TOO_FEW_REPLICAS, 1, 3)
-    assert outcomes[-1].memory.scaling.desired == 3
-    assert outcomes[-1].memory.scaling.events == (ScaleEvent(NOW + 15.0, 2),)
-    assert outcomes[-1].memory.moved_at["replicas"] == NOW + 15.0
+    assert outcomes[-1].state.scaling.desired == 3
+    assert outcomes[-1].state.scaling.events == (ScaleEvent(NOW + 15.0, 2),)
+    assert outcomes[-1].state.moved_at["replicas"] == NOW + 15.0
 
 
 def test_in_mode_recommend_the_count_stays_and_the_recommendation_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     needing(monkeypatch, 3)
-    outcomes = turned(Memory(starts=KNOBS), replace(SCALED, mode=Mode.RECOMMEND), ticks=6)
+    outcomes = turned(TunerState(starts=PARAMETERS), replace(SCALED, mode=Mode.RECOMMEND), ticks=6)
     assert {outcome.replicas for outcome in outcomes} == {1}
     assert sum(len(outcome.decisions) for outcome in outcomes) == 1
     standing = outcomes[-1].recommendation
     assert standing is not None
     assert standing.sentence.startswith("Raise replicas from 1 to 3: ")
-    assert outcomes[-1].memory.scaling.events == ()
+    assert outcomes[-1].state.scaling.events == ()
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_the_owners_bounds_hold_in_every_mode_and_moving_into_them_is_a_decision(mode: Mode) -> None:
-    memory = Memory(starts=KNOBS, scaling=ScalingMemory(5))
-    first, second, _ = turned(memory, replace(SCALED, mode=mode))
+    state = TunerState(starts=PARAMETERS, scaling=ScalingState(5))
+    first, second, _ = turned(state, replace(SCALED, mode=mode))
     assert (first.replicas, second.replicas) == (4, 4)
     (decision,) = first.decisions
     assert (decision.reason, decision.move.before, decision.move.after) == (Reason.BOUNDS_CHANGED, 5, 4)
@@ -293,10 +293,10 @@ def test_the_owners_bounds_hold_in_every_mode_and_moving_into_them_is_a_decision
 
 
 def test_a_count_that_is_the_owners_is_forgotten() -> None:
-    memory = Memory(starts=KNOBS, scaling=ScalingMemory(5))
-    outcome = turned(memory, replace(SCALED, scaling=None))[-1]
+    state = TunerState(starts=PARAMETERS, scaling=ScalingState(5))
+    outcome = turned(state, replace(SCALED, scaling=None))[-1]
     assert outcome.replicas is None
-    assert outcome.memory.scaling.desired is None
+    assert outcome.state.scaling.desired is None
 
 
 # --- what came of it --------------------------------------------------------------------------------------------------
@@ -311,26 +311,26 @@ def scaled_to(after: int, before: int, at: float) -> tuple[Decision, ScaleEvent]
 def outcomes_of(*done: tuple[Decision, ScaleEvent], now: float) -> list[str]:
     """What the history says at `now`, when two replicas serve."""
     decisions, events = zip(*done, strict=True)
-    memory = Memory(history=decisions, scaling=ScalingMemory(2, events=events))
-    return [entry.outcome for entry in with_outcomes(memory, TWO, now=now).history]
+    state = TunerState(history=decisions, scaling=ScalingState(2, events=events))
+    return [entry.outcome for entry in with_outcomes(state, TWO, now=now).history]
 
 
 def test_replicas_that_were_added_are_told_to_serve_once_they_do() -> None:
-    assert outcomes_of(scaled_to(2, 1, NOW - 40), now=NOW) == ["2 replicas serve, 40 s later"]
+    assert outcomes_of(scaled_to(2, 1, NOW - 40), now=NOW) == ["2 replicas were ready after 40 s"]
     assert outcomes_of(scaled_to(3, 2, NOW - 40), now=NOW) == [""]
 
 
 def test_one_that_went_and_was_missed_is_told_to_be_regretted() -> None:
     back = scaled_to(1, 2, NOW - 130), scaled_to(2, 1, NOW - 40)
-    assert outcomes_of(*back, now=NOW)[0] == "regretted: more were needed again 90 s later"
+    assert outcomes_of(*back, now=NOW)[0] == "too early: more replicas were needed again after 90 s"
     assert outcomes_of(scaled_to(2, 3, NOW - 130), now=NOW) == [""]
-    assert outcomes_of(scaled_to(2, 3, NOW - 1000), now=NOW) == ["kept: no more were needed for 1000 s"]
+    assert outcomes_of(scaled_to(2, 3, NOW - 1000), now=NOW) == ["kept: no more replicas were needed for 1000 s"]
 
 
 def test_what_was_only_recommended_came_to_nothing() -> None:
     decision, _ = scaled_to(2, 1, NOW - 40)
-    memory = Memory(history=(decision,), scaling=ScalingMemory(1))
-    assert with_outcomes(memory, TWO, now=NOW) == memory
+    state = TunerState(history=(decision,), scaling=ScalingState(1))
+    assert with_outcomes(state, TWO, now=NOW) == state
 
 
 def foretelling(*parts: tuple[float, int], since: float | None = 1.0) -> Forecast:
@@ -347,8 +347,8 @@ def test_a_forecast_asks_for_a_replica_before_the_load_comes_and_says_so() -> No
     assert found.replicas > 2
     assert found.move is not None
     sentence = sentence_of(found.move, Mode.AUTO)
-    assert "arrivals are forecast to be" in sentence
-    assert "at 02:48 UTC, as on the 3 days before" in sentence
+    assert "the forecast is" in sentence
+    assert "at 02:48 UTC, based on the previous 3 days" in sentence
     assert chosen(TWO, asked=2, rate=9.9).replicas == 2
 
 
@@ -364,9 +364,7 @@ def test_a_forecast_that_has_not_proved_itself_moves_nothing_and_is_said_not_to_
     found = chosen(TWO, asked=2, rate=14.0, forecast=foretelling((1.0, 11), (40.0, 85), since=None))
     assert found.replicas == chosen(TWO, asked=2, rate=14.0).replicas
     assert found.move is not None
-    said = (
-        "the forecast is not followed, as it was off by 5.1% lately, and the present load by 9.4%: it has to be clearly"
-    )
+    said = "the forecast is not used: its recent error is 5.1%, not clearly below the 9.4% of a constant load"
     assert said in sentence_of(found.move, Mode.AUTO)
 
 

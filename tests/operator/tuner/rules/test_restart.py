@@ -2,38 +2,40 @@
 
 from dataclasses import replace
 
-from trimtab_operator.tuner.decide import Outcome, decide
-from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.decide import TunerOutput, decide
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.objectives import Objectives, Ttft
-from trimtab_operator.tuner.samples import Finished, Phase, RequestNews
+from trimtab_operator.tuner.parameters import Parameter
+from trimtab_operator.tuner.samples import Finished, Phase, RequestUpdates
 from trimtab_operator.tuner.settings import Bounds, Mode, Scaling, Settings
-from trimtab_operator.tuner.state import Memory
-from tuner_looks import KNOBS, a_look, a_sample
+from trimtab_operator.tuner.state import TunerState
+from tuner_snapshots import PARAMETERS, make_replica_snapshot, make_sample
 
-PINNED = {knob: Bounds(value, value) for knob, value in KNOBS.items()}
-PROMISED = Settings(Mode.AUTO, Objectives(Ttft(0.5, share=0.95)), PINNED, KNOBS)
+PINNED = {parameter: Bounds(value, value) for parameter, value in PARAMETERS.items()}
+PROMISED = Settings(Mode.AUTO, Objectives(Ttft(0.5, share=0.95)), PINNED, PARAMETERS)
 
 
-def told(now: float, ttft: float) -> RequestNews:
+def told(now: float, ttft: float) -> RequestUpdates:
     """Eight requests of the last seconds, whose first token took that long."""
     rows = (Finished(now - 9 - i, now - i, 100, 20, ttft, 1.0) for i in range(8))
-    return RequestNews(tuple(rows), ())
+    return RequestUpdates(tuple(rows), ())
 
 
-def felt(ttfts: list[float], settings: Settings = PROMISED) -> list[Outcome]:
-    memory, outcomes = Memory(starts=KNOBS), []
+def felt(ttfts: list[float], settings: Settings = PROMISED) -> list[TunerOutput]:
+    state, outcomes = TunerState(starts=PARAMETERS), []
     for index, ttft in enumerate(ttfts):
         now = 1000.0 + 15.0 * index
-        outcome = decide([a_look(sample=a_sample(now, requests=told(now, ttft)))], memory, settings, now)
-        memory = outcome.memory
+        outcome = decide(
+            [make_replica_snapshot(sample=make_sample(now, requests=told(now, ttft)))], state, settings, now
+        )
+        state = outcome.state
         outcomes.append(outcome)
     return outcomes
 
 
 def test_promises_missed_for_ten_minutes_with_everything_pinned_ask_for_replicas() -> None:
     outcomes = felt([2.0] * 60)
-    told_at = [o.memory.recommendation is not None for o in outcomes]
+    told_at = [o.state.recommendation is not None for o in outcomes]
     assert not any(told_at[:40])
     standing = outcomes[-1].recommendation
     assert standing is not None
@@ -58,9 +60,9 @@ def test_at_the_most_replicas_the_bound_is_named() -> None:
 
 
 def test_an_engine_killed_for_memory_before_it_served_names_what_to_lower() -> None:
-    look = a_look("m-0", phase=Phase.STARTING, was_oom_killed=True, restarts=2, problem="not ready")
-    outcome = decide([look], Memory(starts=KNOBS), PROMISED, 1000.0)
+    snapshot = make_replica_snapshot("m-0", phase=Phase.STARTING, was_oom_killed=True, restarts=2, problem="not ready")
+    outcome = decide([snapshot], TunerState(starts=PARAMETERS), PROMISED, 1000.0)
     assert outcome.recommendation is not None
-    assert outcome.recommendation.reason is Reason.START_TOO_LARGE
+    assert outcome.recommendation.reason is Reason.STARTUP_OUT_OF_MEMORY
     assert "engine.maxModelLen" in outcome.recommendation.sentence
-    assert Knob.GPU_MEMORY_UTILIZATION not in outcome.memory.applied
+    assert Parameter.GPU_MEMORY_UTILIZATION not in outcome.state.applied

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from trimtab_operator.tuner.knobs import FieldRange, Knob
+from trimtab_operator.tuner.parameters import FieldRange, Parameter
 from trimtab_operator.tuner.samples import (
     Config,
     Counters,
@@ -11,16 +11,16 @@ from trimtab_operator.tuner.samples import (
     Gauges,
     Histogram,
     Ledger,
-    Look,
     Phase,
-    RequestNews,
+    ReplicaSnapshot,
+    RequestUpdates,
     Sample,
     Unfinished,
     Work,
 )
 from trimtab_operator.tuner.samples.codec import from_json, to_json
 
-WHOLE = Look(
+WHOLE = ReplicaSnapshot(
     replica="m-0",
     phase=Phase.READY,
     instance="uid",
@@ -30,20 +30,25 @@ WHOLE = Look(
         counters=Counters(1.0, 2.0, 3.0, {"capacity": 4.0}, arrived=5.0, decode=Work(1, 2, 3, 4, 5, 6.5)),
         gauges=Gauges(1.0, 2.0, 0.5, 3),
         ttft=Histogram((0.1, math.inf), (1.0, 2.0), 0.5),
-        requests=RequestNews((Finished(1.0, 2.0, 3, 4, 0.1, None),), (Unfinished(1.0, 2, 3),), 6),
+        requests=RequestUpdates((Finished(1.0, 2.0, 3, 4, 0.1, None),), (Unfinished(1.0, 2, 3),), 6),
     ),
-    config=Config(2, {Knob.WATERMARK: 0.05, Knob.MAX_NUM_SEQS: 8}, {Knob.WATERMARK: FieldRange(True, 0.0, 0.9)}, 4096),
+    config=Config(
+        2,
+        {Parameter.WATERMARK: 0.05, Parameter.MAX_NUM_SEQS: 8},
+        {Parameter.WATERMARK: FieldRange(True, 0.0, 0.9)},
+        4096,
+    ),
     ledger=Ledger(100, 20, 16, 2),
 )
 
 
 def test_what_was_written_is_read_back() -> None:
-    bare = Look("m-1", Phase.PENDING, problem="no node has room")
+    bare = ReplicaSnapshot("m-1", Phase.PENDING, problem="no node has room")
     assert from_json(to_json((WHOLE, bare), now=12.5)) == ((WHOLE, bare), 12.5)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"version":9,"now":1,"looks":[]}', '{"version":1,"now":1,"looks":[{}]}']
+    "text", ["", "[]", "{}", '{"version":9,"now":1,"snapshots":[]}', '{"version":1,"now":1,"snapshots":[{}]}']
 )
 def test_what_nobody_of_us_wrote_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):

@@ -9,19 +9,19 @@ import promql_parser
 import pytest
 from fake_prometheus import exposed
 from trimtab_operator.tuner.samples.prometheus import (
-    Duplicated,
-    Naming,
+    DuplicateTargets,
+    PrometheusNaming,
     StoredSeries,
-    clock_of,
-    matrix_of,
+    group_scrapes,
     newest_page,
+    parse_clock,
+    parse_matrix,
     range_query,
-    scrapes_of,
 )
 from trimtab_operator.tuner.samples.series import USED_NAMES, Unreadable, sample_of
-from tuner_looks import a_sample
+from tuner_snapshots import make_sample
 
-INSTALLED = Naming(
+INSTALLED = PrometheusNaming(
     pod="kubernetes_pod_name",
     namespace="kubernetes_namespace",
     matchers={"cluster": "eu"},
@@ -40,7 +40,7 @@ def matchers(query: str) -> dict[str, tuple[Any, str]]:
 
 
 def test_one_query_asks_for_every_family_of_some_pods_and_is_promql() -> None:
-    query = range_query(Naming(), namespace="team-a", pods=["m-g1-0", "m-g0-0"], seconds=44.2)
+    query = range_query(PrometheusNaming(), namespace="team-a", pods=["m-g1-0", "m-g0-0"], seconds=44.2)
     assert parsed(query).range.total_seconds() == 45
     found = matchers(query)
     assert found["namespace"] == (promql_parser.MatchOp.Equal, "team-a")
@@ -60,13 +60,15 @@ def test_an_installation_has_its_own_labels_and_names() -> None:
 
 @pytest.mark.parametrize("label", ["namespace", "pod"])
 def test_a_resource_cannot_ask_for_the_series_of_another_namespace_or_pod(label: str) -> None:
-    found = matchers(range_query(Naming(), namespace="mine", pods=["p"], seconds=45, labels={label: "theirs"}))
+    found = matchers(
+        range_query(PrometheusNaming(), namespace="mine", pods=["p"], seconds=45, labels={label: "theirs"})
+    )
     assert (found["namespace"][1], found["pod"][1]) == ("mine", "p")
 
 
 @pytest.mark.parametrize("value", ['"', "\\", '",job=~".*', "\n", "}", "ü", "{{.}}", "`", "\u2028", "#"])
 def test_whatever_a_label_says_stays_within_its_quotes(value: str) -> None:
-    query = range_query(Naming(), namespace="n", pods=["p"], seconds=45, labels={"job": value})
+    query = range_query(PrometheusNaming(), namespace="n", pods=["p"], seconds=45, labels={"job": value})
     assert matchers(query)["job"] == (promql_parser.MatchOp.Equal, value)
     assert set(matchers(query)) == {"__name__", "namespace", "pod", "job"}
 
@@ -79,18 +81,18 @@ def stored(at: float, *targets: dict[str, str], scale: float = 1.0) -> list[Stor
     return [
         StoredSeries(name, {"namespace": "n", "pod": "p", **labels, **target}, [(at, value * scale)])
         for target in targets or ({"job": "engines"},)
-        for name, labels, value in exposed(a_sample(at))
+        for name, labels, value in exposed(make_sample(at))
     ]
 
 
 def test_a_page_from_prometheus_decodes_as_the_engines_own() -> None:
-    page = newest_page("p", scrapes_of(stored(100.0), Naming())["p"])
-    assert sample_of(page.series, at=page.at) == a_sample(100.0)
+    page = newest_page("p", group_scrapes(stored(100.0), PrometheusNaming())["p"])
+    assert sample_of(page.series, at=page.at) == make_sample(100.0)
 
 
 def test_the_last_scrape_is_taken_whole_and_never_mixed_with_the_one_before() -> None:
     half = [series for series in stored(115.0) if series.name != "vllm:num_requests_waiting"]
-    page = newest_page("p", scrapes_of([*stored(100.0), *half], Naming())["p"])
+    page = newest_page("p", group_scrapes([*stored(100.0), *half], PrometheusNaming())["p"])
     assert page.at == 115.0
     with pytest.raises(Unreadable, match="lacks vllm:num_requests_waiting"):
         sample_of(page.series, at=page.at)
@@ -98,23 +100,25 @@ def test_the_last_scrape_is_taken_whole_and_never_mixed_with_the_one_before() ->
 
 def test_data_parallel_ranks_are_one_target() -> None:
     ranks = [StoredSeries(s.name, {**s.labels, "engine": rank}, s.samples) for s in stored(50.0) for rank in ("0", "1")]
-    page = newest_page("p", scrapes_of(ranks, Naming())["p"])
-    assert sample_of(page.series, at=0.0).counters.generated_tokens == 2 * a_sample(50.0).counters.generated_tokens
+    page = newest_page("p", group_scrapes(ranks, PrometheusNaming())["p"])
+    assert sample_of(page.series, at=0.0).counters.generated_tokens == 2 * make_sample(50.0).counters.generated_tokens
 
 
 def test_a_pod_that_two_jobs_scrape_is_named_with_both() -> None:
-    scrapes = scrapes_of(stored(100.0, {"job": "engines"}, {"job": "annotated"}), Naming())
-    with pytest.raises(Duplicated, match=r"p is scraped as 2 targets: \(job=annotated\); \(job=engines\)"):
+    scrapes = group_scrapes(stored(100.0, {"job": "engines"}, {"job": "annotated"}), PrometheusNaming())
+    with pytest.raises(DuplicateTargets, match=r"p is scraped as 2 targets: \(job=annotated\); \(job=engines\)"):
         newest_page("p", scrapes["p"])
 
 
 def test_a_label_of_the_installation_tells_them_apart() -> None:
-    naming = Naming(matchers={"job": "engines"})
-    assert newest_page("p", scrapes_of(stored(1.0, {"job": "engines"}), naming)["p"]).at == 1.0
+    naming = PrometheusNaming(matchers={"job": "engines"})
+    assert newest_page("p", group_scrapes(stored(1.0, {"job": "engines"}), naming)["p"]).at == 1.0
 
 
 def test_what_a_pod_of_the_same_name_showed_before_is_not_this_ones() -> None:
-    scrapes = scrapes_of([*stored(90.0, {"instance": "old"}), *stored(100.0, {"instance": "new"})], Naming())
+    scrapes = group_scrapes(
+        [*stored(90.0, {"instance": "old"}), *stored(100.0, {"instance": "new"})], PrometheusNaming()
+    )
     assert newest_page("p", scrapes["p"], since=95.0).at == 100.0
     with pytest.raises(Unreadable, match="no scrape of pod p"):
         newest_page("p", scrapes["p"], since=105.0)
@@ -125,8 +129,8 @@ def test_series_under_other_names_are_the_engines_own_again() -> None:
         StoredSeries(INSTALLED.stored_name(s.name), {**s.labels, "kubernetes_pod_name": "p"}, s.samples)
         for s in stored(100.0)
     ]
-    page = newest_page("p", scrapes_of(renamed, INSTALLED)["p"])
-    assert sample_of(page.series, at=100.0) == a_sample(100.0)
+    page = newest_page("p", group_scrapes(renamed, INSTALLED)["p"])
+    assert sample_of(page.series, at=100.0) == make_sample(100.0)
 
 
 def test_an_answer_is_read_with_its_times_and_special_numbers() -> None:
@@ -140,45 +144,48 @@ def test_an_answer_is_read_with_its_times_and_special_numbers() -> None:
             ],
         },
     }
-    (series,) = matrix_of(json.dumps(body))
+    (series,) = parse_matrix(json.dumps(body))
     assert (series.name, series.labels, series.samples[0]) == ("a", {"pod": "p"}, (1.5, 2.0))
     assert [str(value) for _, value in series.samples] == ["2.0", "nan", "inf"]
 
 
 BROKEN: list[tuple[str, str]] = [
-    ("", "is no JSON"),
-    ("<html>", "is no JSON"),
-    ("[" * 200_000, "is no JSON"),
-    ("[]", "no Prometheus"),
-    ('{"status":"ok"}', "no Prometheus"),
+    ("", "is not JSON"),
+    ("<html>", "is not JSON"),
+    ("[" * 200_000, "is not JSON"),
+    ("[]", "is not Prometheus"),
+    ('{"status":"ok"}', "is not Prometheus"),
     (
         '{"status":"error","errorType":"execution","error":"too many samples"}',
-        "it refuses: execution: too many samples",
+        "it rejects the query: execution: too many samples",
     ),
-    ('{"status":"success"}', "no matrix"),
-    ('{"status":"success","data":{"resultType":"vector","result":[]}}', "no matrix"),
-    ('{"status":"success","data":{"resultType":"matrix","result":{}}}', "no list"),
+    ('{"status":"success"}', "not a matrix"),
+    ('{"status":"success","data":{"resultType":"vector","result":[]}}', "not a matrix"),
+    ('{"status":"success","data":{"resultType":"matrix","result":{}}}', "not a list"),
     ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":[],"values":[]}]}}', "no labels"),
-    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{"a":1},"values":[]}]}}', "no text"),
+    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{"a":1},"values":[]}]}}', "not a string"),
     ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[1]]}]}}', "cannot be read"),
-    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[1,2]]}]}}', "no number"),
-    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[1,"1_0"]]}]}}', "no number"),
-    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[["x","1"]]}]}}', "no time"),
-    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[NaN,"1"]]}]}}', "no time"),
+    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[1,2]]}]}}', "not a number"),
+    (
+        '{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[1,"1_0"]]}]}}',
+        "not a number",
+    ),
+    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[["x","1"]]}]}}', "not a time"),
+    ('{"status":"success","data":{"resultType":"matrix","result":[{"metric":{},"values":[[NaN,"1"]]}]}}', "not a time"),
 ]
 
 
 @pytest.mark.parametrize(("body", "why"), BROKEN)
 def test_what_is_no_answer_is_said(body: str, why: str) -> None:
     with pytest.raises(Unreadable, match=why):
-        matrix_of(body)
+        parse_matrix(body)
 
 
 def test_its_clock_is_read() -> None:
-    assert clock_of('{"status":"success","data":{"resultType":"scalar","result":[7.25,"7.25"]}}') == 7.25
+    assert parse_clock('{"status":"success","data":{"resultType":"scalar","result":[7.25,"7.25"]}}') == 7.25
 
 
 @pytest.mark.parametrize("result", ["7", "[]", '[NaN,"1"]', '["7","7"]', "[true,1]"])
 def test_a_clock_that_tells_no_time_is_said(result: str) -> None:
-    with pytest.raises(Unreadable, match="no time"):
-        clock_of(f'{{"status":"success","data":{{"resultType":"scalar","result":{result}}}}}')
+    with pytest.raises(Unreadable, match="has no time"):
+        parse_clock(f'{{"status":"success","data":{{"resultType":"scalar","result":{result}}}}}')

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from trimtab_operator.tuner.samples import Finished, Unfinished
-from trimtab_operator.tuner.samples.requests import request_news
+from trimtab_operator.tuner.samples.requests import parse_request_updates
 from trimtab_operator.tuner.samples.series import Unreadable
 
 COLUMNS = {
@@ -28,23 +28,23 @@ def a_body(**changes: Any) -> dict[str, Any]:
 
 
 def test_ages_become_times_of_our_clock() -> None:
-    news, after = request_news(a_body(), at=1000.0)
+    updates, after = parse_request_updates(a_body(), at=1000.0)
     assert after == 8
-    assert news.missed == 1
-    assert news.finished == (Finished(970.0, 975.0, 100, 11, 0.5, 2.0, 16, 1, "stop"),)
-    assert news.finished[0].mean_gap == pytest.approx(0.2)
-    assert news.unfinished == (Unfinished(996.0, 200, 7),)
+    assert updates.missed == 1
+    assert updates.finished == (Finished(970.0, 975.0, 100, 11, 0.5, 2.0, 16, 1, "stop"),)
+    assert updates.finished[0].mean_gap == pytest.approx(0.2)
+    assert updates.unfinished == (Unfinished(996.0, 200, 7),)
 
 
 def test_a_newer_engine_may_say_more() -> None:
     columns = {**COLUMNS, "unfinished": ["mood", *COLUMNS["unfinished"]]}
-    news, _ = request_news(a_body(columns=columns, unfinished=[["fine", 4.0, 200, 0, 7]]), at=1000.0)
-    assert news.unfinished == (Unfinished(996.0, 200, 7),)
+    updates, _ = parse_request_updates(a_body(columns=columns, unfinished=[["fine", 4.0, 200, 0, 7]]), at=1000.0)
+    assert updates.unfinished == (Unfinished(996.0, 200, 7),)
 
 
 def test_a_request_without_a_token_has_no_gaps() -> None:
-    news, _ = request_news(a_body(finished=[[30.0, 5.0, 100, 0, 0, None, None, 0, "abort"]]), at=1000.0)
-    assert news.finished[0].mean_gap is None
+    updates, _ = parse_request_updates(a_body(finished=[[30.0, 5.0, 100, 0, 0, None, None, 0, "abort"]]), at=1000.0)
+    assert updates.finished[0].mean_gap is None
 
 
 @pytest.mark.parametrize(
@@ -63,5 +63,5 @@ def test_a_request_without_a_token_has_no_gaps() -> None:
     ],
 )
 def test_what_the_contract_does_not_know_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(Unreadable, match="the list of requests cannot be read"):
-        request_news(a_body(**change), at=1000.0)
+    with pytest.raises(Unreadable, match="the request list is invalid"):
+        parse_request_updates(a_body(**change), at=1000.0)

@@ -13,7 +13,7 @@ from simulator_benchmarks.live_parameters.loads import BOTH, BUDGETS, Phase, bes
 from simulator_benchmarks.live_parameters.mixes import Switched
 from simulator_benchmarks.live_parameters.scenes import CLIENTS, scene_settings
 from simulator_benchmarks.scenarios import CODE, CONVERSATIONS
-from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.parameters import Parameter
 from trimtab_simulator.policies.policy import STAY, View
 
 LOG = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -41,7 +41,7 @@ def test_phases_follow_each_other_and_a_seed_draws_the_same(folder: Path) -> Non
 def test_what_was_known_beforehand_is_switched_once_at_its_time() -> None:
     policy = Switched([(900.0, budget_of(512))])
     assert policy.decide(View(885.0, 1, {}, ())) is STAY
-    assert policy.decide(View(900.0, 1, {}, ())).knobs == {Knob.MAX_NUM_BATCHED_TOKENS: 512}
+    assert policy.decide(View(900.0, 1, {}, ())).parameters == {Parameter.MAX_NUM_BATCHED_TOKENS: 512}
     assert policy.decide(View(915.0, 1, {}, ())) is STAY
 
 

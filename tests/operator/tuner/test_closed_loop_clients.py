@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
+from engine_model_samples import sample_of
 from trimtab_operator.tuner.decide import decide
-from trimtab_operator.tuner.engine_model import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
-from trimtab_operator.tuner.knobs import FieldRange, Knob, Value
+from trimtab_operator.tuner.engine_model import EngineModel, EngineModelPolicy, KvBlocks, Sequence, StepCost
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
-from trimtab_operator.tuner.samples import Config, Ledger, Look, Phase
+from trimtab_operator.tuner.parameters import FieldRange, Parameter, Value
+from trimtab_operator.tuner.samples import Config, Ledger, Phase, ReplicaSnapshot
 from trimtab_operator.tuner.settings import Bounds, Mode, Settings
-from trimtab_operator.tuner.state import Memory
-from twin_samples import sample_of
+from trimtab_operator.tuner.state import TunerState
 
 COST = StepCost(0.02, 0.004, 0.002, 1e-6)  # a small model on a few processor cores
 CLIENTS, PROMPT, ANSWER = 16, 64, 192
@@ -36,12 +36,12 @@ class Scene:
     draw: Callable[[random.Random], tuple[int, int]] = lambda _: (PROMPT, ANSWER)
     """Lengths of one request."""
     fewest_blocks: int = LEAST_BLOCKS
-    values: dict[Knob, Value] = field(
+    values: dict[Parameter, Value] = field(
         default_factory=lambda: {
-            Knob.GPU_MEMORY_UTILIZATION: LEAST,
-            Knob.WATERMARK: 0.0,
-            Knob.MAX_NUM_SEQS: 32,
-            Knob.MAX_NUM_BATCHED_TOKENS: 256,
+            Parameter.GPU_MEMORY_UTILIZATION: LEAST,
+            Parameter.WATERMARK: 0.0,
+            Parameter.MAX_NUM_SEQS: 32,
+            Parameter.MAX_NUM_BATCHED_TOKENS: 256,
         }
     )
     now: float = 0.0
@@ -49,27 +49,29 @@ class Scene:
     generation: int = 1
 
     def __post_init__(self) -> None:
-        self.engine = TwinEngine(self.cost, self.policy, KvBlocks(self.blocks, BLOCK))
+        self.engine = EngineModel(self.cost, self.policy, KvBlocks(self.blocks, BLOCK))
         self.rng = random.Random(1)
         for at in sorted(self.rng.uniform(0.0, 5.0) for _ in range(self.clients)):
             self.engine.run_until(at)
             self.engine.add(Sequence(at, *self.draw(self.rng)))
 
     @property
-    def policy(self) -> TwinPolicy:
+    def policy(self) -> EngineModelPolicy:
         v = self.values
-        return TwinPolicy(int(v[Knob.MAX_NUM_SEQS]), int(v[Knob.MAX_NUM_BATCHED_TOKENS]), float(v[Knob.WATERMARK]))
+        return EngineModelPolicy(
+            int(v[Parameter.MAX_NUM_SEQS]), int(v[Parameter.MAX_NUM_BATCHED_TOKENS]), float(v[Parameter.WATERMARK])
+        )
 
     @property
     def blocks(self) -> int:
-        share = (float(self.values[Knob.GPU_MEMORY_UTILIZATION]) - LEAST) / (MOST - LEAST)
+        share = (float(self.values[Parameter.GPU_MEMORY_UTILIZATION]) - LEAST) / (MOST - LEAST)
         return round(self.fewest_blocks * (1 + share * (MOST_BLOCKS / LEAST_BLOCKS - 1)))
 
     @property
     def most(self) -> float:
         return MOST if self.headroom else LEAST
 
-    def patch(self, values: dict[Knob, Value]) -> None:
+    def patch(self, values: dict[Parameter, Value]) -> None:
         self.values = {**self.values, **values}
         self.generation += 1
         self.engine.set_policy(self.policy)
@@ -85,21 +87,21 @@ class Scene:
                 assert done.finished_at is not None
                 self.engine.add(Sequence(done.finished_at, *self.draw(self.rng)))
 
-    def look(self) -> Look:
+    def snapshot(self) -> ReplicaSnapshot:
         engine = self.engine
-        news, self.told = engine.finished[self.told :], len(engine.finished)
-        sample = sample_of(engine, news, at=self.now, generation=self.generation)
+        updates, self.told = engine.finished[self.told :], len(engine.finished)
+        sample = sample_of(engine, updates, at=self.now, generation=self.generation)
         fields = {
-            Knob.GPU_MEMORY_UTILIZATION: FieldRange(True, LEAST, self.most),
-            Knob.WATERMARK: FieldRange(True, 0.0, 0.9),
-            Knob.MAX_NUM_SEQS: FieldRange(True, 1, 32),
-            Knob.MAX_NUM_BATCHED_TOKENS: FieldRange(True, 64, 2048),
+            Parameter.GPU_MEMORY_UTILIZATION: FieldRange(True, LEAST, self.most),
+            Parameter.WATERMARK: FieldRange(True, 0.0, 0.9),
+            Parameter.MAX_NUM_SEQS: FieldRange(True, 1, 32),
+            Parameter.MAX_NUM_BATCHED_TOKENS: FieldRange(True, 64, 2048),
         }
         device = round(self.fewest_blocks * (MOST_BLOCKS / LEAST_BLOCKS - 1) / (MOST - LEAST))
-        free = int((1 - float(self.values[Knob.GPU_MEMORY_UTILIZATION])) * device) if self.headroom else 0
+        free = int((1 - float(self.values[Parameter.GPU_MEMORY_UTILIZATION])) * device) if self.headroom else 0
         config = Config(self.generation, dict(self.values), fields, 2048)
         ledger = Ledger(device, engine.blocks.total, BLOCK, 1, free_bytes=free)
-        return Look("m-0", Phase.READY, "uid", 0.0, sample, config, ledger)
+        return ReplicaSnapshot("m-0", Phase.READY, "uid", 0.0, sample, config, ledger)
 
     def good_tokens(self, promised: Objectives, since: float) -> int:
         """Tokens of answers that were begun after `since` and kept their promises."""
@@ -109,15 +111,15 @@ class Scene:
 
 def played(scene: Scene, promised: Objectives | None, seconds: float) -> Scene:
     """The scene after so long, steered by these promises; None: Off."""
-    memory = Memory()
+    state = TunerState()
     while scene.now < seconds:
         scene.serve(TICK)
         if promised is None:
             continue
-        bounds = {Knob.GPU_MEMORY_UTILIZATION: Bounds(LEAST, scene.most)}
+        bounds = {Parameter.GPU_MEMORY_UTILIZATION: Bounds(LEAST, scene.most)}
         settings = Settings(Mode.AUTO, promised, bounds, prior=_guess(scene.cost))
-        outcome = decide([scene.look()], memory, settings, scene.now)
-        memory = outcome.memory
+        outcome = decide([scene.snapshot()], state, settings, scene.now)
+        state = outcome.state
         for values in outcome.patches.values():
             scene.patch(dict(values))
     return scene

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trimtab_operator.tuner.engine_model import Sequence, TwinEngine
-from trimtab_operator.tuner.samples import Counters, Finished, Gauges, RequestNews, Sample, Unfinished, Work
+from trimtab_operator.tuner.engine_model import EngineModel, Sequence
+from trimtab_operator.tuner.samples import Counters, Finished, Gauges, RequestUpdates, Sample, Unfinished, Work
 
 
-def sample_of(engine: TwinEngine, ended: Iterable[Sequence], *, at: float, generation: int) -> Sample:
+def sample_of(engine: EngineModel, ended: Iterable[Sequence], *, at: float, generation: int) -> Sample:
     """All counters of an engine, its gauges, and the requests that `ended` since it was last asked."""
     c = engine.counters
     sums = {kind: Work(s.steps, s.tokens, s.sequences, s.context, s.attended, s.seconds) for kind, s in c.sums.items()}
@@ -24,7 +24,7 @@ def sample_of(engine: TwinEngine, ended: Iterable[Sequence], *, at: float, gener
         prefill=sums["prefill"].plus(sums["mixed"]),
     )
     usage = 1 - engine.blocks.free / engine.blocks.total
-    rows = RequestNews(
+    rows = RequestUpdates(
         tuple(_row(s) for s in ended),
         tuple(Unfinished(s.arrival, s.num_prompt, n) for s, n in engine.unfinished()),
     )

@@ -4,14 +4,14 @@ import random
 from dataclasses import replace
 
 import pytest
-from trimtab_operator.tuner.engine_model import KvBlocks, Sequence, StepCost, TwinEngine, TwinPolicy
+from trimtab_operator.tuner.engine_model import EngineModel, EngineModelPolicy, KvBlocks, Sequence, StepCost
 from trimtab_operator.tuner.load import Pair
 from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
-from trimtab_operator.tuner.prediction import Candidate, Foresight, Found
+from trimtab_operator.tuner.prediction import Candidate, InFlightRequest, Predictor
 from trimtab_operator.tuner.prediction.capacity import (
-    KEPT_LOOKS,
+    ATTAINED_STEPS,
     TOLERANCE,
-    WORK_PER_TURN,
+    WORK_PER_STEP,
     Bracket,
 )
 from trimtab_operator.tuner.prediction.prediction import (
@@ -34,27 +34,27 @@ def pairs(prompt: float, output: float, count: int = 2000) -> tuple[Pair, ...]:
     )
 
 
-def searched(foresight: Foresight, candidate: Candidate) -> float:
+def searched(predictor: Predictor, candidate: Candidate) -> float:
     """The capacity, after as many turns as its search takes."""
     for _ in range(40):
-        found = foresight.capacity_later(candidate)
+        found = predictor.searched_capacity(candidate)
         if found is not None:
             return found
-        foresight.begin_turn()
+        predictor.begin_step()
     raise AssertionError("the search does not end")
 
 
 @pytest.fixture(scope="module")
-def code() -> Foresight:
-    return Foresight(COST, pairs(2052, 27), BOTH, 1.0, 0.99)
+def code() -> Predictor:
+    return Predictor(COST, pairs(2052, 27), BOTH, 1.0, 0.99)
 
 
-def test_the_same_is_predicted_each_time(code: Foresight) -> None:
-    again = Foresight(COST, code.pairs, BOTH, 1.0, 0.99)
+def test_the_same_is_predicted_each_time(code: Predictor) -> None:
+    again = Predictor(COST, code.pairs, BOTH, 1.0, 0.99)
     assert again.at(ONE, 3.0) == code.at(ONE, 3.0)
 
 
-def test_more_load_is_felt(code: Foresight) -> None:
+def test_more_load_is_felt(code: Predictor) -> None:
     light, heavy = code.at(ONE, 1.0), code.at(ONE, 7.0)
     assert light.attainment > 0.99
     assert heavy.attainment < 0.5
@@ -62,25 +62,25 @@ def test_more_load_is_felt(code: Foresight) -> None:
     assert light.running < heavy.running
 
 
-def test_short_answers_want_small_chunks(code: Foresight) -> None:
+def test_short_answers_want_small_chunks(code: Predictor) -> None:
     small, large = searched(code, ONE), searched(code, replace(ONE, max_num_batched_tokens=8192))
     assert small > 2 * large
 
 
-def test_capacity_is_where_promises_begin_to_break(code: Foresight) -> None:
+def test_capacity_is_where_promises_begin_to_break(code: Predictor) -> None:
     capacity = searched(code, ONE)
     assert code.at(ONE, 0.9 * capacity).attainment >= 0.985
     assert code.at(ONE, 1.3 * capacity).attainment < 0.99
 
 
-def test_more_replicas_hold_more(code: Foresight) -> None:
+def test_more_replicas_hold_more(code: Predictor) -> None:
     assert searched(code, replace(ONE, replicas=3)) > 2.5 * searched(code, ONE)
 
 
-def test_asked_again_nothing_is_computed_again(code: Foresight) -> None:
+def test_asked_again_nothing_is_computed_again(code: Predictor) -> None:
     searched(code, ONE)
     runs = code.runs
-    code.begin_turn()
+    code.begin_step()
     code.capacity(ONE)
     assert code.runs == runs
 
@@ -89,56 +89,56 @@ def test_token_gaps_are_another_promise_than_means() -> None:
     gaps = Objectives(Ttft(2.0, 1 / 8000, 0.95), Itl(0.05, ItlKind.TOKENS, 0.95))
     known = pairs(2052, 100)
     wide = replace(ONE, max_num_batched_tokens=8192)
-    by_tokens, by_mean = Foresight(COST, known, gaps), Foresight(COST, known, replace(gaps, itl=Itl(0.05, share=0.95)))
+    by_tokens, by_mean = Predictor(COST, known, gaps), Predictor(COST, known, replace(gaps, itl=Itl(0.05, share=0.95)))
     assert by_tokens.at(wide, 3.0).itl_share != by_mean.at(wide, 3.0).itl_share
 
 
 def test_a_watermark_ends_preemption() -> None:
     known = pairs(1238, 221)
-    foresight = Foresight(COST, known, BOTH)
+    predictor = Predictor(COST, known, BOTH)
     tight = Candidate(1, 512, 8192, 25_000 // 16)
-    before, after = foresight.at(tight, 6.0), foresight.at(replace(tight, watermark=0.05), 6.0)
+    before, after = predictor.at(tight, 6.0), predictor.at(replace(tight, watermark=0.05), 6.0)
     assert before.recomputed_share > 0.015
     assert after.recomputed_share < before.recomputed_share / 2
 
 
 def test_nothing_that_cannot_be_promised_is_held() -> None:
     impossible = Objectives(Ttft(1e-6, 0.0, 0.99))
-    assert searched(Foresight(COST, pairs(1000, 10), impossible), ONE) == 0.0
+    assert searched(Predictor(COST, pairs(1000, 10), impossible), ONE) == 0.0
 
 
 def test_few_lengths_leave_a_capacity_unsure() -> None:
-    few, many = Foresight(COST, pairs(1000, 200, 40), BOTH), Foresight(COST, pairs(1000, 200, 4000), BOTH)
+    few, many = Predictor(COST, pairs(1000, 200, 40), BOTH), Predictor(COST, pairs(1000, 200, 4000), BOTH)
     assert few.sampling_error > 0.1
     assert many.sampling_error < 0.02
-    assert Foresight(COST, pairs(1000, 200, 1), BOTH).sampling_error == 1.0
+    assert Predictor(COST, pairs(1000, 200, 1), BOTH).sampling_error == 1.0
 
 
 def test_beside_few_lengths_what_was_believed_before_counts() -> None:
     """Of few requests a handful decides whether one in a hundred breaks its promise."""
     shares = []
     for count in (30, 3000):
-        foresight = Foresight(COST, pairs(1238, 221, count), BOTH)
-        own = searched(foresight, ONE)
-        assert foresight.believed(ONE) == own  # nothing was believed before
-        foresight.before = {ONE: 2 * own}
-        shares.append(foresight.believed(ONE) / own)
-        assert foresight.beliefs()[ONE] == pytest.approx(foresight.believed(ONE))
+        predictor = Predictor(COST, pairs(1238, 221, count), BOTH)
+        own = searched(predictor, ONE)
+        assert predictor.believed_capacity(ONE) == own  # nothing was believed before
+        predictor.before = {ONE: 2 * own}
+        shares.append(predictor.believed_capacity(ONE) / own)
+        assert predictor.beliefs()[ONE] == pytest.approx(predictor.believed_capacity(ONE))
     assert shares[0] > 1.8
     assert shares[1] < 1.1
 
 
 def test_a_search_goes_on_from_look_to_look_and_tells_the_best_it_knows() -> None:
     known = pairs(1238, 221)
-    before = Foresight(COST, known, BOTH)
+    before = Predictor(COST, known, BOTH)
     was = searched(before, ONE)
     slower = replace(COST, per_token=2 * COST.per_token)
-    after = Foresight(slower, known, BOTH, guesses=dict(before.capacities))
-    true = searched(Foresight(slower, known, BOTH), ONE)
+    after = Predictor(slower, known, BOTH, guesses=dict(before.capacities))
+    true = searched(Predictor(slower, known, BOTH), ONE)
     after.work_left = 0
     told = [after.capacity(ONE)]
-    while after.capacity_later(ONE) is None:
-        after.begin_turn()
+    while after.searched_capacity(ONE) is None:
+        after.begin_step()
         told.append(after.capacity(ONE))
         assert after.work_left > -MOST_REQUESTS
     assert told[0] == pytest.approx(was)  # as it was, until something is known
@@ -149,20 +149,20 @@ def test_a_search_goes_on_from_look_to_look_and_tells_the_best_it_knows() -> Non
 
 
 def test_what_can_wait_is_computed_over_some_turns() -> None:
-    foresight = Foresight(COST, pairs(1238, 221), BOTH)
+    predictor = Predictor(COST, pairs(1238, 221), BOTH)
     four = replace(ONE, replicas=4)
     budgets = [replace(four, max_num_batched_tokens=budget) for budget in (256, 512, 1024, 2048, 4096, 8192)]
     answers: list[bool | None] = [None]
     turns = 0
     while None in answers:
-        foresight.begin_turn()
-        answers = [foresight.attains_later(one, 14.0) for one in budgets]
-        assert foresight.work_left > -MOST_REQUESTS
+        predictor.begin_step()
+        answers = [predictor.holds_rate(one, 14.0) for one in budgets]
+        assert predictor.work_left > -MOST_REQUESTS
         turns += 1
-    assert 1 < turns <= 1 + 6 * MOST_REQUESTS // WORK_PER_TURN
-    foresight.begin_turn()
-    assert foresight.attains_later(budgets[0], 13.5) in (answers[0], True)  # what holds more holds less, unasked
-    assert foresight.work_left == WORK_PER_TURN or not answers[0]
+    assert 1 < turns <= 1 + 6 * MOST_REQUESTS // WORK_PER_STEP
+    predictor.begin_step()
+    assert predictor.holds_rate(budgets[0], 13.5) in (answers[0], True)  # what holds more holds less, unasked
+    assert predictor.work_left == WORK_PER_STEP or not answers[0]
 
 
 @pytest.mark.parametrize(
@@ -181,21 +181,21 @@ def test_a_rate_between_what_was_seen_is_not_known(
 ) -> None:
     bracket = Bracket(1.15)
     for seen, is_held in told:
-        bracket.told(seen, is_held=is_held)
-    assert bracket.holds_load(rate) is holds_load
+        bracket.record(seen, is_held=is_held)
+    assert bracket.holds(rate) is holds_load
 
 
 @pytest.mark.parametrize("true", [0.3, 4.9, 5.0, 80.0])
 def test_a_search_ends_at_the_highest_rate_that_is_held(true: float) -> None:
-    bracket, looks = Bracket(1.15), 0
+    bracket, snapshots = Bracket(1.15), 0
     while not bracket.is_narrow:
         rate = bracket.next_rate(5.0)
-        if looks:
-            bracket.widened()
-        bracket.told(rate, is_held=rate <= true)
-        looks += 1
+        if snapshots:
+            bracket.widen()
+        bracket.record(rate, is_held=rate <= true)
+        snapshots += 1
     assert true / (1 + TOLERANCE) <= bracket.best(5.0) <= true
-    assert looks <= 16
+    assert snapshots <= 16
 
 
 @pytest.mark.parametrize("rate", [2.0, 3.5, 4.2, 4.6, 6.0])
@@ -215,7 +215,7 @@ def test_each_request_goes_where_the_fewest_are_as_if_all_were_looked_at_each_ti
     """Only those replicas are run for an arrival in which something may have ended; what is felt is the same."""
     three = replace(ONE, replicas=3, kv_blocks=kv_blocks)
     load = Load.drawn(pairs(600, 150), variation=1.5, count=900)
-    engines = [TwinEngine(COST, TwinPolicy(512, 1024), KvBlocks(kv_blocks, 16)) for _ in range(3)]
+    engines = [EngineModel(COST, EngineModelPolicy(512, 1024), KvBlocks(kv_blocks, 16)) for _ in range(3)]
     at, sent = 0.0, []
     for pair, gap in zip(load.pairs, load.gaps, strict=True):
         at += gap / rate
@@ -238,7 +238,7 @@ def test_each_request_goes_where_the_fewest_are_as_if_all_were_looked_at_each_ti
 
 def test_clients_that_wait_send_less_where_they_are_served_worse() -> None:
     load = Load.drawn(pairs(300, 100), variation=1.0, count=900)
-    found = [Found(1.0, 300, 100, 10 * (i % 9)) for i in range(32)]
+    found = [InFlightRequest(1.0, 300, 100, 10 * (i % 9)) for i in range(32)]
     easy = Objectives(Ttft(1000.0))
     many = predict_clients(ONE, COST, load, 10.0, easy, found)
     few = predict_clients(replace(ONE, max_num_seqs=4), COST, load, 10.0, easy, found)
@@ -251,15 +251,15 @@ def test_clients_that_wait_send_less_where_they_are_served_worse() -> None:
 
 def test_a_stream_comes_whatever_is_done() -> None:
     load = Load.drawn(pairs(300, 100), variation=1.0, count=900)
-    foresight = predict(ONE, COST, load, 3.0, BOTH)
-    assert foresight.good_share == foresight.attainment
+    predictor = predict(ONE, COST, load, 3.0, BOTH)
+    assert predictor.good_share == predictor.attainment
 
 
 def test_what_is_there_already_is_felt_by_those_who_come() -> None:
     small = replace(ONE, kv_blocks=2000)
-    empty = Foresight(COST, pairs(500, 300), BOTH)
-    full = Foresight(COST, empty.pairs, BOTH)
-    full.begin_turn(lambda: [Found(5.0, 500, 2000, 400)] * 60)
+    empty = Predictor(COST, pairs(500, 300), BOTH)
+    full = Predictor(COST, empty.pairs, BOTH)
+    full.begin_step(lambda: [InFlightRequest(5.0, 500, 2000, 400)] * 60)
     before, then = empty.at(small, 1.0), full.at(small, 1.0)
     assert then.ttft_p95 > 2 * before.ttft_p95
     assert then.recomputed_share > before.recomputed_share
@@ -269,42 +269,42 @@ def test_what_is_there_already_is_felt_by_those_who_come() -> None:
 def test_each_simulated_replica_has_as_much_to_do_as_a_real_one() -> None:
     asked: list[int] = []
 
-    def there() -> list[Found]:
+    def there() -> list[InFlightRequest]:
         asked.append(1)
-        return [Found(1.0, 100, 50, 10)] * 80
+        return [InFlightRequest(1.0, 100, 50, 10)] * 80
 
-    foresight = Foresight(COST, pairs(1000, 10), BOTH)
-    foresight.begin_turn(there)
+    predictor = Predictor(COST, pairs(1000, 10), BOTH)
+    predictor.begin_step(there)
     many, four = replace(ONE, replicas=8), replace(ONE, replicas=4)
-    assert len(foresight.found_by(four, many)) == 40
-    assert len(foresight.found_by(four, four)) == 80
+    assert len(predictor.found_by(four, many)) == 40
+    assert len(predictor.found_by(four, four)) == 80
     assert asked == [1]
 
 
 def test_a_capacity_of_another_mix_is_taken_to_change_as_the_work_does() -> None:
-    few, many = Foresight(COST, pairs(1000, 200), BOTH), Foresight(COST, pairs(1000, 400), BOTH)
+    few, many = Predictor(COST, pairs(1000, 200), BOTH), Predictor(COST, pairs(1000, 400), BOTH)
     assert 1.3 < many.mean_work / few.mean_work < 2.0
 
 
-def looked_at(foresight: Foresight, tokens: int, rate: float = 1.0) -> tuple[bool, int]:
+def looked_at(predictor: Predictor, tokens: int, rate: float = 1.0) -> tuple[bool, int]:
     """Whether promises are kept from here with so many tokens in two requests, and the predictions that it took."""
-    runs = foresight.runs
-    foresight.begin_turn(lambda: [Found(1.0, tokens // 2, tokens, 1)] * 2)
-    return foresight.keeps(ONE, rate), foresight.runs - runs
+    runs = predictor.runs
+    predictor.begin_step(lambda: [InFlightRequest(1.0, tokens // 2, tokens, 1)] * 2)
+    return predictor.meets_objectives(ONE, rate), predictor.runs - runs
 
 
 def test_that_promises_are_kept_from_here_is_believed_for_some_looks() -> None:
-    foresight = Foresight(COST, pairs(600, 150), BOTH)
-    found = [looked_at(foresight, 10_000) for _ in range(2 * (KEPT_LOOKS + 1))]
-    assert found == [(True, 1), *[(True, 0)] * KEPT_LOOKS] * 2
+    predictor = Predictor(COST, pairs(600, 150), BOTH)
+    found = [looked_at(predictor, 10_000) for _ in range(2 * (ATTAINED_STEPS + 1))]
+    assert found == [(True, 1), *[(True, 0)] * ATTAINED_STEPS] * 2
 
 
 def test_where_more_is_there_or_comes_it_is_looked_at_again() -> None:
-    foresight = Foresight(COST, pairs(600, 150), BOTH)
-    assert [looked_at(foresight, tokens)[1] for tokens in (10_000, 10_400, 10_600)] == [1, 0, 1]
-    assert [looked_at(foresight, 10_000, rate)[1] for rate in (1.04, 1.2, 0.5)] == [0, 1, 0]
+    predictor = Predictor(COST, pairs(600, 150), BOTH)
+    assert [looked_at(predictor, tokens)[1] for tokens in (10_000, 10_400, 10_600)] == [1, 0, 1]
+    assert [looked_at(predictor, 10_000, rate)[1] for rate in (1.04, 1.2, 0.5)] == [0, 1, 0]
 
 
 def test_that_promises_break_from_here_is_never_believed_for_long() -> None:
-    foresight = Foresight(COST, pairs(600, 150), BOTH)
-    assert [looked_at(foresight, 10_000, rate=100.0) for _ in range(3)] == [(False, 1)] * 3
+    predictor = Predictor(COST, pairs(600, 150), BOTH)
+    assert [looked_at(predictor, 10_000, rate=100.0) for _ in range(3)] == [(False, 1)] * 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from trimtab_operator.tuner.knobs import Knob, Value
+from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_simulator.contest import Contest
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
@@ -13,11 +13,11 @@ from trimtab_simulator.policies.trimtab import Trimtab
 from trimtab_simulator.replay import REPLICAS, Loop
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 
-START: dict[Knob, Value] = {
-    Knob.MAX_NUM_SEQS: 512,
-    Knob.MAX_NUM_BATCHED_TOKENS: 8192,
-    Knob.WATERMARK: 0.0,
-    Knob.GPU_MEMORY_UTILIZATION: 0.9,
+START: dict[Parameter, Value] = {
+    Parameter.MAX_NUM_SEQS: 512,
+    Parameter.MAX_NUM_BATCHED_TOKENS: 8192,
+    Parameter.WATERMARK: 0.0,
+    Parameter.GPU_MEMORY_UTILIZATION: 0.9,
 }
 SECONDS = 420.0
 
@@ -39,8 +39,8 @@ def test_a_budget_is_not_blamed_for_what_users_felt_before_enough_replicas_serve
     fleet = FleetSettings(machine, START, 6, 1, 28, 120.0)
     contest = Contest(documents(), fleet, Loop(), Objectives(10.0, 1 / 4000, itl_mean=0.1))
     changes = contest.play(Trimtab(contest.setup)).changes
-    budgets = [change.after for change in changes if change.target == Knob.MAX_NUM_BATCHED_TOKENS.value]
+    budgets = [change.after for change in changes if change.target == Parameter.MAX_NUM_BATCHED_TOKENS.value]
     assert len([change for change in changes if change.target == REPLICAS and change.after > change.before]) >= 1
     assert budgets
     assert budgets == sorted(budgets, reverse=True)  # none is taken back
-    assert budgets[0] < START[Knob.MAX_NUM_BATCHED_TOKENS]
+    assert budgets[0] < START[Parameter.MAX_NUM_BATCHED_TOKENS]

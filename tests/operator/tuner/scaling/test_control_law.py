@@ -7,23 +7,23 @@ import random
 import pytest
 from trimtab_operator.tuner.load.demand import Case, Demand, Growth, Point
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Unit
-from trimtab_operator.tuner.scaling.law import (
+from trimtab_operator.tuner.scaling.control_law import (
     BURST_HOLD_COLD_STARTS,
     BURST_SECONDS,
-    FORETOLD_HOLD_SECONDS,
+    FORECAST_HOLD_SECONDS,
     HOLD_COLD_STARTS,
     LEARN_COLD_STARTS,
     LEVEL_SECONDS,
     LULL_HOLDS,
-    TURN_SECONDS,
+    REVERSAL_COOLDOWN_SECONDS,
     Caution,
-    ScalingMemory,
-    awaited,
-    bound,
+    ScalingState,
+    awaited_initial_replicas,
+    compute_need,
     confidence,
-    decided,
-    meant_load,
-    needed,
+    decide_count,
+    initial_load,
+    rate_to_provision,
     replicas_for_queue,
 )
 
@@ -42,34 +42,38 @@ def grown(factor: float) -> Growth:
 
 
 def test_the_growth_that_was_seen_is_provided_for() -> None:
-    found = bound(loaded(*[10.0] * 20, *[20.0] * 8, *[10.0] * 20), grown(1.5), Caution(), 0.9, cold_start=COLD)
+    found = rate_to_provision(
+        loaded(*[10.0] * 20, *[20.0] * 8, *[10.0] * 20), grown(1.5), Caution(), 0.9, cold_start=COLD
+    )
     assert found is not None
     assert found[0] == pytest.approx(15.0)
 
 
 def test_no_more_than_a_quarter_above_the_highest_rate_is_provided_for() -> None:
-    found = bound(loaded(*[10.0] * 20), grown(4.0), Caution(), 0.9, cold_start=COLD)
+    found = rate_to_provision(loaded(*[10.0] * 20), grown(4.0), Caution(), 0.9, cold_start=COLD)
     assert found is not None
     assert found[0] == pytest.approx(12.5)
 
 
 @pytest.mark.parametrize(
-    ("foretold", "provided"),
+    ("forecast_load", "provided"),
     [
         (12.0, 12.0),  # less than the growth that others like it had
         (9.0, 10.0),  # never less than what comes now
         (30.0, 30.0),  # and more than a quarter above the highest of the last hours: so mornings are
     ],
 )
-def test_what_a_forecast_foretells_takes_the_place_of_growth(foretold: float, provided: float) -> None:
-    found = bound(loaded(*[10.0] * 20), grown(1.2), Caution(), 0.9, cold_start=COLD, foretold=foretold)
+def test_what_a_forecast_foretells_takes_the_place_of_growth(forecast_load: float, provided: float) -> None:
+    found = rate_to_provision(
+        loaded(*[10.0] * 20), grown(1.2), Caution(), 0.9, cold_start=COLD, forecast_load=forecast_load
+    )
     assert found is not None
     assert found[0] == pytest.approx(provided)
 
 
 def test_a_jump_counts_whatever_a_forecast_foretells() -> None:
     jump = loaded(*[10.0] * 20, 40.0, 40.0)
-    found = bound(jump, grown(1.0), Caution(), 0.9, cold_start=COLD, foretold=10.0)
+    found = rate_to_provision(jump, grown(1.0), Caution(), 0.9, cold_start=COLD, forecast_load=10.0)
     assert found is not None
     assert found[0] > 25
 
@@ -77,8 +81,8 @@ def test_a_jump_counts_whatever_a_forecast_foretells() -> None:
 @pytest.mark.parametrize("times", [0.25, 4.0])
 def test_before_anything_was_seen_loads_may_wander_as_far_as_a_start_up_is_long(times: float) -> None:
     """The spread of a random walk goes by the root of the time."""
-    found = bound(loaded(*[10.0] * 20), Growth(), Caution(), 0.9, cold_start=COLD)
-    other = bound(loaded(*[10.0] * 20), Growth(), Caution(), 0.9, cold_start=times * COLD)
+    found = rate_to_provision(loaded(*[10.0] * 20), Growth(), Caution(), 0.9, cold_start=COLD)
+    other = rate_to_provision(loaded(*[10.0] * 20), Growth(), Caution(), 0.9, cold_start=times * COLD)
     assert found is not None
     assert other is not None
     assert math.log(other[1]) == pytest.approx(math.sqrt(times) * math.log(found[1]))
@@ -90,7 +94,7 @@ def test_more_growth_is_provided_for_once_more_was_missed_than_is_allowed() -> N
 
 
 def test_a_jump_counts_at_once() -> None:
-    found = bound(loaded(*[10.0] * 20, 40.0, 40.0), grown(1.0), Caution(), 0.9, cold_start=COLD)
+    found = rate_to_provision(loaded(*[10.0] * 20, 40.0, 40.0), grown(1.0), Caution(), 0.9, cold_start=COLD)
     assert found is not None
     assert found[0] > 25
 
@@ -98,14 +102,14 @@ def test_a_jump_counts_at_once() -> None:
 def test_a_burst_is_provided_for_at_its_height_and_what_the_next_may_have_above_it() -> None:
     """Half a minute of it makes half as much of a minute's rate; 45 a second are what those who wait must hold."""
     burst = loaded(*[2.0] * 20, *[36.0] * 2)
-    slow = bound(burst, Growth(), Caution(), 0.9, cold_start=COLD)
-    found = bound(burst, Growth(), Caution(), 0.9, cold_start=COLD, is_burst=True)
+    slow = rate_to_provision(burst, Growth(), Caution(), 0.9, cold_start=COLD)
+    found = rate_to_provision(burst, Growth(), Caution(), 0.9, cold_start=COLD, is_burst=True)
     assert slow is not None
     assert found is not None
     assert slow[0] < 36.0
     assert found[0] == pytest.approx(36.0 * found[1])
     jumps = Growth(cases=tuple(Case(float(i), 1.0, burst.trend(), math.log(20.0)) for i in range(200)))
-    wild = bound(burst, jumps, Caution(), 0.9, cold_start=COLD, is_burst=True)
+    wild = rate_to_provision(burst, jumps, Caution(), 0.9, cold_start=COLD, is_burst=True)
     assert wild is not None
     assert wild[0] == pytest.approx(36.0 * Caution().beyond_highest)
 
@@ -118,13 +122,13 @@ def provided_for(rates: list[float], *, seed: int) -> list[float]:
         while left < 15.0 * rate:
             count, left = count + 1, left + rng.expovariate(1.0)
         demand = demand.with_point(Point(now, 15.0, count))
-        growth = growth.settled(demand, now)
+        growth = growth.with_errors(demand, now)
         level = demand.level(LEVEL_SECONDS)
         assert level is not None
-        up = bound(demand, growth, Caution(), Caution().confidence, cold_start=COLD)
+        up = rate_to_provision(demand, growth, Caution(), Caution().confidence, cold_start=COLD)
         assert up is not None
         found.append(up[0])
-        growth = growth.foreseen(now + COLD + 15.0, level, demand.trend())
+        growth = growth.with_prediction(now + COLD + 15.0, level, demand.trend())
     return found
 
 
@@ -143,14 +147,14 @@ def test_a_jump_of_a_small_load_counts_within_a_minute(seed: int) -> None:
 
 
 def test_the_fewest_replicas_that_hold_it_and_those_for_the_queue() -> None:
-    need = needed(25.0, 20.0, 1.25, lambda n: 8.0 * n, least=1, most=10, queue_replicas=2)
+    need = compute_need(25.0, 20.0, 1.25, lambda n: 8.0 * n, least=1, most=10, queue_replicas=2)
     assert (need.replicas, need.for_queue) == (6, 2)
-    assert needed(999.0, 20.0, 1.0, lambda n: 8.0 * n, least=1, most=10, queue_replicas=0).replicas == 10
+    assert compute_need(999.0, 20.0, 1.0, lambda n: 8.0 * n, least=1, most=10, queue_replicas=0).replicas == 10
 
 
 @pytest.mark.parametrize(("seconds", "replicas"), [(3.0, 0), (50.0, 1), (300.0, 3)])
 def test_a_queue_is_worth_replicas_once_it_eats_the_promise(seconds: float, replicas: int) -> None:
-    assert replicas_for_queue(seconds, replicas=4, promise=2.0, cold_start=COLD) == replicas
+    assert replicas_for_queue(seconds, replicas=4, ttft_seconds=2.0, cold_start=COLD) == replicas
 
 
 def walked(
@@ -166,10 +170,10 @@ def walked(
 ) -> list[int]:
     """The counts asked for, a look every 15 s. `burst` is the look at which the load has just doubled; fewer than
     `fewest` would not hold what is there."""
-    memory, count, counts = ScalingMemory(), start, []
+    state, count, counts = ScalingState(), start, []
     for index, need in enumerate(needs):
-        count, memory = decided(
-            memory,
+        count, state = decide_count(
+            state,
             need,
             count,
             now=15.0 * index,
@@ -187,14 +191,21 @@ def walked(
 
 def expected(needs: list[int], *, start: int) -> list[int | None]:
     """The count whose load is awaited, look by look."""
-    memory, found = ScalingMemory(), []
+    state, found = ScalingState(), []
     for index, need in enumerate(needs):
         now = 15.0 * index
-        meant = awaited(memory, need, start, now=now, cold_start=COLD)
-        _, memory = decided(
-            memory, need, start, now=now, cold_start=COLD, may_lower=False, behavior=Behavior(), meant=meant
+        initial_replicas = awaited_initial_replicas(state, need, start, now=now, cold_start=COLD)
+        _, state = decide_count(
+            state,
+            need,
+            start,
+            now=now,
+            cold_start=COLD,
+            may_lower=False,
+            behavior=Behavior(),
+            initial_replicas=initial_replicas,
         )
-        found.append(meant)
+        found.append(initial_replicas)
     return found
 
 
@@ -210,8 +221,8 @@ def test_it_is_not_awaited_for_longer_than_a_load_must_be_seen_before_replicas_g
 
 
 def test_replicas_are_meant_for_more_than_one_fewer_of_them_holds() -> None:
-    assert meant_load(4, lambda count: 5.0 * count) == pytest.approx(17.5)
-    assert meant_load(1, lambda count: 5.0 * count) == pytest.approx(2.5)
+    assert initial_load(4, lambda count: 5.0 * count) == pytest.approx(17.5)
+    assert initial_load(1, lambda count: 5.0 * count) == pytest.approx(2.5)
 
 
 def test_out_at_once_and_in_only_when_the_load_is_known_and_has_been_low_for_the_hold() -> None:
@@ -232,7 +243,7 @@ def test_what_grew_slowly_goes_after_the_start_up_that_it_costs() -> None:
 
 def test_where_a_forecast_says_that_none_is_needed_again_it_goes_after_a_minute() -> None:
     counts = walked([3] * 60 + [2] * 60, start=3, drain=180.0, later=2)
-    assert 15.0 * (counts.index(2) - 59) == pytest.approx(FORETOLD_HOLD_SECONDS, abs=30.0)
+    assert 15.0 * (counts.index(2) - 59) == pytest.approx(FORECAST_HOLD_SECONDS, abs=30.0)
 
 
 def test_where_bursts_come_no_forecast_shortens_the_hold() -> None:
@@ -315,15 +326,15 @@ def test_the_count_turns_twice_in_ten_minutes_at_most_whatever_is_needed(seed: i
     changes = [(15.0 * i, counts[i] > counts[i - 1]) for i in range(1, len(counts)) if counts[i] != counts[i - 1]]
     turns = [at for (_, was_up), (at, is_up) in itertools.pairwise(changes) if is_up != was_up]
     assert len(turns) > 20
-    assert all(sum(start <= at < start + TURN_SECONDS for at in turns) <= 2 for start in turns)
+    assert all(sum(start <= at < start + REVERSAL_COOLDOWN_SECONDS for at in turns) <= 2 for start in turns)
 
 
 def test_after_a_restart_windows_begin_with_what_is_there() -> None:
     """What was needed before is not written down: a new operator takes its first look for no lull."""
-    kept = ScalingMemory(3, began_at=-10_000.0)
+    kept = ScalingState(3, began_at=-10_000.0)
     counts = []
     for index in range(40):
-        count, kept = decided(kept, 1, 3, now=15.0 * index, cold_start=COLD, may_lower=True, behavior=Behavior())
+        count, kept = decide_count(kept, 1, 3, now=15.0 * index, cold_start=COLD, may_lower=True, behavior=Behavior())
         counts.append(count)
     assert 15.0 * counts.index(1) >= HOLD_COLD_STARTS * COLD
 

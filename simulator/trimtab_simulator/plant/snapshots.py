@@ -7,7 +7,7 @@ from bisect import bisect_left
 
 from trimtab_operator.tuner.engine_model import Sequence, StepSums
 from trimtab_operator.tuner.engine_model.gaps import fine_edges
-from trimtab_operator.tuner.knobs import FieldRange, Knob, Values
+from trimtab_operator.tuner.parameters import FieldRange, Parameter, Values
 from trimtab_operator.tuner.samples import (
     Config,
     Counters,
@@ -15,9 +15,9 @@ from trimtab_operator.tuner.samples import (
     Gauges,
     Histogram,
     Ledger,
-    Look,
     Phase,
-    RequestNews,
+    ReplicaSnapshot,
+    RequestUpdates,
     Sample,
     Unfinished,
     Work,
@@ -48,16 +48,16 @@ class Observer:
         self._mean_itl = [0] * len(ITL_EDGES)
         self._mean_itl_total = 0.0
 
-    def look(
+    def snapshot(
         self, replica: Replica, machine: Machine, at: float, values: Values, generation: int, *, with_requests: bool
-    ) -> Look:
+    ) -> ReplicaSnapshot:
         """The replica at `at`, up to which its engine has run. `values` are the knobs that it runs."""
         if replica.phase is not Phase.READY and replica.phase is not Phase.DRAINING:
-            return Look(replica.name, replica.phase, replica.name, replica.since, problem="not ready")
+            return ReplicaSnapshot(replica.name, replica.phase, replica.name, replica.since, problem="not ready")
         engine = replica.engine
-        news = engine.finished[self._num_finished :]
+        updates = engine.finished[self._num_finished :]
         self._num_finished = len(engine.finished)
-        self._count(engine.first_tokens[self._num_first :], news)
+        self._count(engine.first_tokens[self._num_first :], updates)
         self._num_first = len(engine.first_tokens)
         sample = Sample(
             at=at,
@@ -66,7 +66,7 @@ class Observer:
             ttft=_histogram(TTFT_EDGES, self._ttft, self._ttft_total),
             itl=_gap_histogram(replica),
             mean_itl=_histogram(ITL_EDGES, self._mean_itl, self._mean_itl_total),
-            requests=_requests(replica, news) if with_requests else None,
+            requests=_requests(replica, updates) if with_requests else None,
         )
         config = Config(generation, values, ranges(machine), max_model_len=machine.max_model_len)
         ledger = Ledger(
@@ -74,10 +74,10 @@ class Observer:
             blocks_total=engine.blocks.total,
             block_size=machine.block_size,
             bytes_per_block=machine.bytes_per_token * machine.block_size,
-            free_bytes=math.floor((1 - values[Knob.GPU_MEMORY_UTILIZATION]) * machine.device_bytes),
+            free_bytes=math.floor((1 - values[Parameter.GPU_MEMORY_UTILIZATION]) * machine.device_bytes),
             blocks_cap=machine.blocks_at(machine.cap_utilization),
         )
-        return Look(replica.name, replica.phase, replica.name, replica.since, sample, config, ledger)
+        return ReplicaSnapshot(replica.name, replica.phase, replica.name, replica.since, sample, config, ledger)
 
     def _count(self, first_tokens: list[Sequence], finished: list[Sequence]) -> None:
         for sequence in first_tokens:
@@ -91,13 +91,13 @@ class Observer:
                 self._mean_itl_total += gap
 
 
-def ranges(machine: Machine) -> dict[Knob, FieldRange]:
+def ranges(machine: Machine) -> dict[Parameter, FieldRange]:
     """What the engine says could be set: its envelope."""
     return {
-        Knob.MAX_NUM_SEQS: FieldRange(True, 1, machine.max_num_seqs_cap),
-        Knob.MAX_NUM_BATCHED_TOKENS: FieldRange(True, 1, machine.max_num_batched_tokens_cap),
-        Knob.WATERMARK: FieldRange(True, 0.0, MAX_WATERMARK),
-        Knob.GPU_MEMORY_UTILIZATION: FieldRange(True, machine.least_utilization, machine.cap_utilization),
+        Parameter.MAX_NUM_SEQS: FieldRange(True, 1, machine.max_num_seqs_cap),
+        Parameter.MAX_NUM_BATCHED_TOKENS: FieldRange(True, 1, machine.max_num_batched_tokens_cap),
+        Parameter.WATERMARK: FieldRange(True, 0.0, MAX_WATERMARK),
+        Parameter.GPU_MEMORY_UTILIZATION: FieldRange(True, machine.least_utilization, machine.cap_utilization),
     }
 
 
@@ -135,9 +135,9 @@ def _gauges(replica: Replica, at: float, generation: int) -> Gauges:
     )
 
 
-def _requests(replica: Replica, news: list[Sequence]) -> RequestNews:
-    return RequestNews(
-        finished=tuple(_finished(sequence) for sequence in news),
+def _requests(replica: Replica, updates: list[Sequence]) -> RequestUpdates:
+    return RequestUpdates(
+        finished=tuple(_finished(sequence) for sequence in updates),
         unfinished=tuple(
             Unfinished(sequence.arrival, sequence.num_prompt, num_out, sequence.num_cached)
             for sequence, num_out in replica.engine.unfinished()

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab_operator.tuner.knobs import FieldRange, Knob, Values
-from trimtab_operator.tuner.samples import Config, Counters, Gauges, Ledger, Look, Phase, RequestNews, Sample, Work
+from trimtab_operator.tuner.parameters import FieldRange, Parameter, Values
+from trimtab_operator.tuner.samples import (
+    Config,
+    Counters,
+    Gauges,
+    Ledger,
+    Phase,
+    ReplicaSnapshot,
+    RequestUpdates,
+    Sample,
+    Work,
+)
 
-KNOBS: Values = {
-    Knob.GPU_MEMORY_UTILIZATION: 0.8,
-    Knob.WATERMARK: 0.0,
-    Knob.MAX_NUM_SEQS: 64,
-    Knob.MAX_NUM_BATCHED_TOKENS: 2048,
+PARAMETERS: Values = {
+    Parameter.GPU_MEMORY_UTILIZATION: 0.8,
+    Parameter.WATERMARK: 0.0,
+    Parameter.MAX_NUM_SEQS: 64,
+    Parameter.MAX_NUM_BATCHED_TOKENS: 2048,
 }
 FIELDS = {
-    Knob.GPU_MEMORY_UTILIZATION: FieldRange(True, 0.5, 0.95),
-    Knob.WATERMARK: FieldRange(True, 0.0, 0.9),
-    Knob.MAX_NUM_SEQS: FieldRange(True, 1, 256),
-    Knob.MAX_NUM_BATCHED_TOKENS: FieldRange(True, 64, 8192),
+    Parameter.GPU_MEMORY_UTILIZATION: FieldRange(True, 0.5, 0.95),
+    Parameter.WATERMARK: FieldRange(True, 0.0, 0.9),
+    Parameter.MAX_NUM_SEQS: FieldRange(True, 1, 256),
+    Parameter.MAX_NUM_BATCHED_TOKENS: FieldRange(True, 64, 8192),
 }
 
 
-def a_sample(at: float, *, generation: int | None = 1, requests: RequestNews | None = None, **changes: Any) -> Sample:
+def make_sample(at: float, *, generation: int | None = 1, requests: RequestUpdates | None = None, **changes: Any) -> Sample:
     """A sample of an engine that has done 10 steps a second since 0."""
     gauges: dict[str, Any] = {"running": 4.0, "waiting": 0.0, "kv_usage": 0.5, "waiting_tokens": None}
     counts: dict[str, Any] = {
@@ -39,11 +49,11 @@ def a_sample(at: float, *, generation: int | None = 1, requests: RequestNews | N
     return Sample(at, Counters(**counts), Gauges(**gauges, config_generation=generation), requests=requests)
 
 
-def a_look(replica: str = "m-0", sample: Sample | None = None, *, values: Values | None = None, **changes: Any) -> Look:
+def make_replica_snapshot(replica: str = "m-0", sample: Sample | None = None, *, values: Values | None = None, **changes: Any) -> ReplicaSnapshot:
     """A look at a replica that serves, and can be read when it has a sample."""
     readable: dict[str, Any] = {}
     if sample is not None:
-        readable["config"] = Config(sample.gauges.config_generation or 1, {**KNOBS, **(values or {})}, FIELDS, 4096)
+        readable["config"] = Config(sample.gauges.config_generation or 1, {**PARAMETERS, **(values or {})}, FIELDS, 4096)
         readable["ledger"] = Ledger(16_000_000_000, 10_000, 16, 1_000_000, free_bytes=3_000_000_000)
     fields = {"phase": Phase.READY, "instance": "uid-1", "sample": sample, **readable, **changes}
-    return Look(replica, **fields)
+    return ReplicaSnapshot(replica, **fields)

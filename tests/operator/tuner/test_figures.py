@@ -10,26 +10,26 @@ from typing import cast
 
 import pytest
 from trimtab_operator.tuner.engine_model import StepCost
-from trimtab_operator.tuner.explanation import apart, figure, percent, sentence_of, why
-from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.explanation import figure, format_distinct, percent, sentence_of, why
 from trimtab_operator.tuner.load.clients import Clients, Count
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
 from trimtab_operator.tuner.observation import Observation, observe
-from trimtab_operator.tuner.observation.track import Patience, Track
-from trimtab_operator.tuner.prediction import Candidate, Foresight, Prediction
-from trimtab_operator.tuner.rules import HOT
+from trimtab_operator.tuner.observation.track import FaultTimeouts, Track
+from trimtab_operator.tuner.parameters import Parameter
+from trimtab_operator.tuner.prediction import Candidate, Prediction, Predictor
+from trimtab_operator.tuner.rules import LIVE_RULES
 from trimtab_operator.tuner.settings import Mode, Settings
 from trimtab_operator.tuner.situation import Range, Situation
-from trimtab_operator.tuner.state import Memory
-from tuner_looks import KNOBS, a_look, a_sample
+from trimtab_operator.tuner.state import TunerState
+from tuner_snapshots import PARAMETERS, make_replica_snapshot, make_sample
 
 NOW = 10_000.0
-WAIT = Clients(tuple(Count(1, 16, 6, 9) for _ in range(4)))
+CLOSED_LOOP = Clients(tuple(Count(1, 16, 6, 9) for _ in range(4)))
 SAID_TO_DIFFER = (
     re.compile(r"from ([\d.,]+%?)[^;:]*? to ([\d.,]+%?)"),
     re.compile(r"([\d.,]+%?) [^;:]*?instead of ([\d.,]+%?)"),
-    re.compile(r"takes ([\d.,]+) ms, and ([\d.,]+) ms"),
+    re.compile(r"takes ([\d.,]+) ms; the ITL objective is ([\d.,]+) ms"),
 )
 
 
@@ -40,25 +40,25 @@ class AtRandom:
     seed: int
     spread: float
     rate: float
-    clients_wait: bool
+    is_closed_loop: bool
 
     def at(self, candidate: Candidate, _rate: float) -> Prediction:
         chance = self._chance(candidate)
         scale = 10 ** self._chance("scale").uniform(-1, 3)
         met = min(1.0, max(0.0, self._chance("met").random() + chance.gauss(0, self.spread)))
-        good = met * max(0.0, 1 + chance.gauss(0, self.spread)) if self.clients_wait else met
+        good = met * max(0.0, 1 + chance.gauss(0, self.spread)) if self.is_closed_loop else met
         ttft, twice = scale * (1 + abs(chance.gauss(0, self.spread))), abs(chance.gauss(0, self.spread))
         tokens = scale * max(0.1, 1 + chance.gauss(0, self.spread))
         return Prediction(met, met, met, ttft / 2, ttft, 0.05, 0.1, min(1.0, twice), tokens, 9.0, 900, good)
 
-    def capacity_later(self, candidate: Candidate) -> float:
+    def searched_capacity(self, candidate: Candidate) -> float:
         return self.rate * max(0.0, 1 + self._chance(candidate).gauss(-0.2, self.spread))
 
-    def as_known(self, candidate: Candidate) -> float:
-        return self.capacity_later(candidate)
+    def known_capacity(self, candidate: Candidate) -> float:
+        return self.searched_capacity(candidate)
 
-    def attains_later(self, candidate: Candidate, rate: float) -> bool:
-        return self.capacity_later(candidate) >= rate
+    def holds_rate(self, candidate: Candidate, rate: float) -> bool:
+        return self.searched_capacity(candidate) >= rate
 
     @property
     def sampling_error(self) -> float:
@@ -68,23 +68,23 @@ class AtRandom:
         return random.Random(f"{self.seed} {of}")
 
 
-def an_observation(*, is_pressed: bool, waits_for_seats: bool) -> Observation:
+def an_observation(*, is_pressed: bool, waits_for_slots: bool) -> Observation:
     tracks: dict[str, Track] = {}
     for now in (NOW - 30, NOW - 15, NOW):
-        sample = a_sample(
+        sample = make_sample(
             now,
             kv_usage=0.99 if is_pressed else 0.4,
             preemptions={"capacity": is_pressed * now},
             recomputed_tokens=20.0 * is_pressed * now,
-            blocked_seconds={"seqs": 0.3 * waits_for_seats * now},
+            blocked_seconds={"seqs": 0.3 * waits_for_slots * now},
         )
-        observation, tracks = observe(tracks, [a_look(sample=sample)], now=now, patience=Patience())
+        observation, tracks = observe(tracks, [make_replica_snapshot(sample=sample)], now=now, timeouts=FaultTimeouts())
     return observation
 
 
 OBSERVATIONS = [
-    an_observation(is_pressed=is_pressed, waits_for_seats=waits_for_seats)
-    for is_pressed, waits_for_seats in ((True, False), (True, True), (False, True), (False, False))
+    an_observation(is_pressed=is_pressed, waits_for_slots=waits_for_slots)
+    for is_pressed, waits_for_slots in ((True, False), (True, True), (False, True), (False, False))
 ]
 
 
@@ -99,19 +99,19 @@ def a_situation(rng: random.Random) -> Situation:
     promised = rng.choice(
         [Objectives(Ttft(2.0)), Objectives(itl=Itl(gap)), Objectives(Ttft(0.1), Itl(gap), are_given=False)]
     )
-    clients = rng.choice([Clients(), WAIT])
-    foresight = AtRandom(rng.randrange(1 << 30), rng.choice([0.0, 0.003, 0.05, 0.3]), rate, clients.do_wait)
+    clients = rng.choice([Clients(), CLOSED_LOOP])
+    predictor = AtRandom(rng.randrange(1 << 30), rng.choice([0.0, 0.003, 0.05, 0.3]), rate, clients.are_closed_loop)
     return Situation(
         now=NOW,
-        settings=Settings(Mode.AUTO, promised, starts=KNOBS),
-        memory=Memory(clients=clients, quiet_since=rng.choice([NOW, NOW - 4000.0]), starts=KNOBS),
+        settings=Settings(Mode.AUTO, promised, starts=PARAMETERS),
+        state=TunerState(clients=clients, quiet_since=rng.choice([NOW, NOW - 4000.0]), starts=PARAMETERS),
         observation=observation,
         window=window,
         ranges={
-            Knob.GPU_MEMORY_UTILIZATION: Range(rng.choice([0.8, 0.9]), 0.5, rng.choice([0.9, 0.9012, 0.95]), True),
-            Knob.WATERMARK: Range(rng.choice([0.0, 0.05]), 0.0, 0.1, True),
-            Knob.MAX_NUM_SEQS: Range(rng.choice([16, 64]), 1, 96, True),
-            Knob.MAX_NUM_BATCHED_TOKENS: Range(2048, 64, 8192, True),
+            Parameter.GPU_MEMORY_UTILIZATION: Range(rng.choice([0.8, 0.9]), 0.5, rng.choice([0.9, 0.9012, 0.95]), True),
+            Parameter.WATERMARK: Range(rng.choice([0.0, 0.05]), 0.0, 0.1, True),
+            Parameter.MAX_NUM_SEQS: Range(rng.choice([16, 64]), 1, 96, True),
+            Parameter.MAX_NUM_BATCHED_TOKENS: Range(2048, 64, 8192, True),
         },
         ledger=replace(
             ledger,
@@ -121,10 +121,10 @@ def a_situation(rng: random.Random) -> Situation:
         ),
         objectives=promised,
         cost=cost,
-        foresight=cast("Foresight", foresight),
+        predictor=cast("Predictor", predictor),
         rate=rate,
         replicas=1,
-        coming=0,
+        starting=0,
         attained=rng.choice([None, 0.5]),
     )
 
@@ -133,14 +133,14 @@ def a_situation(rng: random.Random) -> Situation:
 def all_moves() -> list[tuple[Situation, Move]]:
     """What the rules want in some hundred situations."""
     situations = [a_situation(random.Random(seed)) for seed in range(400)]
-    return [(s, move) for s in situations for rule in HOT if (move := rule(s)) is not None]
+    return [(s, move) for s in situations for rule in LIVE_RULES if (move := rule(s)) is not None]
 
 
 def test_figures_that_are_said_to_differ_differ_as_printed() -> None:
     assert {move.reason for _, move in all_moves()} >= {
         Reason.KV_CACHE_TOO_SMALL, Reason.KV_CACHE_LARGER_THAN_NEEDED, Reason.ADMITTED_TOO_EARLY,
         Reason.WATERMARK_NOT_NEEDED, Reason.CHUNKS_TOO_LARGE, Reason.CHUNKS_TOO_SMALL, Reason.BATCH_TOO_LARGE,
-        Reason.TOO_FEW_SEATS,
+        Reason.TOO_FEW_SEQUENCE_SLOTS,
     }  # fmt: skip
     for _, move in all_moves():
         told = why((Decision("id", NOW, move, sentence_of(move, Mode.AUTO)),), None)
@@ -159,7 +159,7 @@ def test_a_move_that_is_judged_by_what_decides_gains_more_of_it_than_chance_make
         if gain.measure in (Measure.CAPACITY, Measure.TOKENS):
             clear = 0.02 * gain.before
         assert gain.after >= gain.before + clear - 1e-9, move
-        is_served_worse = not situation.objectives.are_given and situation.memory.clients.do_wait
+        is_served_worse = not situation.objectives.are_given and situation.state.clients.are_closed_loop
         if is_served_worse:
             assert gain.measure in (Measure.CAPACITY, Measure.TOKENS), move
 
@@ -176,16 +176,16 @@ def test_a_move_that_is_judged_by_what_decides_gains_more_of_it_than_chance_make
 def test_two_figures_are_told_with_as_many_digits_as_tell_them_apart(
     one: float, other: float, told: tuple[str, str]
 ) -> None:
-    assert apart(one, other, figure) == told
+    assert format_distinct(one, other, figure) == told
 
 
 def test_shares_are_told_apart_too() -> None:
-    assert apart(0.2071, 0.2074, percent) == ("20.71%", "20.74%")
+    assert format_distinct(0.2071, 0.2074, percent) == ("20.71%", "20.74%")
 
 
 def test_what_is_predicted_to_stay_is_said_to_stay() -> None:
     stays = Expectation(Measure.ATTAINMENT, 0.0, 0.0, 0.0, 0.02)
-    move = Move(Reason.WATERMARK_NOT_NEEDED, Knob.WATERMARK, 0.05, 0.0, {"quiet_seconds": 1800.0}, (stays,))
+    move = Move(Reason.WATERMARK_NOT_NEEDED, Parameter.WATERMARK, 0.05, 0.0, {"quiet_seconds": 1800.0}, (stays,))
     told = sentence_of(move, Mode.AUTO)
-    assert "attainment should stay at 0.0%" in told
+    assert "attainment is expected to stay at 0.0%" in told
     assert "stays at 0.0%" in why((Decision("id", NOW, move, told),), None)
