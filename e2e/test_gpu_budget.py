@@ -72,7 +72,7 @@ def test_higher_priority_preempts_replica_until_deleted(
     urgent = apply("urgent", runtime=GPU, priority=100)
     _await_replicas(urgent, granted=1)
     _await_replicas(patient, granted=TOTAL - 1, wanted=TOTAL + 1)
-    _await_event(patient, kube, "OverBudget", f"{urgent.namespace}/{urgent.name} (priority 100) gets 1")
+    _await_event(patient, kube, "OverBudget", f"{urgent.namespace}/{urgent.name} (priority 100) uses 1")
     remove(urgent)
     _await_replicas(patient, granted=TOTAL, wanted=TOTAL + 1)
     remove(patient)

@@ -15,9 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from trimtab_operator.engines.http import Reply, Unreachable, fetch
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.actions import LiveValues
-from trimtab_operator.observed.engines import QueueSeen
+from trimtab_operator.observed.engines import ReportedScheduling
 from trimtab_operator.planning.scheduling_policy import PER_PROMPT_TOKEN, POLICY, TARGET
-from trimtab_operator.tuner.knobs import FieldRange, Knob, Value, typed
+from trimtab_operator.tuner.parameters import FieldRange, Parameter, Value, typed
 from trimtab_operator.tuner.samples import Config, Ledger
 
 __all__ = [
@@ -98,10 +98,10 @@ class ConfigReport(_Wire):
         max_model_len = self.envelope.get("max_model_len")
         return Config(
             generation=self.generation,
-            applied={knob: typed(knob, self.applied[knob]) for knob in Knob if knob in self.applied},
+            applied={knob: typed(knob, self.applied[knob]) for knob in Parameter if knob in self.applied},
             fields={
                 knob: FieldRange(report.change == "live", report.minimum, report.maximum)
-                for knob in Knob
+                for knob in Parameter
                 if (report := self.fields.get(knob)) is not None
                 and report.minimum is not None
                 and report.maximum is not None
@@ -109,10 +109,10 @@ class ConfigReport(_Wire):
             max_model_len=max_model_len if isinstance(max_model_len, int) and max_model_len > 0 else None,
         )
 
-    def queue(self) -> QueueSeen:
+    def queue(self) -> ReportedScheduling:
         """What it says of the order of its queue."""
         report = self.fields.get(POLICY)
-        return QueueSeen(
+        return ReportedScheduling(
             policy=self.chosen.get(POLICY),
             policies=() if report is None else report.names,
             times={name: float(self.applied[name]) for name in (TARGET, PER_PROMPT_TOKEN) if name in self.applied},

@@ -24,9 +24,9 @@ from trimtab_operator.engines.http import pod_url
 from trimtab_operator.engines.prometheus import Prometheus
 from trimtab_operator.engines.scrape import ScrapeFailure, Stored
 from trimtab_operator.observed.actions import LiveValues, Patch
-from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, Target
+from trimtab_operator.observed.engines import EngineObservation, EngineTarget, MetricsSettings
 from trimtab_operator.tuner.moves import Reason
-from trimtab_operator.tuner.samples import RequestNews, Sample, Source
+from trimtab_operator.tuner.samples import RequestUpdates, Sample, Source
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ OnAnswer = Callable[[Patch, PatchAnswer], Awaitable[None]]
 class _Conversation:
     """What is under way with one engine."""
 
-    asking: asyncio.Task[EngineSeen] | None = None
+    asking: asyncio.Task[EngineObservation] | None = None
     patching: asyncio.Task[None] | None = None
     refused: list[tuple[LiveValues, int, float]] = field(default_factory=list)
     """The changes that were refused lately, and since anything else was answered: their values, the generation that
@@ -57,14 +57,14 @@ class _Conversation:
     """The last finished request that a look has told of."""
     told: Sample | None = None
     """The last sample that a look has told of."""
-    word: tuple[EngineSeen, float] | None = None
+    word: tuple[EngineObservation, float] | None = None
     """What it said last, and when (by `clock`) a look heard it; None once it was asked to change."""
 
     def unrefused(self, order: Patch, now: float) -> LiveValues | None:
         """What of a change can be asked of it: the values, or what is `otherwise`, unless they were refused lately."""
         self.refused = [refusal for refusal in self.refused if now - refusal[2] < REFUSED_SECONDS]
         refused = [values for values, generation, _ in self.refused if generation == order.if_match]
-        return next((f for f in (order.fields, order.otherwise) if f is not None and f not in refused), None)
+        return next((f for f in (order.fields, order.fallback) if f is not None and f not in refused), None)
 
     def end(self) -> None:
         for task in (self.asking, self.patching):
@@ -82,7 +82,7 @@ class Engines:
     prometheus: Prometheus | None = None
     may_write: Callable[[], bool] = lambda: True
     """Asked before every change."""
-    _asked: MetricsAsked = field(default_factory=MetricsAsked)
+    _asked: MetricsSettings = field(default_factory=MetricsSettings)
     """Where the last look had metrics read."""
     _with: dict[str, _Conversation] = field(default_factory=dict)
     """What is under way, by the uid of the leader's pod."""
@@ -92,12 +92,12 @@ class Engines:
 
     async def look(
         self,
-        targets: Iterable[Target],
+        targets: Iterable[EngineTarget],
         tokens: Tokens,
-        asked: MetricsAsked | None = None,
+        asked: MetricsSettings | None = None,
         *,
         believes_last_words: bool = False,
-    ) -> dict[str, EngineSeen]:
+    ) -> dict[str, EngineObservation]:
         """Ask every engine at once, and Prometheus where `asked` says so; by group, what they said in time. Engines
         that are gone are forgotten. Who `believes_last_words` does not ask those that had no request when they spoke
         last, where that word would stand if they were late."""
@@ -106,26 +106,26 @@ class Engines:
         for gone in self._with.keys() - reachable.keys():
             self._with.pop(gone).end()
         late = {uid: said for uid, target in reachable.items() if (said := self._taken_up(target)) is not None}
-        asked = asked or MetricsAsked()
+        asked = asked or MetricsSettings()
         if asked != self._asked:  # what they said before answers another question
             self._asked = asked
             for conversation in self._with.values():
                 conversation.word = None
         free = [target for target in reachable.values() if not self._is_asked(target)]
         if believes_last_words:
-            free = [target for target in free if (said := self._repeated(target)) is None or not said.is_at_rest]
+            free = [target for target in free if (said := self._repeated(target)) is None or not said.is_idle]
         stored = self._stored(free, asked)
         begun = [self._begin(target, tokens, stored.get(target.pod)) for target in free]
         if begun:
             await asyncio.wait(begun, timeout=self.patience_seconds)
         return {target.group: self._said(target, late.get(target.instance)) for target in wanted}
 
-    def _is_asked(self, target: Target) -> bool:
+    def _is_asked(self, target: EngineTarget) -> bool:
         """Whether it is still being asked since an earlier look."""
         conversation = self._with.get(target.instance)
         return conversation is not None and conversation.asking is not None
 
-    def _stored(self, targets: Iterable[Target], asked: MetricsAsked) -> dict[str, Stored]:
+    def _stored(self, targets: Iterable[EngineTarget], asked: MetricsSettings) -> dict[str, Stored]:
         """By pod, what Prometheus will say; nothing where the pods are asked themselves."""
         pods = {target.pod: target.created_at for target in targets if target.ready}
         if not pods or asked.source == "Pods" or (asked.source == "Auto" and self.prometheus is None):
@@ -135,12 +135,14 @@ class Engines:
         reading.add_done_callback(self._reading.discard)
         return {pod: Stored(reading, pod, may_scrape=asked.source == "Auto") for pod in pods}
 
-    def _begin(self, target: Target, tokens: Tokens, stored: Stored | None) -> asyncio.Task[EngineSeen]:
+    def _begin(self, target: EngineTarget, tokens: Tokens, stored: Stored | None) -> asyncio.Task[EngineObservation]:
         conversation = self._with.setdefault(target.instance, _Conversation())
         conversation.asking = asyncio.create_task(self._ask(target, tokens, conversation.after_request, stored))
         return conversation.asking
 
-    async def _ask(self, target: Target, tokens: Tokens, after: int | None, stored: Stored | None) -> EngineSeen:
+    async def _ask(
+        self, target: EngineTarget, tokens: Tokens, after: int | None, stored: Stored | None
+    ) -> EngineObservation:
         token = tokens.for_hash(target.token_sha256)
         async with self._gate:
             try:
@@ -151,7 +153,7 @@ class Engines:
                 logger.exception("an engine's answer could not be dealt with", extra={"group": target.group})
                 return _unsaid(target, f"its answer could not be dealt with: {type(error).__name__}")
 
-    def _taken_up(self, target: Target) -> EngineSeen | None:
+    def _taken_up(self, target: EngineTarget) -> EngineObservation | None:
         """The answer that has come since it was asked, if it has, and if it still speaks of a pod as ready as now."""
         conversation = self._with.get(target.instance)
         if conversation is None or conversation.asking is None or not conversation.asking.done():
@@ -168,7 +170,7 @@ class Engines:
         conversation.word = said, self.clock()
         return said
 
-    def _repeated(self, target: Target) -> EngineSeen | None:
+    def _repeated(self, target: EngineTarget) -> EngineObservation | None:
         """What it said last, as long as that may still be so: one that answers late now and then is not silent, and
         says nothing new by it. The age of its sample says how old that is."""
         conversation = self._with.get(target.instance)
@@ -179,14 +181,14 @@ class Engines:
             return None
         return said if said.sample is None else replace(said, sample=said.sample.repeated())
 
-    def _is_old(self, said: EngineSeen, told: Sample) -> bool:
+    def _is_old(self, said: EngineObservation, told: Sample) -> bool:
         """Whether Prometheus has not scraped since a look told of a sample: requests that ended since wait for it to. A
         sample that is older than any that could be told of is another matter: a clock was set back."""
         if said.sample is None or said.source is not Source.PROMETHEUS or self.prometheus is None:
             return False
         return 0 <= told.at - said.sample.at <= self.prometheus.connection.look_back_seconds
 
-    def _said(self, target: Target, late: EngineSeen | None) -> EngineSeen:
+    def _said(self, target: EngineTarget, late: EngineObservation | None) -> EngineObservation:
         if target.address is None:
             return _unsaid(target, "the pod has no address yet")
         said = self._taken_up(target)
@@ -195,7 +197,7 @@ class Engines:
         waiting = f"no answer within {self.patience_seconds:g} s; it is still waited for"
         return late or self._repeated(target) or _unsaid(target, waiting)
 
-    async def say_the_same(self, known: Sequence[tuple[Target, bytes]]) -> bool:
+    async def say_the_same(self, known: Sequence[tuple[EngineTarget, bytes]]) -> bool:
         """Whether the pages of metrics of these engines say what is known of them (`EngineSeen.page`): one request to
         each. If so it is what they said last. One that is asked already, or is late, may say anything."""
         if any(self._is_asked(target) or self._is_patched(target) for target, _ in known):
@@ -219,15 +221,15 @@ class Engines:
         for instance in instances:
             conversation = self._with.get(instance)
             if conversation is not None and conversation.word is not None:
-                conversation.word = conversation.word[0].again(now), now
+                conversation.word = conversation.word[0].repeated_at(now), now
 
-    async def _page(self, target: Target) -> bytes | None:
+    async def _page(self, target: EngineTarget) -> bytes | None:
         assert target.address is not None
         async with self._gate:
             lines = await scrape.lines_of(self.http, pod_url(target.address, target.api_port))
         return None if isinstance(lines, ScrapeFailure) else scrape.hash_of(lines)
 
-    def _is_patched(self, target: Target) -> bool:
+    def _is_patched(self, target: EngineTarget) -> bool:
         """Whether a change is on its way to it."""
         conversation = self._with.get(target.instance)
         return conversation is not None and conversation.patching is not None and not conversation.patching.done()
@@ -280,23 +282,23 @@ class Engines:
 
 
 async def _samples(
-    prometheus: Prometheus | None, asked: MetricsAsked, pods: Mapping[str, float]
+    prometheus: Prometheus | None, asked: MetricsSettings, pods: Mapping[str, float]
 ) -> Mapping[str, Sample | ScrapeFailure]:
     if prometheus is None:
         return dict.fromkeys(pods, ScrapeFailure(NO_PROMETHEUS, Reason.PROMETHEUS_UNAVAILABLE))
     return await prometheus.samples(asked.namespace, pods, asked.labels)
 
 
-def _unsaid(target: Target, why: str) -> EngineSeen:
-    return EngineSeen(target.ready, why)
+def _unsaid(target: EngineTarget, why: str) -> EngineObservation:
+    return EngineObservation(target.ready, why)
 
 
-def _with_requests_of(earlier: EngineSeen, said: EngineSeen) -> EngineSeen:
+def _with_requests_of(earlier: EngineObservation, said: EngineObservation) -> EngineObservation:
     """An answer, with the requests that an earlier one told of as well: each is told once."""
     if earlier.sample is None or said.sample is None:
         return said
     old, new = earlier.sample.requests, said.sample.requests
     if old is None:
         return said
-    both = old if new is None else RequestNews((*old.finished, *new.finished), new.unfinished, old.missed + new.missed)
+    both = old if new is None else RequestUpdates((*old.finished, *new.finished), new.unfinished, old.missed + new.missed)
     return replace(said, sample=replace(said.sample, requests=both))

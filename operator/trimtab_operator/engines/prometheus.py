@@ -33,15 +33,15 @@ from trimtab_operator.tuner.samples import Sample
 from trimtab_operator.tuner.samples.prometheus import (
     LABEL_NAME,
     METRIC_NAME,
-    Duplicated,
-    Naming,
+    DuplicateTargets,
     Page,
+    PrometheusNaming,
     Scrapes,
-    clock_of,
-    matrix_of,
+    group_scrapes,
     newest_page,
+    parse_clock,
+    parse_matrix,
     range_query,
-    scrapes_of,
 )
 from trimtab_operator.tuner.samples.series import Unreadable, sample_of
 
@@ -50,7 +50,7 @@ MAX_SCRAPES = 1000  # of one pod in an answer: one a second looks back for that 
 PODS_AT_ONCE = 8  # of one query
 QUERIES_AT_ONCE = 4  # of all resources: others look at their dashboards meanwhile
 DEADLINE_SECONDS = 5.0  # of one query
-REST_SECONDS = 15.0  # after a failure of the server
+IDLE_RECONCILE_SECONDS = 15.0  # after a failure of the server
 MAX_CREDENTIAL_BYTES = 1 << 16
 SCRAPES_LOOKED_BACK = 3  # samples that are older than so many scrapes are as good as none
 LEAST_LOOK_BACK_SECONDS = 30.0
@@ -65,7 +65,7 @@ class Connection:
     """Where Prometheus is, and how it is asked: the flags of the operator. Raises MisconfiguredOperator."""
 
     url: str
-    naming: Naming = field(default_factory=Naming)
+    naming: PrometheusNaming = field(default_factory=PrometheusNaming)
     scrape_seconds: float = 15.0
     """How often it scrapes engines."""
     ca_file: Path | None = None
@@ -211,7 +211,9 @@ class Prometheus:
     def _resting(self, namespace: str) -> ScrapeFailure | None:
         """Why nothing is asked now, if it is so."""
         now = self._clock()
-        self._failures = {who: failed for who, failed in self._failures.items() if now - failed[0] < REST_SECONDS}
+        self._failures = {
+            who: failed for who, failed in self._failures.items() if now - failed[0] < IDLE_RECONCILE_SECONDS
+        }
         failed = self._failures.get(None) or self._failures.get(namespace)
         return None if failed is None else failed[1]
 
@@ -233,18 +235,18 @@ class Prometheus:
             return await asyncio.to_thread(self._decoded, body), ahead  # it would hold up everybody
 
     def _decoded(self, body: bytes) -> Scrapes:
-        found = matrix_of(body)
+        found = parse_matrix(body)
         most = max((len(series.samples) for series in found), default=0)
         if most > MAX_SCRAPES:  # each becomes a page: together they would take far more memory than the answer
             raise Unreadable(f"the answer has {most:,} samples of one series, where a few were asked for")
-        return scrapes_of(found, self.connection.naming)
+        return group_scrapes(found, self.connection.naming)
 
     def _sample(
         self, pod: str, targets: Mapping[str, Sequence[Page]], created_at: float, ahead: float
     ) -> Sample | ScrapeFailure:
         try:
             page = newest_page(pod, targets, since=created_at + ahead)
-        except Duplicated as error:
+        except DuplicateTargets as error:
             return ScrapeFailure(
                 f"Prometheus: {error}; drop all but one, or choose by spec.metrics.labels", Reason.METRICS_DUPLICATED
             )
@@ -262,10 +264,10 @@ class Prometheus:
         """How far its clock is ahead of ours. What is known holds until it is clearly wrong: a scrape that is looked at
         twice must have one date."""
         sent = self._clock()
-        at = clock_of(await self.query("time()"))
+        at = parse_clock(await self.query("time()"))
         received = self._clock()
-        measured, doubt = at - (sent + received) / 2, (received - sent) / 2 + CLOCK_STEP_SECONDS
-        if abs(measured - self._ahead) > doubt:
+        measured, mismatch = at - (sent + received) / 2, (received - sent) / 2 + CLOCK_STEP_SECONDS
+        if abs(measured - self._ahead) > mismatch:
             self._ahead = measured
         return self._ahead
 

@@ -23,10 +23,10 @@ from pydantic import BaseModel, Field, ValidationError
 from trimtab_operator.engines.admin_client import ConfigReport, EngineClient, Failure, Layout, MemoryLedger
 from trimtab_operator.engines.http import Reply, Unreachable, fetch, pod_url
 from trimtab_operator.layout.degrees import Degrees
-from trimtab_operator.observed.engines import EngineSeen, Target
+from trimtab_operator.observed.engines import EngineObservation, EngineTarget
 from trimtab_operator.tuner.moves import Reason
-from trimtab_operator.tuner.samples import RequestNews, Sample, Source
-from trimtab_operator.tuner.samples.requests import request_news
+from trimtab_operator.tuner.samples import RequestUpdates, Sample, Source
+from trimtab_operator.tuner.samples.requests import parse_request_updates
 from trimtab_operator.tuner.samples.series import USED_NAMES, Labels, Unreadable, sample_of
 
 MAX_METRICS_BYTES = 1 << 20  # about ten times what an engine exposes
@@ -64,7 +64,7 @@ class _Reading:
 
     found: Sample | ScrapeFailure
     source: Source
-    detour: str | None = None
+    fallback_reason: str | None = None
     page: bytes | None = None
 
 
@@ -80,14 +80,14 @@ class LoadProgress:
 
 
 async def ask(
-    target: Target,
+    target: EngineTarget,
     *,
     http: aiohttp.ClientSession,
     token: str,
     after_request: int | None = None,
     stored: Stored | None = None,
     clock: Callable[[], float] = time.time,
-) -> EngineSeen:
+) -> EngineObservation:
     """Ask one engine all that matters now, at once: while it loads, how far it is; when it is Ready, its metrics (from
     Prometheus where `stored` says so), its ledger and the requests that ended after number `after_request`; its
     configuration in either case, and its layout where that is still to be learned."""
@@ -100,7 +100,7 @@ async def ask(
         load = None if progress is None else (progress.stage, round(progress.percent))
         said = None if progress is None else progress.message
         fetched = None if progress is None else progress.downloaded_bytes
-        return EngineSeen(
+        return EngineObservation(
             False, "not ready", config=seen, queue=queue, load=load, load_message=said, downloaded_bytes=fetched
         )
     read, told, config, memory, layout = await asyncio.gather(
@@ -113,12 +113,12 @@ async def ask(
     scraped, (news, next_request) = read.found, told
     report = config if isinstance(config, ConfigReport) else None
     problem = _problem(scraped, config, memory)
-    return EngineSeen(
+    return EngineObservation(
         True,
         problem,
         scraped.kind if isinstance(scraped, ScrapeFailure) else Reason.METRICS_MISSING,
         source=read.source,
-        detour=read.detour,
+        fallback_reason=read.fallback_reason,
         sample=replace(scraped, requests=news) if isinstance(scraped, Sample) else None,
         config=None if report is None else report.for_tuner(),
         ledger=memory.for_tuner() if isinstance(memory, MemoryLedger) else None,
@@ -126,7 +126,7 @@ async def ask(
         queue=None if report is None else report.queue(),
         layout=layout,
         next_request=next_request if isinstance(scraped, Sample) else None,  # else they are asked for again
-        page=read.page if problem is None and read.detour is None else None,
+        page=read.page if problem is None and read.fallback_reason is None else None,
     )
 
 
@@ -156,18 +156,18 @@ async def _read(
         return _Reading(found, Source.PROMETHEUS)
     scraped = await scrape(http, api_url, clock=clock)
     if isinstance(scraped, Sample):
-        return _Reading(scraped, Source.PODS, detour=found.reason)
+        return _Reading(scraped, Source.PODS, fallback_reason=found.reason)
     return _Reading(ScrapeFailure(f"{found.reason}; and {scraped.reason}", found.kind), Source.PODS)
 
 
-async def _layout(client: EngineClient, target: Target) -> Degrees | None:
-    layout = await client.layout() if target.asks_layout else None
+async def _layout(client: EngineClient, target: EngineTarget) -> Degrees | None:
+    layout = await client.layout() if target.needs_layout else None
     return layout.degrees() if isinstance(layout, Layout) else None
 
 
 async def _requests(
     client: EngineClient, after: int | None, *, clock: Callable[[], float]
-) -> tuple[RequestNews | None, int | None]:
+) -> tuple[RequestUpdates | None, int | None]:
     """The requests that ended since, and the number to ask after next time. An engine that does not list its requests
     (an older one) can be tuned all the same."""
     body = await client.requests(after)
@@ -176,10 +176,10 @@ async def _requests(
     return await _beside(parse_requests, body, at=clock())
 
 
-def parse_requests(body: bytes, *, at: float) -> tuple[RequestNews | None, int | None]:
+def parse_requests(body: bytes, *, at: float) -> tuple[RequestUpdates | None, int | None]:
     """Read one list of requests; nothing where it is not what docs/reference/contract.md says."""
     try:
-        return request_news(json.loads(body), at=at)
+        return parse_request_updates(json.loads(body), at=at)
     except (Unreadable, ValueError, RecursionError):
         return None, None
 

@@ -1,1 +1,1 @@
-"""What the cluster says of a resource's replica groups and pods, as values."""
+"""Observed state of a resource's replica groups, pods and engines, as values."""

@@ -1,43 +1,47 @@
-"""What a turn can do, as values: to the children of a resource, to its engines, and for whoever reads its Events."""
+"""Actions of a reconcile plan as values: writes to children, patches of engines, and Events."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from trimtab_operator.observed.engines import Target
+from trimtab_operator.observed.engines import EngineTarget
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.tuner.knobs import Value
+from trimtab_operator.tuner.parameters import Value
 
-MAX_EVENT_MESSAGE = 1024  # characters: the API server refuses longer ones
+MAX_EVENT_MESSAGE = 1024  # characters: the API server rejects longer ones
 
 LiveValues = Mapping[str, Value | str]
-"""Live fields of an engine, by their names in its admin API."""
+"""Live parameters of an engine, keyed by their names in its admin API."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Server-side apply this. `is_new` says that no such child was seen. `otherwise` is applied in its place where the
-    API server calls it invalid."""
+    """A server-side apply of one manifest.
+
+    `is_new` is True if no such child was observed. `fallback` is applied instead if the API server rejects the manifest
+    as invalid.
+    """
 
     manifest: Manifest
     is_new: bool
     reason: str
-    otherwise: Manifest | None = None
+    fallback: Manifest | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete this child, if it still is the one that was seen."""
+    """A deletion of one child, valid only while its uid is the observed one."""
 
     kind: str
     name: str
     uid: str
     reason: str
     grace_seconds: int | None = None
-    """None: the child's own. 0 does not wait for its node, which may be gone."""
+    """Grace period in seconds; None for the object's own. 0 does not wait for the node's kubelet, which may be gone."""
     budget: str | None = None
-    """The PodDisruptionBudget that is asked first: while it has nobody to spare, nothing is deleted. None: none is."""
+    """Name of the PodDisruptionBudget to evict under; the deletion is skipped while it allows no disruption. None to
+    delete directly."""
 
 
 Action = Apply | Delete
@@ -45,19 +49,24 @@ Action = Apply | Delete
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Set live fields of the engine of one group, if its configuration still is of generation `if_match`. `otherwise`
-    is set in their place as long as the engine has refused them."""
+    """New live parameter values for the engine of one group.
 
-    target: Target
+    The patch is valid only while the engine's configuration has generation `if_match`. `fallback` is set instead for as
+    long as the engine has rejected `fields`.
+    """
+
+    target: EngineTarget
     fields: LiveValues
     if_match: int
-    otherwise: LiveValues | None = None
+    fallback: LiveValues | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """An Event to be told: its type (Normal or Warning), reason and message, and what tells it from others of the same
-    text."""
+class Event:
+    """A Kubernetes Event to emit.
+
+    `type` is Normal or Warning. `key` distinguishes Events with the same text.
+    """
 
     type: str
     reason: str
@@ -65,38 +74,41 @@ class Note:
     key: str = ""
 
 
-def note_of(action: Action) -> Note | None:
-    """What is told of an action that was carried out: replicas that come, change and go; nothing of the rest."""
+def event_of(action: Action) -> Event | None:
+    """Return the Event for an executed action, or None if the action is not reported.
+
+    Only changes of StatefulSets, that is of replicas, are reported.
+    """
     if isinstance(action, Delete):
         if action.kind != "StatefulSet":
             return None
-        return Note("Normal", "ReplicaRemoved", f"{action.name}: {action.reason}; it drains", action.uid)
+        return Event("Normal", "ReplicaRemoved", f"{action.name}: {action.reason}; it is draining", action.uid)
     name = action.manifest["metadata"]["name"]
     if action.manifest["kind"] != "StatefulSet":
         return None
     if action.is_new:
-        return Note("Normal", "ReplicaCreated", f"{name} was created")
-    return Note("Normal", "ReplicaUpdated", f"{name} was brought back in line: {action.reason}")
+        return Event("Normal", "ReplicaCreated", f"created {name}")
+    return Event("Normal", "ReplicaUpdated", f"updated {name}: {action.reason}")
 
 
-def joined(notes: Iterable[Note]) -> tuple[Note, ...]:
-    """The same words in as few Events as hold them: what was told of several replicas for one reason is one Event."""
-    found: list[Note] = []
-    for note in notes:
-        fellow = next((n for n in reversed(found) if (n.type, n.reason) == (note.type, note.reason)), None)
-        if fellow is None or len(fellow.message) + len(note.message) + 2 > MAX_EVENT_MESSAGE:
-            found.append(note)
-        elif (note.message, note.key) != (fellow.message, fellow.key):
+def merge_events(events: Iterable[Event]) -> tuple[Event, ...]:
+    """Merge Events of the same type and reason into as few as the message limit allows."""
+    found: list[Event] = []
+    for event in events:
+        same = next((n for n in reversed(found) if (n.type, n.reason) == (event.type, event.reason)), None)
+        if same is None or len(same.message) + len(event.message) + 2 > MAX_EVENT_MESSAGE:
+            found.append(event)
+        elif (event.message, event.key) != (same.message, same.key):
             both = replace(
-                fellow, message=f"{fellow.message}; {note.message}", key=",".join(filter(None, (fellow.key, note.key)))
+                same, message=f"{same.message}; {event.message}", key=",".join(filter(None, (same.key, event.key)))
             )
-            found[found.index(fellow)] = both
+            found[found.index(same)] = both
     return tuple(found)
 
 
 def delete_of(
     kind: str, manifest: Manifest, reason: str, *, grace_seconds: int | None = None, budget: str | None = None
 ) -> Delete:
-    """Delete what was seen."""
+    """Return a Delete for an observed object."""
     metadata = manifest["metadata"]
     return Delete(kind, str(metadata["name"]), str(metadata.get("uid", "")), reason, grace_seconds, budget)

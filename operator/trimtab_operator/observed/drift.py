@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from trimtab_operator.builders.drift import first_difference
 from trimtab_operator.observed.actions import Apply
-from trimtab_operator.observed.groups import Observed, is_terminating
+from trimtab_operator.observed.groups import ObservedChildren, is_terminating
 from trimtab_operator.resource.manifest import Manifest
 
 
-def plan_applies(wanted: Iterable[Manifest], observed: Observed) -> tuple[Apply, ...]:
+def plan_applies(wanted: Iterable[Manifest], observed: ObservedChildren) -> tuple[Apply, ...]:
     """Return an Apply for each wanted manifest that is missing or differs from the observed object."""
     actions = []
     for manifest in wanted:

@@ -1,4 +1,4 @@
-"""How engines ended, as Kubernetes tells it: how often, with which exit code, for want of memory, their words. Pure."""
+"""Terminations of engine containers as reported in pod status: count, exit code, OOM kills, last message. Pure."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from typing import Any
 from trimtab_operator.builders.pod import CONTAINER
 from trimtab_operator.resource.manifest import Manifest
 
-OUT_OF_MEMORY = "OOMKilled"  # the reason that the kubelet gives
-EVICTED = "Evicted"  # likewise, where a node runs short of something; its message names what
-CRASH_LOOP = "CrashLoopBackOff"  # the kubelet waits before it starts a container again that keeps ending
-NO_WORDS = "no reason is known"
+OUT_OF_MEMORY = "OOMKilled"  # the kubelet's reason
+EVICTED = "Evicted"  # the kubelet's reason under node pressure; its message names the resource
+CRASH_LOOP = "CrashLoopBackOff"  # the kubelet delays restarts of a container that keeps terminating
+NO_TERMINATION_MESSAGE = "no reason is known"
 
 
-def ends_of(pod: Manifest) -> int:
-    """How often the engine has ended in this pod, whether or not it was started again."""
+def num_terminations(pod: Manifest) -> int:
+    """Return how often the engine has terminated in this pod, whether or not it was restarted."""
     return _is_evicted(pod) + sum(int(s.get("restartCount", 0)) + _has_ended(s) for s in _statuses(pod))
 
 
 def exit_code_of(pod: Manifest) -> int | None:
-    """With which the engine ended last; None: it never did."""
+    """Return the exit code of the engine's latest termination, or None if it never terminated."""
     codes = [code for status in _statuses(pod) if isinstance(code := _last_end(status).get("exitCode"), int)]
     return codes[0] if codes else None
 
 
 def was_oom_killed(pod: Manifest) -> bool:
-    """Whether the engine's last end was for want of memory."""
+    """Return True if the engine's latest termination was caused by memory exhaustion."""
     evicted = str((pod.get("status") or {}).get("message")) if _is_evicted(pod) else ""
     return "memory" in evicted or any(_last_end(s).get("reason") == OUT_OF_MEMORY for s in _statuses(pod))
 
 
-def last_words(pod: Manifest) -> str:
-    """The last line that the engine said before it ended, and its exit code."""
-    return next((words_of(status) for status in _statuses(pod)), NO_WORDS)
+def last_termination_message(pod: Manifest) -> str:
+    """Return the last line of the engine's termination message and its exit code."""
+    return next((termination_message(status) for status in _statuses(pod)), NO_TERMINATION_MESSAGE)
 
 
-def words_of(container: Mapping[str, Any]) -> str:
-    """The last line that a container said before it ended, and its exit code."""
+def termination_message(container: Mapping[str, Any]) -> str:
+    """Return the last line of a container's termination message and its exit code."""
     end = _last_end(container)
     if not end:
-        return NO_WORDS
+        return NO_TERMINATION_MESSAGE
     lines = [line for line in str(end.get("message", "")).strip().splitlines() if line.strip()]
     said = lines[-1].strip() if lines else str(end.get("reason", ""))
     return f"{said} (exit code {end.get('exitCode')})"
 
 
 def _statuses(pod: Manifest) -> Iterator[Mapping[str, Any]]:
-    """The statuses of the container with the engine."""
+    """Yield the statuses of the engine container."""
     for status in (pod.get("status") or {}).get("containerStatuses") or []:
         if status.get("name", CONTAINER) == CONTAINER:
             yield status

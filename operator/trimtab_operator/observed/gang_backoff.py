@@ -1,6 +1,6 @@
-"""The hold that stands at a group which gave its pods back: since when, why, and when it tries again. Pure.
+"""Gang-scheduling back-off of a group: its reason and when the group's pods are created again. Pure.
 
-Who gets one is decided in rollout/gang_placement.py; it is kept as an annotation of the leader's StatefulSet.
+`rollout/gang_placement.py` decides on back-offs; each is stored as an annotation of the leader's StatefulSet.
 """
 
 from __future__ import annotations
@@ -17,33 +17,39 @@ MAX_BACKOFF_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
-    """A group that gave its pods back, for the `count`th time in a row. Its pods come back at `retry_at`."""
+class GangBackoff:
+    """Back-off of a group whose pods were removed because only some of them could be scheduled.
+
+    `count` is the number of consecutive attempts. The pods are created again at `retry_at`.
+    """
 
     count: int
     retry_at: datetime
-    why: str
-    asked: str = ""
-    """What was asked for when they were given back."""
+    reason: str
+    change_id: str = ""
+    """Generation and revision that the group had when it backed off."""
 
-    def is_on(self, now: datetime) -> bool:
-        """Whether it waits still. A time that no back-off reaches was written by somebody else."""
+    def is_active(self, now: datetime) -> bool:
+        """Return True while the group has to wait.
+
+        A time beyond the longest back-off was not written by the operator and is ignored.
+        """
         return now < self.retry_at <= now + timedelta(seconds=2 * MAX_BACKOFF_SECONDS)
 
     def to_json(self) -> str:
-        """For the annotation."""
+        """Return the value of the annotation."""
         retry_at = timestamp(self.retry_at)
-        stored = {"asked": self.asked, "count": self.count, "retryAt": retry_at, "why": self.why}
+        stored = {"change": self.change_id, "count": self.count, "retryAt": retry_at, "reason": self.reason}
         return json.dumps(stored, sort_keys=True)
 
     @property
-    def sentence(self) -> str:
+    def message(self) -> str:
         when = timestamp(self.retry_at)
-        return f"gave its pods back, since not all of them could be had ({self.why}); tries again at {when}"
+        return f"released its pods because not all of them could be scheduled ({self.reason}); retries at {when}"
 
 
-def hold_of(group: Group) -> Hold | None:
-    """What stands at the group; None when nothing does, or nothing that can be read."""
+def gang_backoff_of(group: Group) -> GangBackoff | None:
+    """Return the back-off stored at the group; None if there is none or it cannot be parsed."""
     text = (group.stateful_set["metadata"].get("annotations") or {}).get(GAVE_BACK_ANNOTATION)
     if not text:
         return None
@@ -52,6 +58,6 @@ def hold_of(group: Group) -> Hold | None:
         retry_at = parse_time(stored["retryAt"])
         if retry_at is None:
             return None
-        return Hold(int(stored["count"]), retry_at, str(stored["why"]), str(stored.get("asked", "")))
+        return GangBackoff(int(stored["count"]), retry_at, str(stored["reason"]), str(stored.get("change", "")))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None

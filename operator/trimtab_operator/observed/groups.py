@@ -12,9 +12,11 @@ from trimtab_operator.resource.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
-    """Pods that a group asks for and does not get: it has only `num_pods` of them, since `since`; `words` is what the
-    API server said, read at `read_at`. Unix times; None: not read yet.
+class MissingPods:
+    """Pods that a group wants and does not get.
+
+    The group has had only `num_pods` pods since `since`. `words` is the API server's error, read at `read_at` (both
+    None until it is read). Times are Unix seconds.
     """
 
     since: float
@@ -24,10 +26,10 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Observed:
-    """The children of one resource as the API server gave them; all owned by it.
+class ObservedChildren:
+    """The children of one resource as returned by the API server; all are owned by the resource.
 
-    It has no slots: its groups are worked out once and kept.
+    The class has no slots because `groups` is computed once and cached.
     """
 
     services: tuple[Manifest, ...] = ()
@@ -37,17 +39,17 @@ class Observed:
     jobs: tuple[Manifest, ...] = ()
     accounts: tuple[Manifest, ...] = ()
     secrets: tuple[Manifest, ...] = ()
-    """The one that the pods of a replica of several share: no other Secret is ever read."""
+    """The Secret shared by the pods of a multi-pod replica; the operator reads no other Secret."""
     optional: Mapping[str, tuple[Manifest, ...]] = field(default_factory=dict)
-    """Children of kinds that can be done without, by kind. Where a kind is absent the cluster does not serve it, or the
-    operator has no right to it: none is made."""
-    torn: frozenset[int] = frozenset()
-    """Ordinals of groups whose pods are known not to share one engine (observed/shared_engine.py)."""
-    missing: Mapping[str, Missing] = field(default_factory=dict)
-    """Pods that are not created, by the name of their group (observed/missing_pods.py)."""
+    """Optional children by kind. A kind is absent if the cluster does not serve it or the operator may not access it;
+    then none is created."""
+    split_groups: frozenset[int] = frozenset()
+    """Ordinals of groups whose pods do not share one engine (observed/shared_engine.py)."""
+    missing: Mapping[str, MissingPods] = field(default_factory=dict)
+    """Missing pods by the name of their group (observed/missing_pods.py)."""
 
     def of(self, kind: str) -> tuple[Manifest, ...]:
-        """The children of a kind that the operator writes."""
+        """Return the children of a kind that the operator writes."""
         required = {
             "Service": self.services,
             "StatefulSet": self.stateful_sets,
@@ -59,24 +61,24 @@ class Observed:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The replica groups that are there to stay, by ordinal."""
+        """Replica groups that are not being deleted, by ordinal."""
         return _groups_of(self)
 
 
 @dataclass(frozen=True)
 class Group:
-    """One replica group: the leader's StatefulSet, the workers' when it spans pods, and the pods that there are.
+    """One replica group: the leader's StatefulSet, the workers' if it spans several pods, and its existing pods.
 
-    It has no slots: what is asked of it dozens of times a turn is worked out once and kept.
+    The class has no slots because properties that are read dozens of times per reconcile are computed once and cached.
     """
 
     ordinal: int
     stateful_set: Manifest
     pods: tuple[Manifest, ...] = ()
-    """Leader first, then the workers by their number."""
+    """Leader first, then workers by number."""
     worker_set: Manifest | None = None
-    is_torn: bool = False
-    missing: Missing | None = None
+    is_split: bool = False
+    missing: MissingPods | None = None
 
     @property
     def name(self) -> str:
@@ -88,59 +90,61 @@ class Group:
 
     @cached_property
     def revision(self) -> str:
-        """That of both StatefulSets; empty while they differ, which is no revision."""
+        """Revision of both StatefulSets; empty while they differ."""
         revision = revision_label(self.stateful_set)
         return revision if self.worker_set is None or revision_label(self.worker_set) == revision else ""
 
     @property
     def num_pods(self) -> int:
-        """How many pods its StatefulSets ask for."""
+        """Number of pods that its StatefulSets want."""
         return sum(int((stateful_set.get("spec") or {}).get("replicas", 1)) for stateful_set in self.stateful_sets)
 
     @property
     def leader(self) -> Manifest | None:
-        """The pod that serves; None while there is none."""
+        """Leader pod; None while it does not exist."""
         return next((pod for pod in self.pods if not is_worker(pod)), None)
 
     @cached_property
     def is_outdated(self) -> bool:
-        """Whether a pod of another revision than the group's is still there, or one that meets elsewhere."""
+        """True if a pod has another revision or another rendezvous address than the group."""
         elsewhere = {meeting_address(pod) for pod in self.pods} - {None, *self.meeting_addresses}
         return bool(elsewhere) or any(revision_label(pod) != self.revision for pod in self.pods)
 
     @cached_property
     def meeting_addresses(self) -> frozenset[str]:
-        """Where its StatefulSets let the ranks meet: one, but for a moment; none for a replica of one pod."""
+        """Rendezvous addresses in the templates of its StatefulSets.
+
+        There are none for a replica of one pod, and more than one only while the templates are being updated.
+        """
         templates = [(s.get("spec") or {}).get("template") or {} for s in self.stateful_sets]
         return frozenset(address for template in templates if (address := meeting_address(template)) is not None)
 
     @property
     def is_terminating(self) -> bool:
-        """Whether one of its pods is being deleted: the engine that runs in all of them ends with it."""
+        """True if one of its pods is being deleted, which ends the engine in all of them."""
         return any(is_terminating(pod) for pod in self.pods)
 
     @cached_property
     def is_ready(self) -> bool:
-        """All its pods run the group's revision and one engine, are Ready and are not going away."""
+        """True if all its pods are Ready, run the group's revision and one engine, and are not being deleted."""
         is_whole = self.leader is not None and len(self.pods) == self.num_pods
-        return is_whole and not self.is_outdated and not self.is_torn and all(is_pod_ready(pod) for pod in self.pods)
+        return is_whole and not self.is_outdated and not self.is_split and all(is_pod_ready(pod) for pod in self.pods)
 
     @cached_property
     def serves(self) -> bool:
-        """Whether its engine takes requests: the group is Ready, or still has the pods of another revision than it is
-        to get, and they are."""
-        if self.leader is None or self.is_torn or not self.is_outdated:
+        """True if its engine takes requests: the group is Ready, or all pods of its previous revision still are."""
+        if self.leader is None or self.is_split or not self.is_outdated:
             return self.is_ready
         revision = revision_label(self.leader)
         return all(is_pod_ready(pod) for pod in self.pods if revision_label(pod) == revision)
 
 
-def groups_of(observed: Observed) -> tuple[Group, ...]:
-    """The groups that are there to stay, by ordinal; StatefulSets being deleted are left out."""
+def groups_of(observed: ObservedChildren) -> tuple[Group, ...]:
+    """Return the groups by ordinal, without StatefulSets that are being deleted."""
     return observed.groups
 
 
-def _groups_of(observed: Observed) -> tuple[Group, ...]:
+def _groups_of(observed: ObservedChildren) -> tuple[Group, ...]:
     staying = [s for s in observed.stateful_sets if ordinal_of(s) is not None and not is_terminating(s)]
     workers = {ordinal_of(s): s for s in staying if is_worker(s)}
     found = []
@@ -149,8 +153,8 @@ def _groups_of(observed: Observed) -> tuple[Group, ...]:
         if ordinal is not None and not is_worker(stateful_set):
             pods = sorted((pod for pod in observed.pods if ordinal_of(pod) == ordinal), key=_place)
             missing = observed.missing.get(str(stateful_set["metadata"]["name"]))
-            is_torn = ordinal in observed.torn
-            found.append(Group(ordinal, stateful_set, tuple(pods), workers.get(ordinal), is_torn, missing))
+            is_split = ordinal in observed.split_groups
+            found.append(Group(ordinal, stateful_set, tuple(pods), workers.get(ordinal), is_split, missing))
     return tuple(sorted(found, key=lambda group: group.ordinal))
 
 
@@ -161,7 +165,7 @@ def _place(pod: Manifest) -> tuple[bool, int, str]:
 
 
 def is_pod_ready(pod: Manifest) -> bool:
-    """Ready by its condition and not being deleted."""
+    """Return True if the pod has the Ready condition and is not being deleted."""
     if is_terminating(pod):
         return False
     conditions = (pod.get("status") or {}).get("conditions") or []
@@ -169,17 +173,17 @@ def is_pod_ready(pod: Manifest) -> bool:
 
 
 def meeting_address(pod: Manifest) -> str | None:
-    """Where the ranks of a pod, or of pods of a template, meet, by their flags; None where there is no need to."""
+    """Return the rendezvous address in the flags of a pod or pod template; None if it has a single pod."""
     return _flag(pod, MEETING_FLAG)
 
 
 def token_hash_of(pod: Manifest) -> str | None:
-    """The hash of the admin token that a pod's engine was started with; None where it was told none."""
+    """Return the hash of the admin token that the pod's engine was started with; None if it has none."""
     return _flag(pod, TOKEN_FLAG)
 
 
 def _flag(pod: Manifest, name: str) -> str | None:
-    """The last value of a flag of a pod's containers; None where it stands nowhere."""
+    """Return the last value of a flag of the pod's containers; None if it is not set."""
     containers = (pod.get("spec") or {}).get("containers") or []
     flags = [argument for container in containers for argument in container.get("args") or []]
     found = [flag.partition("=")[2] for flag in flags if flag.startswith(f"{name}=")]
@@ -191,7 +195,7 @@ def is_terminating(manifest: Manifest) -> bool:
 
 
 def is_worker(manifest: Manifest) -> bool:
-    """Whether a pod or StatefulSet is for workers; what carries no role is a leader's."""
+    """Return True for a worker pod or StatefulSet; without a role label it belongs to a leader."""
     return label_of(manifest, ROLE_LABEL) == WORKER
 
 
@@ -200,7 +204,7 @@ def revision_label(manifest: Manifest) -> str:
 
 
 def ordinal_of(manifest: Manifest) -> int | None:
-    """The group's number, from its label; None when it carries none."""
+    """Return the group's number from the label; None without a valid label."""
     text = label_of(manifest, GROUP_LABEL)
     return int(text) if text.isdigit() else None
 

@@ -1,7 +1,7 @@
-"""Pods that a StatefulSet does not get: a quota or a policy refuses them, so that there is no pod to look at. Pure.
+"""Pods that a StatefulSet cannot create because a quota or an admission policy rejects them. Pure.
 
-A StatefulSet has no condition that would say so. What the API server said stands in Events, which go with time and are
-not made at every attempt: that pods are missing is seen in the pods, and only the words are taken from there.
+A StatefulSet has no condition for this. The API server's error is only in Events, which expire and are not emitted for
+every attempt. Missing pods are therefore detected by counting pods; Events only supply the error message.
 """
 
 from __future__ import annotations
@@ -9,57 +9,63 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from trimtab_operator.observed.groups import Group, Missing
+from trimtab_operator.observed.groups import Group, MissingPods
 from trimtab_operator.resource.manifest import Manifest
 
-SOON_SECONDS = 5.0  # a StatefulSet makes its pods within a second; what takes longer was refused
-WORDS_SECONDS = 60.0  # what was refused is read again so often: the reason may be another one by now
-REFUSED_CREATION = "FailedCreate"  # the reason of these Events
-_BEFORE_THE_WORDS = " failed error: "  # create Pod NAME in StatefulSet NAME failed error: what the API server said
+FIRST_READ_SECONDS = 5.0  # a StatefulSet creates its pods within a second unless they are rejected
+REREAD_SECONDS = 60.0  # the error may have changed since
+FAILED_CREATE = "FailedCreate"  # the reason of these Events
+_ERROR_SEPARATOR = " failed error: "  # create Pod NAME in StatefulSet NAME failed error: API SERVER ERROR
 
 
-def missing_pods(groups: Iterable[Group], known: Mapping[str, Missing], *, now: float) -> dict[str, Missing]:
-    """Find, by name, the groups that have fewer pods than they ask for, and since when, by the operator's own clock.
+def find_missing_pods(
+    groups: Iterable[Group], known: Mapping[str, MissingPods], *, now: float
+) -> dict[str, MissingPods]:
+    """Return, by group name, the groups that have fewer pods than they want.
 
-    One that still restarts may have to wait for the pods that go. `now` is Unix time.
+    `now` is Unix time of the operator's clock. A group with a terminating pod is skipped because its replacement may
+    have to wait for that pod.
     """
     found = {}
     for group in groups:
         before = known.get(group.name)
         if len(group.pods) < group.num_pods and not group.is_terminating:
             is_same = before is not None and before.num_pods == len(group.pods)
-            found[group.name] = before if before is not None and is_same else Missing(now, len(group.pods))
+            found[group.name] = before if before is not None and is_same else MissingPods(now, len(group.pods))
     return found
 
 
-def wants_words(missing: Missing, *, now: float) -> bool:
-    """Whether it is time to look what was refused."""
+def needs_creation_error(missing: MissingPods, *, now: float) -> bool:
+    """Return True if it is time to read the Events about pods that were not created."""
     if missing.read_at is not None:
-        return now - missing.read_at >= WORDS_SECONDS
-    return now - missing.since >= SOON_SECONDS
+        return now - missing.read_at >= REREAD_SECONDS
+    return now - missing.since >= FIRST_READ_SECONDS
 
 
-def with_words(
-    groups: Iterable[Group], known: Mapping[str, Missing], events: Iterable[Manifest], *, now: float
-) -> dict[str, Missing]:
-    """What is known, with what the API server said of each group's pods last."""
-    said = list(events)
+def with_creation_errors(
+    groups: Iterable[Group], known: Mapping[str, MissingPods], events: Iterable[Manifest], *, now: float
+) -> dict[str, MissingPods]:
+    """Return the missing pods with the API server's latest error for each group."""
+    rejected = list(events)
     missing = {group.name: (group, known[group.name]) for group in groups if group.name in known}
-    return {name: replace(found, words=_words(group, said), read_at=now) for name, (group, found) in missing.items()}
+    return {
+        name: replace(found, words=_creation_error(group, rejected), read_at=now)
+        for name, (group, found) in missing.items()
+    }
 
 
-def _words(group: Group, events: Iterable[Manifest]) -> str | None:
+def _creation_error(group: Group, events: Iterable[Manifest]) -> str | None:
     names = {stateful_set["metadata"]["name"] for stateful_set in group.stateful_sets}
-    said = [
-        (str(event.get("lastTimestamp") or ""), str(event.get("message") or "").rpartition(_BEFORE_THE_WORDS)[2])
+    errors = [
+        (str(event.get("lastTimestamp") or ""), str(event.get("message") or "").rpartition(_ERROR_SEPARATOR)[2])
         for event in events
         if (event.get("involvedObject") or {}).get("name") in names
     ]
-    return max(said)[1] if said else None
+    return max(errors)[1] if errors else None
 
 
-def missing_sentence(group: Group) -> str:
-    """How many pods are missing, and why, as far as it is known."""
+def missing_pods_message(group: Group) -> str:
+    """Return how many pods are missing and, if known, why."""
     missing = group.num_pods - len(group.pods)
     words = None if group.missing is None else group.missing.words
     which = "the pod is" if group.num_pods == 1 else f"{missing} of {group.num_pods} pods are"

@@ -1,4 +1,4 @@
-"""What one replica is doing, from its pods and from what its engine says. Pure."""
+"""Phase of one replica, from its pods and its engine's reports. Pure."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from typing import Any
 
 from trimtab_operator.builders.pod import CONTAINER
 from trimtab_operator.layout.degrees import Degrees
-from trimtab_operator.observed.ends import CRASH_LOOP, words_of
+from trimtab_operator.observed.ends import CRASH_LOOP, termination_message
+from trimtab_operator.observed.gang_backoff import gang_backoff_of
 from trimtab_operator.observed.groups import Group
-from trimtab_operator.observed.hold import hold_of
-from trimtab_operator.observed.missing_pods import missing_sentence
-from trimtab_operator.observed.pods import node_of, unschedulable
+from trimtab_operator.observed.missing_pods import missing_pods_message
+from trimtab_operator.observed.pods import node_of, unschedulable_message
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.tuner.knobs import Value
+from trimtab_operator.tuner.parameters import Value
 
-DOWNLOAD = "download"  # the stage in which an engine fetches its model
+DOWNLOAD = "download"  # load stage in which the engine downloads its model
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What one engine said of itself; None where it did not answer. `load` is (stage, percent), `load_message` the same
-    in the engine's words, `downloaded_bytes` what it fetched before that, `instance` its leader's uid."""
+    """The part of an engine observation that the status shows; values that were not reported are None.
+
+    `load` is (stage, percent), `load_message` the engine's own description of it, `downloaded_bytes` the size of the
+    download before it, and `instance` the uid of the leader pod.
+    """
 
     load: tuple[str, int] | None = None
     load_message: str | None = None
@@ -35,61 +38,63 @@ class EngineView:
 
 
 def phase_of(group: Group, view: EngineView) -> tuple[str, str | None]:
-    """The group's phase, and a message when something is wrong."""
-    hold = hold_of(group)
-    if hold is not None and group.num_pods == 0:
-        return "Pending", hold.sentence
+    """Return the group's phase, and a message if something is wrong."""
+    backoff = gang_backoff_of(group)
+    if backoff is not None and group.num_pods == 0:
+        return "Pending", backoff.message
     if not group.pods:
-        return "Pending", missing_sentence(group)
+        return "Pending", missing_pods_message(group)
     if group.is_terminating or group.is_outdated:
-        failure = _first(group, failure_of)
+        failure = _first(group, pod_failure_message)
         return ("Failed", failure) if failure else ("Updating", None)
     if group.is_ready:
         return "Ready", None
-    failure = _first(group, failure_of)
+    failure = _first(group, pod_failure_message)
     if failure:
         return "Failed", failure
-    if group.is_torn:
-        return "Updating", "a pod was replaced; its engine ends, and all its pods start a new one"
+    if group.is_split:
+        return "Updating", "a pod was replaced; the engine restarts in all pods of the group"
     is_missing = len(group.pods) < group.num_pods
     if not is_missing and all(is_container_running(pod) for pod in group.pods):
         return "Loading", None
     if group.missing is not None and group.missing.words:
-        return "Pending", missing_sentence(group)
-    said = _first(group, unschedulable) or _first(group, waiting_reason)
-    return "Pending", said or (missing_sentence(group) if is_missing else None)
+        return "Pending", missing_pods_message(group)
+    said = _first(group, unschedulable_message) or _first(group, waiting_reason)
+    return "Pending", said or (missing_pods_message(group) if is_missing else None)
 
 
-def _first(group: Group, says: Callable[[Manifest], str | None]) -> str | None:
-    """What the first pod that has something to say says, under its name where there are several."""
+def _first(group: Group, describe: Callable[[Manifest], str | None]) -> str | None:
+    """Return the first message of the group's pods, prefixed with the pod's name if there are several."""
     for pod in group.pods:
-        said = says(pod)
+        said = describe(pod)
         if said:
             return f"{pod['metadata']['name']}: {said}" if group.num_pods > 1 else said
     return None
 
 
-def failure_of(pod: Manifest) -> str | None:
-    """Why a pod keeps failing: crash loops, images that cannot be pulled, a node that gave it up; None when it does
-    not."""
-    given_up = _given_up(pod)
-    if given_up is not None:
-        return given_up
+def pod_failure_message(pod: Manifest) -> str | None:
+    """Return why a pod keeps failing, or None if it does not.
+
+    Covers crash loops, images that cannot be pulled, and pods that the kubelet evicted or rejected.
+    """
+    rejection = _kubelet_rejection(pod)
+    if rejection is not None:
+        return rejection
     for container in _container_statuses(pod):
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = str(waiting.get("reason", ""))
         if reason == CRASH_LOOP:
-            return f"the engine crashes again and again: {words_of(container)}"
+            return f"the engine is in a crash loop: {termination_message(container)}"
         if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError"):
             return f"{reason}: {waiting.get('message', '')}".rstrip(": ")
         terminated = (container.get("state") or {}).get("terminated") or {}
         if terminated and terminated.get("exitCode") not in (0, None):
-            return f"the engine ended: {words_of(container)}"
+            return f"the engine terminated: {termination_message(container)}"
     return None
 
 
-def _given_up(pod: Manifest) -> str | None:
-    """Why the kubelet gave the whole pod up: its node ran short of something, or does not take it after all."""
+def _kubelet_rejection(pod: Manifest) -> str | None:
+    """Return why the kubelet evicted or rejected the pod, or None if it did not."""
     status = pod.get("status") or {}
     reason = status.get("reason")
     if status.get("phase") != "Failed" or not reason:
@@ -102,13 +107,15 @@ def is_container_running(pod: Manifest) -> bool:
 
 
 def is_placed(group: Group) -> bool:
-    """Whether all pods that a group asks for are there and have their nodes."""
+    """Return True if all pods of the group exist and are scheduled."""
     return len(group.pods) == group.num_pods > 0 and all(node_of(pod) for pod in group.pods)
 
 
-def has_started(group: Group) -> bool:
-    """Whether the engine of a group has come up since its pods were made, and still runs: if it is not ready, it may be
-    so again in a moment."""
+def has_engine_started(group: Group) -> bool:
+    """Return True if the group's engine has started since its pods were created, and its container still runs.
+
+    If such an engine is not ready, it may become ready again soon.
+    """
     if group.leader is None or group.is_terminating or group.is_outdated:
         return False
     engine = next((c for c in _container_statuses(group.leader) if c.get("name") == CONTAINER), {})

@@ -1,4 +1,4 @@
-"""What the scheduler made of a pod. Pure."""
+"""Scheduling state of a pod. Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from trimtab_operator.resource.time import parse_time
 
 
 def node_of(pod: Manifest) -> str | None:
-    """The node that a pod was given; None while it waits for one."""
+    """Return the pod's node, or None while it is unscheduled."""
     return (pod.get("spec") or {}).get("nodeName") or None
 
 
 def placed_since(pod: Manifest) -> datetime | None:
-    """When the pod was given its node; None while it waits for one."""
+    """Return when the pod was scheduled, or None while it is not."""
     condition = _scheduled(pod, "True")
     return None if condition is None else parse_time(condition.get("lastTransitionTime"))
 
 
-def unschedulable(pod: Manifest) -> str | None:
-    """The scheduler's reason why no node takes the pod; None when one does."""
+def unschedulable_message(pod: Manifest) -> str | None:
+    """Return the scheduler's reason why no node fits the pod, or None if the pod is not unschedulable."""
     condition = _scheduled(pod, "False")
-    return None if condition is None else str(condition.get("message") or condition.get("reason") or "no node takes it")
+    return None if condition is None else str(condition.get("message") or condition.get("reason") or "no node fits")
 
 
 def unschedulable_since(pod: Manifest) -> datetime | None:
@@ -33,7 +33,7 @@ def unschedulable_since(pod: Manifest) -> datetime | None:
 
 
 def readiness_since(pod: Manifest) -> datetime | None:
-    """When the pod became Ready, or ceased to be; when it was made, where nothing says."""
+    """Return when the pod's readiness last changed; its creation time if that is unknown."""
     conditions = (pod.get("status") or {}).get("conditions") or []
     changed = next((c.get("lastTransitionTime") for c in conditions if c.get("type") == "Ready"), None)
     return parse_time(changed) or parse_time(pod["metadata"].get("creationTimestamp"))

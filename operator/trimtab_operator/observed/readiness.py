@@ -1,4 +1,4 @@
-"""Whether a replica counts as ready: its pods are, and its engine runs the layout that was asked for. Pure."""
+"""Readiness of a replica: its pods are Ready and its engine runs the wanted layout. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trimtab_operator.observed.phases import EngineView
 
 
 class Readiness(Enum):
-    """How far a replica may be believed to serve as asked."""
+    """Readiness of a replica, including its layout."""
 
-    NOT_READY = auto()  # some pod of it is not
-    UNVERIFIED = auto()  # its pods are; its engine has not said yet what it runs
-    OTHER_LAYOUT = auto()  # its engine runs another layout than the spec asks for
+    NOT_READY = auto()  # some pod is not Ready
+    UNVERIFIED = auto()  # its pods are Ready; its engine has not reported a layout yet
+    OTHER_LAYOUT = auto()  # its engine runs another layout than the spec
     READY = auto()
 
 
@@ -28,11 +28,13 @@ def readiness_of(
     wanted: Degrees,
     previous: Mapping[str, Any],
 ) -> Readiness:
-    """`engines` is what engines said in this tick (None: nobody was asked), `revision` what the spec renders to,
-    `previous` the status so far.
+    """Return the readiness of a group.
 
-    A replica of another revision was asked for something else: its pods alone are judged. So is one that was ready
-    before and does not answer now: a busy engine is not a wrong one.
+    `engines` holds this reconcile's reports (None if engines were not polled), `revision` is the revision of the spec,
+    and `previous` is the current status.
+
+    A replica of another revision is judged by its pods only, because its layout may differ on purpose. So is one that
+    was ready before and did not answer this time: a busy engine is not a wrong one.
     """
     if not group.is_ready:
         return Readiness.NOT_READY
@@ -47,7 +49,7 @@ def readiness_of(
 def reported_layouts(
     groups: Iterable[Group], engines: Mapping[str, EngineView] | None, revision: str
 ) -> Iterator[tuple[str, Degrees]]:
-    """What the ready replicas of the present revision report, by name."""
+    """Yield the name and layout of each ready replica of `revision` that reports one."""
     for group in groups:
         view = (engines or {}).get(group.name)
         if group.is_ready and group.revision == revision and view is not None and view.layout is not None:

@@ -1,11 +1,12 @@
-"""Whether the pods of a group share one engine: no node's clock tells, so it is remembered who was there. Pure.
+"""Detection of groups whose pods do not share one engine. Pure.
 
-A worker pod that is killed is replaced within seconds, and everything is Ready again before the leader has noticed that
-a rank is silent. The leader only becomes Ready together with its workers. So as long as the leader's container is the
-one that became Ready with other workers than are there now, its engine is about to end: the group is not ready.
+A worker pod that is killed is replaced within seconds, and every pod is Ready again before the leader notices the lost
+rank. The leader only becomes Ready together with its workers. While its container is the one that became Ready with
+other workers than the present ones, its engine is about to end and the group is not ready. Nodes' clocks cannot order
+these events, so the set of containers is remembered.
 
-A kubelet may report late, though, that a worker's container had restarted before the leader became Ready. An engine
-that lost a rank ends within seconds; a leader that is still Ready long after runs with the workers that are there.
+A kubelet may report late that a worker's container restarted before the leader became Ready. An engine that lost a rank
+ends within seconds, so a leader that is still Ready long after runs with the present workers.
 """
 
 from __future__ import annotations
@@ -17,57 +18,56 @@ from trimtab_operator.builders.pod import CONTAINER
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.resource.manifest import Manifest
 
-TORN_SECONDS = 40.0  # an engine that lost a rank ends within 10 s; a kubelet that is alive has told so by then
+MISMATCH_TIMEOUT_SECONDS = 40.0  # an engine that lost a rank ends within 10 s, and a live kubelet has reported it
 
-Life = tuple[str, int]
-"""(uid, restarts): one run of a pod's container."""
+ContainerRun = tuple[str, int]
+"""(pod uid, restart count): one run of a pod's engine container."""
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
-    """Other workers than the engine's are there, all Ready, and since when (Unix time)."""
+class WorkerMismatch:
+    """Ready workers that are not those of the engine, and since when (Unix time)."""
 
-    workers: frozenset[Life]
+    workers: frozenset[ContainerRun]
     since: float
 
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One engine of a group: the lives of the pods that it runs in."""
+    """One engine of a group: the container runs that it consists of."""
 
-    leader: Life
-    workers: frozenset[Life]
-    doubt: Doubt | None = None
+    leader: ContainerRun
+    workers: frozenset[ContainerRun]
+    mismatch: WorkerMismatch | None = None
 
 
-def learned(groups: Iterable[Group], known: Mapping[str, Incarnation], *, now: float) -> dict[str, Incarnation]:
-    """Say, by name, what is known of the groups that there are: a ready group whose leader is new is learned.
-
-    `now` is Unix time.
-    """
+def update_incarnations(
+    groups: Iterable[Group], known: Mapping[str, Incarnation], *, now: float
+) -> dict[str, Incarnation]:
+    """Return the known engines by group name, adding ready groups with a new leader. `now` is Unix time."""
     found = {}
     for group in groups:
         seen, before = incarnation_of(group), known.get(group.name)
         if seen is None:
             continue
         if before is not None and before.leader == seen.leader:
-            found[group.name] = _followed(before, seen, group, now)
+            found[group.name] = _updated_incarnation(before, seen, group, now)
         elif group.is_ready:
             found[group.name] = seen
     return found
 
 
-def _followed(before: Incarnation, seen: Incarnation, group: Group, now: float) -> Incarnation:
-    """The same engine one look later."""
+def _updated_incarnation(before: Incarnation, seen: Incarnation, group: Group, now: float) -> Incarnation:
+    """Return the known engine after one more observation."""
     if seen.workers == before.workers or not group.is_ready:
-        return replace(before, doubt=None)
-    if before.doubt is None or before.doubt.workers != seen.workers:
-        return replace(before, doubt=Doubt(seen.workers, now))
-    return seen if now - before.doubt.since >= TORN_SECONDS else before
+        return replace(before, mismatch=None)
+    if before.mismatch is None or before.mismatch.workers != seen.workers:
+        return replace(before, mismatch=WorkerMismatch(seen.workers, now))
+    return seen if now - before.mismatch.since >= MISMATCH_TIMEOUT_SECONDS else before
 
 
-def torn(groups: Iterable[Group], known: Mapping[str, Incarnation]) -> frozenset[int]:
-    """The ordinals of groups whose leader still runs the engine of workers that are gone."""
+def split_groups(groups: Iterable[Group], known: Mapping[str, Incarnation]) -> frozenset[int]:
+    """Return the ordinals of groups whose leader still runs the engine of workers that are gone."""
     found = set()
     for group in groups:
         now, before = incarnation_of(group), known.get(group.name)
@@ -77,13 +77,15 @@ def torn(groups: Iterable[Group], known: Mapping[str, Incarnation]) -> frozenset
 
 
 def incarnation_of(group: Group) -> Incarnation | None:
-    """Who is there now; None for a replica of one pod, and while there is no leader."""
+    """Return the present container runs of a group; None for a replica of one pod and while there is no leader."""
     if group.worker_set is None or group.leader is None:
         return None
-    return Incarnation(_life(group.leader), frozenset(_life(pod) for pod in group.pods if pod is not group.leader))
+    return Incarnation(
+        _container_run(group.leader), frozenset(_container_run(pod) for pod in group.pods if pod is not group.leader)
+    )
 
 
-def _life(pod: Manifest) -> Life:
+def _container_run(pod: Manifest) -> ContainerRun:
     containers = (pod.get("status") or {}).get("containerStatuses") or []
-    engine = (c for c in containers if c.get("name") == CONTAINER)  # a mesh's own container is none of the engine's
+    engine = (c for c in containers if c.get("name") == CONTAINER)  # without sidecars, such as a service mesh's
     return str(pod["metadata"].get("uid", "")), sum(int(c.get("restartCount") or 0) for c in engine)

@@ -1,4 +1,4 @@
-"""The verdict on one AdmissionReview: pure, from the same table of rules as the loop."""
+"""Response to an AdmissionReview, computed with the same validation rules as the reconciler. Pure."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, REPLICAS_ARE_NOT_ASKED, InferenceDeployment
 from trimtab_operator.validation.rules import refusals
 
-MAX_WARNING = 256  # characters: API servers cut longer ones, and kubectl shows each on a line
+MAX_WARNING = 256  # characters: API servers truncate longer ones, and kubectl prints each on one line
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the cluster knows beside the resource: its ConfigMap NAME-facts, and nodes. None: not seen."""
+class ClusterContext:
+    """Objects needed to validate a resource: its ConfigMap NAME-facts and the nodes; None if they were not read."""
 
     facts: Manifest | None = None
     nodes: Sequence[Manifest] | None = None
 
 
-NOTHING_KNOWN = Surroundings()
+NO_CLUSTER_CONTEXT = ClusterContext()
 
 
-def refusals_of(
+def validation_messages(
     body: Mapping[str, Any],
     *,
     default_image: str | None,
@@ -39,7 +39,7 @@ def refusals_of(
     facts: ModelFacts | None = None,
     gpu: Gpu | None = None,
 ) -> list[str]:
-    """Everything that is wrong with a resource, as lines; empty when it can be carried out."""
+    """Return all validation errors of a resource as lines; empty if it is valid."""
     try:
         deployment = InferenceDeployment.parse(body, default_image=default_image, allowed_privileges=allowed_privileges)
     except InvalidSpec as error:
@@ -48,11 +48,15 @@ def refusals_of(
 
 
 def warnings_of(
-    deployment: InferenceDeployment, *, known: Surroundings = NOTHING_KNOWN, old: Mapping[str, Any] | None = None
+    deployment: InferenceDeployment, *, known: ClusterContext = NO_CLUSTER_CONTEXT, old: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """What is accepted and may not be what was meant. `old` is the resource before an edit."""
-    said = (too_few_gpus(deployment, known.nodes), _only_told(deployment), _jump(deployment, old or {}))
-    return [warning for warning in said if warning is not None]
+    """Return warnings about a valid spec that may not do what was intended. `old` is the resource before an edit."""
+    found = (
+        too_few_gpus(deployment, known.nodes),
+        _scaling_mode_warning(deployment),
+        _replica_jump_warning(deployment, old or {}),
+    )
+    return [warning for warning in found if warning is not None]
 
 
 def review(
@@ -60,24 +64,27 @@ def review(
     *,
     default_image: str | None,
     allowed_privileges: frozenset[str] = NO_PRIVILEGES,
-    known: Surroundings = NOTHING_KNOWN,
+    known: ClusterContext = NO_CLUSTER_CONTEXT,
 ) -> dict[str, Any]:
-    """Answer an AdmissionReview v1. Raises KeyError or TypeError when it is none.
+    """Return the response to an AdmissionReview v1.
 
-    An update that leaves the spec alone is allowed whatever the spec says: labels and finalizers of a resource that an
-    older version accepted must stay editable. So is everything on a resource that is being deleted. A write to /scale
-    carries a number alone, which the schema bounds; it is allowed.
+    An update that does not change the spec is always allowed: labels and finalizers of a resource that an older version
+    accepted must stay editable. So is every update of a resource that is being deleted. A write to /scale is allowed,
+    as it contains only a number, which the schema bounds.
+
+    Raises:
+        KeyError, TypeError: The request is not an AdmissionReview.
     """
-    asked = request["request"]
-    verdict: dict[str, Any] = {"uid": str(asked["uid"]), "allowed": True}
-    new, old = asked.get("object") or {}, asked.get("oldObject") or {}
-    if is_checked(asked) and (asked["operation"] == "CREATE" or new.get("spec") != old.get("spec")):
-        wrong = refusals_of(
+    request_body = request["request"]
+    verdict: dict[str, Any] = {"uid": str(request_body["uid"]), "allowed": True}
+    new, old = request_body.get("object") or {}, request_body.get("oldObject") or {}
+    if should_validate(request_body) and (request_body["operation"] == "CREATE" or new.get("spec") != old.get("spec")):
+        errors = validation_messages(
             new, default_image=default_image, allowed_privileges=allowed_privileges
-        ) or _changed_unheard(new, old)
-        wrong = wrong or _newly_wrong_by_facts(new, old, default_image, known)
-        if wrong:
-            message = "; ".join(wrong)
+        ) or _ignored_replicas_errors(new, old)
+        errors = errors or _new_layout_errors(new, old, default_image, known)
+        if errors:
+            message = "; ".join(errors)
             verdict |= {"allowed": False, "status": {"code": 422, "reason": "Invalid", "message": message}}
         else:
             deployment = InferenceDeployment.parse(new, default_image=default_image)
@@ -86,51 +93,54 @@ def review(
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": verdict}
 
 
-def _changed_unheard(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
-    """A change of `replicas` while `scaling` was and is set, which nobody would hear."""
+def _ignored_replicas_errors(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    """Return an error if `replicas` changes while `scaling` is set, because the value would be ignored."""
     after, before = new.get("spec") or {}, old.get("spec") or {}
     if after.get("scaling") is None or before.get("scaling") is None or "replicas" not in before:
         return []
     return [f"spec.replicas: {REPLICAS_ARE_NOT_ASKED}"] if after.get("replicas", 1) != before["replicas"] else []
 
 
-def _only_told(deployment: InferenceDeployment) -> str | None:
-    """Automatic replicas that nobody adds or removes."""
+def _scaling_mode_warning(deployment: InferenceDeployment) -> str | None:
+    """Return a warning if `scaling` is set but the tuning mode does not change the replica count."""
     mode = deployment.spec.tuning.mode
     if deployment.spec.scaling is None or mode == "Auto":
         return None
-    does = "only tells how many replicas are needed" if mode == "Recommend" else "leaves the replica count as it is"
-    return f"spec.scaling: spec.tuning.mode {mode} {does}; set Auto, and it is done"
+    effect = "only recommends a replica count" if mode == "Recommend" else "does not change the replica count"
+    return f"spec.scaling: spec.tuning.mode {mode} {effect}; set Auto to scale automatically"
 
 
-def _jump(deployment: InferenceDeployment, old: Mapping[str, Any]) -> str | None:
-    """What becomes of the count when `scaling` is removed."""
+def _replica_jump_warning(deployment: InferenceDeployment, old: Mapping[str, Any]) -> str | None:
+    """Return a warning if removing `scaling` changes the replica count."""
     count = (old.get("status") or {}).get("desiredReplicas")
     was_scaled = (old.get("spec") or {}).get("scaling") is not None
     if not was_scaled or deployment.spec.scaling is not None or count in (None, deployment.spec.replicas):
         return None
-    return f"spec.scaling is removed: replicas go from {count} to spec.replicas, which is {deployment.spec.replicas}"
+    return (
+        f"spec.scaling is removed: the replica count changes from {count} to spec.replicas ({deployment.spec.replicas})"
+    )
 
 
-def is_checked(asked: Mapping[str, Any]) -> bool:
-    """Whether it is a write of ours to judge."""
-    new = asked.get("object") or {}
-    is_ours = not asked.get("subResource") and new.get("kind") == KIND
-    is_going = bool((new.get("metadata") or {}).get("deletionTimestamp"))
-    return is_ours and asked.get("operation") in ("CREATE", "UPDATE") and not is_going
+def should_validate(request_body: Mapping[str, Any]) -> bool:
+    """Return True for creations and updates of InferenceDeployments that are not being deleted."""
+    new = request_body.get("object") or {}
+    is_supported_kind = not request_body.get("subResource") and new.get("kind") == KIND
+    is_terminating = bool((new.get("metadata") or {}).get("deletionTimestamp"))
+    return is_supported_kind and request_body.get("operation") in ("CREATE", "UPDATE") and not is_terminating
 
 
-def _newly_wrong_by_facts(
-    new: Mapping[str, Any], old: Mapping[str, Any], default_image: str | None, known: Surroundings
+def _new_layout_errors(
+    new: Mapping[str, Any], old: Mapping[str, Any], default_image: str | None, known: ClusterContext
 ) -> list[str]:
-    """What the model says against an edit. What it said against the spec before is the loop's to tell: it must not
-    keep the owner from changing something else.
+    """Return the model's layout errors that an edit introduces.
+
+    Errors of the previous spec are reported by the reconciler; they must not block other edits.
     """
-    before = set(_wrong_by_facts(old, default_image, known)) if old else set()
-    return [line for line in _wrong_by_facts(new, default_image, known) if line not in before]
+    before = set(_layout_errors(old, default_image, known)) if old else set()
+    return [line for line in _layout_errors(new, default_image, known) if line not in before]
 
 
-def _wrong_by_facts(body: Mapping[str, Any], default_image: str | None, known: Surroundings) -> list[str]:
+def _layout_errors(body: Mapping[str, Any], default_image: str | None, known: ClusterContext) -> list[str]:
     try:
         deployment = InferenceDeployment.parse(body, default_image=default_image)
     except InvalidSpec:

@@ -1,8 +1,7 @@
-"""Children that are rewritten whenever they are applied: a policy at admission wants them otherwise. Pure.
+"""Suppression of repeated applies of children that an admission policy reverts. Pure.
 
-Applying them for ever would help nobody. So a child that was applied as it is wanted, and that differs at the same
-place again and again, is left alone for a while and told once. One that was as wanted in between is another matter:
-somebody edits it, and it is put back each time.
+A child that was applied unchanged and differs in the same field again and again is applied only every RETRY_SECONDS,
+and reported once. If it was correct in between, a user edits it, and it is corrected each time.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from trimtab_operator.observed.actions import Action, Apply, Note
+from trimtab_operator.observed.actions import Action, Apply, Event
 from trimtab_operator.resource.canonical_json import compact
 
-MAX_TIMES = 4  # in a row, before it is given up
-RETRY_SECONDS = 600.0  # the policy may be gone by then
+MAX_REPEATED_APPLIES = 4  # consecutive applies before the back-off
+RETRY_SECONDS = 600.0  # the policy may have been removed by then
 
 
 @dataclass(frozen=True, slots=True)
-class Futile:
+class RepeatedApply:
     """How often a child was applied for the same difference, and when last (Unix time)."""
 
     digest: str
@@ -29,19 +28,21 @@ class Futile:
 
 
 @dataclass(frozen=True, slots=True)
-class Sifted:
-    """The actions that are worth their while, what is remembered of the children, and what is told."""
+class FilteredActions:
+    """Actions to execute, the updated repeat counts, and Events to emit."""
 
     actions: tuple[Action, ...]
-    futile: Mapping[str, Futile]
-    notes: tuple[Note, ...]
+    repeated_applies: Mapping[str, RepeatedApply]
+    events: tuple[Event, ...]
 
 
-def sift(actions: Iterable[Action], known: Mapping[str, Futile], *, now: float) -> Sifted:
-    """Leave out what has been applied in vain. A child that is no longer among the actions is forgotten."""
+def suppress_repeated_applies(
+    actions: Iterable[Action], known: Mapping[str, RepeatedApply], *, now: float
+) -> FilteredActions:
+    """Drop applies that were repeated without effect. Counts of children without an action are forgotten."""
     kept: list[Action] = []
-    futile: dict[str, Futile] = {}
-    notes: list[Note] = []
+    repeated_applies: dict[str, RepeatedApply] = {}
+    events: list[Event] = []
     for action in actions:
         if not isinstance(action, Apply) or action.is_new:
             kept.append(action)
@@ -52,21 +53,21 @@ def sift(actions: Iterable[Action], known: Mapping[str, Futile], *, now: float) 
         is_same = before is not None and (before.digest, before.where) == (digest, action.reason)
         if before is None or not is_same:
             kept.append(action)
-            futile[name] = Futile(digest, action.reason, 1, now)
-        elif before.times < MAX_TIMES or now - before.at >= RETRY_SECONDS:
+            repeated_applies[name] = RepeatedApply(digest, action.reason, 1, now)
+        elif before.times < MAX_REPEATED_APPLIES or now - before.at >= RETRY_SECONDS:
             kept.append(action)
-            futile[name] = Futile(digest, action.reason, before.times + 1, now)
+            repeated_applies[name] = RepeatedApply(digest, action.reason, before.times + 1, now)
         else:
-            futile[name] = before
-            if before.times == MAX_TIMES:
-                futile[name] = Futile(before.digest, before.where, MAX_TIMES + 1, before.at)
-                notes.append(_note(name, action))
-    return Sifted(tuple(kept), futile, tuple(notes))
+            repeated_applies[name] = before
+            if before.times == MAX_REPEATED_APPLIES:
+                repeated_applies[name] = RepeatedApply(before.digest, before.where, MAX_REPEATED_APPLIES + 1, before.at)
+                events.append(_conflict_event(name, action))
+    return FilteredActions(tuple(kept), repeated_applies, tuple(events))
 
 
-def _note(name: str, action: Apply) -> Note:
+def _conflict_event(name: str, action: Apply) -> Event:
     message = (
-        f"{name} was applied {MAX_TIMES} times, and each time {action.reason} at once: a policy, or a webhook, rewrites"
-        f" it; it is left as it is and tried again every {RETRY_SECONDS / 60:.0f} minutes"
+        f"{name}: {action.reason} right after each of {MAX_REPEATED_APPLIES} applies; an admission policy or webhook"
+        f" keeps reverting this object; retrying every {RETRY_SECONDS / 60:.0f} minutes"
     )
-    return Note("Warning", "AppliedInVain", message, name)
+    return Event("Warning", "ApplyConflict", message, name)

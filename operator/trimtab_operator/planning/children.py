@@ -1,8 +1,8 @@
-"""From what is wanted and what is there to what must be done. Pure: no clock, no cluster.
+"""Plan of a resource's children from the wanted revision and the observed children. Pure.
 
-Groups take the lowest free ordinal. Scale-in takes the group that is worth least (`choose_victims`). A new revision
-reaches the groups one after another within rollout.maxUnavailable. What is as wanted is left alone, so an idle tick
-writes nothing.
+Groups take the lowest free ordinal. Scale-in removes the least valuable groups (`choose_groups_to_remove`). A new
+revision reaches the groups one after another within rollout.maxUnavailable. Children that match are not written, so an
+idle iteration writes nothing.
 """
 
 from __future__ import annotations
@@ -21,98 +21,116 @@ from trimtab_operator.observed.actions import Action, Apply, Delete, delete_of
 from trimtab_operator.observed.drift import plan_applies
 from trimtab_operator.observed.groups import (
     Group,
-    Observed,
+    ObservedChildren,
     groups_of,
     is_terminating,
     is_worker,
     meeting_address,
     ordinal_of,
 )
-from trimtab_operator.observed.phases import failure_of, has_started, is_placed
+from trimtab_operator.observed.phases import has_engine_started, is_placed, pod_failure_message
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
-from trimtab_operator.rollout.surge import allowed_back, allowed_beside, extra_groups, retired
+from trimtab_operator.rollout.surge import (
+    allowed_unavailable,
+    allowed_unavailable_restarting,
+    groups_to_retire,
+    num_surge_groups,
+)
 
 
-def plan(
+def plan_children(
     wanted: Rendered,
-    observed: Observed,
+    observed: ObservedChildren,
     *,
     replicas: int,
     held: Mapping[int, Held] | None = None,
-    unproven: frozenset[str] = frozenset(),
+    unverified: frozenset[str] = frozenset(),
     loads: Mapping[str, float] | None = None,
     surge: int = 0,
-    may_come: int | None = None,
-    proven: Rendered | None = None,
-    without_place: frozenset[str] = frozenset(),
-    most_placed: int = 0,
+    max_new_groups: int | None = None,
+    known_good: Rendered | None = None,
+    without_node: frozenset[str] = frozenset(),
+    max_placed: int = 0,
 ) -> tuple[Action, ...]:
-    """Everything to do now for so many `replicas`, in order: Services before the pods that they select, removals last.
+    """Return all actions for `replicas` replicas: Services before the pods that they select, deletions last.
 
-    `held`: by ordinal, groups that hold no pods, or did (rollout/gang_placement.py). `unproven` names groups whose pods
-    are Ready and that still count as down for a rollout. `loads`: by name, how many requests a group has; one that did
-    not say is left out. `surge`: how many groups there may be beyond `replicas` while outdated ones serve
-    (rollout/surge.py). `proven`: while the change has to show that it is good, the form of all replicas but the one
-    that runs it. `without_place` names groups that find none; `most_placed` had one at once.
+    Args:
+        held: Back-offs to render, by ordinal (rollout/gang_placement.py).
+        unverified: Names of Ready groups that still count as down for a rollout.
+        loads: Number of requests by group name; groups that did not report are absent.
+        surge: Groups allowed beyond `replicas` while outdated ones serve (rollout/surge.py).
+        max_new_groups: Groups that may be created now; None for no limit.
+        known_good: During a canary, the revision of all replicas except the canary.
+        without_node: Names of groups that cannot be scheduled.
+        max_placed: Largest number of groups that were scheduled at once.
     """
     deployment = wanted.deployment
     groups, loads = groups_of(observed), loads or {}
-    surge = surge if proven is None else min(surge, 1)
-    behind = frozenset(
-        g.ordinal for g in groups if g.revision != wanted.revision or _has_moved(g, deployment, observed)
+    surge = surge if known_good is None else min(surge, 1)
+    outdated_ordinals = frozenset(
+        g.ordinal for g in groups if g.revision != wanted.revision or _has_stale_address(g, deployment, observed)
     )
-    relieved = retired(groups, behind, replicas=replicas, unproven=unproven, loads=loads) if surge else ()
-    present = tuple(group for group in groups if group not in relieved)
-    extra = extra_groups(present, behind, replicas=replicas, surge=surge)
-    staying, superfluous = choose_victims(present, replicas + extra, revision=wanted.revision, loads=loads)
+    retiring = (
+        groups_to_retire(groups, outdated_ordinals, replicas=replicas, unverified=unverified, loads=loads)
+        if surge
+        else ()
+    )
+    present = tuple(group for group in groups if group not in retiring)
+    extra = num_surge_groups(present, outdated_ordinals, replicas=replicas, surge=surge)
+    staying, superfluous = choose_groups_to_remove(present, replicas + extra, revision=wanted.revision, loads=loads)
     leaving = [(group, "scaled in") for group in superfluous]
-    leaving += [(group, "others serve what is asked for now") for group in relieved]
+    leaving += [(group, "replaced by a newer replica") for group in retiring]
     num_new = replicas + extra - len(staying)
-    new = free_ordinals(observed, num_new if may_come is None else min(num_new, may_come))
-    may_be_down = allowed_down(deployment, replicas) if proven is None else 1
-    num_unproven = sum(group.is_ready and group.name in unproven for group in staying)
-    allowed = allowed_beside(may_be_down, staying, without_place, most_placed=most_placed) - num_unproven
-    back = allowed_back(may_be_down, staying, without_place) - num_unproven
-    is_tried = any(g.revision == wanted.revision and g.name not in without_place for g in staying)
-    is_tried_by_new = proven is not None and not is_tried and bool(new)
+    new = free_ordinals(observed, num_new if max_new_groups is None else min(num_new, max_new_groups))
+    may_be_down = allowed_down(deployment, replicas) if known_good is None else 1
+    num_unproven = sum(group.is_ready and group.name in unverified for group in staying)
+    allowed = allowed_unavailable(may_be_down, staying, without_node, max_placed=max_placed) - num_unproven
+    back = allowed_unavailable_restarting(may_be_down, staying, without_node) - num_unproven
+    is_tried = any(g.revision == wanted.revision and g.name not in without_node for g in staying)
+    is_tried_by_new = known_good is not None and not is_tried and bool(new)
     coming = len(new) if surge or is_tried_by_new else None
-    updates = choose_updates(staying, behind, allowed, back=back, coming=coming, without_place=without_place)
-    if proven is not None:
-        updates = _first_alone(updates, is_tried=is_tried)
+    updates = choose_updates(staying, outdated_ordinals, allowed, back=back, coming=coming, without_node=without_node)
+    if known_good is not None:
+        updates = _limit_to_first(updates, is_tried=is_tried)
     to_update = {group.ordinal for group in updates}
-    current = [g.ordinal for g in staying if g.ordinal not in behind or g.ordinal in to_update]
-    num_first = len(new) if proven is None else min(len(new), not is_tried and not updates)
+    current = [g.ordinal for g in staying if g.ordinal not in outdated_ordinals or g.ordinal in to_update]
+    num_first = len(new) if known_good is None else min(len(new), not is_tried and not updates)
     others, first = new[: len(new) - num_first], new[len(new) - num_first :]
-    manifests: list[Manifest] = [client_service(deployment), *_meeting_places(deployment, staying, first, observed)]
+    manifests: list[Manifest] = [
+        client_service(deployment),
+        *_rendezvous_services(deployment, staying, first, observed),
+    ]
     manifests += _groups_manifests(wanted, (*current, *first), observed, held or {})
-    if proven is not None:
-        kept = _of_form(proven, staying, to_update, observed)
-        manifests += _meeting_places(proven.deployment, (), others, observed)
-        manifests += _groups_manifests(proven, (*kept, *others), observed, held or {})
-    applied = map(_at_any_address, plan_applies(manifests, observed))
-    return (*applied, *_removals(deployment, staying, leaving, current, manifests, observed))
+    if known_good is not None:
+        kept = _ordinals_of_revision(known_good, staying, to_update, observed)
+        manifests += _rendezvous_services(known_good.deployment, (), others, observed)
+        manifests += _groups_manifests(known_good, (*kept, *others), observed, held or {})
+    applied = map(_with_address_fallback, plan_applies(manifests, observed))
+    return (*applied, *_plan_removals(deployment, staying, leaving, current, manifests, observed))
 
 
-def _first_alone(updates: tuple[Group, ...], *, is_tried: bool) -> tuple[Group, ...]:
-    """Those of the groups that may get a change which only one of all is to run: who fails anyway loses nothing."""
-    failing = tuple(group for group in updates if any(failure_of(pod) for pod in group.pods))
+def _limit_to_first(updates: tuple[Group, ...], *, is_tried: bool) -> tuple[Group, ...]:
+    """Return the groups that may get a change which only one replica may run; failing groups may get it as well."""
+    failing = tuple(group for group in updates if any(pod_failure_message(pod) for pod in group.pods))
     others = tuple(group for group in updates if group not in failing)
     return failing or others[: 0 if is_tried else 1]
 
 
-def _of_form(form: Rendered, groups: Iterable[Group], updated: Collection[int], observed: Observed) -> Iterable[int]:
-    """The groups that stay of a form: those of several pods are not whole yet, or give theirs back."""
+def _ordinals_of_revision(
+    rendered: Rendered, groups: Iterable[Group], updated: Collection[int], observed: ObservedChildren
+) -> Iterable[int]:
+    """Yield the ordinals of groups that keep a revision and are not rendered elsewhere."""
     for group in groups:
-        is_kept = group.revision == form.revision and group.ordinal not in updated
-        if is_kept and not _has_moved(group, form.deployment, observed):
+        is_kept = group.revision == rendered.revision and group.ordinal not in updated
+        if is_kept and not _has_stale_address(group, rendered.deployment, observed):
             yield group.ordinal
 
 
-def _meeting_places(
-    deployment: InferenceDeployment, staying: Iterable[Group], new: Iterable[int], observed: Observed
+def _rendezvous_services(
+    deployment: InferenceDeployment, staying: Iterable[Group], new: Iterable[int], observed: ObservedChildren
 ) -> Iterable[Manifest]:
-    """The Services where ranks of several pods meet. Those of one pod need none."""
+    """Yield the Services that ranks of multi-pod replicas connect to; single-pod replicas need none."""
     if layout_of(deployment.spec).pods == 1:
         return
     for group in staying:
@@ -122,17 +140,19 @@ def _meeting_places(
 
 
 def _groups_manifests(
-    form: Rendered, ordinals: Iterable[int], observed: Observed, held: Mapping[int, Held]
+    rendered: Rendered, ordinals: Iterable[int], observed: ObservedChildren, held: Mapping[int, Held]
 ) -> Iterable[Manifest]:
     for ordinal in ordinals:
-        yield from group_manifests(form, ordinal, observed, held.get(ordinal))
+        yield from group_manifests(rendered, ordinal, observed, held.get(ordinal))
 
 
-def group_manifests(wanted: Rendered, ordinal: int, observed: Observed, held: Held | None) -> tuple[Manifest, ...]:
-    """The StatefulSets of one group: always both of one revision, none before its ranks have a place to meet."""
+def group_manifests(
+    wanted: Rendered, ordinal: int, observed: ObservedChildren, held: Held | None
+) -> tuple[Manifest, ...]:
+    """Return the StatefulSets of one group, both of one revision; none before the rendezvous Service has an address."""
     if layout_of(wanted.deployment.spec).pods == 1:
         return (leader_stateful_set(wanted, ordinal),)
-    address = meeting_place(wanted.deployment, ordinal, observed)
+    address = rendezvous_address(wanted.deployment, ordinal, observed)
     if address is None:
         return ()
     return (
@@ -141,8 +161,9 @@ def group_manifests(wanted: Rendered, ordinal: int, observed: Observed, held: He
     )
 
 
-def meeting_place(deployment: InferenceDeployment, ordinal: int, observed: Observed) -> str | None:
-    """The ClusterIP of the group's rendezvous Service, which works without cluster DNS; None until it has one."""
+def rendezvous_address(deployment: InferenceDeployment, ordinal: int, observed: ObservedChildren) -> str | None:
+    """Return the ClusterIP of the group's rendezvous Service, which works without cluster DNS; None before it is
+    assigned."""
     name = group_name(deployment, ordinal)
     for service in observed.services:
         if service["metadata"]["name"] == name and not is_terminating(service):
@@ -150,55 +171,59 @@ def meeting_place(deployment: InferenceDeployment, ordinal: int, observed: Obser
     return None
 
 
-def _has_moved(group: Group, deployment: InferenceDeployment, observed: Observed) -> bool:
-    """Whether the group's Service has another address than its pods were told. Engines that have met serve on: the
-    group restarts in its turn."""
-    address = meeting_place(deployment, group.ordinal, observed)
+def _has_stale_address(group: Group, deployment: InferenceDeployment, observed: ObservedChildren) -> bool:
+    """Return True if the rendezvous Service's address differs from the one in the group's pods.
+
+    Connected engines keep serving; the group is restarted as part of the rollout.
+    """
+    address = rendezvous_address(deployment, group.ordinal, observed)
     return address is not None and bool(group.meeting_addresses - {address})
 
 
-def _known_address(group: Group, deployment: InferenceDeployment, observed: Observed) -> str | None:
-    """The ClusterIP of the group's Service; of one that is gone, the one that its pods were told: with it nobody has to
-    restart."""
-    told = next(iter(sorted(group.meeting_addresses)), None)
-    return meeting_place(deployment, group.ordinal, observed) or told
+def _known_address(group: Group, deployment: InferenceDeployment, observed: ObservedChildren) -> str | None:
+    """Return the ClusterIP of the group's Service. If the Service was deleted, return the address in its pods, which
+    avoids a restart."""
+    pod_address = next(iter(sorted(group.meeting_addresses)), None)
+    return rendezvous_address(deployment, group.ordinal, observed) or pod_address
 
 
-def _at_any_address(action: Apply) -> Apply:
-    """A Service that is made again with its former address gets another one where somebody has that by now."""
+def _with_address_fallback(action: Apply) -> Apply:
+    """Return the action with a fallback without ClusterIP: a recreated Service's former address may be in use."""
     spec = action.manifest["spec"] if action.manifest["kind"] == "Service" else {}
     if not action.is_new or "clusterIP" not in spec:
         return action
     anywhere = {name: value for name, value in spec.items() if name != "clusterIP"}
-    return replace(action, otherwise={**action.manifest, "spec": anywhere})
+    return replace(action, fallback={**action.manifest, "spec": anywhere})
 
 
-def plan_tuning_state(deployment: InferenceDeployment, observed: Observed, state: str) -> tuple[Apply, ...]:
-    """The ConfigMap with the tuner's memory, when it differs from what is stored."""
+def plan_tuning_state(deployment: InferenceDeployment, observed: ObservedChildren, state: str) -> tuple[Apply, ...]:
+    """Return an apply of the tuner's ConfigMap if it differs from the stored one."""
     return plan_applies([tuning_config_map(deployment, state)], observed)
 
 
-def plan_meeting_secret(wanted: InferenceDeployment, observed: Observed, *, token: str) -> tuple[Apply, ...]:
-    """The Secret of replicas of several pods, when it is missing or says nothing. It comes before the pods, which do
-    not start without it. A value that is there stays, whatever becomes of the operator's own secret: pods of one group
-    that start at different times must read the same."""
+def plan_rendezvous_secret(wanted: InferenceDeployment, observed: ObservedChildren, *, token: str) -> tuple[Apply, ...]:
+    """Return an apply of the Secret of multi-pod replicas if it is missing or empty.
+
+    It precedes the pods, which do not start without it. An existing value is kept even if the operator's secret
+    changes, because pods of one group that start at different times must read the same value.
+    """
     if layout_of(wanted.spec).pods == 1:
         return ()
-    made = meeting_secret(wanted, token=token)
+    wanted_secret = meeting_secret(wanted, token=token)
     present = next(iter(observed.secrets), None)
     if present is not None and (present.get("data") or {}).get(MEETING_SECRET_KEY):
-        made["data"] = present["data"]
-    return plan_applies([made], observed)
+        wanted_secret["data"] = present["data"]
+    return plan_applies([wanted_secret], observed)
 
 
-def choose_victims(
+def choose_groups_to_remove(
     groups: tuple[Group, ...], wanted: int, *, revision: str, loads: Mapping[str, float]
 ) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
-    """Split groups into those that stay and those that go, the ones that are worth least.
+    """Split groups into those that stay and those that are removed.
 
-    First go those without a place, then those that load or are down: nobody loses an answer by it. Of those that serve
-    the outdated ones go first, then those with the fewest requests, so that they drain soon (one that did not say
-    counts as the busiest), then the highest ordinals.
+    Unscheduled groups are removed first, then those that load or are down, as no request is lost. Of the serving ones,
+    outdated groups come first, then those with the fewest requests, which drain soonest (an unknown load counts as the
+    highest), then those with the highest ordinals.
     """
 
     def worth(group: Group) -> tuple[bool, bool, bool, float, int]:
@@ -207,13 +232,13 @@ def choose_victims(
         return group.serves, is_placed(group), is_current, load if group.serves else 0.0, -group.ordinal
 
     by_worth = sorted(groups, key=worth, reverse=True)
-    stay = sorted(by_worth[:wanted], key=lambda group: group.ordinal)
-    go = sorted(by_worth[wanted:], key=lambda group: group.ordinal, reverse=True)
-    return tuple(stay), tuple(go)
+    staying = sorted(by_worth[:wanted], key=lambda group: group.ordinal)
+    removed = sorted(by_worth[wanted:], key=lambda group: group.ordinal, reverse=True)
+    return tuple(staying), tuple(removed)
 
 
 def allowed_down(deployment: InferenceDeployment, replicas: int) -> int:
-    """rollout.maxUnavailable as a number of `replicas`; a percentage is rounded down, never below 1."""
+    """Return rollout.maxUnavailable as a number of replicas; percentages are rounded down to at least 1."""
     value = deployment.spec.rollout.max_unavailable
     if isinstance(value, int):
         return max(1, value)
@@ -222,36 +247,36 @@ def allowed_down(deployment: InferenceDeployment, replicas: int) -> int:
 
 def choose_updates(
     groups: tuple[Group, ...],
-    behind: Collection[int],
+    outdated_ordinals: Collection[int],
     allowed: int,
     *,
     back: int | None = None,
     coming: int | None = None,
-    without_place: Collection[str] = frozenset(),
+    without_node: Collection[str] = frozenset(),
 ) -> tuple[Group, ...]:
-    """Choose those of the groups `behind` (ordinals) that may be brought up to date now; `allowed` may be down. `back`
-    is the same of those that are down and may be back in a moment (None: as many).
+    """Choose the outdated groups to update now. At most `allowed` groups may be down.
 
-    One whose engine has not come up costs nothing. One that had come up and is not ready now may be back in a moment:
-    it costs one, unless one that was brought up to date is still on its way. One that is ready costs one, too, and is
-    taken last: never because another is down, and not at all where others come to serve in its place (`coming`: how
-    many are made now; None: groups are replaced in place). One that was chosen before and whose pods still serve is
-    taken already, and keeps nobody that is down waiting: its pods go when enough others serve (`replacement`). Those
-    `without_place` (names) cost nothing and are waited for by nobody: what they use up is not in `allowed` any more.
+    `back` is the limit for groups that are down but may be ready again soon; None means `allowed`. `coming` is the
+    number of groups created now; None if groups are replaced in place.
+
+    A group whose engine has not started costs nothing. One that had started and is not ready may be ready again soon:
+    it counts as one, unless an updated group is still starting. A ready group counts as one as well and is taken last:
+    never while another is down, and not at all if new groups replace it. Groups `without_node` (names) cost nothing, as
+    they are already subtracted from `allowed`.
     """
-    outdated = [group for group in groups if group.ordinal in behind]
-    down = [group for group in groups if not group.is_ready and group.name not in without_place]
-    blinking = [group for group in outdated if not group.is_ready and has_started(group)]
+    outdated = [group for group in groups if group.ordinal in outdated_ordinals]
+    down = [group for group in groups if not group.is_ready and group.name not in without_node]
+    blinking = [group for group in outdated if not group.is_ready and has_engine_started(group)]
     lost = [group for group in outdated if not group.is_ready and group not in blinking]
     ready = [group for group in outdated if group.is_ready]
-    num_lost = sum(group.name not in without_place for group in lost)
+    num_lost = sum(group.name not in without_node for group in lost)
     under_way = sum(not group.serves for group in down if group not in (*blinking, *lost)) + (coming or 0)
     back_soon = blinking[: max(0, (allowed if back is None else back) - under_way - num_lost)]
     return (*lost, *back_soon, *(ready[: max(0, allowed - len(down))] if coming is None else ()))
 
 
-def free_ordinals(observed: Observed, count: int) -> tuple[int, ...]:
-    """The lowest ordinals that nothing holds: neither a StatefulSet nor a pod that is still draining."""
+def free_ordinals(observed: ObservedChildren, count: int) -> tuple[int, ...]:
+    """Return the lowest ordinals that neither a StatefulSet nor a draining pod uses."""
     children = (*observed.stateful_sets, *observed.pods)
     taken = {ordinal_of(child) for child in children}
     free: list[int] = []
@@ -263,25 +288,25 @@ def free_ordinals(observed: Observed, count: int) -> tuple[int, ...]:
     return tuple(free)
 
 
-def _removals(
+def _plan_removals(
     deployment: InferenceDeployment,
     staying: Iterable[Group],
     leaving: Sequence[tuple[Group, str]],
     current: Collection[int],
     wanted: Iterable[Manifest],
-    observed: Observed,
+    observed: ObservedChildren,
 ) -> Iterable[Delete]:
-    """StatefulSets of groups that go, with why, or that need no workers, and Services at which nobody meets."""
+    """Yield deletions of removed groups, of workers that are not needed any more, and of unused rendezvous Services."""
     for group, why in leaving:
         for stateful_set in group.stateful_sets:
             yield delete_of("StatefulSet", stateful_set, why)
     for group in staying:
         if group.worker_set is not None and group.ordinal in current and layout_of(deployment.spec).pods == 1:
-            yield delete_of("StatefulSet", group.worker_set, "a replica is one pod now")
+            yield delete_of("StatefulSet", group.worker_set, "a replica has a single pod now")
     present = {group.ordinal for group in (*staying, *(group for group, _ in leaving))}
     for stateful_set in observed.stateful_sets:
         if is_worker(stateful_set) and ordinal_of(stateful_set) not in present and not is_terminating(stateful_set):
-            yield delete_of("StatefulSet", stateful_set, "its leader is gone")
+            yield delete_of("StatefulSet", stateful_set, "its leader was deleted")
     needed = {m["metadata"]["name"] for m in wanted if m["kind"] == "Service"}
     meeting: set[int | None] = {group.ordinal for group in staying if group.meeting_addresses}
     meeting |= {ordinal_of(pod) for pod in observed.pods if meeting_address(pod) is not None}
@@ -290,4 +315,4 @@ def _removals(
         is_group_service = ROLE_LABEL in (metadata.get("labels") or {})
         is_needed = metadata["name"] in needed or ordinal_of(service) in meeting
         if is_group_service and not is_needed and not is_terminating(service):
-            yield delete_of("Service", service, "nobody meets there")
+            yield delete_of("Service", service, "no pod uses it")

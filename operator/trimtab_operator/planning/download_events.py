@@ -1,36 +1,36 @@
-"""What is told of downloads: an Event when a replica begins to fetch its model, and one when it has it. Pure.
+"""Events about model downloads: one when a replica starts and one when it finishes its download. Pure.
 
-What was so before is what the status says: an operator that starts in the middle tells neither twice. A download that
-began and ended between two looks is told of by the engine while it loads.
+The previous state is read from the status, so a restarted operator does not repeat Events. The engine reports a
+download that started and ended between two observations while it loads the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trimtab_operator.observed.actions import Note
+from trimtab_operator.observed.actions import Event
 from trimtab_operator.observed.phases import DOWNLOAD, EngineView
 from trimtab_operator.resource.spec import InferenceDeployment
 
 
-def download_notes(deployment: InferenceDeployment, views: Mapping[str, EngineView]) -> tuple[Note, ...]:
-    """What has begun or ended since the status was written."""
+def download_events(deployment: InferenceDeployment, views: Mapping[str, EngineView]) -> tuple[Event, ...]:
+    """Return Events for downloads that started or finished since the status was written."""
     groups = deployment.status.get("groups") or []
-    said = {group.get("name"): group.get("load") or {} for group in groups}
+    loads = {group.get("name"): group.get("load") or {} for group in groups}
     found = []
     for name, view in sorted(views.items()):
         if view.load is None and view.applied is None:
-            continue  # it neither loads nor serves: nobody knows
-        before = said.get(name, {})
+            continue  # unknown: the engine neither loads nor serves
+        before = loads.get(name, {})
         is_downloading = view.load is not None and view.load[0] == DOWNLOAD
         was_downloading = before.get("stage") == DOWNLOAD
         was_quick = view.downloaded_bytes is not None and "downloadedBytes" not in before
         if is_downloading and not was_downloading:
-            found.append(Note("Normal", "DownloadStarted", f"{name} fetches {_model(deployment)}", view.instance))
+            found.append(Event("Normal", "DownloadStarted", f"{name} downloads {_model(deployment)}", view.instance))
         elif (was_downloading or was_quick) and not is_downloading:
-            what = f"{name} has {_model(deployment)}"
+            what = f"{name} downloaded {_model(deployment)}"
             how = f": {view.load_message}" if view.downloaded_bytes is not None and view.load_message else ""
-            found.append(Note("Normal", "Downloaded", what + how, view.instance))
+            found.append(Event("Normal", "Downloaded", what + how, view.instance))
     return tuple(found)
 
 

@@ -1,7 +1,6 @@
-"""Children that engines can do without, of kinds that not every cluster serves: budget, network policy, monitoring.
+"""Optional children of kinds that not every cluster serves: disruption budget, network policy, monitoring. Pure.
 
-They are made where the cluster serves their kind and the administrator wants them, and removed when that is no longer
-so. Pure.
+They are created if the cluster serves their kind and the administrator enables them, and removed otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from trimtab_operator.builders.network_policy import network_policy
 from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.actions import Action, delete_of
 from trimtab_operator.observed.drift import plan_applies
-from trimtab_operator.observed.groups import Observed, is_terminating, is_worker
+from trimtab_operator.observed.groups import ObservedChildren, is_terminating, is_worker
 from trimtab_operator.planning.children import allowed_down
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
@@ -22,13 +21,13 @@ from trimtab_operator.resource.spec import InferenceDeployment
 
 
 def plan_optional(
-    deployment: InferenceDeployment, observed: Observed, installation: Installation, *, replicas: int
+    deployment: InferenceDeployment, observed: ObservedChildren, installation: Installation, *, replicas: int
 ) -> tuple[Action, ...]:
-    """What is to be done to them for so many `replicas`; kinds that were not looked for are left alone."""
+    """Return the actions for optional children; kinds that were not observed are skipped."""
     wanted = optional_children(deployment, observed, installation, replicas=replicas)
     applied = plan_applies([m for kind, m in wanted.items() if m is not None and kind in observed.optional], observed)
     removed = [
-        delete_of(kind, child, "this installation has none of these")
+        delete_of(kind, child, "disabled in this installation")
         for kind, children in observed.optional.items()
         for child in children
         if wanted.get(kind) is None and not is_terminating(child)
@@ -37,9 +36,9 @@ def plan_optional(
 
 
 def optional_children(
-    deployment: InferenceDeployment, observed: Observed, installation: Installation, *, replicas: int
+    deployment: InferenceDeployment, observed: ObservedChildren, installation: Installation, *, replicas: int
 ) -> Mapping[str, Manifest | None]:
-    """By kind, the child that is wanted; None where the administrator wants none."""
+    """Return the wanted child by kind; None if the administrator disabled it."""
     network, monitoring, alerts = installation.network, installation.pod_monitoring, installation.alerts
     spans_pods = layout_of(deployment.spec).pods > 1 or any(map(is_worker, observed.stateful_sets))
     return {

@@ -1,15 +1,15 @@
-"""One turn of a resource: from the world and what is remembered to all that is to be done. Pure and total.
+"""Plan of one reconcile iteration, from a cluster snapshot and the reconciler state. Pure; never raises.
 
-In this order: what is wrong with the spec → what is known of the model → what replicas are to run (the spec, or the
-last form that worked) → what the tuner makes of the engines' metrics → how many replicas → what the children lack.
-The tuner comes before the plan, so that a decision on replicas acts in its own turn.
+The order is: validate the spec → read the model → choose the revision (the spec's, or the last known-good one) → tune
+by the engines' metrics → choose the replica count → plan the children. The tuner runs before the children are planned,
+so that its replica count takes effect in the same iteration.
 
-    World ──┐                 ┌── remember   ConfigMaps, written before anything is done by them
-            ├── turn ── Turn ─┼── care       pods that must go, whatever is remembered
-    Memory ─┘                 ├── children   Services, StatefulSets, the Job that reads the model
-                              ├── patches    live fields of engines
-                              ├── decisions, notes   to be told
-                              └── findings   the status is made from them
+    ClusterSnapshot ─┐                                     ┌── state_writes     ConfigMaps, written before anything else
+                     ├── plan_reconcile ── ReconcilePlan ──┼── urgent_deletes   pods to delete in any case
+    ReconcilerState ─┘                                     ├── children         Services, StatefulSets, the facts Job
+                                                           ├── patches          live parameters of engines
+                                                           ├── decisions, events
+                                                           └── status_inputs    inputs of the status
 """
 
 from __future__ import annotations
@@ -23,492 +23,574 @@ from trimtab_operator.builders.admin_token import token_hash
 from trimtab_operator.builders.record import Record, asked_of, records_of
 from trimtab_operator.builders.stateful_set import Rendered, pod_template, rendered
 from trimtab_operator.layout.node_gpus import gpu_for, too_few_gpus
-from trimtab_operator.observed.actions import Action, Apply, Delete, LiveValues, Note, Patch
+from trimtab_operator.observed.actions import Action, Apply, Delete, Event, LiveValues, Patch
 from trimtab_operator.observed.drift import plan_applies
-from trimtab_operator.observed.engines import QueueSeen, view_of
+from trimtab_operator.observed.engines import ReportedScheduling, observe_replica, view_of
 from trimtab_operator.observed.groups import ordinal_of
-from trimtab_operator.observed.looks import look_of
 from trimtab_operator.observed.phases import EngineView
-from trimtab_operator.planning.apply_backoff import Futile, sift
-from trimtab_operator.planning.children import allowed_down, plan, plan_meeting_secret, plan_tuning_state
-from trimtab_operator.planning.download_events import download_notes
+from trimtab_operator.planning.apply_backoff import RepeatedApply, suppress_repeated_applies
+from trimtab_operator.planning.children import allowed_down, plan_children, plan_rendezvous_secret, plan_tuning_state
+from trimtab_operator.planning.download_events import download_events
 from trimtab_operator.planning.gpu_budget import (
     NO_ROOM_IN_BUDGET,
-    Stake,
-    budget_notes,
-    num_groups_meanwhile,
-    room_beside,
-    share_of,
-    stake_of,
-    standing_stake,
+    GpuClaim,
+    budget_events,
+    build_gpu_claim,
+    compute_share,
+    current_gpu_claim,
+    num_groups_during,
+    surge_room,
 )
 from trimtab_operator.planning.model_facts import (
     FactsState,
-    Gate,
-    Known,
-    gate_of,
+    ModelKnown,
+    StartGate,
+    evaluate_start_gate,
     plan_facts,
-    with_kept,
     with_model_facts,
+    with_stored_facts,
 )
 from trimtab_operator.planning.optional_children import plan_optional
-from trimtab_operator.planning.scheduling_policy import QueueTurn, asked_order, queue_turn, serves_by_deadline
-from trimtab_operator.planning.snapshot import World, targets_of
-from trimtab_operator.planning.state import Memory, Recalled, recalled, with_layouts
-from trimtab_operator.planning.status_inputs import Findings
-from trimtab_operator.planning.step_time_prior import step_prior
+from trimtab_operator.planning.scheduling_policy import (
+    SchedulingPlan,
+    is_deadline_active,
+    plan_scheduling,
+    wanted_scheduling,
+)
+from trimtab_operator.planning.snapshot import ClusterSnapshot, engine_targets
+from trimtab_operator.planning.state import RecalledState, ReconcilerState, recall_state, with_reported_layouts
+from trimtab_operator.planning.status_inputs import StatusInputs
 from trimtab_operator.planning.tuning import (
+    current_replicas,
     desired_replicas,
-    remembered_text,
+    dump_tuner_state,
+    load_tuner_state,
     settings_of,
-    standing_replicas,
-    stored_memory,
-    with_standing_replicas,
+    step_cost_prior,
+    with_current_replicas,
 )
 from trimtab_operator.resource.spec import REPLICAS_ARE_NOT_ASKED, InferenceDeployment
 from trimtab_operator.resource.validation_error import Refusal
-from trimtab_operator.rollout.canary_comparison import Comparison, worse
-from trimtab_operator.rollout.pod_lifecycle import Upkeep, upkeep
+from trimtab_operator.rollout.canary_comparison import CanaryComparison, find_regression
+from trimtab_operator.rollout.pod_lifecycle import PodLifecyclePlan, plan_pod_lifecycle
 from trimtab_operator.rollout.rollback import (
-    Course,
+    RolloutPlan,
     RolloutState,
-    Surge,
+    SurgePlan,
     change_of,
-    course_of,
-    form_of,
+    plan_rollout,
     plan_rollout_state,
-    proven_form,
+    plan_surge,
+    render_known_good,
+    revision_spec_of,
     stored_rollout,
-    surge_of,
 )
-from trimtab_operator.rollout.surge import placeless
-from trimtab_operator.tuner.decide import Outcome, decide
+from trimtab_operator.rollout.surge import unschedulable_groups
+from trimtab_operator.tuner.decide import TunerOutput, decide
 from trimtab_operator.tuner.moves import Decision
 from trimtab_operator.tuner.settings import Pace
-from trimtab_operator.tuner.state import Memory as TunerMemory
+from trimtab_operator.tuner.state import TunerState
 from trimtab_operator.validation.rules import refusals
 
-AS_RECORDED = ("spec.model", "spec.runtime", "spec.parallelism")  # what these ask of pods is taken from the record
+RECORDED_FIELDS = ("spec.model", "spec.runtime", "spec.parallelism")  # their effect on pods is taken from the record
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """All that is to be done now, and the memory that it leaves: to be adopted once `remember` is written."""
+class ReconcilePlan:
+    """Everything to do in one iteration, and the reconciler state to adopt once `state_writes` are written."""
 
-    memory: Memory
-    findings: Findings
+    state: ReconcilerState
+    status_inputs: StatusInputs
     desired_replicas: int
-    remember: tuple[Apply, ...] = ()
-    care: tuple[Delete, ...] = ()
+    state_writes: tuple[Apply, ...] = ()
+    urgent_deletes: tuple[Delete, ...] = ()
     children: tuple[Action, ...] = ()
     patches: tuple[Patch, ...] = ()
     decisions: tuple[Decision, ...] = ()
-    notes: tuple[Note, ...] = ()
-    futile: Mapping[str, Futile] = field(default_factory=dict)
-    """The part of the memory that may be adopted only once the children were applied."""
-    stake: Stake | None = None
-    """What the resource asks for of the GPU budget, and what it had; None: there is no budget."""
-    num_beside: int = 0
-    """Replicas beyond the wanted ones that are there while a change rolls, those that go counted."""
+    events: tuple[Event, ...] = ()
+    repeated_applies: Mapping[str, RepeatedApply] = field(default_factory=dict)
+    """Part of the state that may only be adopted after the children were applied."""
+    gpu_claim: GpuClaim | None = None
+    """Wanted and held GPUs; None without a GPU budget."""
+    num_surge: int = 0
+    """Replicas beyond the wanted ones during a rollout, including those that are being removed."""
 
     @property
-    def replicas_staked(self) -> int:
-        """How many replicas are taken out of the GPU budget: those that are brought about, or those that are left."""
-        assert self.stake is not None
-        return self.stake.running if self.findings.share is None else self.findings.share.replicas
+    def claimed_replicas(self) -> int:
+        """Number of replicas to claim from the GPU budget."""
+        assert self.gpu_claim is not None
+        return self.gpu_claim.running if self.status_inputs.share is None else self.status_inputs.share.replicas
 
     @property
     def grows(self) -> bool:
-        """Whether replicas that run may take more GPUs than they have, where what is asked for does."""
-        return self.findings.share is not None and not self.findings.share.waits_to_grow
+        """True if running replicas may be updated to a revision with more GPUs."""
+        return self.status_inputs.share is not None and not self.status_inputs.share.is_growth_pending
 
     @property
     def removes_replicas(self) -> bool:
-        """Whether a replica goes as a whole: what is seen of the others changes with it, a moment later."""
+        """True if a replica is removed, which soon changes the observed children."""
         return any(isinstance(action, Delete) and action.kind == "StatefulSet" for action in self.children)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be done, and nothing told but the status."""
-        return not (self.remember or self.care or self.children or self.patches or self.decisions or self.notes)
+        """True if only the status is to be written."""
+        return not (
+            self.state_writes or self.urgent_deletes or self.children or self.patches or self.decisions or self.events
+        )
 
 
-def turn(world: World, memory: Memory) -> Turn:
-    """Decide what is to be done in this world. Never raises, whatever the cluster or the engines say."""
-    decided = _decided(world, memory)
-    if world.deployment.is_paused:
-        decided = _standing_still(decided, memory)
-    if decided.stake is None and world.installation.gpu_budget is not None:
-        return replace(decided, stake=standing_stake(world.deployment, world.children))
-    return decided
+def plan_reconcile(snapshot: ClusterSnapshot, state: ReconcilerState) -> ReconcilePlan:
+    """Return the plan for a snapshot. Never raises, whatever the cluster or the engines report."""
+    plan = _plan(snapshot, state)
+    if snapshot.deployment.is_paused:
+        plan = _paused_plan(plan, state)
+    if plan.gpu_claim is None and snapshot.installation.gpu_budget is not None:
+        return replace(plan, gpu_claim=current_gpu_claim(snapshot.deployment, snapshot.children))
+    return plan
 
 
-def _standing_still(decided: Turn, memory: Memory) -> Turn:
-    """What is found out, and nothing of what would be done: clocks and trials begin when it goes on."""
-    findings = replace(decided.findings, is_paused=True, tuning=None, share=None)
-    kept = replace(decided.memory, tuner=memory.tuner, rollout=memory.rollout, queue=memory.queue)
-    return Turn(kept, findings, decided.desired_replicas, futile=memory.futile)
+def _paused_plan(plan: ReconcilePlan, state: ReconcilerState) -> ReconcilePlan:
+    """Return a plan that only reports: timers and trials start when the resource is resumed."""
+    status_inputs = replace(plan.status_inputs, is_paused=True, tuning=None, share=None)
+    kept = replace(plan.state, tuner=state.tuner, rollout=state.rollout, queue=state.queue)
+    return ReconcilePlan(kept, status_inputs, plan.desired_replicas, repeated_applies=state.repeated_applies)
 
 
-def _decided(world: World, memory: Memory) -> Turn:
-    records, seen = records_of(world.children.stateful_sets), world
-    world = _as_recorded(world, records)
-    known = _known(world, memory)
-    refused = world.misread or refusals(world.deployment)
-    rollout = memory.rollout or stored_rollout(
-        world.deployment, world.children, key=world.token, former_key=world.former_token
+def _plan(snapshot: ClusterSnapshot, state: ReconcilerState) -> ReconcilePlan:
+    records, seen = records_of(snapshot.children.stateful_sets), snapshot
+    snapshot = _with_recorded_image(snapshot, records)
+    known = _recall(snapshot, state)
+    errors = snapshot.parse_errors or refusals(snapshot.deployment)
+    rollout = state.rollout or stored_rollout(
+        snapshot.deployment, snapshot.children, key=snapshot.token, former_key=snapshot.former_token
     )
-    if world.misread or (refused and not _runs_already(world, known, rollout, records, refused)):
-        return _refused(world, known, refused)
-    token_sha256 = token_hash(world.token)
-    reading = plan_facts(with_model_facts(world.deployment, known.observed), known.observed, now=world.at)
-    known = replace(known, observed=with_kept(known.observed, reading))
-    world = replace(world, deployment=with_model_facts(world.deployment, known.observed))
-    wanted = rendered(world.deployment, admin_token_sha256=token_sha256, records=records)
-    proven = proven_form(rollout, wanted, admin_token_sha256=token_sha256, records=records)
-    gate = _gate(world, known, wanted, proven)
+    if snapshot.parse_errors or (errors and not _is_already_running(snapshot, known, rollout, records, errors)):
+        return _plan_invalid_spec(snapshot, known, errors)
+    token_sha256 = token_hash(snapshot.token)
+    reading = plan_facts(with_model_facts(snapshot.deployment, known.observed), known.observed, now=snapshot.at)
+    known = replace(known, observed=with_stored_facts(known.observed, reading))
+    snapshot = replace(snapshot, deployment=with_model_facts(snapshot.deployment, known.observed))
+    wanted = rendered(snapshot.deployment, admin_token_sha256=token_sha256, records=records)
+    known_good = render_known_good(rollout, wanted, admin_token_sha256=token_sha256, records=records)
+    gate = _start_gate(snapshot, known, wanted, known_good)
     if gate.refusals:
-        return _with_reading(_refused(world, known, gate.refusals, of_layout=gate.refusals), reading)
-    known = replace(known, memory=replace(known.memory, comparison=_compared(world, known, rollout, wanted)))
-    course = course_of(
+        return _with_model_reading(
+            _plan_invalid_spec(snapshot, known, gate.refusals, layout_errors=gate.refusals), reading
+        )
+    known = replace(known, state=replace(known.state, comparison=_update_comparison(snapshot, known, rollout, wanted)))
+    rollout_plan = plan_rollout(
         rollout,
         wanted,
-        proven,
+        known_good,
         known.groups,
-        known.memory.layouts_of(known.groups),
+        known.state.layouts_of(known.groups),
         may_start=gate.is_open,
-        now=world.at,
-        worse=_worse(known.memory.comparison, wanted, proven),
+        now=snapshot.at,
+        regression=_find_regression(known.state.comparison, wanted, known_good),
     )
-    steered = _steered(world, known, wanted, gate, course, proven)
-    keeps_older_pods = _keeps_older_pods(seen, known, wanted)
-    findings = replace(steered.findings, refusals=refused, keeps_older_pods=keeps_older_pods)
-    return _with_reading(replace(steered, findings=findings), reading)
+    next_step = _plan_next_step(snapshot, known, wanted, gate, rollout_plan, known_good)
+    keeps_older_pods = _has_older_pods(seen, known, wanted)
+    status_inputs = replace(next_step.status_inputs, refusals=errors, keeps_older_pods=keeps_older_pods)
+    return _with_model_reading(replace(next_step, status_inputs=status_inputs), reading)
 
 
-def _runs_already(
-    world: World,
-    known: Recalled,
+def _is_already_running(
+    snapshot: ClusterSnapshot,
+    known: RecalledState,
     rollout: RolloutState,
     records: Mapping[str, Record],
-    refused: tuple[Refusal, ...],
+    errors: tuple[Refusal, ...],
 ) -> bool:
-    """Whether what a rule refuses by now is what runs, as an older operator accepted it: its replicas come and go as
-    before, by what was recorded of them, and it is said what is wrong. Not so what an administrator forbids."""
-    form = form_of(with_model_facts(world.deployment, known.observed))
-    is_running = rollout.proven == form and asked_of(world.deployment) in records
-    return is_running and all(refusal.field.startswith(AS_RECORDED) for refusal in refused)
+    """Return True if an invalid spec already runs because an older operator accepted it.
+
+    Its replicas are then managed as recorded, and the errors are reported. This does not apply to fields that an
+    administrator forbids.
+    """
+    revision_spec = revision_spec_of(with_model_facts(snapshot.deployment, known.observed))
+    is_running = rollout.known_good == revision_spec and asked_of(snapshot.deployment) in records
+    return is_running and all(refusal.field.startswith(RECORDED_FIELDS) for refusal in errors)
 
 
-def _as_recorded(world: World, records: Mapping[str, Record]) -> World:
-    """The same world, where a spec without an image means the one that it meant when its replicas were rendered."""
-    record = records.get(asked_of(world.deployment))
-    if record is None or record.image is None or world.deployment.spec.runtime.image is not None:
-        return world
-    return replace(world, deployment=replace(world.deployment, image=record.image))
+def _with_recorded_image(snapshot: ClusterSnapshot, records: Mapping[str, Record]) -> ClusterSnapshot:
+    """Return the snapshot with the recorded image if the spec has none, as the operator's default may have changed
+    since."""
+    record = records.get(asked_of(snapshot.deployment))
+    if record is None or record.image is None or snapshot.deployment.spec.runtime.image is not None:
+        return snapshot
+    return replace(snapshot, deployment=replace(snapshot.deployment, image=record.image))
 
 
-def _known(world: World, memory: Memory) -> Recalled:
-    known = recalled(world.children, memory, now=world.at, refused_creations=world.refused_creations)
-    layouts = with_layouts(known.memory, known.groups, world.engines)
-    return replace(known, memory=replace(layouts, tuner=_recalled_tuner(world, memory)))
+def _recall(snapshot: ClusterSnapshot, state: ReconcilerState) -> RecalledState:
+    known = recall_state(snapshot.children, state, now=snapshot.at, refused_creations=snapshot.refused_creations)
+    layouts = with_reported_layouts(known.state, known.groups, snapshot.engines)
+    return replace(known, state=replace(layouts, tuner=_recall_tuner_state(snapshot, state)))
 
 
-def _recalled_tuner(world: World, memory: Memory) -> TunerMemory:
-    """What the tuner remembers: by this loop, or by the one before it."""
-    kept = memory.tuner or stored_memory(
-        world.deployment, world.children.config_maps, key=world.token, former_key=world.former_token
+def _recall_tuner_state(snapshot: ClusterSnapshot, state: ReconcilerState) -> TunerState:
+    """Return the tuner's state from this loop, or as stored by a previous one."""
+    kept = state.tuner or load_tuner_state(
+        snapshot.deployment, snapshot.children.config_maps, key=snapshot.token, former_key=snapshot.former_token
     )
-    return with_standing_replicas(world.deployment, kept)
+    return with_current_replicas(snapshot.deployment, kept)
 
 
-def _refused(
-    world: World, known: Recalled, refused: tuple[Refusal, ...], *, of_layout: tuple[Refusal, ...] = ()
-) -> Turn:
-    """Say what is wrong. What runs is cared for, and otherwise left as it is."""
-    replicas = standing_replicas(world.deployment, known.memory.tuner)
-    care = _care(world, known, None, allowed=allowed_down(world.deployment, replicas))
-    findings = replace(findings_of_cluster(world, known), refusals=refused, layout_refusals=of_layout)
-    return Turn(known.memory, findings, findings.desired_replicas, care=care.deletions, notes=care.notes)
+def _plan_invalid_spec(
+    snapshot: ClusterSnapshot,
+    known: RecalledState,
+    errors: tuple[Refusal, ...],
+    *,
+    layout_errors: tuple[Refusal, ...] = (),
+) -> ReconcilePlan:
+    """Return a plan that reports the errors and leaves replicas as they are, except for their pod lifecycle."""
+    replicas = current_replicas(snapshot.deployment, known.state.tuner)
+    lifecycle = _plan_lifecycle(snapshot, known, None, allowed=allowed_down(snapshot.deployment, replicas))
+    status_inputs = replace(cluster_status_inputs(snapshot, known), refusals=errors, layout_refusals=layout_errors)
+    return ReconcilePlan(
+        known.state,
+        status_inputs,
+        status_inputs.desired_replicas,
+        urgent_deletes=lifecycle.deletions,
+        events=lifecycle.events,
+    )
 
 
-def _gate(world: World, known: Recalled, wanted: Rendered, proven: Rendered | None) -> Gate:
-    """Whether engines may be started or changed."""
-    is_proven = proven is not None and proven.revision == wanted.revision
-    gpu = gpu_for(world.deployment, world.nodes or ())
-    return gate_of(world.deployment, known.observed, revision=wanted.revision, gpu=gpu, is_proven=is_proven)
+def _start_gate(
+    snapshot: ClusterSnapshot, known: RecalledState, wanted: Rendered, known_good: Rendered | None
+) -> StartGate:
+    """Return whether engines may be started or changed."""
+    is_known_good = known_good is not None and known_good.revision == wanted.revision
+    gpu = gpu_for(snapshot.deployment, snapshot.nodes or ())
+    return evaluate_start_gate(
+        snapshot.deployment, known.observed, revision=wanted.revision, gpu=gpu, is_known_good=is_known_good
+    )
 
 
-def _steered(
-    world: World, known: Recalled, wanted: Rendered, gate: Gate, course: Course, proven: Rendered | None
-) -> Turn:
-    """Bring replicas and engines one step nearer to what the course asks for, or, where the GPU budget has no room for
-    that yet, to the last `proven` form."""
-    deployment = world.deployment
-    target = deployment if course.target is None else course.target.deployment
-    tuned = _tuned(world, known, target, gate.model)
-    queue = queue_turn(deployment, _queues(world, known), known.memory.queue)
-    standing = standing_replicas(deployment, known.memory.tuner)
-    count = standing if deployment.is_paused else desired_replicas(deployment, tuned)
-    stake = share = None
-    if course.target is not None and not deployment.is_paused and world.installation.gpu_budget is not None:
-        stake = stake_of(
+def _plan_next_step(
+    snapshot: ClusterSnapshot,
+    known: RecalledState,
+    wanted: Rendered,
+    gate: StartGate,
+    rollout_plan: RolloutPlan,
+    known_good: Rendered | None,
+) -> ReconcilePlan:
+    """Plan the next step towards the target of the rollout plan.
+
+    If the GPU budget has no room for it, the target is the last known-good revision.
+    """
+    deployment = snapshot.deployment
+    target = deployment if rollout_plan.target is None else rollout_plan.target.deployment
+    tuned = _run_tuner(snapshot, known, target, gate.model)
+    queue = plan_scheduling(deployment, _reported_scheduling(snapshot, known), known.state.queue)
+    current_count = current_replicas(deployment, known.state.tuner)
+    count = current_count if deployment.is_paused else desired_replicas(deployment, tuned)
+    gpu_claim = share = None
+    if rollout_plan.target is not None and not deployment.is_paused and snapshot.installation.gpu_budget is not None:
+        gpu_claim = build_gpu_claim(
             target,
             known.observed,
             wanted=count,
-            revision=course.target.revision,
-            proven=proven.deployment if proven is not None and course.is_first_only else None,
+            revision=rollout_plan.target.revision,
+            known_good=known_good.deployment if known_good is not None and rollout_plan.is_canary else None,
         )
-        share = share_of(stake, world.stakes, world.installation.gpu_budget)
-        if share.waits_to_grow:
-            course = _standing(course, proven, known)
-            if course.target is None:
-                stake = replace(stake, least=stake.running, wanted=max(stake.wanted, stake.running))
-                share = replace(share, replicas=stake.running)
+        share = compute_share(gpu_claim, snapshot.gpu_claims, snapshot.installation.gpu_budget)
+        if share.is_growth_pending:
+            rollout_plan = _rollout_within_current_gpus(rollout_plan, known_good, known)
+            if rollout_plan.target is None:
+                gpu_claim = replace(gpu_claim, least=gpu_claim.running, wanted=max(gpu_claim.wanted, gpu_claim.running))
+                share = replace(share, replicas=gpu_claim.running)
             else:
-                target = course.target.deployment
+                target = rollout_plan.target.deployment
         count = share.replicas
-    moment = datetime.fromtimestamp(world.at, UTC)
-    room, is_short, may_come = Surge(0), False, 0
-    if course.target is not None:
-        room = surge_of(course.state.no_room, course.target, known.observed, replicas=count, now=moment)
-        beside = room_beside(stake, count, world.stakes, world.installation.gpu_budget)
-        is_short = beside.groups < room.groups
-        room = replace(room, groups=min(room.groups, beside.groups))
-        may_come = max(0, count - len(known.groups)) + beside.now
-    rollout = replace(course.state, no_room=room.no_room if course.target is not None else course.state.no_room)
-    allowed = 1 if course.is_first_only else allowed_down(deployment, count)
-    care = _care(world, known, course.target, allowed=allowed)
+    now = datetime.fromtimestamp(snapshot.at, UTC)
+    surge, is_over_budget, max_new_groups = SurgePlan(0), False, 0
+    if rollout_plan.target is not None:
+        surge = plan_surge(
+            rollout_plan.state.surge_obstacle, rollout_plan.target, known.observed, replicas=count, now=now
+        )
+        surge_limit = surge_room(gpu_claim, count, snapshot.gpu_claims, snapshot.installation.gpu_budget)
+        is_over_budget = surge_limit.groups < surge.groups
+        surge = replace(surge, groups=min(surge.groups, surge_limit.groups))
+        max_new_groups = max(0, count - len(known.groups)) + surge_limit.now
+    rollout = replace(
+        rollout_plan.state,
+        surge_obstacle=surge.surge_obstacle if rollout_plan.target is not None else rollout_plan.state.surge_obstacle,
+    )
+    allowed = 1 if rollout_plan.is_canary else allowed_down(deployment, count)
+    lifecycle = _plan_lifecycle(snapshot, known, rollout_plan.target, allowed=allowed)
     children: tuple[Action, ...] = plan_applies([service_account(deployment)], known.observed)
-    if course.target is not None:
+    if rollout_plan.target is not None:
         children = (
             *children,
-            *plan_meeting_secret(target, known.observed, token=world.token),
-            *plan(
-                course.target,
+            *plan_rendezvous_secret(target, known.observed, token=snapshot.token),
+            *plan_children(
+                rollout_plan.target,
                 known.observed,
                 replicas=count,
-                held=care.held,
-                unproven=course.unproven,
-                loads=_loads(world),
-                surge=room.groups,
-                may_come=may_come,
-                proven=proven if course.is_first_only else None,
-                without_place=placeless(known.observed, now=moment),
-                most_placed=known.memory.most_placed,
+                held=lifecycle.held,
+                unverified=rollout_plan.unverified,
+                loads=_request_counts(snapshot),
+                surge=surge.groups,
+                max_new_groups=max_new_groups,
+                known_good=known_good if rollout_plan.is_canary else None,
+                without_node=unschedulable_groups(known.observed, now=now),
+                max_placed=known.state.max_placed,
             ),
-            *plan_optional(target, known.observed, world.installation, replicas=count),
+            *plan_optional(target, known.observed, snapshot.installation, replicas=count),
         )
-    sifted = sift(children, known.memory.futile, now=world.at)
-    return Turn(
-        memory=replace(
-            known.memory,
-            tuner=tuned.memory,
+    filtered = suppress_repeated_applies(children, known.state.repeated_applies, now=snapshot.at)
+    return ReconcilePlan(
+        state=replace(
+            known.state,
+            tuner=tuned.state,
             rollout=rollout,
-            queue=queue.told,
-            unheard=None if deployment.spec.scaling is None else deployment.spec.replicas,
+            queue=queue.sent,
+            ignored_replicas=None if deployment.spec.scaling is None else deployment.spec.replicas,
         ),
-        findings=replace(
-            findings_of_cluster(world, known),
+        status_inputs=replace(
+            cluster_status_inputs(snapshot, known),
             desired_replicas=count,
             revision=wanted.revision,
             model_revision=wanted.model_revision,
-            engines=_views(world, known),
+            engines=_engine_views(snapshot, known),
             tuning=tuned if known.groups else None,
             queue=queue,
             model=None if gate.is_open else gate.model,
-            failed_change=course.failed,
-            trying=course.trying,
-            no_room=NO_ROOM_IN_BUDGET if is_short else None if room.no_room is None else room.no_room.message,
-            target=None if course.target is None else course.target.deployment,
+            failed_change=rollout_plan.failed,
+            canary_message=rollout_plan.canary_message,
+            surge_obstacle=NO_ROOM_IN_BUDGET
+            if is_over_budget
+            else None
+            if surge.surge_obstacle is None
+            else surge.surge_obstacle.message,
+            target=None if rollout_plan.target is None else rollout_plan.target.deployment,
             share=share,
-            too_few_gpus=_too_few_gpus(world),
-            metrics_source=_metrics_source(world),
-            metrics_detour=next((said.detour for _, said in sorted(world.engines.items()) if said.detour), None),
+            too_few_gpus=_too_few_gpus(snapshot),
+            metrics_source=_metrics_source(snapshot),
+            metrics_fallback_reason=next(
+                (said.fallback_reason for _, said in sorted(snapshot.engines.items()) if said.fallback_reason), None
+            ),
         ),
         desired_replicas=count,
-        remember=_remembered(deployment, known, rollout, tuned, key=world.token, now=world.at),
-        care=care.deletions,
-        children=sifted.actions,
-        patches=_patches(world, known, tuned, queue),
+        state_writes=_plan_state_writes(deployment, known, rollout, tuned, key=snapshot.token, now=snapshot.at),
+        urgent_deletes=lifecycle.deletions,
+        children=filtered.actions,
+        patches=_patches(snapshot, known, tuned, queue),
         decisions=tuned.decisions,
-        notes=(
-            *_unheard(deployment, known.memory.unheard),
-            *download_notes(deployment, _views(world, known)),
-            *budget_notes(deployment, share),
-            *room.notes,
-            *care.notes,
-            *sifted.notes,
-            *queue.notes,
+        events=(
+            *_ignored_replicas_events(deployment, known.state.ignored_replicas),
+            *download_events(deployment, _engine_views(snapshot, known)),
+            *budget_events(deployment, share),
+            *surge.events,
+            *lifecycle.events,
+            *filtered.events,
+            *queue.events,
         ),
-        futile=sifted.futile,
-        stake=stake,
-        num_beside=max(0, num_groups_meanwhile(known.groups, children) - count),
+        repeated_applies=filtered.repeated_applies,
+        gpu_claim=gpu_claim,
+        num_surge=max(0, num_groups_during(known.groups, children) - count),
     )
 
 
-def _standing(course: Course, proven: Rendered | None, known: Recalled) -> Course:
-    """The course while what is asked for takes more GPUs than there are: the proven form, where that lacks none; else
-    replicas are left as they are."""
+def _rollout_within_current_gpus(
+    rollout_plan: RolloutPlan, known_good: Rendered | None, known: RecalledState
+) -> RolloutPlan:
+    """Return the rollout plan for when the wanted revision needs more GPUs than are free.
+
+    It targets the last known-good revision if that needs no additional GPUs; otherwise replicas stay as they are.
+    """
     target = None
-    if proven is not None and not stake_of(proven.deployment, known.observed, wanted=0).smaller:
-        target = proven
-    return Course(course.state, target, course.failed)
+    if known_good is not None and not build_gpu_claim(known_good.deployment, known.observed, wanted=0).smaller_replicas:
+        target = known_good
+    return RolloutPlan(rollout_plan.state, target, rollout_plan.failed)
 
 
-def _unheard(deployment: InferenceDeployment, before: int | None) -> tuple[Note, ...]:
-    """Tell who wrote `spec.replicas`, as an autoscaler does through /scale, that nobody heard it: API servers that know
-    rules of the schema refuse it, older ones take it."""
-    asked = deployment.spec.replicas
-    if deployment.spec.scaling is None or before is None or asked == before:
+def _ignored_replicas_events(deployment: InferenceDeployment, before: int | None) -> tuple[Event, ...]:
+    """Return an Event if `spec.replicas` was written, for example through /scale, while `spec.scaling` is set.
+
+    API servers that support CEL validation rules reject such a write; older ones accept it.
+    """
+    replicas = deployment.spec.replicas
+    if deployment.spec.scaling is None or before is None or replicas == before:
         return ()
-    message = f"spec.replicas: {asked} {REPLICAS_ARE_NOT_ASKED}"
-    return (Note("Warning", "ReplicasIgnored", message, str(deployment.generation)),)
+    message = f"spec.replicas: {replicas} {REPLICAS_ARE_NOT_ASKED}"
+    return (Event("Warning", "ReplicasIgnored", message, str(deployment.generation)),)
 
 
-def findings_of_cluster(world: World, known: Recalled) -> Findings:
-    """What the cluster alone says, before anything is rendered or asked of the engines."""
+def cluster_status_inputs(snapshot: ClusterSnapshot, known: RecalledState) -> StatusInputs:
+    """Return the status inputs known from the cluster only, before rendering and without engines."""
     present = {group.ordinal for group in known.groups}
     pods = known.observed.pods
     draining = tuple(pod for pod in pods if ordinal_of(pod) is not None and ordinal_of(pod) not in present)
-    count = standing_replicas(world.deployment, known.memory.tuner)
-    return Findings(count, groups=known.groups, draining=draining)
+    count = current_replicas(snapshot.deployment, known.state.tuner)
+    return StatusInputs(count, groups=known.groups, draining=draining)
 
 
-def findings_without_a_turn(world: World, memory: Memory, problem: tuple[str, str]) -> Findings:
-    """What can be said when a turn could not be carried out: the children as they are, and the problem."""
-    records = records_of(world.children.stateful_sets)
-    world = _as_recorded(world, records)
-    world = replace(world, deployment=with_model_facts(world.deployment, world.children))
-    findings = findings_of_cluster(world, _known(world, memory))
-    if world.misread:
-        return replace(findings, problem=problem)
-    wanted = rendered(world.deployment, admin_token_sha256=token_hash(world.token), records=records)
-    return replace(findings, revision=wanted.revision, problem=problem)
+def status_inputs_after_error(
+    snapshot: ClusterSnapshot, state: ReconcilerState, problem: tuple[str, str]
+) -> StatusInputs:
+    """Return the status inputs for a plan that could not be executed: the present children and the problem."""
+    records = records_of(snapshot.children.stateful_sets)
+    snapshot = _with_recorded_image(snapshot, records)
+    snapshot = replace(snapshot, deployment=with_model_facts(snapshot.deployment, snapshot.children))
+    status_inputs = cluster_status_inputs(snapshot, _recall(snapshot, state))
+    if snapshot.parse_errors:
+        return replace(status_inputs, problem=problem)
+    wanted = rendered(snapshot.deployment, admin_token_sha256=token_hash(snapshot.token), records=records)
+    return replace(status_inputs, revision=wanted.revision, problem=problem)
 
 
-def _care(world: World, known: Recalled, target: Rendered | None, *, allowed: int) -> Upkeep:
-    """What groups need beyond being as rendered; `target` is what replicas are to run, None: as they are. `allowed` may
-    be down for it."""
+def _plan_lifecycle(
+    snapshot: ClusterSnapshot, known: RecalledState, target: Rendered | None, *, allowed: int
+) -> PodLifecyclePlan:
+    """Plan deletions and back-offs of pods.
+
+    `target` is the wanted revision (None: leave replicas as they are); `allowed` groups may be down for it.
+    """
     revision = None if target is None else target.revision
-    return upkeep(
+    return plan_pod_lifecycle(
         known.observed,
-        nodes=world.nodes,
-        rivals=world.rivals,
-        now=datetime.fromtimestamp(world.at, UTC),
-        asked=None if revision is None else f"{world.deployment.generation}-{revision}",
+        nodes=snapshot.nodes,
+        partly_placed=snapshot.partly_placed,
+        now=datetime.fromtimestamp(snapshot.at, UTC),
+        change_id=None if revision is None else f"{snapshot.deployment.generation}-{revision}",
         revision=revision,
         allowed=allowed,
-        most_placed=known.memory.most_placed,
+        max_placed=known.state.max_placed,
     )
 
 
-def _keeps_older_pods(world: World, known: Recalled, wanted: Rendered) -> bool:
-    """Whether this operator, with its defaults, would render other pods for what is asked than those that run."""
-    today = with_model_facts(world.deployment, known.observed)
-    return wanted.is_recorded and wanted.template != pod_template(today, admin_token_sha256=token_hash(world.token))
+def _has_older_pods(snapshot: ClusterSnapshot, known: RecalledState, wanted: Rendered) -> bool:
+    """Return True if this operator would now render other pods for the same spec."""
+    today = with_model_facts(snapshot.deployment, known.observed)
+    return wanted.is_recorded and wanted.template != pod_template(today, admin_token_sha256=token_hash(snapshot.token))
 
 
-def _too_few_gpus(world: World) -> str | None:
-    return too_few_gpus(world.deployment, world.nodes) if world.deployment.spec.runtime.device == "cuda" else None
+def _too_few_gpus(snapshot: ClusterSnapshot) -> str | None:
+    return (
+        too_few_gpus(snapshot.deployment, snapshot.nodes) if snapshot.deployment.spec.runtime.device == "cuda" else None
+    )
 
 
-def _metrics_source(world: World) -> str | None:
-    """Where metrics were read: of some engines here and of others there, both are named."""
-    return ", ".join(sorted({said.source.value for said in world.engines.values() if said.source is not None})) or None
+def _metrics_source(snapshot: ClusterSnapshot) -> str | None:
+    """Return the sources that metrics were read from, comma-separated."""
+    return (
+        ", ".join(sorted({said.source.value for said in snapshot.engines.values() if said.source is not None})) or None
+    )
 
 
-def _tuned(world: World, known: Recalled, target: InferenceDeployment, model: FactsState) -> Outcome:
-    """Let the tuner look. Starts and bounds are those of what runs; mode, promises and how many replicas there may be
-    are the owner's latest word. It begins with what steps of this model on this GPU should take, where both are known;
-    where they are not for a while, what was learned stands."""
-    owners = settings_of(world.deployment.spec)
-    by_deadline = serves_by_deadline(_queues(world, known), asked_order(world.deployment.spec))
+def _run_tuner(
+    snapshot: ClusterSnapshot, known: RecalledState, target: InferenceDeployment, model: FactsState
+) -> TunerOutput:
+    """Run the tuner on the observed replicas.
+
+    Start values and bounds are those of the running revision; mode, objectives and scaling are the latest of the spec.
+    The prior is the roofline of the model on its GPU if both are known, otherwise the stored one.
+    """
+    spec_settings = settings_of(snapshot.deployment.spec)
+    by_deadline = is_deadline_active(_reported_scheduling(snapshot, known), wanted_scheduling(snapshot.deployment.spec))
     settings = replace(
         settings_of(target.spec),
-        mode=owners.mode,
-        objectives=replace(owners.objectives, order_queues=by_deadline),
-        scaling=owners.scaling,
-        pace=Pace(tick_seconds=world.tick_seconds, sample_seconds=world.sample_seconds),
+        mode=spec_settings.mode,
+        objectives=replace(spec_settings.objectives, order_queues=by_deadline),
+        scaling=spec_settings.scaling,
+        pace=Pace(tick_seconds=snapshot.tick_seconds, sample_seconds=snapshot.sample_seconds),
     )
-    memory = known.memory.tuner
-    assert memory is not None
-    gpu = gpu_for(target, world.nodes or ())
-    if isinstance(model, Known) and gpu is not None:
-        settings = replace(settings, prior=step_prior(model.facts, target.spec.parallelism, gpu))
-    elif memory.model is not None:
-        settings = replace(settings, prior=memory.model.prior)
-    looks = [look_of(group, world.engines.get(group.name)) for group in known.groups]
-    return decide(looks, memory, settings, world.at)
+    state = known.state.tuner
+    assert state is not None
+    gpu = gpu_for(target, snapshot.nodes or ())
+    if isinstance(model, ModelKnown) and gpu is not None:
+        settings = replace(settings, prior=step_cost_prior(model.facts, target.spec.parallelism, gpu))
+    elif state.model is not None:
+        settings = replace(settings, prior=state.model.prior)
+    observations = [observe_replica(group, snapshot.engines.get(group.name)) for group in known.groups]
+    return decide(observations, state, settings, snapshot.at)
 
 
-def _remembered(
-    deployment: InferenceDeployment, known: Recalled, rollout: RolloutState, tuned: Outcome, *, key: str, now: float
+def _plan_state_writes(
+    deployment: InferenceDeployment,
+    known: RecalledState,
+    rollout: RolloutState,
+    tuned: TunerOutput,
+    *,
+    key: str,
+    now: float,
 ) -> tuple[Apply, ...]:
-    """The ConfigMaps that must be written before anything is done by what they say."""
+    """Return the ConfigMaps that must be written before their contents are acted on."""
     return (
         *plan_rollout_state(deployment, known.observed, rollout, key=key, now=now),
-        *plan_tuning_state(deployment, known.observed, remembered_text(tuned.memory, key=key)),
+        *plan_tuning_state(deployment, known.observed, dump_tuner_state(tuned.state, key=key)),
     )
 
 
-def _compared(world: World, known: Recalled, rollout: RolloutState, wanted: Rendered) -> Comparison | None:
-    """What users get of the first replica of a change and of the others, while it has to show that it is good."""
+def _update_comparison(
+    snapshot: ClusterSnapshot, known: RecalledState, rollout: RolloutState, wanted: Rendered
+) -> CanaryComparison | None:
+    """Return the comparison of the canary with the other replicas while a change is being tried."""
     attempt = rollout.attempt
-    if attempt is None or attempt.ready_since is None or attempt.change != change_of(world.deployment, wanted.revision):
+    if (
+        attempt is None
+        or attempt.ready_since is None
+        or attempt.change != change_of(snapshot.deployment, wanted.revision)
+    ):
         return None
     ready = [group for group in known.groups if group.is_ready]
     new = {group.name for group in ready if group.revision == wanted.revision}
-    before = known.memory.comparison
-    found = before if before is not None and before.change == attempt.change else Comparison(attempt.change)
-    return found.later(world.engines, new, {group.name for group in ready} - new)
+    before = known.state.comparison
+    found = before if before is not None and before.change == attempt.change else CanaryComparison(attempt.change)
+    return found.with_finished(snapshot.engines, new, {group.name for group in ready} - new)
 
 
-def _worse(found: Comparison | None, wanted: Rendered, proven: Rendered | None) -> str | None:
-    """What the change does worse; times are nobody's fault where another model, or another layout, is asked for."""
-    if found is None or proven is None:
+def _find_regression(found: CanaryComparison | None, wanted: Rendered, known_good: Rendered | None) -> str | None:
+    """Return the regression of a change; times count only if the model and the layout are unchanged."""
+    if found is None or known_good is None:
         return None
-    new, old = wanted.deployment.spec, proven.deployment.spec
-    return worse(found, is_same_model=(new.model, new.parallelism) == (old.model, old.parallelism))
+    new, old = wanted.deployment.spec, known_good.deployment.spec
+    return find_regression(found, is_same_model=(new.model, new.parallelism) == (old.model, old.parallelism))
 
 
-def _queues(world: World, known: Recalled) -> dict[str, QueueSeen | None]:
-    """What the engine of each group says of its queue; None where it says nothing."""
-    engines = {group.name: world.engines.get(group.name) for group in known.groups}
+def _reported_scheduling(snapshot: ClusterSnapshot, known: RecalledState) -> dict[str, ReportedScheduling | None]:
+    """Return each engine's scheduling policy by group; None if not reported."""
+    engines = {group.name: snapshot.engines.get(group.name) for group in known.groups}
     return {name: None if seen is None else seen.queue for name, seen in engines.items()}
 
 
-def _patches(world: World, known: Recalled, tuned: Outcome, queue: QueueTurn) -> tuple[Patch, ...]:
-    """What brings every engine that answers to the applied values, and then to the order of its queue: one change at a
-    time, so that neither keeps the other from an engine that refuses it."""
-    targets = {target.group: target for target in targets_of(known)}
+def _patches(
+    snapshot: ClusterSnapshot, known: RecalledState, tuned: TunerOutput, queue: SchedulingPlan
+) -> tuple[Patch, ...]:
+    """Return the patches that bring each engine to the tuned values, and then to the scheduling policy.
+
+    They are sent one after the other, so that an engine that rejects one still gets the other.
+    """
+    targets = {target.group: target for target in engine_targets(known)}
     knobs = {group: {knob.value: value for knob, value in fields.items()} for group, fields in tuned.patches.items()}
     wanted: dict[str, LiveValues] = {**queue.patches, **knobs}
     found = []
     for group, fields in wanted.items():
-        target, config = targets[group], world.engines[group].config
+        target, config = targets[group], snapshot.engines[group].config
         if target.address is not None and config is not None:
-            otherwise = queue.patches.get(group) if group in knobs else None
-            found.append(Patch(target, fields, config.generation, otherwise))
+            fallback = queue.patches.get(group) if group in knobs else None
+            found.append(Patch(target, fields, config.generation, fallback))
     return tuple(found)
 
 
-def _loads(world: World) -> dict[str, float]:
-    """How many requests each engine that answers has, running and waiting."""
-    gauges = {name: seen.sample.gauges for name, seen in world.engines.items() if seen.sample is not None}
+def _request_counts(snapshot: ClusterSnapshot) -> dict[str, float]:
+    """Return the number of running and waiting requests of each engine that reported."""
+    gauges = {name: seen.sample.gauges for name, seen in snapshot.engines.items() if seen.sample is not None}
     return {name: now.running + now.waiting for name, now in gauges.items()}
 
 
-def _views(world: World, known: Recalled) -> dict[str, EngineView]:
-    layouts = known.memory.layouts_of(known.groups)
+def _engine_views(snapshot: ClusterSnapshot, known: RecalledState) -> dict[str, EngineView]:
+    layouts = known.state.layouts_of(known.groups)
     return {
-        group.name: view_of(group, world.engines.get(group.name), layouts.get(group.name)) for group in known.groups
+        group.name: view_of(group, snapshot.engines.get(group.name), layouts.get(group.name)) for group in known.groups
     }
 
 
-def _with_reading(turn: Turn, reading: tuple[Action, ...]) -> Turn:
-    """The same turn, with what reading the model needs: what was read is remembered first, its Job comes last, so that
-    engines that run wait for no reader."""
+def _with_model_reading(plan: ReconcilePlan, reading: tuple[Action, ...]) -> ReconcilePlan:
+    """Return the plan extended by reading the model.
+
+    Stored results come first. The Job comes last, so that running engines do not wait for it.
+    """
     kept = tuple(action for action in reading if isinstance(action, Apply) and action.manifest["kind"] == "ConfigMap")
     rest = tuple(action for action in reading if action not in kept)
-    return replace(turn, remember=(*kept, *turn.remember), children=(*turn.children, *rest))
+    return replace(plan, state_writes=(*kept, *plan.state_writes), children=(*plan.children, *rest))

@@ -1,8 +1,8 @@
-"""What of a world must still be so when a turn is carried out that was decided in it. Pure.
+"""Objects that must be unchanged when a plan is executed. Pure.
 
-A cache lags, and what was read is seconds old once engines were asked and a turn was taken. What a turn takes away or
-writes over rests on who else serves: that is confirmed. What a turn only adds rests on nothing but the resource itself,
-and a creation makes nothing where there is such an object (ADR-0076).
+A cache lags, and the snapshot is seconds old after polling engines and planning. Deletions and overwrites depend on
+which other replicas serve, so their objects are read again before. Creations depend only on the resource itself, and
+fail if the object exists (ADR-0076).
 """
 
 from __future__ import annotations
@@ -10,37 +10,39 @@ from __future__ import annotations
 from trimtab_operator.builders.labels import rollout_config_map_name
 from trimtab_operator.observed.actions import Action, Apply, Delete
 from trimtab_operator.observed.groups import groups_of
-from trimtab_operator.planning.plan import Turn
-from trimtab_operator.planning.snapshot import World
+from trimtab_operator.planning.plan import ReconcilePlan
+from trimtab_operator.planning.snapshot import ClusterSnapshot
 from trimtab_operator.resource.manifest import Manifest
 
 
-def grounds_of(world: World, decided: Turn) -> tuple[Manifest, ...]:
-    """The resource, the replicas that stay and the pods that go one by one; nothing where a turn only adds.
+def preconditions_of(snapshot: ClusterSnapshot, plan: ReconcilePlan) -> tuple[Manifest, ...]:
+    """Return the resource, the remaining replicas and the individually deleted pods; empty if the plan only creates.
 
-    A replica that goes as a whole is known by its uid, and those that stay are what counts. One that was Ready can only
-    have become worth less; one that was not goes for that, and may serve by now.
+    A Ready replica that is removed as a whole is not included, because the remaining ones matter. A replica that is
+    removed because it was not Ready is included, because it may serve by now.
     """
-    resource = world.remembered or world.read
-    if resource is None or not _takes(world, decided):
+    resource = snapshot.cached_resource or snapshot.live_resource
+    if resource is None or not _is_destructive(snapshot, plan):
         return ()
-    going = {action.uid for action in (*decided.care, *decided.children) if isinstance(action, Delete)}
+    going = {action.uid for action in (*plan.urgent_deletes, *plan.children) if isinstance(action, Delete)}
     of_groups: list[Manifest] = []
-    for group in groups_of(world.children):
+    for group in groups_of(snapshot.children):
         if group.stateful_set["metadata"].get("uid") not in going:
             of_groups += (*group.stateful_sets, *group.pods)
         elif not group.is_ready:
             of_groups += group.pods
-    lone = [pod for pod in world.children.pods if pod["metadata"].get("uid") in going and pod not in of_groups]
-    return (resource, *of_groups, *lone)
+    single_pods = [
+        pod for pod in snapshot.children.pods if pod["metadata"].get("uid") in going and pod not in of_groups
+    ]
+    return (resource, *of_groups, *single_pods)
 
 
-def _takes(world: World, decided: Turn) -> bool:
-    """Whether anything goes, is written over, or is said of a change for good."""
-    verdict = rollout_config_map_name(world.deployment)
-    is_judged = any(action.manifest["metadata"]["name"] == verdict for action in decided.remember)
-    return is_judged or not all(map(_adds, (*decided.care, *decided.children)))
+def _is_destructive(snapshot: ClusterSnapshot, plan: ReconcilePlan) -> bool:
+    """Return True if the plan deletes or overwrites anything, or stores a verdict on a rollout."""
+    rollout_state = rollout_config_map_name(snapshot.deployment)
+    stores_rollout = any(action.manifest["metadata"]["name"] == rollout_state for action in plan.state_writes)
+    return stores_rollout or not all(map(_is_creation, (*plan.urgent_deletes, *plan.children)))
 
 
-def _adds(action: Action) -> bool:
+def _is_creation(action: Action) -> bool:
     return isinstance(action, Apply) and action.is_new

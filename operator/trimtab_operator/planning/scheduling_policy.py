@@ -1,8 +1,8 @@
-"""The order of the engines' queue: what the owner asks for, and what brings each engine to it. Pure.
+"""Scheduling policy of the engines: the wanted one, and the patches that apply it. Pure.
 
-It is told to engines while they serve and never rendered, so that no edit of it, nor of the promises, restarts one
-(ADR-0055). What they say that they serve by stands in `status.tuning.queueOrder`: by that
-it is known that there is something to take back once nobody asks for it any more.
+The policy is sent to running engines and never rendered into pods, so that editing it or the objectives restarts no
+engine (ADR-0055). `status.tuning.schedulingPolicy` records what engines report as active; from it the operator knows
+that there is a policy to reset when the spec no longer sets one.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from trimtab_operator.observed.actions import LiveValues, Note
-from trimtab_operator.observed.engines import QueueSeen
+from trimtab_operator.observed.actions import Event, LiveValues
+from trimtab_operator.observed.engines import ReportedScheduling
 from trimtab_operator.planning.objectives import objectives_of
 from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment, Spec
 from trimtab_operator.tuner.objectives import Ttft
-from trimtab_operator.validation.queue_flags import queue_flags
+from trimtab_operator.validation.scheduling_flags import scheduling_flags
 
 POLICY = "scheduling_policy"
 TARGET = "ttft_target"
 PER_PROMPT_TOKEN = "ttft_target_per_prompt_token"  # noqa: S105 - the name of a live field
-MAX_TARGET_SECONDS = 86_400.0  # docs/concepts/live-configuration.md: engines refuse more, and nobody waits as long
-SAME_TIME = 1e-6  # relative: closer ones are one time written twice
-IN_THE_ORDER_THEY_CAME = "requests go in the order in which they came"
+MAX_TARGET_SECONDS = 86_400.0  # engines reject higher values (docs/concepts/live-configuration.md)
+TIME_TOLERANCE = 1e-6  # relative: closer values are equal
+FCFS_DESCRIPTION = "requests are scheduled in order of arrival"
 
 
-class QueuePolicy(StrEnum):
+class SchedulingPolicy(StrEnum):
     """A value of the engine's `scheduling_policy`."""
 
     FCFS = "fcfs"
@@ -37,26 +37,26 @@ class QueuePolicy(StrEnum):
     DEADLINE = "deadline"
 
 
-class AskedBy(StrEnum):
-    """Which part of the spec an order comes from."""
+class SchedulingSource(StrEnum):
+    """The part of the spec that a policy comes from."""
 
     SPEC = "Spec"  # spec.engine.schedulingPolicy
-    OBJECTIVES = "Objectives"  # spec.objectives.ttft, where that is left out and tuning is Auto
+    OBJECTIVES = "Objectives"  # spec.objectives.ttft, if schedulingPolicy is not set and tuning is Auto
 
 
 @dataclass(frozen=True, slots=True)
-class QueueOrder:
-    """An order, with the times by which `deadline` tells who is late (seconds)."""
+class SchedulingSetting:
+    """A policy with the TTFT targets of `deadline` in seconds."""
 
-    policy: QueuePolicy
-    asked_by: AskedBy
+    policy: SchedulingPolicy
+    source: SchedulingSource
     ttft_target: float = 0.0
     ttft_target_per_prompt_token: float = 0.0
 
     @property
     def values(self) -> LiveValues:
-        """As live fields of the engine. Without `deadline` the times have no effect, and stay as they are."""
-        if self.policy is not QueuePolicy.DEADLINE:
+        """Live parameters of the engine; other policies than `deadline` leave the targets unchanged."""
+        if self.policy is not SchedulingPolicy.DEADLINE:
             return {POLICY: self.policy.value}
         return {
             POLICY: self.policy.value,
@@ -66,136 +66,150 @@ class QueueOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class QueueTurn:
-    """What one turn makes of the queues. `patches` by replica.
+class SchedulingPlan:
+    """Scheduling policies of one reconcile plan, and the patches by replica.
 
-    `told`: what engines have been told when it is done; None: nothing that would have to be taken back, and what they
-    are told next is news. `taken`: what they say that they serve by, or said when they were heard last; it stands in
-    the status. `strangers`: replicas whose engine does not know what is asked for; `behind`: those that have not taken
-    it, though it was told.
+    `sent` is what engines were sent once the plan is executed; None if there is nothing to reset later. `active` is
+    what engines report, or reported last; it is shown in the status. `unsupported` are replicas whose engine does not
+    support the wanted policy, `pending` those that have not applied it although it was sent.
     """
 
-    told: QueueOrder | None = None
-    taken: QueueOrder | None = None
+    sent: SchedulingSetting | None = None
+    active: SchedulingSetting | None = None
     patches: Mapping[str, LiveValues] = field(default_factory=dict)
-    strangers: tuple[str, ...] = ()
-    behind: tuple[str, ...] = ()
-    asked: QueueOrder | None = None
-    notes: tuple[Note, ...] = ()
+    unsupported: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+    wanted: SchedulingSetting | None = None
+    events: tuple[Event, ...] = ()
 
 
-def queue_turn(
-    deployment: InferenceDeployment, seen: Mapping[str, QueueSeen | None], told: QueueOrder | None = None
-) -> QueueTurn:
-    """Bring every engine that answers to the order that is asked for. `seen`: what the engine of each replica says of
-    its queue; None where it does not answer: it is told when it does. `told`: what this loop told them last."""
-    taken = taken_order(deployment.status)
-    told = told or taken
-    asked = asked_order(deployment.spec)
-    if asked is None:
-        return _back(deployment, seen, taken, told)
-    heard = {name: said for name, said in sorted(seen.items()) if said is not None}
-    knowing = {name: said for name, said in heard.items() if _knows(said, asked)}
-    patches = {name: asked.values for name, said in knowing.items() if not _runs(said, asked)}
-    is_every_engines = asked.policy is QueuePolicy.FCFS
-    is_told = told is not None and _is_same(told, asked)
-    return QueueTurn(
-        told=asked if knowing else _still(told, seen),
-        taken=asked if len(patches) < len(knowing) else _still(taken, seen),
+def plan_scheduling(
+    deployment: InferenceDeployment,
+    seen: Mapping[str, ReportedScheduling | None],
+    sent: SchedulingSetting | None = None,
+) -> SchedulingPlan:
+    """Plan the patches that bring every engine that reports to the wanted policy.
+
+    `seen` is each replica's report; engines without one are patched once they report. `sent` is what this loop sent
+    last.
+    """
+    active = stored_scheduling(deployment.status)
+    sent = sent or active
+    wanted = wanted_scheduling(deployment.spec)
+    if wanted is None:
+        return _plan_reset(deployment, seen, active, sent)
+    reported = {name: state for name, state in sorted(seen.items()) if state is not None}
+    supporting = {name: state for name, state in reported.items() if _supports(state, wanted)}
+    patches = {name: wanted.values for name, state in supporting.items() if not _applies(state, wanted)}
+    is_always_supported = wanted.policy is SchedulingPolicy.FCFS
+    is_sent = sent is not None and _is_equivalent(sent, wanted)
+    return SchedulingPlan(
+        sent=wanted if supporting else _if_in_use(sent, seen),
+        active=wanted if len(patches) < len(supporting) else _if_in_use(active, seen),
         patches=patches,
-        strangers=() if is_every_engines else tuple(name for name in heard if name not in knowing),
-        behind=tuple(patches) if is_told else (),
-        asked=asked,
-        notes=() if is_told or not patches else tuple(_news(deployment, heard[min(patches)], asked)),
+        unsupported=() if is_always_supported else tuple(name for name in reported if name not in supporting),
+        pending=tuple(patches) if is_sent else (),
+        wanted=wanted,
+        events=() if is_sent or not patches else tuple(_change_events(deployment, reported[min(patches)], wanted)),
     )
 
 
-def _back(
+def _plan_reset(
     deployment: InferenceDeployment,
-    seen: Mapping[str, QueueSeen | None],
-    taken: QueueOrder | None,
-    told: QueueOrder | None,
-) -> QueueTurn:
-    """Take an order back that nobody asks for any more: what engines took, and what they were told since and may have
-    taken by now. An engine that has another one is left alone: somebody set it by hand."""
-    orders = tuple(_still_there((told, taken), seen))
-    if not orders or any(queue_flags(deployment.spec)):
-        return QueueTurn()
-    heard = {name: said for name, said in sorted(seen.items()) if said is not None}
-    runs = next((order for order in orders if any(_may_run(said, order) for said in heard.values())), orders[-1])
+    seen: Mapping[str, ReportedScheduling | None],
+    active: SchedulingSetting | None,
+    sent: SchedulingSetting | None,
+) -> SchedulingPlan:
+    """Reset a policy that the spec no longer sets, on engines that applied it or may have.
+
+    An engine with another policy is left alone, because a user set it.
+    """
+    orders = tuple(_remaining_settings((sent, active), seen))
+    if not orders or any(scheduling_flags(deployment.spec)):
+        return SchedulingPlan()
+    reported = {name: state for name, state in sorted(seen.items()) if state is not None}
+    runs = next((order for order in orders if any(_may_apply(state, order) for state in reported.values())), orders[-1])
     is_tuned = deployment.spec.tuning.mode == "Auto"
-    ending = tuple(order for order in orders if is_tuned or order.asked_by is not AskedBy.OBJECTIVES)
+    ending = tuple(order for order in orders if is_tuned or order.source is not SchedulingSource.OBJECTIVES)
     if not ending:
-        return QueueTurn(orders[0], runs)  # as nothing is tuned any more, it stays as it is
-    asked = QueueOrder(QueuePolicy.FCFS, ending[0].asked_by)
-    patches = {name: asked.values for name, said in heard.items() if any(_may_run(said, order) for order in ending)}
-    is_news = bool(patches) and (told is None or told.policy is not QueuePolicy.FCFS)
-    notes = tuple(_news(deployment, heard[min(patches)], asked)) if is_news else ()
-    behind = tuple(name for name in sorted(seen) if name in patches or name not in heard)
-    other = next((order for order in orders if order is not runs), asked)  # the status has room for one
-    return QueueTurn(other, runs, patches, behind=behind, asked=asked, notes=notes)
+        return SchedulingPlan(orders[0], runs)  # without tuning the policy stays as it is
+    wanted = SchedulingSetting(SchedulingPolicy.FCFS, ending[0].source)
+    patches = {
+        name: wanted.values for name, state in reported.items() if any(_may_apply(state, order) for order in ending)
+    }
+    is_news = bool(patches) and (sent is None or sent.policy is not SchedulingPolicy.FCFS)
+    events = tuple(_change_events(deployment, reported[min(patches)], wanted)) if is_news else ()
+    pending = tuple(name for name in sorted(seen) if name in patches or name not in reported)
+    other = next((order for order in orders if order is not runs), wanted)  # the status has room for one
+    return SchedulingPlan(other, runs, patches, pending=pending, wanted=wanted, events=events)
 
 
-def _still_there(orders: Iterable[QueueOrder | None], seen: Mapping[str, QueueSeen | None]) -> Iterator[QueueOrder]:
-    """Those of the orders, one for each policy, by which an engine serves, or may, and that are not its own."""
-    policies = {QueuePolicy.FCFS}
+def _remaining_settings(
+    orders: Iterable[SchedulingSetting | None], seen: Mapping[str, ReportedScheduling | None]
+) -> Iterator[SchedulingSetting]:
+    """Yield the settings, one per policy, that an engine uses or may use and that are not its default."""
+    policies = {SchedulingPolicy.FCFS}
     for order in orders:
-        if order is not None and order.policy not in policies and _still(order, seen) is not None:
+        if order is not None and order.policy not in policies and _if_in_use(order, seen) is not None:
             policies.add(order.policy)
             yield order
 
 
-def asked_order(spec: Spec) -> QueueOrder | None:
-    """What the spec asks for; None: nothing, and engines have the order that they started with."""
+def wanted_scheduling(spec: Spec) -> SchedulingSetting | None:
+    """Return the policy that the spec sets; None if engines keep the one that they started with."""
     ttft = objectives_of(spec.objectives).ttft
     written = spec.engine.scheduling_policy
     if written is None:
-        if ttft is None or spec.tuning.mode != "Auto" or any(queue_flags(spec)):
+        if ttft is None or spec.tuning.mode != "Auto" or any(scheduling_flags(spec)):
             return None
-        return _by_deadline(ttft, AskedBy.OBJECTIVES)
+        return _by_deadline(ttft, SchedulingSource.OBJECTIVES)
     if written != "deadline":
-        return QueueOrder(QueuePolicy(written), AskedBy.SPEC)
-    return None if ttft is None else _by_deadline(ttft, AskedBy.SPEC)  # without: refused by validation/rules.py
+        return SchedulingSetting(SchedulingPolicy(written), SchedulingSource.SPEC)
+    return (
+        None if ttft is None else _by_deadline(ttft, SchedulingSource.SPEC)
+    )  # without a TTFT objective the spec is invalid
 
 
-def _by_deadline(ttft: Ttft, asked_by: AskedBy) -> QueueOrder:
+def _by_deadline(ttft: Ttft, source: SchedulingSource) -> SchedulingSetting:
     target = min(ttft.seconds, MAX_TARGET_SECONDS)
-    return QueueOrder(QueuePolicy.DEADLINE, asked_by, target, ttft.seconds_per_prompt_token)
+    return SchedulingSetting(SchedulingPolicy.DEADLINE, source, target, ttft.seconds_per_prompt_token)
 
 
-def serves_by_deadline(seen: Mapping[str, QueueSeen | None], asked: QueueOrder | None) -> bool:
-    """Whether most engines say that they serve by deadlines; as long as nobody is heard, whether they are to."""
-    heard = [said.policy for said in seen.values() if said is not None]
-    if not heard:
-        return asked is not None and asked.policy is QueuePolicy.DEADLINE
-    return 2 * heard.count(QueuePolicy.DEADLINE) > len(heard)
+def is_deadline_active(seen: Mapping[str, ReportedScheduling | None], wanted: SchedulingSetting | None) -> bool:
+    """Return True if most engines report `deadline`; without reports, if the spec sets it."""
+    reported = [state.policy for state in seen.values() if state is not None]
+    if not reported:
+        return wanted is not None and wanted.policy is SchedulingPolicy.DEADLINE
+    return 2 * reported.count(SchedulingPolicy.DEADLINE) > len(reported)
 
 
 # --- one engine -------------------------------------------------------------------------------------------------------
 
 
-def _knows(said: QueueSeen, asked: QueueOrder) -> bool:
-    """Whether the engine's configuration lists the order, and all that it goes by."""
-    return asked.policy in said.policies and all(name in said.times for name in asked.values if name != POLICY)
+def _supports(state: ReportedScheduling, wanted: SchedulingSetting) -> bool:
+    """Return True if the engine's configuration lists the policy and its parameters."""
+    return wanted.policy in state.policies and all(name in state.times for name in wanted.values if name != POLICY)
 
 
-def _runs(said: QueueSeen, asked: QueueOrder) -> bool:
-    times = ((value, said.times[name]) for name, value in asked.values.items() if name != POLICY)
-    return said.policy == asked.policy and all(_is_same_time(float(wanted), now) for wanted, now in times)
+def _applies(state: ReportedScheduling, wanted: SchedulingSetting) -> bool:
+    times = ((value, state.times[name]) for name, value in wanted.values.items() if name != POLICY)
+    return state.policy == wanted.policy and all(_is_same_time(float(wanted), now) for wanted, now in times)
 
 
-def _still(order: QueueOrder | None, seen: Mapping[str, QueueSeen | None]) -> QueueOrder | None:
-    """The order, as long as an engine serves by it, or may, as it is not heard."""
-    return order if order is not None and any(s is None or _may_run(s, order) for s in seen.values()) else None
+def _if_in_use(
+    order: SchedulingSetting | None, seen: Mapping[str, ReportedScheduling | None]
+) -> SchedulingSetting | None:
+    """Return the setting if an engine uses it or may use it because it did not report; otherwise None."""
+    return order if order is not None and any(s is None or _may_apply(s, order) for s in seen.values()) else None
 
 
-def _may_run(said: QueueSeen, order: QueueOrder) -> bool:
-    """Whether an engine has an order, with whatever times: it may have been told of it before they were edited."""
-    return said.policy == order.policy
+def _may_apply(state: ReportedScheduling, order: SchedulingSetting) -> bool:
+    """Return True if the engine has this policy, with any targets: it may have been set before they were edited."""
+    return state.policy == order.policy
 
 
-def _is_same(one: QueueOrder, other: QueueOrder) -> bool:
-    """Whether engines are told the same by both."""
+def _is_equivalent(one: SchedulingSetting, other: SchedulingSetting) -> bool:
+    """Return True if both settings send the same values."""
     return (
         one.policy is other.policy
         and _is_same_time(one.ttft_target, other.ttft_target)
@@ -204,49 +218,51 @@ def _is_same(one: QueueOrder, other: QueueOrder) -> bool:
 
 
 def _is_same_time(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=SAME_TIME, abs_tol=SAME_TIME * SAME_TIME)
+    return math.isclose(one, other, rel_tol=TIME_TOLERANCE, abs_tol=TIME_TOLERANCE * TIME_TOLERANCE)
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
-def _news(deployment: InferenceDeployment, before: QueueSeen, asked: QueueOrder) -> Iterator[Note]:
-    is_same_policy = before.policy == asked.policy
-    moved = f"{asked.policy}, with other times" if is_same_policy else f"{before.policy} -> {asked.policy}"
-    message = f"Queue order {moved}: {meaning_of(asked)}."
-    yield Note("Normal", "QueueOrderChanged", message, str(deployment.generation))
+def _change_events(
+    deployment: InferenceDeployment, before: ReportedScheduling, wanted: SchedulingSetting
+) -> Iterator[Event]:
+    is_same_policy = before.policy == wanted.policy
+    change = f"{wanted.policy}, with other targets" if is_same_policy else f"{before.policy} -> {wanted.policy}"
+    message = f"scheduling policy {change}: {describe_policy(wanted)}"
+    yield Event("Normal", "SchedulingPolicyChanged", message, str(deployment.generation))
 
 
-def meaning_of(order: QueueOrder) -> str:
-    """Who goes first, as a clause."""
-    if order.policy is QueuePolicy.FCFS:
-        return IN_THE_ORDER_THEY_CAME
-    if order.policy is QueuePolicy.PRIORITY:
-        return "requests with the lowest number as their priority go first"
+def describe_policy(order: SchedulingSetting) -> str:
+    """Return a clause that describes which requests run first."""
+    if order.policy is SchedulingPolicy.FCFS:
+        return FCFS_DESCRIPTION
+    if order.policy is SchedulingPolicy.PRIORITY:
+        return "requests with the lowest priority value run first"
     more = order.ttft_target_per_prompt_token
     allowance = f" (+{_spaced(more)} per prompt token)" if more else ""
-    return f"requests that can still have their first token within {_spaced(order.ttft_target)}{allowance} go first"
+    return f"requests that can still meet a TTFT of {_spaced(order.ttft_target)}{allowance} run first"
 
 
-def exceptions_words(found: QueueTurn) -> str | None:
-    """Who does not follow what is asked for, and why; None: nobody."""
-    if found.asked is None:
+def exceptions_message(found: SchedulingPlan) -> str | None:
+    """Return which replicas do not follow the wanted policy, and why; None if all do."""
+    if found.wanted is None:
         return None
-    policy, said = found.asked.policy, []
-    if found.strangers:
-        verb = "does" if len(found.strangers) == 1 else "do"
-        said.append(
-            f"{', '.join(found.strangers)} {verb} not know the queue order {policy}: an older engine serves on as it "
-            "began; set spec.runtime.image to a newer one"
+    policy, problems = found.wanted.policy, []
+    if found.unsupported:
+        verb = "does" if len(found.unsupported) == 1 else "do"
+        problems.append(
+            f"{', '.join(found.unsupported)} {verb} not support the scheduling policy {policy} and keeps its own; "
+            "set spec.runtime.image to a newer engine"
         )
-    if found.behind:
-        verb = "has" if len(found.behind) == 1 else "have"
-        said.append(f"{', '.join(found.behind)} {verb} not taken the queue order {policy} yet")
-    return "; ".join(said) or None
+    if found.pending:
+        verb = "has" if len(found.pending) == 1 else "have"
+        problems.append(f"{', '.join(found.pending)} {verb} not applied the scheduling policy {policy} yet")
+    return "; ".join(problems) or None
 
 
 def duration(seconds: float) -> str:
-    """2.0 → `2s`, 0.5 → `500ms`, 0.000125 → `125us`: as a spec has it."""
+    """Return a duration as the spec writes it: 2.0 → `2s`, 0.5 → `500ms`, 0.000125 → `125us`."""
     microseconds = round(seconds * 1e6)
     for unit, size in (("s", 1_000_000), ("ms", 1000)):
         if microseconds % size == 0:
@@ -260,30 +276,30 @@ def _spaced(seconds: float) -> str:
     return f"{digits} {text.removeprefix(digits)}"
 
 
-# --- what was taken, in status ----------------------------------------------------------------------------------------
+# --- status -----------------------------------------------------------------------------------------------------------
 
 
-def queue_status(found: QueueTurn) -> dict[str, str]:
-    """`status.tuning.queueOrder`: what engines serve by, and who does not follow; empty: there is nothing to say."""
+def scheduling_status(found: SchedulingPlan) -> dict[str, str]:
+    """Return `status.tuning.schedulingPolicy`: the active policy and replicas that do not follow it; may be empty."""
     entry: dict[str, str] = {}
-    taken = found.taken
-    if taken is not None:
-        entry |= {"policy": taken.policy.value, "askedBy": taken.asked_by.value}
-        if taken.policy is QueuePolicy.DEADLINE:
-            entry["ttftTarget"] = duration(taken.ttft_target)
-            if taken.ttft_target_per_prompt_token:
-                entry["perPromptToken"] = duration(taken.ttft_target_per_prompt_token)
-    words = exceptions_words(found)
-    return entry if words is None else {**entry, "message": words}
+    active = found.active
+    if active is not None:
+        entry |= {"policy": active.policy.value, "source": active.source.value}
+        if active.policy is SchedulingPolicy.DEADLINE:
+            entry["ttftTarget"] = duration(active.ttft_target)
+            if active.ttft_target_per_prompt_token:
+                entry["perPromptToken"] = duration(active.ttft_target_per_prompt_token)
+    message = exceptions_message(found)
+    return entry if message is None else {**entry, "message": message}
 
 
-def taken_order(status: Mapping[str, Any]) -> QueueOrder | None:
-    """What `queue_status` wrote; None where nothing was taken, or it cannot be read."""
-    entry = (status.get("tuning") or {}).get("queueOrder") or {}
+def stored_scheduling(status: Mapping[str, Any]) -> SchedulingSetting | None:
+    """Return the setting that `scheduling_status` wrote; None if there is none or it cannot be parsed."""
+    entry = (status.get("tuning") or {}).get("schedulingPolicy") or {}
     try:
-        return QueueOrder(
-            QueuePolicy(entry["policy"]),
-            AskedBy(entry["askedBy"]),
+        return SchedulingSetting(
+            SchedulingPolicy(entry["policy"]),
+            SchedulingSource(entry["source"]),
             parse_seconds(entry.get("ttftTarget", "0s")),
             parse_seconds(entry.get("perPromptToken", "0s")),
         )

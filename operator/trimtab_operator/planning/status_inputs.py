@@ -1,4 +1,4 @@
-"""What a turn found out, for whoever tells it: all that a status is made from."""
+"""Inputs of the status, collected by a reconcile plan."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.phases import EngineView
-from trimtab_operator.planning.gpu_budget import Share
+from trimtab_operator.planning.gpu_budget import BudgetShare
 from trimtab_operator.planning.model_facts import FactsState
-from trimtab_operator.planning.scheduling_policy import QueueTurn
+from trimtab_operator.planning.scheduling_policy import SchedulingPlan
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.validation_error import Refusal
 from trimtab_operator.rollout.rollback import FailedChange
-from trimtab_operator.tuner.decide import Outcome
+from trimtab_operator.tuner.decide import TunerOutput
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """What is so, and what is wanted. `problem` is a (reason, message) that keeps the loop from working.
+class StatusInputs:
+    """Observed and wanted state to report in the status.
 
-    `revision` is what the spec renders to; empty when it is refused, and nothing is rendered. `engines` is what engines
-    said, by the group's name; None: nobody was asked. `refusals` is everything that is wrong with the spec,
-    `layout_refusals` those of them that concern the layout. `model` is what is known of the model; None: nobody looked,
-    or it does not matter. `target` is what replicas are brought to; None: they are left as they are.
+    `problem` is a (reason, message) that blocks the reconciler. `revision` is the revision of the spec, empty if it is
+    invalid. `engines` holds reports by group name, None if engines were not polled. `refusals` are all validation
+    errors, and `layout_refusals` those of the layout. `model` is the state of reading the model, None if it does not
+    matter. `target` is the revision that replicas are brought to, None to leave them as they are.
     """
 
     desired_replicas: int
@@ -32,28 +32,28 @@ class Findings:
     draining: tuple[Manifest, ...] = ()
     revision: str = ""
     engines: Mapping[str, EngineView] | None = None
-    tuning: Outcome | None = None
-    queue: QueueTurn = field(default_factory=QueueTurn)
+    tuning: TunerOutput | None = None
+    queue: SchedulingPlan = field(default_factory=SchedulingPlan)
     refusals: tuple[Refusal, ...] = ()
     layout_refusals: tuple[Refusal, ...] = ()
     model: FactsState | None = None
     failed_change: FailedChange | None = None
     target: InferenceDeployment | None = None
     too_few_gpus: str | None = None
-    trying: str | None = None
-    """What a change that has to show first that it is good waits for."""
-    no_room: str | None = None
-    """Why no replica comes up beside those that it is to replace."""
+    canary_message: str | None = None
+    """What a change that is being tried waits for."""
+    surge_obstacle: str | None = None
+    """Why no surge replica can be created."""
     problem: tuple[str, str] | None = None
     model_revision: str | None = None
-    """The pin that replicas are rendered for; None: their model is not downloaded."""
+    """Commit that replicas are rendered for; None if the model is not downloaded."""
     metrics_source: str | None = None
-    """Where the engines' metrics were read; None: they were not."""
-    metrics_detour: str | None = None
-    """Why they were read from the pods instead of from Prometheus."""
-    share: Share | None = None
-    """What the GPU budget allows; None: there is none, or nothing is brought about."""
+    """Source of the engines' metrics; None if they were not read."""
+    metrics_fallback_reason: str | None = None
+    """Why metrics were read from the pods instead of Prometheus."""
+    share: BudgetShare | None = None
+    """Share of the GPU budget; None without a budget or a target."""
     is_paused: bool = False
-    """Whether nothing is changed, as its owner asks."""
+    """True if the resource is paused by its annotation."""
     keeps_older_pods: bool = False
-    """Whether replicas run what another operator, or this one with other defaults, rendered for the same spec."""
+    """True if replicas run pods that another operator version or other defaults rendered for the same spec."""

@@ -1,1 +1,1 @@
-"""What users read: status and conditions."""
+"""Status and conditions of resources."""

@@ -1,4 +1,4 @@
-"""The ten conditions as functions of what was observed. Pure.
+"""The ten conditions of a resource, computed from observations. Pure.
 
 Every reason is a member of `Reason` (or of the tuner's enums) and is documented in docs/reference/resource.md.
 """
@@ -12,14 +12,14 @@ from enum import StrEnum
 from typing import Any
 
 from trimtab_operator.layout.degrees import Degrees
-from trimtab_operator.observed.hold import hold_of
-from trimtab_operator.observed.missing_pods import missing_sentence
+from trimtab_operator.observed.gang_backoff import gang_backoff_of
+from trimtab_operator.observed.missing_pods import missing_pods_message
 from trimtab_operator.observed.phases import DOWNLOAD
-from trimtab_operator.observed.pods import unschedulable
+from trimtab_operator.observed.pods import unschedulable_message
 from trimtab_operator.observed.readiness import reported_layouts
 from trimtab_operator.planning import gpu_budget as budget
-from trimtab_operator.planning.model_facts import Reading, Unreadable
-from trimtab_operator.planning.status_inputs import Findings
+from trimtab_operator.planning.model_facts import ModelBeingRead, ModelUnreadable
+from trimtab_operator.planning.status_inputs import StatusInputs
 from trimtab_operator.resource.spec import PAUSED, RESTARTED_AT, InferenceDeployment
 from trimtab_operator.resource.time import timestamp
 from trimtab_operator.rollout.rollback import FailedChange
@@ -27,39 +27,39 @@ from trimtab_operator.tuner.decide import Condition
 
 
 class Reason(StrEnum):
-    """Why a condition is as it is."""
+    """Reason of a condition."""
 
-    READY = "ReplicasReady"  # every wanted replica runs what is asked for now, and takes requests
-    ANSWERED = "RequestsAnswered"  # some replica takes requests, of whichever revision
+    READY = "ReplicasReady"  # every wanted replica runs the current revision and takes requests
+    ANSWERED = "RequestsAnswered"  # at least one replica takes requests, of any revision
     SCALED_TO_ZERO = "ScaledToZero"  # spec.replicas is 0
-    NOT_READY = "ReplicasNotReady"  # some wanted replica does not take requests, and is not known to load
+    NOT_READY = "ReplicasNotReady"  # a wanted replica does not take requests and is not loading
     LOADING = "Loading"  # a replica loads its model
-    DOWNLOADING = "Downloading"  # a replica fetches its model, or waits for one that does
-    PENDING = "Pending"  # a replica's pod does not run yet
-    FAILING = "ReplicaFailing"  # a replica crashes again and again, or its image cannot be pulled
-    INVALID = "InvalidSpec"  # the spec asks for something that cannot be carried out
-    READING_MODEL = "ReadingModel"  # a Job reads what the model is; no engine starts before
-    MODEL_UNREADABLE = "ModelUnreadable"  # that Job failed; it is tried again
-    NAME_TAKEN = "NameTaken"  # an object with a child's name belongs to somebody else
-    MISSING_RIGHT = "MissingRight"  # the operator's role does not allow what is to be done
-    RECONCILE_ERROR = "ReconcileError"  # the API server refused, or the operator failed; it tries again
-    ROLLED_BACK = "RolledBack"  # a change did not come up; replicas run the last revision that worked
-    START_FAILED = "StartFailed"  # no replica of the first revision became Ready in its time
-    ROLLING_OUT = "RollingOut"  # replicas are brought to a new revision
+    DOWNLOADING = "Downloading"  # a replica downloads its model, or waits for another one's download
+    PENDING = "Pending"  # a replica's pod is not running yet
+    FAILING = "ReplicaFailing"  # a replica is in a crash loop, or its image cannot be pulled
+    INVALID = "InvalidSpec"  # the spec is invalid
+    READING_MODEL = "ReadingModel"  # a Job reads the model's description; no engine starts before
+    MODEL_UNREADABLE = "ModelUnreadable"  # that Job failed and will be retried
+    NAME_CONFLICT = "NameConflict"  # an object with a child's name has another owner
+    FORBIDDEN = "Forbidden"  # the operator's role lacks a permission
+    RECONCILE_ERROR = "ReconcileError"  # the API server rejected a request, or the operator failed; it retries
+    ROLLED_BACK = "RolledBack"  # a change failed; replicas run the last known-good revision
+    START_FAILED = "StartFailed"  # no replica of the first revision became Ready in time
+    ROLLING_OUT = "RollingOut"  # replicas are updated to a new revision
     SCALING = "Scaling"  # replicas are added or removed
-    PAUSED = "Paused"  # nothing is changed, as its owner asks by an annotation
-    SETTLED = "Settled"  # what runs is what is wanted
-    LAYOUT_REPORTED = "LayoutReported"  # every ready engine runs the layout that was asked for
+    PAUSED = "Paused"  # changes are paused by an annotation
+    UP_TO_DATE = "UpToDate"  # the present state is the wanted state
+    LAYOUT_REPORTED = "LayoutReported"  # every ready engine runs the wanted layout
     LAYOUT_DIFFERS = "LayoutDiffers"  # an engine runs another layout
     LAYOUT_UNKNOWN = "NotYetReported"  # no engine has reported its layout
-    NOT_LIMITED = "NotLimited"  # nothing keeps the replica count from what is wanted
-    TOO_FEW_GPUS = "TooFewGPUsPerNode"  # a pod asks for more GPUs than any present node has
-    UNSCHEDULABLE = "Unschedulable"  # pods of replicas find no node
-    OVER_BUDGET = budget.OVER_BUDGET  # the GPU budget of the operator allows fewer replicas than are wanted
-    AT_MAX_REPLICAS = "AtMaxReplicas"  # promises are missed with as many replicas as scaling allows
-    PODS_REFUSED = "PodsRefused"  # the API server refuses to create pods: a quota, a policy
+    NOT_LIMITED = "NotLimited"  # nothing limits the replica count
+    TOO_FEW_GPUS = "TooFewGPUsPerNode"  # a pod requests more GPUs than any present node has
+    UNSCHEDULABLE = "Unschedulable"  # pods of replicas cannot be scheduled
+    OVER_BUDGET = budget.OVER_BUDGET  # the operator's GPU budget allows fewer replicas than wanted
+    AT_MAX_REPLICAS = "AtMaxReplicas"  # objectives are violated with the maximum number of replicas
+    FAILED_CREATE = "FailedCreate"  # the API server rejects pods because of a quota or policy
     AS_EXPECTED = "AsExpected"  # nothing is wrong
-    STOPPED = "Stopped"  # nothing runs that could be tuned or measured
+    STOPPED = "Stopped"  # no replica runs that could be tuned or measured
 
 
 TYPES = (
@@ -74,12 +74,12 @@ TYPES = (
     "ScalingLimited",
     "Degraded",
 )
-STANDS_STILL = f"nothing is changed, as the annotation {PAUSED} asks; remove it, and it goes on"
+PAUSED_MESSAGE = f"changes are paused by the annotation {PAUSED}; remove it to resume"
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """A condition without its times."""
+class UntimedCondition:
+    """A condition without timestamps."""
 
     type: str
     status: str
@@ -87,272 +87,297 @@ class Claim:
     message: str
 
 
-def conditions(deployment: InferenceDeployment, findings: Findings, groups: Sequence[Mapping[str, Any]]) -> list[Claim]:
-    """All ten conditions, Ready first."""
-    progressing, ready = progressing_claim(deployment, findings, groups), ready_claim(findings, groups)
+def conditions(
+    deployment: InferenceDeployment, inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]
+) -> list[UntimedCondition]:
+    """Return all ten conditions, Ready first."""
+    progressing, ready = progressing_claim(deployment, inputs, groups), ready_claim(inputs, groups)
     return [
         ready,
-        serving_claim(findings, groups),
-        Claim("Reconciling", progressing.status, progressing.reason, progressing.message),
-        stalled_claim(findings, progressing, ready),
+        serving_claim(inputs, groups),
+        UntimedCondition("Reconciling", progressing.status, progressing.reason, progressing.message),
+        stalled_claim(inputs, progressing, ready),
         progressing,
-        layout_claim(deployment, findings),
-        *tuning_claims(findings),
-        scaling_claim(deployment, findings),
-        degraded_claim(findings, groups),
+        layout_claim(deployment, inputs),
+        *tuning_claims(inputs),
+        scaling_claim(deployment, inputs),
+        degraded_claim(inputs, groups),
     ]
 
 
-def conditions_in_the_dark(reason: str, message: str) -> list[Claim]:
-    """What can be said when the children cannot be seen: replicas may take requests, but nobody looks after them."""
+def conditions_without_observation(reason: str, message: str) -> list[UntimedCondition]:
+    """Return the conditions for when the children cannot be read: replicas may serve, but they are not managed."""
     return [
-        Claim("Ready", "Unknown", reason, message),
-        Claim("Reconciling", "False", reason, message),
-        Claim("Stalled", "True", reason, message),
-        Claim("Progressing", "False", reason, message),
-        Claim("Degraded", "True", reason, message),
+        UntimedCondition("Ready", "Unknown", reason, message),
+        UntimedCondition("Reconciling", "False", reason, message),
+        UntimedCondition("Stalled", "True", reason, message),
+        UntimedCondition("Progressing", "False", reason, message),
+        UntimedCondition("Degraded", "True", reason, message),
     ]
 
 
-def ready_claim(findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Claim:
-    """Whether what is asked for now runs: not what ran before, nor what a change was taken back to."""
-    held = _blocked(findings) or _unknown_model(findings)
+def ready_claim(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -> UntimedCondition:
+    """Return Ready: True if all wanted replicas run the current spec, not a previous or rolled-back one."""
+    held = _blocked(inputs) or _unknown_model(inputs)
     if held is not None:
-        return Claim("Ready", "False", *held)
-    if findings.failed_change is not None:
-        failed = findings.failed_change
+        return UntimedCondition("Ready", "False", *held)
+    if inputs.failed_change is not None:
+        failed = inputs.failed_change
         reason = Reason.START_FAILED if failed.returns_to is None else Reason.ROLLED_BACK
-        return Claim("Ready", "False", reason, failed.message if failed.returns_to is None else _back(failed))
-    share = findings.share
-    if share is not None and (share.is_below_least or share.waits_to_grow):
-        return Claim("Ready", "False", Reason.OVER_BUDGET, share.message)
-    wanted = findings.desired_replicas
+        return UntimedCondition(
+            "Ready", "False", reason, failed.message if failed.returns_to is None else _rollback_message(failed)
+        )
+    share = inputs.share
+    if share is not None and (share.is_below_min or share.is_growth_pending):
+        return UntimedCondition("Ready", "False", Reason.OVER_BUDGET, share.message)
+    wanted = inputs.desired_replicas
     ready = sum(g["ready"] for g in groups)
-    current = sum(g["ready"] and g["revision"] == findings.revision for g in groups)
+    current = sum(g["ready"] and g["revision"] == inputs.revision for g in groups)
     if wanted == 0:
-        return Claim("Ready", "True", Reason.SCALED_TO_ZERO, "spec.replicas is 0: nothing runs, as asked")
+        return UntimedCondition("Ready", "True", Reason.SCALED_TO_ZERO, "spec.replicas is 0")
     if current >= wanted:
-        return Claim("Ready", "True", Reason.READY, f"{current} of {wanted} replicas take requests")
+        return UntimedCondition("Ready", "True", Reason.READY, f"{current} of {wanted} replicas take requests")
     if ready >= wanted:
-        message = f"{current} of {wanted} replicas run what is asked for now; {ready} take requests"
-        return Claim("Ready", "False", Reason.ROLLING_OUT, message)
+        message = f"{current} of {wanted} replicas run the current revision; {ready} take requests"
+        return UntimedCondition("Ready", "False", Reason.ROLLING_OUT, message)
     reason, why = _why_not_ready(groups)
-    return Claim("Ready", "False", reason, f"{ready} of {wanted} replicas take requests{why}")
+    return UntimedCondition("Ready", "False", reason, f"{ready} of {wanted} replicas take requests{why}")
 
 
-def serving_claim(findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Claim:
-    """Whether traffic is answered, by whichever revision."""
-    if any(g["ready"] for g in groups) or any(group.is_outdated and group.serves for group in findings.groups):
-        return Claim("Serving", "True", Reason.ANSWERED, "clients are answered")
-    if findings.share is not None and findings.share.is_limited and findings.desired_replicas == 0:
-        return Claim("Serving", "False", Reason.OVER_BUDGET, findings.share.message)
-    if findings.desired_replicas == 0:
-        return Claim("Serving", "False", Reason.SCALED_TO_ZERO, "spec.replicas is 0: nothing runs, as asked")
-    return Claim("Serving", "False", Reason.NOT_READY, "no replica takes requests")
+def serving_claim(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -> UntimedCondition:
+    """Return Serving: True if any replica takes requests, of any revision."""
+    if any(g["ready"] for g in groups) or any(group.is_outdated and group.serves for group in inputs.groups):
+        return UntimedCondition("Serving", "True", Reason.ANSWERED, "at least one replica takes requests")
+    if inputs.share is not None and inputs.share.is_limited and inputs.desired_replicas == 0:
+        return UntimedCondition("Serving", "False", Reason.OVER_BUDGET, inputs.share.message)
+    if inputs.desired_replicas == 0:
+        return UntimedCondition("Serving", "False", Reason.SCALED_TO_ZERO, "spec.replicas is 0")
+    return UntimedCondition("Serving", "False", Reason.NOT_READY, "no replica takes requests")
 
 
-def stalled_claim(findings: Findings, progressing: Claim, ready: Claim) -> Claim:
-    """Whether it will not go on until somebody acts."""
-    stuck = _blocked(findings) is not None or findings.failed_change is not None
-    stuck = stuck or (findings.is_paused and ready.status != "True")
-    if progressing.status != "True" and (stuck or isinstance(findings.model, Unreadable)):
-        return Claim("Stalled", "True", progressing.reason, progressing.message)
-    return Claim("Stalled", "False", Reason.AS_EXPECTED, "nothing stands in the way")
+def stalled_claim(inputs: StatusInputs, progressing: UntimedCondition, ready: UntimedCondition) -> UntimedCondition:
+    """Return Stalled: True if there will be no progress until a user acts."""
+    stuck = _blocked(inputs) is not None or inputs.failed_change is not None
+    stuck = stuck or (inputs.is_paused and ready.status != "True")
+    if progressing.status != "True" and (stuck or isinstance(inputs.model, ModelUnreadable)):
+        return UntimedCondition("Stalled", "True", progressing.reason, progressing.message)
+    return UntimedCondition("Stalled", "False", Reason.AS_EXPECTED, "not stalled")
 
 
 def _why_not_ready(groups: Sequence[Mapping[str, Any]]) -> tuple[Reason, str]:
-    """The worst thing first; messages name the replica but no percentages, which change all the time."""
+    """Return the worst problem. Messages name the replica but no percentages, which change all the time."""
     order = (("Failed", Reason.FAILING), ("Pending", Reason.PENDING), ("Loading", Reason.LOADING))
     for phase, reason in order:
         found = next((g for g in groups if g["phase"] == phase), None)
         if found is not None:
             detail = found.get("message")
             if reason is Reason.LOADING and _downloads(found):
-                return Reason.DOWNLOADING, f"; {found['name']} downloads its model"
+                return Reason.DOWNLOADING, f"; {found['name']} is downloading its model"
             return reason, f"; {found['name']} is {phase.lower()}" + (f": {detail}" if detail else "")
-    return (Reason.NOT_READY, "") if groups else (Reason.PENDING, "; none is created yet")
+    return (Reason.NOT_READY, "") if groups else (Reason.PENDING, "; no replica is created yet")
 
 
 def _downloads(group: Mapping[str, Any]) -> bool:
     return group["phase"] == "Loading" and (group.get("load") or {}).get("stage") == DOWNLOAD
 
 
-def _blocked(findings: Findings) -> tuple[str, str] | None:
-    if findings.refusals:
-        return Reason.INVALID, "; ".join(str(refusal) for refusal in findings.refusals)
-    return findings.problem
+def _blocked(inputs: StatusInputs) -> tuple[str, str] | None:
+    if inputs.refusals:
+        return Reason.INVALID, "; ".join(str(refusal) for refusal in inputs.refusals)
+    return inputs.problem
 
 
-def _unknown_model(findings: Findings) -> tuple[Reason, str] | None:
-    """Why nothing is known of the model yet; None when it is known, or does not matter."""
-    if isinstance(findings.model, Reading):
-        return Reason.READING_MODEL, findings.model.message
-    if isinstance(findings.model, Unreadable):
-        return Reason.MODEL_UNREADABLE, f"the model cannot be read: {findings.model.message}; it is tried again"
+def _unknown_model(inputs: StatusInputs) -> tuple[Reason, str] | None:
+    """Return why the model is not known yet; None if it is known or does not matter."""
+    if isinstance(inputs.model, ModelBeingRead):
+        return Reason.READING_MODEL, inputs.model.message
+    if isinstance(inputs.model, ModelUnreadable):
+        return Reason.MODEL_UNREADABLE, f"the model cannot be read: {inputs.model.message}; retrying"
     return None
 
 
 def progressing_claim(
-    deployment: InferenceDeployment, findings: Findings, groups: Sequence[Mapping[str, Any]]
-) -> Claim:
-    blocked = _blocked(findings)
+    deployment: InferenceDeployment, inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]
+) -> UntimedCondition:
+    blocked = _blocked(inputs)
     if blocked is not None:
-        return Claim("Progressing", "False", blocked[0], blocked[1])
-    if findings.is_paused:
-        return Claim("Progressing", "False", Reason.PAUSED, STANDS_STILL)
-    unknown = _unknown_model(findings)
+        return UntimedCondition("Progressing", "False", blocked[0], blocked[1])
+    if inputs.is_paused:
+        return UntimedCondition("Progressing", "False", Reason.PAUSED, PAUSED_MESSAGE)
+    unknown = _unknown_model(inputs)
     if unknown is not None:
-        return Claim("Progressing", "True" if isinstance(findings.model, Reading) else "False", *unknown)
-    if findings.failed_change is not None:
-        return _failed_change_claim(deployment, findings.failed_change, findings, groups)
-    if findings.share is not None and findings.share.waits_to_grow:
-        return Claim("Progressing", "False", Reason.OVER_BUDGET, findings.share.message)
-    if findings.trying is not None:
-        return Claim("Progressing", "True", Reason.ROLLING_OUT, findings.trying)
-    if any(group.revision != findings.revision or group.is_outdated for group in findings.groups):
-        how = "" if findings.no_room is None else f", in place: {findings.no_room}"
-        return Claim(
-            "Progressing", "True", Reason.ROLLING_OUT, f"replicas are brought to the current pod template{how}"
+        return UntimedCondition(
+            "Progressing", "True" if isinstance(inputs.model, ModelBeingRead) else "False", *unknown
         )
-    if len(findings.groups) != findings.desired_replicas or findings.draining:
-        return Claim("Progressing", "True", Reason.SCALING, f"the replica count moves to {findings.desired_replicas}")
+    if inputs.failed_change is not None:
+        return _failed_change_claim(deployment, inputs.failed_change, inputs, groups)
+    if inputs.share is not None and inputs.share.is_growth_pending:
+        return UntimedCondition("Progressing", "False", Reason.OVER_BUDGET, inputs.share.message)
+    if inputs.canary_message is not None:
+        return UntimedCondition("Progressing", "True", Reason.ROLLING_OUT, inputs.canary_message)
+    if any(group.revision != inputs.revision or group.is_outdated for group in inputs.groups):
+        how = "" if inputs.surge_obstacle is None else f", in place: {inputs.surge_obstacle}"
+        return UntimedCondition(
+            "Progressing", "True", Reason.ROLLING_OUT, f"replicas are updated to the current pod template{how}"
+        )
+    if len(inputs.groups) != inputs.desired_replicas or inputs.draining:
+        return UntimedCondition(
+            "Progressing", "True", Reason.SCALING, f"the replica count changes to {inputs.desired_replicas}"
+        )
     if any(_downloads(g) for g in groups):
-        return Claim(
-            "Progressing", "True", Reason.DOWNLOADING, "replicas download the model; groups[].load says how far"
+        return UntimedCondition(
+            "Progressing",
+            "True",
+            Reason.DOWNLOADING,
+            "replicas are downloading the model; see groups[].load for progress",
         )
     if any(g["phase"] == "Loading" for g in groups):
-        return Claim("Progressing", "True", Reason.LOADING, "replicas load the model")
+        return UntimedCondition("Progressing", "True", Reason.LOADING, "replicas are loading the model")
     if any(not g["ready"] for g in groups):
-        return Claim("Progressing", "True", Reason.PENDING, "replicas wait for their pods")
-    settled = "what runs is what is wanted"
-    if findings.keeps_older_pods:
-        settled += (
-            f"; new pods would be rendered otherwise by now: another text in the annotation {RESTARTED_AT} asks for"
-        )
-        settled += " them"
-    return Claim("Progressing", "False", Reason.SETTLED, settled)
+        return UntimedCondition("Progressing", "True", Reason.PENDING, "replicas are waiting for their pods")
+    message = "the present state is the wanted state"
+    if inputs.keeps_older_pods:
+        message += f"; new pods would differ: change the annotation {RESTARTED_AT} to replace the present ones"
+    return UntimedCondition("Progressing", "False", Reason.UP_TO_DATE, message)
 
 
 def _failed_change_claim(
-    deployment: InferenceDeployment, failed: FailedChange, findings: Findings, groups: Sequence[Mapping[str, Any]]
-) -> Claim:
+    deployment: InferenceDeployment, failed: FailedChange, inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]
+) -> UntimedCondition:
     if failed.returns_to is None:
-        return Claim("Progressing", "False", Reason.START_FAILED, failed.message)
-    is_back = all(group.revision == failed.returns_to and not group.is_outdated for group in findings.groups)
-    is_settled = is_back and len(groups) == findings.desired_replicas and all(g["ready"] for g in groups)
-    return Claim("Progressing", "False" if is_settled else "True", Reason.ROLLED_BACK, _back(failed))
+        return UntimedCondition("Progressing", "False", Reason.START_FAILED, failed.message)
+    is_back = all(group.revision == failed.returns_to and not group.is_outdated for group in inputs.groups)
+    is_settled = is_back and len(groups) == inputs.desired_replicas and all(g["ready"] for g in groups)
+    return UntimedCondition(
+        "Progressing", "False" if is_settled else "True", Reason.ROLLED_BACK, _rollback_message(failed)
+    )
 
 
-def _back(failed: FailedChange) -> str:
-    return f"a change was taken back until the spec changes again: {failed.message}"
+def _rollback_message(failed: FailedChange) -> str:
+    return f"a change was rolled back until the spec changes again: {failed.message}"
 
 
-def layout_claim(deployment: InferenceDeployment, findings: Findings) -> Claim:
-    refused = findings.layout_refusals or [r for r in findings.refusals if r.field.startswith("spec.parallelism")]
+def layout_claim(deployment: InferenceDeployment, inputs: StatusInputs) -> UntimedCondition:
+    refused = inputs.layout_refusals or [r for r in inputs.refusals if r.field.startswith("spec.parallelism")]
     if refused:
-        return Claim("LayoutValid", "False", Reason.INVALID, "; ".join(str(refusal) for refusal in refused))
+        return UntimedCondition("LayoutValid", "False", Reason.INVALID, "; ".join(str(refusal) for refusal in refused))
     wanted = Degrees.wanted(deployment.spec)
-    reported = dict(reported_layouts(findings.groups, findings.engines, findings.revision))
+    reported = dict(reported_layouts(inputs.groups, inputs.engines, inputs.revision))
     wrong = sorted(name for name, layout in reported.items() if layout != wanted)
     if wrong:
-        message = f"{wrong[0]} runs {reported[wrong[0]]}; asked for was {wanted}"
-        return Claim("LayoutValid", "False", Reason.LAYOUT_DIFFERS, message)
-    unknown = _unknown_model(findings)
+        message = f"{wrong[0]} runs {reported[wrong[0]]} instead of {wanted}"
+        return UntimedCondition("LayoutValid", "False", Reason.LAYOUT_DIFFERS, message)
+    unknown = _unknown_model(inputs)
     if not reported and unknown is not None:
-        return Claim("LayoutValid", "Unknown", *unknown)
-    if not reported and findings.failed_change is not None and findings.failed_change.returns_to is not None:
-        return Claim("LayoutValid", "Unknown", Reason.ROLLED_BACK, _back(findings.failed_change))
+        return UntimedCondition("LayoutValid", "Unknown", *unknown)
+    if not reported and inputs.failed_change is not None and inputs.failed_change.returns_to is not None:
+        return UntimedCondition("LayoutValid", "Unknown", Reason.ROLLED_BACK, _rollback_message(inputs.failed_change))
     if not reported:
-        return Claim("LayoutValid", "Unknown", Reason.LAYOUT_UNKNOWN, "no engine has reported its layout yet")
-    return Claim("LayoutValid", "True", Reason.LAYOUT_REPORTED, f"every ready engine runs {wanted}, as asked")
+        return UntimedCondition(
+            "LayoutValid", "Unknown", Reason.LAYOUT_UNKNOWN, "no engine has reported its layout yet"
+        )
+    return UntimedCondition("LayoutValid", "True", Reason.LAYOUT_REPORTED, f"every ready engine runs {wanted}")
 
 
-def tuning_claims(findings: Findings) -> list[Claim]:
-    if findings.tuning is None and findings.groups and (blocked := _blocked(findings)):
-        return [Claim("MetricsAvailable", "Unknown", *blocked), Claim("TuningActive", "False", *blocked)]
-    if findings.is_paused:
+def tuning_claims(inputs: StatusInputs) -> list[UntimedCondition]:
+    if inputs.tuning is None and inputs.groups and (blocked := _blocked(inputs)):
         return [
-            Claim("MetricsAvailable", "Unknown", Reason.PAUSED, STANDS_STILL),
-            Claim("TuningActive", "False", Reason.PAUSED, STANDS_STILL),
+            UntimedCondition("MetricsAvailable", "Unknown", *blocked),
+            UntimedCondition("TuningActive", "False", *blocked),
         ]
-    if findings.tuning is None:
-        message = "nothing runs that could be measured"
+    if inputs.is_paused:
         return [
-            Claim("MetricsAvailable", "Unknown", Reason.STOPPED, message),
-            Claim("TuningActive", "False", Reason.STOPPED, message),
+            UntimedCondition("MetricsAvailable", "Unknown", Reason.PAUSED, PAUSED_MESSAGE),
+            UntimedCondition("TuningActive", "False", Reason.PAUSED, PAUSED_MESSAGE),
+        ]
+    if inputs.tuning is None:
+        message = "no replica runs"
+        return [
+            UntimedCondition("MetricsAvailable", "Unknown", Reason.STOPPED, message),
+            UntimedCondition("TuningActive", "False", Reason.STOPPED, message),
         ]
     return [
-        _with_detour(_from_condition("MetricsAvailable", findings.tuning.metrics_available), findings.metrics_detour),
-        _from_condition("TuningActive", findings.tuning.tuning_active),
+        _with_fallback_reason(
+            _from_condition("MetricsAvailable", inputs.tuning.metrics_available), inputs.metrics_fallback_reason
+        ),
+        _from_condition("TuningActive", inputs.tuning.tuning_active),
     ]
 
 
-def _from_condition(kind: str, found: Condition) -> Claim:
-    return Claim(kind, "True" if found.ok else "False", found.reason, found.message)
+def _from_condition(kind: str, found: Condition) -> UntimedCondition:
+    return UntimedCondition(kind, "True" if found.ok else "False", found.reason, found.message)
 
 
-def _with_detour(claim: Claim, detour: str | None) -> Claim:
-    """The same, with why the pods are asked instead of Prometheus."""
-    if detour is None:
+def _with_fallback_reason(claim: UntimedCondition, fallback_reason: str | None) -> UntimedCondition:
+    """Return the condition with the reason why pods are scraped instead of querying Prometheus."""
+    if fallback_reason is None:
         return claim
-    return replace(claim, message=f"{claim.message}; read from the pods, as Prometheus is of no use: {detour}")
+    return replace(
+        claim, message=f"{claim.message}; read from the pods because Prometheus cannot be used: {fallback_reason}"
+    )
 
 
-def scaling_claim(deployment: InferenceDeployment, findings: Findings) -> Claim:
-    """What keeps the replica count from what is wanted, or what is wanted from what is needed."""
-    claim = _placing_claim(findings)
-    share = findings.share
-    if claim.status != "True" and share is not None and (share.is_limited or share.waits_to_grow):
-        return Claim("ScalingLimited", "True", Reason.OVER_BUDGET, share.message)
-    scaling, tuned = deployment.spec.scaling, findings.tuning
+def scaling_claim(deployment: InferenceDeployment, inputs: StatusInputs) -> UntimedCondition:
+    """Return ScalingLimited: True if something limits the present or the wanted replica count."""
+    claim = _placing_claim(inputs)
+    share = inputs.share
+    if claim.status != "True" and share is not None and (share.is_limited or share.is_growth_pending):
+        return UntimedCondition("ScalingLimited", "True", Reason.OVER_BUDGET, share.message)
+    scaling, tuned = deployment.spec.scaling, inputs.tuning
     if scaling is None:
         return claim
     if claim.status == "True":
-        return replace(claim, message=f"{claim.message}; no more replicas are asked for meanwhile")
+        return replace(claim, message=f"{claim.message}; the replica count is not raised meanwhile")
     if deployment.spec.tuning.mode == "Off" or tuned is None:
         return claim
-    if tuned.replicas == scaling.max_replicas and tuned.memory.missed_since is not None:
-        message = f"promises are missed with all of the {scaling.max_replicas} replicas that scaling.maxReplicas allows"
-        return Claim("ScalingLimited", "True", Reason.AT_MAX_REPLICAS, message)
+    if tuned.replicas == scaling.max_replicas and tuned.state.violated_since is not None:
+        message = f"objectives are violated with scaling.maxReplicas ({scaling.max_replicas}) replicas"
+        return UntimedCondition("ScalingLimited", "True", Reason.AT_MAX_REPLICAS, message)
     return claim
 
 
-def _placing_claim(findings: Findings) -> Claim:
-    fits = any(group.is_ready and group.revision == findings.revision for group in findings.groups)
-    if findings.too_few_gpus is not None and not fits:
-        return Claim("ScalingLimited", "True", Reason.TOO_FEW_GPUS, findings.too_few_gpus)
-    for group in findings.groups:
-        hold = hold_of(group)
-        if hold is not None and group.num_pods == 0:
-            return Claim("ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{group.name} {hold.sentence}")
+def _placing_claim(inputs: StatusInputs) -> UntimedCondition:
+    fits = any(group.is_ready and group.revision == inputs.revision for group in inputs.groups)
+    if inputs.too_few_gpus is not None and not fits:
+        return UntimedCondition("ScalingLimited", "True", Reason.TOO_FEW_GPUS, inputs.too_few_gpus)
+    for group in inputs.groups:
+        backoff = gang_backoff_of(group)
+        if backoff is not None and group.num_pods == 0:
+            return UntimedCondition("ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{group.name} {backoff.message}")
         if group.missing is not None and group.missing.words:
-            return Claim("ScalingLimited", "True", Reason.PODS_REFUSED, f"{group.name}: {missing_sentence(group)}")
-        why = next((said for pod in group.pods if (said := unschedulable(pod))), None)
+            return UntimedCondition(
+                "ScalingLimited", "True", Reason.FAILED_CREATE, f"{group.name}: {missing_pods_message(group)}"
+            )
+        why = next((said for pod in group.pods if (said := unschedulable_message(pod))), None)
         if why is not None:
-            return Claim("ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{group.name} finds no node: {why}")
-    return Claim("ScalingLimited", "False", Reason.NOT_LIMITED, "nothing keeps the replica count from what is wanted")
+            return UntimedCondition(
+                "ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{group.name} is unschedulable: {why}"
+            )
+    return UntimedCondition("ScalingLimited", "False", Reason.NOT_LIMITED, "nothing limits the replica count")
 
 
-def degraded_claim(findings: Findings, groups: Sequence[Mapping[str, Any]]) -> Claim:
-    """The one condition where True is bad."""
-    blocked = _blocked(findings)
+def degraded_claim(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -> UntimedCondition:
+    """Return Degraded, the one condition for which True is bad."""
+    blocked = _blocked(inputs)
     if blocked is not None:
-        return Claim("Degraded", "True", blocked[0], blocked[1])
-    unknown = _unknown_model(findings)
-    if unknown is not None and isinstance(findings.model, Unreadable):
-        return Claim("Degraded", "True", *unknown)
-    if findings.failed_change is not None and findings.failed_change.returns_to is not None:
-        return Claim("Degraded", "True", Reason.ROLLED_BACK, _back(findings.failed_change))
+        return UntimedCondition("Degraded", "True", blocked[0], blocked[1])
+    unknown = _unknown_model(inputs)
+    if unknown is not None and isinstance(inputs.model, ModelUnreadable):
+        return UntimedCondition("Degraded", "True", *unknown)
+    if inputs.failed_change is not None and inputs.failed_change.returns_to is not None:
+        return UntimedCondition("Degraded", "True", Reason.ROLLED_BACK, _rollback_message(inputs.failed_change))
     failed = next((g for g in groups if g["phase"] == "Failed"), None)
     if failed is not None:
-        return Claim("Degraded", "True", Reason.FAILING, f"{failed['name']}: {failed.get('message', 'fails')}")
-    if findings.failed_change is not None:
-        return Claim("Degraded", "True", Reason.START_FAILED, findings.failed_change.message)
-    return Claim("Degraded", "False", Reason.AS_EXPECTED, "nothing is wrong")
+        return UntimedCondition(
+            "Degraded", "True", Reason.FAILING, f"{failed['name']}: {failed.get('message', 'fails')}"
+        )
+    if inputs.failed_change is not None:
+        return UntimedCondition("Degraded", "True", Reason.START_FAILED, inputs.failed_change.message)
+    return UntimedCondition("Degraded", "False", Reason.AS_EXPECTED, "nothing is wrong")
 
 
-def timed(claim: Claim, deployment: InferenceDeployment, *, now: datetime) -> dict[str, Any]:
-    """A claim as a condition; its transition time is the previous one unless its status changed."""
+def timed(claim: UntimedCondition, deployment: InferenceDeployment, *, now: datetime) -> dict[str, Any]:
+    """Return the condition as an object; its transition time changes only with its status."""
     before = next((c for c in deployment.status.get("conditions") or [] if c.get("type") == claim.type), None)
     same = before is not None and before.get("status") == claim.status and before.get("lastTransitionTime")
     return {
@@ -365,8 +390,8 @@ def timed(claim: Claim, deployment: InferenceDeployment, *, now: datetime) -> di
     }
 
 
-def said_by_us(status: Mapping[str, Any]) -> dict[str, Any]:
-    """A status without the conditions that others have put beside ours: they are theirs to write and to remove."""
+def without_foreign_conditions(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a status without conditions that other controllers write."""
     ours = [condition for condition in status.get("conditions") or [] if condition.get("type") in TYPES]
     return {**status, "conditions": ours} if "conditions" in status else dict(status)
 
@@ -374,7 +399,7 @@ def said_by_us(status: Mapping[str, Any]) -> dict[str, Any]:
 def changed_conditions(
     before: Mapping[str, Any], after: Mapping[str, Any], types: Iterable[str]
 ) -> list[dict[str, Any]]:
-    """Conditions of the named types whose status or reason changed: each is worth an Event."""
+    """Return the conditions of the given types whose status or reason changed; each is reported as an Event."""
     old = {c["type"]: (c.get("status"), c.get("reason")) for c in before.get("conditions") or []}
     wanted = set(types)
     return [c for c in after["conditions"] if c["type"] in wanted and old.get(c["type"]) != (c["status"], c["reason"])]

@@ -1,4 +1,4 @@
-"""`status.tuning`: the promises in force, what is applied or recommended, and the latest decisions. Pure."""
+"""`status.tuning`: objectives, applied and recommended values, and the latest decisions. Pure."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from trimtab_operator.planning.scheduling_policy import queue_status
-from trimtab_operator.planning.status_inputs import Findings
+from trimtab_operator.planning.scheduling_policy import scheduling_status
+from trimtab_operator.planning.status_inputs import StatusInputs
 from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp
-from trimtab_operator.tuner.decide import Outcome
-from trimtab_operator.tuner.knobs import Value
+from trimtab_operator.tuner.decide import TunerOutput
 from trimtab_operator.tuner.load import Forecast
 from trimtab_operator.tuner.moves import Decision
 from trimtab_operator.tuner.objectives import Itl, Ttft
+from trimtab_operator.tuner.parameters import Value
 
-SAME_DEFAULT = 1.25  # factor within which a default that is learned anew stays as it was told
-NUM_DIGITS = 2  # of a default: it is a measure of three times something
+SAME_DEFAULT = 1.25  # factor within which a relearned default is not updated in the status
+NUM_DIGITS = 2  # significant digits of a default
 
 
-def tuning_status(deployment: InferenceDeployment, findings: Findings) -> dict[str, Any]:
-    """`status.tuning`; while nothing runs, what stood there before stays."""
+def tuning_status(deployment: InferenceDeployment, inputs: StatusInputs) -> dict[str, Any]:
+    """Return `status.tuning`; the previous one while no replica runs."""
     before: Mapping[str, Any] = deployment.status.get("tuning") or {}
-    if findings.tuning is None:
+    if inputs.tuning is None:
         return dict(before)
-    tuned = findings.tuning
+    tuned = inputs.tuning
     tuning: dict[str, Any] = {"mode": deployment.spec.tuning.mode}
-    if findings.metrics_source is not None:
-        tuning["source"] = findings.metrics_source
+    if inputs.metrics_source is not None:
+        tuning["source"] = inputs.metrics_source
     objectives = objectives_status(deployment, tuned, before.get("objectives"))
     if objectives is not None:
         tuning["objectives"] = objectives
-    if tuned.memory.applied:
-        tuning["applied"] = {str(knob.value): show(value) for knob, value in sorted(tuned.memory.applied.items())}
-    if queue := queue_status(findings.queue):
-        tuning["queueOrder"] = queue
+    if tuned.state.applied:
+        tuning["applied"] = {str(knob.value): show(value) for knob, value in sorted(tuned.state.applied.items())}
+    if queue := scheduling_status(inputs.queue):
+        tuning["schedulingPolicy"] = queue
     if tuned.recommendation is not None:
         tuning["recommendation"] = decision_status(tuned.recommendation)
-    if tuned.memory.forecast is not None:
-        tuning["forecast"] = _forecast(tuned.memory.forecast)
-    if tuned.memory.history:
-        tuning["history"] = [decision_status(decision) for decision in reversed(tuned.memory.history)]
+    if tuned.state.forecast is not None:
+        tuning["forecast"] = _forecast(tuned.state.forecast)
+    if tuned.state.history:
+        tuning["history"] = [decision_status(decision) for decision in reversed(tuned.state.history)]
     return tuning
 
 
 def decision_status(decision: Decision) -> dict[str, Any]:
-    """One decision, as history and recommendation have it."""
+    """Return one decision as an entry of history or recommendation."""
     move = decision.move
     entry: dict[str, Any] = {
         "id": decision.id,
@@ -65,20 +65,20 @@ def decision_status(decision: Decision) -> dict[str, Any]:
     return entry
 
 
-# --- promises ---------------------------------------------------------------------------------------------------------
+# --- objectives -------------------------------------------------------------------------------------------------------
 
 
 def objectives_status(
-    deployment: InferenceDeployment, tuned: Outcome, before: Mapping[str, Any] | None
+    deployment: InferenceDeployment, tuned: TunerOutput, before: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """The owner's promises as written, or the defaults once step times were measured; None until then.
+    """Return the objectives of the spec, or the defaults once step times were measured; None before.
 
-    Defaults are learned anew with each look. They are told anew when they have changed by a quarter.
+    Defaults are relearned in each iteration; the status is updated when they change by a quarter.
     """
     if deployment.spec.objectives is not None:
         written = deployment.spec.objectives.model_dump(mode="json", by_alias=True, exclude_none=True)
         return {"source": "Spec", **written}
-    model, promised = tuned.memory.model, tuned.objectives
+    model, promised = tuned.state.model, tuned.objectives
     if model is None or not model.is_fitted or promised.are_given:
         return None
     found = _defaults(promised.ttft, promised.itl)
@@ -106,7 +106,7 @@ def _rounded(number: float) -> int:
 
 
 def _is_about(before: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
-    """Whether what was told before still tells the same defaults, nearly."""
+    """Return True if the previous defaults are nearly the same."""
     if before.get("source") != "Default":
         return False
     old, new = _times(before), _times(found)
@@ -129,11 +129,11 @@ def _times(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 def show(value: Value | None) -> str:
-    """Ten significant digits are more than any knob has."""
+    """Return a number with up to ten significant digits."""
     return "" if value is None else f"{value:.10g}"
 
 
 def _forecast(forecast: Forecast) -> dict[str, Any]:
-    """What becomes of the forecast. How far it is off changes all the time, and is told with decisions."""
+    """Return the state of the forecast. Its error changes all the time and is only part of decisions."""
     told = {"state": forecast.state.value}
     return told if forecast.since is None else {**told, "since": timestamp(datetime.fromtimestamp(forecast.since, UTC))}

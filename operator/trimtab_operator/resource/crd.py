@@ -48,9 +48,9 @@ SPEC_RULES = [
     cel(
         "!has(self.engine) || !has(self.engine.maxNumSeqs) || !has(self.engine.maxNumBatchedTokens) || "
         "self.engine.maxNumSeqs <= self.engine.maxNumBatchedTokens",
-        "engine.maxNumBatchedTokens must be at least engine.maxNumSeqs: every running request needs one token per step",
-        "spec.engine.maxNumBatchedTokens: maxNumBatchedTokens (%s) must be at least maxNumSeqs (%s): every running "
-        "request needs one token per step; raise the former or lower the latter",
+        "engine.maxNumBatchedTokens must be at least engine.maxNumSeqs, as every running request needs one token per step",
+        "spec.engine.maxNumBatchedTokens: maxNumBatchedTokens (%s) must be at least maxNumSeqs (%s), as every running "
+        "request needs one token per step; raise maxNumBatchedTokens or lower maxNumSeqs",
         "self.engine.maxNumBatchedTokens",
         "self.engine.maxNumSeqs",
     ),
@@ -63,8 +63,8 @@ SPEC_RULES = [
 ROOT_RULES = [
     cel(
         f"self.metadata.name.size() <= {MAX_NAME_LENGTH}",
-        f"the name must not exceed {MAX_NAME_LENGTH} characters: names of pods and Services are made from it",
-        f"metadata.name: has %s characters; use at most {MAX_NAME_LENGTH}: names of pods and Services are made from it",
+        f"the name must not exceed {MAX_NAME_LENGTH} characters: names of pods and Services are derived from it",
+        f"metadata.name: has %s characters; use at most {MAX_NAME_LENGTH}: names of pods and Services are derived from it",
         "self.metadata.name.size()",
     )
 ]

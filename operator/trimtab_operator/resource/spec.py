@@ -418,7 +418,7 @@ REPLICAS_ARE_NOT_ASKED = (
 
 def _target_above_zero(promise: str) -> dict[str, Any]:
     """The schema's words for a promise without a time."""
-    words = f"spec.objectives.{promise}.target: is %s; write a time above zero"
+    words = f"spec.objectives.{promise}.target: is %s; set a time above zero"
     said = cel("self.target.matches('[1-9]')", "target must be above zero", words, "self.target")
     return schema(**{"x-kubernetes-validations": [said]})
 
@@ -463,8 +463,7 @@ ITL_PERCENTILE = "(has(self.itl.percentile) ? self.itl.percentile : 95)"
 ONE_PERCENTILE = cel(
     f"!has(self.ttft) || !has(self.itl) || {TTFT_PERCENTILE} == {ITL_PERCENTILE}",
     "ttft and itl must have one percentile",
-    "spec.objectives.itl.percentile: is %s, that of ttft %s: a request keeps all promises, or none; write one "
-    "percentile for both",
+    "spec.objectives.itl.percentile: is %s, but that of ttft is %s; set the same percentile for both",
     ITL_PERCENTILE,
     TTFT_PERCENTILE,
 )
@@ -702,7 +701,7 @@ class Spec(Model):
                 "x-kubernetes-validations": [
                     cel(
                         "has(self.ttft) || has(self.itl)",
-                        "spec.objectives: promise nothing: give ttft or itl, or remove them",
+                        "spec.objectives: is empty; set at least one of ttft and itl, or remove it",
                     ),
                     ONE_PERCENTILE,
                 ]

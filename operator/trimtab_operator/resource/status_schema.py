@@ -124,7 +124,7 @@ class TtftStatus(Model):
     percentile: int = Field(ge=1, le=99, description="Percentage of the requests that are to keep it.")
     target: str = Field(max_length=24, description="The latest time.")
     per_prompt_token: str | None = Field(
-        default=None, max_length=24, description="What each token of the prompt adds to it."
+        default=None, max_length=24, description="Addition to the TTFT target per prompt token."
     )
 
 
@@ -159,27 +159,27 @@ class ForecastStatus(Model):
     )
 
 
-class QueueOrderStatus(Model):
-    """The order of the queue that engines say that they serve by."""
+class SchedulingPolicyStatus(Model):
+    """The scheduling policy that engines report."""
 
     policy: str | None = Field(
-        default=None, max_length=16, description="fcfs, priority or deadline; absent where no engine has it."
+        default=None, max_length=16, description="fcfs, priority or deadline; absent if no engine uses it."
     )
-    asked_by: str | None = Field(
+    source: str | None = Field(
         default=None,
         max_length=16,
-        description="Spec: spec.engine.schedulingPolicy. Objectives: spec.objectives.ttft, as that is left out.",
+        description="Spec: set by spec.engine.schedulingPolicy. Objectives: derived from spec.objectives.ttft.",
     )
     ttft_target: str | None = Field(
-        default=None, max_length=24, description="Within which the first token is to come, with deadline."
+        default=None, max_length=24, description="TTFT target of the deadline policy."
     )
     per_prompt_token: str | None = Field(
-        default=None, max_length=24, description="What each token of the prompt adds to it."
+        default=None, max_length=24, description="Addition to the TTFT target per prompt token."
     )
     message: str | None = Field(
         default=None,
         max_length=32768,
-        description="Which replicas do not know the order, and what to do; which have not taken it yet.",
+        description="Replicas that do not support the policy or have not applied it yet.",
     )
 
 
@@ -195,9 +195,9 @@ class TuningStatus(Model):
     )
     recommendation: DecisionStatus | None = Field(default=None, description="What would help now.")
     applied: dict[str, str] = Field(default={}, description="Values that tuning has set, by engine field.")
-    queue_order: QueueOrderStatus | None = Field(
+    scheduling_policy: SchedulingPolicyStatus | None = Field(
         default=None,
-        description="The order of the queue that engines took; absent where nobody asked, or none has taken it.",
+        description="Scheduling policy that the operator set; absent if it set none.",
     )
     forecast: ForecastStatus | None = Field(
         default=None, description="What becomes of the forecast of arrivals; only with spec.scaling.forecast."

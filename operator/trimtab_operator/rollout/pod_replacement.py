@@ -1,14 +1,12 @@
-"""Pods that are not of their StatefulSet's template any more are replaced here, and by nobody else. Pure.
+"""Replacement of pods that do not match their StatefulSet's template. Pure.
 
-The StatefulSets update on deletion only: which group may be down is the plan's to decide, and some versions of
-Kubernetes never replace a broken pod under `Parallel` (ADR-0020). All pods of a
-group go at once, as they run one engine. Each is stopped gracefully: no endpoint leads to it by the time that it hears
-of its end, and then it drains.
+The StatefulSets use the OnDelete update strategy: the plan decides which group may be down, and some versions of
+Kubernetes never replace a broken pod under `Parallel` (ADR-0020). All pods of a group are replaced at once, as they run
+one engine. Each stops gracefully: it is removed from endpoints, then it drains.
 
-Between a group's new template and the end of its pods others may go down. So who serves is asked again here: the plan
-chose by what was so before. And in the moment between that look and the deletion somebody may evict another: a leader
-that serves is evicted like theirs, by the same PodDisruptionBudget, so that the API server lets only one of both go.
-The other pods of its group follow in the next look.
+Other groups may go down between the template update and the deletion, so readiness is checked again here. A leader that
+serves is evicted under its PodDisruptionBudget instead of deleted: if a user evicts another replica at the same moment,
+the API server allows only one of the two. The other pods of the group follow in the next reconcile.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from trimtab_operator.observed.actions import Delete, delete_of
 from trimtab_operator.observed.groups import (
     Group,
-    Observed,
+    ObservedChildren,
     groups_of,
     is_pod_ready,
     is_terminating,
@@ -27,73 +25,77 @@ from trimtab_operator.observed.groups import (
     revision_label,
 )
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.rollout.surge import allowed_beside
+from trimtab_operator.rollout.surge import allowed_unavailable
 
 
-def outdated_pods(
+def plan_pod_replacements(
     groups: Sequence[Group],
     allowed: int,
     *,
-    asked: str | None = None,
-    without_place: Collection[str] = frozenset(),
-    most_placed: int = 0,
+    wanted_revision: str | None = None,
+    without_node: Collection[str] = frozenset(),
+    max_placed: int = 0,
     budget: str | None = None,
 ) -> Iterator[Delete]:
-    """The pods to delete, so that their StatefulSets make them anew. A group that serves goes only as long as fewer
-    than `allowed` do not, and only for the revision that is `asked` for now (None: for any). Groups `without_place`
-    (names; rollout/surge.py) are not waited for, unless they had one: `most_placed` groups had one at once.
-    `budget` names the PodDisruptionBudget that has somebody to spare (`budget_to_ask`).
+    """Yield deletions of outdated pods, which their StatefulSets then recreate.
 
-    Not before the controller has seen the new template, and not while the group's two have different ones: it would
-    make them from the old one.
+    A serving group is replaced only while fewer than `allowed` groups are down, and only for `wanted_revision` (None
+    for any). Groups `without_node` (names; rollout/surge.py) do not count as down unless they had a node: `max_placed`
+    groups were scheduled at once. `budget` names the PodDisruptionBudget that allows an eviction
+    (`find_eviction_budget`).
+
+    Nothing is deleted before the StatefulSet controller has observed the new template, nor while the group's two
+    templates differ: the controller would create pods from the old one.
     """
-    down = sum(not group.serves and group.name not in without_place for group in groups)
-    room = allowed_beside(allowed, groups, without_place, most_placed=most_placed) - down
+    down = sum(not group.serves and group.name not in without_node for group in groups)
+    room = allowed_unavailable(allowed, groups, without_node, max_placed=max_placed) - down
     for group in groups:
         serving = budget if group.serves else None
-        pods = tuple(_outdated_in(group, asked, serving))
+        pods = tuple(_outdated_in(group, wanted_revision, serving))
         if pods and group.serves:
             room -= 1
         if not group.serves or room >= 0:
             yield from pods if serving is None else pods[:1]
 
 
-def budget_to_ask(observed: Observed) -> str | None:
-    """The PodDisruptionBudget that lets a replica go, or somebody else's in its place; None where there is none, or
-    where it lets no healthy pod go, so that nobody can be faster."""
+def find_eviction_budget(observed: ObservedChildren) -> str | None:
+    """Return the PodDisruptionBudget that currently allows an eviction.
+
+    Returns None if there is none, or if it allows none, in which case other evictions are blocked as well.
+    """
     groups = groups_of(observed)
-    places = {group.ordinal for group in groups}
-    if any(ordinal_of(pod) is not None and ordinal_of(pod) not in places for pod in observed.pods):
-        return None  # of a group that goes: no controller is found for it, and then nothing is let go
+    ordinals = {group.ordinal for group in groups}
+    if any(ordinal_of(pod) is not None and ordinal_of(pod) not in ordinals for pod in observed.pods):
+        return None  # of a removed group: without its controller the API server blocks all evictions
     num_down = sum(group.num_pods - sum(map(is_pod_ready, group.pods)) for group in groups)
-    for made in observed.of("PodDisruptionBudget"):
-        most = (made.get("spec") or {}).get("maxUnavailable")
-        if isinstance(most, int) and num_down < most and not is_terminating(made):
-            return str(made["metadata"]["name"])
+    for present in observed.of("PodDisruptionBudget"):
+        most = (present.get("spec") or {}).get("maxUnavailable")
+        if isinstance(most, int) and num_down < most and not is_terminating(present):
+            return str(present["metadata"]["name"])
     return None
 
 
-def _outdated_in(group: Group, asked: str | None, budget: str | None) -> Iterator[Delete]:
-    """The pods of one group that their StatefulSets would make better."""
+def _outdated_in(group: Group, wanted_revision: str | None, budget: str | None) -> Iterator[Delete]:
+    """Yield deletions of the pods of one group that differ from their StatefulSet's template."""
     revisions = {_template_revision(stateful_set) for stateful_set in group.stateful_sets}
-    if len(revisions) != 1 or not all(map(_is_seen, group.stateful_sets)):
+    if len(revisions) != 1 or not all(map(_is_observed, group.stateful_sets)):
         return
     (revision,) = revisions
-    if not revision or asked not in (None, revision):
+    if not revision or wanted_revision not in (None, revision):
         return
     for pod in group.pods:
         is_elsewhere = meeting_address(pod) not in (None, *group.meeting_addresses)
         if (revision_label(pod) != revision or is_elsewhere) and not is_terminating(pod):
-            yield delete_of("Pod", pod, f"{group.name} gets revision {revision}", budget=budget)
+            yield delete_of("Pod", pod, f"{group.name} is updated to revision {revision}", budget=budget)
 
 
 def _template_revision(stateful_set: Manifest) -> str:
-    """What its next pods are labelled with, whatever somebody wrote on the StatefulSet itself."""
+    """Return the revision label of the pod template, regardless of the StatefulSet's own labels."""
     template = (stateful_set.get("spec") or {}).get("template") or {}
     return revision_label({"metadata": template.get("metadata") or {}})
 
 
-def _is_seen(stateful_set: Manifest) -> bool:
-    """Whether the controller has taken up the latest template."""
+def _is_observed(stateful_set: Manifest) -> bool:
+    """Return True if the controller has observed the latest template."""
     written = int(stateful_set["metadata"].get("generation") or 0)
     return int((stateful_set.get("status") or {}).get("observedGeneration") or 0) >= written

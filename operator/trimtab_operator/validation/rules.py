@@ -1,8 +1,7 @@
-"""What a resource may ask for: one table of rules, for webhook, loop and `trimtab-operator validate`.
+"""Validation rules of a resource, shared by webhook, reconciler and `trimtab-operator validate`.
 
-The CRD's schema says what each field may be alone. The rules here say what fields may be together, and
-refuse by name what the schema knows but this version does not do yet: a field is either carried out or refused,
-never accepted and ignored.
+The CRD's schema validates single fields. These rules validate combinations, and reject fields that the schema knows but
+this version does not support: a field is either implemented or rejected, never accepted and ignored.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ from trimtab_operator.resource.spec import (
 )
 from trimtab_operator.resource.validation_error import Refusal
 from trimtab_operator.tuner.samples.prometheus import ENGINES_LABELS, LABEL_NAME
-from trimtab_operator.validation.queue_flags import queue_flags
+from trimtab_operator.validation.scheduling_flags import scheduling_flags
 
 MAX_LABEL_VALUE = 256
-MAX_DRAIN_SECONDS = 3600.0  # a pod that takes longer to stop holds its node for ever
-MAX_BAKE_SECONDS = 3600.0  # a change that nobody sees finish is forgotten
-NAME_IS_MADE_OF = "begin with a lower-case letter; then lower-case letters, digits and dashes, no dots"
+MAX_DRAIN_SECONDS = 3600.0  # a longer stop would block node drains
+MAX_BAKE_SECONDS = 3600.0  # longer than a user would watch a rollout
+NAME_SYNTAX = "begin with a lower-case letter; then lower-case letters, digits and dashes, no dots"
 
 Rule = Callable[[InferenceDeployment], Iterable[Refusal]]
 
@@ -57,9 +56,9 @@ Rule = Callable[[InferenceDeployment], Iterable[Refusal]]
 def refusals(
     deployment: InferenceDeployment, facts: ModelFacts | None = None, gpu: Gpu | None = None
 ) -> tuple[Refusal, ...]:
-    """Everything that is wrong with a resource, in the order of the table; empty when it can be carried out.
+    """Return all validation errors of a resource, in the order of the rules; empty if it is valid.
 
-    The layout comes last: judged by the spec alone, and by the model and the GPU where they are known.
+    Layout errors come last; they depend on the model and the GPU if those are known.
     """
     by_table = tuple(refusal for rule in RULES for refusal in rule(deployment))
     return (*by_table, *check_layout(deployment.spec, facts, gpu))
@@ -68,22 +67,22 @@ def refusals(
 # --- the resource as a whole ------------------------------------------------------------------------------------------
 
 
-def name_leaves_room_for_child_names(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_name(deployment: InferenceDeployment) -> Iterator[Refusal]:
     if len(deployment.name) > MAX_NAME_LENGTH:
         yield Refusal(
             "metadata.name",
             f"has {len(deployment.name)} characters; use at most {MAX_NAME_LENGTH}: "
-            "names of pods and Services are made from it",
+            "names of pods and Services are derived from it",
         )
     elif deployment.name and not re.fullmatch(r"(?=[a-z])" + DNS_LABEL.strip("^$"), deployment.name):
         yield Refusal(
             "metadata.name",
-            f"is {deployment.name!r}: Services are named after it; {NAME_IS_MADE_OF}",
+            f"is {deployment.name!r}: Services are named after it; {NAME_SYNTAX}",
         )
 
 
-def scaling_has_room(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    """Between the fewest replicas and the most; none at all is nobody's to end, as nothing is measured then."""
+def validate_scaling(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    """Check the replica bounds; zero replicas cannot be scaled because nothing is measured."""
     scaling = deployment.spec.scaling
     if scaling is None:
         return
@@ -96,67 +95,71 @@ def scaling_has_room(deployment: InferenceDeployment) -> Iterator[Refusal]:
         yield Refusal("spec.scaling.minReplicas", NO_MEASURE_WITHOUT_REPLICAS)
 
 
-def objectives_promise_something(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    """A promise has a time, and one share of the requests keeps all of them."""
-    asked = deployment.spec.objectives
-    if asked is None:
+def validate_objectives(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    """Check that objectives have a target and one common percentile."""
+    objectives = deployment.spec.objectives
+    if objectives is None:
         return
-    if asked.ttft is None and asked.itl is None:
-        yield Refusal("spec.objectives", "promise nothing: give ttft or itl, or remove them")
-    for name, promise in (("ttft", asked.ttft), ("itl", asked.itl)):
-        if promise is not None and parse_seconds(promise.target) == 0:
-            yield Refusal(f"spec.objectives.{name}.target", f"is {promise.target}; write a time above zero")
-    if asked.ttft is not None and asked.itl is not None and asked.ttft.percentile != asked.itl.percentile:
+    if objectives.ttft is None and objectives.itl is None:
+        yield Refusal("spec.objectives", "is empty; set at least one of ttft and itl, or remove it")
+    for name, objective in (("ttft", objectives.ttft), ("itl", objectives.itl)):
+        if objective is not None and parse_seconds(objective.target) == 0:
+            yield Refusal(f"spec.objectives.{name}.target", f"is {objective.target}; set a time above zero")
+    ttft, itl = objectives.ttft, objectives.itl
+    if ttft is not None and itl is not None and ttft.percentile != itl.percentile:
         yield Refusal(
             "spec.objectives.itl.percentile",
-            f"is {asked.itl.percentile}, that of ttft {asked.ttft.percentile}: a request keeps all promises, or none; "
-            "write one percentile for both",
+            f"is {itl.percentile}, but that of ttft is {ttft.percentile}; set the same percentile for both",
         )
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def model_path_is_plain(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_model_path(deployment: InferenceDeployment) -> Iterator[Refusal]:
     scheme, _, rest = deployment.spec.model.uri.partition("://")
     if scheme == "file" and not (rest.startswith("/") and rest.strip("/")):
-        yield Refusal("spec.model.uri", f"{deployment.spec.model.uri} has no absolute path; write file:///path")
+        yield Refusal("spec.model.uri", f"{deployment.spec.model.uri} has no absolute path; use file:///path")
     if scheme == "pvc" and not re.match(DNS_LABEL, rest.split("/", 1)[0]):
         claim = rest.split("/", 1)[0]
-        wrong = f"{claim!r} is no name of a claim" if claim else f"{deployment.spec.model.uri} names no claim"
-        yield Refusal("spec.model.uri", f"{wrong}; write pvc://CLAIM/path, such as pvc://models/smollm2")
+        problem = (
+            f"{claim!r} is not a valid PersistentVolumeClaim name"
+            if claim
+            else f"{deployment.spec.model.uri} has no claim"
+        )
+        yield Refusal("spec.model.uri", f"{problem}; use pvc://CLAIM/path, such as pvc://models/smollm2")
     if scheme in ("file", "pvc") and (".." in rest.split("/") or re.search(r"[\s\x00?#$]", rest)):
-        yield Refusal("spec.model.uri", "the path must hold neither '..' nor white space nor ?, #, $; write it out")
+        yield Refusal("spec.model.uri", "the path must not contain '..', white space, ?, # or $; use a plain path")
     elif rest.strip("/") and not re.fullmatch(SERVED_NAME, deployment.spec.model.name_for_clients):
         yield Refusal(
             "spec.model.servedName",
-            f"is missing, and {deployment.spec.model.name_for_clients!r}, the last part of the uri, is no name "
-            "that clients can send; set it to letters, digits and -_./:",
+            f"is missing, and the last part of the uri ({deployment.spec.model.name_for_clients!r}) is not a valid "
+            "model name; set it to letters, digits and -_./:",
         )
 
 
 HUB_REPO = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 HUB_REVISION = r"refs/pr/\d+|\w[\w.-]*"  # as the engine reads it
-BUCKET_PLACE = r"[A-Za-z0-9][\w.-]{1,62}(/[^/\s\x00$]+)*"
-REGISTRY_PLACE = (
+BUCKET_PATH = r"[A-Za-z0-9][\w.-]{1,62}(/[^/\s\x00$]+)*"
+REGISTRY_PATH = (
     r"(localhost|[\w-]+(\.[\w-]+)+|[\w.-]+(?=:\d)|\[[0-9a-f:]+\])(:\d{1,5})?(/[a-z0-9]+(([._]|__|-+)[a-z0-9]+)*)+"
 )
 IMAGE_REVISION = r"\w[\w.-]{0,127}|sha256:[0-9a-f]{64}"
-OF_ONE_SCHEME = {
-    "revision": ("revision", (Scheme.HUB,), "an hf:// model; in an s3:// or oci:// model's uri stands what is meant"),
+FIELDS_BY_SCHEME = {
+    "revision": ("revision", (Scheme.HUB,), "an hf:// model; s3:// and oci:// models have it in the uri"),
     "token_secret_ref": (
         "tokenSecretRef",
         (Scheme.HUB,),
-        "an hf:// model; others have s3.credentialsSecret, oci.pullSecret",
+        "an hf:// model; others use s3.credentialsSecret or oci.pullSecret",
     ),
     "s3": ("s3", (Scheme.S3,), "an s3:// model"),
     "oci": ("oci", (Scheme.OCI,), "an oci:// model"),
-    "cache": ("cache", DOWNLOADED, "models that are downloaded (hf://, s3://, oci://)"),
+    "cache": ("cache", DOWNLOADED, "downloaded models (hf://, s3://, oci://)"),
 }
-"""By field of the model: its name, whose it is, and how that is said."""
+"""By field of the model: its name in the spec, the schemes it applies to, and their description."""
 
 
-def a_download_is_named_whole(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_downloaded_model(deployment: InferenceDeployment) -> Iterator[Refusal]:
     model = deployment.spec.model
     place, revision = model.parts
     if model.scheme in DOWNLOADED and (place.endswith(".gguf") or (revision or "").endswith(".gguf")):
@@ -166,97 +169,101 @@ def a_download_is_named_whole(deployment: InferenceDeployment) -> Iterator[Refus
             "downloaded are not supported yet, so put it on a PersistentVolumeClaim and use pvc://CLAIM/path",
         )
     elif model.scheme is Scheme.HUB:
-        yield from _of_the_hub(model)
-    elif model.scheme is Scheme.S3 and re.fullmatch(BUCKET_PLACE, place) is None:
-        yield Refusal("spec.model.uri", f"{model.uri} names no folder of a bucket; write s3://BUCKET/PREFIX")
+        yield from _validate_hub_model(model)
+    elif model.scheme is Scheme.S3 and re.fullmatch(BUCKET_PATH, place) is None:
+        yield Refusal("spec.model.uri", f"{model.uri} has no bucket and prefix; use s3://BUCKET/PREFIX")
     elif model.scheme is Scheme.OCI:
-        yield from _of_a_registry(model)
+        yield from _validate_registry_model(model)
     size = None if model.cache is None else model.cache.size
     if model.is_downloaded and size is not None and parse_quantity(size) <= 0:
-        yield Refusal("spec.model.cache.size", "is 0: nothing could be downloaded; raise it")
+        yield Refusal("spec.model.cache.size", "is 0, too small for any model; raise it")
 
 
-def _of_the_hub(model: ModelSource) -> Iterator[Refusal]:
+def _validate_hub_model(model: ModelSource) -> Iterator[Refusal]:
     repo, revision = model.parts
     if re.fullmatch(HUB_REPO, repo) is None:
-        yield Refusal("spec.model.uri", f"{model.uri} names no model; write hf://ORG/NAME or …@REVISION")
+        yield Refusal(
+            "spec.model.uri", f"{model.uri} is not a model repository; use hf://ORG/NAME or hf://ORG/NAME@REVISION"
+        )
     elif model.uri.endswith("@"):
         yield Refusal(
-            "spec.model.uri", f"{model.uri} names no revision behind the @; write {model.uri}main, or leave the @ out"
+            "spec.model.uri", f"{model.uri} has no revision after the @; use {model.uri}main, or remove the @"
         )
     if revision is not None and (re.fullmatch(HUB_REVISION, revision) is None or ".." in revision):
         yield Refusal(
             "spec.model.revision",
-            f"{revision!r} is no branch, tag or commit that is taken; write one, such as main or refs/pr/1, and of a "
-            "branch with a / in its name the commit",
+            f"{revision!r} is not a supported branch, tag or commit; use one such as main or refs/pr/1, and for a "
+            "branch with a / in its name use the commit",
         )
     if model.revision is not None and revision != model.revision:
-        yield Refusal("spec.model.revision", f"is {model.revision}, and the uri says {revision}; write one of them")
+        yield Refusal("spec.model.revision", f"is {model.revision}, but the uri has {revision}; set only one of them")
 
 
-def _of_a_registry(model: ModelSource) -> Iterator[Refusal]:
+def _validate_registry_model(model: ModelSource) -> Iterator[Refusal]:
     place, revision = model.parts
-    forms = "oci://REGISTRY/REPOSITORY:TAG or …@sha256:DIGEST"
-    if re.fullmatch(REGISTRY_PLACE, place) is None:
+    syntax = "oci://REGISTRY/REPOSITORY:TAG or …@sha256:DIGEST"
+    if re.fullmatch(REGISTRY_PATH, place) is None:
         yield Refusal(
             "spec.model.uri",
-            f"{model.uri} names no repository of a registry; write {forms}, the registry with its domain or port "
+            f"{model.uri} is not a repository; use {syntax}, the registry with its domain or port "
             "(docker.io/… for Docker's) and the repository in lower case",
         )
     elif model.is_in_image_volume and not (revision or "").startswith("sha256:"):
         yield Refusal(
             "spec.model.uri",
-            f"{model.uri} may mean another image tomorrow, and with oci.imageVolume each node pulls by itself; write "
-            "…@sha256:DIGEST",
+            f"{model.uri} is not pinned, and with oci.imageVolume nodes may pull different images; use …@sha256:DIGEST",
         )
     elif model.uri.endswith((":", "@")) or (revision is not None and re.fullmatch(IMAGE_REVISION, revision) is None):
-        yield Refusal("spec.model.uri", f"{model.uri} ends in no tag or digest; write {forms}")
+        yield Refusal("spec.model.uri", f"{model.uri} has no tag or digest; use {syntax}")
 
 
-def an_image_volume_is_the_nodes(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_image_volume(deployment: InferenceDeployment) -> Iterator[Refusal]:
     model = deployment.spec.model
     if model.oci is None or not model.is_in_image_volume:
         if model.oci is not None and model.oci.folder is not None:
-            yield Refusal(
-                "spec.model.oci.folder", "belongs to imageVolume: what is pulled is looked through; remove it"
-            )
+            yield Refusal("spec.model.oci.folder", "is only supported with imageVolume; remove it")
         return
     if ".." in (model.oci.folder or "").split("/"):
-        yield Refusal("spec.model.oci.folder", "must not hold '..'; write it out")
+        yield Refusal("spec.model.oci.folder", "must not contain '..'; use a plain path")
     if model.oci.pull_secret is not None:
         yield Refusal(
             "spec.model.oci.pullSecret",
-            "is for an engine that pulls; with imageVolume the node does: write it into template.spec.imagePullSecrets",
+            "is not supported with imageVolume, as the node pulls the image; use template.spec.imagePullSecrets",
         )
     if model.oci.plain_http:
-        yield Refusal("spec.model.oci.plainHttp", "is for an engine that pulls; with imageVolume ask the nodes' owner")
+        yield Refusal(
+            "spec.model.oci.plainHttp", "is not supported with imageVolume; configure the nodes' container runtime"
+        )
     if model.cache is not None:
-        yield Refusal("spec.model.cache", "is for an engine that pulls; with imageVolume the node keeps it; remove it")
+        yield Refusal("spec.model.cache", "is not supported with imageVolume, as the node caches the image; remove it")
 
 
-def options_belong_to_where_the_model_is(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_model_options(deployment: InferenceDeployment) -> Iterator[Refusal]:
     model = deployment.spec.model
-    for field, (name, schemes, whose) in OF_ONE_SCHEME.items():
+    for field, (name, schemes, description) in FIELDS_BY_SCHEME.items():
         if getattr(model, field) is not None and model.scheme not in schemes:
-            yield Refusal(f"spec.model.{name}", f"belongs to {whose}; remove it")
+            yield Refusal(f"spec.model.{name}", f"is only supported for {description}; remove it")
 
 
 # --- the runtime ------------------------------------------------------------------------------------------------------
 
 
-def runtime_kind_is_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_runtime_kind(deployment: InferenceDeployment) -> Iterator[Refusal]:
     if deployment.spec.runtime.kind != "trimtab":
         yield Refusal("spec.runtime.kind", f"{deployment.spec.runtime.kind} is not supported yet; use trimtab")
 
 
-def an_image_is_known(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_image(deployment: InferenceDeployment) -> Iterator[Refusal]:
     if deployment.image is None:
-        yield Refusal("spec.runtime.image", "is missing and the operator has no default; set it, or --default-image")
+        yield Refusal(
+            "spec.runtime.image",
+            "is missing and the operator has no default; set it, or the operator's --default-image",
+        )
     elif re.search(r"\s", deployment.image):
-        yield Refusal("spec.runtime.image", f"{deployment.image!r} holds white space; write name:tag")
+        yield Refusal("spec.runtime.image", f"{deployment.image!r} contains white space; use name:tag")
 
 
-# Flags that structured fields, the operator or the layout own. Everything else is passed on to the engine as it is.
+# Flags that are set through fields. All other flags except OPERATOR_FLAGS are passed to the engine unchanged.
 OWNED_FLAGS: Mapping[str, str] = {
     "--model": "spec.model.uri",
     "--served-model-name": "spec.model.servedName",
@@ -312,7 +319,7 @@ OPERATOR_FLAGS = (
     "--port",
     "--admin-port",
     "--admin-token-sha256",
-    # Where the ranks of a replica are, and how they meet: the layout decides, and each pod is told its own.
+    # Addresses and ranks within a replica: derived from the layout, different for each pod.
     "--nnodes",
     "--node-rank",
     "--master-addr",
@@ -336,24 +343,26 @@ OPERATOR_FLAGS = (
 )
 
 
-def args_repeat_no_field(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_args(deployment: InferenceDeployment) -> Iterator[Refusal]:
     for index, argument in enumerate(deployment.spec.runtime.args):
         flag = argument.split("=", 1)[0].replace("_", "-")
         where = f"spec.runtime.args[{index}]"
         if argument.startswith("$(") or (index == 0 and not argument.startswith("-")):
-            yield Refusal(where, f"{argument!r} is no flag; write --flag=value (a variable as --flag=$(NAME))")
+            yield Refusal(where, f"{argument!r} is not a flag; use --flag=value (with a variable: --flag=$(NAME))")
         elif flag.lstrip().startswith("-") and re.search(r"\s", flag):
-            yield Refusal(where, f"{argument!r} holds white space; write --flag=value, or flag and value as two items")
+            yield Refusal(where, f"{argument!r} contains white space; use --flag=value, or flag and value as two items")
         if flag in OWNED_FLAGS:
-            yield Refusal(f"spec.runtime.args[{index}]", f"{flag} repeats {OWNED_FLAGS[flag]}; set that field instead")
+            yield Refusal(
+                f"spec.runtime.args[{index}]", f"{flag} conflicts with {OWNED_FLAGS[flag]}; set that field instead"
+            )
         elif flag in OPERATOR_FLAGS:
             yield Refusal(f"spec.runtime.args[{index}]", f"{flag} is set by the operator; remove it")
         elif flag == "--config":
-            yield Refusal(where, "--config reads flags from a file that cannot be judged here; write its flags out")
+            yield Refusal(where, "--config reads flags from a file that cannot be validated; use the flags themselves")
     if deployment.spec.engine.scheduling_policy is not None:
-        for index, flag in queue_flags(deployment.spec):
+        for index, flag in scheduling_flags(deployment.spec):
             where = f"spec.runtime.args[{index}]"
-            yield Refusal(where, f"{flag} is told beside spec.engine.schedulingPolicy; keep one of them")
+            yield Refusal(where, f"{flag} conflicts with spec.engine.schedulingPolicy; set only one")
 
 
 # --- the layout -------------------------------------------------------------------------------------------------------
@@ -363,64 +372,64 @@ def args_repeat_no_field(deployment: InferenceDeployment) -> Iterator[Refusal]:
 
 
 @dataclass(frozen=True, slots=True)
-class NotBuilt:
-    """A field of spec.engine that this version knows only by name."""
+class UnsupportedField:
+    """A field of spec.engine that this version does not fully support."""
 
     attribute: str
     field: str
-    asks_for_nothing: Callable[[Any], bool]
+    is_supported: Callable[[Any], bool]
     message: str
 
 
-NOT_BUILT_ENGINE_FIELDS = (
-    NotBuilt("quantization", "quantization", lambda v: v == "fp8", "only fp8 is built; set fp8 or remove it"),
+UNSUPPORTED_ENGINE_FIELDS = (
+    UnsupportedField("quantization", "quantization", lambda v: v == "fp8", "only fp8 is built; set fp8 or remove it"),
 )
 
 
-def engine_fields_are_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    for entry in NOT_BUILT_ENGINE_FIELDS:
+def validate_engine_fields(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    for entry in UNSUPPORTED_ENGINE_FIELDS:
         value = getattr(deployment.spec.engine, entry.attribute)
-        if value is not None and not entry.asks_for_nothing(value):
+        if value is not None and not entry.is_supported(value):
             yield Refusal(f"spec.engine.{entry.field}", entry.message)
 
 
-def a_deadline_has_a_target(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_deadline_policy(deployment: InferenceDeployment) -> Iterator[Refusal]:
     asked = deployment.spec.objectives
     if deployment.spec.engine.scheduling_policy == "deadline" and (asked is None or asked.ttft is None):
         yield Refusal("spec.engine.schedulingPolicy", DEADLINE_WITHOUT_TARGET)
 
 
-def swapping_has_space(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    """Without swap space every swap would fall back to recompute, and nobody would know why."""
+def validate_swap_space(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    """Check the swap space: without it every swap would silently fall back to recomputation."""
     engine = deployment.spec.engine
     swaps = engine.preemption_mode in ("swap", "auto")
     if swaps and (engine.swap_space is None or parse_quantity(engine.swap_space) == 0):
         yield Refusal(
             "spec.engine.swapSpace",
             f"is {engine.swap_space or 'missing'}, but preemptionMode {engine.preemption_mode} moves KV blocks there; "
-            "set it, for example to 1Gi (on the CPU it is part of the container's memory), or use preemptionMode "
+            "set it, for example to 1Gi (on a CPU it is part of the container's memory), or use preemptionMode "
             "recompute",
         )
 
 
-def speculation_is_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_speculative_decoding(deployment: InferenceDeployment) -> Iterator[Refusal]:
     speculative = deployment.spec.engine.speculative
     if speculative is None:
         return
     where, method = "spec.engine.speculative", speculative.method
     if method in ("ngram", "mtp") and speculative.model is not None:
         source = "the request's own text" if method == "ngram" else "the model's own layer"
-        yield Refusal(f"{where}.model", f"is set, but {method} guesses from {source}; remove it")
+        yield Refusal(f"{where}.model", f"is set, but {method} drafts from {source}; remove it")
     elif method in ("draft_model", "eagle") and not (speculative.model or "").startswith("file:///"):
         given = "is missing" if speculative.model is None else f"is {speculative.model}"
         what = "a draft model" if method == "draft_model" else "a head"
-        yield Refusal(f"{where}.model", f"{given}; {what} is read from the image: write file:///path")
+        yield Refusal(f"{where}.model", f"{given}; {what} is read from the image; use file:///path")
     if method in ("eagle", "mtp"):
-        yield from _hidden_states_are_at_hand(deployment, f"{where}.method", method)
+        yield from _validate_hidden_states(deployment, f"{where}.method", method)
 
 
-def _hidden_states_are_at_hand(deployment: InferenceDeployment, field: str, method: str) -> Iterator[Refusal]:
-    """What reads the model's hidden states runs beside one whole model, on the CPU."""
+def _validate_hidden_states(deployment: InferenceDeployment, field: str, method: str) -> Iterator[Refusal]:
+    """Check methods that read hidden states: they need the whole model in one rank, on a CPU."""
     instead = "use ngram or draft_model"
     parallelism = deployment.spec.parallelism
     if deployment.spec.runtime.device != "cpu":
@@ -430,37 +439,35 @@ def _hidden_states_are_at_hand(deployment: InferenceDeployment, field: str, meth
         yield Refusal(field, f"{method} is not supported yet for {ranks}; {instead}, or one rank")
 
 
-"""What a prompt may have besides text."""
-
-
-def modalities_are_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_modalities(deployment: InferenceDeployment) -> Iterator[Refusal]:
     limits = deployment.spec.engine.limit_mm_per_prompt or {}
     for name in sorted(limits.keys() - set(MODALITIES)):
-        yield Refusal("spec.engine.limitMmPerPrompt", f"has {name}; its keys are {' and '.join(MODALITIES)}")
+        yield Refusal("spec.engine.limitMmPerPrompt", f"has the unsupported key {name}; use {' and '.join(MODALITIES)}")
 
 
-def utilization_is_above_zero(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_gpu_memory_utilization(deployment: InferenceDeployment) -> Iterator[Refusal]:
     given = deployment.spec.engine.gpu_memory_utilization
     if given is not None and parse_quantity(given) == 0:
-        yield Refusal("spec.engine.gpuMemoryUtilization", 'is 0; write a share such as "0.90"')
+        yield Refusal("spec.engine.gpuMemoryUtilization", 'is 0; set a share such as "0.90"')
 
 
-def a_step_holds_every_running_request(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_token_budget(deployment: InferenceDeployment) -> Iterator[Refusal]:
     _, seqs, tokens = knobs(deployment.spec)
     if seqs.start is not None and tokens.start is not None and seqs.start > tokens.start:
         field = "maxNumBatchedTokens" if tokens.is_start_given else "maxNumSeqs"
         yield Refusal(
             f"spec.engine.{field}",
-            f"maxNumBatchedTokens ({tokens.start}) must be at least maxNumSeqs ({seqs.start}): every running request "
-            "needs one token per step; raise the former or lower the latter",
+            f"maxNumBatchedTokens ({tokens.start}) must be at least maxNumSeqs ({seqs.start}), as every running "
+            "request needs one token per step; raise maxNumBatchedTokens or lower maxNumSeqs",
         )
 
 
 # --- tuning -----------------------------------------------------------------------------------------------------------
 
 
-def bounds_hold_the_start(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    """min ≤ start ≤ max for every knob; a start that only the engine knows must be written down to be bounded."""
+def validate_tuning_bounds(deployment: InferenceDeployment) -> Iterator[Refusal]:
+    """Check min ≤ start ≤ max for every live parameter; a start value that only the engine knows must be set
+    explicitly."""
     names = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
     fields = ("gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens")
     for name, field, knob in zip(names, fields, knobs(deployment.spec), strict=True):
@@ -471,13 +478,13 @@ def bounds_hold_the_start(deployment: InferenceDeployment) -> Iterator[Refusal]:
         high = None if bounds.max is None else parse_quantity(bounds.max)
         where = f"spec.tuning.bounds.{field}"
         if high == 0:
-            yield Refusal(f"{where}.max", 'is 0; write a share such as "0.95"')
+            yield Refusal(f"{where}.max", 'is 0; set a share such as "0.95"')
         elif low is not None and high is not None and low > high:
             yield Refusal(where, f"min {bounds.min} exceeds max {bounds.max}; lower min or raise max")
         elif knob.start is None:
             yield Refusal(
                 f"spec.engine.{field}",
-                f"is missing: its default depends on the GPU; write it, so that {where} can hold it",
+                f"is missing, and its default depends on the GPU; set it to use {where}",
             )
         elif (low is not None and knob.start < low) or (high is not None and knob.start > high):
             yield Refusal(
@@ -488,7 +495,7 @@ def bounds_hold_the_start(deployment: InferenceDeployment) -> Iterator[Refusal]:
             )
 
 
-def restart_class_is_not_built(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_restart_class(deployment: InferenceDeployment) -> Iterator[Refusal]:
     if deployment.spec.tuning.restart_class != "Never":
         yield Refusal("spec.tuning.restartClass", "canaried restarts are not supported yet; set Never")
 
@@ -496,38 +503,42 @@ def restart_class_is_not_built(deployment: InferenceDeployment) -> Iterator[Refu
 # --- metrics and rollout ----------------------------------------------------------------------------------------------
 
 
-def metrics_labels_narrow(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_metrics_labels(deployment: InferenceDeployment) -> Iterator[Refusal]:
     metrics = deployment.spec.metrics
     for name, value in metrics.labels.items():
         if LABEL_NAME.fullmatch(name) is None or name.startswith("__"):
             yield Refusal(
-                "spec.metrics.labels", f"{name!r} is no name of a label in Prometheus; write letters, digits, _"
+                "spec.metrics.labels", f"{name!r} is not a valid Prometheus label name; use letters, digits and _"
             )
         elif name in ENGINES_LABELS:
-            yield Refusal("spec.metrics.labels", f"{name} is a label that engines give; name those that scraping gives")
+            yield Refusal(
+                "spec.metrics.labels", f"{name} is a label of the engines' metrics; use labels added by scraping"
+            )
         if len(value) > MAX_LABEL_VALUE:
-            yield Refusal("spec.metrics.labels", f"the value of {name} is longer than {MAX_LABEL_VALUE} characters")
+            yield Refusal(
+                "spec.metrics.labels", f"the value of {name} is longer than {MAX_LABEL_VALUE} characters; shorten it"
+            )
     if metrics.labels and metrics.source == "Pods":
-        yield Refusal("spec.metrics.labels", "source is Pods, where nothing has them; remove them, or use Auto")
+        yield Refusal("spec.metrics.labels", "is only supported with Prometheus; remove it, or set source to Auto")
 
 
-def max_unavailable_moves_a_rollout(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_max_unavailable(deployment: InferenceDeployment) -> Iterator[Refusal]:
     value = deployment.spec.rollout.max_unavailable
     if isinstance(value, int) and not 1 <= value <= 1000:
-        yield Refusal("spec.rollout.maxUnavailable", f"is {value}; set 1 or more: replicas are updated in place")
+        yield Refusal("spec.rollout.maxUnavailable", f"is {value}; set 1 to 1000")
     if isinstance(value, str) and not re.match(r"^(100|[1-9][0-9]?)%$", value):
-        yield Refusal("spec.rollout.maxUnavailable", f"is {value!r}; write a number, or a percentage from 1% to 100%")
+        yield Refusal("spec.rollout.maxUnavailable", f"is {value!r}; set a number, or a percentage from 1% to 100%")
 
 
-def max_surge_is_a_count(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_max_surge(deployment: InferenceDeployment) -> Iterator[Refusal]:
     value = deployment.spec.rollout.max_surge
     if isinstance(value, int) and not 0 <= value <= 1000:
         yield Refusal("spec.rollout.maxSurge", f"is {value}; set 0 (replicas are updated in place) to 1000")
     if isinstance(value, str) and not re.match(r"^(100|[1-9]?[0-9])%$", value):
-        yield Refusal("spec.rollout.maxSurge", f"is {value!r}; write a number, or a percentage from 0% to 100%")
+        yield Refusal("spec.rollout.maxSurge", f"is {value!r}; set a number, or a percentage from 0% to 100%")
 
 
-def drain_fits_the_grace_period(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_drain_timeout(deployment: InferenceDeployment) -> Iterator[Refusal]:
     try:
         seconds = parse_seconds(deployment.spec.rollout.drain_timeout)
     except ValueError as error:
@@ -541,13 +552,13 @@ def drain_fits_the_grace_period(deployment: InferenceDeployment) -> Iterator[Ref
     if grace is not None and grace <= stop_seconds(seconds):
         yield Refusal(
             "spec.template.spec.terminationGracePeriodSeconds",
-            f"is {grace} s, but a stop may take {stop_seconds(seconds):g} s: {PRE_STOP_SECONDS} s until nobody is sent "
-            f"there any more, and {seconds:g} s of draining (spec.rollout.drainTimeout); raise it above that, or "
-            "requests are cut off",
+            f"is {grace} s, but a stop may take {stop_seconds(seconds):g} s ({PRE_STOP_SECONDS} s until traffic "
+            f"stops, and {seconds:g} s to drain, spec.rollout.drainTimeout); raise it above that, or "
+            "requests are aborted",
         )
 
 
-def a_start_ends_in_time(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_start_timeout(deployment: InferenceDeployment) -> Iterator[Refusal]:
     where, written = "spec.rollout.startTimeout", deployment.spec.rollout.start_timeout
     if written is None:
         return
@@ -560,7 +571,7 @@ def a_start_ends_in_time(deployment: InferenceDeployment) -> Iterator[Refusal]:
         yield Refusal(where, f"is {seconds:g} s; set more than 0 s and at most {MAX_WRITTEN_SECONDS:g} s")
 
 
-def a_change_is_watched_for_a_while(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_bake_time(deployment: InferenceDeployment) -> Iterator[Refusal]:
     where = "spec.rollout.bakeTime"
     try:
         seconds = parse_seconds(deployment.spec.rollout.bake_time)
@@ -574,11 +585,11 @@ def a_change_is_watched_for_a_while(deployment: InferenceDeployment) -> Iterator
 # --- the pod template overlay -----------------------------------------------------------------------------------------
 
 REFUSED_POD_FIELDS: Mapping[str, str] = {
-    "hostPID": "would give the pod the node's processes; remove it",
-    "serviceAccount": "is an old name; use serviceAccountName",
-    "automountServiceAccountToken": "engine pods get no token of the API server; remove it",
-    "initContainers": "further containers are not supported; remove them",
-    "restartPolicy": "is always Always for a StatefulSet; remove it",
+    "hostPID": "would give the pod access to the node's processes; remove it",
+    "serviceAccount": "is deprecated; use serviceAccountName",
+    "automountServiceAccountToken": "engine pods get no API server token; remove it",
+    "initContainers": "init containers are not supported; remove them",
+    "restartPolicy": "must be Always in a StatefulSet; remove it",
     "shareProcessNamespace": "is not supported; remove it",
 }
 ACCOUNT_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
@@ -587,7 +598,7 @@ RESERVED_VOLUMES = ("meeting", "model", "shm", "tmp", CACHE_VOLUME, TOKEN_VOLUME
 RESERVED_MOUNTS = ("/dev/shm", "/etc/trimtab", "/tmp", "/models")  # noqa: S108 - paths in the pod, not here
 SECURITY_FIELDS = ("runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy", "supplementalGroups")
 RESERVED_LABEL_PREFIXES = ("trimtab.dev/", "app.kubernetes.io/")
-CONFINEMENT_ANNOTATIONS = (  # older Kubernetes takes the place of securityContext from these
+CONFINEMENT_ANNOTATIONS = (  # older Kubernetes versions use these instead of securityContext
     "container.apparmor.security.beta.kubernetes.io/",
     "container.seccomp.security.alpha.kubernetes.io/",
     "seccomp.security.alpha.kubernetes.io/",
@@ -596,23 +607,21 @@ LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 LABEL_KEY = r"([a-z0-9][-a-z0-9.]{0,252}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 
 
-def overlay_pod_fields_are_allowed(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_overlay_pod_fields(deployment: InferenceDeployment) -> Iterator[Refusal]:
     for name, value in (deployment.spec.template.spec.model_extra or {}).items():
         where = f"spec.template.spec.{name}"
         if name in POD_FIELDS:
             yield from _privilege_errors(where, name, value, deployment.allowed_privileges)
             continue
-        reason = REFUSED_POD_FIELDS.get(
-            name, "is not a part of the pod that can be laid over; see docs/reference/resource.md"
-        )
+        reason = REFUSED_POD_FIELDS.get(name, "cannot be overridden; see docs/reference/resource.md")
         yield Refusal(where, reason)
     for index, container in enumerate(deployment.spec.template.spec.containers):
         where = f"spec.template.spec.containers[{index}]"
         if container.name != "main":
-            yield Refusal(f"{where}.name", f"is {container.name!r}; only the container main can be laid over")
+            yield Refusal(f"{where}.name", f"is {container.name!r}; only the container main can be overridden")
         for name, value in (container.model_extra or {}).items():
             if name != "securityContext" or value != LOCKS_MEMORY:
-                yield Refusal(f"{where}.{name}", _refused_container_field(name))
+                yield Refusal(f"{where}.{name}", _container_field_error(name))
             elif LOCK_MEMORY not in deployment.allowed_privileges:
                 reason = "would let the engine lock memory, as RDMA needs"
                 yield Refusal(f"{where}.{name}", f"{reason}; {privilege_remedy(LOCK_MEMORY)}")
@@ -622,52 +631,52 @@ def _privilege_errors(where: str, name: str, value: Any, allowed_privileges: fro
     if name not in allowed_privileges:
         yield Refusal(where, f"{POD_FIELDS[name]}; {privilege_remedy(name)}")
     elif name == "serviceAccountName" and not (isinstance(value, str) and re.fullmatch(ACCOUNT_NAME, value)):
-        yield Refusal(where, f"is {value!r}, which is no name of a service account")
+        yield Refusal(where, f"is {value!r}, which is not a valid service account name; correct it")
     elif name != "serviceAccountName" and not isinstance(value, bool):
-        yield Refusal(where, f"is {value!r}; write true or false")
+        yield Refusal(where, f"is {value!r}; set true or false")
 
 
-def _refused_container_field(name: str) -> str:
+def _container_field_error(name: str) -> str:
     known = {
         "image": "use spec.runtime.image",
         "args": "use spec.runtime.args",
         "command": "use spec.runtime.args",
         "securityContext": "the operator sets it: non-root, no capabilities, not privileged; remove it",
     }
-    return known.get(name, "cannot be laid over; remove it")
+    return known.get(name, "cannot be overridden; remove it")
 
 
-def overlay_gives_no_power_over_the_node(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_overlay_security(deployment: InferenceDeployment) -> Iterator[Refusal]:
     overlay = deployment.spec.template.spec
     for index, volume in enumerate(overlay.volumes):
         where = f"spec.template.spec.volumes[{index}]"
         sources = [key for key in volume if key != "name"]
         if volume.get("name") in RESERVED_VOLUMES:
-            yield Refusal(f"{where}.name", f"{volume['name']} is the operator's; choose another name")
+            yield Refusal(f"{where}.name", f"{volume['name']} is reserved for the operator; choose another name")
         if not re.fullmatch(DNS_LABEL, str(volume.get("name", ""))) or len(sources) != 1:
             yield Refusal(where, "needs a name of lower-case letters, digits and dashes, and exactly one source")
         if volume.get("name") in [other.get("name") for other in overlay.volumes[:index]]:
-            yield Refusal(f"{where}.name", f"{volume.get('name')!r} is there twice; choose another name")
+            yield Refusal(f"{where}.name", f"{volume.get('name')!r} is used twice; choose another name")
         for source in sources:
             if source == HOST_PATH and HOST_PATH in deployment.allowed_privileges:
                 continue
             if source == HOST_PATH:
                 yield Refusal(
-                    f"{where}.{source}", f"would give the pod the node's files; {privilege_remedy(HOST_PATH)}"
+                    f"{where}.{source}", f"would give the pod access to the node's files; {privilege_remedy(HOST_PATH)}"
                 )
             elif source not in VOLUME_SOURCES:
                 yield Refusal(f"{where}.{source}", f"is not allowed; use one of {', '.join(VOLUME_SOURCES)}")
     for name, value in (overlay.security_context or {}).items():
         where = f"spec.template.spec.securityContext.{name}"
         if name not in SECURITY_FIELDS:
-            yield Refusal(where, f"cannot be laid over; allowed are {', '.join(SECURITY_FIELDS)}")
+            yield Refusal(where, f"cannot be overridden; use one of {', '.join(SECURITY_FIELDS)}")
         elif name == "runAsUser" and value in (0, "0"):
             yield Refusal(where, "engine pods never run as root; use another user")
         elif name in ("runAsUser", "runAsGroup", "fsGroup") and (type(value) is not int or not 0 <= value < 2**31):
-            yield Refusal(where, f"is {value!r}; write a number from 0 to 2147483647")
+            yield Refusal(where, f"is {value!r}; set a number from 0 to 2147483647")
 
 
-def overlay_leaves_the_operators_parts_alone(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_overlay_reserved_names(deployment: InferenceDeployment) -> Iterator[Refusal]:
     template = deployment.spec.template
     for name in template.metadata.annotations:
         if name.startswith(CONFINEMENT_ANNOTATIONS):
@@ -677,36 +686,40 @@ def overlay_leaves_the_operators_parts_alone(deployment: InferenceDeployment) ->
     for kind, names in (("labels", template.metadata.labels), ("annotations", template.metadata.annotations)):
         for name in names:
             if name.startswith(RESERVED_LABEL_PREFIXES):
-                yield Refusal(f"spec.template.metadata.{kind}[{name}]", "is the operator's; choose another name")
+                yield Refusal(
+                    f"spec.template.metadata.{kind}[{name}]", "is reserved for the operator; choose another name"
+                )
     for container in template.spec.containers:
         for index, mount in enumerate(container.volume_mounts):
-            yield from _mount_refusals(f"spec.template.spec.containers[0].volumeMounts[{index}]", mount, template.spec)
+            yield from _mount_errors(f"spec.template.spec.containers[0].volumeMounts[{index}]", mount, template.spec)
         for index, variable in enumerate(container.env):
             where = f"spec.template.spec.containers[0].env[{index}]"
             if not variable.get("name") or not isinstance(variable["name"], str):
                 yield Refusal(where, "needs a name")
             elif not isinstance(variable.get("value", ""), str | None):
-                yield Refusal(f"{where}.value", f"is {variable['value']!r}, which is no text; put it in quotes")
+                yield Refusal(f"{where}.value", f"is {variable['value']!r}, which is not a string; put it in quotes")
 
 
-def _mount_refusals(where: str, mount: Mapping[str, Any], overlay: PodOverlay) -> Iterator[Refusal]:
+def _mount_errors(where: str, mount: Mapping[str, Any], overlay: PodOverlay) -> Iterator[Refusal]:
     path, volumes = mount.get("mountPath"), [volume.get("name") for volume in overlay.volumes]
     if not isinstance(path, str) or not path.startswith("/"):
-        yield Refusal(f"{where}.mountPath", f"is {path!r}; write an absolute path")
+        yield Refusal(f"{where}.mountPath", f"is {path!r}; use an absolute path")
         return
     path = "/" + posixpath.normpath(path).lstrip("/")  # normpath leaves a double slash in front
     if any(
         f"{path.rstrip('/')}/".startswith(f"{taken}/") or f"{taken}/".startswith(f"{path.rstrip('/')}/")
         for taken in RESERVED_MOUNTS
     ):
-        yield Refusal(f"{where}.mountPath", f"{path} is, or holds, a path of the operator's; mount it elsewhere")
+        yield Refusal(
+            f"{where}.mountPath", f"{path} overlaps a path that is reserved for the operator; use another one"
+        )
     if mount.get("name") not in volumes:
         yield Refusal(
-            f"{where}.name", f"is {mount.get('name')!r}, which is no volume of spec.template.spec.volumes; add it there"
+            f"{where}.name", f"is {mount.get('name')!r}, which is not in spec.template.spec.volumes; add it there"
         )
 
 
-def overlay_labels_are_labels(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_overlay_labels(deployment: InferenceDeployment) -> Iterator[Refusal]:
     template = deployment.spec.template
     places = (("metadata.labels", template.metadata.labels), ("spec.nodeSelector", template.spec.node_selector))
     for place, labels in places:
@@ -714,20 +727,20 @@ def overlay_labels_are_labels(deployment: InferenceDeployment) -> Iterator[Refus
             if not re.fullmatch(LABEL_KEY, name) or not re.fullmatch(LABEL_VALUE, value):
                 yield Refusal(
                     f"spec.template.{place}[{name}]",
-                    f"{name!r}: {value!r} is no label; use at most 63 letters, digits and -_. on either side, "
-                    "with a letter or digit at both ends",
+                    f"{name!r}: {value!r} is not a valid label; use at most 63 letters, digits and -_. for "
+                    "name and value, with a letter or digit at both ends",
                 )
 
 
-def overlay_resources_are_quantities(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_overlay_resources(deployment: InferenceDeployment) -> Iterator[Refusal]:
     for container in deployment.spec.template.spec.containers:
         for kind, amounts in (container.resources or {}).items():
             where = f"spec.template.spec.containers[0].resources.{kind}"
             if kind not in ("requests", "limits") or not isinstance(amounts, Mapping):
-                yield Refusal(where, "is not a set of amounts; write requests and limits")
+                yield Refusal(where, "is not a set of quantities; use requests and limits")
                 continue
             found = [
-                r for name, amount in amounts.items() for r in _resource_refusals(deployment.spec, where, name, amount)
+                r for name, amount in amounts.items() for r in _resource_errors(deployment.spec, where, name, amount)
             ]
             yield from found
             limits = (container.resources or {}).get("limits")
@@ -740,53 +753,53 @@ def _above_limit(where: str, requests: Mapping[str, Any], limits: Mapping[str, A
         try:
             is_above = parse_quantity(requests[name]) > parse_quantity(limits[name])
         except ValueError:
-            continue  # the limit is refused for itself
+            continue  # the limit has its own error
         if is_above:
             yield Refusal(
                 f"{where}.{name}", f"is {requests[name]}, above the limit {limits[name]}; lower it or raise the limit"
             )
 
 
-def _resource_refusals(spec: Spec, where: str, name: str, amount: Any) -> Iterator[Refusal]:
+def _resource_errors(spec: Spec, where: str, name: str, amount: Any) -> Iterator[Refusal]:
     try:
         if parse_quantity(amount) < 0:
-            yield Refusal(f"{where}.{name}", f"is {amount}; an amount is never negative")
+            yield Refusal(f"{where}.{name}", f"is {amount}; set a value of at least 0")
     except ValueError as error:
         yield Refusal(f"{where}.{name}", str(error))
     if name == "nvidia.com/gpu":
         fix = "use runtime.device cuda and spec.parallelism" if spec.runtime.device == "cpu" else "use spec.parallelism"
-        yield Refusal(f"{where}.{name}", f"follows from the layout; remove it: {fix}")
+        yield Refusal(f"{where}.{name}", f"is derived from the layout; remove it and {fix}")
 
 
 RULES: tuple[Rule, ...] = (
-    name_leaves_room_for_child_names,
-    scaling_has_room,
-    objectives_promise_something,
-    model_path_is_plain,
-    a_download_is_named_whole,
-    options_belong_to_where_the_model_is,
-    an_image_volume_is_the_nodes,
-    runtime_kind_is_built,
-    an_image_is_known,
-    args_repeat_no_field,
-    engine_fields_are_built,
-    a_deadline_has_a_target,
-    swapping_has_space,
-    modalities_are_built,
-    speculation_is_built,
-    utilization_is_above_zero,
-    a_step_holds_every_running_request,
-    bounds_hold_the_start,
-    restart_class_is_not_built,
-    metrics_labels_narrow,
-    max_unavailable_moves_a_rollout,
-    max_surge_is_a_count,
-    a_change_is_watched_for_a_while,
-    drain_fits_the_grace_period,
-    a_start_ends_in_time,
-    overlay_pod_fields_are_allowed,
-    overlay_gives_no_power_over_the_node,
-    overlay_leaves_the_operators_parts_alone,
-    overlay_labels_are_labels,
-    overlay_resources_are_quantities,
+    validate_name,
+    validate_scaling,
+    validate_objectives,
+    validate_model_path,
+    validate_downloaded_model,
+    validate_model_options,
+    validate_image_volume,
+    validate_runtime_kind,
+    validate_image,
+    validate_args,
+    validate_engine_fields,
+    validate_deadline_policy,
+    validate_swap_space,
+    validate_modalities,
+    validate_speculative_decoding,
+    validate_gpu_memory_utilization,
+    validate_token_budget,
+    validate_tuning_bounds,
+    validate_restart_class,
+    validate_metrics_labels,
+    validate_max_unavailable,
+    validate_max_surge,
+    validate_bake_time,
+    validate_drain_timeout,
+    validate_start_timeout,
+    validate_overlay_pod_fields,
+    validate_overlay_security,
+    validate_overlay_reserved_names,
+    validate_overlay_labels,
+    validate_overlay_resources,
 )

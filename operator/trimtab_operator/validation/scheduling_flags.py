@@ -9,7 +9,7 @@ from trimtab_operator.resource.spec import Spec
 SCHEDULING_POLICY_FLAGS = ("--scheduling-policy", "--ttft-target", "--ttft-target-per-prompt-token")
 
 
-def queue_flags(spec: Spec) -> Iterator[tuple[int, str]]:
+def scheduling_flags(spec: Spec) -> Iterator[tuple[int, str]]:
     """Yield the index and name of each flag in `spec.runtime.args` that sets the scheduling policy."""
     for index, argument in enumerate(spec.runtime.args):
         flag = argument.split("=", 1)[0].replace("_", "-")

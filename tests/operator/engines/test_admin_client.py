@@ -21,8 +21,8 @@ from trimtab_operator.engines.admin_client import (
 )
 from trimtab_operator.engines.http import TooLarge, TooSlow, Unreachable, fetch, pod_url
 from trimtab_operator.observed.actions import LiveValues
-from trimtab_operator.observed.engines import QueueSeen
-from trimtab_operator.tuner.knobs import FieldRange, Knob
+from trimtab_operator.observed.engines import ReportedScheduling
+from trimtab_operator.tuner.parameters import FieldRange, Parameter
 
 if TYPE_CHECKING:
     from tests.operator.conftest import ContractEngine
@@ -39,12 +39,12 @@ async def test_the_configuration_is_read_with_what_may_be_changed(client: Engine
     seen = config.for_tuner()
     assert seen.generation == 1
     assert seen.applied == {
-        Knob.MAX_NUM_SEQS: 32,
-        Knob.MAX_NUM_BATCHED_TOKENS: 512,
-        Knob.GPU_MEMORY_UTILIZATION: 0.74,
-        Knob.WATERMARK: 0.0,
+        Parameter.MAX_NUM_SEQS: 32,
+        Parameter.MAX_NUM_BATCHED_TOKENS: 512,
+        Parameter.GPU_MEMORY_UTILIZATION: 0.74,
+        Parameter.WATERMARK: 0.0,
     }
-    assert seen.fields[Knob.MAX_NUM_SEQS] == FieldRange(True, 1, 64)
+    assert seen.fields[Parameter.MAX_NUM_SEQS] == FieldRange(True, 1, 64)
     assert seen.max_model_len == 1024
 
 
@@ -52,7 +52,7 @@ async def test_the_order_of_the_queue_is_read_and_told(client: EngineClient, eng
     config = await client.config()
     assert isinstance(config, ConfigReport)
     times = {"ttft_target": 0.0, "ttft_target_per_prompt_token": 0.0}
-    assert config.queue() == QueueSeen("fcfs", ("fcfs", "priority", "deadline"), times)
+    assert config.queue() == ReportedScheduling("fcfs", ("fcfs", "priority", "deadline"), times)
     assert "scheduling_policy" not in config.applied
     told: LiveValues = {"scheduling_policy": "deadline", "ttft_target": 2.0, "ttft_target_per_prompt_token": 0.000125}
     assert isinstance(await client.patch(told, if_match=1), Patched)
@@ -70,7 +70,7 @@ async def test_the_order_of_the_queue_is_read_and_told(client: EngineClient, eng
 def test_an_engine_that_says_nothing_of_its_queue_is_read_all_the_same(applied: Any, field: Any) -> None:
     fields = {} if field is None else {"scheduling_policy": field}
     body = {"generation": 1, "envelope": {}, "desired": {}, "applied": {"watermark": 0.1, **applied}, "fields": fields}
-    assert ConfigReport.model_validate_json(json.dumps(body)).queue() == QueueSeen()
+    assert ConfigReport.model_validate_json(json.dumps(body)).queue() == ReportedScheduling()
 
 
 async def test_the_ledger_and_the_layout_are_read(client: EngineClient) -> None:
@@ -83,7 +83,7 @@ async def test_the_ledger_and_the_layout_are_read(client: EngineClient) -> None:
 
 
 async def test_a_patch_changes_the_engine_and_says_at_which_step(client: EngineClient, engine: ContractEngine) -> None:
-    done = await client.patch({Knob.MAX_NUM_SEQS: 16, Knob.GPU_MEMORY_UTILIZATION: 0.86}, if_match=1)
+    done = await client.patch({Parameter.MAX_NUM_SEQS: 16, Parameter.GPU_MEMORY_UTILIZATION: 0.86}, if_match=1)
     assert isinstance(done, Patched)
     assert (done.id, done.generation, done.applied_at_step) == ("c1", 2, 812)
     assert engine.values["max_num_seqs"] == 16
@@ -91,7 +91,7 @@ async def test_a_patch_changes_the_engine_and_says_at_which_step(client: EngineC
 
 
 async def test_a_dry_run_changes_nothing(client: EngineClient, engine: ContractEngine) -> None:
-    would = await client.patch({Knob.MAX_NUM_SEQS: 16}, dry_run=True)
+    would = await client.patch({Parameter.MAX_NUM_SEQS: 16}, dry_run=True)
     assert isinstance(would, Patched)
     assert (would.id, would.desired["max_num_seqs"]) == (None, 16)
     assert engine.values["max_num_seqs"] == 32
@@ -99,11 +99,11 @@ async def test_a_dry_run_changes_nothing(client: EngineClient, engine: ContractE
 
 async def test_a_stale_generation_is_named_with_the_present_one(client: EngineClient, engine: ContractEngine) -> None:
     engine.generation = 5
-    assert await client.patch({Knob.MAX_NUM_SEQS: 16}, if_match=4) == Stale(5, "stale")
+    assert await client.patch({Parameter.MAX_NUM_SEQS: 16}, if_match=4) == Stale(5, "stale")
 
 
 async def test_a_value_outside_its_bounds_comes_back_with_the_nearest_one(client: EngineClient) -> None:
-    refused = await client.patch({Knob.GPU_MEMORY_UTILIZATION: 0.99})
+    refused = await client.patch({Parameter.GPU_MEMORY_UTILIZATION: 0.99})
     assert refused == OutOfBounds(
         "gpu_memory_utilization", 0.99, 0.7, 0.95, 0.95, "gpu_memory_utilization is 0.99: the cap is 0.95"
     )

@@ -15,7 +15,7 @@ from trimtab_operator.builders.admin_token import Tokens
 from trimtab_operator.engines.http import MAX_BODY_BYTES, Reply, Unreachable, fetch, new_client
 from trimtab_operator.engines.poller import MAX_ASKED_AT_ONCE, Engines
 from trimtab_operator.engines.scrape import MAX_METRICS_BYTES, scrape
-from trimtab_operator.observed.engines import Target
+from trimtab_operator.observed.engines import EngineTarget
 
 if TYPE_CHECKING:
     from tests.operator.conftest import ContractEngine
@@ -70,7 +70,7 @@ async def test_an_endless_answer_is_cut_off(http: aiohttp.ClientSession) -> None
     assert f"larger than {MAX_BODY_BYTES:,}" in reply.message
 
 
-@pytest.mark.usefixtures("nothing_else_to_collect")
+@pytest.mark.usefixtures("frozen_gc")
 @pytest.mark.parametrize("line", ['x{a="%d"} 1.0\n', 'vllm:num_requests_running{a="%d"} 1.0\n'])
 async def test_the_largest_page_of_metrics_does_not_stall_the_loop(line: str, http: aiohttp.ClientSession) -> None:
     page = "".join(line % number for number in range(MAX_METRICS_BYTES // (len(line) + 6)))
@@ -135,12 +135,12 @@ async def test_engines_that_hang_take_no_connection_from_the_others(
         http.trace_configs.append(trace)
         hostile = [Engines(http, patience_seconds=0.05) for _ in range(tenants)]
         hanging = [
-            Target(f"g{n}", "127.0.0.1", True, f"u{n}", api_port=other_engine.port, admin_port=other_engine.port)
+            EngineTarget(f"g{n}", "127.0.0.1", True, f"u{n}", api_port=other_engine.port, admin_port=other_engine.port)
             for n in range(32)
         ]
         await asyncio.gather(*(engines.look(hanging, Tokens("right")) for engines in hostile))
         healthy = Engines(http, patience_seconds=30.0)
-        target = Target("m-g0", "127.0.0.1", True, "u", api_port=engine.port, admin_port=engine.port)
+        target = EngineTarget("m-g0", "127.0.0.1", True, "u", api_port=engine.port, admin_port=engine.port)
         try:
             await healthy.look([target], Tokens("right"))
         finally:

@@ -13,10 +13,10 @@ from fake_prometheus import NAMESPACE, FakePrometheus, exposed
 from trimtab_operator.builders.admin_token import Tokens
 from trimtab_operator.engines.poller import NO_PROMETHEUS, Engines
 from trimtab_operator.engines.prometheus import Connection, Prometheus
-from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, Target
+from trimtab_operator.observed.engines import EngineObservation, EngineTarget, MetricsSettings
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.samples import Source
-from tuner_looks import a_sample
+from tuner_snapshots import make_sample
 
 if TYPE_CHECKING:
     from tests.operator.conftest import ContractEngine
@@ -33,19 +33,19 @@ class Scene:
         self.fake = FakePrometheus(time.time)
         prometheus = Prometheus(Connection("http://prometheus:9090"), transport=self.fake.transport)
         self.engines = Engines(http, patience_seconds=10.0, prometheus=prometheus if has_prometheus else None)
-        self.target = Target(
+        self.target = EngineTarget(
             "m-g0", "127.0.0.1", True, "uid", api_port=engine.port, admin_port=engine.port, pod=POD, created_at=0.0
         )
 
     def scrape(self, **target: str) -> None:
-        self.fake.scrape(exposed(a_sample(time.time(), running=IN_PROMETHEUS)), target=target)
+        self.fake.scrape(exposed(make_sample(time.time(), running=IN_PROMETHEUS)), target=target)
 
-    async def look(self, source: Asked = "Auto") -> EngineSeen:
-        said = await self.engines.look([self.target], Tokens("right"), MetricsAsked(source, NAMESPACE))
+    async def look(self, source: Asked = "Auto") -> EngineObservation:
+        said = await self.engines.look([self.target], Tokens("right"), MetricsSettings(source, NAMESPACE))
         return said["m-g0"]
 
 
-def running(said: EngineSeen) -> float | None:
+def running(said: EngineObservation) -> float | None:
     return None if said.sample is None else said.sample.gauges.running
 
 
@@ -70,7 +70,7 @@ async def test_metrics_are_read_where_the_owner_and_the_operator_say(
     scene = Scene(engine, http, has_prometheus=has_prometheus)
     scene.scrape()
     said = await scene.look(source)
-    assert (running(said), said.source, said.detour, said.problem) == (read, from_where, None, None)
+    assert (running(said), said.source, said.fallback_reason, said.problem) == (read, from_where, None, None)
     assert said.config is not None  # the configuration and the ledger are the engine's own word in any case
     assert said.ledger is not None
     assert ("GET /metrics" in engine.calls) is (from_where is Source.PODS)
@@ -84,8 +84,8 @@ async def test_where_prometheus_is_of_no_use_the_pod_is_asked_and_the_reason_is_
         scene.scrape(job=job)
     said = await scene.look("Auto")
     assert (running(said), said.source, said.problem) == (8.0, Source.PODS, None)
-    assert said.detour is not None
-    assert "scraped as 2 targets" in said.detour
+    assert said.fallback_reason is not None
+    assert "scraped as 2 targets" in said.fallback_reason
 
 
 async def test_whoever_wants_prometheus_alone_gets_no_other_numbers(
@@ -95,7 +95,7 @@ async def test_whoever_wants_prometheus_alone_gets_no_other_numbers(
     for job in ("a", "b"):
         scene.scrape(job=job)
     said = await scene.look("Prometheus")
-    assert (said.sample, said.absence, said.source) == (None, Reason.METRICS_DUPLICATED, Source.PROMETHEUS)
+    assert (said.sample, said.problem_reason, said.source) == (None, Reason.METRICS_DUPLICATED, Source.PROMETHEUS)
     assert "GET /metrics" not in engine.calls
 
 
@@ -103,7 +103,7 @@ async def test_an_operator_without_prometheus_says_so_to_who_wants_it(
     engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     said = await Scene(engine, http, has_prometheus=False).look("Prometheus")
-    assert (said.sample, said.problem, said.absence) == (None, NO_PROMETHEUS, Reason.PROMETHEUS_UNAVAILABLE)
+    assert (said.sample, said.problem, said.problem_reason) == (None, NO_PROMETHEUS, Reason.PROMETHEUS_UNAVAILABLE)
 
 
 async def test_both_failing_are_both_told(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
@@ -134,7 +134,7 @@ async def test_numbers_never_go_back_in_time_from_one_source_to_the_other(
     engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     scene = Scene(engine, http)
-    scene.fake.scrape(exposed(a_sample(5.0)), at=time.time() - 10)
+    scene.fake.scrape(exposed(make_sample(5.0)), at=time.time() - 10)
     scene.fake.answer = lambda _: httpx.Response(500)
     direct = await scene.look()
     assert direct.sample is not None

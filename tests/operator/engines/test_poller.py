@@ -17,8 +17,8 @@ from trimtab_operator.engines import scrape
 from trimtab_operator.engines.admin_client import OutOfBounds, Patched
 from trimtab_operator.engines.poller import REFUSED_SECONDS, REPEATED_SECONDS, Engines, PatchAnswer
 from trimtab_operator.observed.actions import Patch
-from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, Target
-from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.observed.engines import EngineObservation, EngineTarget, MetricsSettings
+from trimtab_operator.tuner.parameters import Parameter
 from trimtab_operator.tuner.samples import Source
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ TOKEN = Tokens("right")
 IN_TIME_SECONDS = 60.0  # for what takes milliseconds: the machine may be loaded
 
 
-def a_target(engine: ContractEngine, uid: str = "u", *, ready: bool = True) -> Target:
-    return Target(uid, "127.0.0.1", ready, uid, api_port=engine.port, admin_port=engine.port)
+def a_target(engine: ContractEngine, uid: str = "u", *, ready: bool = True) -> EngineTarget:
+    return EngineTarget(uid, "127.0.0.1", ready, uid, api_port=engine.port, admin_port=engine.port)
 
 
 def engines_at(http: aiohttp.ClientSession, patience_seconds: float = IN_TIME_SECONDS) -> Engines:
@@ -61,7 +61,7 @@ async def test_every_engine_is_heard_and_one_that_fails_spoils_nobody_elses_read
     engine: ContractEngine, other_engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     other_engine.metrics = "nonsense"
-    unplaced = Target("d", None, False)
+    unplaced = EngineTarget("d", None, False)
     engines = engines_at(http)
     said = await engines.look([a_target(engine, "a"), a_target(other_engine, "b"), unplaced], TOKEN)
     assert said["a"].sample is not None
@@ -73,15 +73,15 @@ async def test_a_hung_engine_is_waited_for_once_and_hides_nobody_else(monkeypatc
     """Nothing here takes time but the hung engine: who is faster on a busy machine decides nothing."""
     asked: list[str] = []
 
-    async def ask(target: Target, **_: object) -> EngineSeen:
+    async def ask(target: EngineTarget, **_: object) -> EngineObservation:
         asked.append(target.group)
         if target.group == "hung":
             await asyncio.Event().wait()
-        return EngineSeen(True, source=Source.PODS)
+        return EngineObservation(True, source=Source.PODS)
 
     monkeypatch.setattr(scrape, "ask", ask)
     engines = Engines(cast("aiohttp.ClientSession", None), patience_seconds=0.05)
-    targets = [Target(group, "127.0.0.1", True, group) for group in ("hung", "well")]
+    targets = [EngineTarget(group, "127.0.0.1", True, group) for group in ("hung", "well")]
     for waited in (True, False):
         since = time.monotonic()
         said = await engines.look(targets, TOKEN)
@@ -131,7 +131,7 @@ async def test_an_engine_that_is_late_or_gone_may_say_anything(
     engines, target = engines_at(http, patience_seconds=0.05), a_target(engine)
     engine.hangs = True
     assert not await engines.say_the_same([(target, b"page")])
-    nobody = Target("g", "127.0.0.1", True, "gone", api_port=1)
+    nobody = EngineTarget("g", "127.0.0.1", True, "gone", api_port=1)
     assert not await engines.say_the_same([(nobody, b"page")])
 
 
@@ -240,8 +240,8 @@ async def test_what_was_read_elsewhere_before_an_edit_does_not_stand(
 ) -> None:
     engines, target = engines_at(http), a_target(engine)
     engine.metrics = at_rest(engine.metrics)
-    assert (await engines.look([target], TOKEN, MetricsAsked("Pods")))["u"].problem is None
-    said = await engines.look([target], TOKEN, MetricsAsked("Prometheus"), believes_last_words=True)
+    assert (await engines.look([target], TOKEN, MetricsSettings("Pods")))["u"].problem is None
+    said = await engines.look([target], TOKEN, MetricsSettings("Prometheus"), believes_last_words=True)
     assert said["u"].sample is None, "there is no Prometheus"
 
 
@@ -274,7 +274,7 @@ async def test_what_an_engine_said_before_a_change_is_not_repeated_after_it(
 ) -> None:
     heard, engines = Heard(), engines_at(http)
     await engines.look([a_target(engine)], TOKEN)
-    await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 16}, 1)], TOKEN, heard.hear)
+    await engines.patch([Patch(a_target(engine), {Parameter.MAX_NUM_SEQS: 16}, 1)], TOKEN, heard.hear)
     engine.hangs, engines.patience_seconds = True, 0.0
     assert (await engines.look([a_target(engine)], TOKEN))["u"].config is None
     engines.close()
@@ -306,8 +306,8 @@ class Heard(list[PatchAnswer]):
 
 async def test_a_change_is_made_and_its_answer_heard(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     heard, engines = Heard(), engines_at(http)
-    await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 16}, 1)], TOKEN, heard.hear)
-    await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 99}, 2)], TOKEN, heard.hear)
+    await engines.patch([Patch(a_target(engine), {Parameter.MAX_NUM_SEQS: 16}, 1)], TOKEN, heard.hear)
+    await engines.patch([Patch(a_target(engine), {Parameter.MAX_NUM_SEQS: 99}, 2)], TOKEN, heard.hear)
     assert isinstance(heard[0], Patched)
     assert isinstance(heard[1], OutOfBounds)
     assert engine.values["max_num_seqs"] == 16
@@ -315,7 +315,7 @@ async def test_a_change_is_made_and_its_answer_heard(engine: ContractEngine, htt
 
 async def test_no_change_is_sent_once_the_lease_has_ended(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     heard, engines = Heard(), replace(engines_at(http), may_write=lambda: False)
-    await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 16}, 1)], TOKEN, heard.hear)
+    await engines.patch([Patch(a_target(engine), {Parameter.MAX_NUM_SEQS: 16}, 1)], TOKEN, heard.hear)
     assert engine.calls == []
     assert list(heard) == []
 
@@ -325,11 +325,11 @@ async def test_a_change_that_was_refused_is_not_sent_again_while_nothing_is_diff
 ) -> None:
     now = [0.0]
     heard, engines = Heard(), Engines(http, clock=lambda: now[0], patience_seconds=IN_TIME_SECONDS)
-    too_many = Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 99}, 1)
+    too_many = Patch(a_target(engine), {Parameter.MAX_NUM_SEQS: 99}, 1)
     for _ in range(3):
         await engines.patch([too_many], TOKEN, heard.hear)
     assert engine.calls == ["PATCH /admin/v1/config"]
-    await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 98}, 1)], TOKEN, heard.hear)
+    await engines.patch([Patch(a_target(engine), {Parameter.MAX_NUM_SEQS: 98}, 1)], TOKEN, heard.hear)
     now[0] += REFUSED_SECONDS  # what may be set can have changed: memory was freed
     await engines.patch([too_many], TOKEN, heard.hear)
     assert len(engine.calls) == len(heard) == 3
@@ -339,12 +339,12 @@ async def test_where_a_change_was_refused_the_other_one_is_sent_and_it_again_whe
     engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     heard, engines = Heard(), engines_at(http)
-    both = Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 99}, 1, otherwise={Knob.MAX_NUM_BATCHED_TOKENS: 256})
+    both = Patch(a_target(engine), {Parameter.MAX_NUM_SEQS: 99}, 1, fallback={Parameter.MAX_NUM_BATCHED_TOKENS: 256})
     for _ in range(2):
         await engines.patch([both], TOKEN, heard.hear)
     assert [type(answer) for answer in heard] == [OutOfBounds, Patched]
     assert engine.values["max_num_batched_tokens"] == 256
-    later = replace(both, if_match=2, otherwise=None)
+    later = replace(both, if_match=2, fallback=None)
     for _ in range(2):
         await engines.patch([later], TOKEN, heard.hear)
     assert [type(answer) for answer in heard] == [OutOfBounds, Patched, OutOfBounds]
@@ -356,7 +356,7 @@ async def test_of_an_engine_that_refuses_all_it_is_asked_no_more_is_kept_than_co
     now = [1000.0]
     heard, engines = Heard(), Engines(http, clock=lambda: now[0], patience_seconds=IN_TIME_SECONDS)
     for more in range(6):
-        await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 99 + more}, 1)], TOKEN, heard.hear)
+        await engines.patch([Patch(a_target(engine), {Parameter.MAX_NUM_SEQS: 99 + more}, 1)], TOKEN, heard.hear)
         now[0] += 200.0
     assert [type(answer) for answer in heard] == [OutOfBounds] * 6
     (conversation,) = engines._with.values()
@@ -367,7 +367,7 @@ async def test_where_both_changes_were_refused_none_is_sent(
     engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     heard, engines = Heard(), engines_at(http)
-    both = Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 99}, 1, otherwise={Knob.MAX_NUM_SEQS: 98})
+    both = Patch(a_target(engine), {Parameter.MAX_NUM_SEQS: 99}, 1, fallback={Parameter.MAX_NUM_SEQS: 98})
     for _ in range(5):
         await engines.patch([both], TOKEN, heard.hear)
     assert len(engine.calls) == len(heard) == 2
@@ -379,7 +379,7 @@ async def test_a_hung_engine_holds_up_no_change_of_another_and_gets_no_second_on
     other_engine.hangs = True
     heard, engines = Heard(), engines_at(http, patience_seconds=0.5)
     orders = [
-        Patch(a_target(found, uid), {Knob.MAX_NUM_SEQS: 16}, 1) for found, uid in ((other_engine, "b"), (engine, "a"))
+        Patch(a_target(found, uid), {Parameter.MAX_NUM_SEQS: 16}, 1) for found, uid in ((other_engine, "b"), (engine, "a"))
     ]
     await engines.patch(orders, TOKEN, heard.hear)
     await until(lambda: engine.values["max_num_seqs"] == 16 and other_engine.calls != [])
@@ -399,11 +399,11 @@ async def test_what_an_engine_said_before_a_change_is_not_taken_for_its_values_a
     await until(lambda: "GET /admin/v1/config" in engine.calls)
     engine.hangs = False
     engines.patience_seconds = IN_TIME_SECONDS
-    await engines.patch([Patch(a_target(engine), {Knob.MAX_NUM_SEQS: 16}, 1)], TOKEN, heard.hear)
+    await engines.patch([Patch(a_target(engine), {Parameter.MAX_NUM_SEQS: 16}, 1)], TOKEN, heard.hear)
     engine.released.set()
     said = (await engines.look([a_target(engine)], TOKEN))["u"]
     assert said.config is not None
-    assert said.config.applied[Knob.MAX_NUM_SEQS] == 16
+    assert said.config.applied[Parameter.MAX_NUM_SEQS] == 16
 
 
 async def test_engines_that_are_gone_are_let_go_of(engine: ContractEngine, http: aiohttp.ClientSession) -> None:

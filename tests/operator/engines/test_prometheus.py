@@ -17,14 +17,14 @@ import httpx
 import pytest
 from aiohttp import web
 from fake_prometheus import NAMESPACE, FakePrometheus, exposed
-from trimtab_operator.engines.prometheus import MAX_ANSWER_BYTES, REST_SECONDS, Connection, Prometheus
+from trimtab_operator.engines.prometheus import IDLE_RECONCILE_SECONDS, MAX_ANSWER_BYTES, Connection, Prometheus
 from trimtab_operator.engines.scrape import ScrapeFailure
 from trimtab_operator.errors import MisconfiguredOperator
 from trimtab_operator.kube.certificates import fresh
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.samples import Sample
-from trimtab_operator.tuner.samples.prometheus import Naming
-from tuner_looks import a_sample
+from trimtab_operator.tuner.samples.prometheus import PrometheusNaming
+from tuner_snapshots import make_sample
 
 NOW = 1_000.0
 POD = "m-g0-0"
@@ -65,14 +65,14 @@ async def why(prometheus: Prometheus, **how: Any) -> str:
 
 async def test_what_it_stored_is_the_sample_that_the_pod_showed() -> None:
     prometheus, fake, _ = asked()
-    fake.scrape(exposed(a_sample(NOW - 20)), at=NOW - 20)
-    fake.scrape(exposed(a_sample(NOW - 5)), at=NOW - 5)
-    assert await one(prometheus) == a_sample(NOW - 5)
+    fake.scrape(exposed(make_sample(NOW - 20)), at=NOW - 20)
+    fake.scrape(exposed(make_sample(NOW - 5)), at=NOW - 5)
+    assert await one(prometheus) == make_sample(NOW - 5)
 
 
 async def test_a_sample_is_dated_by_the_operators_clock() -> None:
     prometheus, fake, clock = asked(Clock(ahead=3600.0))
-    fake.scrape(exposed(a_sample(50.0)), at=clock.of_prometheus() - 5)
+    fake.scrape(exposed(make_sample(50.0)), at=clock.of_prometheus() - 5)
     found = await one(prometheus, created_at=NOW - 100)
     assert isinstance(found, Sample)
     assert found.at == pytest.approx(NOW - 5, abs=0.01)
@@ -80,7 +80,7 @@ async def test_a_sample_is_dated_by_the_operators_clock() -> None:
 
 async def test_a_scrape_that_is_looked_at_twice_has_one_date() -> None:
     prometheus, fake, clock = asked(Clock(ahead=30.0))
-    fake.scrape(exposed(a_sample(50.0)), at=clock.of_prometheus() - 5)
+    fake.scrape(exposed(make_sample(50.0)), at=clock.of_prometheus() - 5)
     dates = set()
     for drift in (0.0, 0.2, -0.3, 0.1):
         clock.ahead = 30.0 + drift
@@ -92,35 +92,35 @@ async def test_a_scrape_that_is_looked_at_twice_has_one_date() -> None:
 
 async def test_another_pod_of_the_same_name_is_not_taken_for_this_one() -> None:
     prometheus, fake, _ = asked()
-    fake.scrape(exposed(a_sample(9.0)), at=NOW - 20, target={"instance": "10.0.0.9:8000"})
+    fake.scrape(exposed(make_sample(9.0)), at=NOW - 20, target={"instance": "10.0.0.9:8000"})
     said = await why(prometheus, created_at=NOW - 10)
     assert said == (
         "Prometheus: no scrape of pod m-g0-0 in the last 45 s (is it a target, with its name in label pod?)"
     )
-    fake.scrape(exposed(a_sample(1.0)), at=NOW - 1, target={"instance": "10.0.0.7:8000"})
-    assert await one(prometheus, created_at=NOW - 10) == replace(a_sample(1.0), at=NOW - 1)
+    fake.scrape(exposed(make_sample(1.0)), at=NOW - 1, target={"instance": "10.0.0.7:8000"})
+    assert await one(prometheus, created_at=NOW - 10) == replace(make_sample(1.0), at=NOW - 1)
 
 
 async def test_labels_of_the_resource_choose_among_targets_and_never_leave_its_namespace() -> None:
     prometheus, fake, _ = asked()
     for job in ("engines", "annotated"):
-        fake.scrape(exposed(a_sample(NOW)), at=NOW, target={"job": job})
-    fake.scrape(exposed(a_sample(1.0)), at=NOW, target={"namespace": "theirs"})
+        fake.scrape(exposed(make_sample(NOW)), at=NOW, target={"job": job})
+    fake.scrape(exposed(make_sample(1.0)), at=NOW, target={"namespace": "theirs"})
     found = (await prometheus.samples(NAMESPACE, {POD: 0.0}, {}))[POD]
     assert isinstance(found, ScrapeFailure)
     assert found.kind is Reason.METRICS_DUPLICATED
     assert "(instance=10.0.0.1:8000, job=annotated)" in found.reason
     chosen = await prometheus.samples(NAMESPACE, {POD: 0.0}, {"job": "engines", "namespace": "theirs"})
-    assert chosen[POD] == a_sample(NOW)
+    assert chosen[POD] == make_sample(NOW)
 
 
 async def test_many_pods_are_asked_for_in_parts() -> None:
     prometheus, fake, _ = asked()
     pods = [f"m-g{n}-0" for n in range(20)]
     for pod in pods:
-        fake.scrape(exposed(a_sample(NOW)), at=NOW, pod=pod)
+        fake.scrape(exposed(make_sample(NOW)), at=NOW, pod=pod)
     found = await prometheus.samples(NAMESPACE, dict.fromkeys(pods, 0.0), {})
-    assert all(found[pod] == a_sample(NOW) for pod in pods)
+    assert all(found[pod] == make_sample(NOW) for pod in pods)
     assert len([query for query in fake.queries if query != "time()"]) == 3
 
 
@@ -129,7 +129,7 @@ async def test_an_answer_that_is_too_large_is_asked_for_by_halves() -> None:
     pods = [f"m-g{n}-0" for n in range(4)]
     filling = [("vllm:num_preemptions_total", {"engine": f"{n}", "model_name": "x" * 900}, 1.0) for n in range(3000)]
     for pod in pods:
-        fake.scrape([*exposed(a_sample(NOW)), *filling], at=NOW, pod=pod)
+        fake.scrape([*exposed(make_sample(NOW)), *filling], at=NOW, pod=pod)
     found = await prometheus.samples(NAMESPACE, dict.fromkeys(pods, 0.0), {})
     assert all(isinstance(found[pod], Sample) for pod in pods)
 
@@ -145,8 +145,8 @@ async def test_a_server_that_is_not_there_is_said_and_left_alone_for_a_while() -
     await why(prometheus, namespace="another")
     assert len(fake.requests) == before  # by nobody
     fake.answer = None
-    fake.scrape(exposed(a_sample(NOW)), at=NOW)
-    clock.now += REST_SECONDS + 1
+    fake.scrape(exposed(make_sample(NOW)), at=NOW)
+    clock.now += IDLE_RECONCILE_SECONDS + 1
     assert isinstance(await one(prometheus), Sample)
 
 
@@ -166,10 +166,10 @@ def with_status(status: int, body: bytes = b"") -> Callable[[httpx.Request], htt
         (with_status(302), "it answers with status 302"),
         (with_status(404), "it answers with status 404"),
         (with_status(500), "it answers with status 500"),
-        (with_status(200, b"<html>"), "the answer is no JSON"),
-        (with_status(200, b'{"status":' + b"[" * 100_000), "the answer is no JSON"),
-        (with_status(422, b'{"status":"error","errorType":"execution","error":"too many"}'), "it refuses: execution: "),
-        (with_status(503, b'{"status":"error","errorType":"unavailable","error":"x"}'), "it refuses: unavailable: x"),
+        (with_status(200, b"<html>"), "the response is not JSON"),
+        (with_status(200, b'{"status":' + b"[" * 100_000), "the response is not JSON"),
+        (with_status(422, b'{"status":"error","errorType":"execution","error":"too many"}'), "it rejects the query: execution: "),
+        (with_status(503, b'{"status":"error","errorType":"unavailable","error":"x"}'), "it rejects the query: unavailable: x"),
     ],
 )
 async def test_a_failure_is_said_in_words_and_is_nobodys_sample(
@@ -192,7 +192,7 @@ async def test_a_namespace_whose_queries_are_too_much_leaves_the_others_theirs()
     )
     assert "larger than" in await why(prometheus, namespace="greedy")
     fake.answer = None
-    fake.scrape(exposed(a_sample(NOW)), at=NOW)
+    fake.scrape(exposed(make_sample(NOW)), at=NOW)
     assert isinstance(await one(prometheus), Sample)
     assert "larger than" in await why(prometheus, namespace="greedy")
 
@@ -262,9 +262,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"ca_file": Path("ca")}, "--prometheus-ca-file: says nothing over http"),
     ({"url": "https://p", "ca_file": Path("ca"), "is_insecure": True}, "leave one out"),
     ({"scrape_seconds": 0.0}, "must be 1 to 300"),
-    ({"naming": Naming(pod="po-d")}, "--prometheus-pod-label: 'po-d' is no name of a label"),
-    ({"naming": Naming(matchers={"__name__": "x"})}, "--prometheus-match: '__name__' is no name of a label"),
-    ({"naming": Naming(aliases={"a": 'x"}'})}, "no names of metrics"),
+    ({"naming": PrometheusNaming(pod="po-d")}, "--prometheus-pod-label: 'po-d' is no name of a label"),
+    ({"naming": PrometheusNaming(matchers={"__name__": "x"})}, "--prometheus-match: '__name__' is no name of a label"),
+    ({"naming": PrometheusNaming(aliases={"a": 'x"}'})}, "no names of metrics"),
 ]
 
 

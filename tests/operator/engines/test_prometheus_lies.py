@@ -13,24 +13,24 @@ import pytest
 from fake_prometheus import NAMESPACE, FakePrometheus, Row, exposed
 from trimtab_operator.engines.prometheus import Connection, Prometheus
 from trimtab_operator.engines.scrape import ScrapeFailure
-from trimtab_operator.tuner.decide import Outcome, decide
+from trimtab_operator.tuner.decide import TunerOutput, decide
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.samples import Sample
 from trimtab_operator.tuner.settings import Mode, Pace, Settings
-from trimtab_operator.tuner.state import Memory
-from tuner_looks import KNOBS, a_look, a_sample
+from trimtab_operator.tuner.state import TunerState
+from tuner_snapshots import PARAMETERS, make_replica_snapshot, make_sample
 
 TICK, SCRAPE = 5.0, 15.0
 BEGIN = 1000.0
 LIE_BEGINS, LIE_ENDS, END = 60.0, 240.0, 420.0  # seconds after that
 TOLD_WITHIN = 61.0  # seconds: three scrapes, and the next
-SETTINGS = Settings(Mode.AUTO, starts=KNOBS, pace=Pace(tick_seconds=TICK, sample_seconds=SCRAPE))
+SETTINGS = Settings(Mode.AUTO, starts=PARAMETERS, pace=Pace(tick_seconds=TICK, sample_seconds=SCRAPE))
 
 
 def pressed(at: float) -> Sample:
     """What an engine shows that computes 14 % of its tokens twice from the moment on at which the lie begins."""
     since = max(0.0, at - BEGIN - LIE_BEGINS)
-    return a_sample(at, kv_usage=0.99, preemptions={"capacity": since}, recomputed_tokens=20.0 * since)
+    return make_sample(at, kv_usage=0.99, preemptions={"capacity": since}, recomputed_tokens=20.0 * since)
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Scene:
 
     now: float = BEGIN
     ahead: float = 0.0
-    outcomes: list[tuple[float, Outcome]] = field(default_factory=list)
+    outcomes: list[tuple[float, TunerOutput]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.fake = FakePrometheus(lambda: self.now + self.ahead)
@@ -56,19 +56,19 @@ class Scene:
     def rows(self) -> list[Row]:
         return exposed(pressed(self.now))
 
-    async def look(self, memory: Memory, values: dict[object, object], generation: int) -> Outcome:
+    async def look(self, memory: TunerState, values: dict[object, object], generation: int) -> TunerOutput:
         found = (await self.prometheus.samples(NAMESPACE, {"m-g0-0": 0.0}, {}))["m-g0-0"]
         if isinstance(found, ScrapeFailure):
-            known = a_look(sample=a_sample(self.now, generation=generation), values=values)  # type: ignore[arg-type]
-            look = replace(known, sample=None, problem=found.reason, absence=found.kind)
+            known = make_replica_snapshot(sample=make_sample(self.now, generation=generation), values=values)  # type: ignore[arg-type]
+            look = replace(known, sample=None, problem=found.reason, problem_reason=found.kind)
         else:
             gauges = replace(found.gauges, config_generation=generation)
-            look = a_look(sample=replace(found, gauges=gauges), values=values)  # type: ignore[arg-type]
+            look = make_replica_snapshot(sample=replace(found, gauges=gauges), values=values)  # type: ignore[arg-type]
         return decide([look], memory, SETTINGS, self.now)
 
     async def play(self, lie: Callable[[Scene], None]) -> None:
         """Look every 5 s at what is scraped every 15 s. `lie` scrapes while it lies."""
-        memory, values, generation = Memory(starts=KNOBS), dict(KNOBS), 1
+        memory, values, generation = TunerState(starts=PARAMETERS), dict(PARAMETERS), 1
         for step in range(int(END / TICK)):
             self.now = BEGIN + step * TICK
             if step % (SCRAPE // TICK) == 0:
@@ -78,7 +78,7 @@ class Scene:
                     self.fake.answer, self.ahead = None, 0.0
                     self.fake.scrape(self.rows())
             outcome = await self.look(memory, values, generation)  # type: ignore[arg-type]
-            memory = outcome.memory
+            memory = outcome.state
             self.outcomes.append((self.now - BEGIN, outcome))
             for patch in outcome.patches.values():
                 values.update(patch)
@@ -200,13 +200,13 @@ async def test_a_clock_that_is_an_hour_ahead_changes_nothing() -> None:
             scene.ahead = shift
             scene.fake.scrape(scene.rows())
 
-        memory, told = Memory(starts=KNOBS), []
+        memory, told = TunerState(starts=PARAMETERS), []
         for step in range(int(END / TICK)):
             scene.now = BEGIN + step * TICK
             if step % (SCRAPE // TICK) == 0:
                 scraped(scene)
-            outcome = await scene.look(memory, dict(KNOBS), 1)  # type: ignore[arg-type]
-            memory = outcome.memory
+            outcome = await scene.look(memory, dict(PARAMETERS), 1)  # type: ignore[arg-type]
+            memory = outcome.state
             told.append((outcome.metrics_available.reason, [d.reason for d in outcome.decisions]))
         scene.outcomes = told  # type: ignore[assignment]
     assert honest.outcomes == ahead.outcomes
@@ -216,7 +216,7 @@ async def test_an_engine_that_begins_anew_is_blamed_for_nothing() -> None:
     scene = Scene()
 
     def restarts(scene: Scene) -> None:
-        scene.fake.scrape(exposed(a_sample(scene.now - BEGIN - LIE_BEGINS, kv_usage=0.1)))
+        scene.fake.scrape(exposed(make_sample(scene.now - BEGIN - LIE_BEGINS, kv_usage=0.1)))
 
     await scene.play(restarts)
     assert scene.reasons(SCRAPE, END) == {"Scraped"}

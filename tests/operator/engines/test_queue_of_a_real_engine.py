@@ -9,8 +9,13 @@ from operator_builders import a_deployment
 from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.values import Envelope, LiveValues
 from trimtab_operator.engines.admin_client import ConfigReport
-from trimtab_operator.observed.engines import QueueSeen
-from trimtab_operator.planning.scheduling_policy import MAX_TARGET_SECONDS, QueueTurn, queue_status, queue_turn
+from trimtab_operator.observed.engines import ReportedScheduling
+from trimtab_operator.planning.scheduling_policy import (
+    MAX_TARGET_SECONDS,
+    SchedulingPlan,
+    plan_scheduling,
+    scheduling_status,
+)
 
 
 def an_engine() -> LiveConfig:
@@ -28,12 +33,12 @@ def an_engine() -> LiveConfig:
     return LiveConfig(envelope, values)
 
 
-def heard(engine: LiveConfig) -> QueueSeen:
+def heard(engine: LiveConfig) -> ReportedScheduling:
     """What the operator reads of its configuration."""
     return ConfigReport.model_validate_json(json.dumps(engine.describe())).queue()
 
 
-def told(engine: LiveConfig, found: QueueTurn) -> LiveConfig:
+def sent(engine: LiveConfig, found: SchedulingPlan) -> LiveConfig:
     """The engine after what the operator found."""
     after, status, body = engine.patch(dict(found.patches["g"]), if_match=engine.generation, change_id="c")
     assert status == 200, body
@@ -44,23 +49,23 @@ def told(engine: LiveConfig, found: QueueTurn) -> LiveConfig:
 def test_an_engine_takes_the_order_and_goes_back(target: str) -> None:
     objectives = {"ttft": {"target": target, "perPromptToken": "125us"}}
     engine, auto = an_engine(), {"mode": "Auto"}
-    found = queue_turn(a_deployment(objectives=objectives, tuning=auto), {"g": heard(engine)})
-    engine = told(engine, found)
+    found = plan_scheduling(a_deployment(objectives=objectives, tuning=auto), {"g": heard(engine)})
+    engine = sent(engine, found)
     assert engine.values.scheduling_policy == "deadline"
     assert engine.values.ttft_target == {"1ms": 0.001, "2s": 2.0, "99h": MAX_TARGET_SECONDS}[target]
     assert engine.values.ttft_target_per_prompt_token == 0.000125
-    again = queue_turn(a_deployment(objectives=objectives, tuning=auto), {"g": heard(engine)})
-    assert (again.patches, again.notes, again.strangers) == ({}, (), ())
-    status = {"tuning": {"queueOrder": queue_status(again)}}
-    back = queue_turn(a_deployment(tuning=auto, status=status), {"g": heard(engine)})
-    engine = told(engine, back)
+    again = plan_scheduling(a_deployment(objectives=objectives, tuning=auto), {"g": heard(engine)})
+    assert (again.patches, again.events, again.unsupported) == ({}, (), ())
+    status = {"tuning": {"schedulingPolicy": scheduling_status(again)}}
+    back = plan_scheduling(a_deployment(tuning=auto, status=status), {"g": heard(engine)})
+    engine = sent(engine, back)
     assert engine.values.scheduling_policy == "fcfs"
-    status = {"tuning": {"queueOrder": queue_status(back)}}
-    assert queue_turn(a_deployment(tuning=auto, status=status), {"g": heard(engine)}) == QueueTurn()
+    status = {"tuning": {"schedulingPolicy": scheduling_status(back)}}
+    assert plan_scheduling(a_deployment(tuning=auto, status=status), {"g": heard(engine)}) == SchedulingPlan()
 
 
 def test_every_order_of_the_schema_is_one_of_the_engines() -> None:
     for policy in ("fcfs", "priority", "deadline"):
         deployment = a_deployment(engine={"schedulingPolicy": policy}, objectives={"ttft": {"target": "2s"}})
-        assert queue_turn(deployment, {"g": heard(an_engine())}).strangers == ()
+        assert plan_scheduling(deployment, {"g": heard(an_engine())}).unsupported == ()
         assert policy in heard(an_engine()).policies

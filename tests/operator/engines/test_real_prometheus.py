@@ -27,10 +27,10 @@ from trimtab_operator.engines.prometheus import Connection, Prometheus
 from trimtab_operator.engines.scrape import ScrapeFailure, scrape
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.samples import Histogram, Sample
-from trimtab_operator.tuner.samples.prometheus import Naming, matrix_of, range_query
-from trimtab_operator.tuner.samples.recorded import RECORDED_NAMES, Tick, ticks_of
+from trimtab_operator.tuner.samples.prometheus import PrometheusNaming, parse_matrix, range_query
+from trimtab_operator.tuner.samples.recorded import RECORDED_NAMES, Tick, build_ticks
 from trimtab_operator.tuner.samples.series import Unreadable
-from tuner_looks import a_sample
+from tuner_snapshots import make_sample
 
 DEADLINE_SECONDS = 60.0  # for what takes seconds: the machine may be loaded
 POD, NAMESPACE = "m-g0-0", "team-a"
@@ -80,7 +80,7 @@ def text_of(sample: Sample) -> str:
 @pytest.fixture
 async def shown() -> AsyncIterator[Shown]:
     histogram = Histogram((0.1, 0.5, math.inf), (3.0, 9.0, 10.0), 4.5)
-    page = Shown(replace(a_sample(1000.0, blocked_seconds={"kv": 2.5}), ttft=histogram, itl=histogram))
+    page = Shown(replace(make_sample(1000.0, blocked_seconds={"kv": 2.5}), ttft=histogram, itl=histogram))
     application = web.Application()
     application.router.add_get("/metrics", page.answer)
     runner = web.AppRunner(application, shutdown_timeout=0.1)
@@ -177,7 +177,7 @@ async def test_both_sources_read_the_same_engine_alike(
 
         for seconds in (1000.0, 1060.0):  # two scrapes of an engine at work, and what it did in between
             shown.sample = replace(
-                a_sample(seconds, blocked_seconds={"kv": seconds / 400}), ttft=shown.sample.ttft, itl=shown.sample.itl
+                make_sample(seconds, blocked_seconds={"kv": seconds / 400}), ttft=shown.sample.ttft, itl=shown.sample.itl
             )
             stored = await until(lambda: same_as_direct(shown.sample.counters.generated_tokens))
             direct = await scrape(http, shown.url)
@@ -202,7 +202,7 @@ async def test_what_happens_to_scraping_is_seen_and_named(real: RealPrometheus, 
             return found if is_named and isinstance(found, ScrapeFailure) else None
 
         first = await until(sample)
-        shown.sample = a_sample(5.0, kv_usage=math.nan)  # it began anew, and its page has no number
+        shown.sample = make_sample(5.0, kv_usage=math.nan)  # it began anew, and its page has no number
         reset = await until(lambda: _if_reset(prometheus, first))
         assert math.isnan(reset.gauges.kv_usage)
         await asyncio.to_thread(real.reload, jobs=("engines", "annotated"))
@@ -225,9 +225,9 @@ async def test_one_that_refuses_a_query_says_why(real: RealPrometheus) -> None:
 
         async def refused() -> str | None:
             try:
-                matrix_of(await prometheus.query('{job="a"'))
+                parse_matrix(await prometheus.query('{job="a"'))
             except Unreadable as error:
-                return str(error) if "it refuses" in str(error) else None
+                return str(error) if "it rejects the query" in str(error) else None
             return None
 
         assert "bad_data" in await until(refused)
@@ -236,23 +236,23 @@ async def test_one_that_refuses_a_query_says_why(real: RealPrometheus) -> None:
 async def test_what_it_stored_of_a_while_is_read_as_scrapes(real: RealPrometheus, shown: Shown) -> None:
     """As `trimtab replay` asks: by a pattern of pods, with what only recordings need."""
     query = range_query(
-        Naming(), namespace=NAMESPACE, pods=re.compile(r"m-g[0-9]+-0"), seconds=60, names=RECORDED_NAMES
+        PrometheusNaming(), namespace=NAMESPACE, pods=re.compile(r"m-g[0-9]+-0"), seconds=60, names=RECORDED_NAMES
     )
     async with Prometheus(Connection(real.url, scrape_seconds=1.0)) as prometheus:
 
         async def ending_with(wanted: float) -> list[Tick] | None:
             try:
-                found = matrix_of(await prometheus.query(query))
-                ticks = ticks_of(found, Naming(), every=0.5, limits={}, block_size=16)
+                found = parse_matrix(await prometheus.query(query))
+                ticks = build_ticks(found, PrometheusNaming(), every=0.5, limits={}, block_size=16)
             except Unreadable:
                 return None
-            last = ticks[-1].looks[0].sample
+            last = ticks[-1].snapshots[0].sample
             return list(ticks) if last is not None and last.counters.generated_tokens == wanted else None
 
         for seconds in (1010.0, 1020.0, 1030.0):
-            shown.sample = a_sample(seconds)
+            shown.sample = make_sample(seconds)
             ticks = await until(lambda: ending_with(shown.sample.counters.generated_tokens))
-        assert {look.replica for tick in ticks for look in tick.looks} == {POD}
-        seen = [tick.looks[0].sample for tick in ticks]
+        assert {look.replica for tick in ticks for look in tick.snapshots} == {POD}
+        seen = [tick.snapshots[0].sample for tick in ticks]
         generated = [one.counters.generated_tokens for one in seen if one is not None]
         assert list(dict.fromkeys(generated))[-3:] == [40.0 * seconds for seconds in (1010.0, 1020.0, 1030.0)]

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from operator_builders import ONE_RANK
 from trimtab_operator.engines.scrape import ScrapeFailure, ask, parse_metrics, parse_requests, scrape
-from trimtab_operator.observed.engines import Target
+from trimtab_operator.observed.engines import EngineTarget
 from trimtab_operator.tuner.samples import Sample
 
 if TYPE_CHECKING:
@@ -180,12 +180,14 @@ def test_a_list_of_requests_that_cannot_be_read_is_none(body: bytes) -> None:
     assert parse_requests(body, at=7.0) == (None, None)
 
 
-def a_target(engine: ContractEngine, group: str = "a", *, ready: bool = True, asks_layout: bool = False) -> Target:
-    return Target(group, "127.0.0.1", ready, "u", asks_layout, api_port=engine.port, admin_port=engine.port)
+def a_target(
+    engine: ContractEngine, group: str = "a", *, ready: bool = True, needs_layout: bool = False
+) -> EngineTarget:
+    return EngineTarget(group, "127.0.0.1", ready, "u", needs_layout, api_port=engine.port, admin_port=engine.port)
 
 
 async def test_a_ready_engine_is_asked_everything_at_once(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
-    seen = await ask(a_target(engine, asks_layout=True), http=http, token="right", clock=lambda: 99.0)
+    seen = await ask(a_target(engine, needs_layout=True), http=http, token="right", clock=lambda: 99.0)
     assert seen.ready
     assert seen.problem is None
     assert seen.config is not None
@@ -241,7 +243,7 @@ async def test_an_engine_that_does_not_list_its_requests_is_read_all_the_same(
 
 
 async def test_an_engine_that_is_gone_is_named_by_its_address(http: aiohttp.ClientSession) -> None:
-    gone = Target("c", "127.0.0.1", True, "u", api_port=1, admin_port=1)
+    gone = EngineTarget("c", "127.0.0.1", True, "u", api_port=1, admin_port=1)
     seen = await ask(gone, http=http, token="right")
     assert seen.problem is not None
     assert "127.0.0.1:1/metrics" in seen.problem

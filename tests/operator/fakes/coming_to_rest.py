@@ -55,8 +55,8 @@ def _seen(cluster: FakeCluster) -> dict[str, Any]:
     return {
         "specs": specs,
         "labels": labels,
-        "rollout": (rollout.proven, rollout.attempt and rollout.attempt.change, rollout.taken_back),
-        "no room": rollout.no_room and rollout.no_room.change,
+        "rollout": (rollout.known_good, rollout.attempt and rollout.attempt.change, rollout.rolled_back),
+        "no room": rollout.surge_obstacle and rollout.surge_obstacle.change,
         "pods": {name: pod["metadata"]["labels"] for name, pod in cluster.pods.items()},
         "values": {name: cluster.engines[pod["metadata"]["uid"]].values for name, pod in cluster.pods.items()},
         "status": {key: value for key, value in cluster.status.items() if key not in OF_HISTORY},

@@ -59,7 +59,7 @@ class Asked:
         )
 
 
-def asked_by(method: str, path: str) -> Asked:
+def source(method: str, path: str) -> Asked:
     """What a method on a path asks for."""
     parts = path.strip("/").split("/")
     group, rest = ("", parts[2:]) if parts[0] == "api" else (parts[1], parts[3:])
@@ -81,9 +81,9 @@ def versioned(found: dict[str, Any]) -> dict[str, Any]:
 class GuardedDoor(Cluster):
     """The door of one operator that has these rights."""
 
-    def __init__(self, world: FakeCluster, grants: Iterable[Grant]) -> None:
+    def __init__(self, snapshot: FakeCluster, grants: Iterable[Grant]) -> None:
         super().__init__()
-        self.world = world
+        self.snapshot = snapshot
         self.grants = list(grants)
         self.used: set[Grant] = set()
         self.others: dict[str, dict[str, Any]] = {}
@@ -98,14 +98,14 @@ class GuardedDoor(Cluster):
     async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         if path.startswith("/apis/") and path.count("/") == 3:
             return self._discovery(path.split("/")[2])
-        asked = asked_by(method, path)
+        asked = source(method, path)
         self._authorize(asked)
         kind = KINDS[asked.group, asked.resource.partition("/")[0]]
         body = options.get("body") or {}
         if kind == "InferenceDeployment":
             return self._resource(asked, body)
         if kind == "Node":
-            return {"items": list(self.world._nodes())}
+            return {"items": list(self.snapshot._nodes())}
         is_child = asked.namespace in (None, "n") and kind not in NO_CHILDREN
         if not is_child:
             return self._other(asked, path, body)
@@ -117,7 +117,9 @@ class GuardedDoor(Cluster):
 
     def _discovery(self, group: str) -> dict[str, Any]:
         """Everybody may ask what is served."""
-        served = [plural for kind, (of, _, plural, _) in RESOURCES.items() if of == group and kind in self.world.serves]
+        served = [
+            plural for kind, (of, _, plural, _) in RESOURCES.items() if of == group and kind in self.snapshot.serves
+        ]
         return {"resources": [{"name": name} for name in served]}
 
     def _authorize(self, asked: Asked) -> None:
@@ -129,13 +131,15 @@ class GuardedDoor(Cluster):
     def _resource(self, asked: Asked, body: dict[str, Any]) -> dict[str, Any]:
         if asked.verb == "patch":
             assert asked.resource.endswith("/status"), "the owner's spec is written"
-            self.world.write_status(body["status"])
-        assert self.world.body is not None
-        return {"items": [self.world.body]} if asked.verb == "list" else versioned({"kind": KIND, **self.world.body})
+            self.snapshot.write_status(body["status"])
+        assert self.snapshot.body is not None
+        return (
+            {"items": [self.snapshot.body]} if asked.verb == "list" else versioned({"kind": KIND, **self.snapshot.body})
+        )
 
     def _child(self, asked: Asked, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        world, name = self.world, asked.name or ""
-        store = world.pods if kind == "Pod" else {n: made for (k, n), made in world.objects.items() if k == kind}
+        snapshot, name = self.snapshot, asked.name or ""
+        store = snapshot.pods if kind == "Pod" else {n: made for (k, n), made in snapshot.objects.items() if k == kind}
         if asked.verb == "list":
             return {"items": [store[name] for name in sorted(store)]}
         if asked.verb == "patch":
@@ -146,26 +150,26 @@ class GuardedDoor(Cluster):
                 versioned(store[name])["metadata"]["resourceVersion"],
             ):
                 raise answer(409, "the object has been modified", name)
-            world.apply_now(Apply(body, name not in store, "", None))
-            return world.objects[kind, name]
+            snapshot.apply_now(Apply(body, name not in store, "", None))
+            return snapshot.objects[kind, name]
         if name not in store:
             raise answer(404, f"{name} not found", name)
         if asked.resource == "pods/eviction":
             self._evict(name, body)
             return {}
         if asked.verb == "delete":
-            world.delete_now(kind, name, body["preconditions"]["uid"], body.get("gracePeriodSeconds"))
+            snapshot.delete_now(kind, name, body["preconditions"]["uid"], body.get("gracePeriodSeconds"))
             return {}
         return store[name]
 
     def _evict(self, name: str, body: dict[str, Any]) -> None:
-        if not self.world.lets_go(name):
+        if not self.snapshot.lets_go(name):
             raise answer(429, "Cannot evict pod as it would violate the pod's disruption budget.")
-        self.world.delete_now("Pod", name, body["deleteOptions"]["preconditions"]["uid"])
+        self.snapshot.delete_now("Pod", name, body["deleteOptions"]["preconditions"]["uid"])
 
     def _other(self, asked: Asked, path: str, body: Any) -> dict[str, Any]:
         if asked.verb == "list":
-            return {"items": list(self.world.refusals)}
+            return {"items": list(self.snapshot.refusals)}
         if asked.verb == "create":
             path = f"{path}/{body['metadata']['name']}"
             if path in self.others:

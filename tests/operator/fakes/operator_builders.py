@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, LEADER, REVISION_LABEL, ROLE_LABEL, WORKER
 from trimtab_operator.layout.degrees import Degrees
-from trimtab_operator.observed.groups import Group, Missing, Observed, groups_of
+from trimtab_operator.observed.groups import Group, MissingPods, ObservedChildren, groups_of
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp
 
@@ -82,7 +82,7 @@ def a_pod(
     revision: str = "r1",
     status: Mapping[str, Any] = READY,
     node: str | None = "one",
-    unschedulable: str | None = None,
+    unschedulable_message: str | None = None,
     since: float = -3600.0,
     created: float = -3600.0,
     deleted: float | None = None,
@@ -101,8 +101,8 @@ def a_pod(
     if deleted is not None:
         metadata |= {"deletionTimestamp": at(deleted + grace_seconds), "deletionGracePeriodSeconds": grace_seconds}
     placed: dict[str, Any] = {"type": "PodScheduled", "status": "True", "lastTransitionTime": at(since)}
-    if node is None or unschedulable is not None:
-        node, placed = None, placed | {"status": "False", "message": unschedulable or "no node takes it"}
+    if node is None or unschedulable_message is not None:
+        node, placed = None, placed | {"status": "False", "message": unschedulable_message or "no node takes it"}
     conditions = [placed, *(status.get("conditions") or [])]
     spec = {} if node is None else {"nodeName": node}
     return {"metadata": metadata, "spec": spec, "status": {**status, "conditions": conditions}}
@@ -137,15 +137,17 @@ def a_stateful_set(
     return {"metadata": metadata, "spec": {"replicas": replicas}}
 
 
-def observed(*pods: dict[str, Any], workers: int | None = None, **of_sets: Any) -> Observed:
+def observed(*pods: dict[str, Any], workers: int | None = None, **of_sets: Any) -> ObservedChildren:
     """The children of a resource with one group: these pods, and its StatefulSets, two when it has `workers`."""
     sets = [a_stateful_set(**of_sets)]
     if workers is not None:
         sets.append(a_stateful_set(WORKER, replicas=workers, **of_sets))
-    return Observed(stateful_sets=tuple(sets), pods=pods)
+    return ObservedChildren(stateful_sets=tuple(sets), pods=pods)
 
 
-def a_group(*pods: dict[str, Any], workers: int | None = None, missing: Missing | None = None, **of_sets: Any) -> Group:
+def a_group(
+    *pods: dict[str, Any], workers: int | None = None, missing: MissingPods | None = None, **of_sets: Any
+) -> Group:
     """One group as it is observed. Without `workers` it is of one pod."""
     seen = observed(*pods, workers=workers, **of_sets)
     name = str(seen.stateful_sets[0]["metadata"]["name"])

@@ -23,14 +23,21 @@ from trimtab_operator.engines.poller import Engines, OnAnswer
 from trimtab_operator.kube.client import Cluster
 from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.layout.degrees import Degrees
-from trimtab_operator.observed.actions import Action, Apply, LiveValues, Patch, note_of
-from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, QueueSeen, Target
-from trimtab_operator.observed.groups import Group, Observed, groups_of, is_pod_ready, is_terminating, ordinal_of
-from trimtab_operator.planning.gpu_budget import Stake
+from trimtab_operator.observed.actions import Action, Apply, LiveValues, Patch, event_of
+from trimtab_operator.observed.engines import EngineObservation, EngineTarget, MetricsSettings, ReportedScheduling
+from trimtab_operator.observed.groups import (
+    Group,
+    ObservedChildren,
+    groups_of,
+    is_pod_ready,
+    is_terminating,
+    ordinal_of,
+)
+from trimtab_operator.planning.gpu_budget import GpuClaim
 from trimtab_operator.planning.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
-from trimtab_operator.planning.plan import Turn, turn
-from trimtab_operator.planning.snapshot import World, as_read, questions_of
-from trimtab_operator.planning.state import Memory
+from trimtab_operator.planning.plan import ReconcilePlan, plan_reconcile
+from trimtab_operator.planning.snapshot import ClusterSnapshot, parse_resource, plan_extra_reads
+from trimtab_operator.planning.state import ReconcilerState
 from trimtab_operator.reconcile.executor import Hands
 from trimtab_operator.reconcile.health import Heartbeats, OperatorMetrics
 from trimtab_operator.reconcile.observer import Eyes, Key
@@ -41,26 +48,26 @@ from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp
-from trimtab_operator.tuner.knobs import FieldRange, Knob, Value
-from trimtab_operator.tuner.samples import Config, Counters, Finished, Gauges, Ledger, RequestNews, Sample
+from trimtab_operator.tuner.parameters import FieldRange, Parameter, Value
+from trimtab_operator.tuner.samples import Config, Counters, Finished, Gauges, Ledger, RequestUpdates, Sample
 
 TICK_SECONDS = 5.0
 SECRET = b"s"
 BROKEN = "--broken"  # engines with this argument never become Ready
 KEY = Key("n", "m", "u-m")
 TOKEN = admin_token(SECRET, KEY.uid)
-STARTS: Mapping[Knob, Value] = {
-    Knob.GPU_MEMORY_UTILIZATION: 0.74,
-    Knob.MAX_NUM_SEQS: 32,
-    Knob.MAX_NUM_BATCHED_TOKENS: 512,
-    Knob.WATERMARK: 0.0,
+STARTS: Mapping[Parameter, Value] = {
+    Parameter.GPU_MEMORY_UTILIZATION: 0.74,
+    Parameter.MAX_NUM_SEQS: 32,
+    Parameter.MAX_NUM_BATCHED_TOKENS: 512,
+    Parameter.WATERMARK: 0.0,
 }
 TIMES = {"ttft_target": 0.0, "ttft_target_per_prompt_token": 0.0}
 LIMITS = {
-    Knob.GPU_MEMORY_UTILIZATION: (0.5, 0.95),
-    Knob.MAX_NUM_SEQS: (1, 64),
-    Knob.MAX_NUM_BATCHED_TOKENS: (32, 1024),
-    Knob.WATERMARK: (0.0, 0.9),
+    Parameter.GPU_MEMORY_UTILIZATION: (0.5, 0.95),
+    Parameter.MAX_NUM_SEQS: (1, 64),
+    Parameter.MAX_NUM_BATCHED_TOKENS: (32, 1024),
+    Parameter.WATERMARK: (0.0, 0.9),
 }
 
 
@@ -72,7 +79,7 @@ class Killed(BaseException):
 class FakeEngine:
     """What runs in the leader's pod of one group."""
 
-    values: dict[Knob, Value] = field(default_factory=lambda: dict(STARTS))
+    values: dict[Parameter, Value] = field(default_factory=lambda: dict(STARTS))
     policy: str = "fcfs"
     """The order of its queue."""
     policies: tuple[str, ...] = ("fcfs", "priority", "deadline")
@@ -101,7 +108,7 @@ class FakeEngine:
                 self.times[name] = float(value)
             else:
                 assert not isinstance(value, str)
-                self.values[Knob(name)] = value
+                self.values[Parameter(name)] = value
         assert self.policy != "deadline" or self.times["ttft_target"] > 0, "a deadline without a target"
         self.generation += 1
 
@@ -121,7 +128,7 @@ class FakeCluster:
         self.former_secret: bytes | None = None
         self.start_seconds = start_seconds
         self.nodes = nodes
-        self.unschedulable = "0/1 nodes are available: 1 Insufficient cpu."
+        self.unschedulable_message = "0/1 nodes are available: 1 Insufficient cpu."
         """What the scheduler says of a pod for which no node is left."""
         self.quota = 9999
         """How many pods the API server creates."""
@@ -132,7 +139,7 @@ class FakeCluster:
         self.serves: set[str] = set()
         """The kinds that can be done without and that this cluster has, such as PodDisruptionBudget."""
         self.installation = Installation()
-        self.stakes: tuple[Stake, ...] | None = ()
+        self.gpu_claims: tuple[GpuClaim, ...] | None = ()
         """What other resources ask for and hold of the GPU budget."""
         self.is_answering = True
         """Whether engines answer at all."""
@@ -156,7 +163,7 @@ class FakeCluster:
         self.lives: int | None = None
         """The operator is killed once it has written so often; None: never."""
         self.writes = 0
-        self.memory = Memory()
+        self.state = ReconcilerState()
         self._born: dict[str, float] = {}
         self._made = 0
         if knows_the_model:
@@ -168,7 +175,7 @@ class FakeCluster:
     def deployment(self) -> InferenceDeployment:
         """The resource as the operator reads it."""
         assert self.body is not None
-        return as_read(self.body, default_image=self.default_image, allowed_privileges=self.installation.allowed_privileges)[0]
+        return parse_resource(self.body, default_image=self.default_image, allowed_privileges=self.installation.allowed_privileges)[0]
 
     def edit(self, **spec: Any) -> None:
         """Write another spec: these parts of it in the place of the present ones; None removes one."""
@@ -184,14 +191,14 @@ class FakeCluster:
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
-    def children(self) -> Observed:
+    def children(self) -> ObservedChildren:
         """The children as the API server gives them. Not copied: whoever looks at them changes nothing."""
 
         def of(kind: str) -> tuple[dict[str, Any], ...]:
             return tuple(m for (k, _), m in sorted(self.objects.items()) if k == kind)
 
         pods = tuple(pod for _, pod in sorted(self.pods.items()))
-        return Observed(
+        return ObservedChildren(
             of("Service"),
             of("StatefulSet"),
             of("ConfigMap"),
@@ -226,54 +233,54 @@ class FakeCluster:
 
     # --- looking and acting without I/O -------------------------------------------------------------------------------
 
-    def look(self, memory: Memory | None = None) -> World:
+    def look(self, state: ReconcilerState | None = None) -> ClusterSnapshot:
         """What one look sees now."""
-        memory, deployment, children = memory or self.memory, self.deployment, self.children()
-        asked = questions_of(deployment, children, memory, now=self.now)
-        misread = as_read(self.body or {}, default_image=self.default_image)[1]
+        state, deployment, children = state or self.state, self.deployment, self.children()
+        asked = plan_extra_reads(deployment, children, state, now=self.now)
+        parse_errors = parse_resource(self.body or {}, default_image=self.default_image)[1]
         former = None if self.former_secret is None else admin_token(self.former_secret, KEY.uid)
         engines = {target.group: self.said(target) for target in asked.engines}
         refused = tuple(self.refusals) if asked.refused_creations else None
         nodes = self._nodes() if asked.nodes_fresh_seconds is not None else ()
-        return World(
+        return ClusterSnapshot(
             self.now,
             deployment,
             admin_token(self.secret, KEY.uid),
             children,
             engines,
-            misread,
+            parse_errors,
             nodes,
             refused_creations=refused,
             tick_seconds=TICK_SECONDS,
             former_token=former,
             installation=self.installation,
-            stakes=self.stakes,
+            gpu_claims=self.gpu_claims,
         )
 
-    def decide(self, memory: Memory | None = None) -> Turn:
+    def decide(self, state: ReconcilerState | None = None) -> ReconcilePlan:
         """What the operator would do now, by this memory or by its own."""
-        return turn(self.look(memory), memory or self.memory)
+        return plan_reconcile(self.look(state), state or self.state)
 
-    def turn(self, decided: Turn | None = None) -> Turn:
+    def plan_reconcile(self, decided: ReconcilePlan | None = None) -> ReconcilePlan:
         """Let the operator take one turn: look, decide, act; or act by what was `decided` just now."""
         decided = decided or self.decide()
-        self.do(decided.care)
-        self.do(decided.remember)
-        self.memory = decided.memory
+        self.do(decided.urgent_deletes)
+        self.do(decided.state_writes)
+        self.state = decided.state
         self.do(decided.children)
-        self.memory = replace(decided.memory, futile=decided.futile)
+        self.state = replace(decided.state, repeated_applies=decided.repeated_applies)
         for order in decided.patches:
             self.patch(order)
         self.events += [decision.reason.value for decision in decided.decisions]
-        self.events += [note.reason for note in decided.notes]
-        self.events += [note.reason for action in decided.children if (note := note_of(action)) is not None]
-        status = status_of(self.deployment, decided.findings, now=_moment(self.now))
+        self.events += [note.reason for note in decided.events]
+        self.events += [note.reason for action in decided.children if (note := event_of(action)) is not None]
+        status = status_of(self.deployment, decided.status_inputs, now=_moment(self.now))
         self.write_status(status)
         return decided
 
-    def tick(self) -> Turn:
+    def tick(self) -> ReconcilePlan:
         """Take one turn, and let the cluster follow it for TICK_SECONDS."""
-        decided = self.turn()
+        decided = self.plan_reconcile()
         self.now += TICK_SECONDS
         self.controllers()
         return decided
@@ -291,7 +298,7 @@ class FakeCluster:
 
     def restart_operator(self) -> None:
         """A new process remembers only what is written in the cluster."""
-        self.memory, self.lives = Memory(), None
+        self.state, self.lives = ReconcilerState(), None
 
     # --- writes -------------------------------------------------------------------------------------------------------
 
@@ -308,8 +315,8 @@ class FakeCluster:
         key = (manifest["kind"], manifest["metadata"]["name"])
         assert action.is_new == (key not in self.objects), f"{key} is new: {action.is_new}"
         if manifest["kind"] == "Service" and manifest["spec"].get("clusterIP") in self.taken:
-            assert action.otherwise is not None, "a Service that cannot be had"
-            manifest = dict(action.otherwise)
+            assert action.fallback is not None, "a Service that cannot be had"
+            manifest = dict(action.fallback)
         self._store(manifest)
         self._written()
 
@@ -357,7 +364,7 @@ class FakeCluster:
         """Set live fields of an engine, if it is of the generation that was seen."""
         engine = self.engines[order.target.instance]
         assert order.if_match == engine.generation
-        fields = order.otherwise if engine.refuses & order.fields.keys() else order.fields
+        fields = order.fallback if engine.refuses & order.fields.keys() else order.fields
         if fields is None:
             return
         engine.patch(fields)
@@ -442,7 +449,9 @@ class FakeCluster:
                 placed += 1
             else:
                 known = [c for c in pod["status"].get("conditions", []) if c["status"] == "False"]
-                condition = known[0] if known else condition | {"status": "False", "message": self.unschedulable}
+                condition = (
+                    known[0] if known else condition | {"status": "False", "message": self.unschedulable_message}
+                )
             pod["status"]["conditions"] = [condition]
 
     def kubelets(self) -> None:
@@ -496,19 +505,19 @@ class FakeCluster:
 
     # --- engines ------------------------------------------------------------------------------------------------------
 
-    def said(self, target: Target) -> EngineSeen:
+    def said(self, target: EngineTarget) -> EngineObservation:
         """What an engine says now; one that does not answer, or that nobody can reach, says nothing."""
         engine = self.engines.get(target.instance)
         if target.address is None or engine is None or not self.is_answering or target.pod in self.silent:
-            return EngineSeen(target.ready, "no answer")
-        fields = {knob: FieldRange(True, *LIMITS[knob]) for knob in Knob}
+            return EngineObservation(target.ready, "no answer")
+        fields = {knob: FieldRange(True, *LIMITS[knob]) for knob in Parameter}
         config = Config(engine.generation, dict(engine.values), fields, 1024)
-        queue = QueueSeen(engine.policy, engine.policies, dict(engine.times))
+        queue = ReportedScheduling(engine.policy, engine.policies, dict(engine.times))
         if not target.ready:
-            return EngineSeen(False, "not ready", config=config, queue=queue, load=("weights", 40))
-        news = RequestNews(tuple(engine.finished), ())
+            return EngineObservation(False, "not ready", config=config, queue=queue, load=("weights", 40))
+        news = RequestUpdates(tuple(engine.finished), ())
         engine.finished.clear()
-        return EngineSeen(
+        return EngineObservation(
             True,
             sample=Sample(
                 self.now,
@@ -520,10 +529,10 @@ class FakeCluster:
             ledger=Ledger(1_572_864_000, 151, 16, 737_280),
             applied={**{knob.value: value for knob, value in engine.values.items()}, **engine.times},
             queue=queue,
-            layout=self._layout(target) if target.asks_layout else None,
+            layout=self._layout(target) if target.needs_layout else None,
         )
 
-    def _layout(self, target: Target) -> Degrees:
+    def _layout(self, target: EngineTarget) -> Degrees:
         """As the flags of the engine's pod ask for."""
         pod = next(pod for pod in self.pods.values() if pod["metadata"]["uid"] == target.instance)
         flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in pod["spec"]["containers"][0]["args"])
@@ -536,7 +545,7 @@ class FakeCluster:
     async def get(self, _kind: str, _namespace: str | None, _name: str) -> dict[str, Any] | None:
         return self.body and dict(self.body)
 
-    async def observe(self, _deployment: InferenceDeployment) -> Observed:
+    async def observe(self, _deployment: InferenceDeployment) -> ObservedChildren:
         if self.failures:
             raise self.failures.pop(0)
         return self.children()
@@ -591,12 +600,12 @@ class FakeEngines:
 
     async def look(
         self,
-        targets: Iterable[Target],
+        targets: Iterable[EngineTarget],
         _tokens: Tokens,
-        _asked: MetricsAsked | None = None,
+        _asked: MetricsSettings | None = None,
         *,
         believes_last_words: bool = False,
-    ) -> dict[str, EngineSeen]:
+    ) -> dict[str, EngineObservation]:
         self.believed.append(believes_last_words)
         return {target.group: self.cluster.said(target) for target in targets}
 

@@ -1,4 +1,4 @@
-"""A replica as the tuner looks at it: its phase, since when, its instance, and how its engine ended before."""
+"""The tuner's observation of a replica: phase, start of the phase, instance, and last termination."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from operator_builders import NOW, READY, RUNNING, a_group, a_pod, at, not_ready
 from trimtab_operator.builders.labels import WORKER
-from trimtab_operator.observed.engines import EngineSeen
-from trimtab_operator.observed.groups import Missing
-from trimtab_operator.observed.looks import look_of
+from trimtab_operator.observed.engines import EngineObservation, observe_replica
+from trimtab_operator.observed.groups import MissingPods
 from trimtab_operator.tuner.samples import Phase
 
 
@@ -27,53 +26,53 @@ def a_pod_ready_since(seconds: float, ready: str = "True") -> dict[str, Any]:
         (not_ready(a_pod(node=None, created=-30.0)), Phase.PENDING, -30.0),
     ],
 )
-def test_a_replica_is_in_its_phase_since_kubernetes_says_so(pod: dict[str, Any], phase: Phase, since: float) -> None:
-    look = look_of(a_group(pod), None)
+def test_phase_since_matches_pod_conditions(pod: dict[str, Any], phase: Phase, since: float) -> None:
+    look = observe_replica(a_group(pod), None)
     assert (look.phase, look.since) == (phase, NOW + since)
-    assert look.problem == "its engine was not asked"
+    assert look.problem == "its engine was not polled"
 
 
 def test_a_replica_without_pods_waits() -> None:
-    look = look_of(a_group(), None)
+    look = observe_replica(a_group(), None)
     assert (look.phase, look.instance, look.since) == (Phase.PENDING, "", 0.0)
 
 
 def test_a_replica_that_lacks_pods_waits_since_they_were_missed() -> None:
-    assert look_of(a_group(missing=Missing(NOW - 70.0, 0)), None).since == NOW - 70.0
+    assert observe_replica(a_group(missing=MissingPods(NOW - 70.0, 0)), None).since == NOW - 70.0
 
 
 def test_a_replica_waits_as_a_whole_while_one_of_its_pods_finds_no_node() -> None:
     leader = not_ready(a_pod(created=-30.0))
     placed = not_ready(a_pod(WORKER, created=-30.0))
-    assert look_of(a_group(leader, placed, workers=1), None).phase is Phase.STARTING
+    assert observe_replica(a_group(leader, placed, workers=1), None).phase is Phase.STARTING
     stuck = not_ready(a_pod(WORKER, node=None, created=-30.0))
-    assert look_of(a_group(leader, stuck, workers=1), None).phase is Phase.PENDING
+    assert observe_replica(a_group(leader, stuck, workers=1), None).phase is Phase.PENDING
 
 
-def test_restarts_and_their_cause_are_those_of_the_engines_container() -> None:
+def test_restarts_are_those_of_the_engine_container() -> None:
     ended = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
     sidecar = {"name": "other", "restartCount": 7, "lastState": ended}
     main: dict[str, Any] = {"name": "main", "restartCount": 2, "state": {"running": {}}}
     pod = a_pod(status={**READY, "containerStatuses": [sidecar, main]})
-    look = look_of(a_group(pod), EngineSeen(True))
+    look = observe_replica(a_group(pod), EngineObservation(True))
     assert (look.restarts, look.was_oom_killed) == (2, False)
     pod = a_pod(status={**READY, "containerStatuses": [sidecar, {**main, "lastState": ended}]})
-    assert look_of(a_group(pod), EngineSeen(True)).was_oom_killed
+    assert observe_replica(a_group(pod), EngineObservation(True)).was_oom_killed
     assert look.instance == "u-m-g0-0"
 
 
 def test_the_exit_code_of_an_engines_last_end_is_read() -> None:
     main: dict[str, Any] = {"name": "main", "restartCount": 2, "state": {"running": {}}}
-    assert look_of(a_group(a_pod(status={**READY, "containerStatuses": [main]})), None).exit_code is None
+    assert observe_replica(a_group(a_pod(status={**READY, "containerStatuses": [main]})), None).exit_code is None
     main |= {"lastState": {"terminated": {"reason": "Error", "exitCode": 1}}}
-    assert look_of(a_group(a_pod(status={**READY, "containerStatuses": [main]})), None).exit_code == 1
+    assert observe_replica(a_group(a_pod(status={**READY, "containerStatuses": [main]})), None).exit_code == 1
     main |= {"state": {"terminated": {"reason": "OOMKilled", "exitCode": 137}}}  # the newer one
-    look = look_of(a_group(a_pod(status={"containerStatuses": [main]})), None)
+    look = observe_replica(a_group(a_pod(status={"containerStatuses": [main]})), None)
     assert (look.exit_code, look.was_oom_killed, look.restarts) == (137, True, 3)
 
 
 @pytest.mark.parametrize(("words", "is_oom"), [("The node was low on resource: memory.", True), ("disk", False)])
 def test_a_pod_that_its_node_evicted_has_ended_once_more(words: str, is_oom: bool) -> None:
     evicted = {"phase": "Failed", "reason": "Evicted", "message": words, "containerStatuses": []}
-    look = look_of(a_group(a_pod(status=evicted)), None)
+    look = observe_replica(a_group(a_pod(status=evicted)), None)
     assert (look.restarts, look.was_oom_killed) == (1, is_oom)

@@ -1,11 +1,11 @@
-"""Replica groups as observed: which pods belong together, and when they count as ready."""
+"""Observed replica groups: which pods belong together, and when a group is ready."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from trimtab_operator.builders.labels import GROUP_LABEL, LEADER, REVISION_LABEL, ROLE_LABEL, WORKER
-from trimtab_operator.observed.groups import Group, Observed, groups_of
+from trimtab_operator.observed.groups import Group, ObservedChildren, groups_of
 
 READY = {"conditions": [{"type": "Ready", "status": "True"}]}
 
@@ -24,7 +24,7 @@ def a_pod(name: str, role: str, revision: str = "r1", *, status: dict[str, Any] 
 
 def the_group(*pods: dict[str, Any], worker_revision: str = "r1") -> Group:
     sets = (a_set("m-g0-w", WORKER, worker_revision, 2), a_set("m-g0", LEADER))
-    (group,) = groups_of(Observed(stateful_sets=sets, pods=pods))
+    (group,) = groups_of(ObservedChildren(stateful_sets=sets, pods=pods))
     return group
 
 
@@ -58,4 +58,4 @@ def test_stateful_sets_of_two_revisions_have_no_revision() -> None:
 
 
 def test_workers_without_a_leaders_stateful_set_are_no_group() -> None:
-    assert groups_of(Observed(stateful_sets=(a_set("m-g0-w", WORKER),), pods=WORKING)) == ()
+    assert groups_of(ObservedChildren(stateful_sets=(a_set("m-g0-w", WORKER),), pods=WORKING)) == ()

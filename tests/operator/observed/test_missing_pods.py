@@ -1,18 +1,18 @@
-"""Pods that a StatefulSet does not get are noticed, and told in the words of whoever refuses them."""
+"""Missing pods are detected and reported with the API server's error."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from trimtab_operator.builders.labels import GROUP_LABEL, LEADER, ROLE_LABEL, WORKER
-from trimtab_operator.observed.groups import Group, Missing, Observed, groups_of
+from trimtab_operator.observed.groups import Group, MissingPods, ObservedChildren, groups_of
 from trimtab_operator.observed.missing_pods import (
-    SOON_SECONDS,
-    WORDS_SECONDS,
-    missing_pods,
-    missing_sentence,
-    wants_words,
-    with_words,
+    FIRST_READ_SECONDS,
+    REREAD_SECONDS,
+    find_missing_pods,
+    missing_pods_message,
+    needs_creation_error,
+    with_creation_errors,
 )
 from trimtab_operator.observed.phases import EngineView, phase_of
 
@@ -20,7 +20,7 @@ QUOTA = 'pods "m-g0-w-0" is forbidden: exceeded quota: few, requested: pods=1, u
 NOW = 1000.0
 
 
-def a_group(*pods: str, workers: int = 2, leaving: tuple[str, ...] = (), missing: Missing | None = None) -> Group:
+def a_group(*pods: str, workers: int = 2, leaving: tuple[str, ...] = (), missing: MissingPods | None = None) -> Group:
     def labels(role: str) -> dict[str, str]:
         return {GROUP_LABEL: "0", ROLE_LABEL: role}
 
@@ -33,7 +33,7 @@ def a_group(*pods: str, workers: int = 2, leaving: tuple[str, ...] = (), missing
 
     sets = (a_set("m-g0", LEADER, 1), *([a_set("m-g0-w", WORKER, workers)] if workers else []))
     known = {} if missing is None else {"m-g0": missing}
-    (group,) = groups_of(Observed(stateful_sets=sets, pods=tuple(map(a_pod, pods)), missing=known))
+    (group,) = groups_of(ObservedChildren(stateful_sets=sets, pods=tuple(map(a_pod, pods)), missing=known))
     return group
 
 
@@ -44,25 +44,25 @@ def an_event(said: str, *, of: str = "m-g0-w", at: str = "2026-01-01T00:00:00Z")
 
 def test_a_group_that_is_whole_or_restarts_misses_nothing() -> None:
     whole = ("m-g0-0", "m-g0-w-0", "m-g0-w-1")
-    assert missing_pods([a_group(*whole)], {}, now=NOW) == {}
-    assert missing_pods([a_group(*whole[:2], leaving=("m-g0-0",))], {}, now=NOW) == {}
+    assert find_missing_pods([a_group(*whole)], {}, now=NOW) == {}
+    assert find_missing_pods([a_group(*whole[:2], leaving=("m-g0-0",))], {}, now=NOW) == {}
 
 
-def test_since_when_pods_are_missing_is_remembered_until_another_one_comes() -> None:
-    known = missing_pods([a_group("m-g0-0")], {}, now=NOW)
-    assert known == {"m-g0": Missing(NOW, 1)}
-    assert missing_pods([a_group("m-g0-0")], known, now=NOW + 9) == known
-    assert missing_pods([a_group("m-g0-0", "m-g0-w-0")], known, now=NOW + 9) == {"m-g0": Missing(NOW + 9, 2)}
-    assert missing_pods([], known, now=NOW + 9) == {}
+def test_missing_since_is_kept_until_pod_count_changes() -> None:
+    known = find_missing_pods([a_group("m-g0-0")], {}, now=NOW)
+    assert known == {"m-g0": MissingPods(NOW, 1)}
+    assert find_missing_pods([a_group("m-g0-0")], known, now=NOW + 9) == known
+    assert find_missing_pods([a_group("m-g0-0", "m-g0-w-0")], known, now=NOW + 9) == {"m-g0": MissingPods(NOW + 9, 2)}
+    assert find_missing_pods([], known, now=NOW + 9) == {}
 
 
-def test_words_are_looked_for_when_pods_do_not_come_soon_and_again_from_time_to_time() -> None:
-    missing = Missing(NOW, 1)
-    assert not wants_words(missing, now=NOW + SOON_SECONDS - 1)
-    assert wants_words(missing, now=NOW + SOON_SECONDS)
-    read = with_words([a_group("m-g0-0")], {"m-g0": missing}, [], now=NOW + SOON_SECONDS)["m-g0"]
-    assert not wants_words(read, now=NOW + SOON_SECONDS + WORDS_SECONDS - 1)
-    assert wants_words(read, now=NOW + SOON_SECONDS + WORDS_SECONDS)
+def test_creation_errors_are_read_late_and_periodically() -> None:
+    missing = MissingPods(NOW, 1)
+    assert not needs_creation_error(missing, now=NOW + FIRST_READ_SECONDS - 1)
+    assert needs_creation_error(missing, now=NOW + FIRST_READ_SECONDS)
+    read = with_creation_errors([a_group("m-g0-0")], {"m-g0": missing}, [], now=NOW + FIRST_READ_SECONDS)["m-g0"]
+    assert not needs_creation_error(read, now=NOW + FIRST_READ_SECONDS + REREAD_SECONDS - 1)
+    assert needs_creation_error(read, now=NOW + FIRST_READ_SECONDS + REREAD_SECONDS)
 
 
 def test_the_latest_words_about_the_groups_own_pods_count() -> None:
@@ -71,14 +71,14 @@ def test_the_latest_words_about_the_groups_own_pods_count() -> None:
         an_event(QUOTA),
         an_event("somebody else's", of="other-g0", at="2026-01-01T01:00:00Z"),
     ]
-    found = with_words([a_group("m-g0-0")], {"m-g0": Missing(NOW, 1)}, events, now=NOW)
+    found = with_creation_errors([a_group("m-g0-0")], {"m-g0": MissingPods(NOW, 1)}, events, now=NOW)
     assert found["m-g0"].words == QUOTA
-    assert with_words([], {"m-g0": Missing(NOW, 1)}, events, now=NOW) == {}
+    assert with_creation_errors([], {"m-g0": MissingPods(NOW, 1)}, events, now=NOW) == {}
 
 
 def test_the_status_of_the_replica_names_the_quota() -> None:
-    missing = Missing(NOW, 1, QUOTA, NOW)
+    missing = MissingPods(NOW, 1, QUOTA, NOW)
     several, alone = a_group("m-g0-0", missing=missing), a_group(workers=0, missing=missing)
     assert phase_of(several, EngineView()) == ("Pending", f"2 of 3 pods are not created yet: {QUOTA}")
     assert phase_of(alone, EngineView()) == ("Pending", f"the pod is not created yet: {QUOTA}")
-    assert missing_sentence(a_group("m-g0-0")) == "2 of 3 pods are not created yet"
+    assert missing_pods_message(a_group("m-g0-0")) == "2 of 3 pods are not created yet"

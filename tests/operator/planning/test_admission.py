@@ -1,4 +1,4 @@
-"""The webhook's verdict: the spec alone when a resource is new, its model too when it is edited, nodes as a warning."""
+"""Webhook responses: the spec for new resources, also the model for edits, nodes as warnings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trimtab_operator.planning.admission import Surroundings, review
+from trimtab_operator.planning.admission import ClusterContext, review
 from trimtab_operator.planning.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
 from trimtab_operator.resource.spec import InferenceDeployment
 
@@ -28,7 +28,7 @@ def kept(body: dict[str, Any]) -> dict[str, Any]:
 def verdict(new: dict[str, Any], old: dict[str, Any] | None = None, **known: Any) -> dict[str, Any]:
     operation = "CREATE" if old is None else "UPDATE"
     asked = {"uid": "1", "operation": operation, "object": new, "oldObject": old}
-    answer = review({"request": asked}, default_image=None, known=Surroundings(**known))
+    answer = review({"request": asked}, default_image=None, known=ClusterContext(**known))
     found: dict[str, Any] = answer["response"]
     return found
 
@@ -47,7 +47,7 @@ def test_facts_of_another_model_refuse_nothing() -> None:
     assert verdict(a_body(parallelism={"tensor": 2}), a_body(), facts=kept(other))["allowed"] is True
 
 
-def test_what_was_wrong_before_does_not_keep_the_owner_from_another_edit() -> None:
+def test_admission_preexisting_layout_error_allows_other_edits() -> None:
     old = a_body(parallelism={"tensor": 2})
     new = a_body(parallelism={"tensor": 2}, replicas=0)
     assert verdict(new, old, facts=kept(old))["allowed"] is True
@@ -55,18 +55,18 @@ def test_what_was_wrong_before_does_not_keep_the_owner_from_another_edit() -> No
 
 @pytest.mark.parametrize(
     ("mode", "said"),
-    [("Recommend", "only tells how many"), ("Off", "leaves the replica count as it is"), ("Auto", None)],
+    [("Recommend", "only recommends a replica count"), ("Off", "does not change the replica count"), ("Auto", None)],
 )
-def test_automatic_replicas_that_nobody_adds_are_accepted_with_a_warning(mode: str, said: str | None) -> None:
+def test_scaling_without_auto_mode_is_accepted_with_warning(mode: str, said: str | None) -> None:
     answer = verdict(a_body(scaling={"maxReplicas": 3}, tuning={"mode": mode}))
     assert answer["allowed"] is True
     assert [said in warning for warning in answer.get("warnings", [])] == ([] if said is None else [True])
 
 
-def test_who_removes_scaling_is_told_where_the_count_goes() -> None:
+def test_removing_scaling_warns_about_replica_change() -> None:
     old = {**a_body(scaling={"maxReplicas": 9}, replicas=1), "status": {"desiredReplicas": 7}}
     (warning,) = verdict(a_body(replicas=1), old)["warnings"]
-    assert "replicas go from 7 to spec.replicas, which is 1" in warning
+    assert "the replica count changes from 7 to spec.replicas (1)" in warning
     assert "warnings" not in verdict(a_body(replicas=7), old)
 
 

@@ -1,4 +1,4 @@
-"""What pods get beyond an unprivileged one: nothing, unless the administrator allows it by name."""
+"""Privileges of engine pods: none unless the administrator allows them by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from operator_cluster import FakeCluster
 from pod_security import violations
 from trimtab_operator.builders.facts_job import facts_job
 from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
-from trimtab_operator.planning.admission import refusals_of, review
+from trimtab_operator.planning.admission import review, validation_messages
 from trimtab_operator.resource.allowed_privileges import PRIVILEGES
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.spec import KIND
@@ -32,7 +32,7 @@ def a_body(overlay: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(overlay: dict[str, Any], *allowed_privileges: str) -> list[str]:
-    return refusals_of(a_body(overlay), default_image="e", allowed_privileges=frozenset(allowed_privileges))
+    return validation_messages(a_body(overlay), default_image="e", allowed_privileges=frozenset(allowed_privileges))
 
 
 def test_every_privilege_has_a_case() -> None:
@@ -69,12 +69,12 @@ def test_webhook_accepts_allowed_privileges(privilege: str) -> None:
         ),
     ],
 )
-def test_with_all_powers_nothing_else_is_allowed(overlay: dict[str, Any], field: str) -> None:
+def test_all_privileges_allow_nothing_else(overlay: dict[str, Any], field: str) -> None:
     (said,) = refused(overlay, *PRIVILEGES)
     assert field in said
 
 
-def test_what_is_allowed_and_asked_for_is_in_engines_pods_and_not_in_the_readers_of_a_model() -> None:
+def test_allowed_privileges_apply_to_engine_pods_only() -> None:
     overlay = {**OVERLAYS["hostNetwork"], **OVERLAYS["hostIPC"], **OVERLAYS["IPC_LOCK"]}
     deployment = replace(a_deployment(template={"spec": overlay}), allowed_privileges=frozenset(PRIVILEGES))
     wanted = rendered(deployment, admin_token_sha256="0" * 64)

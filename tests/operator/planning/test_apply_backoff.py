@@ -1,4 +1,4 @@
-"""What somebody rewrites at admission is not applied for ever; what somebody edits is put back."""
+"""Applies that an admission policy reverts are suppressed; user edits are corrected."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from operator_cluster import FakeCluster
-from trimtab_operator.planning.apply_backoff import MAX_TIMES, RETRY_SECONDS
+from trimtab_operator.planning.apply_backoff import MAX_REPEATED_APPLIES, RETRY_SECONDS
 from trimtab_operator.resource.manifest import Manifest
 
 
 class PolicedCluster(FakeCluster):
-    """A cluster with a policy that rewrites every image that is written."""
+    """A cluster with an admission policy that rewrites every image."""
 
     def _store(self, manifest: Manifest) -> None:
         super()._store(manifest)
@@ -23,19 +23,21 @@ class PolicedCluster(FakeCluster):
 
 
 def applies(cluster: FakeCluster, turns: int) -> int:
-    """How many children were applied in so many turns."""
+    """Return how many children were applied in so many reconciles."""
     return sum(len(cluster.tick().children) for _ in range(turns))
 
 
-def test_a_policy_that_rewrites_the_image_is_given_way_to_and_named_once() -> None:
+def test_reverted_image_is_reported_once_as_conflict() -> None:
     cluster = PolicedCluster()
-    assert applies(cluster, 20) <= MAX_TIMES + 4  # an account, two Services and the StatefulSet are made first
+    assert (
+        applies(cluster, 20) <= MAX_REPEATED_APPLIES + 4
+    )  # an account, two Services and the StatefulSet are made first
     assert applies(cluster, 20) == 0
-    assert cluster.events.count("AppliedInVain") == 1
+    assert cluster.events.count("ApplyConflict") == 1
     assert cluster.condition("Ready")["status"] == "True"
 
 
-def test_it_is_tried_again_from_time_to_time() -> None:
+def test_suppressed_apply_is_retried_periodically() -> None:
     cluster = PolicedCluster()
     applies(cluster, 20)
     cluster.now += RETRY_SECONDS
@@ -50,17 +52,17 @@ def test_another_spec_is_applied_at_once() -> None:
     assert applies(cluster, 1) == 1
 
 
-def test_somebody_who_edits_again_and_again_is_put_back_again_and_again() -> None:
+def test_repeated_user_edits_are_always_corrected() -> None:
     cluster = FakeCluster()
     cluster.settle()
-    for _ in range(3 * MAX_TIMES):
+    for _ in range(3 * MAX_REPEATED_APPLIES):
         cluster.objects["StatefulSet", "m-g0"]["spec"]["template"]["spec"]["containers"][0]["image"] = "evil:1"
         assert applies(cluster, 2) == 1
 
 
 @pytest.mark.parametrize("key", ["app", "version"])
-def test_a_foreign_key_in_the_selector_of_the_clients_service_is_taken_out(key: str) -> None:
-    """It would select nothing. The API server keeps a selector whole."""
+def test_foreign_selector_key_is_removed_from_service(key: str) -> None:
+    """A foreign key would select no pods. The API server stores a selector as a whole."""
     cluster = FakeCluster()
     cluster.settle()
     selector: dict[str, Any] = cluster.objects["Service", "m"]["spec"]["selector"]

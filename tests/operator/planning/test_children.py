@@ -1,6 +1,7 @@
-"""The plan: what is missing is made, what is too much goes, what changed is rolled, and what is right is left alone.
+"""Planned children: missing ones are created, superfluous ones deleted, changes rolled out, and matching ones left
+alone.
 
-All of it is seen in turns: the plan is a part of one.
+The tests run whole reconcile plans.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from trimtab_operator.builders.meeting_secret import meeting_secret
 from trimtab_operator.builders.service import rendezvous_service
 from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION, Held, rendered
 from trimtab_operator.observed.actions import Apply, Delete
-from trimtab_operator.observed.groups import Observed, groups_of, is_pod_ready
-from trimtab_operator.planning.children import allowed_down, plan, plan_tuning_state
+from trimtab_operator.observed.groups import ObservedChildren, groups_of, is_pod_ready
+from trimtab_operator.planning.children import allowed_down, plan_children, plan_tuning_state
 
 HASH = "a" * 64
 
 
 def a_settled_cluster(**spec: Any) -> FakeCluster:
-    """Its replicas are replaced in place: rollout/test_surge.py has the other way."""
+    """Return a cluster that replaces replicas in place; rollout/test_surge.py covers surge."""
     cluster = FakeCluster(**{**spec, "rollout": {"maxSurge": 0, "bakeTime": "0s", **spec.get("rollout", {})}})
     cluster.settle()
     return cluster
 
 
 def applied(cluster: FakeCluster) -> list[tuple[str, str]]:
-    """Kind and name of what the next turn applies."""
+    """Return kind and name of the children that the next plan applies."""
     found = (a.manifest for a in cluster.decide().children if isinstance(a, Apply))
     return [(manifest["kind"], manifest["metadata"]["name"]) for manifest in found]
 
 
 def deleted(cluster: FakeCluster) -> list[str]:
-    """Names of the StatefulSets that the next turn deletes."""
+    """Return the names of the StatefulSets that the next plan deletes."""
     return [a.name for a in cluster.decide().children if isinstance(a, Delete) and a.kind == "StatefulSet"]
 
 
@@ -72,7 +73,7 @@ def test_groups_take_the_lowest_free_ordinal() -> None:
     assert [group.ordinal for group in cluster.groups] == [0, 1, 2]
 
 
-def test_an_ordinal_whose_pod_still_drains_is_not_taken() -> None:
+def test_ordinal_of_draining_pod_is_not_reused() -> None:
     cluster = a_settled_cluster(replicas=2)
     del cluster.objects["StatefulSet", "m-g0"]
     assert ("StatefulSet", "m-g2") in applied(cluster)
@@ -85,7 +86,7 @@ def test_scale_in_takes_the_one_that_is_not_ready_then_the_highest() -> None:
     assert deleted(cluster) == ["m-g3", "m-g1"]
 
 
-def test_scale_in_takes_the_least_loaded_of_those_that_serve() -> None:
+def test_scale_in_removes_least_loaded_serving_replica() -> None:
     cluster = a_settled_cluster(replicas=4)
     for ordinal, running in enumerate((3.0, 1.0, 9.0, 2.0)):
         cluster.engine(ordinal).running = running
@@ -93,7 +94,7 @@ def test_scale_in_takes_the_least_loaded_of_those_that_serve() -> None:
     assert deleted(cluster) == ["m-g3", "m-g1"]
 
 
-def test_a_replica_that_does_not_say_how_busy_it_is_stays_longer_than_those_that_do() -> None:
+def test_scale_in_removes_replica_of_unknown_load_last() -> None:
     cluster = a_settled_cluster(replicas=3)
     cluster.engine(0).running = 5.0
     cluster.engine(1).running = 6.0
@@ -102,7 +103,7 @@ def test_a_replica_that_does_not_say_how_busy_it_is_stays_longer_than_those_that
     assert deleted(cluster) == ["m-g0"]
 
 
-def test_scale_in_takes_an_outdated_replica_before_one_that_is_up_to_date_and_idle() -> None:
+def test_scale_in_removes_outdated_before_idle_current_replica() -> None:
     cluster = a_settled_cluster(replicas=3)
     cluster.edit(engine={"maxNumSeqs": 16})
     for _ in range(3):
@@ -134,9 +135,11 @@ def test_a_rollout_goes_group_by_group() -> None:
     cluster = a_settled_cluster(replicas=3)
     cluster.edit(engine={"maxNumSeqs": 32})
     for name in ("m-g0", "m-g1", "m-g2"):
-        assert [one.manifest["metadata"]["name"] for one in cluster.turn().children if isinstance(one, Apply)] == [name]
+        assert [
+            one.manifest["metadata"]["name"] for one in cluster.plan_reconcile().children if isinstance(one, Apply)
+        ] == [name]
         cluster.controllers()  # the StatefulSet's controller sees it, and leaves the pod alone
-        assert [one.name for one in cluster.turn().care] == [f"{name}-0"]
+        assert [one.name for one in cluster.plan_reconcile().urgent_deletes] == [f"{name}-0"]
         assert cluster.decide().children == ()  # the updated one is down until its new pod is ready
         cluster.controllers()
     assert cluster.decide().is_idle
@@ -152,21 +155,19 @@ def test_a_rollout_respects_max_unavailable(max_unavailable: int | str, replicas
 
 
 @pytest.mark.parametrize(("max_unavailable", "taken"), [(1, 1), (2, 2), ("50%", 5)])
-def test_a_rollout_that_meets_replicas_which_are_not_ready_takes_no_more_than_it_may(
-    max_unavailable: int | str, taken: int
-) -> None:
-    """Readiness blinked on eight of ten: they may be back in a moment; restarted, they are gone for minutes."""
+def test_rollout_with_unready_replicas_respects_max_unavailable(max_unavailable: int | str, taken: int) -> None:
+    """Eight of ten replicas are briefly not Ready; a restart would take minutes."""
     cluster = a_settled_cluster(replicas=10, rollout={"maxUnavailable": max_unavailable})
     for ordinal in range(8):
         cluster.set_ready(f"m-g{ordinal}-0", False)
     cluster.edit(engine={"maxNumSeqs": 32})
     assert len(applied(cluster)) == taken
-    cluster.turn()
+    cluster.plan_reconcile()
     assert applied(cluster) == []  # those that were taken are down until they are Ready again
 
 
 def test_replicas_that_still_load_are_brought_up_to_date_at_once() -> None:
-    """Nobody loses anything, and a large model loads for a long time."""
+    """No request is lost, and a large model loads for a long time."""
     cluster = FakeCluster(start_seconds=600.0, replicas=4)
     for _ in range(4):
         cluster.tick()
@@ -184,7 +185,7 @@ def test_a_rollout_takes_what_is_down_before_what_serves() -> None:
 def test_nothing_that_serves_is_taken_because_another_is_down() -> None:
     cluster = a_settled_cluster(replicas=3)
     cluster.edit(engine={"maxNumSeqs": 32})
-    cluster.turn()
+    cluster.plan_reconcile()
     cluster.unready.add("m-g0-0")  # the first one of the new form does not come up yet
     cluster.controllers()
     assert applied(cluster) == []
@@ -221,7 +222,7 @@ def test_drift_is_repaired(kind: str, name: str, path: tuple[str | int, ...], va
 
 
 def test_a_claim_that_may_be_written_is_no_drift() -> None:
-    """The API server leaves `readOnly: false` out of what it stores."""
+    """The API server does not store `readOnly: false`."""
     claim = {"claimName": "c", "readOnly": False}
     cluster = a_settled_cluster(template={"spec": {"volumes": [{"name": "v", "persistentVolumeClaim": claim}]}})
     volumes = cluster.objects["StatefulSet", "m-g0"]["spec"]["template"]["spec"]["volumes"]
@@ -230,14 +231,14 @@ def test_a_claim_that_may_be_written_is_no_drift() -> None:
 
 def test_the_tuners_memory_is_written_only_when_it_changed() -> None:
     deployment = a_deployment()
-    (first,) = plan_tuning_state(deployment, Observed(), "{}")
-    stored = Observed(config_maps=(first.manifest,))
+    (first,) = plan_tuning_state(deployment, ObservedChildren(), "{}")
+    stored = ObservedChildren(config_maps=(first.manifest,))
     assert plan_tuning_state(deployment, stored, "{}") == ()
     assert len(plan_tuning_state(deployment, stored, '{"a":1}')) == 1
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_happens_it_comes_to_rest_and_never_exceeds_the_replicas(seed: int) -> None:
+def test_random_events_converge_within_replica_count(seed: int) -> None:
     chance = random.Random(seed)
     surge = seed % 3
     cluster = FakeCluster(replicas=2, rollout={"maxSurge": surge, "bakeTime": "0s"})
@@ -253,7 +254,7 @@ def test_whatever_happens_it_comes_to_rest_and_never_exceeds_the_replicas(seed: 
             del cluster.objects[chance.choice(sorted(cluster.objects))]
         elif move < 0.8:
             before = len(cluster.groups)
-            cluster.turn()
+            cluster.plan_reconcile()
             assert len(cluster.groups) <= max(before, cluster.deployment.replicas + surge)
         else:
             cluster.controllers()
@@ -267,11 +268,11 @@ def test_whatever_happens_it_comes_to_rest_and_never_exceeds_the_replicas(seed: 
 def test_pods_of_other_kinds_are_not_counted_as_groups() -> None:
     deployment = a_deployment()
     pod = {"metadata": {"name": "stray", "labels": common_labels(deployment)}, "status": {}}
-    assert groups_of(Observed(pods=(pod,))) == ()
+    assert groups_of(ObservedChildren(pods=(pod,))) == ()
     assert group_selector(deployment, 3)[GROUP_LABEL] == "3"
 
 
-# --- groups of several pods -------------------------------------------------------------------------------------------
+# --- multi-pod groups -------------------------------------------------------------------------------------------------
 
 THREE = {"tensor": 3, "gpusPerNode": 1}
 TWO = {"pipeline": 2, "gpusPerNode": 1}
@@ -283,25 +284,25 @@ def args_of(manifest: dict[str, Any]) -> list[str]:
 
 
 def addresses_of(cluster: FakeCluster) -> dict[str, str]:
-    """The ClusterIPs of the rendezvous Services, by name."""
+    """Return the ClusterIPs of the rendezvous Services by name."""
     services = {name: m for (kind, name), m in cluster.objects.items() if kind == "Service" and name != "m"}
     return {name: service["spec"]["clusterIP"] for name, service in services.items()}
 
 
 def delete_rendezvous_services(cluster: FakeCluster) -> dict[str, str]:
-    """Delete all at once; the ClusterIPs that they had, by name."""
+    """Delete all rendezvous Services and return their ClusterIPs by name."""
     found = addresses_of(cluster)
     for name in found:
         del cluster.objects["Service", name]
     return found
 
 
-def test_a_group_of_several_pods_is_made_once_its_ranks_have_a_place_to_meet() -> None:
+def test_multi_pod_group_waits_for_rendezvous_address() -> None:
     cluster = FakeCluster(parallelism=THREE)
     assert [kind for kind, _ in applied(cluster)] == ["ServiceAccount", "Secret", "Service", "Service"]
-    cluster.turn()
+    cluster.plan_reconcile()
     address = addresses_of(cluster)["m-g0"]
-    cluster.turn()
+    cluster.plan_reconcile()
     leader, workers = cluster.objects["StatefulSet", "m-g0"], cluster.objects["StatefulSet", "m-g0-w"]
     assert (leader["spec"]["replicas"], workers["spec"]["replicas"]) == (1, 2)
     same = {"--tensor-parallel-size=3", "--nnodes=3", "--master-port=29500", f"--master-addr={address}"}
@@ -312,7 +313,7 @@ def test_a_group_of_several_pods_is_made_once_its_ranks_have_a_place_to_meet() -
     assert [len(group.pods) for group in cluster.groups] == [3]
 
 
-def test_the_pods_of_a_group_share_a_secret_that_is_made_again_when_it_is_lost() -> None:
+def test_lost_rendezvous_secret_is_recreated() -> None:
     cluster = a_settled_cluster(parallelism=THREE, replicas=2)
     made = copy.deepcopy(cluster.objects["Secret", "m-meeting"])
     for name in ("m-g0", "m-g0-w", "m-g1", "m-g1-w"):
@@ -333,19 +334,19 @@ def test_the_pods_of_a_group_share_a_secret_that_is_made_again_when_it_is_lost()
 
 
 def test_another_value_of_the_meeting_secret_stays() -> None:
-    """Pods of one group that start at different times must read the same, whatever the operator would make by now."""
+    """Pods of one group that start at different times must read the same value."""
     cluster = a_settled_cluster(parallelism=THREE)
     cluster.objects["Secret", "m-meeting"]["data"] = {"secret": "c29tZWJvZHkgZWxzZSdz"}
     assert applied(cluster) == []
 
 
-def test_replicas_of_one_pod_have_nobody_to_meet_and_no_secret() -> None:
+def test_single_pod_replicas_have_no_rendezvous_secret() -> None:
     cluster = a_settled_cluster()
     assert not [name for kind, name in cluster.objects if kind == "Secret"]
     assert "meeting" not in str(cluster.objects["StatefulSet", "m-g0"])
 
 
-def test_where_nobody_meets_there_is_no_service_and_an_older_operators_goes_without_a_restart() -> None:
+def test_unused_rendezvous_service_is_deleted_without_restart() -> None:
     cluster = a_settled_cluster(replicas=2)
     assert addresses_of(cluster) == {}
     for ordinal in range(2):
@@ -357,17 +358,17 @@ def test_where_nobody_meets_there_is_no_service_and_an_older_operators_goes_with
 
 
 def test_ranks_that_still_run_keep_the_place_where_they_met() -> None:
-    """A replica of three pods becomes one of one pod: the Service goes after its last pod."""
+    """A replica of three pods becomes a single pod: the Service is deleted after its last pod."""
     cluster = a_settled_cluster(parallelism=THREE, rollout={"maxSurge": 0, "bakeTime": "0s"})
     cluster.edit(parallelism={"tensor": 1})
-    cluster.turn()
+    cluster.plan_reconcile()
     assert set(addresses_of(cluster)) == {"m-g0"}
     cluster.settle()
     assert addresses_of(cluster) == {}
     assert [len(group.pods) for group in cluster.groups] == [1]
 
 
-def test_each_resource_has_a_meeting_secret_of_its_own_and_no_pod_holds_the_token() -> None:
+def test_rendezvous_secret_is_per_resource_and_not_the_token() -> None:
     deployment = FakeCluster(parallelism=THREE).deployment
     secrets = [meeting_secret(deployment, token=token)["data"]["secret"] for token in ("a", "b", "a")]
     assert secrets[0] == secrets[2] != secrets[1]
@@ -377,14 +378,14 @@ def test_each_resource_has_a_meeting_secret_of_its_own_and_no_pod_holds_the_toke
 def test_both_stateful_sets_of_a_group_carry_one_revision_in_a_rollout() -> None:
     cluster = a_settled_cluster(parallelism=THREE, replicas=2)
     cluster.edit(engine={"maxNumSeqs": 32})
-    cluster.turn()
+    cluster.plan_reconcile()
     assert all(cluster.revisions), "the leader's and the workers' differ"
     assert len(set(cluster.revisions)) == 2
     cluster.settle()
     assert len(set(cluster.revisions)) == 1
 
 
-def test_rendezvous_services_that_were_deleted_come_back_with_their_addresses_and_nobody_restarts() -> None:
+def test_deleted_rendezvous_services_keep_their_addresses() -> None:
     cluster = a_settled_cluster(parallelism=THREE, replicas=3)
     pods = copy.deepcopy(cluster.pods)
     addresses = delete_rendezvous_services(cluster)
@@ -394,8 +395,8 @@ def test_rendezvous_services_that_were_deleted_come_back_with_their_addresses_an
     assert cluster.pods == pods
 
 
-def test_a_rendezvous_service_made_anew_restarts_its_group() -> None:
-    """Where somebody else has its address by now."""
+def test_recreated_rendezvous_service_restarts_its_group() -> None:
+    """For when the previous address is in use."""
     cluster = a_settled_cluster(parallelism=THREE)
     before = args_of(cluster.objects["StatefulSet", "m-g0"])
     cluster.taken.update(delete_rendezvous_services(cluster).values())
@@ -406,12 +407,12 @@ def test_a_rendezvous_service_made_anew_restarts_its_group() -> None:
     assert args_of(cluster.objects["StatefulSet", "m-g0-w"])[:-1] == after[:-1]
 
 
-def test_groups_whose_addresses_are_lost_restart_one_after_another() -> None:
-    """Engines that have met serve on, whatever becomes of the Service."""
+def test_groups_with_lost_addresses_restart_one_by_one() -> None:
+    """Connected engines keep serving without the Service."""
     cluster = a_settled_cluster(parallelism=THREE, replicas=3)
     cluster.taken.update(delete_rendezvous_services(cluster).values())
     for _ in range(20):
-        cluster.turn()
+        cluster.plan_reconcile()
         down = [group.name for group in cluster.groups if not group.is_ready]
         assert len(down) <= 1, "told to restart at once"
         cluster.controllers()
@@ -420,9 +421,9 @@ def test_groups_whose_addresses_are_lost_restart_one_after_another() -> None:
 
 
 def test_ranks_meet_at_an_ipv6_address_and_get_it_back() -> None:
-    """A flag's value of its own: no port follows that brackets would keep apart."""
+    """The flag has an IPv6 address without port, so it needs no brackets."""
     cluster = FakeCluster(parallelism=THREE)
-    cluster.turn()
+    cluster.plan_reconcile()
     cluster.objects["Service", "m-g0"]["spec"]["clusterIP"] = "fd00:10:96::a7"
     cluster.settle()
     for name in ("m-g0", "m-g0-w"):
@@ -452,7 +453,7 @@ def test_a_changed_layout_changes_the_pods_of_a_group(before: dict[str, int], af
     assert group.is_ready
 
 
-def test_workers_whose_leader_is_gone_go_too() -> None:
+def test_workers_without_leader_are_deleted() -> None:
     cluster = a_settled_cluster(parallelism=THREE)
     del cluster.objects["StatefulSet", "m-g0"]
     assert "m-g0-w" in deleted(cluster)
@@ -468,7 +469,7 @@ def test_a_group_that_gave_its_pods_back_has_none_until_it_tries_again() -> None
         (Held("note", has_pods=True), 3),
         (Held("", has_pods=True), 3),
     ):
-        cluster.do(plan(wanted, cluster.children(), replicas=1, held={0: held}))
+        cluster.do(plan_children(wanted, cluster.children(), replicas=1, held={0: held}))
         cluster.controllers()
         assert len(cluster.pods) == pods
         stored = cluster.objects["StatefulSet", "m-g0"]["metadata"]["annotations"]

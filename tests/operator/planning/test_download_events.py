@@ -1,4 +1,4 @@
-"""A model that is downloaded: pinned to what its name meant, fetched by its replicas, and told."""
+"""Downloaded models: pinned commit, download by replicas, and Events."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from operator_builders import MODEL_FACTS
 from operator_cluster import FakeCluster
-from trimtab_operator.observed.actions import Note
-from trimtab_operator.observed.engines import EngineSeen
+from trimtab_operator.observed.actions import Event
+from trimtab_operator.observed.engines import EngineObservation
 from trimtab_operator.observed.phases import EngineView
-from trimtab_operator.planning.download_events import download_notes
-from trimtab_operator.planning.plan import turn
+from trimtab_operator.planning.download_events import download_events
+from trimtab_operator.planning.plan import plan_reconcile
 from trimtab_operator.report.status import status_of
 from trimtab_operator.resource.spec import InferenceDeployment
 
@@ -33,12 +33,12 @@ def a_cluster(**spec: Any) -> FakeCluster:
 
 
 def served(cluster: FakeCluster) -> set[str]:
-    """What all engines are told to serve."""
+    """Return the model arguments of all engines."""
     sets = [m for (kind, _), m in cluster.objects.items() if kind == "StatefulSet"]
     return {one["spec"]["template"]["spec"]["containers"][0]["args"][1] for one in sets}
 
 
-def test_replicas_serve_the_commit_that_was_found_when_the_model_was_read() -> None:
+def test_replicas_serve_the_commit_of_the_facts_job() -> None:
     cluster = a_cluster(replicas=2)
     cluster.settle()
     assert served(cluster) == {f"hf://org/name@{FIRST}"}
@@ -49,7 +49,7 @@ def test_replicas_serve_the_commit_that_was_found_when_the_model_was_read() -> N
 def test_a_pinned_commit_is_no_reason_to_ask_for_new_pods() -> None:
     cluster = a_cluster()
     cluster.settle()
-    assert cluster.condition("Progressing")["message"] == "what runs is what is wanted"
+    assert cluster.condition("Progressing")["message"] == "the present state is the wanted state"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_models_of_no_hub_have_no_revision() -> None:
     assert "modelRevision" not in cluster.status
 
 
-# --- what is told -----------------------------------------------------------------------------------------------------
+# --- Events -----------------------------------------------------------------------------------------------------------
 
 DOWNLOADING = EngineView(load=("download", 43), load_message=SENTENCE, instance="uid")
 
@@ -144,42 +144,44 @@ def a_deployment(stage: str | None) -> InferenceDeployment:
 def test_an_event_tells_when_a_download_begins_and_when_it_has_ended(
     before: str | None, now: EngineView, told: list[str]
 ) -> None:
-    notes = download_notes(a_deployment(before), {"m-0": now})
-    assert [note.reason for note in notes] == told
-    assert all(f"hf://org/name, pinned to {FIRST}" in note.message for note in notes)
+    events = download_events(a_deployment(before), {"m-0": now})
+    assert [note.reason for note in events] == told
+    assert all(f"hf://org/name, pinned to {FIRST}" in note.message for note in events)
 
 
-def test_a_download_that_was_told_is_not_told_again() -> None:
+def test_reported_download_is_not_reported_again() -> None:
     deployment = a_deployment("weights")
     deployment.status["groups"][0]["load"]["downloadedBytes"] = 9
-    assert download_notes(deployment, {"m-0": EngineView(load=("profile", 3), downloaded_bytes=9)}) == ()
+    assert download_events(deployment, {"m-0": EngineView(load=("profile", 3), downloaded_bytes=9)}) == ()
 
 
-def told_while_loading(seen: EngineSeen) -> tuple[dict[str, Any], list[Note]]:
+def told_while_loading(seen: EngineObservation) -> tuple[dict[str, Any], list[Event]]:
     """(status, what is told of downloads) of a turn in which the engines say this."""
     cluster = a_cluster()
     cluster.start_seconds = 600.0
     while not cluster.pods:
         cluster.tick()
     cluster.tick()
-    world = cluster.look()
-    decided = turn(replace(world, engines={group.name: seen for group in cluster.groups}), cluster.memory)
-    status = status_of(world.deployment, decided.findings, now=datetime.fromtimestamp(cluster.now, UTC))
-    return status, [note for note in decided.notes if note.reason.startswith("Download")]
+    snapshot = cluster.look()
+    plan = plan_reconcile(replace(snapshot, engines={group.name: seen for group in cluster.groups}), cluster.state)
+    status = status_of(snapshot.deployment, plan.status_inputs, now=datetime.fromtimestamp(cluster.now, UTC))
+    return status, [note for note in plan.events if note.reason.startswith("Download")]
 
 
-def test_a_download_that_nobody_saw_is_told_with_what_came_and_stands_in_status() -> None:
+def test_unobserved_download_is_reported_with_its_size() -> None:
     sentence = "Downloaded 3 MB in 0 s"
-    status, notes = told_while_loading(
-        EngineSeen(False, "not ready", load=("weights", 3), load_message=sentence, downloaded_bytes=9)
+    status, events = told_while_loading(
+        EngineObservation(False, "not ready", load=("weights", 3), load_message=sentence, downloaded_bytes=9)
     )
     assert status["groups"][0]["load"]["downloadedBytes"] == 9
-    (told,) = {note.message for note in notes if note.reason == "Downloaded"}
+    (told,) = {note.message for note in events if note.reason == "Downloaded"}
     assert told.endswith(f": {sentence}")
 
 
 def test_status_says_how_far_a_download_is() -> None:
-    status, notes = told_while_loading(EngineSeen(False, "not ready", load=("download", 43), load_message=SENTENCE))
+    status, events = told_while_loading(
+        EngineObservation(False, "not ready", load=("download", 43), load_message=SENTENCE)
+    )
     assert status["groups"][0]["load"] == {"stage": "download", "percent": 43, "message": SENTENCE}
     assert status["phase"] == "Downloading"
-    assert [note.reason for note in notes] == ["DownloadStarted"]
+    assert [note.reason for note in events] == ["DownloadStarted"]

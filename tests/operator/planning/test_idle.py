@@ -1,4 +1,4 @@
-"""An operator that lets resources rest does what one does that looks at them at every tick, and seldom looks."""
+"""An operator with idle detection acts like one that reconciles at every tick, with fewer reconciles."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from loaded_cluster import LoadedCluster
 from operator_cluster import TICK_SECONDS, FakeCluster
-from trimtab_operator.observed.engines import EngineSeen, Target
-from trimtab_operator.planning.idle import REST_SECONDS, Rest, caught_up, rest_of
-from trimtab_operator.planning.plan import Turn, turn
-from trimtab_operator.planning.snapshot import World
-from trimtab_operator.planning.state import Memory
-from trimtab_operator.report.conditions import said_by_us
+from trimtab_operator.observed.engines import EngineObservation, EngineTarget
+from trimtab_operator.planning.idle import IDLE_RECONCILE_SECONDS, IdleState, detect_idle, replay_idle_period
+from trimtab_operator.planning.plan import ReconcilePlan, plan_reconcile
+from trimtab_operator.planning.snapshot import ClusterSnapshot
+from trimtab_operator.planning.state import ReconcilerState
+from trimtab_operator.report.conditions import without_foreign_conditions
 
 ENGINE = {"gpuMemoryUtilization": "0.74", "maxNumSeqs": 32, "maxNumBatchedTokens": 512}
 SCALING = {"minReplicas": 1, "maxReplicas": 2, "behavior": {"scaleDown": {"stabilizationWindowSeconds": 30}}}
 
 
-def page_of(seen: EngineSeen) -> bytes | None:
-    """What stands in for the engine's page of metrics."""
+def page_of(seen: EngineObservation) -> bytes | None:
+    """Return a substitute for the engine's metrics page."""
     sample = seen.sample
     if sample is None or seen.problem is not None:
         return None
@@ -31,50 +31,52 @@ def page_of(seen: EngineSeen) -> bytes | None:
 
 
 class Seen(LoadedCluster):
-    """A cluster that is seen by watches, and whose engines have pages of metrics. `rests`: its operator rests."""
+    """A cluster with watches and metrics pages; `rests` enables idle detection."""
 
     def __init__(self, *, rests: bool, **spec: Any) -> None:
         super().__init__(**spec)
         self.rests = rests
-        self.rest: Rest | None = None
+        self.rest: IdleState | None = None
         self.looks = 0
-        self.before: tuple[str, Turn] | None = None
+        self.before: tuple[str, ReconcilePlan] | None = None
 
-    def look(self, memory: Memory | None = None) -> World:
-        world = super().look(memory)
-        engines = {name: replace(seen, page=page_of(seen)) for name, seen in world.engines.items()}
-        return replace(world, engines=engines, remembered=self.body)
+    def look(self, state: ReconcilerState | None = None) -> ClusterSnapshot:
+        snapshot = super().look(state)
+        engines = {name: replace(seen, page=page_of(seen)) for name, seen in snapshot.engines.items()}
+        return replace(snapshot, engines=engines, cached_resource=self.body)
 
-    def decide(self, memory: Memory | None = None) -> Turn:
+    def decide(self, state: ReconcilerState | None = None) -> ReconcilePlan:
         self.looks += 1
-        world, rest = self.look(memory), self.rest
-        if rest is not None and rest.ended_in(world):
-            self.memory = caught_up(rest, self.memory)
-        self.world = world
-        return turn(world, self.memory)
+        snapshot, rest = self.look(state), self.rest
+        if rest is not None and rest.has_ended(snapshot):
+            self.state = replay_idle_period(rest, self.state)
+        self.snapshot = snapshot
+        return plan_reconcile(snapshot, self.state)
 
-    def turn(self, decided: Turn | None = None) -> Turn:
+    def plan_reconcile(self, plan: ReconcilePlan | None = None) -> ReconcilePlan:
         rest = self.rest
         if rest is not None and self.before is not None and self._is_quiet(rest):
-            self.rest = rest.later(self.now)
+            self.rest = rest.seen_again(self.now)
             return self.before[1]
-        decided = super().turn(decided)
+        plan = super().plan_reconcile(plan)
         self.rest = (
-            rest_of(self.world, decided, self.status, before=said_by_us(self.world.deployment.status))
+            detect_idle(
+                self.snapshot, plan, self.status, before=without_foreign_conditions(self.snapshot.deployment.status)
+            )
             if self.rests
             else None
         )
-        self.before = self._told_by_watches(), decided
-        return decided
+        self.before = self._told_by_watches(), plan
+        return plan
 
-    def _is_quiet(self, rest: Rest) -> bool:
+    def _is_quiet(self, rest: IdleState) -> bool:
         assert self.before is not None
         is_told = self._told_by_watches() != self.before[0]
         return (
             not is_told and self.now < rest.until and all(self._page(target) == page for target, page in rest.engines)
         )
 
-    def _page(self, target: Target) -> bytes | None:
+    def _page(self, target: EngineTarget) -> bytes | None:
         told, finished = dict(self.told), list(self.engines[target.instance].finished)
         try:
             return page_of(self.said(target))
@@ -89,14 +91,14 @@ class Seen(LoadedCluster):
 
 
 def seen_of(cluster: FakeCluster) -> Mapping[str, Any]:
-    """All that anybody could see."""
+    """Return everything that is visible to users."""
     values = {name: cluster.engines[pod["metadata"]["uid"]].values for name, pod in cluster.pods.items()}
     specs = {str(key): made.get("spec") for key, made in sorted(cluster.objects.items()) if key[0] != "ConfigMap"}
     return {"status": cluster.status, "events": cluster.events, "values": values, "specs": specs}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_it_does_is_what_an_operator_does_that_looks_at_every_tick(seed: int) -> None:
+def test_idle_operator_acts_like_one_that_polls_every_tick(seed: int) -> None:
     chance = random.Random(seed)
     mode = chance.choice(["Recommend", "Auto", "Auto"])
     spec: dict[str, Any] = {
@@ -133,10 +135,10 @@ def test_a_resource_at_rest_is_looked_at_seldom() -> None:
     cluster = a_resting(tuning={"mode": "Auto"})
     for _ in range(round(600 / TICK_SECONDS)):
         cluster.tick()
-    assert cluster.looks <= 600 / REST_SECONDS + 2
+    assert cluster.looks <= 600 / IDLE_RECONCILE_SECONDS + 2
 
 
-def test_what_others_write_into_the_status_keeps_no_resource_awake() -> None:
+def test_foreign_status_conditions_do_not_prevent_idle() -> None:
     cluster = a_resting(tuning={"mode": "Auto"})
     assert cluster.body is not None
     theirs = {"type": "Checked", "status": "True", "reason": "Yes", "message": "", "lastTransitionTime": "2026-01-01"}
@@ -147,7 +149,7 @@ def test_what_others_write_into_the_status_keeps_no_resource_awake() -> None:
 
 
 @pytest.mark.parametrize("what", ["a request", "a pod", "the spec"])
-def test_whatever_happens_ends_the_rest(what: str) -> None:
+def test_any_change_ends_idle(what: str) -> None:
     cluster = a_resting(tuning={"mode": "Auto"})
     cluster.tick()
     assert cluster.rest is not None
@@ -163,7 +165,7 @@ def test_whatever_happens_ends_the_rest(what: str) -> None:
     assert cluster.looks > looks
 
 
-def test_who_may_be_scaled_in_does_not_rest() -> None:
+def test_resource_that_may_scale_in_is_not_idle() -> None:
     cluster = a_resting(tuning={"mode": "Recommend"}, scaling={"minReplicas": 1, "maxReplicas": 3})
     cluster.edit(scaling={"minReplicas": 2, "maxReplicas": 3})
     cluster.settle()

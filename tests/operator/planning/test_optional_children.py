@@ -1,4 +1,4 @@
-"""Network policy, budget and monitoring: made where the cluster serves them and the administrator wants them."""
+"""Network policy, budget and monitoring: created if the cluster serves them and they are enabled."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def made(cluster: FakeCluster) -> list[str]:
 
 
 def ways_in(cluster: FakeCluster) -> dict[int | None, list[dict[str, Any]] | None]:
-    """By port (None: every port), who may reach the engines; None: everybody."""
+    """Return by port (None for all) which pods may connect; None for all pods."""
     rules = cluster.objects["NetworkPolicy", "m"]["spec"]["ingress"]
     return {(rule["ports"][0]["port"] if "ports" in rule else None): rule.get("from") for rule in rules}
 
 
-# --- made, kept and removed -------------------------------------------------------------------------------------------
+# --- lifecycle --------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_cluster_serves_and_the_administrator_wants_is_made_and_belongs_to_the_resource() -> None:
+def test_enabled_and_served_kinds_are_created_and_owned() -> None:
     assert made(a_cluster()) == sorted(KINDS)
 
 
-def test_what_the_cluster_does_not_serve_is_not_made() -> None:
+def test_unserved_kinds_are_not_created() -> None:
     assert made(a_cluster(serves=("NetworkPolicy",))) == ["NetworkPolicy"]
 
 
-def test_what_the_administrator_does_not_want_is_not_made_and_goes_when_it_was_there() -> None:
+def test_disabled_kinds_are_deleted() -> None:
     assert made(a_cluster(Installation())) == []
     cluster = a_cluster()
     cluster.installation = replace(EVERYTHING, network=None)
@@ -59,7 +59,7 @@ def test_what_the_administrator_does_not_want_is_not_made_and_goes_when_it_was_t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_somebody_edits_or_deletes_is_put_back(kind: str) -> None:
+def test_edited_or_deleted_children_are_restored(kind: str) -> None:
     cluster = a_cluster()
     whole = cluster.objects[kind, "m"]["spec"]
     cluster.objects[kind, "m"]["spec"] = {}
@@ -78,10 +78,10 @@ def test_a_cluster_at_rest_is_not_written() -> None:
     assert cluster.writes == 0
 
 
-# --- who may reach an engine ------------------------------------------------------------------------------------------
+# --- network policy ---------------------------------------------------------------------------------------------------
 
 
-def test_everybody_reaches_the_api_and_the_operator_alone_the_admin_port() -> None:
+def test_network_policy_opens_api_and_restricts_admin_port() -> None:
     assert ways_in(a_cluster()) == {HTTP_PORT: None, ADMIN_PORT: [OPERATOR]}
 
 
@@ -91,15 +91,15 @@ def test_named_clients_prometheus_and_the_operator_alone_reach_the_api() -> None
     assert ways == {HTTP_PORT: [FRONT, PROMETHEUS, OPERATOR], ADMIN_PORT: [OPERATOR]}
 
 
-def test_ranks_of_a_replica_of_several_pods_reach_each_other_at_any_port() -> None:
-    """They meet at one port, and talk at ports that the system chooses."""
+def test_network_policy_opens_ports_between_ranks() -> None:
+    """Ranks connect at one port and then use ports chosen by the system."""
     ways = ways_in(a_cluster(parallelism=TWO_PODS))
     (peer,) = ways[None] or []
     assert peer["podSelector"] == a_cluster().objects["NetworkPolicy", "m"]["spec"]["podSelector"]
     assert "namespaceSelector" not in peer  # of the same namespace
 
 
-def test_a_way_between_ranks_stays_open_until_the_last_replica_of_several_pods_is_gone() -> None:
+def test_rank_ports_stay_open_until_last_multi_pod_replica() -> None:
     cluster = a_cluster(parallelism=TWO_PODS, replicas=2)
     cluster.edit(parallelism={})
     cluster.tick()
@@ -123,12 +123,12 @@ def test_engines_are_selected_and_the_reader_of_the_model_is_not() -> None:
     assert role["key"] not in reader["metadata"]["labels"]
 
 
-# --- an account without rights ----------------------------------------------------------------------------------------
+# --- service account --------------------------------------------------------------------------------------------------
 
 
-def test_pods_have_an_account_of_their_own_that_is_there_before_them_and_mounts_no_token() -> None:
+def test_pods_use_own_service_account_without_token() -> None:
     cluster = FakeCluster(knows_the_model=False)
-    (account, *_) = [action.manifest for action in cluster.turn().children if hasattr(action, "manifest")]
+    (account, *_) = [action.manifest for action in cluster.plan_reconcile().children if hasattr(action, "manifest")]
     assert account["kind"] == "ServiceAccount"
     assert account["automountServiceAccountToken"] is False
     cluster.controllers()

@@ -1,4 +1,4 @@
-"""A paused resource is looked at and told of, and nothing of it is changed until it goes on."""
+"""A paused resource is observed and reported, but not changed until it is resumed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from operator_cluster import FakeCluster
 from trimtab_operator.resource.spec import PAUSED
-from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.tuner.parameters import Parameter
 
 CHANGES: tuple[dict[str, Any], ...] = (
     {"replicas": 3},
@@ -32,7 +32,7 @@ def pause(cluster: FakeCluster, text: str | None = "true") -> None:
 
 
 def without_status(cluster: FakeCluster) -> int:
-    """Writes of the next ticks, but for those of the status."""
+    """Return the writes of the next ticks except status writes."""
     cluster.settle()
     before = cluster.writes
     statuses = 0
@@ -44,7 +44,7 @@ def without_status(cluster: FakeCluster) -> int:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_while_it_is_paused_no_edit_reaches_the_children(change: dict[str, Any]) -> None:
+def test_paused_resource_ignores_edits(change: dict[str, Any]) -> None:
     cluster = a_settled_cluster()
     children, pods = copy.deepcopy(cluster.objects), copy.deepcopy(cluster.pods)
     pause(cluster)
@@ -79,12 +79,12 @@ def test_no_live_knob_is_set_while_it_is_paused() -> None:
     cluster = a_settled_cluster(tuning={"mode": "Auto"})
     pause(cluster)
     for engine in cluster.engines.values():
-        engine.values[Knob.MAX_NUM_SEQS] = 3
+        engine.values[Parameter.MAX_NUM_SEQS] = 3
     assert cluster.decide().patches == ()
 
 
 @pytest.mark.parametrize("text", [None, "false"])
-def test_it_goes_on_when_the_annotation_is_gone(text: str | None) -> None:
+def test_removed_annotation_resumes(text: str | None) -> None:
     cluster = a_settled_cluster()
     pause(cluster)
     cluster.edit(replicas=3)
@@ -93,13 +93,13 @@ def test_it_goes_on_when_the_annotation_is_gone(text: str | None) -> None:
     pause(cluster, text)
     cluster.settle()
     assert len(cluster.groups) == 3
-    assert cluster.condition("Progressing")["reason"] == "Settled"
+    assert cluster.condition("Progressing")["reason"] == "UpToDate"
 
 
-def test_a_change_that_is_paused_for_long_is_not_taken_back_for_it() -> None:
+def test_pause_does_not_time_out_a_change() -> None:
     cluster = a_settled_cluster(start_seconds=8.0, rollout={"startTimeout": "20s", "drainTimeout": "1s"})
     cluster.edit(engine={"maxNumSeqs": 16})
-    cluster.turn()
+    cluster.plan_reconcile()
     pause(cluster)
     cluster.settle()
     cluster.now += 3600

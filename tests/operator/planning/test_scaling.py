@@ -10,12 +10,12 @@ import pytest
 from operator_builders import NOW, at
 from operator_cluster import TICK_SECONDS, TOKEN, FakeCluster, Killed, a_loop, a_reconciler
 from trimtab_operator.builders.config_map import STATE_KEY
-from trimtab_operator.planning.tuning import SEAL
+from trimtab_operator.planning.tuning import SIGNED_KIND
 from trimtab_operator.resource.signed_text import opened
 from trimtab_operator.resource.spec import PAUSED
 from trimtab_operator.tuner.rules import replicas as rule
-from trimtab_operator.tuner.scaling import law
-from trimtab_operator.tuner.scaling.law import Need
+from trimtab_operator.tuner.scaling import control_law
+from trimtab_operator.tuner.scaling.control_law import Need
 from trimtab_operator.tuner.stored import from_json
 
 AT_ONCE = {"scaleDown": {"stabilizationWindowSeconds": 0}}
@@ -23,7 +23,7 @@ AUTO = {"mode": "Auto"}
 
 
 class Needs:
-    """How many replicas are needed, whatever is seen."""
+    """Make the tuner always want this many replicas."""
 
     count = 1
 
@@ -32,7 +32,7 @@ class Needs:
 def needs(monkeypatch: pytest.MonkeyPatch) -> Needs:
     asked = Needs()
     monkeypatch.setattr(rule, "_need", lambda *_: (Need(asked.count, 3.0, 3.0, 1.0), lambda n: 2.0 * n))
-    monkeypatch.setattr(law, "LEARN_COLD_STARTS", 0.0)
+    monkeypatch.setattr(control_law, "LEARN_COLD_STARTS", 0.0)
     return asked
 
 
@@ -41,14 +41,14 @@ def a_cluster(least: int = 1, most: int = 6, *, mode: str = "Auto", **spec: Any)
     return FakeCluster(**{"scaling": scaling, "tuning": {"mode": mode}, **spec})
 
 
-def remembered(cluster: FakeCluster) -> int | None:
-    """The count that a new operator would go on with."""
+def cached_resource(cluster: FakeCluster) -> int | None:
+    """Return the count that a restarted operator would use."""
     text = cluster.objects["ConfigMap", "m-tuning"]["data"][STATE_KEY]
-    body = opened(text, key=TOKEN, kind=SEAL, former_key=None)
+    body = opened(text, key=TOKEN, kind=SIGNED_KIND, former_key=None)
     assert body is not None
-    memory = from_json(body)
-    assert memory is not None
-    return memory.scaling.desired
+    state = from_json(body)
+    assert state is not None
+    return state.scaling.desired
 
 
 @pytest.mark.parametrize(("replicas", "least", "begins"), [(1, 2, 2), (3, 1, 3), (9, 1, 6)])
@@ -60,8 +60,8 @@ def test_a_new_resource_begins_at_what_replicas_says_within_the_bounds(replicas:
     assert cluster.status.get("tuning", {}).get("history", []) == []
 
 
-def test_scaling_takes_over_from_whoever_chose_the_count_before(needs: Needs) -> None:
-    """GitOps writes `scaling` and leaves `replicas` out in one edit; an autoscaler had brought them to four."""
+def test_scaling_starts_from_previous_count(needs: Needs) -> None:
+    """GitOps sets `scaling` and removes `replicas` in one edit; an autoscaler had set it to four."""
     cluster = FakeCluster(replicas=4)
     cluster.settle()
     needs.count = 4
@@ -72,15 +72,15 @@ def test_scaling_takes_over_from_whoever_chose_the_count_before(needs: Needs) ->
     assert cluster.pods.keys() == before.keys()
 
 
-def test_a_decision_acts_in_its_own_turn_and_is_told_everywhere_with_one_id(needs: Needs) -> None:
+def test_decision_acts_at_once_and_has_one_id_everywhere(needs: Needs) -> None:
     cluster = a_cluster()
     cluster.settle()
     needs.count = 3
-    decided = cluster.turn()
-    (decision,) = decided.decisions
-    assert decided.desired_replicas == 3
+    plan = cluster.plan_reconcile()
+    (decision,) = plan.decisions
+    assert plan.desired_replicas == 3
     assert sorted(name for kind, name in cluster.objects if kind == "StatefulSet") == ["m-g0", "m-g1", "m-g2"]
-    assert remembered(cluster) == 3
+    assert cached_resource(cluster) == 3
     assert "TooFewReplicas" in cluster.events
     newest = cluster.status["tuning"]["history"][0]
     assert (newest["id"], newest["knob"], newest["from"], newest["to"]) == (decision.id, "replicas", "1", "3")
@@ -88,17 +88,17 @@ def test_a_decision_acts_in_its_own_turn_and_is_told_everywhere_with_one_id(need
     assert cluster.status["lastScaleTime"] == at(cluster.now - NOW)
     cluster.settle()
     assert cluster.status["replicas"] == cluster.status["readyReplicas"] == 3
-    assert [d.move.after for d in cluster.turn().decisions] == []
+    assert [d.move.after for d in cluster.plan_reconcile().decisions] == []
 
 
-def test_when_less_is_needed_the_least_loaded_go_and_never_below_the_fewest(needs: Needs) -> None:
+def test_scale_in_removes_least_loaded_down_to_minimum(needs: Needs) -> None:
     needs.count = 4
     cluster = a_cluster(2)
     cluster.settle()
     for ordinal, running in enumerate((5.0, 0.0, 5.0, 1.0)):
         cluster.engine(ordinal).running = running
     needs.count = 1
-    cluster.turn()
+    cluster.plan_reconcile()
     assert [group.ordinal for group in cluster.groups] == [0, 2]
 
 
@@ -113,7 +113,7 @@ def test_nothing_goes_while_one_engine_does_not_answer(needs: Needs) -> None:
     assert len(cluster.groups) == 3
 
 
-def test_recommended_replicas_are_told_and_not_added(needs: Needs) -> None:
+def test_recommended_replicas_are_reported_only(needs: Needs) -> None:
     needs.count = 3
     cluster = a_cluster(mode="Recommend")
     cluster.settle()
@@ -123,7 +123,7 @@ def test_recommended_replicas_are_told_and_not_added(needs: Needs) -> None:
     assert (advice["knob"], advice["to"]) == ("replicas", "3")
 
 
-def test_with_mode_off_the_count_stays_within_its_bounds() -> None:
+def test_mode_off_keeps_count_within_bounds() -> None:
     cluster = a_cluster(mode="Off", replicas=3)
     cluster.settle()
     assert len(cluster.groups) == 3
@@ -147,7 +147,7 @@ def test_a_paused_resource_keeps_its_replicas_until_it_goes_on(needs: Needs) -> 
     assert len(cluster.groups) == 3
 
 
-def test_while_a_spec_is_refused_the_count_stands(needs: Needs) -> None:
+def test_invalid_spec_keeps_replica_count(needs: Needs) -> None:
     needs.count = 3
     cluster = a_cluster()
     cluster.settle()
@@ -161,7 +161,7 @@ def test_while_a_spec_is_refused_the_count_stands(needs: Needs) -> None:
     assert cluster.status["desiredReplicas"] == 3
 
 
-def test_while_a_spec_cannot_be_read_the_count_stands(needs: Needs) -> None:
+def test_unparsable_spec_keeps_replica_count(needs: Needs) -> None:
     needs.count = 3
     cluster = a_cluster()
     cluster.settle()
@@ -173,19 +173,19 @@ def test_while_a_spec_cannot_be_read_the_count_stands(needs: Needs) -> None:
     assert len(cluster.groups) == 3
 
 
-def test_without_scaling_the_count_is_the_owners_again(needs: Needs) -> None:
+def test_removed_scaling_uses_spec_replicas(needs: Needs) -> None:
     needs.count = 3
     cluster = a_cluster()
     cluster.settle()
     cluster.edit(scaling=None, replicas=2)
     cluster.settle()
     assert len(cluster.groups) == 2
-    assert remembered(cluster) is None
+    assert cached_resource(cluster) is None
     assert "lastScaleTime" not in cluster.status
 
 
-def test_who_writes_replicas_meanwhile_is_told_that_nobody_heard() -> None:
-    """An autoscaler's write to /scale, which API servers before 1.25 take."""
+def test_replicas_written_during_scaling_are_reported_as_ignored() -> None:
+    """An autoscaler's write to /scale, which API servers before 1.25 accept."""
     cluster = a_cluster()
     cluster.settle()
     cluster.edit(replicas=4)
@@ -194,7 +194,7 @@ def test_who_writes_replicas_meanwhile_is_told_that_nobody_heard() -> None:
     assert cluster.events.count("ReplicasIgnored") == 1
 
 
-def test_while_a_replica_finds_no_node_no_more_are_asked_for_and_the_condition_says_so(needs: Needs) -> None:
+def test_unschedulable_replica_stops_scale_out(needs: Needs) -> None:
     cluster = a_cluster(nodes=2)
     cluster.settle()
     needs.count = 3
@@ -207,7 +207,7 @@ def test_while_a_replica_finds_no_node_no_more_are_asked_for_and_the_condition_s
     assert (len(cluster.groups), cluster.status["desiredReplicas"]) == (3, 3)
     limited = cluster.condition("ScalingLimited")
     assert (limited["status"], limited["reason"]) == ("True", "Unschedulable")
-    assert limited["message"].endswith("no more replicas are asked for meanwhile")
+    assert limited["message"].endswith("the replica count is not raised meanwhile")
     needs.count = 2
     cluster.settle()
     assert sorted(cluster.pods) == ["m-g0-0", "m-g1-0"]
@@ -216,10 +216,10 @@ def test_while_a_replica_finds_no_node_no_more_are_asked_for_and_the_condition_s
     assert len(cluster.groups) == 4
 
 
-# --- an operator that ends --------------------------------------------------------------------------------------------
+# --- operator restart -------------------------------------------------------------------------------------------------
 
 
-async def test_an_operator_that_ends_between_decision_and_action_is_followed_by_one_that_acts(needs: Needs) -> None:
+async def test_decision_survives_operator_restart(needs: Needs) -> None:
     cluster = a_cluster()
     cluster.settle()
     needs.count = 3
@@ -229,7 +229,7 @@ async def test_an_operator_that_ends_between_decision_and_action_is_followed_by_
     cluster.now += TICK_SECONDS
     with pytest.raises(Killed):
         await reconciler.tick(loop)
-    assert (remembered(cluster), len(cluster.groups)) == (3, 1)
+    assert (cached_resource(cluster), len(cluster.groups)) == (3, 1)
     cluster.restart_operator()
     needs.count = 1  # the new one has nothing to predict by for a while
     cluster.is_answering = False
@@ -246,7 +246,7 @@ def test_a_lost_memory_goes_on_with_the_count_that_status_says(needs: Needs) -> 
     needs.count = 3
     cluster.settle()
     assert len(cluster.groups) == 3
-    assert remembered(cluster) == 3
+    assert cached_resource(cluster) == 3
 
 
 def test_the_pace_counts_what_another_operator_did(needs: Needs) -> None:
@@ -260,7 +260,7 @@ def test_the_pace_counts_what_another_operator_did(needs: Needs) -> None:
     assert len(cluster.groups) == 2
 
 
-def test_what_becomes_of_a_forecast_is_told_and_what_it_learned_is_kept_while_it_is_asked_for() -> None:
+def test_forecast_state_is_reported_and_kept_while_enabled() -> None:
     cluster = FakeCluster(scaling={"maxReplicas": 6, "forecast": {"seasonality": "Daily"}}, tuning=AUTO)
     cluster.settle()
     for _ in range(round(3 * 900 / TICK_SECONDS)):
@@ -276,8 +276,8 @@ def test_what_becomes_of_a_forecast_is_told_and_what_it_learned_is_kept_while_it
 
 
 def seasons(cluster: FakeCluster) -> Any:
-    """What is stored of the usual load."""
+    """Return the stored load profile."""
     text = cluster.objects["ConfigMap", "m-tuning"]["data"][STATE_KEY]
-    body = opened(text, key=TOKEN, kind=SEAL, former_key=None)
+    body = opened(text, key=TOKEN, kind=SIGNED_KIND, former_key=None)
     assert body is not None
     return json.loads(body)["forecast"]

@@ -1,4 +1,4 @@
-"""The order of the engines' queue: told while they serve, by the owner's promises, and taken back when nobody asks."""
+"""Scheduling policy of engines: patched live, derived from objectives, and reset when unset."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import pytest
 from operator_builders import a_deployment
 from operator_cluster import TOKEN, FakeCluster, FakeEngine
 from trimtab_operator.builders.config_map import tuning_config_map
-from trimtab_operator.observed.engines import QueueSeen
+from trimtab_operator.observed.engines import ReportedScheduling
 from trimtab_operator.planning.scheduling_policy import (
-    AskedBy,
-    QueueOrder,
-    QueuePolicy,
-    QueueTurn,
-    asked_order,
+    SchedulingPlan,
+    SchedulingPolicy,
+    SchedulingSetting,
+    SchedulingSource,
+    describe_policy,
     duration,
-    meaning_of,
-    queue_status,
-    queue_turn,
-    serves_by_deadline,
-    taken_order,
+    is_deadline_active,
+    plan_scheduling,
+    scheduling_status,
+    stored_scheduling,
+    wanted_scheduling,
 )
-from trimtab_operator.planning.tuning import remembered_text
+from trimtab_operator.planning.tuning import dump_tuner_state
 from trimtab_operator.resource.spec import PAUSED
-from trimtab_operator.tuner.knobs import Knob
-from trimtab_operator.tuner.state import Memory as TunerMemory
+from trimtab_operator.tuner.parameters import Parameter
+from trimtab_operator.tuner.state import TunerState
 from trimtab_operator.validation.rules import refusals
 
 PROMISE = {"ttft": {"target": "2s", "perPromptToken": "125us"}}
 AUTO = {"mode": "Auto"}
 ALL = ("fcfs", "priority", "deadline")
 TIMES = {"ttft_target": 0.0, "ttft_target_per_prompt_token": 0.0}
-FIRST_COME = QueueSeen("fcfs", ALL, TIMES)
-IN_TIME = QueueSeen("deadline", ALL, {"ttft_target": 2.0, "ttft_target_per_prompt_token": 0.000125})
-OLDER = QueueSeen("fcfs", ("fcfs", "priority"), {})
-BY_PROMISE = QueueOrder(QueuePolicy.DEADLINE, AskedBy.OBJECTIVES, 2.0, 0.000125)
+FIRST_COME = ReportedScheduling("fcfs", ALL, TIMES)
+IN_TIME = ReportedScheduling("deadline", ALL, {"ttft_target": 2.0, "ttft_target_per_prompt_token": 0.000125})
+OLDER = ReportedScheduling("fcfs", ("fcfs", "priority"), {})
+BY_PROMISE = SchedulingSetting(SchedulingPolicy.DEADLINE, SchedulingSource.OBJECTIVES, 2.0, 0.000125)
 TOLD_IN_TIME = {
     "scheduling_policy": "deadline",
     "ttft_target": 2.0,
@@ -44,202 +44,211 @@ TOLD_IN_TIME = {
 }
 
 
-def asking(before: QueueTurn | None = None, **spec: Any) -> Any:
-    status = {} if before is None else {"tuning": {"queueOrder": queue_status(before)}}
+def asking(before: SchedulingPlan | None = None, **spec: Any) -> Any:
+    status = {} if before is None else {"tuning": {"schedulingPolicy": scheduling_status(before)}}
     return a_deployment(status=status, **spec)
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------------
+# --- wanted policy ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("spec", "asked"),
+    ("spec", "wanted"),
     [
         ({"objectives": PROMISE, "tuning": AUTO}, BY_PROMISE),
         ({"objectives": {"ttft": {"target": "500ms"}}, "tuning": AUTO},
-         QueueOrder(QueuePolicy.DEADLINE, AskedBy.OBJECTIVES, 0.5)),
+         SchedulingSetting(SchedulingPolicy.DEADLINE, SchedulingSource.OBJECTIVES, 0.5)),
         ({"objectives": {"itl": {"target": "50ms"}}, "tuning": AUTO}, None),
         ({"tuning": AUTO}, None),
         ({"objectives": PROMISE}, None),
         ({"objectives": PROMISE, "tuning": {"mode": "Off"}}, None),
         ({"objectives": PROMISE, "tuning": AUTO, "engine": {"schedulingPolicy": "fcfs"}},
-         QueueOrder(QueuePolicy.FCFS, AskedBy.SPEC)),
+         SchedulingSetting(SchedulingPolicy.FCFS, SchedulingSource.SPEC)),
         ({"engine": {"schedulingPolicy": "priority"}, "tuning": {"mode": "Off"}},
-         QueueOrder(QueuePolicy.PRIORITY, AskedBy.SPEC)),
+         SchedulingSetting(SchedulingPolicy.PRIORITY, SchedulingSource.SPEC)),
         ({"engine": {"schedulingPolicy": "deadline"}, "objectives": PROMISE, "tuning": {"mode": "Recommend"}},
-         QueueOrder(QueuePolicy.DEADLINE, AskedBy.SPEC, 2.0, 0.000125)),
+         SchedulingSetting(SchedulingPolicy.DEADLINE, SchedulingSource.SPEC, 2.0, 0.000125)),
     ],
 )  # fmt: skip
-def test_the_owners_word_comes_first_and_then_the_promise_of_a_first_token(
-    spec: dict[str, Any], asked: QueueOrder | None
-) -> None:
-    assert asked_order(a_deployment(**spec).spec) == asked
+def test_spec_policy_precedes_ttft_objective(spec: dict[str, Any], wanted: SchedulingSetting | None) -> None:
+    assert wanted_scheduling(a_deployment(**spec).spec) == wanted
 
 
-def test_a_promise_of_more_than_a_day_is_told_as_a_day() -> None:
-    asked = asked_order(a_deployment(objectives={"ttft": {"target": "99h"}}, tuning=AUTO).spec)
-    assert asked is not None
-    assert asked.ttft_target == 86_400.0
+def test_target_above_one_day_is_capped() -> None:
+    wanted = wanted_scheduling(a_deployment(objectives={"ttft": {"target": "99h"}}, tuning=AUTO).spec)
+    assert wanted is not None
+    assert wanted.ttft_target == 86_400.0
 
 
 @pytest.mark.parametrize("flag", ["--scheduling-policy=priority", "--scheduling_policy", "--ttft-target=1"])
-def test_an_owner_who_starts_engines_with_an_order_keeps_it(flag: str) -> None:
+def test_policy_flags_in_args_are_kept(flag: str) -> None:
     runtime = {"device": "cpu", "image": "engine:1", "args": [flag]}
-    assert asked_order(a_deployment(runtime=runtime, objectives=PROMISE, tuning=AUTO).spec) is None
+    assert wanted_scheduling(a_deployment(runtime=runtime, objectives=PROMISE, tuning=AUTO).spec) is None
 
 
-# --- one turn ---------------------------------------------------------------------------------------------------------
+# --- single plan ------------------------------------------------------------------------------------------------------
 
 
-def test_each_engine_that_differs_is_told_and_the_change_is_told_once() -> None:
+def test_differing_engines_are_patched_and_reported_once() -> None:
     deployment = asking(objectives=PROMISE, tuning=AUTO)
-    found = queue_turn(deployment, {"a": FIRST_COME, "b": IN_TIME, "c": None})
-    assert (found.told, found.taken) == (BY_PROMISE, BY_PROMISE)
+    found = plan_scheduling(deployment, {"a": FIRST_COME, "b": IN_TIME, "c": None})
+    assert (found.sent, found.active) == (BY_PROMISE, BY_PROMISE)
     assert found.patches == {"a": TOLD_IN_TIME}
-    (note,) = found.notes
-    assert (note.type, note.reason) == ("Normal", "QueueOrderChanged")
+    (note,) = found.events
+    assert (note.type, note.reason) == ("Normal", "SchedulingPolicyChanged")
     assert note.message == (
-        "Queue order fcfs -> deadline: requests that can still have their first token within 2 s "
-        "(+125 us per prompt token) go first."
+        "scheduling policy fcfs -> deadline: requests that can still meet a TTFT of 2 s (+125 us per prompt token) "
+        "run first"
     )
-    later = queue_turn(asking(found, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME, "c": FIRST_COME})
+    later = plan_scheduling(
+        asking(found, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME, "c": FIRST_COME}
+    )
     assert later.patches == {"c": TOLD_IN_TIME}
-    assert later.notes == ()
+    assert later.events == ()
 
 
 def test_another_target_is_another_change() -> None:
-    before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
-    after = queue_turn(asking(before, objectives={"ttft": {"target": "500ms"}}, tuning=AUTO), {"a": IN_TIME})
+    before = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
+    after = plan_scheduling(asking(before, objectives={"ttft": {"target": "500ms"}}, tuning=AUTO), {"a": IN_TIME})
     assert after.patches["a"] == TOLD_IN_TIME | {"ttft_target": 0.5, "ttft_target_per_prompt_token": 0.0}
-    assert [note.message for note in after.notes] == [
-        "Queue order deadline, with other times: requests that can still have their first token within 500 ms go first."
+    assert [note.message for note in after.events] == [
+        "scheduling policy deadline, with other targets: requests that can still meet a TTFT of 500 ms run first"
     ]
 
 
 def test_times_without_a_deadline_are_left_as_they_are() -> None:
-    said = QueueSeen("priority", ALL, {"ttft_target": 9.0, "ttft_target_per_prompt_token": 0.0})
-    found = queue_turn(asking(engine={"schedulingPolicy": "fcfs"}), {"a": said, "b": FIRST_COME})
+    said = ReportedScheduling("priority", ALL, {"ttft_target": 9.0, "ttft_target_per_prompt_token": 0.0})
+    found = plan_scheduling(asking(engine={"schedulingPolicy": "fcfs"}), {"a": said, "b": FIRST_COME})
     assert found.patches == {"a": {"scheduling_policy": "fcfs"}}
 
 
-def test_where_nobody_asks_for_an_order_what_others_set_stays() -> None:
-    assert queue_turn(asking(tuning=AUTO), {"a": IN_TIME}) == QueueTurn()
+def test_unset_policy_keeps_engine_policy() -> None:
+    assert plan_scheduling(asking(tuning=AUTO), {"a": IN_TIME}) == SchedulingPlan()
 
 
 def test_an_older_engine_is_left_alone_and_named() -> None:
-    found = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": OLDER, "b": FIRST_COME, "c": None})
+    found = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": OLDER, "b": FIRST_COME, "c": None})
     assert found.patches.keys() == {"b"}
-    assert queue_status(found)["message"] == (
-        "a does not know the queue order deadline: an older engine serves on as it began; set spec.runtime.image to a "
-        "newer one"
+    assert scheduling_status(found)["message"] == (
+        "a does not support the scheduling policy deadline and keeps its own; set spec.runtime.image to a newer engine"
     )
 
 
-def test_where_all_engines_are_older_nothing_was_told() -> None:
-    found = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": OLDER, "b": OLDER})
-    assert (found.told, found.taken, found.patches, found.notes) == (None, None, {}, ())
-    assert queue_status(found).keys() == {"message"}
-    assert taken_order({"tuning": {"queueOrder": queue_status(found)}}) is None
+def test_unsupporting_engines_are_not_patched() -> None:
+    found = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": OLDER, "b": OLDER})
+    assert (found.sent, found.active, found.patches, found.events) == (None, None, {}, ())
+    assert scheduling_status(found).keys() == {"message"}
+    assert stored_scheduling({"tuning": {"schedulingPolicy": scheduling_status(found)}}) is None
 
 
-def test_what_stands_in_the_status_is_what_engines_say_and_not_what_they_are_told() -> None:
-    told = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME})
-    assert (told.told, queue_status(told)) == (BY_PROMISE, {})
-    some = queue_turn(asking(told, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": FIRST_COME}, told.told)
-    assert some.notes == ()
-    assert queue_status(some) == {
+def test_status_has_reported_not_sent_policy() -> None:
+    sent = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME})
+    assert (sent.sent, scheduling_status(sent)) == (BY_PROMISE, {})
+    some = plan_scheduling(asking(sent, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": FIRST_COME}, sent.sent)
+    assert some.events == ()
+    assert scheduling_status(some) == {
         "policy": "deadline",
-        "askedBy": "Objectives",
+        "source": "Objectives",
         "ttftTarget": "2s",
         "perPromptToken": "125us",
-        "message": "b has not taken the queue order deadline yet",
+        "message": "b has not applied the scheduling policy deadline yet",
     }
-    every = queue_turn(asking(some, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME}, some.told)
-    assert "message" not in queue_status(every)
+    every = plan_scheduling(asking(some, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME}, some.sent)
+    assert "message" not in scheduling_status(every)
 
 
-def test_the_status_says_no_order_that_an_older_image_does_not_know() -> None:
-    before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
-    coming = queue_turn(asking(before, objectives=PROMISE, tuning=AUTO), {"a": None}, before.told)
-    assert coming.taken == BY_PROMISE
-    older = queue_turn(asking(coming, objectives=PROMISE, tuning=AUTO), {"a": OLDER}, coming.told)
-    assert (older.told, older.taken) == (None, None)
-    assert queue_status(older).keys() == {"message"}
-    newer = queue_turn(asking(older, objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME}, older.told)
-    assert len(newer.notes) == 1
+def test_status_omits_policy_unsupported_by_older_image() -> None:
+    before = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
+    coming = plan_scheduling(asking(before, objectives=PROMISE, tuning=AUTO), {"a": None}, before.sent)
+    assert coming.active == BY_PROMISE
+    older = plan_scheduling(asking(coming, objectives=PROMISE, tuning=AUTO), {"a": OLDER}, coming.sent)
+    assert (older.sent, older.active) == (None, None)
+    assert scheduling_status(older).keys() == {"message"}
+    newer = plan_scheduling(asking(older, objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME}, older.sent)
+    assert len(newer.events) == 1
 
 
-def test_a_promise_that_is_taken_back_takes_the_order_back_on_every_engine_that_is_heard_again() -> None:
-    before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME})
-    back = queue_turn(asking(before, tuning=AUTO), {"a": IN_TIME, "b": None}, before.told)
+def test_removed_objective_resets_every_engine() -> None:
+    before = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME})
+    back = plan_scheduling(asking(before, tuning=AUTO), {"a": IN_TIME, "b": None}, before.sent)
     assert back.patches == {"a": {"scheduling_policy": "fcfs"}}
-    assert [note.message for note in back.notes] == [
-        "Queue order deadline -> fcfs: requests go in the order in which they came."
+    assert [note.message for note in back.events] == [
+        "scheduling policy deadline -> fcfs: requests are scheduled in order of arrival"
     ]
-    waiting = queue_turn(asking(back, tuning=AUTO), {"a": FIRST_COME, "b": None}, back.told)
-    assert (waiting.taken, waiting.patches) == (BY_PROMISE, {})
-    assert queue_status(waiting)["message"] == "b has not taken the queue order fcfs yet"
-    heard = queue_turn(asking(waiting, tuning=AUTO), {"a": FIRST_COME, "b": IN_TIME}, waiting.told)
+    waiting = plan_scheduling(asking(back, tuning=AUTO), {"a": FIRST_COME, "b": None}, back.sent)
+    assert (waiting.active, waiting.patches) == (BY_PROMISE, {})
+    assert scheduling_status(waiting)["message"] == "b has not applied the scheduling policy fcfs yet"
+    heard = plan_scheduling(asking(waiting, tuning=AUTO), {"a": FIRST_COME, "b": IN_TIME}, waiting.sent)
     assert heard.patches == {"b": {"scheduling_policy": "fcfs"}}
-    assert heard.notes == ()
-    assert queue_turn(asking(heard, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME}, heard.told) == QueueTurn()
+    assert heard.events == ()
+    assert (
+        plan_scheduling(asking(heard, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME}, heard.sent) == SchedulingPlan()
+    )
 
 
-def test_an_order_that_was_told_and_not_confirmed_is_taken_back_too() -> None:
-    told = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME})
-    back = queue_turn(asking(told, tuning=AUTO), {"a": IN_TIME}, told.told)
+def test_unconfirmed_policy_is_reset() -> None:
+    sent = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME})
+    back = plan_scheduling(asking(sent, tuning=AUTO), {"a": IN_TIME}, sent.sent)
     assert back.patches == {"a": {"scheduling_policy": "fcfs"}}
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_an_order_that_was_told_after_another_was_taken_is_taken_back_with_it(silent: bool) -> None:
-    """The last look before the edit still saw the order before: an engine may have either."""
-    by_priority = QueueSeen("priority", ALL, TIMES)
-    first = queue_turn(asking(engine={"schedulingPolicy": "priority"}), {"a": by_priority, "b": by_priority})
-    told = queue_turn(asking(first, objectives=PROMISE, tuning=AUTO), {"a": by_priority, "b": by_priority}, first.told)
-    assert told.patches.keys() == {"a", "b"}
-    back = queue_turn(asking(told, tuning=AUTO), {"a": IN_TIME, "b": None if silent else by_priority}, told.told)
+def test_sent_and_active_policies_are_both_reset(silent: bool) -> None:
+    """The last observation before the edit had the previous policy, so an engine may have either."""
+    by_priority = ReportedScheduling("priority", ALL, TIMES)
+    first = plan_scheduling(asking(engine={"schedulingPolicy": "priority"}), {"a": by_priority, "b": by_priority})
+    sent = plan_scheduling(
+        asking(first, objectives=PROMISE, tuning=AUTO), {"a": by_priority, "b": by_priority}, first.sent
+    )
+    assert sent.patches.keys() == {"a", "b"}
+    back = plan_scheduling(asking(sent, tuning=AUTO), {"a": IN_TIME, "b": None if silent else by_priority}, sent.sent)
     assert back.patches.keys() == ({"a"} if silent else {"a", "b"})
-    heard = queue_turn(asking(back, tuning=AUTO), {"a": IN_TIME, "b": by_priority}, back.told)  # none came through
+    heard = plan_scheduling(asking(back, tuning=AUTO), {"a": IN_TIME, "b": by_priority}, back.sent)  # none came through
     assert heard.patches == {name: {"scheduling_policy": "fcfs"} for name in ("a", "b")}
-    assert queue_turn(asking(heard, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME}, heard.told) == QueueTurn()
+    assert (
+        plan_scheduling(asking(heard, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME}, heard.sent) == SchedulingPlan()
+    )
 
 
-def test_what_somebody_sets_by_hand_while_another_engine_is_not_heard_stays() -> None:
-    before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME})
-    back = queue_turn(asking(before, tuning=AUTO), {"a": IN_TIME, "b": None}, before.told)
-    by_hand = QueueSeen("priority", ALL, TIMES)
-    for told in (back.told, None):  # by this operator, and by the next one
-        after = queue_turn(asking(back, tuning=AUTO), {"a": by_hand, "b": None}, told)
+def test_manual_policy_is_kept_during_reset() -> None:
+    before = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME})
+    back = plan_scheduling(asking(before, tuning=AUTO), {"a": IN_TIME, "b": None}, before.sent)
+    by_hand = ReportedScheduling("priority", ALL, TIMES)
+    for sent in (back.sent, None):  # by this operator, and by the next one
+        after = plan_scheduling(asking(back, tuning=AUTO), {"a": by_hand, "b": None}, sent)
         assert after.patches == {}
-        heard = queue_turn(asking(after, tuning=AUTO), {"a": by_hand, "b": IN_TIME}, after.told)
+        heard = plan_scheduling(asking(after, tuning=AUTO), {"a": by_hand, "b": IN_TIME}, after.sent)
         assert heard.patches.keys() == {"b"}
-        assert queue_turn(asking(heard, tuning=AUTO), {"a": by_hand, "b": FIRST_COME}, heard.told) == QueueTurn()
+        assert (
+            plan_scheduling(asking(heard, tuning=AUTO), {"a": by_hand, "b": FIRST_COME}, heard.sent) == SchedulingPlan()
+        )
 
 
 def test_predictions_go_by_the_order_that_most_engines_have() -> None:
-    asked = asked_order(a_deployment(objectives=PROMISE, tuning=AUTO).spec)
-    assert serves_by_deadline({"a": None}, asked)
-    assert not serves_by_deadline({"a": None}, None)
-    assert not serves_by_deadline({"a": OLDER, "b": IN_TIME}, asked)
-    assert serves_by_deadline({"a": OLDER, "b": IN_TIME, "c": IN_TIME, "d": None}, None)
+    wanted = wanted_scheduling(a_deployment(objectives=PROMISE, tuning=AUTO).spec)
+    assert is_deadline_active({"a": None}, wanted)
+    assert not is_deadline_active({"a": None}, None)
+    assert not is_deadline_active({"a": OLDER, "b": IN_TIME}, wanted)
+    assert is_deadline_active({"a": OLDER, "b": IN_TIME, "c": IN_TIME, "d": None}, None)
 
 
 @pytest.mark.parametrize("mode", ["Off", "Recommend"])
-def test_where_nothing_is_tuned_any_more_the_order_of_a_promise_stays(mode: str) -> None:
-    before = queue_turn(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
-    after = queue_turn(asking(before, objectives=PROMISE, tuning={"mode": mode}), {"a": IN_TIME})
-    assert after == QueueTurn(BY_PROMISE, BY_PROMISE)
-    again = queue_turn(asking(after, tuning=AUTO), {"a": IN_TIME})
+def test_tuning_off_keeps_objective_policy(mode: str) -> None:
+    before = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
+    after = plan_scheduling(asking(before, objectives=PROMISE, tuning={"mode": mode}), {"a": IN_TIME})
+    assert after == SchedulingPlan(BY_PROMISE, BY_PROMISE)
+    again = plan_scheduling(asking(after, tuning=AUTO), {"a": IN_TIME})
     assert again.patches == {"a": {"scheduling_policy": "fcfs"}}
 
 
 @pytest.mark.parametrize("mode", ["Off", "Recommend", "Auto"])
-def test_an_order_that_was_written_and_is_removed_is_taken_back_in_every_mode(mode: str) -> None:
+def test_removed_spec_policy_is_reset_in_every_mode(mode: str) -> None:
     tuning = {"mode": mode}
-    before = queue_turn(asking(engine={"schedulingPolicy": "priority"}, tuning=tuning), {"a": FIRST_COME})
+    before = plan_scheduling(asking(engine={"schedulingPolicy": "priority"}, tuning=tuning), {"a": FIRST_COME})
     assert before.patches == {"a": {"scheduling_policy": "priority"}}
-    after = queue_turn(asking(before, tuning=tuning), {"a": QueueSeen("priority", ALL, TIMES)}, before.told)
+    after = plan_scheduling(
+        asking(before, tuning=tuning), {"a": ReportedScheduling("priority", ALL, TIMES)}, before.sent
+    )
     assert after.patches == {"a": {"scheduling_policy": "fcfs"}}
 
 
@@ -250,27 +259,29 @@ def test_an_order_that_was_written_and_is_removed_is_taken_back_in_every_mode(mo
         {},
         "deadline",
         {"policy": "deadline"},
-        {"policy": "lifo", "askedBy": "Spec"},
-        {"policy": "fcfs", "askedBy": "Spec", "ttftTarget": 3},
+        {"policy": "lifo", "source": "Spec"},
+        {"policy": "fcfs", "source": "Spec", "ttftTarget": 3},
     ],
 )
 def test_a_status_that_says_no_order_is_nothing_taken(order: Any) -> None:
-    assert taken_order({"tuning": {"queueOrder": order}}) is None
-    assert taken_order({}) is None
+    assert stored_scheduling({"tuning": {"schedulingPolicy": order}}) is None
+    assert stored_scheduling({}) is None
 
 
 @pytest.mark.parametrize("seconds", [2.0, 0.5, 0.000125, 90.0, 0.001, 1.5])
-def test_what_was_taken_is_read_back_from_the_status(seconds: float) -> None:
-    told = QueueOrder(QueuePolicy.DEADLINE, AskedBy.SPEC, seconds, 0.000125)
-    assert taken_order({"tuning": {"queueOrder": queue_status(QueueTurn(taken=told))}}) == told
+def test_status_policy_round_trips(seconds: float) -> None:
+    sent = SchedulingSetting(SchedulingPolicy.DEADLINE, SchedulingSource.SPEC, seconds, 0.000125)
+    assert stored_scheduling({"tuning": {"schedulingPolicy": scheduling_status(SchedulingPlan(active=sent))}}) == sent
 
 
 def test_times_stand_as_a_spec_has_them() -> None:
     assert [duration(seconds) for seconds in (2.0, 90.0, 0.5, 0.000125)] == ["2s", "90s", "500ms", "125us"]
-    assert meaning_of(QueueOrder(QueuePolicy.PRIORITY, AskedBy.SPEC)).startswith("requests with the lowest number")
+    assert describe_policy(SchedulingSetting(SchedulingPolicy.PRIORITY, SchedulingSource.SPEC)).startswith(
+        "requests with the lowest priority value"
+    )
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- validation -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("objectives", [None, {"itl": {"target": "50ms"}}])
@@ -288,7 +299,7 @@ def test_an_order_is_said_once() -> None:
     assert not refusals(a_deployment(runtime=runtime))
 
 
-# --- in a cluster -----------------------------------------------------------------------------------------------------
+# --- whole cluster ----------------------------------------------------------------------------------------------------
 
 
 def a_cluster(**spec: Any) -> FakeCluster:
@@ -306,10 +317,10 @@ def test_engines_with_a_promise_serve_by_their_deadlines_and_it_is_seen() -> Non
     cluster = a_cluster()
     assert orders(cluster) == ["deadline", "deadline"]
     assert cluster.engine(0).times == {"ttft_target": 2.0, "ttft_target_per_prompt_token": 0.000125}
-    assert cluster.events.count("QueueOrderChanged") == 1
-    assert cluster.status["tuning"]["queueOrder"] == {
+    assert cluster.events.count("SchedulingPolicyChanged") == 1
+    assert cluster.status["tuning"]["schedulingPolicy"] == {
         "policy": "deadline",
-        "askedBy": "Objectives",
+        "source": "Objectives",
         "ttftTarget": "2s",
         "perPromptToken": "125us",
     }
@@ -335,12 +346,12 @@ def test_no_edit_of_the_order_or_the_promise_changes_a_pod(change: dict[str, Any
     cluster.settle()
     assert cluster.pods == pods
     assert {key: found for key, found in cluster.objects.items() if key[0] == "StatefulSet"} == sets
-    asked = asked_order(cluster.deployment.spec)
-    assert orders(cluster) == [QueuePolicy.FCFS if asked is None else asked.policy] * 2
-    assert ("queueOrder" in cluster.status["tuning"]) == (asked is not None)
+    wanted = wanted_scheduling(cluster.deployment.spec)
+    assert orders(cluster) == [SchedulingPolicy.FCFS if wanted is None else wanted.policy] * 2
+    assert ("schedulingPolicy" in cluster.status["tuning"]) == (wanted is not None)
 
 
-def test_an_order_beside_other_fields_of_the_engine_asks_pods_for_nothing_either() -> None:
+def test_policy_edit_with_other_fields_keeps_pods() -> None:
     cluster = a_cluster(engine={"maxNumSeqs": 16})
     before = cluster.revisions
     cluster.edit(engine={"maxNumSeqs": 16, "schedulingPolicy": "fcfs"})
@@ -349,11 +360,11 @@ def test_an_order_beside_other_fields_of_the_engine_asks_pods_for_nothing_either
     assert orders(cluster) == ["fcfs", "fcfs"]
 
 
-def test_an_operator_that_learns_of_deadlines_tells_engines_that_run_and_rolls_none() -> None:
+def test_new_operator_sets_deadline_without_rollout() -> None:
     cluster = a_cluster()
     for engine in cluster.engines.values():  # as the operator before left them
         engine.policy, engine.generation = "fcfs", 1
-    cluster.status["tuning"].pop("queueOrder")
+    cluster.status["tuning"].pop("schedulingPolicy")
     pods = copy.deepcopy(cluster.pods)
     cluster.restart_operator()
     cluster.settle()
@@ -361,14 +372,14 @@ def test_an_operator_that_learns_of_deadlines_tells_engines_that_run_and_rolls_n
     assert orders(cluster) == ["deadline", "deadline"]
 
 
-def test_an_engine_that_began_anew_is_told_again_and_nothing_is_announced() -> None:
+def test_restarted_engine_is_patched_without_event() -> None:
     cluster = a_cluster()
     uid = cluster.pods["m-g1-0"]["metadata"]["uid"]
     cluster.engines[uid] = FakeEngine()
-    announced = cluster.events.count("QueueOrderChanged")
+    announced = cluster.events.count("SchedulingPolicyChanged")
     cluster.settle()
     assert orders(cluster) == ["deadline", "deadline"]
-    assert cluster.events.count("QueueOrderChanged") == announced
+    assert cluster.events.count("SchedulingPolicyChanged") == announced
 
 
 def test_a_dead_replica_holds_nothing() -> None:
@@ -385,16 +396,16 @@ def test_a_dead_replica_holds_nothing() -> None:
 
 def test_a_tuned_value_comes_before_the_order_and_the_order_after_it() -> None:
     cluster = FakeCluster(objectives=PROMISE, tuning=AUTO)
-    kept = remembered_text(TunerMemory(applied={Knob.MAX_NUM_SEQS: 16}), key=TOKEN)
+    kept = dump_tuner_state(TunerState(applied={Parameter.MAX_NUM_SEQS: 16}), key=TOKEN)
     cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(cluster.deployment, kept)
     cluster.objects["ConfigMap", "m-tuning"]["metadata"] |= {"uid": "o-0", "creationTimestamp": "2026-01-01T12:00:00Z"}
-    told = [dict(order.fields) for _ in range(6) for order in cluster.tick().patches]
-    assert told == [{"max_num_seqs": 16}, TOLD_IN_TIME]
+    sent = [dict(order.fields) for _ in range(6) for order in cluster.tick().patches]
+    assert sent == [{"max_num_seqs": 16}, TOLD_IN_TIME]
 
 
-def test_an_engine_that_refuses_a_tuned_value_gets_the_order_all_the_same() -> None:
+def test_rejected_tuned_value_does_not_block_policy() -> None:
     cluster = FakeCluster(objectives=PROMISE, tuning=AUTO)
-    kept = remembered_text(TunerMemory(applied={Knob.MAX_NUM_SEQS: 16}), key=TOKEN)
+    kept = dump_tuner_state(TunerState(applied={Parameter.MAX_NUM_SEQS: 16}), key=TOKEN)
     cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(cluster.deployment, kept)
     cluster.objects["ConfigMap", "m-tuning"]["metadata"] |= {"uid": "o-0", "creationTimestamp": "2026-01-01T12:00:00Z"}
     for _ in range(6):
@@ -402,12 +413,12 @@ def test_an_engine_that_refuses_a_tuned_value_gets_the_order_all_the_same() -> N
         for engine in cluster.engines.values():
             engine.refuses = frozenset({"max_num_seqs"})
     assert orders(cluster) == ["deadline"]
-    assert cluster.status["tuning"]["queueOrder"]["policy"] == "deadline"
+    assert cluster.status["tuning"]["schedulingPolicy"]["policy"] == "deadline"
 
 
 def test_predictions_go_by_what_engines_say_that_they_serve_by() -> None:
     def predicts_by_deadline(cluster: FakeCluster) -> bool:
-        tuned = cluster.decide().findings.tuning
+        tuned = cluster.decide().status_inputs.tuning
         assert tuned is not None
         return tuned.objectives.order_queues
 
@@ -421,10 +432,10 @@ def test_predictions_go_by_what_engines_say_that_they_serve_by() -> None:
     cluster.edit(runtime={"device": "cpu", "image": "engine:1"})
     cluster.settle()
     assert not predicts_by_deadline(cluster)
-    assert cluster.status["tuning"]["queueOrder"].keys() == {"message"}
+    assert cluster.status["tuning"]["schedulingPolicy"].keys() == {"message"}
 
 
-def test_while_it_is_paused_engines_keep_their_order() -> None:
+def test_paused_resource_keeps_policy() -> None:
     cluster = a_cluster()
     assert cluster.body is not None
     cluster.body["metadata"]["annotations"] = {PAUSED: "true"}
@@ -434,25 +445,27 @@ def test_while_it_is_paused_engines_keep_their_order() -> None:
     cluster.body["metadata"]["annotations"] = {}
     cluster.settle()
     assert orders(cluster) == ["fcfs", "fcfs"]
-    assert "queueOrder" not in cluster.status["tuning"]
+    assert "schedulingPolicy" not in cluster.status["tuning"]
 
 
-def test_replicas_of_an_older_image_serve_on_and_a_newer_image_is_told() -> None:
+def test_older_image_keeps_policy_newer_is_patched() -> None:
     cluster = FakeCluster(replicas=1, objectives=PROMISE, tuning=AUTO)
     cluster.older_images.add("engine:1")
     cluster.settle()
     assert orders(cluster) == ["fcfs"]
-    assert "QueueOrderChanged" not in cluster.events
-    assert cluster.status["tuning"]["queueOrder"]["message"].startswith("m-g0 does not know the queue order deadline")
+    assert "SchedulingPolicyChanged" not in cluster.events
+    assert cluster.status["tuning"]["schedulingPolicy"]["message"].startswith(
+        "m-g0 does not support the scheduling policy deadline"
+    )
     cluster.edit(runtime={"device": "cpu", "image": "engine:2"})
     cluster.settle()
     assert orders(cluster) == ["deadline"]
-    assert "message" not in cluster.status["tuning"]["queueOrder"]
-    assert cluster.events.count("QueueOrderChanged") == 1
+    assert "message" not in cluster.status["tuning"]["schedulingPolicy"]
+    assert cluster.events.count("SchedulingPolicyChanged") == 1
 
 
 @pytest.mark.parametrize("mode", ["Off", "Recommend"])
-def test_where_nothing_is_tuned_a_promise_changes_no_order_and_a_written_one_does(mode: str) -> None:
+def test_tuning_off_applies_spec_policy_only(mode: str) -> None:
     cluster = a_cluster(tuning={"mode": mode})
     assert orders(cluster) == ["fcfs", "fcfs"]
     cluster.edit(engine={"schedulingPolicy": "deadline"})

@@ -1,4 +1,4 @@
-"""The guess of step times that the tuner begins with: a real model on a real GPU."""
+"""Prior of the step cost for a real model on a real GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from trimtab_operator.layout.config_facts import facts_of_config
+from trimtab_operator.layout.facts import facts_of_config
 from trimtab_operator.layout.gpus import gpu_named
-from trimtab_operator.planning.step_time_prior import step_prior
+from trimtab_operator.planning.tuning import step_cost_prior
 from trimtab_operator.resource.spec import Parallelism
 
 CONFIGS = json.loads((Path(__file__).parents[2] / "golden" / "published_configs.json").read_text())
@@ -17,7 +17,7 @@ H200 = gpu_named("H200")
 
 
 def test_a_prior_of_a_real_model_on_a_real_gpu_is_plausible() -> None:
-    cost = step_prior(LLAMA, Parallelism(), H200)
+    cost = step_cost_prior(LLAMA, Parallelism(), H200)
     assert 0.005 < cost.per_step < 0.012
     assert 20_000 < 1 / cost.per_token < 60_000
     assert cost.per_context == pytest.approx(131_072 / 4.3e12, rel=0.05)  # bytes of KV over the bandwidth reached
@@ -25,6 +25,6 @@ def test_a_prior_of_a_real_model_on_a_real_gpu_is_plausible() -> None:
 
 
 def test_ranks_and_slower_devices_move_it_as_they_should() -> None:
-    alone = step_prior(LLAMA, Parallelism(), H200)
-    assert step_prior(LLAMA, Parallelism(tensor=2), H200).per_step < alone.per_step
-    assert step_prior(LLAMA, Parallelism(), gpu_named("L4")).per_token > 4 * alone.per_token
+    alone = step_cost_prior(LLAMA, Parallelism(), H200)
+    assert step_cost_prior(LLAMA, Parallelism(tensor=2), H200).per_step < alone.per_step
+    assert step_cost_prior(LLAMA, Parallelism(), gpu_named("L4")).per_token > 4 * alone.per_token

@@ -1,4 +1,4 @@
-"""What a resource asks of the tuner, and what it remembers between two operators."""
+"""Settings of the tuner, and its state across operator restarts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from operator_builders import a_deployment
 from operator_cluster import TOKEN, FakeCluster
 from trimtab_operator.builders.config_map import tuning_config_map
 from trimtab_operator.planning.objectives import objectives_of
-from trimtab_operator.planning.tuning import remembered_text, settings_of, stored_memory
+from trimtab_operator.planning.tuning import dump_tuner_state, load_tuner_state, settings_of
 from trimtab_operator.tuner.engine_model import Allowance
-from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
+from trimtab_operator.tuner.parameters import Parameter
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Select, Unit
 from trimtab_operator.tuner.settings import Bounds, Mode, Scaling, Seasonal
-from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.state import TunerState
 
-TUNED = Memory(applied={Knob.MAX_NUM_SEQS: 16})
+TUNED = TunerState(applied={Parameter.MAX_NUM_SEQS: 16})
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ TUNED = Memory(applied={Knob.MAX_NUM_SEQS: 16})
         ),
     ],
 )
-def test_promises_are_those_that_are_written(written: dict[str, Any] | None, promised: Objectives) -> None:
+def test_objectives_match_spec(written: dict[str, Any] | None, promised: Objectives) -> None:
     assert objectives_of(a_deployment(objectives=written).spec.objectives) == promised
 
 
@@ -44,7 +44,7 @@ def test_promises_are_those_that_are_written(written: dict[str, Any] | None, pro
     ("mode", "policy", "ordered"),
     [("Auto", None, True), ("Auto", "fcfs", False), ("Recommend", None, False), ("Off", "deadline", True)],
 )
-def test_predictions_are_of_the_queue_that_engines_are_told(mode: str, policy: str | None, ordered: bool) -> None:
+def test_predictions_use_scheduling_policy_of_engines(mode: str, policy: str | None, ordered: bool) -> None:
     engine = {} if policy is None else {"schedulingPolicy": policy}
     promised = {"ttft": {"target": "2s", "perPromptToken": "125us"}}
     spec = a_deployment(objectives=promised, tuning={"mode": mode}, engine=engine).spec
@@ -57,12 +57,12 @@ def test_bounds_and_starts_are_numbers_of_the_knobs_kind() -> None:
     bounds = {"gpuMemoryUtilization": {"max": "0.9"}, "maxNumSeqs": {"min": 4}, "watermark": {"max": "0.05"}}
     settings = settings_of(a_deployment(engine=engine, tuning={"mode": "Auto", "bounds": bounds}).spec)
     assert settings.mode is Mode.AUTO
-    assert settings.starts[Knob.GPU_MEMORY_UTILIZATION] == 0.8
-    assert settings.starts[Knob.MAX_NUM_SEQS] == 64
+    assert settings.starts[Parameter.GPU_MEMORY_UTILIZATION] == 0.8
+    assert settings.starts[Parameter.MAX_NUM_SEQS] == 64
     assert settings.bounds == {
-        Knob.GPU_MEMORY_UTILIZATION: Bounds(None, 0.9),
-        Knob.MAX_NUM_SEQS: Bounds(4, None),
-        Knob.WATERMARK: Bounds(None, 0.05),
+        Parameter.GPU_MEMORY_UTILIZATION: Bounds(None, 0.9),
+        Parameter.MAX_NUM_SEQS: Bounds(4, None),
+        Parameter.WATERMARK: Bounds(None, 0.05),
     }
 
 
@@ -97,50 +97,50 @@ def test_the_pace_of_scaling_is_what_autoscaling_calls_behavior() -> None:
         ({"seasonality": "Weekly"}, Seasonal(604_800.0, 672)),
     ],
 )
-def test_a_forecast_is_learned_where_it_is_asked_for(written: dict[str, str] | None, asked: Seasonal | None) -> None:
+def test_forecast_is_learned_if_enabled(written: dict[str, str] | None, asked: Seasonal | None) -> None:
     scaling = settings_of(a_deployment(scaling={"maxReplicas": 6, "forecast": written}).spec).scaling
     assert scaling is not None
     assert scaling.forecast == asked
 
 
 @pytest.mark.parametrize("signed_with", [TOKEN, "former"])
-def test_what_was_remembered_is_read_back_with_this_key_or_the_former_one(signed_with: str) -> None:
+def test_tuner_state_is_read_with_present_or_former_key(signed_with: str) -> None:
     deployment = a_deployment()
-    kept = tuning_config_map(deployment, remembered_text(TUNED, key=signed_with))
-    assert stored_memory(deployment, [kept], key=TOKEN, former_key="former").applied == TUNED.applied
+    kept = tuning_config_map(deployment, dump_tuner_state(TUNED, key=signed_with))
+    assert load_tuner_state(deployment, [kept], key=TOKEN, former_key="former").applied == TUNED.applied
 
 
-def test_a_memory_that_nobody_signed_is_rebuilt_from_the_status() -> None:
+def test_unsigned_tuner_state_is_rebuilt_from_status() -> None:
     deployment = a_deployment(status={"tuning": {"applied": {"max_num_seqs": "24", "nonsense": "1"}}})
-    kept = tuning_config_map(deployment, remembered_text(TUNED, key="a stranger's"))
-    assert stored_memory(deployment, [kept], key=TOKEN, former_key="former").applied == {Knob.MAX_NUM_SEQS: 24}
+    kept = tuning_config_map(deployment, dump_tuner_state(TUNED, key="a stranger's"))
+    assert load_tuner_state(deployment, [kept], key=TOKEN, former_key="former").applied == {Parameter.MAX_NUM_SEQS: 24}
 
 
-def test_an_engine_that_forgot_its_tuned_values_is_brought_back_to_them_by_the_next_turn() -> None:
+def test_restarted_engine_gets_tuned_values_again() -> None:
     cluster = FakeCluster(tuning={"mode": "Auto"})
-    cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(cluster.deployment, remembered_text(TUNED, key=TOKEN))
+    cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(cluster.deployment, dump_tuner_state(TUNED, key=TOKEN))
     cluster.objects["ConfigMap", "m-tuning"]["metadata"] |= {"uid": "o-0", "creationTimestamp": "2026-01-01T12:00:00Z"}
     cluster.settle()
-    assert [engine.values[Knob.MAX_NUM_SEQS] for engine in cluster.engines.values()][-1:] == [16]
+    assert [engine.values[Parameter.MAX_NUM_SEQS] for engine in cluster.engines.values()][-1:] == [16]
     assert cluster.status["tuning"]["applied"] == {"max_num_seqs": "16"}
     assert cluster.condition("MetricsAvailable")["reason"] == "Scraped"
     assert cluster.condition("TuningActive")["reason"] == "Tuning"
 
 
-def test_an_engine_that_runs_out_of_memory_above_its_start_goes_back_to_it_and_the_value_is_avoided() -> None:
+def test_oom_above_start_value_resets_and_pins_it() -> None:
     cluster = FakeCluster(engine={"gpuMemoryUtilization": "0.74"}, tuning={"mode": "Auto"})
-    kept = remembered_text(Memory(applied={Knob.GPU_MEMORY_UTILIZATION: 0.9}), key=TOKEN)
+    kept = dump_tuner_state(TunerState(applied={Parameter.GPU_MEMORY_UTILIZATION: 0.9}), key=TOKEN)
     cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(cluster.deployment, kept)
     cluster.objects["ConfigMap", "m-tuning"]["metadata"] |= {"uid": "o-0", "creationTimestamp": "2026-01-01T12:00:00Z"}
     cluster.settle()
     leader = cluster.pods["m-g0-0"]
-    assert cluster.engines[leader["metadata"]["uid"]].values[Knob.GPU_MEMORY_UTILIZATION] == 0.9
+    assert cluster.engines[leader["metadata"]["uid"]].values[Parameter.GPU_MEMORY_UTILIZATION] == 0.9
     statuses = leader["status"]["containerStatuses"]
     statuses[0] |= {"restartCount": 1, "lastState": {"terminated": {"reason": "OOMKilled", "exitCode": 137}}}
-    turned = cluster.turn()
+    turned = cluster.plan_reconcile()
     (decision,) = turned.decisions
     assert "an engine ran out of memory above the start values" in decision.sentence
-    assert turned.memory.tuner is not None
-    assert turned.memory.tuner.applied[Knob.GPU_MEMORY_UTILIZATION] == 0.74
-    assert [(pin.knob, pin.limit) for pin in turned.memory.tuner.pins] == [(Knob.GPU_MEMORY_UTILIZATION, 0.74)]
-    assert cluster.engines[leader["metadata"]["uid"]].values[Knob.GPU_MEMORY_UTILIZATION] == 0.74
+    assert turned.state.tuner is not None
+    assert turned.state.tuner.applied[Parameter.GPU_MEMORY_UTILIZATION] == 0.74
+    assert [(pin.parameter, pin.limit) for pin in turned.state.tuner.pins] == [(Parameter.GPU_MEMORY_UTILIZATION, 0.74)]
+    assert cluster.engines[leader["metadata"]["uid"]].values[Parameter.GPU_MEMORY_UTILIZATION] == 0.74

@@ -1,7 +1,7 @@
-"""Operators of two versions, one after the other: whichever takes over, what runs goes on, and comes back as it was.
+"""Operators of two versions in sequence: the later one keeps replicas running and restores lost ones.
 
-The other version is what it leaves behind: fields of a spec that this one does not know, a status with more or less in
-it, notes in another form.
+The other version is represented by what it leaves behind: unknown fields of a spec, a status with more or fewer fields,
+and stored state in another format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def a_settled_cluster() -> FakeCluster:
 
 
 def what_runs(cluster: FakeCluster) -> dict[str, Any]:
-    """Pods and what their engines were told, and what the children are."""
+    """Return the pods with their engines' arguments, and the other children."""
     return {
         "pods": {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()},
         "values": {uid: dict(engine.values) for uid, engine in cluster.engines.items()},
@@ -39,13 +39,13 @@ def what_runs(cluster: FakeCluster) -> dict[str, Any]:
 
 
 def as_before(newer: dict[str, Any]) -> dict[str, Any]:
-    """The edit that takes a newer spec's fields back."""
+    """Return the edit that removes a newer spec's fields."""
     return {name: SPEC.get(name) for name in newer}
 
 
 @pytest.mark.parametrize("newer", NEWER_SPECS)
-def test_a_spec_of_a_newer_version_stops_nothing_that_runs_and_the_field_is_named(newer: dict[str, Any]) -> None:
-    """The operator was rolled back and the CRD was not, as Helm leaves it."""
+def test_newer_spec_is_reported_and_keeps_replicas(newer: dict[str, Any]) -> None:
+    """The operator was rolled back and the CRD was not, as Helm does."""
     cluster = a_settled_cluster()
     before = what_runs(cluster)
     cluster.edit(**newer)
@@ -76,10 +76,10 @@ def test_the_newer_version_is_back_and_no_engine_was_restarted(newer: dict[str, 
 
 
 @pytest.mark.parametrize("newer", NEWER_SPECS)
-def test_replicas_that_are_added_to_a_spec_of_a_newer_version_are_like_the_others_or_wait(
+def test_newer_spec_adds_equal_replicas_or_none(
     newer: dict[str, Any],
 ) -> None:
-    """Nobody can know what the field means for a pod: none is made by half of a spec."""
+    """The field's effect on pods is unknown, so none is rendered from part of a spec."""
     cluster = a_settled_cluster()
     cluster.edit(**newer)
     cluster.restart_operator()
@@ -98,7 +98,7 @@ def test_replicas_that_are_added_to_a_spec_of_a_newer_version_are_like_the_other
 
 
 def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a status that a version may know or not."""
+    """Return every path in a status that a version may or may not know."""
     found: list[tuple[Any, ...]] = []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in items:
@@ -115,7 +115,7 @@ def without(status: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
     return found
 
 
-def test_a_status_of_an_older_version_that_lacks_anything_is_made_whole_and_restarts_nothing() -> None:
+def test_older_status_is_completed_without_restart() -> None:
     cluster = a_settled_cluster()
     whole, before = copy.deepcopy(cluster.status), what_runs(cluster)
     lacking = [path for path in paths(whole) if not _is_of_a_map_that_must_be_whole(path)]
@@ -130,11 +130,11 @@ def test_a_status_of_an_older_version_that_lacks_anything_is_made_whole_and_rest
 
 
 def _is_of_a_map_that_must_be_whole(path: tuple[Any, ...]) -> bool:
-    """The API server admits no condition without its type and status, whoever writes it."""
+    """The API server rejects conditions without type and status."""
     return path[0] == "conditions" and len(path) > 2
 
 
-def test_what_a_newer_version_says_beside_what_we_know_restarts_nothing_and_is_written_once() -> None:
+def test_newer_status_fields_cause_one_write_and_no_restart() -> None:
     cluster = a_settled_cluster()
     before = what_runs(cluster)
     assert cluster.body is not None
@@ -155,7 +155,7 @@ def test_what_a_newer_version_says_beside_what_we_know_restarts_nothing_and_is_w
 
 @pytest.mark.parametrize("name", MEMORIES)
 def test_notes_in_a_form_of_another_version_restart_nothing(name: str) -> None:
-    """What cannot be read, or is signed over more than is known here, is as if it were not there."""
+    """State that cannot be parsed or has unknown fields is treated as missing."""
     cluster = a_settled_cluster()
     before = what_runs(cluster)["pods"]
     kept = cluster.objects.get(("ConfigMap", name))

@@ -19,12 +19,12 @@ from operator_builders import a_spec
 from operator_cluster import BROKEN, TOKEN, FakeCluster, Killed, a_loop, a_reconciler
 from trimtab_operator.builders.config_map import tuning_config_map
 from trimtab_operator.builders.labels import REVISION_LABEL, ROLE_LABEL
-from trimtab_operator.planning.tuning import remembered_text
-from trimtab_operator.tuner.knobs import Knob
+from trimtab_operator.planning.tuning import dump_tuner_state
+from trimtab_operator.tuner.parameters import Parameter
 from trimtab_operator.tuner.rules import replicas
-from trimtab_operator.tuner.scaling import law
-from trimtab_operator.tuner.scaling.law import Need
-from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.scaling import control_law
+from trimtab_operator.tuner.scaling.control_law import Need
+from trimtab_operator.tuner.state import TunerState
 
 BATCHES = 20
 SCALED_SHARE = 0.06
@@ -34,7 +34,7 @@ QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}
 MOST_REPLICAS = 3
 SURGES: tuple[int | str, ...] = (0, 1, 1, "50%")
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {}, {"pipeline": 2, "gpusPerNode": 1})
-APPLIED = Memory(applied={Knob.MAX_NUM_SEQS: 16})
+APPLIED = TunerState(applied={Parameter.MAX_NUM_SEQS: 16})
 
 
 def a_runtime(*args: str) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def a_settled_cluster(replicas: int, layout: int, mode: str, surge: int | str, n
     """A cluster at rest, to be copied."""
     cluster = FakeCluster(replicas=replicas, nodes=nodes, **a_small_spec(layout, mode, surge))
     cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(
-        cluster.deployment, remembered_text(APPLIED, key=TOKEN)
+        cluster.deployment, dump_tuner_state(APPLIED, key=TOKEN)
     )
     cluster.objects["ConfigMap", "m-tuning"]["metadata"] |= {"uid": "o-0", "creationTimestamp": "2026-01-01T12:00:00Z"}
     cluster.settle()
@@ -119,7 +119,7 @@ def _disturb(cluster: FakeCluster, chance: random.Random) -> None:
             chance.choice(found)["spec"]["template"]["spec"]["containers"][0]["image"] = "evil:1"
     elif kind == "forget":
         for engine in cluster.engines.values():
-            engine.values[Knob.MAX_NUM_SEQS] = 32
+            engine.values[Parameter.MAX_NUM_SEQS] = 32
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
@@ -135,7 +135,7 @@ async def test_an_operator_that_is_killed_anywhere_ends_where_an_undisturbed_one
 @pytest.mark.parametrize("batch", range(SCALED_BATCHES))
 async def test_so_it_does_with_automatic_replicas(batch: int, worlds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which of several replicas goes may differ: the ones that serve, or are up to date, at that moment stay."""
-    monkeypatch.setattr(law, "LEARN_COLD_STARTS", 0.0)
+    monkeypatch.setattr(control_law, "LEARN_COLD_STARTS", 0.0)
     for seed in range(batch, int(SCALED_SHARE * worlds), SCALED_BATCHES):
         chance = random.Random(seed)
         needed = chance.randrange(1, 6)
@@ -160,8 +160,8 @@ async def both_ends(
     killed = a_copy(pickle.dumps(undisturbed))
     loop = a_loop(undisturbed)
     await come_to_rest(undisturbed, a_reconciler(undisturbed), loop, still_ticks=still_ticks)
-    left = undisturbed.decide(loop.memory)
-    assert left.is_idle, f"more to do: {[a.reason for a in (*left.remember, *left.children)]}"
+    left = undisturbed.decide(loop.state)
+    assert left.is_idle, f"more to do: {[a.reason for a in (*left.state_writes, *left.children)]}"
     for _ in range(chance.choice((1, 1, 2))):
         killed.lives = chance.randint(1, max(1, undisturbed.writes))
         try:

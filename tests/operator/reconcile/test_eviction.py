@@ -57,8 +57,8 @@ def test_a_pod_that_is_evicted_is_waited_for_and_its_successor_serves() -> None:
     uids = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
     assert evict(cluster, "m-g1-0")
     assert not evict(cluster, "m-g0-0"), "the last one"
-    turned = cluster.turn()
-    assert not turned.care, "it drains: nobody cuts that short"
+    turned = cluster.plan_reconcile()
+    assert not turned.urgent_deletes, "it drains: nobody cuts that short"
     assert not turned.children
     assert cluster.condition("Serving")["status"] == "True"
     cluster.controllers()
@@ -73,8 +73,8 @@ def test_a_pod_that_is_evicted_is_waited_for_and_its_successor_serves() -> None:
 def test_a_worker_that_is_evicted_takes_its_replica_along_gracefully() -> None:
     cluster = settled(replicas=2, parallelism=TWO_PODS)
     assert evict(cluster, "m-g1-w-0")
-    turned = cluster.turn()
-    assert [(action.name, action.grace_seconds) for action in turned.care] == [("m-g1-0", None)]
+    turned = cluster.plan_reconcile()
+    assert [(action.name, action.grace_seconds) for action in turned.urgent_deletes] == [("m-g1-0", None)]
     assert not any(evict(cluster, name) for name in ("m-g0-0", "m-g0-w-0"))
     assert serving(cluster) == 1
     cluster.controllers()
@@ -86,7 +86,7 @@ def test_a_single_replica_may_be_evicted() -> None:
     """Its node must not wait for ever: who needs more has two."""
     cluster = settled(replicas=1)
     assert evict(cluster, "m-g0-0")
-    cluster.turn()
+    cluster.plan_reconcile()
     assert cluster.condition("Serving")["status"] == "False"
     cluster.controllers()
     cluster.settle()
@@ -96,11 +96,11 @@ def test_a_single_replica_may_be_evicted() -> None:
 def test_a_pod_that_is_evicted_as_another_is_to_be_replaced_is_waited_for_first() -> None:
     cluster = settled(replicas=3, rollout={"maxSurge": 0, "bakeTime": "0s"})
     cluster.edit(engine={"maxNumSeqs": 16})
-    cluster.turn()
+    cluster.plan_reconcile()
     cluster.controllers()
-    assert [pod.name for pod in cluster.decide().care] == ["m-g0-0"], "its template is another one by now"
+    assert [pod.name for pod in cluster.decide().urgent_deletes] == ["m-g0-0"], "its template is another one by now"
     assert evict(cluster, "m-g2-0")
-    cluster.turn()
+    cluster.plan_reconcile()
     assert serving(cluster) == 2
     cluster.settle()
     assert len(set(cluster.revisions)) == 1
@@ -162,7 +162,7 @@ def test_whoever_drains_nodes_while_a_change_rolls_no_more_is_taken_than_may_be_
             for name in chance.sample(sorted(cluster.pods), len(cluster.pods)):
                 evicted += chance.random() < 0.3 and evict(cluster, name)
             assert serving(cluster) >= replicas - 1, f"seed {seed}, tick {tick}: drained"
-            cluster.turn()
+            cluster.plan_reconcile()
             assert serving(cluster) >= replicas - 1, f"seed {seed}, tick {tick}: rolled"
             cluster.now += TICK_SECONDS
             cluster.controllers()

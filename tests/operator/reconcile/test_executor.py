@@ -16,7 +16,7 @@ from operator_cluster import FakeCluster, a_loop, a_reconciler
 from small_api_server import SmallApiServer
 from trimtab_operator.errors import NotLeading
 from trimtab_operator.kube.client import Cluster
-from trimtab_operator.observed.actions import Apply, Delete, Note
+from trimtab_operator.observed.actions import Apply, Delete, Event
 from trimtab_operator.reconcile.executor import Hands
 from trimtab_operator.reconcile.health import OperatorMetrics
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -63,7 +63,7 @@ WRITES: dict[str, Callable[[Hands, InferenceDeployment], Any]] = {
     ),
     "a child": lambda hands, deployment: hands.execute(deployment, (Apply(ANYWHERE, False, "differs"),)),
     "a deletion": lambda hands, deployment: hands.execute(deployment, (Delete("Service", "m-g0", "u", "gone"),)),
-    "an Event": lambda hands, deployment: hands.tell(deployment, Note("Normal", "R", "m", "k")),
+    "an Event": lambda hands, deployment: hands.tell(deployment, Event("Normal", "R", "m", "k")),
     "a status": lambda hands, deployment: hands.write_in_the_dark(deployment, ("R", "m")),
 }
 
@@ -99,9 +99,9 @@ async def test_an_address_that_cannot_be_had_is_done_without() -> None:
     assert cluster.applied == [ANYWHERE]
 
 
-@pytest.mark.parametrize(("status", "otherwise"), [(500, ANYWHERE), (403, ANYWHERE), (422, None)])
-async def test_other_errors_are_the_loops(status: int, otherwise: Mapping[str, Any] | None) -> None:
+@pytest.mark.parametrize(("status", "fallback"), [(500, ANYWHERE), (403, ANYWHERE), (422, None)])
+async def test_other_errors_are_the_loops(status: int, fallback: Mapping[str, Any] | None) -> None:
     cluster = RefusingCluster(status)
     with pytest.raises(ApiException):
-        await hands_at(cluster).execute(a_deployment(), (Apply(SAME, True, "missing", otherwise),))
+        await hands_at(cluster).execute(a_deployment(), (Apply(SAME, True, "missing", fallback),))
     assert cluster.applied == []

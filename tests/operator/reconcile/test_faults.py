@@ -20,7 +20,7 @@ from operator_builders import a_spec
 from operator_cluster import KEY, TICK_SECONDS, FakeCluster, Killed, a_loop, a_reconciler
 from trimtab_operator.engines import scrape
 from trimtab_operator.engines.poller import Engines
-from trimtab_operator.observed.engines import EngineSeen, Target
+from trimtab_operator.observed.engines import EngineObservation, EngineTarget
 from trimtab_operator.reconcile.reconciler import Loop
 
 ROLLOUT = {"startTimeout": "1m", "drainTimeout": "1s", "bakeTime": "10s"}
@@ -68,7 +68,7 @@ async def test_an_operator_that_is_killed_after_any_single_write_is_followed_by_
     story: str,
 ) -> None:
     begun = STORIES[story]()
-    begun.memory = type(begun.memory)()
+    begun.state = type(begun.state)()
     start = pickle.dumps(begun)
     undisturbed: FakeCluster = pickle.loads(start)
     undisturbed.writes = 0
@@ -151,7 +151,7 @@ async def lived_through(cluster: Cut) -> Cut:
 @pytest.mark.parametrize("story", CUT_OFF)
 async def test_an_api_server_that_is_away_for_30_seconds_at_any_moment_costs_no_engine(story: str) -> None:
     begun = STORIES[story]()
-    begun.memory = type(begun.memory)()
+    begun.state = type(begun.state)()
     begun.__class__, begun.writes = Cut, 0
     start = pickle.dumps(begun)
     undisturbed: Cut = await lived_through(pickle.loads(start))
@@ -186,9 +186,9 @@ def an_edit(chance: random.Random) -> dict[str, Any]:
 def what_runs(cluster: FakeCluster) -> dict[str, Any]:
     """Everything that makes and reaches engines; what is only remembered, or shared by pods, may differ."""
     found = end_state(cluster)
-    memory = ("ConfigMap/", "Secret/")
+    state = ("ConfigMap/", "Secret/")
     return {
-        part: {name: value for name, value in found[part].items() if not name.startswith(memory)}
+        part: {name: value for name, value in found[part].items() if not name.startswith(state)}
         for part in ("specs", "labels", "pods")
     }
 
@@ -216,8 +216,8 @@ def test_whatever_was_asked_for_before_what_runs_is_what_a_fresh_resource_would_
     ("state", "said"),
     [
         ({"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}, "ImagePullBackOff: no such image"),
-        ({"terminated": {"reason": "OOMKilled", "exitCode": 137}}, "the engine ended: OOMKilled (exit code 137)"),
-        ({"waiting": {"reason": "CrashLoopBackOff"}}, "the engine crashes again and again: boom (exit code 1)"),
+        ({"terminated": {"reason": "OOMKilled", "exitCode": 137}}, "the engine terminated: OOMKilled (exit code 137)"),
+        ({"waiting": {"reason": "CrashLoopBackOff"}}, "the engine is in a crash loop: boom (exit code 1)"),
     ],
 )
 def test_a_pod_that_fails_is_told_and_nothing_else_is_touched(state: dict[str, Any], said: str) -> None:
@@ -229,9 +229,9 @@ def test_a_pod_that_fails_is_told_and_nothing_else_is_touched(state: dict[str, A
     for _ in range(20):
         ready = {"type": "Ready", "status": "False"}
         pod["status"] = {**pod["status"], "conditions": [ready], "containerStatuses": [status]}
-        turned = cluster.turn()
+        turned = cluster.plan_reconcile()
         assert not turned.children
-        assert not turned.care
+        assert not turned.urgent_deletes
         cluster.now += 5.0
     assert cluster.condition("Degraded")["message"] == f"m-g1: {said}"
     assert cluster.condition("Serving")["status"] == "True"
@@ -243,9 +243,9 @@ def test_a_pod_that_its_node_evicts_is_told_and_its_successor_serves() -> None:
     pod, others = cluster.pods["m-g1-0"], cluster.pods["m-g0-0"]["metadata"]["uid"]
     words = "The node was low on resource: memory."
     pod["status"] = {"phase": "Failed", "reason": "Evicted", "message": words}
-    turned = cluster.turn()
+    turned = cluster.plan_reconcile()
     assert not turned.children
-    assert not turned.care
+    assert not turned.urgent_deletes
     assert cluster.condition("Degraded")["message"] == f"m-g1: Evicted: {words}"
     assert cluster.condition("Serving")["status"] == "True"
     del cluster.pods["m-g1-0"]  # its StatefulSet's controller makes it anew
@@ -262,7 +262,7 @@ async def test_an_engine_that_hangs_with_its_port_open_keeps_nobody_from_an_edit
     cluster = settled(tuning={"mode": "Auto"})
     never = asyncio.Event()
 
-    async def answers(target: Target, **_: Any) -> EngineSeen:
+    async def answers(target: EngineTarget, **_: Any) -> EngineObservation:
         if target.group == "m-g1":
             await never.wait()
         return cluster.said(target)

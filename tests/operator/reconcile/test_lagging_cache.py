@@ -23,8 +23,8 @@ from trimtab_operator.engines.poller import Engines
 from trimtab_operator.kube.client import CHILDREN, Cluster
 from trimtab_operator.kube.informer_cache import Cache
 from trimtab_operator.observed.actions import Apply
-from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, Target
-from trimtab_operator.observed.groups import Observed
+from trimtab_operator.observed.engines import EngineObservation, EngineTarget, MetricsSettings
+from trimtab_operator.observed.groups import ObservedChildren
 from trimtab_operator.reconcile.reconciler import Loop, Reconciler
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
@@ -85,15 +85,15 @@ class LaggingDoor:
     async def get(self, _kind: str, _namespace: str | None, _name: str) -> Manifest | None:
         return self.cluster.body and copy.deepcopy(self.cluster.body)
 
-    async def observe(self, _deployment: InferenceDeployment) -> Observed:
+    async def observe(self, _deployment: InferenceDeployment) -> ObservedChildren:
         return self.cluster.children()
 
     async def list(self, kind: str, namespace: str | None, **options: Any) -> list[Manifest]:
         return await self.cluster.list(kind, namespace, **options)
 
-    async def recall(self, _deployment: InferenceDeployment, _cache: object) -> Observed:
+    async def recall(self, _deployment: InferenceDeployment, _cache: object) -> ObservedChildren:
         found = {kind: self.known.of(kind, ("n", "m")) for kind in CHILDREN}
-        return Observed(
+        return ObservedChildren(
             services=found["Service"],
             stateful_sets=found["StatefulSet"],
             config_maps=found["ConfigMap"],
@@ -146,16 +146,16 @@ class EnginesThatAreThere(FakeEngines):
 
     async def look(
         self,
-        targets: Iterable[Target],
+        targets: Iterable[EngineTarget],
         tokens: Tokens,
-        asked: MetricsAsked | None = None,
+        asked: MetricsSettings | None = None,
         *,
         believes_last_words: bool = False,
-    ) -> dict[str, EngineSeen]:
+    ) -> dict[str, EngineObservation]:
         there = {pod["metadata"]["uid"] for pod in self.cluster.pods.values()}
         wanted = list(targets)
         said = await super().look([target for target in wanted if target.instance in there], tokens, asked)
-        return {target.group: said.get(target.group, EngineSeen(target.ready, "no answer")) for target in wanted}
+        return {target.group: said.get(target.group, EngineObservation(target.ready, "no answer")) for target in wanted}
 
 
 def versioned(kind: str, made: Any) -> Manifest:
@@ -264,15 +264,15 @@ async def test_what_only_adds_is_not_confirmed_and_what_takes_rests_on_those_tha
     cluster = FakeCluster(replicas=1, rollout={**QUICK, "maxSurge": 1})
     cluster.settle()
     reconciler, loop, door = lagging(cluster, random.Random(0))
-    caught_up = CatchingUp(reconciler, door)
+    replay_idle_period = CatchingUp(reconciler, door)
     cluster.edit(runtime={"device": "cpu", "image": "engine:1", "args": ["--seed=1"]})
-    await caught_up.tick(loop)
+    await replay_idle_period.tick(loop)
     assert [group.ordinal for group in cluster.groups] == [0, 1]
     assert door.confirmed == []
     cluster.now += 5.0
     cluster.controllers()
     for _ in range(3):
-        await caught_up.tick(loop)
+        await replay_idle_period.tick(loop)
         cluster.now += 5.0
         cluster.controllers()
     assert [group.ordinal for group in cluster.groups] == [1]

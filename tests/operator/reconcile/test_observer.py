@@ -12,10 +12,10 @@ from trimtab_operator.builders.labels import WORKER
 from trimtab_operator.engines.poller import Engines
 from trimtab_operator.kube.client import Cluster
 from trimtab_operator.kube.nodes import Nodes
-from trimtab_operator.observed.engines import EngineSeen, MetricsAsked, Target
-from trimtab_operator.observed.groups import Missing, Observed
-from trimtab_operator.planning.snapshot import LOST_NODES_FRESH_SECONDS, World
-from trimtab_operator.planning.state import Memory
+from trimtab_operator.observed.engines import EngineObservation, EngineTarget, MetricsSettings
+from trimtab_operator.observed.groups import MissingPods, ObservedChildren
+from trimtab_operator.planning.snapshot import LOST_NODES_FRESH_SECONDS, ClusterSnapshot
+from trimtab_operator.planning.state import ReconcilerState
 from trimtab_operator.reconcile.observer import Eyes, Key
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -29,14 +29,14 @@ SHORT = observed(a_pod(), workers=1)
 class ListingCluster:
     """Has one resource with these children, and remembers what else it was asked to list."""
 
-    def __init__(self, children: Observed, *, error: Exception | None = None, device: str = "cpu") -> None:
+    def __init__(self, children: ObservedChildren, *, error: Exception | None = None, device: str = "cpu") -> None:
         self.children, self.error, self.listed = children, error, list[str]()
         self.body = a_resource(runtime={"device": device, "image": "engine:1"})
 
     async def get(self, _kind: str, _namespace: str | None, _name: str) -> Manifest:
         return self.body
 
-    async def observe(self, _deployment: InferenceDeployment) -> Observed:
+    async def observe(self, _deployment: InferenceDeployment) -> ObservedChildren:
         return self.children
 
     async def list(self, kind: str, _namespace: str | None, **_: str) -> list[Manifest]:
@@ -50,8 +50,8 @@ class SilentEngines:
     """Nobody answers."""
 
     async def look(
-        self, _targets: tuple[Target, ...], _tokens: Tokens, _asked: MetricsAsked, *, believes_last_words: bool
-    ) -> dict[str, EngineSeen]:
+        self, _targets: tuple[EngineTarget, ...], _tokens: Tokens, _asked: MetricsSettings, *, believes_last_words: bool
+    ) -> dict[str, EngineObservation]:
         return {}
 
 
@@ -60,9 +60,11 @@ def eyes_at(cluster: ListingCluster, nodes: Nodes | None = None) -> Eyes:
     return Eyes(door, nodes or Nodes(door), b"s", None, 15.0, lambda: NOW)
 
 
-async def look(cluster: ListingCluster, memory: Memory | None = None, nodes: Nodes | None = None) -> World:
+async def look(
+    cluster: ListingCluster, state: ReconcilerState | None = None, nodes: Nodes | None = None
+) -> ClusterSnapshot:
     engines = cast("Engines", SilentEngines())
-    return await eyes_at(cluster, nodes).look(Key("n", "m", "u-m"), memory or Memory(), engines)
+    return await eyes_at(cluster, nodes).look(Key("n", "m", "u-m"), state or ReconcilerState(), engines)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,9 @@ async def look(cluster: ListingCluster, memory: Memory | None = None, nodes: Nod
         (STUCK, "cpu", ["Pod", "StatefulSet"]),  # who else is partly placed?
     ],
 )
-async def test_what_else_is_read_depends_on_what_is_amiss(children: Observed, device: str, listed: list[str]) -> None:
+async def test_what_else_is_read_depends_on_what_is_amiss(
+    children: ObservedChildren, device: str, listed: list[str]
+) -> None:
     cluster = ListingCluster(children, device=device)
     await look(cluster)
     assert sorted(cluster.listed) == listed
@@ -82,15 +86,15 @@ async def test_what_else_is_read_depends_on_what_is_amiss(children: Observed, de
 
 async def test_events_are_read_when_pods_are_missing_for_a_while() -> None:
     cluster = ListingCluster(SHORT)
-    await look(cluster, Memory(missing={"m-g0": Missing(NOW - 60, 1)}))
+    await look(cluster, ReconcilerState(missing={"m-g0": MissingPods(NOW - 60, 1)}))
     assert "Event" in cluster.listed
 
 
 @pytest.mark.parametrize("children", [DOWN, STUCK, SHORT])
-async def test_without_the_right_to_look_further_it_goes_on(children: Observed) -> None:
+async def test_without_the_right_to_look_further_it_goes_on(children: ObservedChildren) -> None:
     cluster = ListingCluster(children, error=ApiException(status=403))
-    world = await look(cluster, Memory(missing={"m-g0": Missing(NOW - 60, 1)}))
-    assert world.children == children
+    snapshot = await look(cluster, ReconcilerState(missing={"m-g0": MissingPods(NOW - 60, 1)}))
+    assert snapshot.children == children
     assert cluster.listed
 
 
@@ -112,6 +116,6 @@ async def test_a_spec_that_cannot_be_read_is_a_world_with_a_refusal() -> None:
     cluster = ListingCluster(WELL)
     for bad in ("many", -5, True, 10**9):
         cluster.body = a_resource(replicas=bad)
-        world = await look(cluster)
-        assert "spec.replicas" in str(world.misread[0])
-        assert world.deployment.replicas == 1
+        snapshot = await look(cluster)
+        assert "spec.replicas" in str(snapshot.parse_errors[0])
+        assert snapshot.deployment.replicas == 1

@@ -20,12 +20,12 @@ from trimtab_operator.engines.poller import Engines
 from trimtab_operator.errors import Gone, NameTaken
 from trimtab_operator.kube.informer_cache import Cache, Store
 from trimtab_operator.observed.actions import Apply
-from trimtab_operator.observed.engines import EngineSeen, Target
-from trimtab_operator.observed.groups import Observed
-from trimtab_operator.planning import state as loop_memory
-from trimtab_operator.planning.idle import REST_SECONDS, Rest
-from trimtab_operator.planning.plan import Turn, turn
-from trimtab_operator.planning.snapshot import World
+from trimtab_operator.observed.engines import EngineObservation, EngineTarget
+from trimtab_operator.observed.groups import ObservedChildren
+from trimtab_operator.planning import state as state_module
+from trimtab_operator.planning.idle import IDLE_RECONCILE_SECONDS, IdleState
+from trimtab_operator.planning.plan import ReconcilePlan, plan_reconcile
+from trimtab_operator.planning.snapshot import ClusterSnapshot
 from trimtab_operator.reconcile import reconciler as reconciler_module
 from trimtab_operator.reconcile.executor import Done, Hands
 from trimtab_operator.reconcile.health import Heartbeats
@@ -42,9 +42,9 @@ from trimtab_operator.reconcile.reconciler import (
 from trimtab_operator.reconcile.wakeups import WakeUps
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
-from trimtab_operator.tuner.decide import Condition, Outcome
+from trimtab_operator.tuner.decide import Condition, TunerOutput
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount
-from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.state import TunerState
 
 
 async def test_the_first_tick_creates_and_when_all_runs_a_tick_writes_nothing() -> None:
@@ -77,14 +77,14 @@ async def test_a_promise_is_told_to_engines_that_serve_and_one_that_is_dead_hold
     for _ in range(2):
         await reconciler.tick(loop)
     assert [cluster.engine(ordinal).policy for ordinal in (0, 1)] == ["deadline", "deadline"]
-    assert cluster.events.count("QueueOrderChanged") == 1
+    assert cluster.events.count("SchedulingPolicyChanged") == 1
     assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == pods
 
 
 class Copied(FakeCluster):
     """A cluster whose API server gives copies: what was read may be another by now."""
 
-    async def observe(self, _deployment: InferenceDeployment) -> Observed:
+    async def observe(self, _deployment: InferenceDeployment) -> ObservedChildren:
         return copy.deepcopy(self.children())
 
     async def are_current(self, manifests: Iterable[Manifest]) -> bool:
@@ -97,18 +97,18 @@ async def test_who_was_read_without_a_cache_is_looked_at_once_more_before_anothe
     cluster.settle()
     old = cluster.pods["m-g0-0"]["metadata"]["uid"]
     cluster.edit(engine={"maxNumSeqs": 16})
-    cluster.turn()
+    cluster.plan_reconcile()
     cluster.controllers()
-    assert any(action.name == "m-g0-0" for action in cluster.decide().care)
+    assert any(action.name == "m-g0-0" for action in cluster.decide().urgent_deletes)
 
     class Blinks(FakeEngines):
-        async def look(self, *arguments: Any, **options: Any) -> dict[str, EngineSeen]:
+        async def look(self, *arguments: Any, **options: Any) -> dict[str, EngineObservation]:
             said = await super().look(*arguments, **options)
             cluster.set_ready("m-g1-0", ready=False)
             return said
 
     reconciler, loop = a_reconciler(cluster), Loop(KEY, cast("Engines", Blinks(cluster)))
-    loop.memory = cluster.memory
+    loop.state = cluster.state
     await reconciler.tick(loop)
     cluster.controllers()
     assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
@@ -118,7 +118,7 @@ class OlderSchema(FakeCluster):
     """A cluster whose CRD is of before queues had an order: its API server drops what that does not know."""
 
     def write_status(self, status: Mapping[str, Any]) -> None:
-        tuning = {name: value for name, value in (status.get("tuning") or {}).items() if name != "queueOrder"}
+        tuning = {name: value for name, value in (status.get("tuning") or {}).items() if name != "schedulingPolicy"}
         super().write_status({**status, "tuning": tuning} if "tuning" in status else status)
 
 
@@ -135,10 +135,10 @@ async def test_an_operator_whose_crd_is_older_writes_nothing_at_rest_and_orders_
             cluster.now += TICK_SECONDS
             cluster.controllers()
         assert written_by(reconciler) == written
-        assert "queueOrder" not in cluster.status["tuning"]
+        assert "schedulingPolicy" not in cluster.status["tuning"]
         asked.append(cluster.engine(0).policy)
     assert asked == ["deadline", "deadline"]
-    assert cluster.events.count("QueueOrderChanged") == 1
+    assert cluster.events.count("SchedulingPolicyChanged") == 1
     cluster.edit(objectives=None, engine={"schedulingPolicy": "fcfs"})
     for _ in range(5):
         await reconciler.tick(loop)
@@ -171,7 +171,7 @@ async def test_engines_at_rest_that_are_late_now_and_then_cause_no_write(
     cluster.settle()
     is_late = iter([False, True, False, False, True, True, False, True, False])
 
-    async def answers(target: Target, **_: Any) -> EngineSeen:
+    async def answers(target: EngineTarget, **_: Any) -> EngineObservation:
         if next(is_late):
             await asyncio.sleep(0.1)
         return cluster.said(target)
@@ -352,12 +352,12 @@ async def test_who_is_edited_again_while_it_acts_waits_for_nobody() -> None:
     loop, door = a_loop(cluster), asyncio.Event()
 
     class EditedMeanwhile(Hands):
-        async def act(self, world: World, turn: Turn, engines: Engines) -> Done:
+        async def act(self, snapshot: ClusterSnapshot, plan: ReconcilePlan, engines: Engines) -> Done:
             cache.changed(store, "MODIFIED", a_body(KEY.name, 3, version=2))
-            return await like.hands.act(world, turn, engines)
+            return await like.hands.act(snapshot, plan, engines)
 
-        async def remember(self, world: World, turn: Turn) -> None:
-            await like.hands.remember(world, turn)
+        async def persist_state(self, snapshot: ClusterSnapshot, plan: ReconcilePlan) -> None:
+            await like.hands.persist_state(snapshot, plan_reconcile)
 
     class Sees(Eyes):
         def unanswered(self, key: Key) -> int | None:
@@ -401,22 +401,22 @@ async def test_a_turn_that_foresees_nothing_is_taken_at_once_and_any_other_besid
     cluster = FakeCluster(**spec)
     cluster.settle()
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
-    world = await reconciler.eyes.look(KEY, cluster.memory, loop.engines)
-    ((name, said),) = world.engines.items()
+    snapshot = await reconciler.eyes.look(KEY, cluster.state, loop.engines)
+    ((name, said),) = snapshot.engines.items()
     assert said.sample is not None
     gauges = replace(said.sample.gauges, running=running, waiting=0.0)
-    world = replace(world, engines={name: replace(said, sample=replace(said.sample, gauges=gauges))})
+    snapshot = replace(snapshot, engines={name: replace(said, sample=replace(said.sample, gauges=gauges))})
     threads = []
 
-    def noted(seen: World, memory: loop_memory.Memory) -> Turn:
+    def noted(seen: ClusterSnapshot, state: state_module.ReconcilerState) -> ReconcilePlan:
         threads.append(threading.current_thread())
-        return turn(seen, memory)
+        return plan_reconcile(seen, state)
 
     monkeypatch.setattr(reconciler_module, "turn", noted)
-    loop.memory, loop.turn_seconds = cluster.memory, last_seconds
-    decided = await reconciler._decided(loop, world)
+    loop.state, loop.turn_seconds = cluster.state, last_seconds
+    decided = await reconciler._decided(loop, snapshot)
     assert [thread is threading.current_thread() for thread in threads] == [is_here]
-    assert decided == turn(world, cluster.memory)
+    assert decided == plan_reconcile(snapshot, cluster.state)
     assert loop.turn_seconds is not None
 
 
@@ -442,14 +442,14 @@ async def test_at_rest_a_tick_compares_pages_alone_until_a_look_is_due() -> None
     reconciler, pages = a_reconciler(cluster), Pages(cluster)
     loop = Loop(KEY, cast("Engines", pages))
     assert not await reconciler.rests(loop)  # before the first look
-    loop.rest = Rest(cluster.look(), (), cluster.now)
-    cluster.now += REST_SECONDS / 2
+    loop.rest = IdleState(cluster.look(), (), cluster.now)
+    cluster.now += IDLE_RECONCILE_SECONDS / 2
     assert await reconciler.rests(loop)
     assert loop.rest.seen_at == cluster.now
     pages.same = False
     assert not await reconciler.rests(loop)
     pages.same = True
-    cluster.now += REST_SECONDS / 2
+    cluster.now += IDLE_RECONCILE_SECONDS / 2
     assert not await reconciler.rests(loop)
 
 
@@ -461,7 +461,7 @@ async def test_while_many_wait_for_edits_a_page_goes_unread_that_the_next_tick_r
     reconciler, pages = a_reconciler(cluster), Pages(cluster)
     reconciler = replace(reconciler, eyes=replace(reconciler.eyes, tick_seconds=tick_seconds))
     loop = Loop(KEY, cast("Engines", pages))
-    loop.rest = Rest(cluster.look(), (), cluster.now)
+    loop.rest = IdleState(cluster.look(), (), cluster.now)
     pages.same = False
     lanes = reconciler._ticking
     async with lanes.entered(Place(urgent=True)), lanes.entered(Place(urgent=True)):
@@ -482,7 +482,7 @@ async def test_who_was_just_edited_is_not_kept_by_engines_that_have_just_spoken(
     loop = Loop(KEY, cast("Engines", engines))
     loop.place.urgent = urgent
     cluster.settle()
-    loop.memory = cluster.memory
+    loop.state = cluster.state
     reconciler = a_reconciler(cluster)
     await reconciler.tick(loop)
     loop.place.urgent = urgent
@@ -538,7 +538,7 @@ async def test_a_name_that_somebody_else_has_is_told_at_once() -> None:
     cluster = RefusingCluster()
     cluster.refuses, cluster.error = ("Service",), NameTaken("Service m exists and belongs to somebody else")
     await a_reconciler(cluster).guarded_tick(a_loop(cluster))
-    assert cluster.status["phase"] == "NameTaken"
+    assert cluster.status["phase"] == "NameConflict"
 
 
 async def test_engines_that_run_wait_for_no_reader_of_another_model() -> None:
@@ -621,11 +621,11 @@ async def test_a_loop_that_ends_late_leaves_its_namesake_what_is_known_of_it(is_
 async def test_a_decision_whose_memory_could_not_be_written_is_told_on_the_next_tick(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def decides_once(_: object, memory: Memory, *__: object) -> Outcome:
+    def decides_once(_: object, state: TunerState, *__: object) -> TunerOutput:
         made = Decision("id", 1.0, Move(Reason.SATURATED, ReplicaCount(), 1, None), "Every knob is at its bound.")
-        decisions = () if memory.history else (made,)
+        decisions = () if state.history else (made,)
         ok = Condition(True, Reason.SCRAPED, "")
-        return Outcome(memory if memory.history else memory.with_decision(made), ok, ok, decisions=decisions)
+        return TunerOutput(state if state.history else state.with_decision(made), ok, ok, decisions=decisions)
 
     cluster = RefusingCluster()
     cluster.refuses, cluster.error = ("ConfigMap",), OSError("no route")
@@ -662,7 +662,7 @@ async def test_what_runs_is_cared_for_while_its_spec_is_refused(bad: dict[str, A
     await reconciler.tick(loop)
     assert cluster.status["phase"] == "InvalidSpec"
     assert list(cluster.pods) == ["m-g0-0"]
-    assert "RestartedAsOne" in cluster.events
+    assert "GroupRestarted" in cluster.events
 
 
 async def test_a_group_that_a_quota_lets_have_only_its_leader_names_the_quota_and_gives_back_until_an_edit() -> None:
@@ -686,15 +686,15 @@ async def test_a_group_that_a_quota_lets_have_only_its_leader_names_the_quota_an
 
     for _ in range(4):
         limited = await tick(6)
-    assert limited == ("PodsRefused", f"m-g0: 1 of 2 pods are not created yet: {quota}")
+    assert limited == ("FailedCreate", f"m-g0: 1 of 2 pods are not created yet: {quota}")
     assert replicas() == [1, 1]
     await tick(120)
-    assert (replicas(), cluster.events.count("GaveBack")) == ([0, 0], 1)
+    assert (replicas(), cluster.events.count("GangSchedulingBackoff")) == ([0, 0], 1)
     limited = await tick(1)
     assert (replicas(), quota in limited[1]) == ([0, 0], True)
     cluster.edit(replicas=1)
     await tick()
-    assert (replicas(), cluster.events.count("GaveBack")) == ([1, 1], 1)
+    assert (replicas(), cluster.events.count("GangSchedulingBackoff")) == ([1, 1], 1)
 
 
 def test_the_facts_of_these_tests_are_of_a_model_with_nine_heads() -> None:

@@ -1,5 +1,7 @@
-"""What kstatus, and so Flux, makes of a resource: Current only for what was asked for last. Argo CD, by the script of
-the page on GitOps, makes the same of it."""
+"""kstatus result of a resource, as used by Flux: Current only for the latest spec.
+
+Argo CD gets the same result from the documented health script.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ IN_ARGO_CD = {"Current": "Healthy", "Failed": "Degraded", "InProgress": "Progres
 
 
 def kstatus(resource: dict[str, Any]) -> str:
-    """The verdict of sigs.k8s.io/cli-utils/pkg/kstatus on a custom resource."""
+    """Return kstatus' result (sigs.k8s.io/cli-utils/pkg/kstatus) for a custom resource."""
     status = resource.get("status") or {}
     conditions = {c["type"]: c["status"] for c in status.get("conditions") or []}
     if status.get("observedGeneration") != resource["metadata"]["generation"]:
@@ -34,7 +36,7 @@ def kstatus(resource: dict[str, Any]) -> str:
 
 @functools.cache
 def health_script() -> Callable[[dict[str, Any]], str]:
-    """The script that the page gives to Argo CD, as a function from a resource to its health."""
+    """Return the documented Argo CD script as a function from a resource to its health."""
     blocks = [block.partition("```")[0] for block in GITOPS.read_text().split("```yaml\n")[1:]]
     found = [one for block in blocks for one in yaml.safe_load_all(block)]
     (taught,) = [one["data"] for one in found if one.get("kind") == "ConfigMap"]
@@ -53,7 +55,7 @@ def a_cluster(*, start_seconds: float = 10.0, **spec: Any) -> FakeCluster:
 
 
 def verdict(cluster: FakeCluster) -> str:
-    """What is said now, in one word; a verdict that contradicts itself is none."""
+    """Return the present status as one word; contradictory results are None."""
     assert cluster.body is not None
     is_true = {c["type"]: c["status"] == "True" for c in cluster.status["conditions"]}
     assert not (is_true["Reconciling"] and is_true["Stalled"])
@@ -68,7 +70,7 @@ def is_serving(cluster: FakeCluster) -> bool:
 
 
 def run(cluster: FakeCluster, ticks: int) -> list[str]:
-    """The verdicts of so many ticks, each once as long as it lasts."""
+    """Return the results of so many ticks, without repetitions."""
     seen: list[str] = []
     for _ in range(ticks):
         cluster.tick()
@@ -82,11 +84,11 @@ def test_a_new_resource_is_in_progress_until_every_replica_serves() -> None:
     assert run(a_cluster(), 20) == ["InProgress", "Current"]
 
 
-def test_a_resource_whose_model_is_read_first_is_in_progress_meanwhile() -> None:
+def test_reading_the_model_is_in_progress() -> None:
     assert run(a_cluster(knows_the_model=False), 20) == ["InProgress", "Current"]
 
 
-def test_a_rollout_is_in_progress_until_the_last_replica_has_it_and_traffic_is_answered_throughout() -> None:
+def test_rollout_is_in_progress_and_serving() -> None:
     cluster = a_cluster()
     cluster.settle()
     cluster.edit(runtime=a_runtime("--seed=1"))
@@ -98,7 +100,7 @@ def test_a_rollout_is_in_progress_until_the_last_replica_has_it_and_traffic_is_a
     assert verdict(cluster) == "Current"
 
 
-def test_a_change_that_was_taken_back_has_failed_though_traffic_is_answered() -> None:
+def test_rolled_back_change_is_failed_and_serving() -> None:
     cluster = a_cluster()
     cluster.settle()
     cluster.edit(runtime=a_runtime(BROKEN))
@@ -109,7 +111,7 @@ def test_a_change_that_was_taken_back_has_failed_though_traffic_is_answered() ->
     assert run(cluster, 60) == ["InProgress", "Current"]
 
 
-def test_a_change_whose_model_cannot_be_read_is_not_current() -> None:
+def test_unreadable_model_is_not_current() -> None:
     cluster = a_cluster()
     cluster.settle()
     cluster.model_words = (1, "no such file")
@@ -135,7 +137,7 @@ def test_a_first_revision_that_never_comes_up_has_failed() -> None:
     assert not is_serving(cluster)
 
 
-def test_scaled_to_zero_is_current_and_answers_nobody() -> None:
+def test_scaled_to_zero_is_current_and_not_serving() -> None:
     cluster = a_cluster()
     cluster.settle()
     cluster.edit(replicas=0)

@@ -1,4 +1,4 @@
-"""The status: true, documented, and still when nothing happens."""
+"""The status matches the observations, is documented, and does not change without a reason."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from operator_builders import ONE_RANK, READY, RUNNING, a_pod
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.phases import EngineView
-from trimtab_operator.planning.model_facts import Unreadable
-from trimtab_operator.planning.status_inputs import Findings
+from trimtab_operator.planning.model_facts import ModelUnreadable
+from trimtab_operator.planning.status_inputs import StatusInputs
 from trimtab_operator.planning.tuning import applied_values
 from trimtab_operator.report.conditions import Reason, changed_conditions
 from trimtab_operator.report.status import status_of
 from trimtab_operator.resource.spec import InferenceDeployment, ModelSource
 from trimtab_operator.resource.validation_error import Refusal
 from trimtab_operator.rollout.rollback import FailedChange
-from trimtab_operator.tuner.decide import Condition, Outcome
+from trimtab_operator.tuner.decide import Condition, TunerOutput
 from trimtab_operator.tuner.moves import Reason as TunerReason
-from trimtab_operator.tuner.state import Memory as TunerMemory
+from trimtab_operator.tuner.state import TunerState
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 DOCUMENT = Path(__file__).parents[3] / "docs/reference/resource.md"
@@ -50,12 +50,12 @@ CRASHING = {
 NO_IMAGE = {"containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}]}
 
 
-def findings(*groups: Group, desired: int | None = None, **engine: EngineView) -> Findings:
-    """Engines that are not given answered nothing but their layout, which is the sample's."""
+def inputs(*groups: Group, desired: int | None = None, **engine: EngineView) -> StatusInputs:
+    """Engines that are not given report only their layout, which is that of the sample."""
     given = {name.replace("_", "-"): view for name, view in engine.items()}
     engines = {group.name: EngineView(layout=ONE_RANK) for group in groups} | given
     desired = max(1, len(groups)) if desired is None else desired
-    return Findings(desired, groups=groups, revision="r1", engines=engines)
+    return StatusInputs(desired, groups=groups, revision="r1", engines=engines)
 
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -75,34 +75,34 @@ def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
 def test_ready_says_what_keeps_a_replica(
     pod_status: dict[str, Any], ready: str, reason: Reason, phase: str, degraded: str
 ) -> None:
-    status = status_of(a_deployment(), findings(a_group(pod_status=pod_status)), now=NOW)
+    status = status_of(a_deployment(), inputs(a_group(pod_status=pod_status)), now=NOW)
     assert (condition(status, "Ready")["status"], condition(status, "Ready")["reason"]) == (ready, reason)
     assert status["groups"][0]["phase"] == phase
     assert condition(status, "Degraded")["status"] == degraded
 
 
-def test_a_crash_is_told_in_the_engines_own_last_line() -> None:
-    status = status_of(a_deployment(), findings(a_group(pod_status=CRASHING)), now=NOW)
+def test_crash_reports_last_line_of_engine() -> None:
+    status = status_of(a_deployment(), inputs(a_group(pod_status=CRASHING)), now=NOW)
     assert "model not found (exit code 2)" in condition(status, "Degraded")["message"]
 
 
 def test_load_progress_is_shown_while_loading() -> None:
     view = EngineView(load=("weights", 43))
-    status = status_of(a_deployment(), findings(a_group(pod_status=RUNNING), m_g0=view), now=NOW)
+    status = status_of(a_deployment(), inputs(a_group(pod_status=RUNNING), m_g0=view), now=NOW)
     assert status["groups"][0]["load"] == {"stage": "weights", "percent": 43}
 
 
 def test_nothing_changes_when_nothing_changed() -> None:
-    first = status_of(a_deployment(), findings(a_group(pod_status=READY)), now=NOW)
-    later = status_of(a_deployment(status=first), findings(a_group(pod_status=READY)), now=NOW + timedelta(hours=1))
+    first = status_of(a_deployment(), inputs(a_group(pod_status=READY)), now=NOW)
+    later = status_of(a_deployment(status=first), inputs(a_group(pod_status=READY)), now=NOW + timedelta(hours=1))
     assert later == first
 
 
 def test_the_transition_time_moves_only_with_the_status() -> None:
-    first = status_of(a_deployment(), findings(a_group(pod_status=RUNNING)), now=NOW)
-    pending = findings(a_group(pod_status=UNSCHEDULABLE))
+    first = status_of(a_deployment(), inputs(a_group(pod_status=RUNNING)), now=NOW)
+    pending = inputs(a_group(pod_status=UNSCHEDULABLE))
     still_not = status_of(a_deployment(status=first), pending, now=NOW + timedelta(hours=1))
-    ready = status_of(a_deployment(status=first), findings(a_group(pod_status=READY)), now=NOW + timedelta(hours=1))
+    ready = status_of(a_deployment(status=first), inputs(a_group(pod_status=READY)), now=NOW + timedelta(hours=1))
     assert condition(still_not, "Ready")["lastTransitionTime"] == condition(first, "Ready")["lastTransitionTime"]
     assert condition(still_not, "Ready")["reason"] != condition(first, "Ready")["reason"]
     assert condition(ready, "Ready")["lastTransitionTime"] == "2026-01-01T01:00:00Z"
@@ -113,15 +113,15 @@ def test_a_refused_spec_is_not_ready_and_says_every_reason() -> None:
         Refusal("spec.model.uri", "oci://a/b names no repository"),
         Refusal("spec.scaling", "not supported yet"),
     )
-    status = status_of(a_deployment(), Findings(1, refusals=refusals), now=NOW)
+    status = status_of(a_deployment(), StatusInputs(1, refusals=refusals), now=NOW)
     assert condition(status, "Ready")["reason"] == Reason.INVALID
     assert "oci://" in condition(status, "Ready")["message"]
     assert "spec.scaling" in condition(status, "Ready")["message"]
     assert status["observedGeneration"] == 3
 
 
-def test_zero_replicas_are_ready_as_asked() -> None:
-    status = status_of(a_deployment(replicas=0), findings(desired=0), now=NOW)
+def test_zero_replicas_are_ready() -> None:
+    status = status_of(a_deployment(replicas=0), inputs(desired=0), now=NOW)
     assert condition(status, "Ready")["reason"] == Reason.SCALED_TO_ZERO
     assert status["ready"] == "0/0"
 
@@ -136,35 +136,33 @@ def test_zero_replicas_are_ready_as_asked() -> None:
         replace(ONE_RANK, world_size=2),
     ],
 )
-def test_a_replica_with_another_layout_is_not_ready_and_both_layouts_are_named(other: Degrees) -> None:
+def test_replica_with_other_layout_is_not_ready(other: Degrees) -> None:
     groups = [a_group(n, pod_status=READY) for n in range(2)]
-    status = status_of(a_deployment(replicas=2), findings(*groups, m_g1=EngineView(layout=other)), now=NOW)
+    status = status_of(a_deployment(replicas=2), inputs(*groups, m_g1=EngineView(layout=other)), now=NOW)
     valid = condition(status, "LayoutValid")
     assert (valid["status"], valid["reason"]) == ("False", Reason.LAYOUT_DIFFERS)
-    assert f"m-g1 runs {other}; asked for was {ONE_RANK}" in valid["message"]
+    assert f"m-g1 runs {other} instead of {ONE_RANK}" in valid["message"]
     assert condition(status, "Ready")["status"] == "False"
     assert (status["readyReplicas"], status["updatedReplicas"]) == (1, 1)
     assert status["layout"]["reported"] == other.status()
     assert (status["layout"]["tensor"], status["layout"]["worldSize"]) == (1, 1)
 
 
-def test_a_replica_whose_engine_has_not_spoken_is_not_ready_yet() -> None:
-    status = status_of(a_deployment(), findings(a_group(pod_status=READY), m_g0=EngineView()), now=NOW)
+def test_replica_without_reported_layout_is_not_ready() -> None:
+    status = status_of(a_deployment(), inputs(a_group(pod_status=READY), m_g0=EngineView()), now=NOW)
     assert condition(status, "Ready")["status"] == "False"
     assert condition(status, "LayoutValid")["reason"] == Reason.LAYOUT_UNKNOWN
     assert "reported" not in status["layout"]
 
 
 def test_an_engine_that_is_too_busy_to_answer_stays_ready() -> None:
-    before = status_of(a_deployment(), findings(a_group(pod_status=READY)), now=NOW)
-    silent = findings(a_group(pod_status=READY), m_g0=EngineView())
+    before = status_of(a_deployment(), inputs(a_group(pod_status=READY)), now=NOW)
+    silent = inputs(a_group(pod_status=READY), m_g0=EngineView())
     assert status_of(a_deployment(status=before), silent, now=NOW)["readyReplicas"] == 1
 
 
-def test_a_replica_of_the_previous_revision_still_counts_while_it_serves() -> None:
-    old = replace(
-        findings(a_group(pod_status=READY), m_g0=EngineView(layout=replace(ONE_RANK, tensor=2))), revision="r2"
-    )
+def test_replica_of_previous_revision_counts_while_serving() -> None:
+    old = replace(inputs(a_group(pod_status=READY), m_g0=EngineView(layout=replace(ONE_RANK, tensor=2))), revision="r2")
     status = status_of(a_deployment(), old, now=NOW)
     assert condition(status, "Serving")["status"] == "True"
     ready = condition(status, "Ready")
@@ -173,17 +171,17 @@ def test_a_replica_of_the_previous_revision_still_counts_while_it_serves() -> No
     assert status["updatedReplicas"] == 0
 
 
-def test_an_unreadable_model_degrades_and_is_told_in_its_own_words() -> None:
-    status = status_of(a_deployment(), Findings(1, model=Unreadable("no such file (exit code 2)")), now=NOW)
+def test_unreadable_model_is_degraded_with_its_message() -> None:
+    status = status_of(a_deployment(), StatusInputs(1, model=ModelUnreadable("no such file (exit code 2)")), now=NOW)
     for kind, value in (("Ready", "False"), ("Progressing", "False"), ("LayoutValid", "Unknown"), ("Degraded", "True")):
         found = condition(status, kind)
         assert (found["status"], found["reason"]) == (value, Reason.MODEL_UNREADABLE)
         assert "no such file (exit code 2)" in found["message"]
 
 
-def test_a_change_that_was_taken_back_degrades_a_resource_that_serves() -> None:
+def test_rolled_back_change_is_degraded() -> None:
     failed = FailedChange("m-g0 did not become Ready within 30m: it still loads", "r1")
-    ready = replace(findings(a_group(pod_status=READY)), revision="r2", failed_change=failed)
+    ready = replace(inputs(a_group(pod_status=READY)), revision="r2", failed_change=failed)
     status = status_of(a_deployment(), ready, now=NOW)
     assert condition(status, "Serving")["status"] == "True"
     assert condition(status, "Ready")["status"] == "False"
@@ -194,33 +192,33 @@ def test_a_change_that_was_taken_back_degrades_a_resource_that_serves() -> None:
     for kind, value in (("Degraded", "True"), ("Progressing", "False"), ("LayoutValid", "Unknown")):
         assert (condition(status, kind)["status"], condition(status, kind)["reason"]) == (value, Reason.ROLLED_BACK)
         assert "it still loads" in condition(status, kind)["message"]
-    loading = replace(findings(a_group(pod_status=RUNNING)), revision="r2", failed_change=failed)
+    loading = replace(inputs(a_group(pod_status=RUNNING)), revision="r2", failed_change=failed)
     assert condition(status_of(a_deployment(), loading, now=NOW), "Progressing")["status"] == "True"
 
 
-def test_a_first_revision_that_does_not_come_up_is_told_when_its_time_is_over() -> None:
+def test_failed_first_revision_is_reported_after_timeout() -> None:
     failed = FailedChange("m-g0 did not become Ready within 30m: it still loads", None)
-    loading = replace(findings(a_group(pod_status=RUNNING)), failed_change=failed)
+    loading = replace(inputs(a_group(pod_status=RUNNING)), failed_change=failed)
     status = status_of(a_deployment(), loading, now=NOW)
     assert condition(status, "Progressing")["reason"] == Reason.START_FAILED
     assert condition(status, "Degraded")["reason"] == Reason.START_FAILED
 
 
-def test_a_layout_that_cannot_work_is_told_as_such() -> None:
+def test_invalid_layout_is_reported() -> None:
     refusal = Refusal("spec.engine.maxModelLen", "needs 9 GiB of KV cache")
-    status = status_of(a_deployment(), Findings(1, refusals=(refusal,), layout_refusals=(refusal,)), now=NOW)
+    status = status_of(a_deployment(), StatusInputs(1, refusals=(refusal,), layout_refusals=(refusal,)), now=NOW)
     assert condition(status, "LayoutValid")["status"] == "False"
     assert "9 GiB" in condition(status, "LayoutValid")["message"]
 
 
 def test_pods_without_a_node_limit_scaling() -> None:
-    status = status_of(a_deployment(), findings(a_group(pod_status=UNSCHEDULABLE)), now=NOW)
+    status = status_of(a_deployment(), inputs(a_group(pod_status=UNSCHEDULABLE)), now=NOW)
     assert condition(status, "ScalingLimited")["status"] == "True"
     assert "Insufficient cpu" in condition(status, "ScalingLimited")["message"]
 
 
 @pytest.mark.parametrize(
-    ("asked", "missed_since", "mode", "reason"),
+    ("asked", "violated_since", "mode", "reason"),
     [
         (4, 1.0, "Auto", "AtMaxReplicas"),
         (4, 1.0, "Recommend", "AtMaxReplicas"),
@@ -229,28 +227,28 @@ def test_pods_without_a_node_limit_scaling() -> None:
         (3, 1.0, "Auto", "NotLimited"),
     ],
 )
-def test_promises_missed_with_all_replicas_that_are_allowed_are_told(
-    asked: int, missed_since: float | None, mode: str, reason: str
+def test_violated_objectives_at_max_replicas_are_reported(
+    asked: int, violated_since: float | None, mode: str, reason: str
 ) -> None:
     ok = Condition(True, TunerReason.TUNING, "")
-    tuned = Outcome(TunerMemory(missed_since=missed_since), ok, ok, replicas=asked)
-    found = replace(findings(a_group(pod_status=READY)), tuning=tuned)
+    tuned = TunerOutput(TunerState(violated_since=violated_since), ok, ok, replicas=asked)
+    found = replace(inputs(a_group(pod_status=READY)), tuning=tuned)
     deployment = a_deployment(scaling={"maxReplicas": 4}, tuning={"mode": mode})
     assert condition(status_of(deployment, found, now=NOW), "ScalingLimited")["reason"] == reason
 
 
-def test_effective_is_what_most_report_and_exceptions_stand_with_their_group() -> None:
+def test_effective_values_are_common_ones_with_exceptions() -> None:
     common = EngineView(applied={"max_num_seqs": 64}, layout=ONE_RANK)
     other = EngineView(applied={"max_num_seqs": 8}, layout=ONE_RANK)
     groups = [a_group(n, pod_status=READY) for n in range(3)]
-    status = status_of(a_deployment(replicas=3), findings(*groups, m_g0=common, m_g1=common, m_g2=other), now=NOW)
+    status = status_of(a_deployment(replicas=3), inputs(*groups, m_g0=common, m_g1=common, m_g2=other), now=NOW)
     assert status["engine"]["effective"] == {"maxNumSeqs": "64"}
     assert [g.get("effective") for g in status["groups"]] == [None, None, {"maxNumSeqs": "8"}]
 
 
 def test_only_turns_are_reported() -> None:
-    before = status_of(a_deployment(), findings(a_group(pod_status=RUNNING)), now=NOW)
-    after = status_of(a_deployment(status=before), findings(a_group(pod_status=READY)), now=NOW)
+    before = status_of(a_deployment(), inputs(a_group(pod_status=RUNNING)), now=NOW)
+    after = status_of(a_deployment(status=before), inputs(a_group(pod_status=READY)), now=NOW)
     assert [c["type"] for c in changed_conditions(before, after, ("Ready", "Degraded"))] == ["Ready"]
     assert changed_conditions(after, after, ("Ready", "Degraded")) == []
 
@@ -260,17 +258,17 @@ def test_applied_values_survive_the_way_through_status() -> None:
     assert applied_values(status) == {"max_num_seqs": 64, "gpu_memory_utilization": 0.85}
 
 
-def test_while_a_problem_keeps_the_loop_from_looking_it_does_not_say_that_nothing_runs() -> None:
-    blocked = replace(findings(a_group(pod_status=READY)), tuning=None, problem=(Reason.RECONCILE_ERROR, "no route"))
+def test_blocked_reconciler_does_not_report_stopped() -> None:
+    blocked = replace(inputs(a_group(pod_status=READY)), tuning=None, problem=(Reason.RECONCILE_ERROR, "no route"))
     status = status_of(a_deployment(), blocked, now=NOW)
     assert condition(status, "MetricsAvailable")["reason"] == Reason.RECONCILE_ERROR
     assert condition(status, "TuningActive")["status"] == "False"
 
 
 def test_a_problem_of_the_loop_is_shown() -> None:
-    blocked = replace(findings(a_group(pod_status=READY)), problem=(Reason.NAME_TAKEN, "Service m exists"))
+    blocked = replace(inputs(a_group(pod_status=READY)), problem=(Reason.NAME_CONFLICT, "Service m exists"))
     status = status_of(a_deployment(), blocked, now=NOW)
-    assert condition(status, "Degraded")["reason"] == Reason.NAME_TAKEN
+    assert condition(status, "Degraded")["reason"] == Reason.NAME_CONFLICT
 
 
 @pytest.mark.parametrize("reason", list(Reason))

@@ -1,4 +1,4 @@
-"""A change reaches one replica first and serves there for a while; then the others follow, and it counts as good."""
+"""Canary phase: a change runs on one replica for a while before the others follow."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 from operator_builders import a_deployment
 from operator_cluster import TICK_SECONDS, TOKEN, FakeCluster
 from trimtab_operator.rollout.rollback import (
-    CRASHES_TOO_MANY,
-    WATCHED_SECONDS,
-    Attempt,
-    Form,
+    MIN_CRASHES_TO_ROLL_BACK,
+    WATCH_SECONDS,
+    PostRolloutWatch,
+    RevisionSpec,
+    RolloutAttempt,
     RolloutState,
-    Watch,
-    form_of,
     from_text,
+    revision_spec_of,
     to_text,
 )
-from trimtab_operator.rollout.surge import NoRoom
+from trimtab_operator.rollout.surge import NoSurgeRoom
 from trimtab_operator.tuner.samples import Finished
 from trimtab_operator.validation.rules import refusals
 
@@ -41,11 +41,11 @@ def settled(replicas: int = 3, *, parallelism: dict[str, int] | None = None, **r
 
 
 def state_of(cluster: FakeCluster) -> RolloutState:
-    return cluster.memory.rollout or RolloutState()
+    return cluster.state.rollout or RolloutState()
 
 
 def until_first_is_ready(cluster: FakeCluster) -> str:
-    """Let a change reach its first replica; its name."""
+    """Roll a change out to its first replica and return its name."""
     old = cluster.revisions[0]
     cluster.edit(runtime=a_runtime("--seed=1"))
     for _ in range(40):
@@ -57,26 +57,26 @@ def until_first_is_ready(cluster: FakeCluster) -> str:
 
 
 def crash(cluster: FakeCluster, name: str, times: int = 1) -> None:
-    """Let the engine of a replica end, and start again in its pod."""
+    """Terminate the engine of a replica and restart it in its pod."""
     pod = cluster.pods[f"{name}-0"]
     cluster.restarts[pod["metadata"]["uid"]] = cluster.restarts.get(pod["metadata"]["uid"], 0) + times
     cluster.kubelets()
 
 
 @pytest.mark.parametrize("rollout", [{}, {"maxSurge": 3}, {"maxSurge": 0}, {"maxSurge": 0, "maxUnavailable": 3}])
-def test_one_replica_runs_a_change_first_and_the_others_follow_when_it_has_served(rollout: dict[str, Any]) -> None:
+def test_canary_serves_before_other_replicas_follow(rollout: dict[str, Any]) -> None:
     cluster = settled(**rollout)
     old = cluster.revisions[0]
     first = until_first_is_ready(cluster)
     began = cluster.now
     while sum(group.revision != old for group in cluster.groups) == 1:
         assert cluster.now - began <= BAKE_SECONDS + TICK_SECONDS
-        assert f"{first} runs the change first" in cluster.condition("Progressing")["message"]
+        assert f"{first} runs the change as a canary" in cluster.condition("Progressing")["message"]
         cluster.tick()
     assert cluster.now - began >= BAKE_SECONDS
     cluster.settle()
     assert old not in cluster.revisions
-    assert state_of(cluster).proven == form_of(cluster.deployment)
+    assert state_of(cluster).known_good == revision_spec_of(cluster.deployment)
 
 
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"parallelism": {"pipeline": 2, "gpusPerNode": 1}})
@@ -85,9 +85,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"parallelism": {"pipeline": 2, "gpus
 @pytest.mark.parametrize("spec", LAYOUTS)
 @pytest.mark.parametrize("surge", [0, 1, 3])
 @pytest.mark.parametrize("counts", [(4,), (6, 3), (1, 5), (2, 4, 3)])
-def test_while_the_count_changes_one_replica_alone_runs_a_change_that_is_tried(
-    spec: dict[str, Any], surge: int, counts: tuple[int, ...]
-) -> None:
+def test_canary_stays_single_while_count_changes(spec: dict[str, Any], surge: int, counts: tuple[int, ...]) -> None:
     cluster = settled(2, maxSurge=surge, maxUnavailable=3, bakeTime="200s", **spec)
     old = cluster.revisions[0]
     first = until_first_is_ready(cluster)
@@ -105,11 +103,11 @@ def test_while_the_count_changes_one_replica_alone_runs_a_change_that_is_tried(
 
 @pytest.mark.parametrize("surge", [0, 1])
 @pytest.mark.parametrize("before", [0, 1, 2])
-def test_a_change_with_more_replicas_is_tried_by_one_of_them_and_the_others_serve(before: int, surge: int) -> None:
+def test_change_with_more_replicas_has_one_canary(before: int, surge: int) -> None:
     cluster = settled(2, maxSurge=surge)
     cluster.edit(replicas=before)
     cluster.settle()
-    old = state_of(cluster).proven
+    old = state_of(cluster).known_good
     cluster.edit(runtime=a_runtime("--broken"), replicas=4)
     for _ in range(12):
         cluster.tick()
@@ -117,13 +115,13 @@ def test_a_change_with_more_replicas_is_tried_by_one_of_them_and_the_others_serv
     assert len(revisions) == 4 - (surge == 0)
     assert len(set(cluster.revisions)) == 2
     cluster.settle()
-    assert state_of(cluster).proven == old
+    assert state_of(cluster).known_good == old
     assert [group.is_ready for group in cluster.groups] == [True] * 4
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_whatever_happens_meanwhile_one_replica_alone_serves_a_change_that_is_tried(seed: int) -> None:
-    """Edits, scaling, nodes without room, operators that end, at any moment; in the end all run what is asked for."""
+def test_random_events_keep_a_single_canary(seed: int) -> None:
+    """Randomize edits, scaling, full nodes and operator restarts; finally all replicas run the spec."""
     chance = random.Random(seed)
     replicas, parallelism = chance.randrange(1, 4), chance.choice([None, None, {"pipeline": 2, "gpusPerNode": 1}])
     rollout = {"maxSurge": chance.choice([0, 1, 2]), "maxUnavailable": chance.choice([1, 2, "50%"]), "bakeTime": "60s"}
@@ -138,8 +136,8 @@ def test_whatever_happens_meanwhile_one_replica_alone_serves_a_change_that_is_tr
         elif what < 0.25:
             cluster.restart_operator()
         cluster.tick()
-        state, wanted = state_of(cluster), cluster.decide().findings.revision
-        if state.attempt is not None and state.proven != form_of(cluster.deployment):
+        state, wanted = state_of(cluster), cluster.decide().status_inputs.revision
+        if state.attempt is not None and state.known_good != revision_spec_of(cluster.deployment):
             assert sum(group.is_ready and group.revision == wanted for group in cluster.groups) <= 1
     cluster.nodes = 99
     cluster.edit(replicas=replicas)
@@ -149,9 +147,9 @@ def test_whatever_happens_meanwhile_one_replica_alone_serves_a_change_that_is_tr
 
 
 def test_the_first_form_of_all_counts_at_once() -> None:
-    """There is nothing to compare it with, and a broken edit a second later needs something to return to."""
+    """There is nothing to compare with, and a broken edit a second later needs a known-good revision."""
     cluster = settled(1)
-    assert state_of(cluster).proven == form_of(cluster.deployment)
+    assert state_of(cluster).known_good == revision_spec_of(cluster.deployment)
     assert state_of(cluster).attempt is None
 
 
@@ -167,19 +165,19 @@ def test_an_engine_that_ends_while_it_is_watched_takes_its_change_back(replicas:
     assert cluster.revisions == before
     said = cluster.condition("Degraded")
     assert said["reason"] == "RolledBack"
-    assert "its engine ended 10 s after it had begun to serve: out of luck (exit code 1)" in said["message"]
+    assert "its engine terminated 10 s after it became Ready: out of luck (exit code 1)" in said["message"]
 
 
-def test_a_start_that_fails_once_and_then_works_is_not_held_against_a_change() -> None:
+def test_single_failed_start_does_not_roll_back() -> None:
     cluster = settled(1)
     cluster.edit(runtime=a_runtime("--seed=1"))
     cluster.tick()
     crash(cluster, "m-g1")
     cluster.settle()
-    assert state_of(cluster).proven == form_of(cluster.deployment)
+    assert state_of(cluster).known_good == revision_spec_of(cluster.deployment)
 
 
-def test_a_change_whose_requests_fail_is_taken_back_with_the_numbers() -> None:
+def test_failing_requests_roll_back_with_numbers() -> None:
     cluster = settled(2)
     before = cluster.revisions
     first = until_first_is_ready(cluster)
@@ -192,8 +190,8 @@ def test_a_change_whose_requests_fail_is_taken_back_with_the_numbers() -> None:
     cluster.settle()
     assert cluster.revisions == before
     said = cluster.condition("Degraded")["message"]
-    assert f"{first} served for 40s beside the others, and 100% of its" in said
-    assert "requests ended with an error, 0% of the others'" in said
+    assert f"{first} is worse than the other replicas after 40s of serving: 100% of its" in said
+    assert "requests failed; other replicas: 0%" in said
 
 
 def test_a_new_operator_waits_for_what_is_left_of_the_time() -> None:
@@ -203,51 +201,51 @@ def test_a_new_operator_waits_for_what_is_left_of_the_time() -> None:
     for _ in range(4):
         cluster.tick()
     cluster.restart_operator()
-    while state_of(cluster).proven != form_of(cluster.deployment):
+    while state_of(cluster).known_good != revision_spec_of(cluster.deployment):
         cluster.tick()
     assert cluster.now - began <= BAKE_SECONDS + 2 * TICK_SECONDS
 
 
-def test_an_edit_meanwhile_returns_to_the_form_before_if_it_does_not_come_up() -> None:
+def test_edit_during_bake_rolls_back_to_known_good() -> None:
     cluster = settled(1)
-    proven = form_of(cluster.deployment)
+    known_good = revision_spec_of(cluster.deployment)
     until_first_is_ready(cluster)
     cluster.edit(runtime=a_runtime("--broken"))
     for _ in range(60):
         cluster.tick()
-    assert state_of(cluster).proven == proven
+    assert state_of(cluster).known_good == known_good
     assert cluster.condition("Degraded")["reason"] == "RolledBack"
     assert [group.is_ready for group in cluster.groups] == [True]
 
 
 @pytest.mark.parametrize("rollout", [{}, {"maxSurge": 0}])
-def test_a_change_whose_engines_end_again_and_again_later_is_taken_back_to_the_form_before(
+def test_crash_loop_after_bake_rolls_back(
     rollout: dict[str, Any],
 ) -> None:
     cluster = settled(2, **rollout)
-    old, former = cluster.revisions[0], form_of(cluster.deployment)
+    old, previous = cluster.revisions[0], revision_spec_of(cluster.deployment)
     until_first_is_ready(cluster)
     cluster.settle()
-    assert state_of(cluster).former == former
-    cluster.now += WATCHED_SECONDS / 2
-    crash(cluster, cluster.groups[0].name, CRASHES_TOO_MANY - 1)
+    assert state_of(cluster).previous == previous
+    cluster.now += WATCH_SECONDS / 2
+    crash(cluster, cluster.groups[0].name, MIN_CRASHES_TO_ROLL_BACK - 1)
     cluster.settle()
     assert old not in cluster.revisions
     crash(cluster, cluster.groups[0].name)
     cluster.settle()
     assert set(cluster.revisions) == {old}
-    assert "its engines ended 3 times in the 3" in cluster.condition("Degraded")["message"]
+    assert "its engines terminated 3 times in 3" in cluster.condition("Degraded")["message"]
     cluster.restart_operator()
     cluster.settle()
     assert set(cluster.revisions) == {old}, "it is remembered until something changes"
 
 
-def test_what_engines_do_long_after_a_change_is_not_put_down_to_it() -> None:
+def test_crashes_long_after_change_do_not_roll_back() -> None:
     cluster = settled(1)
     until_first_is_ready(cluster)
     cluster.settle()
     revision = cluster.revisions
-    cluster.now += WATCHED_SECONDS + 1
+    cluster.now += WATCH_SECONDS + 1
     crash(cluster, cluster.groups[0].name, 9)
     cluster.settle()
     assert cluster.revisions == revision
@@ -269,6 +267,8 @@ def test_a_time_that_cannot_be_is_refused_by_name(text: str) -> None:
 
 
 def test_all_of_it_is_remembered() -> None:
-    form = Form("{}", None, "now")
-    state = RolloutState(form, Attempt("c", 1.0, 2.0, 3), None, NoRoom("c", "full"), form, Watch(4.0, 5))
+    form = RevisionSpec("{}", None, "now")
+    state = RolloutState(
+        form, RolloutAttempt("c", 1.0, 2.0, 3), None, NoSurgeRoom("c", "full"), form, PostRolloutWatch(4.0, 5)
+    )
     assert from_text(to_text(state, key=TOKEN), key=TOKEN) == state

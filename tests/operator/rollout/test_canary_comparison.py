@@ -1,17 +1,22 @@
-"""The first replica of a change beside the others: what is clearly worse is told with its numbers, nothing else is."""
+"""Comparison of a canary with other replicas: only clear regressions are reported, with numbers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from trimtab_operator.observed.engines import EngineSeen
-from trimtab_operator.rollout.canary_comparison import KEEP, LEAST_REQUESTS, Comparison, worse
-from trimtab_operator.tuner.samples import Counters, Finished, Gauges, RequestNews, Sample
+from trimtab_operator.observed.engines import EngineObservation
+from trimtab_operator.rollout.canary_comparison import (
+    MAX_KEPT_REQUESTS,
+    MIN_REQUESTS,
+    CanaryComparison,
+    find_regression,
+)
+from trimtab_operator.tuner.samples import Counters, Finished, Gauges, RequestUpdates, Sample
 
 
 def requests(count: int = 40, **changes: Any) -> tuple[Finished, ...]:
-    """So many requests that took 0.2 s to the first token and 20 ms from token to token."""
+    """Return requests with a TTFT of 0.2 s and an ITL of 20 ms."""
     row = {"prompt_tokens": 100, "output_tokens": 11, "ttft_seconds": 0.2, "decode_seconds": 0.2, **changes}
     return tuple(Finished(arrived_at=0.0, finished_at=1.0, **row) for _ in range(count))
 
@@ -24,42 +29,47 @@ BROKEN = (*requests(35), *requests(5, reason="error"))
     ("new", "said"),
     [
         (FINE, None),
-        (BROKEN, "12% of its 40 requests ended with an error, 0% of the others'"),
+        (BROKEN, "12% of its 40 requests failed; other replicas: 0%"),
         ((*requests(38), *requests(2, reason="error")), None),  # two may be anything
-        (requests(preemptions=1), "its requests were preempted 1.0 times each, the others' 0.0 times"),
-        (requests(ttft_seconds=0.5), "the median time to the first token is 0.500 s, with the others 0.200 s"),
+        (requests(preemptions=1), "its requests were preempted 1.0 times each; other replicas: 0.0 times"),
+        (requests(ttft_seconds=0.5), "the median TTFT is 0.500 s; other replicas: 0.200 s"),
         (requests(ttft_seconds=0.39), None),  # slower, not clearly
-        (requests(decode_seconds=0.5), "the median time between two tokens is 0.050 s, with the others 0.020 s"),
-        (requests(LEAST_REQUESTS - 1, ttft_seconds=9.0), None),  # too few to say
+        (requests(decode_seconds=0.5), "the median ITL is 0.050 s; other replicas: 0.020 s"),
+        (requests(MIN_REQUESTS - 1, ttft_seconds=9.0), None),  # too few to say
         (requests(reason="abort", output_tokens=1, decode_seconds=None), None),  # clients that went away
     ],
 )
-def test_what_is_clearly_worse_is_told(new: tuple[Finished, ...], said: str | None) -> None:
-    assert worse(Comparison("c", new, FINE), is_same_model=True) == said
+def test_clear_regression_is_described(new: tuple[Finished, ...], said: str | None) -> None:
+    assert find_regression(CanaryComparison("c", new, FINE), is_same_model=True) == said
 
 
 def test_errors_that_the_others_have_too_are_not_the_changes() -> None:
-    assert worse(Comparison("c", BROKEN, BROKEN), is_same_model=True) is None
+    assert find_regression(CanaryComparison("c", BROKEN, BROKEN), is_same_model=True) is None
 
 
 def test_another_model_may_take_its_time_but_not_fail() -> None:
-    assert worse(Comparison("c", requests(ttft_seconds=9.0, decode_seconds=9.0), FINE), is_same_model=False) is None
-    assert worse(Comparison("c", BROKEN, FINE), is_same_model=False) is not None
+    assert (
+        find_regression(
+            CanaryComparison("c", requests(ttft_seconds=9.0, decode_seconds=9.0), FINE), is_same_model=False
+        )
+        is None
+    )
+    assert find_regression(CanaryComparison("c", BROKEN, FINE), is_same_model=False) is not None
 
 
-def test_prompts_that_only_the_old_engines_have_in_their_caches_are_not_compared() -> None:
+def test_cached_prompts_are_not_compared() -> None:
     cached = requests(cached_tokens=90, ttft_seconds=0.01)
-    assert worse(Comparison("c", FINE, cached), is_same_model=True) is None
+    assert find_regression(CanaryComparison("c", FINE, cached), is_same_model=True) is None
 
 
-def test_requests_are_taken_from_whoever_told_them_and_not_without_end() -> None:
-    def telling(rows: tuple[Finished, ...]) -> EngineSeen:
-        sample = Sample(1.0, Counters(0, 0, 0, {}), Gauges(0, 0, 0.0), requests=RequestNews(rows, ()))
-        return EngineSeen(True, sample=sample)
+def test_comparison_keeps_bounded_requests_of_both_sides() -> None:
+    def telling(rows: tuple[Finished, ...]) -> EngineObservation:
+        sample = Sample(1.0, Counters(0, 0, 0, {}), Gauges(0, 0, 0.0), requests=RequestUpdates(rows, ()))
+        return EngineObservation(True, sample=sample)
 
-    engines = {"m-g0": telling(FINE), "m-g1": telling(BROKEN), "m-g2": EngineSeen(True, "no answer")}
-    found = Comparison("c").later(engines, {"m-g1", "m-g2"}, {"m-g0", "m-g3"})
+    engines = {"m-g0": telling(FINE), "m-g1": telling(BROKEN), "m-g2": EngineObservation(True, "no answer")}
+    found = CanaryComparison("c").with_finished(engines, {"m-g1", "m-g2"}, {"m-g0", "m-g3"})
     assert (found.new, found.old) == (BROKEN, FINE)
     for _ in range(60):
-        found = found.later(engines, {"m-g1"}, {"m-g0"})
-    assert (len(found.new), len(found.old)) == (KEEP, KEEP)
+        found = found.with_finished(engines, {"m-g1"}, {"m-g0"})
+    assert (len(found.new), len(found.old)) == (MAX_KEPT_REQUESTS, MAX_KEPT_REQUESTS)

@@ -1,4 +1,4 @@
-"""Pods of one group end together, and only those that shared the engine."""
+"""Pods of one group restart together, if they shared the engine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from trimtab_operator.builders.labels import GROUP_LABEL, LEADER, REVISION_LABEL, ROLE_LABEL, WORKER
-from trimtab_operator.observed.groups import Observed, groups_of
+from trimtab_operator.observed.groups import ObservedChildren, groups_of
 from trimtab_operator.resource.time import timestamp
-from trimtab_operator.rollout.group_restart import companions
+from trimtab_operator.rollout.pod_lifecycle import group_restart_deletions
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 GRACE_SECONDS = 75
@@ -38,10 +38,13 @@ def restarted(*pods: dict[str, Any], workers: int = 2) -> list[str]:
         return {"metadata": {"name": name, "labels": labels}, "spec": {"replicas": replicas}}
 
     sets = [a_set("m-g0", LEADER, 1), *([a_set("m-g0-w", WORKER, workers)] if workers else [])]
-    return [deletion.name for deletion in companions(groups_of(Observed(stateful_sets=tuple(sets), pods=pods)))]
+    return [
+        deletion.name
+        for deletion in group_restart_deletions(groups_of(ObservedChildren(stateful_sets=tuple(sets), pods=pods)))
+    ]
 
 
-def test_one_pod_that_is_deleted_takes_the_others_along() -> None:
+def test_deleted_pod_restarts_the_group() -> None:
     leader, first = a_pod("m-g0-0", LEADER, 0), a_pod("m-g0-w-0", WORKER, 0)
     assert restarted(leader, first, a_pod("m-g0-w-1", WORKER, 0, deleted=60)) == ["m-g0-0", "m-g0-w-0"]
 
@@ -51,7 +54,7 @@ def test_a_group_that_is_whole_is_left_alone() -> None:
 
 
 def test_pods_of_the_next_engine_do_not_restart_with_the_last_one() -> None:
-    """A worker may drain for long; the others have gone and are back, and wait for its successor."""
+    """A worker may drain for long; the other pods have restarted and wait for its successor."""
     new_leader, draining = a_pod("m-g0-0", LEADER, 70), a_pod("m-g0-w-1", WORKER, 0, deleted=60)
     assert restarted(new_leader, a_pod("m-g0-w-0", WORKER, 65), draining) == []
 
@@ -60,8 +63,8 @@ def test_a_replica_of_one_pod_has_no_companions() -> None:
     assert restarted(a_pod("m-g0-0", LEADER, 0, deleted=60), workers=0) == []
 
 
-def test_in_a_rollout_pods_of_the_new_revision_wait_for_the_leader_of_theirs() -> None:
-    """The workers' StatefulSet may be quicker than the leader's: what it made is no part of the engine that ends."""
+def test_new_revision_pods_wait_for_their_leader() -> None:
+    """The workers' StatefulSet may be faster than the leader's; its new pods do not belong to the old engine."""
     leader = a_pod("m-g0-0", LEADER, 0, deleted=70)
     old, new = a_pod("m-g0-w-0", WORKER, 0), a_pod("m-g0-w-1", WORKER, 65, revision="r2")
     assert restarted(leader, old, new) == ["m-g0-w-0"]
@@ -73,6 +76,6 @@ def test_a_pod_of_either_revision_that_goes_takes_its_own_along() -> None:
     assert restarted(a_pod("m-g0-0", LEADER, 0, deleted=50), waiting, going) == ["m-g0-w-0"]
 
 
-def test_the_next_engine_restarts_as_one_too_while_a_pod_of_the_last_still_drains() -> None:
+def test_next_engine_restarts_while_previous_drains() -> None:
     draining = a_pod("m-g0-w-1", WORKER, 0, deleted=60)
     assert restarted(a_pod("m-g0-0", LEADER, 70, deleted=80), a_pod("m-g0-w-0", WORKER, 65), draining) == ["m-g0-w-0"]

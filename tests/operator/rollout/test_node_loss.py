@@ -1,4 +1,4 @@
-"""A node that is gone for a minute gives its pods up; one that blinks does not."""
+"""Pods are deleted from a node that is lost for a minute, but not from one that is briefly NotReady."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from trimtab_operator.builders.labels import GROUP_LABEL
 from trimtab_operator.resource.time import timestamp
-from trimtab_operator.rollout.node_loss import LOST_SECONDS, may_be_lost, pods_to_give_up
+from trimtab_operator.rollout.pod_lifecycle import NODE_LOSS_TIMEOUT_SECONDS, lost_pod_deletions, may_be_on_lost_node
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -33,9 +33,9 @@ def a_pod(name: str, node: str | None, *, ready: bool = True) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("status", "seconds", "expected"),
     [
-        ("Unknown", LOST_SECONDS + 1, ["m-g0-w-0"]),
-        ("False", LOST_SECONDS + 1, ["m-g0-w-0"]),
-        ("Unknown", LOST_SECONDS - 1, []),  # it may still come back
+        ("Unknown", NODE_LOSS_TIMEOUT_SECONDS + 1, ["m-g0-w-0"]),
+        ("False", NODE_LOSS_TIMEOUT_SECONDS + 1, ["m-g0-w-0"]),
+        ("Unknown", NODE_LOSS_TIMEOUT_SECONDS - 1, []),  # it may still come back
         ("True", 3600, []),
     ],
 )
@@ -44,32 +44,32 @@ def test_pods_on_a_node_that_is_lost_are_deleted_without_waiting_for_it(
 ) -> None:
     nodes = [a_node("one", "True", 9999), a_node("two", status, seconds)]
     pods = [a_pod("m-g0-0", "one"), a_pod("m-g0-w-0", "two"), a_pod("m-g0-w-1", None)]
-    given_up = pods_to_give_up(pods, nodes, NOW)
+    given_up = lost_pod_deletions(pods, nodes, NOW)
     assert [deletion.name for deletion in given_up] == expected
     assert all(deletion.grace_seconds == 0 and "node two" in deletion.reason for deletion in given_up)
 
 
-def test_where_most_nodes_are_silent_the_control_plane_is_cut_off_and_engines_are_left_alone() -> None:
+def test_mostly_unready_nodes_lose_no_pods() -> None:
     nodes = [a_node("one", "True", 9999), a_node("two", "Unknown", 999), a_node("three", "Unknown", 999)]
-    assert pods_to_give_up([a_pod("m-g0-0", "two")], nodes, NOW) == ()
-    assert pods_to_give_up([a_pod("m-g0-0", "two")], [*nodes, a_node("four", "True", 9999)], NOW) != ()
+    assert lost_pod_deletions([a_pod("m-g0-0", "two")], nodes, NOW) == ()
+    assert lost_pod_deletions([a_pod("m-g0-0", "two")], [*nodes, a_node("four", "True", 9999)], NOW) != ()
 
 
 def test_a_pod_that_a_finalizer_keeps_is_deleted_once() -> None:
     pod = a_pod("m-g0-0", "two")
     pod["metadata"] |= {"deletionTimestamp": timestamp(NOW), "deletionGracePeriodSeconds": 30}
     nodes = [a_node("one", "True", 9999), a_node("two", "Unknown", 999)]
-    assert len(pods_to_give_up([pod], nodes, NOW)) == 1, "its kubelet will not end it"
+    assert len(lost_pod_deletions([pod], nodes, NOW)) == 1, "its kubelet will not end it"
     pod["metadata"]["deletionGracePeriodSeconds"] = 0
-    assert pods_to_give_up([pod], nodes, NOW) == ()
+    assert lost_pod_deletions([pod], nodes, NOW) == ()
 
 
 def test_pods_that_are_no_replicas_are_left_alone() -> None:
     pod = a_pod("m-facts-x", "two")
     del pod["metadata"]["labels"][GROUP_LABEL]
-    assert pods_to_give_up([pod], [a_node("two", "Unknown", 999)], NOW) == ()
+    assert lost_pod_deletions([pod], [a_node("two", "Unknown", 999)], NOW) == ()
 
 
 def test_nodes_are_looked_at_only_when_a_placed_pod_is_not_ready() -> None:
-    assert not may_be_lost([a_pod("a", "one"), a_pod("b", None, ready=False)])
-    assert may_be_lost([a_pod("a", "one", ready=False)])
+    assert not may_be_on_lost_node([a_pod("a", "one"), a_pod("b", None, ready=False)])
+    assert may_be_on_lost_node([a_pod("a", "one", ready=False)])

@@ -1,4 +1,4 @@
-"""Outdated pods are replaced by the operator: all of a group, once their StatefulSets would make better ones."""
+"""Replacement of outdated pods: all pods of a group at once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from operator_builders import a_pod, a_stateful_set
 from operator_cluster import BROKEN, FakeCluster
 from trimtab_operator.builders.labels import LEADER, REVISION_LABEL, WORKER
-from trimtab_operator.observed.groups import Observed, groups_of
-from trimtab_operator.rollout.pod_replacement import outdated_pods
+from trimtab_operator.observed.groups import ObservedChildren, groups_of
+from trimtab_operator.rollout.pod_replacement import plan_pod_replacements
 
 QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}
 
@@ -23,8 +23,8 @@ def a_set(role: str = LEADER, *, revision: str = "r2", generation: int = 2, seen
 
 
 def replaced(*sets: dict[str, Any], pods: list[dict[str, Any]]) -> list[str]:
-    groups = groups_of(Observed(stateful_sets=sets, pods=tuple(pods)))
-    return [found.name for found in outdated_pods(groups, 1)]
+    groups = groups_of(ObservedChildren(stateful_sets=sets, pods=tuple(pods)))
+    return [found.name for found in plan_pod_replacements(groups, 1)]
 
 
 def test_a_pod_of_another_revision_is_replaced() -> None:
@@ -39,7 +39,7 @@ def test_a_pod_that_goes_already_is_not_deleted_again() -> None:
     assert replaced(a_set(), pods=[a_pod(revision="r1", deleted=0.0)]) == []
 
 
-def test_nothing_is_replaced_before_the_controller_has_seen_the_new_template() -> None:
+def test_replacement_waits_for_observed_template() -> None:
     assert replaced(a_set(seen=1), pods=[a_pod(revision="r1")]) == []
 
 
@@ -48,41 +48,41 @@ def test_all_pods_of_a_group_are_replaced_at_once() -> None:
     assert replaced(a_set(), a_set(WORKER), pods=pods) == ["m-g0-0", "m-g0-w-0", "m-g0-w-1"]
 
 
-def test_nothing_is_replaced_while_leader_and_workers_are_to_get_different_revisions() -> None:
+def test_replacement_waits_for_equal_revisions() -> None:
     pods = [a_pod(revision="r1"), a_pod(WORKER, revision="r1")]
     assert replaced(a_set(), a_set(WORKER, revision="r1"), pods=pods) == []
 
 
-def test_a_label_that_somebody_wrote_on_a_stateful_set_replaces_nothing() -> None:
+def test_label_on_stateful_set_replaces_nothing() -> None:
     meddled = a_set(revision="r1")
     meddled["metadata"]["labels"][REVISION_LABEL] = "another"
     assert replaced(meddled, pods=[a_pod(revision="r1")]) == []
 
 
 def in_place(**spec: Any) -> FakeCluster:
-    """A cluster whose replicas are replaced where they are, and whose first was just given another template."""
+    """A cluster that replaces replicas in place; the first one was just given another template."""
     cluster = FakeCluster(rollout={"maxSurge": 0, "bakeTime": "0s"}, **spec)
     cluster.settle()
     cluster.edit(engine={"maxNumSeqs": 16})
-    cluster.turn()
+    cluster.plan_reconcile()
     cluster.controllers()
     return cluster
 
 
-def test_a_replica_that_serves_is_not_taken_while_as_many_as_may_be_are_missing() -> None:
+def test_serving_replica_is_kept_at_max_unavailable() -> None:
     cluster = in_place(replicas=2)
     cluster.set_ready("m-g1-0", ready=False)
-    cluster.turn()
+    cluster.plan_reconcile()
     assert "m-g0-0" in cluster.pods
     assert cluster.condition("Serving")["status"] == "True", "its pod is of another revision, and answers"
 
 
-def test_one_that_is_down_is_replaced_before_one_that_serves_and_was_chosen_first() -> None:
-    """Else both would wait for each other: a replica that is not Ready for good keeps nobody waiting."""
+def test_down_replica_is_replaced_before_serving_one() -> None:
+    """Otherwise both would wait for each other: a permanently unready replica blocks no other."""
     cluster = in_place(replicas=2)
     cluster.set_ready("m-g1-0", ready=False)
     for _ in range(3):
-        cluster.turn()
+        cluster.plan_reconcile()
         cluster.controllers()
     assert cluster.revisions[0] == cluster.revisions[1]
     cluster.set_ready("m-g1-0")
@@ -90,17 +90,17 @@ def test_one_that_is_down_is_replaced_before_one_that_serves_and_was_chosen_firs
     assert not any(group.is_outdated for group in cluster.groups)
 
 
-def test_of_replicas_that_go_in_an_edit_none_serves_while_one_that_does_not_stays() -> None:
+def test_edit_replaces_down_replicas_first() -> None:
     cluster = in_place(replicas=2)
     cluster.set_ready("m-g1-0", ready=False)
     cluster.edit(replicas=1)
-    cluster.turn()
+    cluster.plan_reconcile()
     assert [group.name for group in cluster.groups] == ["m-g0"]
     assert "m-g0-0" in cluster.pods
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "gpusPerNode": 1}])
-def test_an_edit_that_is_taken_back_at_once_costs_no_engine(layout: dict[str, int]) -> None:
+def test_reverted_edit_restarts_no_engine(layout: dict[str, int]) -> None:
     cluster = in_place(replicas=2, parallelism=layout)
     pods = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
     cluster.edit(engine=None)
@@ -110,9 +110,8 @@ def test_an_edit_that_is_taken_back_at_once_costs_no_engine(layout: dict[str, in
 
 
 @pytest.mark.parametrize("spec", [{}, {"parallelism": {"pipeline": 2, "gpusPerNode": 1}}])
-def test_a_broken_change_is_replaced_though_no_controller_replaces_a_pod(spec: dict[str, Any]) -> None:
-    """As where Kubernetes leaves broken pods as they are: a fix comes through, and so does a change that is taken
-    back."""
+def test_broken_change_is_replaced_by_operator(spec: dict[str, Any]) -> None:
+    """Some Kubernetes versions keep broken pods: a fix and a rollback must be rolled out nevertheless."""
     cluster = FakeCluster(rollout=QUICK, **spec)
     cluster.settle()
     cluster.edit(runtime={"device": "cpu", "image": "engine:1", "args": [BROKEN]})

@@ -1,4 +1,4 @@
-"""A change that does not come up is taken back; one that does stays. Replicas come to rest at what works."""
+"""Rollback: a failing change is rolled back, a working one stays, and replicas converge."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster
 from trimtab_operator.builders.admin_token import token_hash
 from trimtab_operator.builders.stateful_set import rendered
 from trimtab_operator.observed.actions import Apply
-from trimtab_operator.observed.groups import Observed
-from trimtab_operator.planning.plan import Turn
+from trimtab_operator.observed.groups import ObservedChildren
+from trimtab_operator.planning.plan import ReconcilePlan
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.rollout.rollback import (
-    REFUSED_STARTS,
-    UNWRITTEN_SECONDS,
+    MIN_REFUSED_STARTS,
+    UNSTORED_ATTEMPT_SECONDS,
     FailedChange,
     RolloutState,
     budget_seconds,
     change_of,
-    form_of,
     from_text,
+    known_good_deployment,
     plan_rollout_state,
-    proven_deployment,
+    revision_spec_of,
     stored_rollout,
     to_text,
 )
@@ -35,7 +35,7 @@ from trimtab_operator.rollout.rollback import (
 KEY = "a token"
 START_SECONDS = 20.0  # of an engine that comes up
 QUICK = {"startTimeout": "2m", "drainTimeout": "10s", "maxSurge": 0, "bakeTime": "0s"}
-"""In place, where it is harder (test_surge.py has the other way), and with nothing to wait for (test_bake.py)."""
+"""Replace in place, which is harder than with surge (test_surge.py), and without a canary (test_bake.py)."""
 BAD = (BROKEN,)
 
 
@@ -51,8 +51,8 @@ def render(deployment: InferenceDeployment) -> str:
     return rendered(deployment, admin_token_sha256=token_hash(TOKEN)).revision
 
 
-class World(FakeCluster):
-    """A cluster in which engines take START_SECONDS to come up; remembers what the operator found last."""
+class RolloutCluster(FakeCluster):
+    """A cluster whose engines take START_SECONDS to start, and which keeps the last failed change."""
 
     def __init__(self, *, args: tuple[str, ...] = (), replicas: int = 2, nodes: int = 99, **spec: Any) -> None:
         spec = {"runtime": a_runtime(*args), "replicas": replicas, "rollout": QUICK, **spec}
@@ -60,47 +60,47 @@ class World(FakeCluster):
         self.most_down = 0
         self.failed: FailedChange | None = None
 
-    def tick(self) -> Turn:
-        decided = super().tick()
-        self.failed = decided.findings.failed_change
+    def tick(self) -> ReconcilePlan:
+        plan = super().tick()
+        self.failed = plan.status_inputs.failed_change
         self.most_down = max(self.most_down, sum(not group.is_ready for group in self.groups))
-        return decided
+        return plan
 
     def run(self, ticks: int = 70) -> None:
-        """Long enough for a roll, a spent budget and a roll back."""
+        """Run long enough for a rollout, a timeout and a rollback."""
         for _ in range(ticks):
             self.tick()
 
     @property
-    def state(self) -> RolloutState:
-        return self.memory.rollout or RolloutState()
+    def rollout_state(self) -> RolloutState:
+        return self.state.rollout or RolloutState()
 
 
-def settled(replicas: int = 2) -> World:
-    world = World(replicas=replicas)
-    world.settle()
-    assert world.state.proven == form_of(world.deployment)
-    world.most_down = 0
-    return world
+def settled(replicas: int = 2) -> RolloutCluster:
+    cluster = RolloutCluster(replicas=replicas)
+    cluster.settle()
+    assert cluster.rollout_state.known_good == revision_spec_of(cluster.deployment)
+    cluster.most_down = 0
+    return cluster
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_a_change_that_does_not_come_up_is_taken_back_and_reaches_no_further_replica(replicas: int) -> None:
-    world = settled(replicas)
-    before = world.revisions
-    world.edit(runtime=a_runtime(*BAD))
-    bad = render(world.deployment)
+def test_failing_change_is_rolled_back_after_one_replica(replicas: int) -> None:
+    cluster = settled(replicas)
+    before = cluster.revisions
+    cluster.edit(runtime=a_runtime(*BAD))
+    bad = render(cluster.deployment)
     most = 0
     for _ in range(100):
-        world.tick()
-        most = max(most, world.revisions.count(bad))
+        cluster.tick()
+        most = max(most, cluster.revisions.count(bad))
     assert most == 1
-    assert world.revisions == before
-    assert all(group.is_ready for group in world.groups)
-    assert world.failed is not None
-    assert "m-g0 did not become Ready within 2m" in world.failed.message
-    assert world.failed.returns_to == before[0]
-    assert world.most_down == 1
+    assert cluster.revisions == before
+    assert all(group.is_ready for group in cluster.groups)
+    assert cluster.failed is not None
+    assert "m-g0 did not become Ready within 2m" in cluster.failed.message
+    assert cluster.failed.returns_to == before[0]
+    assert cluster.most_down == 1
 
 
 @pytest.mark.parametrize(("gigabytes", "is_given_up"), [(1, True), (141, False)])
@@ -120,124 +120,128 @@ def test_a_large_model_gets_the_time_that_reading_it_takes(gigabytes: int, is_gi
     assert (ready["status"] == "True") is not is_given_up
 
 
-def test_a_layout_that_does_not_come_up_is_taken_back_and_no_group_is_ever_of_two_revisions() -> None:
-    world = settled()
-    world.edit(runtime=a_runtime(*BAD), parallelism={"pipeline": 2, "gpusPerNode": 1})
+def test_failing_layout_is_rolled_back_without_mixed_groups() -> None:
+    cluster = settled()
+    cluster.edit(runtime=a_runtime(*BAD), parallelism={"pipeline": 2, "gpusPerNode": 1})
     for _ in range(70):
-        world.tick()
-        assert all(group.revision for group in world.groups), "the sets of a group differ"
-    assert world.failed is not None
-    assert [group.num_pods for group in world.groups] == [1, 1]
-    assert all(group.is_ready for group in world.groups)
-    world.edit(runtime=a_runtime())
-    world.run()
-    assert [group.num_pods for group in world.groups] == [2, 2]
-    assert all(group.is_ready for group in world.groups)
-    assert world.state.proven == form_of(world.deployment)
+        cluster.tick()
+        assert all(group.revision for group in cluster.groups), "the sets of a group differ"
+    assert cluster.failed is not None
+    assert [group.num_pods for group in cluster.groups] == [1, 1]
+    assert all(group.is_ready for group in cluster.groups)
+    cluster.edit(runtime=a_runtime())
+    cluster.run()
+    assert [group.num_pods for group in cluster.groups] == [2, 2]
+    assert all(group.is_ready for group in cluster.groups)
+    assert cluster.rollout_state.known_good == revision_spec_of(cluster.deployment)
 
 
-def test_a_larger_group_for_which_there_are_too_few_nodes_is_taken_back_and_serves_again_at_once() -> None:
-    """It gave its pods back meanwhile, and waits for longer each time; the group that worked waits for nothing."""
-    world = World(replicas=1, parallelism={"pipeline": 2, "gpusPerNode": 1}, nodes=2)
-    world.run()
-    assert all(group.is_ready for group in world.groups)
+def test_unschedulable_group_is_rolled_back() -> None:
+    """The new group backs off for longer each time; the known-good group starts at once."""
+    cluster = RolloutCluster(replicas=1, parallelism={"pipeline": 2, "gpusPerNode": 1}, nodes=2)
+    cluster.run()
+    assert all(group.is_ready for group in cluster.groups)
     patient = {"startTimeout": "5m", "drainTimeout": "10s", "maxSurge": 0, "bakeTime": "0s"}
-    world.edit(rollout=patient, parallelism={"pipeline": 3, "gpusPerNode": 1})
+    cluster.edit(rollout=patient, parallelism={"pipeline": 3, "gpusPerNode": 1})
     gave_back = 0
-    while world.failed is None:
-        world.tick()
-        gave_back += sum(group.num_pods == 0 for group in world.groups)
+    while cluster.failed is None:
+        cluster.tick()
+        gave_back += sum(group.num_pods == 0 for group in cluster.groups)
     assert gave_back > 0
-    assert "m-g0 did not become Ready within 5m" in world.failed.message
+    assert "m-g0 did not become Ready within 5m" in cluster.failed.message
     for _ in range(int(START_SECONDS / TICK_SECONDS) + 2):
-        world.tick()
-    assert [(group.num_pods, group.is_ready) for group in world.groups] == [(2, True)]
+        cluster.tick()
+    assert [(group.num_pods, group.is_ready) for group in cluster.groups] == [(2, True)]
 
 
-def test_it_is_tried_again_only_when_the_spec_changes() -> None:
-    world = settled()
-    world.edit(runtime=a_runtime(*BAD))
-    world.run()
-    good = world.revisions
-    world.edit(replicas=3)  # an autoscaler's write is no change of the spec in this sense
-    world.run()
-    assert world.revisions == [good[0]] * 3
-    world.edit(rollout={"startTimeout": "3m", "drainTimeout": "10s"})
-    world.tick()
-    world.tick()
-    assert render(world.deployment) in world.revisions
-    world.run()
-    assert world.revisions == [good[0]] * 3
+def test_rolled_back_change_is_retried_after_edit() -> None:
+    cluster = settled()
+    cluster.edit(runtime=a_runtime(*BAD))
+    cluster.run()
+    good = cluster.revisions
+    cluster.edit(replicas=3)  # an autoscaler's write is no change of the spec in this sense
+    cluster.run()
+    assert cluster.revisions == [good[0]] * 3
+    cluster.edit(rollout={"startTimeout": "3m", "drainTimeout": "10s"})
+    cluster.tick()
+    cluster.tick()
+    assert render(cluster.deployment) in cluster.revisions
+    cluster.run()
+    assert cluster.revisions == [good[0]] * 3
 
 
 def test_a_good_change_after_a_bad_one_goes_through() -> None:
-    world = settled()
-    world.edit(runtime=a_runtime(*BAD))
-    world.run()
-    world.edit(runtime=a_runtime("--seed=1"))
-    world.run()
-    assert world.revisions == [render(world.deployment)] * 2
-    assert world.failed is None
-    assert (world.state.proven, world.state.attempt, world.state.taken_back) == (form_of(world.deployment), None, None)
+    cluster = settled()
+    cluster.edit(runtime=a_runtime(*BAD))
+    cluster.run()
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    cluster.run()
+    assert cluster.revisions == [render(cluster.deployment)] * 2
+    assert cluster.failed is None
+    assert (cluster.rollout_state.known_good, cluster.rollout_state.attempt, cluster.rollout_state.rolled_back) == (
+        revision_spec_of(cluster.deployment),
+        None,
+        None,
+    )
 
 
 def test_a_first_revision_has_nothing_to_return_to_and_says_so() -> None:
-    world = World(args=BAD)
-    world.run()
-    assert world.failed is not None
-    assert world.failed.returns_to is None
-    assert world.revisions == [render(world.deployment)] * 2
+    cluster = RolloutCluster(args=BAD)
+    cluster.run()
+    assert cluster.failed is not None
+    assert cluster.failed.returns_to is None
+    assert cluster.revisions == [render(cluster.deployment)] * 2
 
 
 def test_a_restarted_operator_neither_forgets_the_clock_nor_what_worked() -> None:
-    world = settled(1)
-    world.edit(runtime=a_runtime(*BAD))
+    cluster = settled(1)
+    cluster.edit(runtime=a_runtime(*BAD))
     for _ in range(4):
-        world.tick()
-    began = world.now
-    while world.state.taken_back is None:
-        world.restart_operator()
-        world.tick()
-    assert world.now - began < budget_seconds(world.deployment) + 2 * TICK_SECONDS
-    world.restart_operator()
-    world.run()
-    assert all(group.is_ready for group in world.groups)
+        cluster.tick()
+    began = cluster.now
+    while cluster.rollout_state.rolled_back is None:
+        cluster.restart_operator()
+        cluster.tick()
+    assert cluster.now - began < budget_seconds(cluster.deployment) + 2 * TICK_SECONDS
+    cluster.restart_operator()
+    cluster.run()
+    assert all(group.is_ready for group in cluster.groups)
 
 
-def test_an_engine_that_is_ready_but_cannot_be_asked_is_not_taken_back_nor_spread() -> None:
-    world = settled(3)
-    world.edit(runtime=a_runtime("--seed=1"))
-    new = render(world.deployment)
-    world.is_answering = False
-    world.run()
-    assert world.revisions.count(new) == 1
-    assert world.state.taken_back is None
-    world.is_answering = True
-    world.run()
-    assert world.revisions == [new] * 3
+def test_unreachable_ready_engine_blocks_rollout() -> None:
+    cluster = settled(3)
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    new = render(cluster.deployment)
+    cluster.is_answering = False
+    cluster.run()
+    assert cluster.revisions.count(new) == 1
+    assert cluster.rollout_state.rolled_back is None
+    cluster.is_answering = True
+    cluster.run()
+    assert cluster.revisions == [new] * 3
 
 
-def test_replicas_that_fail_at_a_proven_revision_are_not_taken_back() -> None:
-    world = settled()
-    world.unready.update(world.pods)
-    world.is_answering = False
-    world.now += 1e6
-    world.run(3)
-    assert world.failed is None
-    assert world.revisions == [render(world.deployment)] * 2
+def test_failing_known_good_revision_is_not_rolled_back() -> None:
+    cluster = settled()
+    cluster.unready.update(cluster.pods)
+    cluster.is_answering = False
+    cluster.now += 1e6
+    cluster.run(3)
+    assert cluster.failed is None
+    assert cluster.revisions == [render(cluster.deployment)] * 2
 
 
-def test_while_the_spec_may_not_start_the_proven_form_is_kept_up_at_todays_count() -> None:
-    world = settled()
-    before = world.revisions[0]
-    world.model_words = (1, "no such file")  # of the model that is asked for now
-    world.edit(model={"uri": "file:///models/other"}, replicas=5)
-    world.run()
-    assert world.revisions == [before] * 5
-    assert all(group.is_ready for group in world.groups)
+def test_blocked_spec_keeps_known_good_at_present_count() -> None:
+    cluster = settled()
+    before = cluster.revisions[0]
+    cluster.model_words = (1, "no such file")  # of the model that is asked for now
+    cluster.edit(model={"uri": "file:///models/other"}, replicas=5)
+    cluster.run()
+    assert cluster.revisions == [before] * 5
+    assert all(group.is_ready for group in cluster.groups)
 
 
-# --- refused outright -------------------------------------------------------------------------------------------------
+# --- rejected configuration -------------------------------------------------------------------------------------------
 
 
 def ended(exit_code: int, times: int) -> dict[str, Any]:
@@ -249,62 +253,62 @@ def ended(exit_code: int, times: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("exit_code", "times", "is_taken_back"),
     [
-        (2, REFUSED_STARTS, True),  # the engine says that it cannot be: waiting helps nobody
-        (2, REFUSED_STARTS - 1, False),
+        (2, MIN_REFUSED_STARTS, True),  # the engine says that it cannot be: waiting helps nobody
+        (2, MIN_REFUSED_STARTS - 1, False),
         (1, 50, False),  # a crash may be the node's fault: the budget decides
         (137, 50, False),
     ],
 )
-def test_what_the_engine_refuses_is_taken_back_at_once_in_its_own_words(
-    exit_code: int, times: int, is_taken_back: bool
-) -> None:
-    world = settled(1)
-    world.edit(runtime=a_runtime(*BAD))
-    world.tick()
-    world.tick()
-    world.pods["m-g0-0"]["status"] = ended(exit_code, times)
-    failed = world.decide().findings.failed_change
+def test_rejected_configuration_is_rolled_back_at_once(exit_code: int, times: int, is_taken_back: bool) -> None:
+    cluster = settled(1)
+    cluster.edit(runtime=a_runtime(*BAD))
+    cluster.tick()
+    cluster.tick()
+    cluster.pods["m-g0-0"]["status"] = ended(exit_code, times)
+    failed = cluster.decide().status_inputs.failed_change
     assert (failed is not None) is is_taken_back
     if failed is not None:
         assert "max_model_len is too long (exit code 2)" in failed.message
 
 
-# --- what is remembered -----------------------------------------------------------------------------------------------
+# --- stored state -----------------------------------------------------------------------------------------------------
 
 
-def test_the_proven_form_is_the_spec_that_was_written() -> None:
+def test_known_good_revision_is_the_written_spec() -> None:
     overlay = {"spec": {"containers": [{"name": "main", "resources": {"limits": {"memory": "2Gi"}}}]}}
     deployment = a_deployment(template=overlay, engine={"gpuMemoryUtilization": "0.50"})
-    found = proven_deployment(a_deployment(replicas=7), form_of(deployment))
+    found = known_good_deployment(a_deployment(replicas=7), revision_spec_of(deployment))
     assert found is not None
     assert render(found) == render(deployment)
     assert found.replicas == 7
 
 
-def test_a_proven_form_that_is_refused_today_is_not_returned_to() -> None:
-    form = form_of(a_deployment(runtime={"device": "cpu", "image": "e", "kind": "vllm"}))
-    assert proven_deployment(a_deployment(), form) is None
+def test_invalid_known_good_spec_is_not_used() -> None:
+    form = revision_spec_of(a_deployment(runtime={"device": "cpu", "image": "e", "kind": "vllm"}))
+    assert known_good_deployment(a_deployment(), form) is None
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "[" * 100_000, '{"signature": "x", "state": "{}"}'])
-def test_what_is_damaged_is_not_remembered(text: str | None) -> None:
+def test_damaged_rollout_state_is_ignored(text: str | None) -> None:
     assert from_text(text, key=KEY) == RolloutState()
 
 
-def test_who_may_write_config_maps_does_not_choose_what_runs() -> None:
-    text = to_text(settled().state, key=KEY)
+def test_unsigned_rollout_state_is_ignored() -> None:
+    text = to_text(settled().rollout_state, key=KEY)
     assert from_text(text, key=KEY) != RolloutState()
     assert from_text(text.replace("engine:1", "evil:1"), key=KEY) == RolloutState()
     assert from_text(text, key="another token") == RolloutState()
 
 
-def test_nothing_is_written_while_there_is_nothing_to_remember_and_nothing_twice() -> None:
-    world = settled()
-    assert plan_rollout_state(world.deployment, Observed(), RolloutState(), key=KEY, now=world.now) == ()
-    (first,) = plan_rollout_state(world.deployment, Observed(), world.state, key=KEY, now=world.now)
+def test_rollout_state_is_written_only_on_change() -> None:
+    cluster = settled()
+    assert plan_rollout_state(cluster.deployment, ObservedChildren(), RolloutState(), key=KEY, now=cluster.now) == ()
+    (first,) = plan_rollout_state(
+        cluster.deployment, ObservedChildren(), cluster.rollout_state, key=KEY, now=cluster.now
+    )
     assert isinstance(first, Apply)
-    stored = Observed(config_maps=(first.manifest,))
-    assert plan_rollout_state(world.deployment, stored, world.state, key=KEY, now=world.now) == ()
+    stored = ObservedChildren(config_maps=(first.manifest,))
+    assert plan_rollout_state(cluster.deployment, stored, cluster.rollout_state, key=KEY, now=cluster.now) == ()
 
 
 def test_counts_and_tuning_modes_are_no_changes_but_caps_and_images_are() -> None:
@@ -321,70 +325,70 @@ def test_counts_and_tuning_modes_are_no_changes_but_caps_and_images_are() -> Non
     assert all(change_of(found, render(found)) != name for found in other)
 
 
-# --- any history ------------------------------------------------------------------------------------------------------
+# --- randomized history -----------------------------------------------------------------------------------------------
 
 EVENTS = st.sampled_from(["tick", "tick", "tick", "bad", "good", "other", "scale", "restart", "wait"])
 
 
 @given(st.lists(EVENTS, max_size=40), st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_whatever_is_edited_replicas_come_to_rest_at_something_that_works(events: list[str], ends_bad: bool) -> None:
-    world = settled()
+def test_random_edits_converge_to_working_revision(events: list[str], ends_bad: bool) -> None:
+    cluster = settled()
     replicas = 2
     for number, event in enumerate(events):
         if event == "tick":
-            world.tick()
+            cluster.tick()
         elif event == "wait":
-            world.now += 30.0
+            cluster.now += 30.0
         elif event == "restart":
-            world.restart_operator()
+            cluster.restart_operator()
         elif event == "scale":
             replicas = 1 + number % 3
-            world.edit(replicas=replicas)
+            cluster.edit(replicas=replicas)
         else:
-            world.edit(runtime=a_runtime(*{"bad": BAD, "good": (), "other": (f"--seed={number}",)}[event]))
-    world.edit(runtime=a_runtime(*(*(BAD if ends_bad else ()), "--last")))
-    world.run()
-    assert len(world.groups) == replicas
-    assert all(group.is_ready for group in world.groups)
-    assert len(set(world.revisions)) == 1
-    assert (world.failed is not None) is ends_bad
-    assert world.decide().is_idle
+            cluster.edit(runtime=a_runtime(*{"bad": BAD, "good": (), "other": (f"--seed={number}",)}[event]))
+    cluster.edit(runtime=a_runtime(*(*(BAD if ends_bad else ()), "--last")))
+    cluster.run()
+    assert len(cluster.groups) == replicas
+    assert all(group.is_ready for group in cluster.groups)
+    assert len(set(cluster.revisions)) == 1
+    assert (cluster.failed is not None) is ends_bad
+    assert cluster.decide().is_idle
 
 
-def test_a_change_that_is_tried_for_less_than_a_minute_is_not_written_down() -> None:
-    world = World(replicas=1)
-    world.settle()
-    known = world.objects["ConfigMap", "m-rollout"]["data"]
-    world.edit(runtime=a_runtime(*BAD))
-    for _ in range(int(UNWRITTEN_SECONDS / TICK_SECONDS)):
-        world.tick()
-        assert world.objects["ConfigMap", "m-rollout"]["data"] == known
+def test_young_attempt_is_not_stored() -> None:
+    cluster = RolloutCluster(replicas=1)
+    cluster.settle()
+    known = cluster.objects["ConfigMap", "m-rollout"]["data"]
+    cluster.edit(runtime=a_runtime(*BAD))
+    for _ in range(int(UNSTORED_ATTEMPT_SECONDS / TICK_SECONDS)):
+        cluster.tick()
+        assert cluster.objects["ConfigMap", "m-rollout"]["data"] == known
     for _ in range(3):
-        world.tick()
-    assert world.objects["ConfigMap", "m-rollout"]["data"] != known
+        cluster.tick()
+    assert cluster.objects["ConfigMap", "m-rollout"]["data"] != known
 
 
-def test_an_operator_that_never_lives_for_a_minute_takes_a_bad_change_back_in_time() -> None:
-    world = World(replicas=1)
-    world.settle()
-    world.edit(runtime=a_runtime(*BAD))
-    began = world.now
-    while world.failed is None:
-        world.restart_operator()
-        world.tick()
-        assert world.now - began < budget_seconds(world.deployment) + 6 * TICK_SECONDS
+def test_restarting_operator_rolls_back_in_time() -> None:
+    cluster = RolloutCluster(replicas=1)
+    cluster.settle()
+    cluster.edit(runtime=a_runtime(*BAD))
+    began = cluster.now
+    while cluster.failed is None:
+        cluster.restart_operator()
+        cluster.tick()
+        assert cluster.now - began < budget_seconds(cluster.deployment) + 6 * TICK_SECONDS
 
 
 def test_nor_does_an_earlier_attempt_keep_it_from_that() -> None:
-    world = World(replicas=1)
-    world.settle()
-    world.edit(runtime=a_runtime(*BAD))
-    while stored_rollout(world.deployment, world.children(), key=TOKEN).attempt is None:
-        world.tick()
-    world.edit(rollout={**QUICK, "startTimeout": "3m"})  # another change, with the pods of the one before
-    began = world.now
-    while world.failed is None:
-        world.restart_operator()
-        world.tick()
-        assert world.now - began < budget_seconds(world.deployment) + 6 * TICK_SECONDS
+    cluster = RolloutCluster(replicas=1)
+    cluster.settle()
+    cluster.edit(runtime=a_runtime(*BAD))
+    while stored_rollout(cluster.deployment, cluster.children(), key=TOKEN).attempt is None:
+        cluster.tick()
+    cluster.edit(rollout={**QUICK, "startTimeout": "3m"})  # another change, with the pods of the one before
+    began = cluster.now
+    while cluster.failed is None:
+        cluster.restart_operator()
+        cluster.tick()
+        assert cluster.now - began < budget_seconds(cluster.deployment) + 6 * TICK_SECONDS

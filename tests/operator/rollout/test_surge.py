@@ -1,4 +1,4 @@
-"""A change comes up beside what serves: nobody is taken before somebody else answers, unless no node has room."""
+"""Surge rollouts: no replica is removed before another one serves, unless no node has room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from operator_builders import a_deployment
 from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster
 from trimtab_operator.planning.children import allowed_down
 from trimtab_operator.rollout.rollback import from_text
-from trimtab_operator.rollout.surge import PATIENCE_SECONDS, allowed_surge
+from trimtab_operator.rollout.surge import PLACEMENT_TIMEOUT_SECONDS, allowed_surge
 from trimtab_operator.validation.rules import refusals
 
 QUICK = {"startTimeout": "2m", "drainTimeout": "10s", "bakeTime": "0s"}
@@ -23,21 +23,21 @@ def a_runtime(*args: str) -> dict[str, Any]:
 
 
 def refused(name: str, words: str) -> dict[str, Any]:
-    """The Event of a StatefulSet whose pod the API server does not create."""
+    """Return the Event of a StatefulSet whose pod the API server rejects."""
     message = f"create Pod {name}-0 in StatefulSet {name} failed error: {words}"
     return {"involvedObject": {"name": name}, "message": message, "lastTimestamp": "2026-01-01T12:00:00Z"}
 
 
 class Watched(FakeCluster):
-    """A cluster that knows how few replicas were Ready at any moment, and how many groups there were."""
+    """A cluster that records the lowest number of Ready replicas and the number of groups."""
 
     fewest_ready = 99
     most_groups = 0
 
     def tick(self) -> Any:
-        decided = super().tick()
+        plan = super().tick()
         self.watch()
-        return decided
+        return plan
 
     def watch(self) -> None:
         self.fewest_ready = min(self.fewest_ready, sum(group.is_ready for group in self.groups))
@@ -84,9 +84,7 @@ def test_a_single_replica_serves_until_the_new_one_does() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "surge", "most"), [(3, 1, 4), (3, 2, 5), (2, 5, 4), (4, "50%", 6)])
-def test_all_replicas_are_brought_up_to_date_and_as_many_as_wanted_serve_throughout(
-    replicas: int, surge: int | str, most: int
-) -> None:
+def test_surge_rollout_keeps_all_replicas_serving(replicas: int, surge: int | str, most: int) -> None:
     cluster = settled(replicas, rollout={"maxSurge": surge})
     cluster.edit(runtime=a_runtime("--seed=1"))
     cluster.settle()
@@ -115,7 +113,7 @@ def test_a_change_that_does_not_come_up_never_takes_anybody() -> None:
     assert cluster.condition("Degraded")["reason"] == "RolledBack"
 
 
-def test_readiness_that_blinks_while_a_change_comes_up_costs_nobody_its_pod() -> None:
+def test_flapping_readiness_during_surge_deletes_no_pod() -> None:
     cluster = settled(1)
     old = cluster.pods["m-g0-0"]["metadata"]["uid"]
     cluster.set_ready("m-g0-0", False)
@@ -147,29 +145,32 @@ def test_replicas_that_hang_for_good_do_not_hold_a_change_up(hung: list[str]) ->
     assert all(group.is_ready for group in cluster.groups)
 
 
-def test_where_no_node_has_room_that_is_said_before_anybody_goes() -> None:
+def test_unschedulable_surge_is_reported_before_replacement() -> None:
     cluster = settled(1, nodes=1)
     old = cluster.pods["m-g0-0"]["metadata"]["uid"]
     cluster.edit(runtime=a_runtime("--seed=1"))
     edited = cluster.now
-    while "NoRoomForSurge" not in cluster.events:
+    while "SurgeUnschedulable" not in cluster.events:
         assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
         cluster.tick()
-    assert PATIENCE_SECONDS <= cluster.now - edited <= PATIENCE_SECONDS + 4 * TICK_SECONDS
+    assert PLACEMENT_TIMEOUT_SECONDS <= cluster.now - edited <= PLACEMENT_TIMEOUT_SECONDS + 4 * TICK_SECONDS
     assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
     said = cluster.condition("Progressing")["message"]
-    assert "m-g1, which was to serve before m-g0 goes, finds no node: 0/1 nodes are available: 1 Insufficient" in said
-    assert "nobody is answered until the new one is Ready" in said
+    assert (
+        "m-g1, which should serve before m-g0 is removed, is unschedulable: 0/1 nodes are available: 1 Insufficient"
+        in said
+    )
+    assert "requests fail until the new one is Ready" in said
     cluster.settle()
     assert [(group.ordinal, group.is_ready) for group in cluster.groups] == [(0, True)]
     assert cluster.pods["m-g0-0"]["metadata"]["uid"] != old
-    assert cluster.events.count("NoRoomForSurge") == 1
+    assert cluster.events.count("SurgeUnschedulable") == 1
 
 
 def test_a_new_operator_remembers_that_there_is_no_room() -> None:
     cluster = settled(3, nodes=3)
     cluster.edit(runtime=a_runtime("--seed=1"))
-    while "NoRoomForSurge" not in cluster.events:
+    while "SurgeUnschedulable" not in cluster.events:
         cluster.tick()
     cluster.restart_operator()
     cluster.most_groups = 0
@@ -177,9 +178,9 @@ def test_a_new_operator_remembers_that_there_is_no_room() -> None:
     cluster.most_groups = 0
     cluster.settle()
     assert (cluster.most_groups, cluster.fewest_ready) == (3, 2)
-    assert cluster.events.count("NoRoomForSurge") == 1
+    assert cluster.events.count("SurgeUnschedulable") == 1
     state = from_text(cluster.objects["ConfigMap", "m-rollout"]["data"]["rollout.json"], key=TOKEN)
-    assert state.no_room is not None
+    assert state.surge_obstacle is not None
 
 
 def test_the_next_change_looks_for_room_again() -> None:
@@ -200,7 +201,7 @@ def test_a_quota_that_refuses_another_pod_is_no_room_either() -> None:
     cluster.refusals = [refused("m-g1", words)]
     for _ in range(40):
         cluster.tick()
-    assert "NoRoomForSurge" in cluster.events
+    assert "SurgeUnschedulable" in cluster.events
     assert [(group.ordinal, group.is_ready) for group in cluster.groups] == [(0, True)]
     assert len(set(cluster.revisions)) == 1
 
@@ -208,19 +209,19 @@ def test_a_quota_that_refuses_another_pod_is_no_room_either() -> None:
 @pytest.mark.parametrize(
     "words", ["node(s) didn't match Pod's node affinity/selector", "node(s) had untolerated taint(s)"]
 )
-def test_a_change_that_no_node_could_take_whoever_goes_takes_nobody(words: str) -> None:
+def test_never_schedulable_change_replaces_nothing(words: str) -> None:
     cluster = settled(1, nodes=1, rollout={"startTimeout": "5m"})
     old = cluster.pods["m-g0-0"]["metadata"]["uid"]
-    cluster.unschedulable = f"0/1 nodes are available: 1 {words}."
+    cluster.unschedulable_message = f"0/1 nodes are available: 1 {words}."
     cluster.edit(runtime=a_runtime("--seed=1"))
     for _ in range(90):
         cluster.tick()
     assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
-    assert "NoRoomForSurge" not in cluster.events
+    assert "SurgeUnschedulable" not in cluster.events
     assert words in cluster.condition("Degraded")["message"]
 
 
-def test_a_policy_that_refuses_the_new_pods_takes_nobody_either() -> None:
+def test_rejected_pods_replace_nothing() -> None:
     cluster = settled(1)
     old = cluster.pods["m-g0-0"]["metadata"]["uid"]
     cluster.edit(runtime=a_runtime("--seed=1"))
@@ -254,7 +255,7 @@ def test_a_change_with_more_replicas_brings_them_at_once() -> None:
 def test_a_roll_goes_on_while_replicas_that_came_with_it_find_no_place(
     before: int, wanted: int, surge: int, bake: str
 ) -> None:
-    """What no node takes cannot serve whoever waits for it: one at a time those that have a place are replaced."""
+    """An unschedulable replica cannot serve: scheduled ones are replaced one at a time."""
     cluster = settled(before, nodes=before, rollout={"maxSurge": surge, "bakeTime": bake})
     old = cluster.revisions[0]
     cluster.edit(runtime=a_runtime("--seed=1"), replicas=wanted)
@@ -267,7 +268,7 @@ def test_a_roll_goes_on_while_replicas_that_came_with_it_find_no_place(
     assert cluster.condition("Degraded")["reason"] != "RolledBack"
 
 
-def test_the_last_that_serves_is_not_taken_because_another_finds_no_place() -> None:
+def test_last_serving_replica_is_kept() -> None:
     cluster = settled(1, nodes=1, rollout={"maxSurge": 0})
     uid = cluster.pods["m-g0-0"]["metadata"]["uid"]
     cluster.edit(runtime=a_runtime("--seed=1"), replicas=2)
@@ -284,10 +285,8 @@ def is_placed(cluster: FakeCluster, name: str) -> bool:
 @pytest.mark.parametrize("bake", ["0s", "40s"])
 @pytest.mark.parametrize("surge", [0, 1])
 @pytest.mark.parametrize("replicas", [3, 4])
-def test_a_replica_that_lost_its_place_is_missing_and_a_roll_takes_no_other_for_it(
-    replicas: int, surge: int, bake: str
-) -> None:
-    """Its node is drained: unlike one that was added it served, and with another one two would be missing."""
+def test_drained_replica_counts_as_unavailable(replicas: int, surge: int, bake: str) -> None:
+    """Its node is drained: unlike an added replica it served, and replacing another would leave two missing."""
     cluster = settled(replicas, nodes=replicas, rollout={"maxSurge": surge, "bakeTime": bake, "startTimeout": "20m"})
     cluster.nodes = replicas - 1
     del cluster.pods["m-g0-0"]
@@ -308,7 +307,7 @@ def test_a_replica_that_lost_its_place_is_missing_and_a_roll_takes_no_other_for_
     assert cluster.condition("Degraded")["reason"] != "RolledBack"
 
 
-def test_one_that_was_added_has_lost_nothing_though_an_earlier_roll_had_room_for_another() -> None:
+def test_added_replica_does_not_count_as_lost() -> None:
     cluster = settled(2, nodes=3)
     cluster.edit(runtime=a_runtime("--seed=1"))
     cluster.settle()
@@ -325,8 +324,8 @@ def test_one_that_was_added_has_lost_nothing_though_an_earlier_roll_had_room_for
 
 @pytest.mark.parametrize("bake", ["0s", "40s"])
 @pytest.mark.parametrize("surge", [0, 1])
-def test_where_one_serves_one_hangs_and_one_finds_no_place_the_one_that_hangs_goes_first(surge: int, bake: str) -> None:
-    """Then two serve, and the roll goes on: the last that answers is never the one that is taken."""
+def test_hanging_replica_is_replaced_before_serving_one(surge: int, bake: str) -> None:
+    """Then two replicas serve, and the rollout continues without removing the last one."""
     cluster = settled(2, nodes=2, rollout={"maxSurge": surge, "bakeTime": bake})
     cluster.edit(replicas=3)
     for _ in range(20):
@@ -355,8 +354,8 @@ def test_replicas_of_several_pods_surge_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_whatever_is_asked_for_meanwhile_no_replica_is_lost_while_a_change_rolls(seed: int) -> None:
-    """Edits, scaling and operators that end, at any moment: as many as were wanted all along serve throughout."""
+def test_random_edits_during_rollout_lose_no_replica(seed: int) -> None:
+    """Randomize edits, scaling and operator restarts; the wanted number of replicas serves throughout."""
     chance = random.Random(seed)
     replicas = chance.randrange(1, 4)
     cluster = settled(replicas, rollout={"maxSurge": chance.choice([1, 2, "50%"])})
@@ -384,7 +383,7 @@ def ready_pods(cluster: FakeCluster) -> set[str]:
 
 
 def kept_pods(cluster: FakeCluster) -> set[str]:
-    """The pods that nobody has told to go."""
+    """Return the pods that are not being deleted."""
     owners = {manifest["metadata"]["name"] for (kind, _), manifest in cluster.objects.items() if kind == "StatefulSet"}
     return {
         pod["metadata"]["uid"]
@@ -394,9 +393,9 @@ def kept_pods(cluster: FakeCluster) -> set[str]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_wherever_pods_blink_and_rooms_are_full_no_more_is_taken_than_may_be_missing(seed: int) -> None:
-    """Who serves is taken only while enough others do: all that are wanted, or, where there is no room for one more or
-    none is asked for, all but `maxUnavailable`."""
+def test_random_flapping_respects_max_unavailable(seed: int) -> None:
+    """Serving replicas are replaced only while enough others serve: all wanted ones with surge, otherwise all but
+    `maxUnavailable`."""
     chance = random.Random(seed)
     replicas, surge, unavailable = chance.randrange(1, 5), chance.choice([0, 1, 2]), chance.choice([1, 2, "50%"])
     rollout = {"maxSurge": surge, "maxUnavailable": unavailable, "bakeTime": chance.choice(["0s", "10s"])}
@@ -413,7 +412,7 @@ def test_wherever_pods_blink_and_rooms_are_full_no_more_is_taken_than_may_be_mis
         elif what < 0.4:
             cluster.nodes = replicas + chance.choice([0, 1, 9])
         before, is_full = ready_pods(cluster), was_no_room(cluster)
-        cluster.turn()
+        cluster.plan_reconcile()
         left = before & kept_pods(cluster)
         may_be_missing = allowed_down(cluster.deployment, replicas) if surge == 0 or is_full else 0
         assert left == before or len(left) >= replicas - may_be_missing
@@ -427,6 +426,6 @@ def test_wherever_pods_blink_and_rooms_are_full_no_more_is_taken_than_may_be_mis
 
 
 def was_no_room(cluster: FakeCluster) -> bool:
-    """Whether the operator has found that there is none for the change under way."""
+    """Return True if the operator found no room for a surge replica of the present change."""
     kept = cluster.objects.get(("ConfigMap", "m-rollout"), {}).get("data", {}).get("rollout.json")
-    return from_text(kept, key=TOKEN).no_room is not None
+    return from_text(kept, key=TOKEN).surge_obstacle is not None

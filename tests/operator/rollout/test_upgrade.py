@@ -1,4 +1,4 @@
-"""A newer operator, other defaults, another secret: what runs, runs on. New pods come when their owner asks."""
+"""Upgrades: a new operator, new defaults or a new secret keep running pods until a restart is requested."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def a_settled_cluster(**spec: Any) -> FakeCluster:
 
 
 def upgrade(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another operator takes over: it renders otherwise, has another default image and another secret."""
+    """Replace the operator by one with another rendering, default image and secret."""
     monkeypatch.setattr(pod, "STARTUP_PERIOD_SECONDS", 7)
     cluster.default_image, cluster.secret = "engine:2", b"another"
     cluster.restart_operator()
@@ -65,7 +65,7 @@ def test_an_upgrade_of_the_operator_restarts_no_engine(spec: dict[str, Any], mon
     assert cluster.condition("Ready")["status"] == "True"
 
 
-def test_a_rule_that_is_tighter_by_now_stops_no_scaling_of_what_runs_and_is_told(
+def test_stricter_rule_is_reported_and_allows_scaling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = FakeCluster(replicas=2)
@@ -130,7 +130,7 @@ def test_an_owner_asks_for_new_pods_by_an_annotation(monkeypatch: pytest.MonkeyP
     assert RESTARTED_AT not in cluster.condition("Progressing")["message"]
 
 
-def test_new_pods_are_asked_for_without_an_upgrade_too() -> None:
+def test_restart_annotation_works_without_upgrade() -> None:
     cluster = a_settled_cluster()
     before = uids(cluster)
     restart(cluster, "2026-01-01")
@@ -138,7 +138,7 @@ def test_new_pods_are_asked_for_without_an_upgrade_too() -> None:
     assert not set(before.values()) & set(uids(cluster).values())
 
 
-def test_new_pods_that_do_not_come_up_are_taken_back_to_the_image_that_worked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_restart_returns_to_previous_image(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = a_settled_cluster(rollout={"startTimeout": "20s", "drainTimeout": "1s"})
     cluster.default_image = "engine:2"
     cluster.restart_operator()
@@ -164,7 +164,7 @@ def test_a_record_that_is_none_is_passed_over(garbage: str) -> None:
     assert uids(cluster) == before
 
 
-def test_a_pod_template_that_somebody_edits_is_put_back_as_it_was_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edited_pod_template_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = a_settled_cluster()
     upgrade(cluster, monkeypatch)
     cluster.objects["StatefulSet", "m-g0"]["spec"]["template"]["spec"]["containers"][0]["image"] = "evil:1"
@@ -175,25 +175,25 @@ def test_a_pod_template_that_somebody_edits_is_put_back_as_it_was_rendered(monke
 def test_a_former_secret_still_vouches_for_what_is_remembered() -> None:
     cluster = a_settled_cluster()
     cluster.secret, cluster.former_secret = b"another", SECRET
-    world = cluster.look()
-    state = stored_rollout(world.deployment, world.children, key=world.token, former_key=world.former_token)
-    assert state.proven is not None
+    snapshot = cluster.look()
+    state = stored_rollout(snapshot.deployment, snapshot.children, key=snapshot.token, former_key=snapshot.former_token)
+    assert state.known_good is not None
 
 
-def test_an_engine_is_asked_with_the_token_that_it_was_started_with() -> None:
+def test_engine_is_polled_with_its_start_token() -> None:
     tokens = Tokens("new", "old")
     assert tokens.for_hash(token_hash("old")) == "old"
     assert tokens.for_hash(token_hash("new")) == "new"
     assert tokens.for_hash(None) == "new"
     cluster = a_settled_cluster()
     cluster.secret, cluster.former_secret = b"another", SECRET
-    world = cluster.look()
+    snapshot = cluster.look()
     (flag,) = (
         argument
         for argument in cluster.pods["m-g0-0"]["spec"]["containers"][0]["args"]
         if argument.startswith("--admin-token-sha256=")
     )
-    assert world.tokens.for_hash(flag.partition("=")[2]) == world.former_token
+    assert snapshot.tokens.for_hash(flag.partition("=")[2]) == snapshot.former_token
 
 
 CHANGES: tuple[dict[str, Any], ...] = (
@@ -223,7 +223,7 @@ NO_CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_whatever_changes_the_pods_is_another_thing_to_ask_for() -> None:
+def test_pod_changes_change_the_record_key() -> None:
     made = [a_deployment(**change) for change in CHANGES]
     templates = [json.dumps(pod_template(one, admin_token_sha256="h"), sort_keys=True) for one in made]
     assert len(set(templates)) == len(CHANGES)
@@ -231,13 +231,13 @@ def test_whatever_changes_the_pods_is_another_thing_to_ask_for() -> None:
 
 
 @pytest.mark.parametrize("change", NO_CHANGES, ids=json.dumps)
-def test_what_changes_no_pod_asks_for_nothing(change: dict[str, Any]) -> None:
+def test_changes_without_pod_effect_keep_the_record_key(change: dict[str, Any]) -> None:
     assert asked_of(a_deployment(**change)) == asked_of(a_deployment())
     assert a_spec(**change) != a_spec() or change == {"template": {}}
 
 
-def test_what_is_added_for_a_group_of_several_pods_stays_as_it_is() -> None:
-    """The record holds what all groups share; a change of this restarts the groups of several pods of all clusters."""
+def test_multi_pod_additions_are_kept() -> None:
+    """The record is shared by all groups; changing it restarts the multi-pod groups of all clusters."""
     cluster = a_settled_cluster(**OF_TWO_PODS)
     for name, rank in (("m-g0", "0"), ("m-g0-w", "auto")):
         stateful_set = cluster.objects["StatefulSet", name]
@@ -261,7 +261,7 @@ def test_what_is_added_for_a_group_of_several_pods_stays_as_it_is() -> None:
         }
 
 
-def test_a_secret_that_is_rotated_under_a_running_operator_changes_nothing_that_runs() -> None:
+def test_rotated_secret_keeps_running_replicas() -> None:
     cluster = a_settled_cluster()
     before, records = uids(cluster), recorded(cluster)
     cluster.secret = b"another"
@@ -283,7 +283,7 @@ BOUNDED = {"gpuMemoryUtilization": {"max": "0.95"}, "maxNumSeqs": {"max": 256}, 
     ],
     ids=["caps that are given do not depend on the mode", "what no pod is rendered from", "caps that mode Off lowers"],
 )
-def test_after_an_upgrade_only_what_changes_pods_makes_new_ones(
+def test_upgrade_replaces_pods_only_on_pod_changes(
     bounds: dict[str, Any], edit: dict[str, Any], restarts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = a_settled_cluster(tuning={"mode": "Auto", "bounds": bounds})
@@ -296,7 +296,7 @@ def test_after_an_upgrade_only_what_changes_pods_makes_new_ones(
 
 
 @pytest.mark.parametrize("ticks", range(1, 16))
-def test_a_secret_that_is_rotated_while_replicas_come_up_replaces_none_of_them(ticks: int) -> None:
+def test_rotated_secret_keeps_starting_replicas(ticks: int) -> None:
     cluster = FakeCluster(replicas=2, **DEFAULTED)
     for _ in range(ticks):
         cluster.tick()

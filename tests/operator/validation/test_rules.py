@@ -1,4 +1,4 @@
-"""The table of rules: each case is a change to a resource that is accepted, and what must be said about it."""
+"""Validation rules: each case changes a valid resource and names the expected error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from crd_rules import cel_refusals
-from trimtab_operator.planning.admission import refusals_of, review
+from trimtab_operator.planning.admission import review, validation_messages
 from trimtab_operator.validation.rules import RULES
 
 BASE: dict[str, Any] = yaml.safe_load("""
@@ -26,7 +26,7 @@ spec:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """BASE with one field set; missing parents are made."""
+    """Return BASE with one field set, creating missing parents."""
     body = copy.deepcopy(BASE)
     node = body
     *parents, last = path.split(".")
@@ -59,7 +59,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
         "set spec.objectives.ttft.target, or use fcfs",
     ),
     ("spec.engine.schedulingPolicy", "lifo", "spec.engine.schedulingPolicy", "'fcfs', 'priority' or 'deadline'"),
-    ("spec.objectives", {}, "spec.objectives", "promise nothing"),
+    ("spec.objectives", {}, "spec.objectives", "set at least one of ttft and itl"),
     ("spec.objectives", {"ttft": {"target": "0s"}}, "spec.objectives.ttft.target", "above zero"),
     ("spec.objectives", {"itl": {"target": "00ms"}}, "spec.objectives.itl.target", "above zero"),
     ("spec.objectives", {"itl": {"target": "9ms", "kind": "p99"}}, "spec.objectives.itl.kind", "'Mean' or 'Tokens'"),
@@ -67,7 +67,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
         "spec.objectives",
         {"ttft": {"target": "1s", "percentile": 99}, "itl": {"target": "50ms"}},
         "spec.objectives.itl.percentile",
-        "is 95, that of ttft 99",
+        "is 95, but that of ttft is 99",
     ),
     (
         "spec.objectives",
@@ -76,56 +76,71 @@ REFUSED: list[tuple[str, Any, str, str]] = [
         "write a duration such as 125us",
     ),
     ("spec.tuning.bounds.watermark", {"min": "0.1"}, "spec.tuning.bounds.watermark.min", "no such field"),
-    ("spec.model.uri", "hf://model", "spec.model.uri", "names no model; write hf://ORG/NAME"),
+    ("spec.model.uri", "hf://model", "spec.model.uri", "is not a model repository; use hf://ORG/NAME"),
     (
         "spec.model.uri",
         "hf://org/name/name-q4.gguf",
         "spec.model.uri",
         "GGUF files that are downloaded are not supported yet",
     ),
-    ("spec.model.uri", "hf://org/name@a b", "spec.model.revision", "no branch, tag or commit"),
-    ("spec.model.uri", "hf://org/name@", "spec.model.uri", "names no revision behind the @; write hf://org/name@main"),
-    ("spec.model", {"uri": "hf://o/n@", "revision": "v1"}, "spec.model.uri", "names no revision behind the @"),
-    ("spec.model.uri", "hf://org/@main", "spec.model.uri", "names no model; write hf://ORG/NAME"),
-    ("spec.model.uri", "hf:///name", "spec.model.uri", "names no model; write hf://ORG/NAME"),
+    ("spec.model.uri", "hf://org/name@a b", "spec.model.revision", "is not a supported branch, tag or commit"),
+    ("spec.model.uri", "hf://org/name@", "spec.model.uri", "has no revision after the @; use hf://org/name@main"),
+    ("spec.model", {"uri": "hf://o/n@", "revision": "v1"}, "spec.model.uri", "has no revision after the @"),
+    ("spec.model.uri", "hf://org/@main", "spec.model.uri", "is not a model repository; use hf://ORG/NAME"),
+    ("spec.model.uri", "hf:///name", "spec.model.uri", "is not a model repository; use hf://ORG/NAME"),
     ("spec.model.uri", "hf://", "spec.model.uri", "write a model's URI: hf://ORG/NAME"),
-    ("spec.model.uri", "pvc:///models", "spec.model.uri", "pvc:///models names no claim; write pvc://CLAIM/path"),
-    ("spec.model.uri", "file:///", "spec.model.uri", "no absolute path; write file:///path"),
-    ("spec.model", {"uri": "hf://o/n@v1", "revision": "v2"}, "spec.model.revision", "is v2, and the uri says v1"),
-    ("spec.model", {"uri": "hf://o/n", "cache": {"size": "0"}}, "spec.model.cache.size", "nothing could be downloaded"),
+    ("spec.model.uri", "pvc:///models", "spec.model.uri", "pvc:///models has no claim; use pvc://CLAIM/path"),
+    ("spec.model.uri", "file:///", "spec.model.uri", "no absolute path; use file:///path"),
+    ("spec.model", {"uri": "hf://o/n@v1", "revision": "v2"}, "spec.model.revision", "is v2, but the uri has v1"),
+    ("spec.model", {"uri": "hf://o/n", "cache": {"size": "0"}}, "spec.model.cache.size", "too small for any model"),
     (
         "spec.model.uri",
         "s3://bucket/m/q4.gguf",
         "spec.model.uri",
         "GGUF files that are downloaded are not supported yet",
     ),
-    ("spec.model.uri", "s3:///llms", "spec.model.uri", "names no folder of a bucket; write s3://BUCKET/PREFIX"),
-    ("spec.model.uri", "s3://bucket//llms", "spec.model.uri", "names no folder of a bucket; write s3://BUCKET/PREFIX"),
-    ("spec.model.uri", "oci://registry/model", "spec.model.uri", "names no repository of a registry; write oci://"),
+    ("spec.model.uri", "s3:///llms", "spec.model.uri", "has no bucket and prefix; use s3://BUCKET/PREFIX"),
+    ("spec.model.uri", "s3://bucket//llms", "spec.model.uri", "has no bucket and prefix; use s3://BUCKET/PREFIX"),
+    ("spec.model.uri", "oci://registry/model", "spec.model.uri", "is not a repository; use oci://"),
     ("spec.model.uri", "oci://example.com/Model", "spec.model.uri", "the repository in lower case"),
-    ("spec.model.uri", "oci://example.com/model:", "spec.model.uri", "ends in no tag or digest; write oci://"),
-    ("spec.model.uri", "oci://example.com/model@md5:1", "spec.model.uri", "ends in no tag or digest; write oci://"),
-    ("spec.model", {"uri": "s3://bucket/m", "revision": "v1"}, "spec.model.revision", "belongs to an hf:// model"),
+    ("spec.model.uri", "oci://example.com/model:", "spec.model.uri", "has no tag or digest; use oci://"),
+    ("spec.model.uri", "oci://example.com/model@md5:1", "spec.model.uri", "has no tag or digest; use oci://"),
+    (
+        "spec.model",
+        {"uri": "s3://bucket/m", "revision": "v1"},
+        "spec.model.revision",
+        "is only supported for an hf:// model",
+    ),
     (
         "spec.model",
         {"uri": "s3://bucket/m", "tokenSecretRef": {"name": "t"}},
         "spec.model.tokenSecretRef",
-        "others have s3.credentialsSecret, oci.pullSecret",
+        "others use s3.credentialsSecret or oci.pullSecret",
     ),
-    ("spec.model", {"uri": "hf://o/n", "s3": {}}, "spec.model.s3", "belongs to an s3:// model; remove it"),
-    ("spec.model", {"uri": "hf://o/n", "oci": {}}, "spec.model.oci", "belongs to an oci:// model; remove it"),
-    ("spec.model", {"uri": "oci://r.io/m", "oci": {"folder": "m"}}, "spec.model.oci.folder", "belongs to imageVolume"),
+    ("spec.model", {"uri": "hf://o/n", "s3": {}}, "spec.model.s3", "is only supported for an s3:// model; remove it"),
+    (
+        "spec.model",
+        {"uri": "hf://o/n", "oci": {}},
+        "spec.model.oci",
+        "is only supported for an oci:// model; remove it",
+    ),
+    (
+        "spec.model",
+        {"uri": "oci://r.io/m", "oci": {"folder": "m"}},
+        "spec.model.oci.folder",
+        "is only supported with imageVolume",
+    ),
     (
         "spec.model",
         {"uri": "oci://r.io/m:v1", "oci": {"imageVolume": True}},
         "spec.model.uri",
-        "may mean another image tomorrow",
+        "is not pinned",
     ),
     (
         "spec.model",
         {"uri": IMAGE, "oci": {"imageVolume": True, "folder": "a/../b"}},
         "spec.model.oci.folder",
-        "must not hold '..'",
+        "must not contain '..'",
     ),
     (
         "spec.model",
@@ -137,19 +152,19 @@ REFUSED: list[tuple[str, Any, str, str]] = [
         "spec.model",
         {"uri": IMAGE, "oci": {"imageVolume": True, "pullSecret": "p"}},
         "spec.model.oci.pullSecret",
-        "write it into template.spec.imagePullSecrets",
+        "use template.spec.imagePullSecrets",
     ),
     (
         "spec.model",
         {"uri": IMAGE, "oci": {"imageVolume": True, "plainHttp": True}},
         "spec.model.oci.plainHttp",
-        "ask the nodes' owner",
+        "configure the nodes' container runtime",
     ),
     (
         "spec.model",
         {"uri": IMAGE, "oci": {"imageVolume": True}, "cache": {"size": "1Gi"}},
         "spec.model.cache",
-        "the node keeps it",
+        "the node caches the image",
     ),
     (
         "spec.model",
@@ -158,25 +173,25 @@ REFUSED: list[tuple[str, Any, str, str]] = [
         "write an address such as https://minio.example.com:9000",
     ),
     ("spec.model", {"uri": "s3://b/m", "s3": {"region": "EU"}}, "spec.model.s3.region", "write a region such as eu"),
-    ("spec.runtime.args", ["--registry-plain-http"], "spec.runtime.args[0]", "repeats spec.model.oci.plainHttp"),
+    ("spec.runtime.args", ["--registry-plain-http"], "spec.runtime.args[0]", "conflicts with spec.model.oci.plainHttp"),
     ("spec.model.uri", "file://models/x", "spec.model.uri", "no absolute path"),
-    ("spec.model.uri", "file:///models/../etc", "spec.model.uri", "neither '..'"),
-    ("spec.model.uri", "pvc://Claim_1/x", "spec.model.uri", "no name of a claim"),
+    ("spec.model.uri", "file:///models/../etc", "spec.model.uri", "must not contain '..'"),
+    ("spec.model.uri", "pvc://Claim_1/x", "spec.model.uri", "not a valid PersistentVolumeClaim name"),
     ("spec.model.uri", "ftp://x", "spec.model.uri", "write a model's URI: hf://ORG/NAME"),
     ("spec.model.uri", "Qwen/Qwen3-8B", "spec.model.uri", "did you mean hf://Qwen/Qwen3-8B?"),
     ("spec.model.uri", "https://huggingface.co/Qwen/Qwen3-8B", "spec.model.uri", "did you mean hf://Qwen/Qwen3-8B?"),
-    ("spec.model.revision", "main", "spec.model.revision", "belongs to an hf:// model"),
-    ("spec.model.tokenSecretRef", {"name": "t"}, "spec.model.tokenSecretRef", "belongs to an hf:// model"),
-    ("spec.model.cache", {"size": "1Gi"}, "spec.model.cache", "belongs to models that are downloaded"),
-    ("spec.runtime.args", ["--download-dir=/tmp"], "spec.runtime.args[0]", "repeats spec.model.cache"),
+    ("spec.model.revision", "main", "spec.model.revision", "is only supported for an hf:// model"),
+    ("spec.model.tokenSecretRef", {"name": "t"}, "spec.model.tokenSecretRef", "is only supported for an hf:// model"),
+    ("spec.model.cache", {"size": "1Gi"}, "spec.model.cache", "is only supported for downloaded models"),
+    ("spec.runtime.args", ["--download-dir=/tmp"], "spec.runtime.args[0]", "conflicts with spec.model.cache"),
     ("spec.runtime.kind", "vllm", "spec.runtime.kind", "vllm is not supported yet"),
     ("spec.runtime.image", "a b", "spec.runtime.image", "white space"),
-    ("spec.runtime.args", ["--max-num-seqs=4"], "spec.runtime.args[0]", "repeats spec.engine.maxNumSeqs"),
-    ("spec.runtime.args", ["--max_num_seqs", "4"], "spec.runtime.args[0]", "repeats spec.engine.maxNumSeqs"),
+    ("spec.runtime.args", ["--max-num-seqs=4"], "spec.runtime.args[0]", "conflicts with spec.engine.maxNumSeqs"),
+    ("spec.runtime.args", ["--max_num_seqs", "4"], "spec.runtime.args[0]", "conflicts with spec.engine.maxNumSeqs"),
     ("spec.runtime.args", ["--seed=1", "--port=1"], "spec.runtime.args[1]", "set by the operator"),
     ("spec.runtime.args", ["--nnodes=1"], "spec.runtime.args[0]", "set by the operator"),
     ("spec.runtime.args", ["--seed=1", "-dpl", "1"], "spec.runtime.args[1]", "set by the operator"),
-    ("spec.runtime.args", ["-ep"], "spec.runtime.args[0]", "repeats spec.parallelism.expert"),
+    ("spec.runtime.args", ["-ep"], "spec.runtime.args[0]", "conflicts with spec.parallelism.expert"),
     ("spec.parallelism.expert", True, "spec.parallelism.expert", "tensor × data is 1"),
     ("spec.parallelism.gpusPerNode", 8, "spec.parallelism.gpusPerNode", "has 1 rank"),
     ("spec.engine.kvCacheDtype", "fp4", "spec.engine.kvCacheDtype", "'auto', 'bfloat16'"),
@@ -185,9 +200,9 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("spec.engine.speculative", {"method": "eagle"}, "spec.engine.speculative.model", "a head is read from the image"),
     ("spec.engine.speculative", {"method": "mtp", "model": "file:///d"}, "spec.engine.speculative.model", "own layer"),
     ("spec.engine.speculative", {"method": "draft_model"}, "spec.engine.speculative.model", "is missing"),
-    ("spec.engine.speculative", {"model": "file:///d"}, "spec.engine.speculative.model", "ngram guesses"),
-    ("spec.runtime.args", ["--spec-tokens=3"], "spec.runtime.args[0]", "repeats spec.engine.speculative"),
-    ("spec.engine.limitMmPerPrompt", {"audio": 1}, "spec.engine.limitMmPerPrompt", "has audio; its keys are image"),
+    ("spec.engine.speculative", {"model": "file:///d"}, "spec.engine.speculative.model", "ngram drafts"),
+    ("spec.runtime.args", ["--spec-tokens=3"], "spec.runtime.args[0]", "conflicts with spec.engine.speculative"),
+    ("spec.engine.limitMmPerPrompt", {"audio": 1}, "spec.engine.limitMmPerPrompt", "unsupported key audio; use image"),
     ("spec.engine.gpuMemoryUtilization", "0.0", "spec.engine.gpuMemoryUtilization", "is 0"),
     ("spec.engine.gpuMemoryUtilization", "1.5", "spec.engine.gpuMemoryUtilization", "write a share from 0 to 1"),
     ("spec.engine.gpuMemoryUtilization", "0.95", "spec.engine.gpuMemoryUtilization", "outside"),
@@ -199,11 +214,21 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("spec.tuning.bounds.maxNumSeqs", {"max": 8}, "spec.engine.maxNumSeqs", "starts at 64"),
     ("spec.tuning.restartClass", "Canary", "spec.tuning.restartClass", "not supported yet"),
     ("spec.metrics.prometheus", {"address": "http://p"}, "spec.metrics.prometheus", ""),
-    ("spec.metrics.labels", {"po-d": "x"}, "spec.metrics.labels", "'po-d' is no name of a label"),
-    ("spec.metrics.labels", {"__name__": "up"}, "spec.metrics.labels", "'__name__' is no name of a label"),
-    ("spec.metrics.labels", {"engine": "1"}, "spec.metrics.labels", "engine is a label that engines give"),
-    ("spec.metrics", {"source": "Pods", "labels": {"job": "x"}}, "spec.metrics.labels", "source is Pods"),
-    ("spec.rollout.maxUnavailable", 0, "spec.rollout.maxUnavailable", "1 or more"),
+    ("spec.metrics.labels", {"po-d": "x"}, "spec.metrics.labels", "'po-d' is not a valid Prometheus label name"),
+    (
+        "spec.metrics.labels",
+        {"__name__": "up"},
+        "spec.metrics.labels",
+        "'__name__' is not a valid Prometheus label name",
+    ),
+    ("spec.metrics.labels", {"engine": "1"}, "spec.metrics.labels", "engine is a label of the engines' metrics"),
+    (
+        "spec.metrics",
+        {"source": "Pods", "labels": {"job": "x"}},
+        "spec.metrics.labels",
+        "only supported with Prometheus",
+    ),
+    ("spec.rollout.maxUnavailable", 0, "spec.rollout.maxUnavailable", "set 1 to 1000"),
     ("spec.rollout.maxUnavailable", "0%", "spec.rollout.maxUnavailable", "percentage"),
     ("spec.rollout.maxSurge", 1001, "spec.rollout.maxSurge", "to 1000"),
     ("spec.rollout.maxSurge", "101%", "spec.rollout.maxSurge", "percentage"),
@@ -218,13 +243,18 @@ REFUSED: list[tuple[str, Any, str, str]] = [
         "spec.template.spec.terminationGracePeriodSeconds",
         30,
         "spec.template.spec.terminationGracePeriodSeconds",
-        "a stop may take 35 s: 5 s until nobody is sent there any more, and 30 s of draining",
+        "a stop may take 35 s (5 s until traffic stops, and 30 s to drain, spec.rollout.drainTimeout)",
     ),
     ("spec.template.spec.hostNetwork", True, "spec.template.spec.hostNetwork", "node's network"),
     ("spec.template.spec.hostPID", True, "spec.template.spec.hostPID", "node's processes"),
-    ("spec.template.spec.serviceAccountName", "admin", "spec.template.spec.serviceAccountName", "podOverlay.allowedPrivileges"),
+    (
+        "spec.template.spec.serviceAccountName",
+        "admin",
+        "spec.template.spec.serviceAccountName",
+        "podOverlay.allowedPrivileges",
+    ),
     ("spec.template.spec.initContainers", [{}], "spec.template.spec.initContainers", "not supported"),
-    ("spec.template.spec.nonsense", 1, "spec.template.spec.nonsense", "can be laid over"),
+    ("spec.template.spec.nonsense", 1, "spec.template.spec.nonsense", "cannot be overridden"),
     (MAIN, [{"name": "sidecar"}], f"{MAIN}[0].name", "only the container main"),
     (MAIN, [{"name": "main", "image": "x"}], f"{MAIN}[0].image", "spec.runtime.image"),
     (MAIN, [{"name": "main", "securityContext": {"privileged": True}}], f"{MAIN}[0].securityContext", "not privileged"),
@@ -233,7 +263,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
         MAIN,
         [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": 1}}}],
         f"{MAIN}[0].resources.limits.nvidia.com/gpu",
-        "follows from the layout",
+        "is derived from the layout",
     ),
     (MAIN, [{"name": "main", "volumeMounts": [{"mountPath": "/dev/shm/x"}]}], f"{MAIN}[0].volumeMounts[0]", "operator"),
     (
@@ -253,21 +283,21 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("spec.model.uri", "file:///m?revision=1", "spec.model.uri", "?"),
     ("spec.model.uri", "pvc://claim/$(HOME)", "spec.model.uri", "$"),
     ("spec.model", {"uri": "file:///models/modèle"}, "spec.model.servedName", "is missing"),
-    ("spec.runtime.args", ["$(FLAGS)"], "spec.runtime.args[0]", "is no flag"),
-    ("spec.runtime.args", ["/another/model"], "spec.runtime.args[0]", "is no flag"),
+    ("spec.runtime.args", ["$(FLAGS)"], "spec.runtime.args[0]", "is not a flag"),
+    ("spec.runtime.args", ["/another/model"], "spec.runtime.args[0]", "is not a flag"),
     ("spec.runtime.args", ["--dtype=auto", " --max-num-seqs=4"], "spec.runtime.args[1]", "white space"),
     ("spec.runtime.args", ["--max-num-seqs 4"], "spec.runtime.args[0]", "white space"),
-    ("spec.runtime.args", ["--config=/models/serve.yaml"], "spec.runtime.args[0]", "write its flags out"),
-    ("spec.runtime.args", ["--seed=1", "--config", "/f.yaml"], "spec.runtime.args[1]", "write its flags out"),
+    ("spec.runtime.args", ["--config=/models/serve.yaml"], "spec.runtime.args[0]", "use the flags themselves"),
+    ("spec.runtime.args", ["--seed=1", "--config", "/f.yaml"], "spec.runtime.args[1]", "use the flags themselves"),
     ("spec.runtime.args", ["-tp", "2"], "spec.runtime.args[0]", "spec.parallelism.tensor"),
     ("spec.template.spec.volumes", [{"emptyDir": {}}], "spec.template.spec.volumes[0]", "needs a name"),
     ("spec.template.spec.volumes", [{"name": ["v"], "emptyDir": {}}], "spec.template.spec.volumes[0]", "needs a name"),
     ("spec.template.spec.volumes", [{"name": "v", "emptyDir": {}}] * 2, "spec.template.spec.volumes[1]", "twice"),
     ("spec.template.spec.securityContext", {"runAsUser": "0"}, "spec.template.spec.securityContext.runAsUser", "root"),
     ("spec.template.spec.securityContext", {"fsGroup": "x"}, "spec.template.spec.securityContext.fsGroup", "a number"),
-    ("spec.template.spec.nodeSelector", {"a b": "c"}, "spec.template.spec.nodeSelector[a b]", "is no label"),
-    ("spec.template.metadata.labels", {"a": "x y"}, "spec.template.metadata.labels[a]", "is no label"),
-    ("spec.template.metadata.labels", {"a": "x" * 64}, "spec.template.metadata.labels[a]", "is no label"),
+    ("spec.template.spec.nodeSelector", {"a b": "c"}, "spec.template.spec.nodeSelector[a b]", "is not a valid label"),
+    ("spec.template.metadata.labels", {"a": "x y"}, "spec.template.metadata.labels[a]", "is not a valid label"),
+    ("spec.template.metadata.labels", {"a": "x" * 64}, "spec.template.metadata.labels[a]", "is not a valid label"),
     (
         "spec.template.metadata.annotations",
         {"container.apparmor.security.beta.kubernetes.io/main": "unconfined"},
@@ -280,9 +310,9 @@ REFUSED: list[tuple[str, Any, str, str]] = [
             ({"name": "v"}, "mountPath", "absolute"),
             ({"name": "v", "mountPath": ["/a"]}, "mountPath", "absolute"),
             ({"name": "v", "mountPath": "tmp"}, "mountPath", "absolute"),
-            ({"name": "v", "mountPath": "//tmp"}, "mountPath", "the operator's"),
-            ({"name": "v", "mountPath": "/"}, "mountPath", "the operator's"),
-            ({"name": "absent", "mountPath": "/data"}, "name", "no volume of"),
+            ({"name": "v", "mountPath": "//tmp"}, "mountPath", "reserved for the operator"),
+            ({"name": "v", "mountPath": "/"}, "mountPath", "reserved for the operator"),
+            ({"name": "absent", "mountPath": "/data"}, "name", "not in spec.template.spec.volumes"),
         )
     ),
     (MAIN, [{"name": "main", "env": [{"name": ["A"]}]}], f"{MAIN}[0].env[0]", "needs a name"),
@@ -295,14 +325,14 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ),
     *(
         (MAIN, [{"name": "main", "resources": {"limits": {"memory": amount}}}], f"{MAIN}[0].resources.limits", words)
-        for amount, words in (("-1", "never negative"), ("1e999999999", "quantity"), ("1Gi\n", "quantity"))
+        for amount, words in (("-1", "at least 0"), ("1e999999999", "quantity"), ("1Gi\n", "quantity"))
     ),
 ]
 
 
 @pytest.mark.parametrize(("path", "value", "field", "words"), REFUSED)
-def test_what_cannot_be_carried_out_is_refused_by_name(path: str, value: Any, field: str, words: str) -> None:
-    said = refusals_of(changed(path, value), default_image=None)
+def test_invalid_field_is_rejected_by_name(path: str, value: Any, field: str, words: str) -> None:
+    said = validation_messages(changed(path, value), default_image=None)
     assert any(line.startswith(field) and words in line for line in said), said
 
 
@@ -359,19 +389,19 @@ ACCEPTED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("path", "value"), ACCEPTED)
-def test_what_is_built_is_accepted(path: str, value: Any) -> None:
-    assert refusals_of(changed(path, value), default_image=None) == []
+def test_supported_field_is_accepted(path: str, value: Any) -> None:
+    assert validation_messages(changed(path, value), default_image=None) == []
 
 
 def test_every_refusal_is_listed_at_once() -> None:
     body = changed("spec.model.uri", "oci://a/b")
     body["spec"]["runtime"]["kind"] = "vllm"
-    said = refusals_of(body, default_image=None)
+    said = validation_messages(body, default_image=None)
     assert [line.split(":")[0] for line in said] == ["spec.model.uri", "spec.runtime.kind"]
 
 
 def test_every_rule_has_a_case() -> None:
-    """A rule that no case trips is a rule that nobody has seen work."""
+    """A rule without a failing case is untested."""
     from trimtab_operator.errors import InvalidSpec
     from trimtab_operator.resource.spec import InferenceDeployment
 
@@ -389,18 +419,18 @@ def test_every_rule_has_a_case() -> None:
 
 def test_an_image_must_come_from_somewhere() -> None:
     body = changed("spec.runtime.image", None)
-    assert any("spec.runtime.image" in line for line in refusals_of(body, default_image=None))
-    assert refusals_of(body, default_image="engine:2") == []
+    assert any("spec.runtime.image" in line for line in validation_messages(body, default_image=None))
+    assert validation_messages(body, default_image="engine:2") == []
 
 
 def test_on_cuda_a_bounded_count_needs_a_start() -> None:
     body = changed("spec.runtime.device", "cuda")
     body["spec"]["engine"] = {}
     body["spec"]["tuning"]["bounds"] = {"maxNumSeqs": {"max": 512}}
-    assert any("depends on the GPU" in line for line in refusals_of(body, default_image=None))
+    assert any("depends on the GPU" in line for line in validation_messages(body, default_image=None))
 
 
-# --- CEL: the same verdicts where CEL can express them ----------------------------------------------------------------
+# --- CEL rules --------------------------------------------------------------------------------------------------------
 
 
 def cel_verdict(body: dict[str, Any], before: dict[str, Any] | None = None) -> bool:
@@ -424,7 +454,7 @@ CHANGES_OF_REPLICAS = pytest.mark.parametrize(
 
 
 @CHANGES_OF_REPLICAS
-def test_while_scaling_is_set_nobody_changes_replicas(
+def test_replicas_are_immutable_while_scaling_is_set(
     before: dict[str, Any], after: dict[str, Any], is_allowed: bool
 ) -> None:
     old, new = with_counts(before), with_counts(after)
@@ -467,14 +497,14 @@ CEL_REFUSED: list[tuple[str, Any]] = [
 def test_cel_and_the_table_refuse_alike(path: str, value: Any) -> None:
     body = changed(path, value)
     assert not cel_verdict(body)
-    assert refusals_of(body, default_image=None)
+    assert validation_messages(body, default_image=None)
 
 
 @pytest.mark.parametrize(("path", "value"), [*CEL_REFUSED, ("metadata.name", "x" * 50)])
-def test_cel_and_the_table_say_the_same_words(path: str, value: Any) -> None:
-    """On a current Kubernetes the API server refuses before the webhook is asked."""
+def test_cel_and_rules_have_equal_messages(path: str, value: Any) -> None:
+    """Current API servers reject this before calling the webhook."""
     body = changed(path, value)
-    assert set(cel_refusals(body)) <= set(refusals_of(body, default_image=None))
+    assert set(cel_refusals(body)) <= set(validation_messages(body, default_image=None))
 
 
 @pytest.mark.parametrize(("path", "value"), ACCEPTED)
@@ -482,7 +512,7 @@ def test_cel_accepts_what_the_table_accepts(path: str, value: Any) -> None:
     assert cel_verdict(changed(path, value))
 
 
-# --- the webhook's verdict --------------------------------------------------------------------------------------------
+# --- webhook ----------------------------------------------------------------------------------------------------------
 
 
 def a_review(new: dict[str, Any], old: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -494,7 +524,7 @@ def a_review(new: dict[str, Any], old: dict[str, Any] | None = None) -> dict[str
 def test_the_webhook_refuses_with_every_message() -> None:
     verdict = a_review(changed("spec.model.uri", "oci://a/b"))
     assert not verdict["allowed"]
-    assert "names no repository of a registry" in verdict["status"]["message"]
+    assert "is not a repository" in verdict["status"]["message"]
 
 
 def test_the_webhook_lets_labels_of_an_old_invalid_resource_be_edited() -> None:
