@@ -1,1 +1,1 @@
-"""Development measurements of the engine. Each module measures one thing and prints a table, or JSON with -o json."""
+"""Development measurements of the engine. Each module measures one aspect and prints a table, or JSON with -o json."""

@@ -1,7 +1,7 @@
 """`make bench`: every measurement of the engine on this machine, one after the other: a JSON file, a page, a plot.
 
-Each part is a module of its own that can be run alone. Other work on the machine makes figures worse, never better: the
-parts take the best of several rounds, and compare only within one run.
+Each part is a module that can also be run by itself. Other work on the machine only makes figures worse: the parts take
+the best of several rounds, and compare only within one run.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 
 from engine_benchmarks import decode_bench, live_bench, scheduler_bench
 from engine_benchmarks.decode_bench import CONTENDERS, ahead
-from engine_benchmarks.output import written
+from engine_benchmarks.output import write_text
 
 SCHEDULER_STEPS = 1000
 PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "msgspec")
@@ -27,7 +27,7 @@ PARTS: dict[str, tuple[str, Callable[[str], Any]]] = {
         "scheduler time per step, 20 s",
         lambda model: scheduler_bench.report(scheduler_bench.measure(SCHEDULER_STEPS)),
     ),
-    "decode": ("decode and prefill beside transformers, 7 min", decode_bench.measure_decode),
+    "decode": ("decode and prefill compared with transformers, 7 min", decode_bench.measure_decode),
     "live": (
         "a real server, re-trimmed under load, 1 min",
         lambda model: asdict(asyncio.run(live_bench.measure_live(model))),
@@ -36,7 +36,7 @@ PARTS: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return the machine and versions of the figures."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
@@ -48,7 +48,7 @@ def machine() -> dict[str, Any]:
 
 
 def page(results: dict[str, Any], command: str) -> str:
-    """The results as a page for people."""
+    """Return the results as a Markdown page."""
     where = results["machine"]
     lines = [
         "# Measured on the CPU",
@@ -100,7 +100,7 @@ def _decode_lines(decode: dict[str, Any]) -> list[str]:
         (
             f"A prompt of {prefill['num_tokens']} tokens and its first token: **{_short(tokens['trimtab'])} "
             f"tokens/s**, transformers {_short(tokens['generate'])}: {prefill['gflops']:.0f} GFLOP/s, "
-            f"{prefill['share_of_limit']:.0%} of the rate of the engine's own matrix products at that many rows "
+            f"{prefill['share_of_limit']:.0%} of the rate of the engine's own GEMMs at that many rows "
             f"({prefill['matrix_gflops']:.0f})."
         ),
     ]
@@ -134,7 +134,7 @@ def _short(value: Any) -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Decode rates as bars, with the limit as a line over each group."""
+    """Plot decode rates as bars, with the limit as a line over each group."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -158,7 +158,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def _measured_before(path: Path, here: dict[str, Any]) -> dict[str, Any]:
-    """The parts that an earlier run on the same machine and versions left there."""
+    """Return the parts that an earlier run on the same machine and versions has measured."""
     if not path.exists():
         return {}
     before: dict[str, Any] = json.loads(path.read_text())
@@ -183,8 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results[name] = measure(options.model)
         print(f"[bench] {name}: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     text = page(results, "make bench" + "".join(f" ONLY={name}" for name in options.only or ()))
-    written(options.output / "cpu.json", json.dumps(results, indent=1) + "\n")
-    written(options.output / "cpu.md", text)
+    write_text(options.output / "cpu.json", json.dumps(results, indent=1) + "\n")
+    write_text(options.output / "cpu.md", text)
     if "decode" in results:
         plot(results, options.output / "cpu-decode.svg")
     print(text)

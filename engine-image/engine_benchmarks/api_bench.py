@@ -1,7 +1,7 @@
-"""What an API server takes, before a core that computes nothing: `python -m engine_benchmarks.api_bench MODEL`.
+"""CPU cost of an API server in front of a core that computes nothing: `python -m engine_benchmarks.api_bench MODEL`.
 
-The servers are pinned to CPU 0; this process, which is the client, and the stub core to CPU 1. Rates suffer from other
-work on the machine; CPU time per request hardly does, so both are reported, as medians over the rounds.
+The servers are pinned to CPU 0; this process (the client) and the stub core to CPU 1. Other work on the machine affects
+rates, but hardly CPU time per request, so both are reported, as medians over the rounds.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engine_benchmarks.output import written
+from engine_benchmarks.output import write_text
 from engine_benchmarks.stub_core import CPU_VARIABLE
 
 SERVER_CPU, CLIENT_CPU = 0, 1
@@ -40,8 +40,8 @@ SERVE = (
     "from trimtab_engine.cli import main; sys.exit(main())"
 )
 CONDITIONS = (
-    "The core is a stub whose steps of 2 ms bring every request a token. One server: on CPU 0, client and stub core on "
-    "CPU 1. Two servers: on both CPUs, which they share with client and stub core, so their rate is no measure of two "
+    "The core is a stub whose steps of 2 ms return a token for every request. One server: on CPU 0, client and stub "
+    "core on CPU 1. Two servers: on both CPUs, shared with client and stub core, so their rate does not represent two "
     "free CPUs. CPU time is that of the server processes, all threads, per event; other work on the machine hardly "
     "changes it."
 )
@@ -110,7 +110,7 @@ def _wait_until_ready(port: int, process: "subprocess.Popen[bytes]") -> None:
 
 
 class Connection:
-    """One keep-alive connection that asks the same thing again and again; as little client as possible."""
+    """One keep-alive connection that repeats the same request, with as little client overhead as possible."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         self._reader, self._writer = reader, writer
@@ -122,8 +122,12 @@ class Connection:
     async def open(cls, port: int, body: dict[str, Any]) -> "Connection":
         return cls(*await asyncio.open_connection("127.0.0.1", port), body)
 
-    async def ask(self) -> int:
-        """One whole answer. Returns its length in bytes; raises RuntimeError unless it is a 200."""
+    async def send_request(self) -> int:
+        """Send the request and return the response's length in bytes.
+
+        Raises:
+            RuntimeError: the status is not 200.
+        """
         self._writer.write(self._request)
         head = await self._reader.readuntil(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200"):
@@ -132,7 +136,7 @@ class Connection:
         return len(await self._reader.readexactly(length))
 
     async def stream(self) -> int:
-        """One streamed answer. Returns its number of chunks that carry a choice."""
+        """Stream one response and return the number of chunks with a choice."""
         self._writer.write(self._request)
         head = await self._reader.readuntil(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200"):
@@ -151,7 +155,7 @@ async def _in_parallel(
     one: Callable[[Connection], Awaitable[int]],
     num_connections: int = CONNECTIONS,
 ) -> int:
-    """`num` requests over as many connections. Returns the sum of what they returned."""
+    """Send `num` requests over `num_connections` connections. Returns the sum of their results."""
     left = iter(range(num))
     connections = [await Connection.open(port, body) for _ in range(num_connections)]
 
@@ -165,7 +169,7 @@ async def _in_parallel(
 
 
 def _rate(server: Running, run: Callable[[], int]) -> Rate:
-    """`run` returns how many events it caused."""
+    """Measure one kind of event. `run` returns the number of events."""
     rates, costs = [], []
     for number in range(ROUNDS + 1):
         cpu, started = server.cpu_seconds(), time.perf_counter()
@@ -177,31 +181,32 @@ def _rate(server: Running, run: Callable[[], int]) -> Rate:
 
 
 def measure_requests(server: Running) -> Rate:
-    """Requests of 16 tokens in, 1 out, not streamed."""
+    """Measure requests with 16 input tokens and 1 output token, not streamed."""
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 1}
 
     def run() -> int:
-        asyncio.run(_in_parallel(server.port, body, REQUESTS, Connection.ask))
+        asyncio.run(_in_parallel(server.port, body, REQUESTS, Connection.send_request))
         return REQUESTS
 
     return _rate(server, run)
 
 
 def measure_chunks(server: Running) -> Rate:
-    """Streamed chunks, one token each unless the server joins what has piled up."""
+    """Measure streamed chunks, one token each unless the server joins pending ones."""
     body = {"model": "m", "prompt": PROMPT, "max_tokens": STREAM_TOKENS, "stream": True}
     return _rate(server, lambda: asyncio.run(_in_parallel(server.port, body, STREAMS, Connection.stream)))
 
 
 def measure_many_streams(server: Running) -> Rate:
-    """The same with as many streams at once as a busy engine has: its steps bring each of them a token."""
+    """Measure chunks with as many streams as a busy engine has: each step returns a token for each of them."""
     body = {"model": "m", "prompt": PROMPT, "max_tokens": MANY_TOKENS, "stream": True}
     num = MANY_CONNECTIONS
     return _rate(server, lambda: asyncio.run(_in_parallel(server.port, body, num, Connection.stream, num)))
 
 
 def measure_detokenizing(model: str) -> dict[str, float]:
-    """Microseconds per token of one sequence's incremental text: the median and the best of the rounds."""
+    """Measure the microseconds per token of one sequence's incremental detokenization: the median and the best of the
+    rounds."""
     from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
 
     tokenizer = Tokenizer(model)
@@ -217,7 +222,7 @@ def measure_detokenizing(model: str) -> dict[str, float]:
 
 
 def measure(model: str) -> dict[str, Any]:
-    """All figures. Needs two CPUs and taskset."""
+    """Measure all figures. Needs two CPUs and taskset."""
     os.sched_setaffinity(0, {CLIENT_CPU})
     results: dict[str, Any] = {"detokenize_microseconds": measure_detokenizing(model)}
     for num_servers in (1, 2):
@@ -231,7 +236,7 @@ def measure(model: str) -> dict[str, Any]:
 
 
 def page(results: dict[str, Any], command: str) -> str:
-    """The results as a page for people."""
+    """Return the results as a Markdown page."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     cpus = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
     versions = ", ".join(
@@ -274,8 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = measure(options.model)
     text = page(results, "python -m engine_benchmarks.api_bench MODEL --output docs/results")
     if options.output is not None:
-        written(options.output / "api-server.json", json.dumps(results, indent=1) + "\n")
-        written(options.output / "api-server.md", text)
+        write_text(options.output / "api-server.json", json.dumps(results, indent=1) + "\n")
+        write_text(options.output / "api-server.md", text)
     print(text)
     return 0
 

@@ -1,7 +1,7 @@
-"""How evenly data-parallel cores are loaded by a recorded trace: the balancer of the API servers beside round robin.
+"""Load balance of data-parallel cores on a recorded trace: the API servers' balancer compared with round robin.
 
-Simulated, so that it is the same on every machine: the real scheduler of each core, the real balancer, and a step whose
-time is computed. A core judges a request when it comes; in the engine it does at the end of the step that runs.
+Simulated, so that results do not depend on the machine: the real scheduler of each core, the real balancer, and a
+computed step time. A core admits a request on arrival; in the engine it does so at the end of the running step.
 
     python -m engine_benchmarks.balance_bench TRACE... [--cores 4] [--speedup 8] [--duration 600]
 """
@@ -57,7 +57,7 @@ class Core:
 
 @dataclass(slots=True)
 class Cluster:
-    """The cores, and what the API server knows of them."""
+    """The cores, and the API server's view of them."""
 
     cores: list[Core]
     balancer: CoreBalancer
@@ -70,9 +70,9 @@ class Figures:
 
     policy: str
     requests_max_over_mean: float
-    """In the cores, over time."""
+    """Requests in the cores, averaged over time."""
     kv_max_over_mean: float
-    """KV blocks in use, over time."""
+    """KV blocks in use, averaged over time."""
     busy_max_over_mean: float
     ttft_p50_seconds: float
     ttft_p95_seconds: float
@@ -84,8 +84,8 @@ def round_robin(cluster: Cluster, request: Request) -> int:
 
 
 def exact_admission(cluster: Cluster, request: Request) -> int:
-    """As engine_client/client.py: the least loaded is asked first; who cannot run it at once refuses; where all do,
-    the least loaded queues it."""
+    """Admit as engine_client/client.py does: try the least loaded core first; a core that cannot run the request at
+    once rejects it; if all do, the least loaded one queues it."""
     refused: frozenset[int] = frozenset()
     while True:
         core = cluster.balancer.choose(refused)
@@ -99,9 +99,9 @@ POLICIES: dict[str, Choose] = {"round robin": round_robin, "least loaded, exact 
 
 
 def simulate(trace: Sequence[TraceRequest], policy: str, num_cores: int = NUM_CORES) -> Figures:
-    """Serve the whole trace."""
+    """Simulate the whole trace."""
     cluster = Cluster([Core(_scheduler()) for _ in range(num_cores)], CoreBalancer(num_cores))
-    # (time, 0: a request comes, or 1: a step ends, which one or whose)
+    # Events: (time, 0 for an arrival or 1 for the end of a step, request or core).
     events = [(one.timestamp, 0, number) for number, one in enumerate(trace)]
     heapq.heapify(events)
     watch = _Watch()
@@ -140,7 +140,7 @@ def _scheduler() -> Scheduler:
 
 def _arrive(cluster: Cluster, one: TraceRequest, number: int, choose: Choose) -> int:
     sampling = Sampling(max_tokens=one.output_len, temperature=0.0, ignore_eos=True)
-    prompt = [number + 10, *[WORD] * (one.input_len - 1)]  # no two share a prefix
+    prompt = [number + 10, *[WORD] * (one.input_len - 1)]  # no two requests share a prefix
     request = Request.of(f"r{number}", prompt, sampling, arrival_time=one.timestamp)
     core = choose(cluster, request)
     cluster.cores[core].scheduler.add(request)
@@ -150,7 +150,7 @@ def _arrive(cluster: Cluster, one: TraceRequest, number: int, choose: Choose) ->
 
 
 def _begin_step(core: Core, now: float) -> float | None:
-    """Its duration; None: there is nothing to run."""
+    """Start a step and return its duration; None if there is nothing to run."""
     batch = core.scheduler.schedule(now)
     core.num_preemptions += len(batch.preempted)
     if not batch.sequences:
@@ -176,7 +176,7 @@ def _end_step(cluster: Cluster, index: int, now: float, first_tokens: dict[str, 
 
 
 class _Watch:
-    """Means over time of the fullest core and of all, while there is anything in them."""
+    """Time-weighted means of the fullest core and of all cores, while they have requests."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -184,7 +184,7 @@ class _Watch:
         self._mean = [0.0, 0.0]
 
     def until(self, now: float, cluster: Cluster) -> None:
-        """What is in the cores has been so since the last call."""
+        """Add the time since the last call with the cores' current contents."""
         seconds, self._now = now - self._now, now
         requests = [core.num_requests for core in cluster.cores]
         blocks = [core.scheduler.num_blocks_used for core in cluster.cores]
@@ -198,7 +198,7 @@ class _Watch:
 
 
 def report(trace: str, num_requests: int, figures: Sequence[Figures]) -> str:
-    """Rows of a table."""
+    """Return the rows of a table."""
     rows = [
         f"| {trace}, {num_requests} requests | {one.policy} | {one.requests_max_over_mean:.2f} | "
         f"{one.kv_max_over_mean:.2f} | {one.busy_max_over_mean:.2f} | {one.ttft_p50_seconds * 1000:.0f} | "

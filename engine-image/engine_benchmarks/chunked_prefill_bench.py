@@ -1,5 +1,5 @@
-"""The guide's advice on max_num_batched_tokens, step by step in this process and in processor time, which other work on
-the machine hardly changes: what a long prompt does to streams that decode, and what its own first token waits for.
+"""Effect of max_num_batched_tokens, step by step in this process and in processor time, which other work on the machine
+hardly changes: how a long prompt delays decoding streams, and how long it waits for its own first token.
 
     python -m engine_benchmarks.chunked_prefill_bench MODEL
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab_engine import LLM
 from trimtab_engine.bench.serving.samples import Words
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.scheduling.sampling import Sampling
 
 BUDGETS = (32, 64, 128, 256, 512, 1024)
@@ -29,14 +29,15 @@ def request(name: str, prompt: list[int], max_tokens: int) -> AddRequest:
 
 
 def step(llm: LLM) -> tuple[float, set[str]]:
-    """Processor seconds of one step, and the requests that got a token in it."""
+    """Return the processor seconds of one step, and the requests that got a token."""
     started = time.process_time()
     outputs = llm.engine.step().outputs
     return time.process_time() - started, {output.request_id for output in outputs if output.token_ids}
 
 
 def interrupted_streams(llm: LLM, words: Words) -> dict[str, float]:
-    """A long prompt arrives while streams decode: their longest and median gap until its first token, and its wait."""
+    """Submit a long prompt while streams decode: return their longest and median gap until its first token, and its
+    wait."""
     streams = [f"stream-{number}" for number in range(STREAMS)]
     for name in streams:
         llm.engine.add(request(name, words.draw(SHORT_PROMPT), 1000))
@@ -63,7 +64,7 @@ def interrupted_streams(llm: LLM, words: Words) -> dict[str, float]:
 
 
 def batch_seconds(llm: LLM, words: Words) -> float:
-    """Processor seconds of many requests that are all there at once."""
+    """Return the processor seconds of many requests submitted at once."""
     for number in range(BATCH):
         llm.engine.add(request(f"batch-{number}", words.draw(BATCH_PROMPT), BATCH_OUTPUT))
     started = time.process_time()
@@ -73,7 +74,7 @@ def batch_seconds(llm: LLM, words: Words) -> float:
 
 
 def measure(model: str, rounds: int) -> list[dict[str, Any]]:
-    """Medians over the rounds, one row per budget; budgets take turns."""
+    """Measure medians over the rounds, one row per budget; budgets alternate."""
     seen: dict[int, list[dict[str, float]]] = {budget: [] for budget in BUDGETS}
     limits: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 16, "num_gpu_blocks_override": 400}
     with LLM(model, device="cpu", max_num_batched_tokens=max(BUDGETS), enable_prefix_caching=False, **limits) as llm:

@@ -1,6 +1,7 @@
-"""What the load generator of `bench serve` itself costs: processor time per request and per chunk of output, before a
-server that does nothing but write events which were made beforehand. Processor time, as other work hardly changes it.
+"""Cost of the load generator of `bench serve`: processor time per request and per output chunk, with a server that only
+writes prepared events. Processor time, because other work hardly changes it.
 
+    python -m engine_benchmarks.client_bench
     python -m engine_benchmarks.client_bench
 """
 
@@ -23,7 +24,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 
 
 def event(text: str) -> bytes:
-    """One event as the engine writes it, inside one HTTP chunk."""
+    """Return one event as written by the engine, inside one HTTP chunk."""
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
     body = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
     data = b"data: " + json.dumps(body).encode() + b"\n\n"
@@ -40,7 +41,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, nu
             writer.write(HEAD)
             for _ in range(num_chunks):
                 writer.write(one_event)
-                await asyncio.sleep(0)  # the other streams' turn, so that events arrive one by one as they would
+                await asyncio.sleep(0)  # let the other streams run, so that events arrive one by one
             writer.write(b"0\r\n\r\n")
     except (asyncio.IncompleteReadError, ConnectionError):
         writer.close()
@@ -55,7 +56,7 @@ def _serve(listening: socket.socket, num_chunks: int) -> None:
 
 
 def measure(num_chunks: int) -> Outcome:
-    """One run of REQUESTS requests with as many chunks each."""
+    """Run REQUESTS requests with `num_chunks` chunks each."""
     listening = socket.create_server(("127.0.0.1", 0))
     server = multiprocessing.get_context("spawn").Process(target=_serve, args=(listening, num_chunks), daemon=True)
     server.start()
@@ -76,7 +77,8 @@ def measure(num_chunks: int) -> Outcome:
 
 
 def report(rounds: int) -> dict[str, Any]:
-    """Medians over the rounds: microseconds of processor time per request with one chunk, and per further chunk."""
+    """Return medians over the rounds: microseconds of processor time per request with one chunk, and per further
+    chunk."""
     single = statistics.median(measure(1).client_cpu_seconds for _ in range(rounds)) / REQUESTS
     many = statistics.median(measure(CHUNKS).client_cpu_seconds for _ in range(rounds)) / REQUESTS
     per_chunk = (many - single) / (CHUNKS - 1)
@@ -88,7 +90,7 @@ def report(rounds: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="client_bench", description="What the load generator itself costs.")
+    parser = argparse.ArgumentParser(prog="client_bench", description="Measure the cost of the load generator.")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
     print(json.dumps(report(parser.parse_args(arguments).rounds), indent=1))
     return 0

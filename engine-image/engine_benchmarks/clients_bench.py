@@ -1,7 +1,7 @@
-"""`make clients`: guidellm and aiperf, unmodified, and our own bench against one server with the same load.
+"""`make clients`: unmodified guidellm and aiperf, and `bench serve`, against one server with the same load.
 
-What it shows is that the tools work, and that their figures agree where they measure the same. A tool that is not
-installed is skipped with a sentence. Each lives in a virtual environment of its own: their pins exclude ours.
+It shows that the tools work, and that equal measures have equal figures. A tool that is not installed is skipped with a
+message. Each has a separate virtual environment, because their pinned packages conflict with the engine's.
 
     python -m engine_benchmarks.clients_bench MODEL --guidellm PATH --aiperf PATH
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from trimtab_engine.bench.local_server import SERVED_NAME, end_on_sigterm, local_server
 
 REQUESTS, CONCURRENCY, INPUT_TOKENS, OUTPUT_TOKENS = 24, 4, 64, 16
-FEWEST = REQUESTS - CONCURRENCY  # guidellm drops what is under way when its limit is reached
+FEWEST = REQUESTS - CONCURRENCY  # guidellm drops requests in flight when its limit is reached
 TOOL_SECONDS = 400.0
 KINDS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 SERVER_FLAGS = (
@@ -31,7 +31,7 @@ SERVER_FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one tool says of one run; milliseconds."""
+    """One tool's figures of one run; milliseconds."""
 
     completed: int
     failed: int
@@ -42,12 +42,12 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """How a tool is called and read. `program` None: it is not installed."""
+    """The command line and result parser of a tool. `program` is None if it is not installed."""
 
     name: str
     program: str | None
     command: Callable[[str, str, str, str, Path], list[str]]
-    """(program, url, model folder, kind, folder for its files) → the command."""
+    """(program, url, model folder, kind, output folder) → the command."""
     read: Callable[[Path], Figures]
 
 
@@ -76,7 +76,7 @@ def read_guidellm(folder: Path) -> Figures:
 
 
 def aiperf_command(program: str, url: str, model: str, kind: str, folder: Path) -> list[str]:
-    """Without HF_HUB_OFFLINE: with it aiperf takes no folder as a tokenizer."""
+    """Return aiperf's command. HF_HUB_OFFLINE is unset: with it, aiperf accepts no folder as a tokenizer."""
     return [
         *("env", "-u", "PYTHONPATH", "-u", "HF_HUB_OFFLINE", program, "profile", "--ui", "none"),
         *("--model", SERVED_NAME, "--url", url, "--endpoint-type", kind, "--streaming", "--tokenizer", model),
@@ -116,7 +116,7 @@ def read_own(folder: Path) -> Figures:
         result["failed"],
         result["request_throughput"],
         result["mean_ttft_ms"],
-        result["mean_tpot_ms"],  # what both others call inter-token latency: per request, then the mean
+        result["mean_tpot_ms"],  # the other tools' definition of inter-token latency: per request, then the mean
     )
 
 
@@ -129,7 +129,7 @@ def tools(guidellm: str, aiperf: str) -> list[Tool]:
 
 
 async def measure(model: str, every: Sequence[Tool]) -> dict[tuple[str, str], Figures]:
-    """Run all tools that are there, one after the other, against one server."""
+    """Run all installed tools, one after the other, against one server."""
     found: dict[tuple[str, str], Figures] = {}
     async with local_server(model, SERVER_FLAGS) as server:
         for kind in KINDS:
@@ -141,7 +141,11 @@ async def measure(model: str, every: Sequence[Tool]) -> dict[tuple[str, str], Fi
 
 
 def _run(tool: Tool, url: str, model: str, kind: str) -> Figures:
-    """Raises RuntimeError with the end of what the tool said when it fails."""
+    """Run a tool.
+
+    Raises:
+        RuntimeError: it failed; the message has the end of its output.
+    """
     assert tool.program is not None
     with tempfile.TemporaryDirectory() as name:
         command = tool.command(tool.program, url, model, kind, Path(name))
@@ -152,7 +156,7 @@ def _run(tool: Tool, url: str, model: str, kind: str) -> Figures:
 
 
 def version_of(tool: Tool) -> str:
-    """As the tool says it."""
+    """Return the tool's reported version."""
     if tool.program is None or tool.read is read_own:
         return ""
     command = ["env", "-u", "PYTHONPATH", tool.program, "--version"]
@@ -175,7 +179,7 @@ def table(found: dict[tuple[str, str], Figures], every: Sequence[Tool]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 1 when a request of any tool failed."""
+    """Return exit code 1 if a request of any tool failed."""
     parser = argparse.ArgumentParser(prog="clients_bench", description="Other people's load generators on our server.")
     parser.add_argument("model", help="folder with safetensors and a tokenizer")
     parser.add_argument("--guidellm", default="guidellm", metavar="PATH", help="the program (default: on the PATH)")
@@ -185,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every = tools(options.guidellm, options.aiperf)
     for tool in every:
         if tool.program is None:
-            print(f"[clients] {tool.name} is not installed: skipped; docs/results/clients.md says how", file=sys.stderr)
+            print(f"[clients] {tool.name} is not installed: skipped; see docs/results/clients.md", file=sys.stderr)
     found = asyncio.run(measure(options.model, every))
     print(table(found, every))
     wrong = [name for name, one in found.items() if one.failed or one.completed < FEWEST]

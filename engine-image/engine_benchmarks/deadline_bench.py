@@ -1,10 +1,9 @@
-"""Who has a first token in time while more requests come than the engine can serve: fcfs beside deadline.
+"""First tokens within the TTFT target under overload: `fcfs` compared with `deadline` scheduling.
 
-Two servers on this machine, of one thread each, so that other work on it takes from both alike. Each round begins with
-what they serve at most just now, by requests that are all there at once. Then comes an open loop of Poisson arrivals
-above it: the same requests at the same times to both, one under each order; the next round has the orders changed over.
-Waits are the client's, up to the first token. All requests are served to their end, so late ones are what people see
-who do not give up.
+Two servers on this machine, with one thread each, so that other work affects both equally. Each round first measures
+their current capacity with requests submitted at once. An open loop of Poisson arrivals above that capacity follows:
+the same requests at the same times to both, one with each policy; the next round swaps the policies. Waits are measured
+by the client up to the first token. All requests are served to their end, so late ones show what patient users see.
 
     python -m engine_benchmarks.deadline_bench MODEL --load 1.5 --seconds 60 --rounds 5
 """
@@ -27,8 +26,8 @@ from trimtab_engine.bench.serving.samples import Sample, Words
 from trimtab_engine.text.tokenizer import Tokenizer
 
 ORDERS = ("fcfs", "deadline")
-SEATS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 32, 16
-FULL_BATCHES = 3  # seats that are filled again so often, to see what is served at most
+MAX_NUM_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 32, 16
+FULL_BATCHES = 3  # number of times all sequence slots are refilled to measure the capacity
 CAPACITY_SEED = 1000
 DEVICE = "1500Mi"
 LATE_METRIC = "trimtab_requests_late_total"
@@ -36,26 +35,30 @@ LATE_METRIC = "trimtab_requests_late_total"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run, or medians over several. Shares of all requests; waits for first tokens, in seconds."""
+    """One run, or medians over several. Fractions of all requests; waits for first tokens, in seconds."""
 
     requests: float
     in_time: float
     in_time_of_last_half: float
-    """Of those that came in the second half of the run: the line has grown as long as it will."""
+    """Requests in the second half of the run, when the queue is longest."""
     wait_median: float
     wait_p95: float
     wait_longest: float
     late_wait_median: float
-    """Of those that were not in time; 0: there are none."""
+    """Median wait of late requests; 0 if there are none."""
     said_late: float
-    """How many the engine counted as late in its queue."""
+    """Number of requests that the engine counted as late in its queue."""
     failed: float
     overload: float
-    """Seconds until all were answered to seconds of arrivals: how much too high the load was."""
+    """Seconds until all requests were completed divided by seconds of arrivals: the overload factor."""
 
 
 def figures(outcome: Outcome, *, seconds: float, target: float, said_late: float) -> Figures:
-    """`seconds` of arrivals. One that failed was not in time; where all did, RuntimeError says why."""
+    """Compute figures of `seconds` of arrivals. A failed request counts as late.
+
+    Raises:
+        RuntimeError: all requests failed.
+    """
     results = outcome.results
     waits = sorted(result.ttft for result in results if result.success)
     if not waits:
@@ -80,12 +83,12 @@ def _share_in_time(results: Sequence[RequestResult], target: float) -> float:
 
 
 def medians(runs: Sequence[Figures]) -> Figures:
-    """Of each figure by itself."""
+    """Return the median of each figure separately."""
     return Figures(*(statistics.median(getattr(run, field.name) for run in runs) for field in fields(Figures)))
 
 
 def said_late(page: str) -> float:
-    """The counter in a page of metrics, over all engine cores."""
+    """Return the counter in a page of metrics, summed over all engine cores."""
     return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(LATE_METRIC + "{"))
 
 
@@ -100,8 +103,8 @@ def _samples(words: Words, count: int) -> list[Sample]:
 
 
 async def capacity(server: LocalServer, tokenizer: Tokenizer) -> float:
-    """Requests a second with all seats taken."""
-    count = FULL_BATCHES * SEATS
+    """Return the requests per second with all sequence slots in use."""
+    count = FULL_BATCHES * MAX_NUM_SEQS
     outcome = await _sent(server, _samples(Words(tokenizer, CAPACITY_SEED), count), [0.0] * count)
     return count / outcome.duration
 
@@ -109,7 +112,7 @@ async def capacity(server: LocalServer, tokenizer: Tokenizer) -> float:
 async def one_run(
     server: LocalServer, order: str, *, tokenizer: Tokenizer, rate: float, seconds: float, target: float, seed: int
 ) -> Figures:
-    """The load of this seed under this order, until all of it is answered."""
+    """Run the load of this seed with this policy until all of it is completed."""
     await server.patch(scheduling_policy=order)
     before = said_late(await server.metrics())
     count = max(2, round(rate * seconds))
@@ -122,15 +125,16 @@ async def one_run(
 async def measure(
     model: str, flags: Sequence[str] = (), *, load: float, seconds: float, target: float, rounds: int
 ) -> dict[str, Any]:
-    """Medians and runs by order. A round's rate is `load` times what a server serves at most beside the other one."""
+    """Return medians and runs by policy. A round's rate is `load` times a server's capacity while the other one is
+    loaded too."""
     runs: dict[str, list[Figures]] = {order: [] for order in ORDERS}
     at_most: list[float] = []
     tokenizer = Tokenizer(model)
-    knobs = ["--max-num-seqs", str(SEATS), "--max-model-len", "256", "--no-enable-prefix-caching"]
+    knobs = ["--max-num-seqs", str(MAX_NUM_SEQS), "--max-model-len", "256", "--no-enable-prefix-caching"]
     knobs += ["--device", "cpu", "--cpu-threads", "1", "--device-memory-bytes", DEVICE, "--ttft-target", str(target)]
     async with local_server(model, [*knobs, *flags]) as one, local_server(model, [*knobs, *flags]) as other:
         for seed in range(rounds):
-            at_most.append(await _served_at_most((one, other), tokenizer))
+            at_most.append(await _measure_capacity((one, other), tokenizer))
             orders = ORDERS if seed % 2 == 0 else ORDERS[::-1]
             load_of_round = partial(
                 one_run, tokenizer=tokenizer, rate=load * at_most[-1], seconds=seconds, target=target, seed=seed
@@ -151,8 +155,8 @@ async def measure(
     }
 
 
-async def _served_at_most(servers: Sequence[LocalServer], tokenizer: Tokenizer) -> float:
-    """By the slower one, the second time: the first one warms up."""
+async def _measure_capacity(servers: Sequence[LocalServer], tokenizer: Tokenizer) -> float:
+    """Return the slower server's capacity, measured the second time: the first one warms up."""
     for _ in range(2):
         rates = await asyncio.gather(*(capacity(server, tokenizer) for server in servers))
     return min(rates)
@@ -161,7 +165,9 @@ async def _served_at_most(servers: Sequence[LocalServer], tokenizer: Tokenizer) 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="deadline_bench", description="First tokens in time under an overload.")
     parser.add_argument("model", help="folder with safetensors and a tokenizer")
-    parser.add_argument("--load", type=float, default=1.5, help="times what is served at most (default: %(default)s)")
+    parser.add_argument(
+        "--load", type=float, default=1.5, help="arrival rate as a multiple of the capacity (default: %(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals (default: %(default)s)")
     parser.add_argument("--target", type=float, default=2.0, help="seconds to a first token (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="both orders each (default: %(default)s)")

@@ -1,10 +1,9 @@
-"""Why a request is late when its prompt cannot be computed in what is left, and why one admission in ten is a late
-request's: what other choices do to first tokens in time and to the longest wait, by the engine's scheduler in virtual
-time.
+"""Alternatives for `deadline` scheduling in virtual time: when a request counts as late, and which fraction of
+admissions late requests get. Shows the first tokens in time and the longest wait, with the engine's scheduler.
 
-A step takes 20 ms, half a millisecond per token and one per sequence. Prompts of about 300 tokens and answers of about
-60, lengths and Poisson arrivals from a seed, at `load` times what the same scheduler serves of requests that are all
-there at once.
+A step takes 20 ms, plus half a millisecond per token and one per sequence. Prompts of about 300 tokens and outputs of
+about 60, with lengths and Poisson arrivals from a seed, at `load` times the scheduler's capacity for requests submitted
+at once.
 
     python -m engine_benchmarks.deadline_choices
 """
@@ -29,17 +28,17 @@ from trimtab_engine.scheduling.scheduler import Scheduler
 from trimtab_engine.scheduling.swap_space import SwapSpace
 from trimtab_engine.scheduling.waiting_queue import LATE_SHARE
 
-NUM_REQUESTS, SEATS, BUDGET, BLOCKS = 600, 16, 512, 4000
+NUM_REQUESTS, MAX_NUM_SEQS, BUDGET, BLOCKS = 600, 16, 512, 4000
 MEDIAN_PROMPT, LONGEST_PROMPT, MEAN_OUTPUT, LONGEST_OUTPUT = 256, 1500, 64, 400
 STEP_SECONDS, TOKEN_SECONDS, SEQUENCE_SECONDS = 0.02, 0.0005, 0.001
 LOADS, TARGETS, SEEDS = (1.2, 1.5, 2.0), (1.0, 2.0), 4
-ALL_AT_ONCE = 1e6  # requests a second
-NEVER = 10**9  # one admission of so many is none
+ALL_AT_ONCE = 1e6  # requests per second
+NEVER = 10**9  # no admission for late requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByShare(SchedulingPolicy):
-    """Late is who has waited longer than a share of its allowance, however long its prompt takes."""
+    """A request is late after a fraction of its allowance, independent of its prompt length."""
 
     share: float
 
@@ -54,11 +53,11 @@ class Choice:
     name: str
     order: QueueOrder = "deadline"
     share: float | None = None
-    """Of the allowance; None: what is left must hold the prompt, as in the engine."""
+    """Fraction of the allowance; None: the remaining time must suffice for the prompt, as in the engine."""
     late_share: int = LATE_SHARE
 
     def policy(self, target: float) -> SchedulingPolicy:
-        limits = {"max_num_seqs": SEATS, "max_num_batched_tokens": BUDGET, "enable_prefix_caching": False}
+        limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": BUDGET, "enable_prefix_caching": False}
         queue = {"scheduling_policy": self.order, "ttft_target": target}
         values: dict[str, Any] = limits | queue
         return SchedulingPolicy(**values) if self.share is None else ByShare(share=self.share, **values)
@@ -77,17 +76,17 @@ CHOICES = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of one load."""
+    """Results of one load."""
 
     in_time: float
-    """Share of the requests."""
+    """Fraction of the requests."""
     longest_wait: float
     seconds: float
 
 
 @contextmanager
 def late_share(share: int) -> Iterator[None]:
-    """One admission of so many is a late request's meanwhile."""
+    """Use this fraction of admissions for late requests within the block."""
     waiting_queue.LATE_SHARE = share
     try:
         yield
@@ -96,7 +95,7 @@ def late_share(share: int) -> Iterator[None]:
 
 
 def requests_of(seed: int, rate: float, count: int = NUM_REQUESTS) -> list[Request]:
-    """Poisson arrivals; the same lengths for any rate."""
+    """Return Poisson arrivals; the lengths do not depend on the rate."""
     arrivals, lengths = random.Random(seed), random.Random(seed + 1000)
     times = itertools.accumulate(arrivals.expovariate(rate) for _ in range(count))
     made = []
@@ -109,7 +108,7 @@ def requests_of(seed: int, rate: float, count: int = NUM_REQUESTS) -> list[Reque
 
 
 def serve(requests: Sequence[Request], choice: Choice, target: float) -> Run:
-    """All of them, to their ends."""
+    """Serve all requests to their end."""
     with late_share(choice.late_share):
         return _serve(requests, choice.policy(target), target)
 
@@ -130,14 +129,14 @@ def _serve(requests: Sequence[Request], policy: SchedulingPolicy, target: float)
     return Run(sum(wait <= target for wait in waits.values()) / len(waits), max(waits.values()), now)
 
 
-def served_at_most(seed: int) -> float:
-    """Requests a second."""
+def scheduler_capacity(seed: int) -> float:
+    """Return the capacity in requests per second."""
     return NUM_REQUESTS / serve(requests_of(seed, ALL_AT_ONCE), CHOICES[0], 1.0).seconds
 
 
 def table() -> Iterator[str]:
-    """A line per choice: for each target and load the share in time, and the longest wait in brackets."""
-    at_most = statistics.mean(served_at_most(seed) for seed in range(SEEDS))
+    """Return one line per choice: for each target and load the fraction in time, and the longest wait in brackets."""
+    at_most = statistics.mean(scheduler_capacity(seed) for seed in range(SEEDS))
     columns = list(itertools.product(TARGETS, LOADS))
     yield "| | " + " | ".join(f"{target:g} s, load {load:g}" for target, load in columns) + " |"
     yield "| --- " * (len(columns) + 1) + "|"

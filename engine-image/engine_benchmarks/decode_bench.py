@@ -1,10 +1,10 @@
-"""Tokens per second of greedy generation at several batch sizes, and of one long prompt: our model runner and sampler
-beside transformers' `generate` and `generate_batch` (continuous batching) in the same run, and as a share of the
-machine's own limit.
+"""Tokens per second of greedy generation at several batch sizes, and of one long prompt: the model runner and sampler
+compared with transformers' `generate` and `generate_batch` (continuous batching) in the same run, and as a share of the
+machine's limit.
 
-Each contender generates 1 token, then 64: the first is its prompt time, the difference its decode time. The limit of a
-decode step is the larger of two times: reading every weight once at the measured bandwidth, and, where rows share the
-weights, the step's FLOPs at the best measured matrix rate for that many rows. A prompt's limit is the matrix rate.
+Each contender generates 1 token, then 64: the first run is its prompt time, the difference its decode time. The limit
+of a decode step is the larger of two times: reading every weight once at the measured bandwidth, and the step's FLOPs
+at the best measured matrix rate for that many rows. A prompt's limit is the matrix rate.
 
     python -m engine_benchmarks.decode_bench MODEL [-o json]
 """
@@ -31,9 +31,10 @@ from engine_benchmarks.parity import greedy_generator, load_runner
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
 PREFILL_TOKENS = 512
 BATCHES = (1, 8, 32)
-ROUNDS = 3  # contenders take turns; each one's best round counts, so that other work on the machine favours nobody
+# contenders alternate, and each one's best round counts, so that other work on the machine favours none of them
+ROUNDS = 3
 BLOCK_SIZE = 16
-CONTINUOUS_BATCH_BLOCKS, CONTINUOUS_BATCH_TOKENS = 64, 4096  # room for 32 requests of 128 tokens, and no more
+CONTINUOUS_BATCH_BLOCKS, CONTINUOUS_BATCH_TOKENS = 64, 4096  # room for exactly 32 requests of 128 tokens
 CONTENDERS = ("trimtab", "generate", "generate_batch")
 Run = Callable[[list[list[int]], int], object]
 """(prompts, tokens to generate for each)."""
@@ -41,10 +42,11 @@ Run = Callable[[list[list[int]], int], object]
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One batch size. Tokens per second by contender (None: it failed, see `notes`), the limit, our share of it.
+    """One batch size. Tokens per second by contender (None if it failed, see `notes`), the limit, and the engine's
+    share of it.
 
     `whole` counts generated tokens over the whole run, prompts included; `decode` those after the first, over the time
-    after the first. `limit` and the share are of decode.
+    after the first. `limit` and the share refer to decode.
     """
 
     batch: int
@@ -66,7 +68,7 @@ class Prefill:
 
 
 def limit_tokens_per_second(config: ModelConfig, machine: MachineRates, batch: int) -> float:
-    """What the machine allows for decode at this batch size, from its own measured rates."""
+    """Return the machine's limit for decode at this batch size, from its measured rates."""
     read_seconds = 4 * num_parameters(config) / (machine.read_gb_per_second * 1e9)
     if batch == 1:
         return 1 / read_seconds
@@ -76,7 +78,7 @@ def limit_tokens_per_second(config: ModelConfig, machine: MachineRates, batch: i
 
 
 def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
-    """Operations of a prompt: its products, causal attention, and the logits of its last token."""
+    """Return the FLOPs of a prompt: its GEMMs, causal attention, and the logits of its last token."""
     layer = 2 * sum(n * k for n, k in layer_shapes(config)) * num_tokens
     pairs = num_tokens * (num_tokens + 1) / 2
     attention = 4 * config.num_attention_heads * config.head_size * pairs
@@ -84,19 +86,19 @@ def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
 
 
 def random_prompts(vocab_size: int, batch: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
-    """Seeded, so that every contender gets the same ones."""
+    """Return seeded prompts, the same for every contender."""
     generator = torch.Generator().manual_seed(batch)
     prompts: list[list[int]] = torch.randint(100, vocab_size, (batch, num_tokens), generator=generator).tolist()
     return prompts
 
 
 def trimtab(model: str) -> Run:
-    """Our model runner and sampler."""
+    """Return the engine's model runner and sampler."""
     return greedy_generator(load_runner(model, block_size=BLOCK_SIZE), block_size=BLOCK_SIZE, batch=max(BATCHES))
 
 
 def transformers_generate(model: Any) -> Run:
-    """transformers' static batch."""
+    """Return transformers' static batch."""
 
     def run(prompts: list[list[int]], num_tokens: int) -> object:
         ids = torch.tensor(prompts)
@@ -113,7 +115,7 @@ def transformers_generate(model: Any) -> Run:
 
 
 def transformers_continuous(model: Any) -> Run:
-    """transformers' continuous batching with paged attention."""
+    """Return transformers' continuous batching with paged attention."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     batching = ContinuousBatchingConfig(
@@ -136,7 +138,8 @@ def transformers_continuous(model: Any) -> Run:
 
 
 class _Race:
-    """Contenders that take turns at the same work; each one's shortest time counts. One that fails is out, noted."""
+    """Contenders that alternate with the same work; each one's shortest time counts. A failing one is removed and
+    noted."""
 
     def __init__(self, contenders: dict[str, Run]) -> None:
         self._contenders = contenders
@@ -164,7 +167,7 @@ class _Race:
 
 
 def measure_decode(model: str, batches: tuple[int, ...] = BATCHES, rounds: int = ROUNDS) -> dict[str, Any]:
-    """All contenders and the machine in turns. Returns {machine, decode: [Decode], prefill: Prefill, notes}."""
+    """Measure all contenders and the machine in turns. Returns {machine, decode: [Decode], prefill: Prefill, notes}."""
     from transformers import AutoModelForCausalLM
 
     source = open_model(model)
@@ -217,7 +220,7 @@ def _prefill(config: ModelConfig, race: _Race, machine: MachineRates) -> Prefill
 
 
 def ahead(rates: dict[str, float | None]) -> float | None:
-    """Our rate over that of transformers' `generate`."""
+    """Return the engine's rate over that of transformers' `generate`."""
     ours, generate = rates["trimtab"], rates["generate"]
     return None if ours is None or generate is None else ours / generate
 

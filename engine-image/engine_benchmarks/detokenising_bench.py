@@ -1,10 +1,10 @@
-"""Is streamed text the text that transformers gives? Random sequences of tokens, whole and token by token.
+"""Comparison of streamed text with transformers' for random token sequences, whole and token by token.
 
-For a model's own tokenizer, and for two that are built here as Llama 2 and Mistral have theirs (SentencePiece pieces,
-characters that have none in bytes). Half of the sequences follow a prompt: their text is what prompt and sequence have
-together beyond the prompt's own. Tokens of a byte-level vocabulary are drawn from all of it, so they break characters
-anywhere; bytes of the others are drawn as whole characters. Where bytes are no character, SentencePiece's decoder takes
-back what it gave before (one broken byte makes all those before it in a row broken ones), which no stream can do.
+For a model's own tokenizer, and for two that are built here like Llama 2's and Mistral's (SentencePiece pieces, with
+byte fallback). Half of the sequences follow a prompt: their text is that of prompt and sequence together, minus the
+prompt's. Tokens of a byte-level vocabulary are drawn from all of it, so they break characters anywhere; bytes of the
+others are drawn as whole characters. For invalid bytes, SentencePiece's decoder changes earlier output (one invalid
+byte invalidates all bytes before it in a row), which no stream can do.
 
     python -m engine_benchmarks.detokenising_bench MODEL --sequences 10000
 """
@@ -29,19 +29,19 @@ SPECIAL = "<s>"
 WORDS = ("the", "a", "Paris", ".", "é", "日本", "'s")
 IN_BYTES = "aß日😀 \n"
 TEXTS = ("The capital of France is", "日本 の", " grüße, ", "a  b\n\n", "😀", "")
-MAX_TOKENS = 24  # of a sequence
-BYTES_SHARE = 0.3  # of what is drawn for a SentencePiece vocabulary: characters in bytes
+MAX_TOKENS = 24  # per sequence
+BYTES_SHARE = 0.3  # draws from a SentencePiece vocabulary that are characters in bytes
 
 
 class Decodes(Protocol):
-    """transformers' side."""
+    """transformers' detokenizer."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How many of so many sequences have another text than transformers gives."""
+    """Number of sequences whose text differs from transformers'."""
 
     tokenizer: str
     num_sequences: int
@@ -52,8 +52,8 @@ class Compared:
 
 
 def sentencepiece(folder: Path, kind: str) -> Tokenizer:
-    """As Llama 2 ("llama"), and as Mistral's newer files ("mistral"), have it: bytes, pieces with and without a blank
-    before them, a special token. Id = byte for the first 256."""
+    """Build a tokenizer like Llama 2's ("llama") or Mistral's newer files ("mistral"): bytes, pieces with and without a
+    leading blank, a special token. Id = byte for the first 256."""
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] + [*WORDS, *(f"▁{word}" for word in WORDS), "▁"]
     fast = FastTokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True))
     if kind == "llama":
@@ -74,7 +74,7 @@ def any_tokens(tokenizer: Tokenizer, dice: random.Random) -> list[int]:
 
 
 def whole_characters(tokenizer: Tokenizer, dice: random.Random) -> list[int]:
-    """Pieces, special tokens, and characters in bytes that are whole."""
+    """Yield pieces, special tokens, and whole characters in bytes."""
     size = tokenizer.fast.get_vocab_size()
     tokens: list[int] = []
     for _ in range(dice.randrange(1, MAX_TOKENS)):
@@ -88,10 +88,10 @@ def streamed(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int],
     return "".join([*(detokenizer.push(token_id) for token_id in tokens), detokenizer.flush()])
 
 
-def compared(
+def compare_text(
     name: str, tokenizer: Tokenizer, reference: Decodes, num_sequences: int, *, has_pieces: bool, seed: int = 7
 ) -> Compared:
-    """`has_pieces`: a SentencePiece vocabulary, of which characters are drawn whole."""
+    """Compare. `has_pieces`: a SentencePiece vocabulary, of which characters are drawn whole."""
     dice = random.Random(seed)
     num_tokens = num_whole = num_streamed = 0
     first: str | None = None
@@ -113,10 +113,10 @@ def compared(
     return Compared(name, num_sequences, num_tokens, num_whole, num_streamed, first)
 
 
-def compared_built(kind: str, folder: Path, num_sequences: int) -> Compared:
+def compare_built_tokenizers(kind: str, folder: Path, num_sequences: int) -> Compared:
     tokenizer = sentencepiece(folder / kind, kind)
     reference: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer.fast, clean_up_tokenization_spaces=False)  # type: ignore[no-untyped-call]
-    return compared(f"built as {kind}'s", tokenizer, reference, num_sequences, has_pieces=True)
+    return compare_text(f"built as {kind}'s", tokenizer, reference, num_sequences, has_pieces=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -125,9 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, default=10_000, help="of each tokenizer (default: %(default)s)")
     args = parser.parse_args(arguments)
     reference: Any = PreTrainedTokenizerFast.from_pretrained(str(args.model), local_files_only=True)
-    results = [compared(args.model.name, Tokenizer(str(args.model)), reference, args.sequences, has_pieces=False)]
+    results = [compare_text(args.model.name, Tokenizer(str(args.model)), reference, args.sequences, has_pieces=False)]
     with tempfile.TemporaryDirectory() as folder:
-        results += [compared_built(kind, Path(folder), args.sequences) for kind in BUILT]
+        results += [compare_built_tokenizers(kind, Path(folder), args.sequences) for kind in BUILT]
     print(json.dumps([asdict(result) for result in results], indent=2))
     sys.exit(any(result.first_unequal for result in results))
 

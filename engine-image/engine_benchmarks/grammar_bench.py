@@ -1,4 +1,4 @@
-"""What grammars cost: one token's mask alone, and a decode step with grammars beside one without, in the same run.
+"""Cost of grammars: one token's mask, and a decode step with grammars compared with one without, in the same run.
 
 python -m engine_benchmarks.grammar_bench MODEL [-o json]
 """
@@ -19,18 +19,18 @@ from rich.table import Table
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.structured.matcher import WORD_BYTES, GrammarMatcher
-from trimtab_engine.structured.trial import grammar_text, try_grammar
+from trimtab_engine.structured.validation import grammar_text, validate_grammar
 from trimtab_engine.structured.vocabulary import read_vocabulary
 from trimtab_kernels.apply_token_bitmask import apply_token_bitmask
 
 BATCHES = (1, 8)
-NUM_STEPS = 8  # decode steps of one turn
-ROUNDS = 30  # with and without take turns, so that other work on the machine favours neither
-NUM_TOKENS = 200  # of a random walk, for a mask alone
+NUM_STEPS = 8  # decode steps per round
+ROUNDS = 30  # rounds with and without grammars alternate, so that other work on the machine favours neither
+NUM_TOKENS = 200  # steps of a random walk that measures masks
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -53,13 +53,13 @@ GRAMMARS: dict[str, dict[str, object]] = {
     "Lark grammar": {"kind": "grammar", "value": ARITHMETIC},
 }
 LONG: dict[str, object] = {"kind": "regex", "value": r"([a-z]{1,12} )+"}
-"""For the steps: nearly every token of a language model is a question to it, and it does not end."""
+"""For the steps: nearly every token of a language model needs a check, and it does not end."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskCost:
-    """One grammar. Milliseconds of its trial; microseconds of processor time for a mask, median and worst, in a random
-    walk, the first masks included; for a copy, and for a token that is accepted."""
+    """One grammar. Milliseconds of its compilation; microseconds of processor time for a mask, median and worst, in a
+    random walk, including the first masks; for a copy, and for an accepted token."""
 
     grammar: str
     trial_ms: float
@@ -71,8 +71,8 @@ class MaskCost:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Decode steps of `batch` requests. Medians over the turns: milliseconds of a step without grammars, and the ratio
-    of the two turns of a round; what a bitmask costs when it is applied, in processor time."""
+    """Decode steps of `batch` requests. Medians over the rounds: milliseconds of a step without grammars, and the ratio
+    with and without; processor time of applying a bitmask."""
 
     batch: int
     without_ms: float
@@ -86,7 +86,7 @@ def mask_costs(tokenizer: LLTokenizer) -> list[MaskCost]:
 
 def _mask_cost(tokenizer: LLTokenizer, name: str, spec: dict[str, object]) -> MaskCost:
     began = time.perf_counter()
-    grammar = try_grammar(tokenizer, spec)["grammar"]
+    grammar = validate_grammar(tokenizer, spec)["grammar"]
     trial_seconds = time.perf_counter() - began
     prototype = GrammarMatcher.of(tokenizer, grammar)
     row = torch.empty(1, prototype.num_words, dtype=torch.int32)
@@ -133,7 +133,7 @@ def step_costs(model: str, engine: Engine, vocab_size: int) -> list[StepCost]:
 
 
 def _decode(engine: Engine, batch: int, grammar: str | None, name: str) -> float:
-    """Median seconds of a decode step; the requests are aborted afterwards."""
+    """Return the median seconds of a decode step; the requests are aborted afterwards."""
     ids = [f"{name}-{index}-{grammar is None}" for index in range(batch)]
     sampling = Sampling(max_tokens=NUM_STEPS + 20, temperature=0.0, ignore_eos=True, grammar=grammar)
     for index, request_id in enumerate(ids):
@@ -156,7 +156,7 @@ def _apply_seconds(batch: int, vocab_size: int) -> float:
     )
 
 
-def an_engine(model: str) -> Engine:
+def make_engine(model: str) -> Engine:
     config = EngineConfig(
         model=model,
         max_model_len=256,
@@ -171,14 +171,14 @@ def an_engine(model: str) -> Engine:
 
 
 def main(model: str, output: Annotated[Literal["table", "json"], typer.Option("-o")] = "table") -> None:
-    """What grammars cost on this machine."""
+    """Measure the cost of grammars on this machine."""
     source = open_model(model)
     facts = parse_model_config(source.config, source.generation_config, source.where)
     began = time.perf_counter()
     tokenizer = read_vocabulary(model, facts.vocab_size, tuple(facts.eos_token_ids)).build()
     tokenizer_seconds = time.perf_counter() - began
     masks = mask_costs(tokenizer)
-    steps = step_costs(model, an_engine(model), facts.vocab_size)
+    steps = step_costs(model, make_engine(model), facts.vocab_size)
     if output == "json":
         figures = {"masks": [asdict(row) for row in masks], "steps": [asdict(row) for row in steps]}
         print(json.dumps({"tokenizer_seconds": tokenizer_seconds, **figures}))

@@ -1,9 +1,9 @@
-"""What a decode step costs the host when a device computes it: scheduling, inputs, sampling's launches, results.
+"""Host time of a decode step on a device: scheduling, inputs, sampling launches, results.
 
-A real engine with a tiny model and steps as on CUDA: inputs at fixed places, graphs, the next step queued before the
-last one has landed. What the device would do does nothing here (replaying a graph, prompts, copies to the device, the
-random choice, logits), so what is left is the host's own time but for CUDA's launches (about 5 us each, a few dozen
-per step). While it is below the device's own time of a step, the device never waits.
+A real engine with a tiny model and steps as on CUDA: inputs at fixed addresses, graphs, the next step queued before the
+previous one has completed. Device work is a no-op here (graph replay, prompts, copies to the device, sampling, logits),
+so only the host's own time remains, without CUDA's launches (about 5 us each, a few dozen per step). While it is below
+the device's time of a step, the device never waits.
 
     python -m engine_benchmarks.host_bench [-o json] [--steps N] [--running 256 1024] [--context 256 2048 8192]
         [--random] [--prefix-caching]
@@ -31,8 +31,9 @@ from trimtab_engine.config.graphs import CompilationConfig
 from trimtab_engine.core.clients import Clients
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.ipc.garbage import keep_what_is_there
-from trimtab_engine.messages import AddRequest, ClientAddresses
+from trimtab_engine.ipc.gc_freeze import freeze_startup_objects
+from trimtab_engine.messages.lifecycle import ClientAddresses
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.models.decoder import Decoder
 from trimtab_engine.runner import start
 from trimtab_engine.runner.graphs.device_steps import DeviceSteps
@@ -48,7 +49,7 @@ CONTEXT = 1024
 MAX_RUNNING = 4096
 MAX_CONTEXT = 8192
 BLOCK_SIZE = 16
-PROMPT_TOKENS_PER_STEP = 65536  # all prompts are in after at most 128 steps, while the first of them decode already
+PROMPT_TOKENS_PER_STEP = 65536  # all prompts are read after at most 128 steps, while the first requests already decode
 WARM_UP_STEPS = 20
 MAX_STEPS = 600
 HIDDEN_SIZE = VOCAB_SIZE = 16
@@ -65,24 +66,29 @@ TINY = {
     "max_position_embeddings": 16384,
     "tie_word_embeddings": True,
 }
-PARTS = {"schedule and lay out": "_prepare", "inputs and launch": "_follow", "land": "_land", "report": "_report"}
-"""What is told apart, and the engine's method that does it."""
+PARTS = {
+    "schedule and lay out": "_prepare",
+    "inputs and launch": "_dispatch_follower",
+    "land": "_process_output",
+    "report": "_report",
+}
+"""The measured parts, and the engine's method of each."""
 
 
 class _ReplaysNothing:
-    """Stands for CUDA's recorder: the recorded step runs once, replaying it costs nothing."""
+    """Replaces CUDA's graph recorder: the recorded step runs once, and replaying it costs nothing."""
 
     def record(self, run: Callable[[Outside], None]) -> Replay:
         run(lambda call: call())
         return lambda: None
 
     def forget(self) -> None:
-        """Nothing was kept."""
+        """Do nothing: no state is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that all decode at a length of `context`. `random`: with top_p 0.9 and a seed each, else greedy."""
+    """Requests that all decode at a length of `context`. `random`: with top_p 0.9 and a seed each, otherwise greedy."""
 
     running: int
     context: int = CONTEXT
@@ -92,9 +98,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Milliseconds of processor time per step, medians but for `quiet_ms`: the tenth part of the steps took less, those
-    that other work on the machine disturbed least. `message_ms`: what it takes to send a step's answer to the API
-    server."""
+    """Milliseconds of processor time per step, medians except for `quiet_ms`, the tenth percentile: steps least
+    disturbed by other work on the machine. `message_ms`: time to send a step's output to the API server."""
 
     running: int
     context: int
@@ -106,8 +111,8 @@ class Measurement:
 
 
 @contextmanager
-def an_engine(load: Load) -> Iterator[Engine]:
-    """On the CPU, with a device's steps, for this load at most."""
+def running_engine(load: Load) -> Iterator[Engine]:
+    """Start an engine on the CPU, with a device's steps, sized for this load."""
     longest = load.context + _most_tokens(load) + 1
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY))
@@ -127,7 +132,7 @@ def an_engine(load: Load) -> Iterator[Engine]:
             compilation=CompilationConfig(cudagraph_capture_sizes=(load.running,)),
             cpu_threads=1,
         )
-        with _without_a_device():
+        with _skip_device_work():
             engine, _ = start_engine(config, lambda stage, percent: None, time.monotonic)
             assert engine._runner.steps is not None
             assert engine._runner.steps.sampler is not None
@@ -139,8 +144,8 @@ def an_engine(load: Load) -> Iterator[Engine]:
 
 
 @contextmanager
-def _without_a_device() -> Iterator[None]:
-    """Within the block nothing is computed that a device would compute."""
+def _skip_device_work() -> Iterator[None]:
+    """Skip device work within the block."""
     with (
         patch.object(start, "recorder_of", lambda device: _ReplaysNothing()),
         patch.object(start, "graph_plan", cuda_graph_plan),
@@ -154,12 +159,12 @@ def _without_a_device() -> Iterator[None]:
 
 
 def _most_tokens(load: Load) -> int:
-    """How many each request may decode: enough while the last prompt is read, to warm up and to measure."""
+    """Return the tokens that each request may generate: enough to read the last prompt, warm up and measure."""
     return MAX_STEPS + 4 * WARM_UP_STEPS + -(-load.running * load.context // (PROMPT_TOKENS_PER_STEP - load.running))
 
 
 def measure(engine: Engine, load: Load, steps: int) -> Measurement:
-    """So many requests that all decode."""
+    """Measure a number of requests that all decode."""
     running = load.running
     ids = [f"{running}-{number}" for number in range(running)]
     for number, request_id in enumerate(ids):
@@ -178,8 +183,8 @@ def measure(engine: Engine, load: Load, steps: int) -> Measurement:
     seconds: dict[str, list[float]] = {name: [] for name in PARTS}
     whole: list[float] = []
     messages: list[float] = []
-    keep_what_is_there()  # as the core's process does
-    with _timed(engine, seconds), _a_client() as link:
+    freeze_startup_objects()  # as in the core's process
+    with _timed(engine, seconds), _connect_client() as link:
         for _ in range(steps):
             started = time.thread_time()
             step = engine.step()
@@ -189,7 +194,7 @@ def measure(engine: Engine, load: Load, steps: int) -> Measurement:
             messages.append(time.thread_time() - started)
             if set(step.stats.graph_steps) != {"full"}:
                 raise RuntimeError(
-                    f"a step replayed {step.stats.graph_steps or 'no graph'}: this is not what is measured"
+                    f"a step replayed {step.stats.graph_steps or 'no graph'}, so the measurement is invalid"
                 )
     gc.unfreeze()
     engine.abort(ids)
@@ -201,8 +206,8 @@ def measure(engine: Engine, load: Load, steps: int) -> Measurement:
 
 
 @contextmanager
-def _a_client() -> Iterator[Clients]:
-    """The core's line to an API server that reads nothing."""
+def _connect_client() -> Iterator[Clients]:
+    """Connect the core to an API server that reads nothing."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with tempfile.TemporaryDirectory() as folder:
         addresses = ClientAddresses(f"ipc://{folder}/to_core", f"ipc://{folder}/from_core")
@@ -218,7 +223,7 @@ def _a_client() -> Iterator[Clients]:
 
 @contextmanager
 def _timed(engine: Engine, seconds: dict[str, list[float]]) -> Iterator[None]:
-    """Within the block the parts of a step note their time."""
+    """Record the time of the parts of a step within the block."""
     for name, method in PARTS.items():
         setattr(engine, method, _noting(getattr(engine, method), seconds[name]))
     try:
@@ -243,7 +248,7 @@ def _ms(seconds: Sequence[float]) -> float:
 
 
 def table(measurements: Sequence[Measurement]) -> str:
-    """For people."""
+    """Return a readable table."""
     head = f"{'running':>7} {'context':>7} {'step ms':>8} {'quiet':>8} {'message':>8} " + " ".join(
         f"{name:>20}" for name in PARTS
     )
@@ -256,7 +261,7 @@ def table(measurements: Sequence[Measurement]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Parse the command line and measure."""
     parser = argparse.ArgumentParser(prog="host_bench", description="Host time of decode steps, without the device's.")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     parser.add_argument("--steps", type=int, default=200, help="measured steps per load")
@@ -278,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     measurements = []
     for load in loads:
-        with an_engine(load) as engine:
+        with running_engine(load) as engine:
             measurements.append(measure(engine, load, options.steps))
     if options.output == "json":
         told: dict[str, Any] = {

@@ -1,12 +1,13 @@
-"""How long a conversation that comes back waits for its first token: found in the KV cache, in host memory, or nowhere.
+"""First-token latency of a resumed conversation: found in the KV cache, in host memory, or not at all.
 
-The KV cache holds one conversation, the host cache two. Two take turns, each time with a few more tokens at its end:
+The KV cache has room for one conversation, the host cache for two. Two conversations alternate, each time with a few
+more tokens at the end:
 
 ```
-first      first again   second               first again     second again    all forgotten, first again
+first      first again   second               first again     second again    all cleared, first again
 computed   KV cache      computed, evicts     host memory     host memory     computed
 ```
-Processor time beside wall time: other work on the machine changes the latter.
+Processor time is reported in addition to wall time, which other work on the machine changes.
 
     python -m engine_benchmarks.host_cache_bench MODEL --tokens 4096 --rounds 3
 """
@@ -22,19 +23,19 @@ from typing import Any
 
 from trimtab_engine import LLM
 from trimtab_engine.bench.serving.samples import Words
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.text.tokenizer import Tokenizer
 
 CONVERSATION_TOKENS = 4096  # half of the sample model's context
-QUESTION_TOKENS = 32  # that a turn adds
+QUESTION_TOKENS = 32  # added per turn
 BLOCK_SIZE = 16
 ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """One turn: what it waited for its first token, and where its prompt was found."""
+    """One turn: its wait for the first token, and where its prompt was found."""
 
     wall_seconds: float
     processor_seconds: float
@@ -63,7 +64,7 @@ def first_token(llm: LLM, name: str, prompt: list[int]) -> FirstToken:
 
 
 def turns(llm: LLM, words: Words, num_tokens: int, number: int) -> list[FirstToken]:
-    """One round: two conversations nobody has seen before, over all three places."""
+    """Run one round: two new conversations, over all three places."""
     first, second = words.draw(num_tokens), words.draw(num_tokens)
 
     def turn(step: str, conversation: list[int]) -> FirstToken:
@@ -76,7 +77,7 @@ def turns(llm: LLM, words: Words, num_tokens: int, number: int) -> list[FirstTok
 
 
 def measure(model: str, num_tokens: int, rounds: int, **settings: Any) -> dict[str, Any]:
-    """Medians by place, over the rounds."""
+    """Measure medians by place, over the rounds."""
     longest = num_tokens + QUESTION_TOKENS + BLOCK_SIZE
     num_blocks = longest // BLOCK_SIZE + 2
     tokenizer = Tokenizer(model)

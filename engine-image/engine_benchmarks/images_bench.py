@@ -1,13 +1,13 @@
-"""What images cost those who send them again, and those who send none: `python -m engine_benchmarks.images_bench`.
+"""Cost of images for repeated requests and for text-only streams: `python -m engine_benchmarks.images_bench`.
 
-On the CPU, with a small random Qwen2.5-VL that this command makes itself. Three tables:
+On the CPU, with a small random Qwen2.5-VL that this command creates. Three tables:
 
-- first token: an image that comes again, by what is still known of it. The caches are the processor's (patches, in the
-  API server and, by name, in the core), the encoder's (embeddings, in the core), and the KV cache's prefixes;
+- first token: a repeated image, by the caches that contain it: the processor's (patches, in the API server and, by
+name, in the core), the encoder's (embeddings, in the core), and the KV cache's prefixes;
 - wire: bytes from the API server to the core for such a request;
-- beside images: the gaps between tokens of streams of text while others send images, by what a step may hold. A small
-  budget makes gaps short and images wait; a large one the other way round, as the tuning guide says of
-  max_num_batched_tokens. In processor time, so that other work on the machine hardly changes it, and in turns.
+- with images: the gaps between tokens of text streams while other requests have images, by step budget. A small budget
+makes gaps short and delays images; a large one does the opposite, as the tuning guide describes for
+max_num_batched_tokens. In processor time, so that other work on the machine hardly changes it, and in turns.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import EngineDead
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.multimodal.checkpoint import read_processors
 from trimtab_engine.multimodal.decoding import Frames
 from trimtab_engine.multimodal.items import MultiModalItem, Patches, Span
@@ -45,15 +45,16 @@ from trimtab_engine.multimodal.reader import item_of
 from trimtab_engine.multimodal.worker import processed
 from trimtab_engine.scheduling.sampling import Sampling
 
-from engine_benchmarks.seeing_folder import IMAGE, MERGE_SIZE, PATCH_SIZE, TOKEN_IDS, write_seeing_folder
+from engine_benchmarks.vision_checkpoint import IMAGE, MERGE_SIZE, PATCH_SIZE, TOKEN_IDS, write_vision_checkpoint
 
-SHAPE = {"width": 256, "layers": 6, "tower_width": 128, "tower_layers": 6}
-"""A tower of about a fifth of the text half's parameters, as in the published models of 3 and 7 billion."""
-SIDE = PATCH_SIZE * MERGE_SIZE  # pixels of a token
-LARGE_TOKENS = 16  # along a side of the image whose first token is timed: 448 pixels
-SMALL_TOKENS = 4  # along a side of the images beside text
+SHAPE = {"width": 256, "layers": 6, "vision_width": 128, "vision_layers": 6}
+"""A vision encoder of about a fifth of the language model's parameters, as in the published models of 3 and 7
+billion."""
+SIDE = PATCH_SIZE * MERGE_SIZE  # pixels per token
+LARGE_TOKENS = 16  # side of the image whose first token is timed: 448 pixels
+SMALL_TOKENS = 4  # side of the images sent with text streams
 IMAGES_PER_REQUEST = 4
-STEPS_PER_REQUEST = 24  # between two requests with images: as many as the smallest budget needs for one
+STEPS_PER_REQUEST = 24  # steps between two requests with images: as many as the smallest budget needs for one
 STREAMS = 64
 WARM_UP_STEPS = 4
 ROUNDS = 5
@@ -77,7 +78,7 @@ def data_url(image: Image.Image) -> str:
 
 
 async def first_token_seconds(session: aiohttp.ClientSession, server: LocalServer, text: str, url: str) -> float:
-    """Until the first token of an answer has come."""
+    """Return the seconds until the first output token."""
     content = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url}}]
     body = {"model": SERVED_NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 1, "temperature": 0}
     started = time.perf_counter()
@@ -95,8 +96,8 @@ async def reset_processor_caches(session: aiohttp.ClientSession, server: LocalSe
 
 
 async def first_tokens(model: str, rounds: int) -> dict[str, float]:
-    """Milliseconds by what is known of the image: medians over rounds, each with an image of its own. The words before
-    it are new each time but for the last, so that the KV cache knows none of it."""
+    """Measure milliseconds by cache: medians over rounds, each with a new image. The text before the image is new each
+    time except for the last one, so that the KV cache does not contain it."""
     tokens = str(LARGE_TOKENS**2)
     flags = ["--device", "cpu", "--load-format", "dummy", "--max-num-seqs", "4"]
     flags += ["--encoder-cache-size", tokens, "--max-num-encoder-input-tokens", tokens]  # room for one image
@@ -119,7 +120,7 @@ async def first_tokens(model: str, rounds: int) -> dict[str, float]:
                 await ask("processor, encoder and prefix", "second")
                 await reset_processor_caches(session, server)
                 await ask("encoder", "third")
-                await first_token_seconds(session, server, "another ", other)  # takes its place in the encoder's cache
+                await first_token_seconds(session, server, "another ", other)  # replaces it in the encoder's cache
                 await ask("processor", "fourth")
     return {what: statistics.median(times) for what, times in found.items()}
 
@@ -128,11 +129,11 @@ async def first_tokens(model: str, rounds: int) -> dict[str, float]:
 
 
 def wire_bytes(model: str) -> dict[str, int]:
-    """Of a request with an image, new and known, and of one without any."""
+    """Return the bytes of a request with a new image, with a cached one, and without any."""
     processor = read_processors(model)["image"]
     made = processed(Frames([picture(SIDE * LARGE_TOKENS, 1)]), processor)
     item = item_of("image", b"\0" * 32, made, processor.meanings().tobytes())
-    words = list(b"What is on this picture?")
+    words = list(b"What is in this image?")
     token_ids = [*words, *[TOKEN_IDS[IMAGE]] * item.num_tokens]
     sender = Sender(4 << 30)
 
@@ -142,15 +143,15 @@ def wire_bytes(model: str) -> dict[str, int]:
 
     spans = (Span(len(words), item),)
     new, known = sent(token_ids, spans), sent(token_ids, spans)
-    return {"new image": new, "known image": known, "text alone": sent(words, ())}
+    return {"new image": new, "known image": known, "text only": sent(words, ())}
 
 
-# --- beside images ----------------------------------------------------------------------------------------------------
+# --- with images ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a step may hold: `tokens` of text beside the streams' own, and `encoder_tokens` of images."""
+    """Step budget: `tokens` of text in addition to the streams', and `encoder_tokens` of images."""
 
     name: str
     tokens: int
@@ -165,7 +166,7 @@ BUDGETS = (
 )
 
 
-def an_engine(model: str, budget: Budget) -> Engine:
+def make_engine(model: str, budget: Budget) -> Engine:
     config = EngineConfig(
         model=model,
         load_format="dummy",
@@ -183,8 +184,8 @@ def an_engine(model: str, budget: Budget) -> Engine:
     return start_engine(config, lambda stage, percent: None, time.monotonic)[0]
 
 
-def an_image(number: int) -> MultiModalItem:
-    """One that nobody has sent before."""
+def make_image(number: int) -> MultiModalItem:
+    """Return a new image."""
     patches = SMALL_TOKENS * MERGE_SIZE
     row_size = 3 * 2 * PATCH_SIZE**2
     values = random.Random(number).randbytes(patches**2 * row_size)
@@ -192,11 +193,11 @@ def an_image(number: int) -> MultiModalItem:
     return MultiModalItem("image", name, SMALL, (1, patches, patches), Patches(row_size, values, MEANINGS))
 
 
-def a_seeing_request(name: str, number: int) -> AddRequest:
+def make_image_request(name: str, number: int) -> AddRequest:
     token_ids = list(f"{number}: ".encode())
     spans = []
     for image in range(IMAGES_PER_REQUEST):
-        item = an_image(number * IMAGES_PER_REQUEST + image)
+        item = make_image(number * IMAGES_PER_REQUEST + image)
         spans.append(Span(len(token_ids), item))
         token_ids += [TOKEN_IDS[IMAGE]] * item.num_tokens
     sampling = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -204,9 +205,9 @@ def a_seeing_request(name: str, number: int) -> AddRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """Milliseconds of processor time. `itl_p99_ms` is that of the streams of text; `ttft_ms`: a request with images,
-    the median of its steps' sum until its first token."""
+class WithImages:
+    """Milliseconds of processor time. `itl_p99_ms` is that of the text streams; `ttft_ms`: a request with images, the
+    median of its steps' sum until its first token."""
 
     budget: str
     itl_p50_ms: float
@@ -218,7 +219,7 @@ class Beside:
 
 
 class Load:
-    """Streams of text in an engine, beside which images come."""
+    """Text streams in an engine, to which requests with images are added."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._number = engine, 0
@@ -228,7 +229,7 @@ class Load:
         for stream in range(STREAMS):
             engine.add(AddRequest(f"text {stream}", list(f"{stream} tell ".encode()), sampling, time.monotonic()))
         begun: set[str] = set()
-        while len(begun) < STREAMS:  # prompts are read beside what runs
+        while len(begun) < STREAMS:  # prompts are read while other requests decode
             begun |= {output.request_id for output in engine.step().outputs}
 
     def alone(self, steps: int) -> None:
@@ -237,14 +238,14 @@ class Load:
         for _ in range(steps):
             self.gaps["alone"].append(self._step()[0])
 
-    def beside_images(self, steps: int) -> None:
+    def measure_with_images(self, steps: int) -> None:
         waiting: dict[str, float] = {}
         for step in range(WARM_UP_STEPS + steps):
             if step % STEPS_PER_REQUEST == 0:
                 self._number += 1
                 name = f"images {self._number}"
                 waiting[name] = 0.0
-                self._engine.add(a_seeing_request(name, self._number))
+                self._engine.add(make_image_request(name, self._number))
             seconds, seen = self._step()
             waiting = {name: so_far + seconds for name, so_far in waiting.items()}
             self.waits += [waiting.pop(name) for name in seen & waiting.keys()]
@@ -252,21 +253,21 @@ class Load:
                 self.gaps["beside"].append(seconds)
 
     def _step(self) -> tuple[float, set[str]]:
-        """Processor seconds, and the requests with images that got a token."""
+        """Return the processor seconds, and the requests with images that got a token."""
         started = time.process_time()
         outputs = self._engine.step().outputs
         seconds = time.process_time() - started
         return seconds, {o.request_id for o in outputs if o.token_ids and o.request_id.startswith("images")}
 
 
-def beside_images(model: str, rounds: int, steps: int) -> list[Beside]:
-    """A row per budget; alone and beside images, and the budgets, in turns."""
-    engines = [an_engine(model, budget) for budget in BUDGETS]
+def measure_with_images(model: str, rounds: int, steps: int) -> list[WithImages]:
+    """Measure one row per budget; with and without images, and the budgets, in turns."""
+    engines = [make_engine(model, budget) for budget in BUDGETS]
     loads = [Load(engine) for engine in engines]
     for number in range(rounds):
         for budget, load in zip(BUDGETS, loads, strict=True):
             load.alone(steps // rounds)
-            load.beside_images(steps // rounds)
+            load.measure_with_images(steps // rounds)
             print(f"[images] round {number}, {budget.name}: done", file=sys.stderr, flush=True)
     rows = [_row(budget, load) for budget, load in zip(BUDGETS, loads, strict=True)]
     for engine in engines:
@@ -274,9 +275,9 @@ def beside_images(model: str, rounds: int, steps: int) -> list[Beside]:
     return rows
 
 
-def _row(budget: Budget, load: Load) -> Beside:
+def _row(budget: Budget, load: Load) -> WithImages:
     alone, beside = (1000 * percentile(load.gaps[which], PERCENTILE) for which in ("alone", "beside"))
-    return Beside(
+    return WithImages(
         budget.name,
         itl_p50_ms=1000 * statistics.median(load.gaps["beside"]),
         itl_p99_ms=beside,
@@ -288,7 +289,7 @@ def _row(budget: Budget, load: Load) -> Beside:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that so many percent do not exceed."""
+    """Return the smallest value that at least `percent` percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[-(-len(ordered) * percent // 100) - 1]
 
@@ -296,7 +297,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 def measure(rounds: int, steps: int) -> Json:
     with tempfile.TemporaryDirectory() as folder:
         longest = {"max_model_len": 4096, "max_pixels": (SIDE * LARGE_TOKENS) ** 2}
-        model = write_seeing_folder(Path(folder), **SHAPE, **longest)
+        model = write_vision_checkpoint(Path(folder), **SHAPE, **longest)
         return {
             "machine": {
                 "python": platform.python_version(),
@@ -305,7 +306,7 @@ def measure(rounds: int, steps: int) -> Json:
             },
             "first_token_ms": asyncio.run(first_tokens(model, rounds)),
             "wire_bytes": wire_bytes(model),
-            "beside_images": [asdict(row) for row in beside_images(model, rounds, steps)],
+            "measure_with_images": [asdict(row) for row in measure_with_images(model, rounds, steps)],
         }
 
 

@@ -1,8 +1,7 @@
-"""The server as its users meet it, measured from outside: start-up, first token, live PATCHes and sleep under load,
-peak memory.
+"""Measurements of a server from outside: start-up, first token, live PATCHes and sleep under load, peak memory.
 
-Starts `trimtab-engine serve` as a process of its own, keeps streams running, halves the KV cache and doubles it again
-by PATCHes of the utilisation, then puts it to sleep and wakes it with requests in the middle.
+Starts `trimtab-engine serve` as a separate process, keeps streams running, halves the KV cache and doubles it again by
+PATCHes of the utilization, then puts it to sleep and wakes it with requests in between.
 
     python -m engine_benchmarks.live_bench MODEL [-o json]
 """
@@ -31,14 +30,14 @@ STREAM_TOKENS = 200
 NUM_PATCHES = 20
 SETTLE_SECONDS = 0.5  # between two PATCHes
 HIGH = 0.95
-NUM_SLEEPS = 5  # of each level
+NUM_SLEEPS = 5  # per level
 SLEEPER_STREAMS, SLEEPER_TOKENS = 4, 64
 DEVICE = "1600Mi"
 
 
 @dataclass(slots=True)
 class Live:
-    """Seconds unless the name says otherwise. Quiet: no PATCH was under way."""
+    """Seconds unless the name says otherwise. Quiet: no PATCH was in progress."""
 
     listening_seconds: float = 0.0
     ready_seconds: float = 0.0
@@ -50,18 +49,18 @@ class Live:
     num_tokens: int = 0
     num_failed: int = 0
     kv_tokens: list[int] = field(default_factory=list)
-    """KV tokens at the low and at the high utilisation: half, and all."""
+    """KV tokens at the low and at the high utilization: half, and all."""
     sleep_median_seconds: dict[str, float] = field(default_factory=dict)
-    """By level, with requests that are kept."""
+    """By sleep level, with requests that are kept."""
     wake_median_seconds: dict[str, float] = field(default_factory=dict)
     given_back_mib: dict[str, float] = field(default_factory=dict)
-    """By level: what the driver counts less while it sleeps."""
+    """By sleep level: the decrease of the driver's count during sleep."""
     api_peak_mib: float = 0.0
     core_peak_mib: float = 0.0
 
 
 async def measure_live(model: str) -> Live:
-    """Start a server, measure, and end it."""
+    """Start a server, measure, and stop it."""
     with ReservedPorts("127.0.0.1") as ports:
         port, admin = ports.take(), ports.take()
         command = [
@@ -81,7 +80,7 @@ async def measure_live(model: str) -> Live:
                 await _until_ready(api, process, live, started)
                 await _under_load(api, control, live)
                 for level in (1, 2):
-                    await _asleep(api, control, live, level)
+                    await _measure_sleep(api, control, live, level)
                 live.api_peak_mib, live.core_peak_mib = _peaks(process.pid)
         finally:
             process.terminate()
@@ -127,8 +126,8 @@ async def _under_load(api: httpx.AsyncClient, control: httpx.AsyncClient, live: 
     live.kv_tokens = [sizes[low], sizes[HIGH]]
 
 
-async def _asleep(api: httpx.AsyncClient, control: httpx.AsyncClient, live: Live, level: int) -> None:
-    """Sleep and wake in the middle of streams, NUM_SLEEPS times."""
+async def _measure_sleep(api: httpx.AsyncClient, control: httpx.AsyncClient, live: Live, level: int) -> None:
+    """Sleep and wake during streams, NUM_SLEEPS times."""
     slept, woken, given_back = [], [], []
     for _ in range(NUM_SLEEPS):
         streams = [asyncio.create_task(_stream(api, live, tokens=SLEEPER_TOKENS)) for _ in range(SLEEPER_STREAMS)]
@@ -145,7 +144,7 @@ async def _asleep(api: httpx.AsyncClient, control: httpx.AsyncClient, live: Live
 
 
 async def _seconds(control: httpx.AsyncClient, call: str, body: dict[str, Any]) -> float:
-    """How long an admin call takes."""
+    """Return the seconds of an admin call."""
     before = time.monotonic()
     (await control.post(f"/admin/v1/{call}", json=body)).raise_for_status()
     return time.monotonic() - before
@@ -157,7 +156,7 @@ async def _ledger(control: httpx.AsyncClient) -> dict[str, Any]:
 
 
 def _utilization_of_half(ledger: dict[str, Any]) -> float:
-    """The utilisation at which the KV cache has half of its blocks."""
+    """Return the utilization at which the KV cache has half of its blocks."""
     kinds = ledger["kinds"]
     fixed = sum(size for kind, size in kinds.items() if kind not in ("kv_mapped", "kv_used", "free"))
     share: float = (fixed + kinds["kv_mapped"] / 2) / ledger["device_bytes"]
@@ -165,7 +164,7 @@ def _utilization_of_half(ledger: dict[str, Any]) -> float:
 
 
 async def _stream(api: httpx.AsyncClient, live: Live, *, tokens: int) -> list[float]:
-    """Seconds to the first token, then between tokens."""
+    """Return the seconds to the first token, then between tokens."""
     body = {"model": "m", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     gaps, last = [], time.monotonic()
     async with api.stream("POST", "/v1/completions", json=body) as answer:
@@ -183,7 +182,7 @@ async def _stream(api: httpx.AsyncClient, live: Live, *, tokens: int) -> list[fl
 
 
 def _peaks(api_pid: int) -> tuple[float, float]:
-    """Highest resident memory of the API server and of its child, the engine core, in MiB."""
+    """Return the peak resident memory of the API server and of its child, the engine core, in MiB."""
     children = Path(f"/proc/{api_pid}/task/{api_pid}/children").read_text().split()
     peaks = [_high_water(pid) for pid in [str(api_pid), *children]]
     return peaks[0], max(peaks[1:], default=0.0)

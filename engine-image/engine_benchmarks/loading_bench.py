@@ -1,19 +1,19 @@
-"""How fast weights come from the disk to where they are computed with, beside how fast the disk is read, in one run.
+"""Loading rate of weights from disk, compared with the disk's read rate, in one run.
 
-A copy of the model is made, so that nobody else has its pages, and what the page cache has of it is dropped before each
-measurement; how much stays is checked. Rounds take turns, medians count:
+The model is copied, so that no other process maps its pages, and its page cache is dropped before each measurement; the
+remaining share is checked. Rounds alternate, medians count:
 
 ```
-read    all files, in order, in large pieces     what the disk gives
+read    all files, in order, in large pieces     the disk
 cold    every rank's weights are loaded          the disk, conversion, packing
-warm    the same from the page cache             conversion and packing alone
+warm    the same from the page cache             only conversion and packing
 ```
 
-Ranks are processes of one machine: both read from one disk, and parts of the same files.
+Ranks are processes of one machine: they read from one disk, and parts of the same files.
 
     python -m engine_benchmarks.loading_bench MODEL --folder FOLDER --ranks 1 --ranks 2
 
-A larger model: engine_benchmarks.random_checkpoint.
+For a larger model, see engine_benchmarks.random_checkpoint.
 """
 
 import gc
@@ -34,13 +34,13 @@ from trimtab_engine.executor.start import load_rank
 
 PIECE_BYTES = 8 << 20
 NUM_PROBES, PAGE_BYTES = 64, 4096
-MOST_RESIDENT = 0.05  # of the probes: more, and what is called cold was not
+MOST_RESIDENT = 0.05  # maximum share of resident probes: with more, the files were not cold
 ROUNDS = 5
 
 
 @dataclass(slots=True)
 class Measured:
-    """Of one layout: bytes of the files, and the seconds of every round."""
+    """One layout: bytes of the files, and the seconds of every round."""
 
     ranks: int
     file_bytes: int
@@ -49,12 +49,12 @@ class Measured:
     warm_seconds: list[float] = field(default_factory=list)
 
     def rate(self, seconds: Sequence[float]) -> float:
-        """GB/s, the median."""
+        """Median GB/s."""
         return self.file_bytes / statistics.median(seconds) / 1e9
 
     @property
     def share(self) -> float:
-        """Of the disk's rate: the median of what each round's load took beside its read."""
+        """Share of the disk's rate: the median over rounds of read time over load time."""
         pairs = zip(self.read_seconds, self.cold_seconds, strict=True)
         return statistics.median(read / cold for read, cold in pairs)
 
@@ -77,7 +77,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def drop(files: Sequence[Path]) -> None:
-    """Out of the page cache. Pages that are not on the disk yet, or mapped by somebody, stay."""
+    """Drop the files from the page cache. Pages that are not yet on the disk, or mapped by another process, stay."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -87,7 +87,7 @@ def drop(files: Sequence[Path]) -> None:
 
 
 def resident_share(files: Sequence[Path]) -> float:
-    """About how much of the files is in the page cache, by pages that are read only if they are there."""
+    """Estimate the share of the files in the page cache, by reads of pages that do not block."""
     found = 0
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
@@ -104,7 +104,11 @@ def resident_share(files: Sequence[Path]) -> float:
 
 
 def make_cold(files: Sequence[Path]) -> None:
-    """Raises RuntimeError where the files' pages stay."""
+    """Drop the files.
+
+    Raises:
+        RuntimeError: the pages stay in memory.
+    """
     drop(files)
     share = resident_share(files)
     if share > MOST_RESIDENT:
@@ -112,7 +116,7 @@ def make_cold(files: Sequence[Path]) -> None:
 
 
 def read_all(files: Sequence[Path]) -> float:
-    """Seconds of reading them in order, piece by piece, by one thread."""
+    """Return the seconds of reading the files in order, piece by piece, with one thread."""
     piece, began = bytearray(PIECE_BYTES), time.perf_counter()
     for file in files:
         with file.open("rb", buffering=0) as stream:
@@ -122,7 +126,8 @@ def read_all(files: Sequence[Path]) -> float:
 
 
 def load(folder: Path, ranks: int, threads: int) -> float:
-    """Seconds from the first rank's first weight until all ranks have theirs. Processes and imports are not counted."""
+    """Return the seconds from the first rank's first weight until all ranks have theirs. Process start and imports are
+    excluded."""
     began: list[float] = []
 
     def note(stage: str, percent: float) -> None:
@@ -145,12 +150,12 @@ def measure(folder: Path, ranks: int, rounds: int, threads: int, loads: Callable
         make_cold(files)
         for seconds in (measured.cold_seconds, measured.warm_seconds):
             seconds.append(loads(folder, ranks, threads))
-            gc.collect()  # of the model, whose memory the next one gets, and whose tables may be views of the files
+            gc.collect()  # free the model, whose memory the next one gets, and whose tables may be views of the files
     return measured
 
 
 def copy_of(model: Path, folder: Path) -> Path:
-    """Files of its own, on the disk."""
+    """Copy the model to separate files on the disk."""
     copy = folder / model.name
     shutil.copytree(model, copy, dirs_exist_ok=True)
     os.sync()
@@ -166,7 +171,7 @@ def main(
     rounds: int = ROUNDS,
     threads: int = 1,
 ) -> None:
-    """Prints JSON."""
+    """Measure and print JSON."""
     copy = copy_of(model, folder)
     layouts = [measure(copy, number, rounds, threads).told() for number in ranks or [1]]
     told = {"model": model.name, "threads": threads, "load_average": os.getloadavg()[0], "layouts": layouts}

@@ -1,7 +1,6 @@
-"""What this machine can do: read bandwidth, and the matrix rate at a model's shapes. The limits that other
-measurements are shares of.
+"""Machine limits: read bandwidth, and the matrix rate at a model's shapes. Other measurements are shares of them.
 
-    python -m engine_benchmarks.machine_bench MODEL [-o json]
+python -m engine_benchmarks.machine_bench MODEL [-o json]
 """
 
 import json
@@ -19,14 +18,14 @@ from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_modelspec.config import ModelConfig
 
 READ_BYTES = 512 << 20  # far beyond any last-level cache
-STREAMED_BYTES = 256 << 20  # distinct weights per shape, so that they come from memory as in a decode step
+STREAMED_BYTES = 256 << 20  # distinct weights per shape, so that they are read from memory as in a decode step
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-REPEATS = 5  # the best of these: other work on the machine only ever makes a run slower
+REPEATS = 5  # the best of these: other work on the machine only makes a run slower
 
 
 @dataclass(frozen=True, slots=True)
 class MachineRates:
-    """gflops by rows: all of a layer's products at that many rows. `layouts` has the alternatives for the record."""
+    """gflops by rows: all GEMMs of a layer at that many rows. `layouts` records the alternatives."""
 
     num_threads: int
     read_gb_per_second: float
@@ -34,7 +33,7 @@ class MachineRates:
     layouts: dict[str, dict[int, float]]
 
     def best_of(self, other: "MachineRates") -> "MachineRates":
-        """The better of two measurements, number by number: other work on the machine only ever lowers one."""
+        """Return the better of two measurements, number by number: other work on the machine only lowers one."""
         return MachineRates(
             self.num_threads,
             max(self.read_gb_per_second, other.read_gb_per_second),
@@ -46,13 +45,13 @@ class MachineRates:
         )
 
     def best_gflops(self, rows: int) -> float:
-        """The best rate seen by any layout at `rows` rows, or at the next larger number that was measured."""
+        """Return the best rate of any layout at `rows` rows, or at the next larger number that was measured."""
         size = next((r for r in sorted(self.gflops) if r >= rows), max(self.gflops))
         return max([self.gflops[size], *(rates[size] for rates in self.layouts.values())])
 
 
 def best_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Shortest of several runs, after one to warm up."""
+    """Return the shortest of several runs, after a warm-up."""
     work()
     best = float("inf")
     for _ in range(repeats):
@@ -63,13 +62,13 @@ def best_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 def measure_read() -> float:
-    """GB/s of summing a large float32 array with all threads."""
+    """Return the GB/s of summing a large float32 array with all threads."""
     array = torch.ones(READ_BYTES // 4)
     return READ_BYTES / best_seconds(array.sum) / 1e9
 
 
 def layer_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """[out, in] of a decoder layer's four products."""
+    """Return [out, in] of a decoder layer's four GEMMs."""
     heads, kv = config.num_attention_heads * config.head_size, config.num_kv_heads * config.head_size
     hidden, wide = config.hidden_size, config.intermediate_size
     return [(heads + 2 * kv, hidden), (hidden, heads), (2 * wide, hidden), (hidden, wide)]
@@ -77,7 +76,7 @@ def layer_shapes(config: ModelConfig) -> list[tuple[int, int]]:
 
 @torch.inference_mode()
 def measure_machine(config: ModelConfig, rows: tuple[int, ...] = ROWS) -> MachineRates:
-    """Read bandwidth, and GFLOP/s of the engine's linear layer and of plain alternatives."""
+    """Measure read bandwidth, and GFLOP/s of the engine's linear layer and of plain alternatives."""
     shapes = layer_shapes(config)
     layer_bytes = sum(4 * n * k for n, k in shapes)
     weights = [[torch.randn(n, k) for n, k in shapes] for _ in range(max(2, STREAMED_BYTES // layer_bytes))]

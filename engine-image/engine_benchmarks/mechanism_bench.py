@@ -1,6 +1,6 @@
-"""What each scheduling and memory mechanism does to what clients see: one real server per question, re-trimmed live
-between rounds, the same load each time. Rounds take turns, so that other work on the machine favours nobody; the
-servers' processor time stands beside the latencies, as other work hardly changes it.
+"""Effect of each scheduling and memory mechanism on client latencies: one real server per question, reconfigured live
+between rounds, with the same load each time. Rounds alternate, so that other work on the machine favours no setting;
+the servers' processor time is reported in addition to latencies, because other work hardly changes it.
 
     python -m engine_benchmarks.mechanism_bench MODEL chunked-prefill | prefix-caching | preemption | resize
 """
@@ -25,10 +25,10 @@ from trimtab_engine.bench.serving.samples import (
     prefix_repetition_samples,
     random_samples,
 )
-from trimtab_engine.bench.serving.server import counters, counter_changes
+from trimtab_engine.bench.serving.server import counter_changes, counters
 from trimtab_engine.bench.serving.statistics import Goodput, chunk_times, summarize
 
-from engine_benchmarks.output import written
+from engine_benchmarks.output import write_text
 
 ROUNDS = 3
 PERCENTILES = (50.0, 95.0, 99.0)
@@ -37,7 +37,7 @@ FIGURES = ("p50_ttft_ms", "p95_ttft_ms", "p50_itl_ms", "p95_itl_ms", "p99_itl_ms
 
 
 def load_of(server: LocalServer, samples: Sequence[Sample], *, rate: float, seed: int = 0) -> Load:
-    """These samples at this rate (infinite: all at once), greedy, outputs of their full length."""
+    """Return a load of these samples at this rate (infinite: all at once), greedy, with full output lengths."""
     return Load(
         samples=samples,
         times=arrival_times(len(samples), rate=rate, burstiness=1.0, seed=seed),
@@ -47,7 +47,11 @@ def load_of(server: LocalServer, samples: Sequence[Sample], *, rate: float, seed
 
 
 async def measured(server: LocalServer, load: Load) -> Row:
-    """One run's figures. Raises RuntimeError when a request failed: the figures would be of another load."""
+    """Run one load.
+
+    Raises:
+        RuntimeError: a request failed, so the figures would belong to another load.
+    """
     before, cpu = await counters(server.url, {}), server.cpu_seconds()
     outcome = await run_load(load, lambda result: None)
     cpu = server.cpu_seconds() - cpu
@@ -61,9 +65,8 @@ async def measured(server: LocalServer, load: Load) -> Row:
 async def compare(
     server: LocalServer, name: str, settings: Sequence[Any], load: Callable[[int], Load], rounds: int
 ) -> list[Row]:
-    """The live field `name` at each setting, in turns. Per setting the medians over the rounds, and every round's
-    figures under `rounds`.
-    """
+    """Compare settings of the live field `name`, in turns. Returns per setting the medians over the rounds, and every
+    round's figures under `rounds`."""
     seen: dict[Any, list[Row]] = {setting: [] for setting in settings}
     for number in range(rounds):
         for setting in settings:
@@ -81,9 +84,8 @@ def medians(runs: Sequence[Row]) -> Row:
 
 
 async def chunked_prefill(model: str, rounds: int) -> Row:
-    """Long prompts arrive while others decode. Small budgets should give the better ITL, large ones the better TTFT;
-    and all requests at once show what the budget does to throughput.
-    """
+    """Send long prompts while others decode. Small budgets should improve ITL, large ones TTFT; requests submitted at
+    once show the budget's effect on throughput."""
     budgets = (64, 256, 1024)
     flags = ("--device", "cpu", "--max-model-len", "2048", "--num-gpu-blocks-override", "1000", "--max-num-seqs", "32")
     words = Words(None, seed=1)
@@ -102,7 +104,7 @@ async def chunked_prefill(model: str, rounds: int) -> Row:
 
 
 async def sustainable_rate(server: LocalServer, samples: Sequence[Sample]) -> float:
-    """Requests per second at 0.6 of what the server does when all come at once: busy, and no growing queue."""
+    """Return the requests per second at 0.6 of the server's maximum: busy, without a growing queue."""
     everything = await measured(server, load_of(server, samples, rate=float("inf")))
     return 0.6 * len(samples) / float(everything["duration"])
 
@@ -111,13 +113,13 @@ async def sustainable_rate(server: LocalServer, samples: Sequence[Sample]) -> fl
 
 
 async def prefix_caching(model: str, rounds: int) -> Row:
-    """Two long prefixes before many short questions, with the cache on and off."""
+    """Send many short questions after two long prefixes, with the cache on and off."""
     flags = ("--device", "cpu", "--max-model-len", "2048", "--num-gpu-blocks-override", "1500", "--max-num-seqs", "16")
 
     async with local_server(model, (*flags, "--max-num-batched-tokens", "512")) as server:
 
         def load(number: int) -> Load:
-            """Prefixes are new in each round, so that no round finds those of another."""
+            """Return a load whose prefixes are new in each round."""
             samples = prefix_repetition_samples(
                 12, prefix_len=256, suffix_len=16, num_prefixes=2, output_len=8, words=Words(None, seed=number)
             )
@@ -136,7 +138,7 @@ PREEMPTION_LOADS = {
 
 
 async def preemption(model: str, rounds: int) -> Row:
-    """More requests than the KV cache holds, so that running ones are preempted, in each mode."""
+    """Send more requests than the KV cache has room for, so that running ones are preempted, in each mode."""
     flags = ("--device", "cpu", "--max-model-len", "1024", "--num-gpu-blocks-override", "128", "--max-num-seqs", "16")
     more = ("--max-num-batched-tokens", "256", "--no-enable-prefix-caching", "--preemption-mode", "auto")
     result: Row = {}
@@ -159,9 +161,8 @@ async def preemption(model: str, rounds: int) -> Row:
 
 
 async def resize(model: str, rounds: int) -> Row:
-    """Streams decode while the KV cache shrinks to half and grows again: the longest gap between two tokens of any
-    stream, beside the longest one when nothing is resized.
-    """
+    """Shrink the KV cache to half and grow it again while streams decode: the longest gap between two tokens of any
+    stream, compared with the longest one without a resize."""
     flags = ("--device", "cpu", "--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "256")
     more = ("--device-memory-bytes", "1600Mi", "--gpu-memory-utilization", "0.95")
     samples = random_samples(6, RandomLengths(64, 100), Words(None, seed=3))
@@ -179,7 +180,7 @@ async def resize(model: str, rounds: int) -> Row:
 
 
 async def _half_of(server: LocalServer, high: float) -> float:
-    """The utilisation at which the KV cache has half its blocks."""
+    """Return the utilization at which the KV cache has half its blocks."""
     memory = await server.get("/admin/v1/memory")
     kv_bytes = memory["kv"]["blocks_total"] * memory["kv"]["bytes_per_block"]
     return round(high - float(kv_bytes / 2 / memory["device_bytes"]), 4)
@@ -210,7 +211,8 @@ async def _resized(server: LocalServer, samples: Sequence[Sample], low: float, h
 
 
 def decode_gaps(outcome: Outcome) -> list[float]:
-    """Gaps between tokens once every request has its first one: before that, other requests' prompts are in them."""
+    """Return the gaps between tokens once every request has its first one: earlier gaps include other requests'
+    prompts."""
 
     def first_token(result: RequestResult) -> float:
         return result.start_time + result.ttft
@@ -233,7 +235,9 @@ MECHANISMS: dict[str, Callable[[str, int], Awaitable[Row]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mechanism_bench", description="What one mechanism does to what clients see.")
+    parser = argparse.ArgumentParser(
+        prog="mechanism_bench", description="Measure the effect of one mechanism on client latencies."
+    )
     parser.add_argument("model", help="folder with safetensors and a tokenizer")
     parser.add_argument("mechanism", choices=MECHANISMS)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
@@ -248,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = json.dumps(result, indent=1)
     print(text)
     if options.output:
-        written(options.output / f"{options.mechanism}.json", text + "\n")
+        write_text(options.output / f"{options.mechanism}.json", text + "\n")
     return 0
 
 

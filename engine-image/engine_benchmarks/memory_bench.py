@@ -1,10 +1,10 @@
-"""Does a server that serves for long grow? Resident memory of its processes over a mixture of requests.
+"""Memory growth of a server: resident memory of its processes over a mix of requests.
 
-A real `trimtab-engine serve` gets requests of every kind, a few at a time: whole answers and streams, streams whose
-client goes away, grammars (each its own, so that what is kept of them must be bounded), log-probabilities, shared
-beginnings, chats, stop strings, requests that are refused. After every EVERY requests, when none runs, the resident
-memory of the API server and of the engine core is read. Growth is the slope of a line through the points after the
-first third: until then caches fill, and every KV block is written for the first time.
+A real `trimtab-engine serve` gets requests of every kind, a few at a time: complete and streamed responses, streams
+whose client disconnects, grammars (each one different, so that their cache must be bounded), log-probabilities, shared
+prefixes, chats, stop strings, rejected requests. After every EVERY requests, when none runs, the resident memory of the
+API server and of the engine core is read. Growth is the slope of a line through the points after the first third: until
+then caches fill, and every KV block is written for the first time.
 
     nice -n 10 python -m engine_benchmarks.memory_bench MODEL --requests 600
 """
@@ -37,21 +37,21 @@ Body = dict[str, Any]
 
 @dataclass(slots=True)
 class Growth:
-    """Resident anonymous memory in KiB, of each process by name, after so many requests each."""
+    """Resident anonymous memory in KiB, of each process by name, after each number of requests."""
 
     requests: list[int] = field(default_factory=list)
     resident_kib: dict[str, list[int]] = field(default_factory=dict)
     answers: dict[str, int] = field(default_factory=dict)
-    """How many requests of each kind ended in each way."""
+    """Number of requests of each kind by outcome."""
 
     def slope(self, name: str) -> float:
-        """KiB per request, of the points after the first third."""
+        """Return KiB per request, from the points after the first third."""
         first = len(self.requests) // 3
         return statistics.linear_regression(self.requests[first:], self.resident_kib[name][first:]).slope
 
 
-def a_request(number: int) -> tuple[str, str, Body]:
-    """The kind, the path and the body of the request of this number. The same for the same number."""
+def make_request(number: int) -> tuple[str, str, Body]:
+    """Return the kind, path and body of a request. The same number gives the same request."""
     dice = random.Random(number)
     prompt = " ".join(dice.choices(WORDS, k=dice.randint(3, 60)))
     body: Body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "seed": number}
@@ -77,8 +77,8 @@ def a_request(number: int) -> tuple[str, str, Body]:
 
 
 async def _send(session: aiohttp.ClientSession, server: LocalServer, number: int) -> str:
-    """How the request of this number ended, with its kind."""
-    kind, path, body = a_request(number)
+    """Return the outcome of a request, with its kind."""
+    kind, path, body = make_request(number)
     async with session.post(server.url + path, json=body) as answer:
         if kind == "abandoned":
             await answer.content.readline()
@@ -89,13 +89,13 @@ async def _send(session: aiohttp.ClientSession, server: LocalServer, number: int
 
 
 async def measure(model: str, num_requests: int, flags: Sequence[str] = FLAGS) -> Growth:
-    """Start a server, send the requests, and end it."""
+    """Start a server, send the requests, and stop it."""
     growth, counted = Growth(), Counter[str]()
     async with local_server(model, flags) as server, aiohttp.ClientSession() as session:
-        seats = asyncio.Semaphore(AT_ONCE)
+        slots = asyncio.Semaphore(AT_ONCE)
 
         async def send(number: int) -> None:
-            async with seats:
+            async with slots:
                 counted[await _send(session, server, number)] += 1
 
         for sent in range(0, num_requests, EVERY):
@@ -110,7 +110,7 @@ async def measure(model: str, num_requests: int, flags: Sequence[str] = FLAGS) -
 
 
 async def _until_idle(server: LocalServer) -> None:
-    """What clients have abandoned ends a step later."""
+    """Wait until the server is idle: abandoned requests end a step later."""
     while True:
         if not (await server.get("/admin/v1/memory"))["kv"]["blocks_used"]:
             return
@@ -122,7 +122,7 @@ def _last(growth: Growth) -> str:
 
 
 def table(growth: Growth) -> str:
-    """A row for each reading, then the slopes."""
+    """Return a row for each reading, then the slopes."""
     names = list(growth.resident_kib)
     rows = [f"| requests | {' | '.join(f'{name}, MiB' for name in names)} |", "| --- |" + " --- |" * len(names)]
     for index, number in enumerate(growth.requests):
@@ -135,12 +135,12 @@ def table(growth: Growth) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="memory_bench", description="Whether a server grows while it serves.")
+    parser = argparse.ArgumentParser(prog="memory_bench", description="Measure the memory growth of a server.")
     parser.add_argument("model", help="folder with safetensors and a tokenizer")
     parser.add_argument("--requests", type=int, default=600, metavar="N", help=f"{6 * EVERY} or more (default: 600)")
     parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
     options = parser.parse_args(arguments)
-    if options.requests < 6 * EVERY:  # a line through fewer than four points after the first third says nothing
+    if options.requests < 6 * EVERY:  # a line through fewer than four points after the first third is meaningless
         parser.error(f"--requests is {options.requests}; at least {6 * EVERY} are needed for a slope")
     end_on_sigterm()
     growth = asyncio.run(measure(options.model, options.requests))

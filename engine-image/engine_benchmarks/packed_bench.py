@@ -1,8 +1,8 @@
-"""Milliseconds per decoded token of one GGUF file: its blocks multiplied as they are, the same model in float32,
+"""Milliseconds per decoded token of one GGUF file: its blocks multiplied in their format, the same model in float32,
 and llama.cpp, in one run.
 
-Contenders take turns, after a round that is not counted; each one's best counts, so that other work on the machine
-favours nobody. With one thread the processor time is told too, which other work changes less. llama.cpp is another
+Contenders alternate, after an uncounted round; each one's best round counts, so that other work on the machine favours
+none of them. With one thread, processor time is reported too, which other work changes less. llama.cpp is another
 Python's cyllama, a wheel on PyPI:
 
     python -m venv peer && peer/bin/pip install cyllama
@@ -25,7 +25,7 @@ from trimtab_kernels.native.library import NativeUnavailable, native_library
 from engine_benchmarks.parity import greedy_generator, load_runner
 
 PROMPT_TOKENS, SHORT, LONG = 16, 1, 33
-"""A round generates SHORT and LONG tokens behind the prompt: the difference is decoding."""
+"""A round generates SHORT and LONG tokens after the prompt: the difference is decoding."""
 STEPS = LONG - SHORT
 ROUNDS = 5
 PEER = """
@@ -63,7 +63,7 @@ NOTHING = Spent(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One round: what `STEPS` tokens and all before them took, and what came before them took alone."""
+    """One round: the time of the prompt and `STEPS` tokens, and the time of the prompt only."""
 
     before: Spent
     whole: Spent
@@ -73,8 +73,8 @@ Round = Callable[[], Timed]
 
 
 def of_one_token(rounds: Sequence[Timed]) -> Spent:
-    """The best whole less the best beginning. The best difference would be that of the round whose beginning was
-    disturbed most, and may be below zero."""
+    """Return the best total minus the best prompt time. The best difference would be that of the round whose prompt was
+    disturbed most, and may be negative."""
 
     def least(read: Callable[[Spent], float]) -> float:
         return (min(read(timed.whole) for timed in rounds) - min(read(timed.before) for timed in rounds)) / STEPS
@@ -82,8 +82,8 @@ def of_one_token(rounds: Sequence[Timed]) -> Spent:
     return Spent(least(lambda spent: spent.wall), least(lambda spent: spent.processor))
 
 
-def take_turns(contenders: Mapping[str, Round], rounds: int) -> dict[str, Spent]:
-    """What a token takes each. The first round of all finds pages that nobody has touched yet, and is not counted."""
+def time_alternately(contenders: Mapping[str, Round], rounds: int) -> dict[str, Spent]:
+    """Return each contender's time per token. The first round, with page faults on new memory, is not counted."""
     timed: dict[str, list[Timed]] = {name: [] for name in contenders}
     for _ in range(rounds + 1):
         for name, run in contenders.items():
@@ -92,7 +92,7 @@ def take_turns(contenders: Mapping[str, Round], rounds: int) -> dict[str, Spent]
 
 
 def trimtab(model: Path, prompt: list[int], threads: int) -> tuple[Round, int]:
-    """A round of our model runner, and the bytes that its weights take."""
+    """Return a round of the engine's model runner, and its weights' bytes."""
     found = native_library()
     if isinstance(found, NativeUnavailable):
         raise typer.BadParameter(f"the operators are not compiled: {found.reason}")
@@ -109,7 +109,7 @@ def trimtab(model: Path, prompt: list[int], threads: int) -> tuple[Round, int]:
 
 @contextmanager
 def llama_cpp(python: Path, file: Path, prompt: list[int], threads: int) -> Iterator[Round]:
-    """A round of llama.cpp, in a process of its own that waits meanwhile."""
+    """Return a round of llama.cpp, in a separate process that waits meanwhile."""
     words = [str(python), "-c", PEER, str(file), str(threads), ",".join(map(str, prompt)), str(STEPS)]
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -137,7 +137,7 @@ def main(
     peer: Annotated[Path | None, typer.Option(help="a Python that has cyllama")] = None,
     rounds: int = ROUNDS,
 ) -> None:
-    """Prints JSON."""
+    """Measure and print JSON."""
     prompt = [(7 * i) % 4000 + 5 for i in range(PROMPT_TOKENS)]
     with ExitStack() as stack:
         contenders: dict[str, Round] = {}
@@ -146,7 +146,7 @@ def main(
             contenders[name], sizes[name] = trimtab(model, prompt, threads)
         if peer is not None:
             contenders["llama.cpp"] = stack.enter_context(llama_cpp(peer, file, prompt, threads))
-        best = take_turns(contenders, rounds)
+        best = time_alternately(contenders, rounds)
     told = {name: {key: round(1e3 * value, 3) for key, value in asdict(of).items()} for name, of in best.items()}
     json.dump({"threads": threads, "ms_per_token": told, "weights_bytes": sizes}, sys.stdout, indent=2)
     print()

@@ -1,4 +1,4 @@
-"""The layouts' figures as a page and a picture."""
+"""The layouts' figures as a page and a plot."""
 
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -9,41 +9,41 @@ from engine_benchmarks import parallel_scaling as scaling
 
 Row = dict[str, Any]
 COLLECTIVES = ("all_reduce", "gather", "point_to_point", "all_gather", "reduce_scatter")
-HOW_LAYOUTS = """\
+LAYOUTS_NOTE = """\
 16 requests at once, 32 tokens in and 32 out, real cores and ranks as processes over gloo, float32, one thread per rank.
-`dense` and `mixture` have random weights (8 layers, hidden size 512, 8 heads, 4 KV heads, vocabulary 16,000; the
-mixture is a Qwen3-MoE with 8 experts of width 512, 2 per token). One rank and the layouts take turns; rates are medians
-of the rounds ({rounds}), ratios are taken within a round. **With {cpus} CPUs and up to four ranks this shows overhead
+`dense` and `moe` have random weights (8 layers, hidden size 512, 8 heads, 4 KV heads, vocabulary 16,000; `moe`
+is a Qwen3-MoE with 8 experts of width 512, 2 per token). One rank and the layouts alternate; rates are medians of the
+rounds ({rounds}), ratios are taken within a round. **With {cpus} CPUs and up to four ranks this shows overhead
 and correctness, not speed-up.**"""
-WHAT_BYTES_ARE = """\
-Right of the steps: bytes per step on the wire of the core's own rank (what a ring sends, whatever the backend's own
-algorithm; a gather and point to point count where they arrive). They depend on how requests fall into steps, not on the
-machine's load. Steps of data-parallel layouts are those of both cores together."""
-PICTURE = "![ratios](parallel.svg)"
+BYTES_NOTE = """\
+The columns after the steps are bytes per step on the wire of the core's own rank, as sent by a ring, independent of the
+backend's algorithm; a gather and point-to-point transfers count at the receiver. They depend on the distribution of
+requests over steps, not on the machine's load. Steps of data-parallel layouts are the sum over both cores."""
+IMAGE_LINK = "![ratios](parallel.svg)"
 BUSY = """\
 **Rates, ratios and latencies are left out**: the load average was {load} on {cpus} CPUs before the first engine was
-started, so they would tell of the other work on the machine; the balance below is a busy machine's, too. On an idle
-machine the same command gives all of them."""
-IDLE_LOAD = 0.5  # per CPU: above it other processes take the time of the ranks
-HOW_BALANCE = """\
+started, so they would measure the other work on the machine; the balance below was measured on the busy machine, too.
+On an idle machine, the same command reports all of them."""
+IDLE_LOAD = 0.5  # per CPU: above it, other processes compete with the ranks
+BALANCE_NOTE = """\
 ## Balance of data-parallel cores
 
-Two cores, 48 requests at random times (50 ms apart on average), a quarter of the answers 96 tokens long, the others 4:
-sent to the core with the least to do, or in turns (`X-data-parallel-rank`). Requests of the fuller core over the mean
-of the two, over time: 1 is perfect. On recorded traces, with steps whose time is computed:
+Two cores, 48 requests at random times (50 ms apart on average), a quarter of the outputs 96 tokens long, the others 4:
+sent to the least loaded core, or in turns (`X-data-parallel-rank`). Requests of the fuller core over the mean
+of the two, over time: 1 is perfect. On recorded traces, with computed step times:
 [data-parallel-balance.md](data-parallel-balance.md)."""
 ASSUMPTIONS = f"""\
 ## Scaling to eight GPUs: simulated, not measured
 
-No machine with two GPUs was at hand. A roofline (`parallel_scaling.py`) of decode on {scaling.GPU}s, with
-{scaling.BATCH} requests of {scaling.CONTEXT} tokens over all GPUs, or as many as memory holds. Assumptions:
+No machine with two GPUs was available. A roofline (`parallel_scaling.py`) of decode on {scaling.GPU}s, with
+{scaling.BATCH} requests of {scaling.CONTEXT} tokens over all GPUs, limited by memory. Assumptions:
 
 - bf16 throughout; {scaling.USABLE:.0%} of {scaling.MEMORY_BYTES / 2**30:.0f} GiB for weights and KV cache.
 - A rank takes the longer of reading weights, keys and values at {scaling.BANDWIDTH / 1e12} TB/s and computing at
   {scaling.FLOPS / 1e12:.0f} TFLOP/s (both reached on one H200). Experts are read as often as random routing hits them.
 - Collectives are rings over NVLink at {scaling.LINK / 1e9:.0f} GB/s, and cost
-  {scaling.LINK_LATENCY_SECONDS * 1e6:.0f} µs each besides (assumed): two all-reduces per layer over TP, a gather and a
-  scatter per layer of a mixture over DP. Nothing overlaps.
+  {scaling.LINK_LATENCY_SECONDS * 1e6:.0f} µs each in addition (assumed): two all-reduces per layer over TP, a gather
+  and a scatter per layer of an MoE over DP. Nothing overlaps.
 - A pipeline has as many steps in flight as stages; a stage has work {scaling.PIPELINE_BALANCE:.0%} of the time
   (assumed). Host and sampling cost nothing."""
 SIMULATED_HEAD = (
@@ -54,7 +54,7 @@ END = "Not measured: NCCL, layouts on CUDA, anything over more than one GPU or a
 
 
 def page(results: Row) -> str:
-    """docs/results/parallel.md."""
+    """Return docs/results/parallel.md."""
     where = results["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items())
     made = (
@@ -65,15 +65,15 @@ def page(results: Row) -> str:
     parts = [
         "# Parallel layouts",
         made,
-        HOW_LAYOUTS.format(rounds=results["rounds"], cpus=where["cpus"]),
+        LAYOUTS_NOTE.format(rounds=results["rounds"], cpus=where["cpus"]),
         *([BUSY.format(load=results["load_average_before"], cpus=where["cpus"])] if busy else []),
         _table(
             ["model", "layout", "tokens/s, one rank", "tokens/s", "ratio", "steps", *COLLECTIVES],
             (_layout_cells(row, busy) for row in results["layouts"]),
         ),
-        WHAT_BYTES_ARE,
-        *([] if busy else [PICTURE]),
-        HOW_BALANCE,
+        BYTES_NOTE,
+        *([] if busy else [IMAGE_LINK]),
+        BALANCE_NOTE,
         _table(
             ["sent", "requests, max/mean", "tokens served, max/mean", "mean latency, s"],
             (_balance_cells(row, busy) for row in results["balance"]),
@@ -94,7 +94,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def is_busy(results: Row) -> bool:
-    """Whether other work would have made the rates."""
+    """Return True if other work would have affected the rates."""
     return bool(results["load_average_before"] > IDLE_LOAD * results["machine"]["cpus"])
 
 
@@ -121,7 +121,7 @@ def _simulated_cells(row: Row) -> list[Any]:
 
 
 def plot(results: Row, path: Path) -> None:
-    """Each layout's rate over one rank's; nothing without matplotlib."""
+    """Plot each layout's rate over one rank's; nothing without matplotlib."""
     if find_spec("matplotlib") is None:
         return
     import matplotlib

@@ -1,8 +1,9 @@
-"""How layouts should scale to eight GPUs: a roofline, simulated, not measured. No machine with two GPUs was at hand.
+"""Expected scaling of layouts to eight GPUs: a roofline model, simulated, not measured, because no machine with two
+GPUs was available.
 
-A stage takes the longer of what its rank reads (weights, keys and values) and computes, then what the ranks exchange:
-ring all-reduces after attention and MLP of each layer, a gather and a scatter of a mixture's tokens under data
-parallelism, a transfer to the next stage. Nothing overlaps and the host costs nothing.
+A stage takes the longer of its rank's reads (weights, keys and values) and computation, plus the communication between
+ranks: ring all-reduces after attention and MLP of each layer, a gather and a scatter of an MoE's tokens with data
+parallelism, a transfer to the next stage. Nothing overlaps and host time is zero.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ from trimtab_modelspec.partition import Span, layers_of_stages
 GPU = "H200"
 MEMORY_BYTES = 139.8 * 2**30
 BANDWIDTH = 4.3e12  # bytes/s, copied on one H200; 4.8 published
-FLOPS = 788e12  # bf16, reached on one H200 with 8192³ products; 989 published
-LINK = 370e9  # bytes/s that a rank sends over NVLink: what NCCL reaches of 450 (NVIDIA/nccl-tests#212)
+FLOPS = 788e12  # bf16, reached on one H200 with GEMMs of 8192³; 989 published
+LINK = 370e9  # bytes/s that a rank sends over NVLink: measured for NCCL, of 450 (NVIDIA/nccl-tests#212)
 LINK_LATENCY_SECONDS = 15e-6  # assumed, of one small collective
-PIPELINE_BALANCE = 0.85  # assumed: the part of a cycle in which a stage has work; steps in flight are not equally long
+PIPELINE_BALANCE = 0.85  # assumed: fraction of a cycle in which a stage has work; steps in flight are not equally long
 USABLE = 0.9  # of the memory
 ITEMSIZE = 2  # bf16, for weights, keys and values, hidden states
 HIDDEN_STATES_PER_TRANSFER = 1  # the residual is added before a stage sends
@@ -68,7 +69,7 @@ DENSE_LAYOUTS = (
     Layout(tensor=2, data=4),
     Layout(data=8),
 )
-MIXTURE_LAYOUTS = (
+MOE_LAYOUTS = (
     Layout(tensor=8),
     Layout(tensor=8, expert=True),
     Layout(tensor=4, pipeline=2, expert=True),
@@ -78,20 +79,20 @@ MIXTURE_LAYOUTS = (
 MODELS: tuple[tuple[str, dict[str, Any], tuple[Layout, ...]], ...] = (
     ("Llama-3.1-8B", LLAMA_8B, DENSE_LAYOUTS),
     ("Llama-3.1-70B", LLAMA_70B, DENSE_LAYOUTS),
-    ("Qwen3-235B-A22B", QWEN3_235B, MIXTURE_LAYOUTS),
+    ("Qwen3-235B-A22B", QWEN3_235B, MOE_LAYOUTS),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """One layout at one load. `step_seconds`: what a request waits for its next token; `exchange_share`: of the slowest
-    stage's time. `num_requests` is as many of the load as memory holds; 0: the weights do not fit."""
+    """One layout at one load. `step_seconds`: time per token of a request; `exchange_share`: fraction of the slowest
+    stage's time. `num_requests` is limited by memory; 0 if the weights do not fit."""
 
     num_requests: int
     step_seconds: float
     exchange_share: float
     weights_bytes: float
-    """Of the rank that holds most."""
+    """Weights of the rank with the most."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -99,7 +100,7 @@ class Estimate:
 
 
 def estimate(config: ModelConfig, layout: Layout, *, batch: int = BATCH, context: int = CONTEXT) -> Estimate:
-    """A decode step of `batch` requests over all copies, `context` tokens each."""
+    """Estimate a decode step of `batch` requests over all copies, `context` tokens each."""
     spans = layers_of_stages(config.num_layers, layout.pipeline)
     shares = [_Stage(config, layout, span) for span in spans]
     weights = max(share.weights_bytes for share in shares)
@@ -124,7 +125,7 @@ def estimate(config: ModelConfig, layout: Layout, *, batch: int = BATCH, context
 
 
 class _Stage:
-    """What one rank of a stage holds and does."""
+    """Weights and work of one rank of a stage."""
 
     def __init__(self, config: ModelConfig, layout: Layout, span: Span) -> None:
         self._config, self._layout, self._num_layers = config, layout, span[1] - span[0]
@@ -148,7 +149,8 @@ class _Stage:
         return self._always + self._experts + self._table * (self._is_first + self._is_last)
 
     def seconds(self, tokens: float, context: int) -> tuple[float, float]:
-        """(work, exchange) of a step with `tokens` tokens of this rank's engine, one for each request."""
+        """Return (work, exchange) seconds of a step with `tokens` tokens of this rank's engine, one for each
+        request."""
         config, moe = self._config, self._config.moe
         chosen = 0.0 if moe is None else moe.num_experts_per_token / moe.num_experts
         shared = tokens * self._layout.data
@@ -169,7 +171,8 @@ class _Stage:
 
 
 def _ring(num_bytes: float, ranks: int, *, passes: int) -> float:
-    """Each pass of a ring sends (ranks - 1) / ranks of the bytes: two for an all-reduce, one to gather or scatter."""
+    """Return the bytes sent by a ring: each pass sends (ranks - 1) / ranks of the bytes; an all-reduce has two passes,
+    a gather or scatter one."""
     return 0.0 if ranks == 1 else LINK_LATENCY_SECONDS + passes * (ranks - 1) / ranks * num_bytes / LINK
 
 
@@ -180,7 +183,7 @@ def name_of(layout: Layout) -> str:
 
 
 def scaling_rows() -> list[dict[str, Any]]:
-    """Every layout of every model; the factor is over the smallest layout of the model that fits."""
+    """Return every layout of every model; the factor is relative to the smallest layout of the model that fits."""
     rows = []
     for name, values, layouts in MODELS:
         config = parse_model_config(values, {}, name)

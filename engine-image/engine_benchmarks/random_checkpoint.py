@@ -1,7 +1,6 @@
-"""Writes a Llama of random weights in bfloat16 of about a size, in several files: what loading_bench wants beside a
-small real model.
+"""Generator of a Llama checkpoint with random bfloat16 weights and a given size, in several files, for loading_bench.
 
-    python -m engine_benchmarks.random_checkpoint FOLDER --gigabytes 1.5
+python -m engine_benchmarks.random_checkpoint FOLDER --gigabytes 1.5
 """
 
 import json
@@ -29,36 +28,36 @@ def shapes_of(num_layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def num_bytes(num_layers: int) -> int:
-    """Of the checkpoint."""
+    """Return the checkpoint's bytes."""
     return 2 * sum(math.prod(shape) for shape in shapes_of(num_layers).values())
 
 
 def layers_for(gigabytes: float) -> int:
-    """How many make it about so large."""
+    """Return the number of layers for about this size."""
     each = num_bytes(2) - num_bytes(1)
     return max(1, 1 + round((gigabytes * 1e9 - num_bytes(1)) / each))
 
 
-def a_tensor(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Random bits, which are quick to make, and of which no disk can store less."""
+def random_tensor(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Return random bits, which are fast to generate and incompressible."""
     bits = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16, generator=generator)
     return bits.bitwise_and_(SIGN_AND_FRACTION).bitwise_or_(EXPONENT).view(torch.bfloat16)
 
 
 def write(folder: Path, num_layers: int) -> None:
-    """The checkpoint: its names in the order of its layers, as other tools write them."""
+    """Write the checkpoint, with names in the order of its layers, as other tools do."""
     folder.mkdir(parents=True)
     shapes, generator = shapes_of(num_layers), torch.Generator().manual_seed(0)
     names = list(shapes)
     for number in range(NUM_FILES):
         own = names[number * len(names) // NUM_FILES : (number + 1) * len(names) // NUM_FILES]
-        tensors = {name: a_tensor(shapes[name], generator) for name in own}
+        tensors = {name: random_tensor(shapes[name], generator) for name in own}
         save_file(tensors, folder / f"model-{number + 1:05}-of-{NUM_FILES:05}.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": num_layers}))
 
 
 def main(folder: Annotated[Path, typer.Argument(help="is made")], gigabytes: float = 1.5) -> None:
-    """One model."""
+    """Write one model."""
     write(folder, layers_for(gigabytes))
 
 

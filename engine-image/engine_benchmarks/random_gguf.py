@@ -1,5 +1,5 @@
-"""Writes a Llama of random weights as llama.cpp's Q4_K_M mixes types, and the same weights as safetensors in float32:
-what packed_bench wants where no such file is at hand.
+"""Generator of a Llama with random weights in llama.cpp's Q4_K_M mix of types, and the same weights as safetensors in
+float32, for packed_bench.
 
     python -m engine_benchmarks.random_gguf FOLDER --layers 8
 """
@@ -19,18 +19,19 @@ from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, LAYER_NAMES
 
 HEADS, KV_HEADS, VOCABULARY, CONTEXT = 16, 4, 8192, 1024
 FACTORS = {"Q4_K": ((0, 1e-4), (2, 7.5e-4)), "Q6_K": ((208, 7e-5),)}
-"""Where a block has its numbers of float16, and such as make small weights around 0 of random bits."""
+"""Offsets of a block's float16 numbers, and values that turn random bits into small weights around 0."""
 
 
 def type_of(name: str, layer: int, layers: int) -> str:
-    """Q4_K_M's: output layer, and values and down projections of the outer and every third layer, in Q6_K."""
+    """Return Q4_K_M's type: Q6_K for the output layer, and for values and down projections of the outer and every third
+    layer."""
     is_outer = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     is_wide = name in ("token_embd.weight", "output.weight")
     return "Q6_K" if is_wide or (is_outer and ("attn_v" in name or "ffn_down" in name)) else "Q4_K"
 
 
 def blocks_of(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...], generator: torch.Generator) -> numpy.ndarray:
-    """Random bits, but for the factors."""
+    """Return random bits with these factors."""
     numbers, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = torch.randint(256, (shape[0] * shape[1] // numbers, block_bytes), dtype=torch.uint8, generator=generator)
     for place, factor in FACTORS[kind.name]:
@@ -45,7 +46,7 @@ def main(
     hidden: int = 1024,
     intermediate: int = 2816,
 ) -> None:
-    """Both forms of one model."""
+    """Write both formats of one model."""
     plain = folder / "plain"
     plain.mkdir(parents=True)
     config = {
@@ -64,7 +65,7 @@ def main(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_eos_token_id(2)
     writer.add_vocab_size(VOCABULARY)
-    writer.add_tokenizer_model("none")  # llama.cpp asks for one
+    writer.add_tokenizer_model("none")  # llama.cpp requires one
     ours = {theirs: name for name, theirs in (GLOBAL_NAMES | LAYER_NAMES).items()}
     generator = torch.Generator().manual_seed(0)
     for name, shape in expected_shapes(parse_model_config(config, {}, "config.json")).items():

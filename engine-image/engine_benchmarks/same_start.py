@@ -1,8 +1,8 @@
-"""Does the same start give the same engine? Starts with 1, 2 and 4 API servers, on an idle machine and on a loaded one,
-alone in the container and beside another tenant: the number of KV blocks of each.
+"""Reproducibility of engine starts with 1, 2 and 4 API servers, on an idle and on a loaded machine, exclusively in the
+container and with another process: the number of KV blocks of each.
 
-A control group of its own stands for the container, where one may be made (cgroup v1 or v2, as root); without one the
-page says so. Exit code 1 where two starts of the same flags differ.
+A separate control group represents the container, if one can be created (cgroup v1 or v2, as root); otherwise the page
+says so. Exit code 1 if two starts with the same flags differ.
 
     nice python -m engine_benchmarks.same_start MODEL --output docs/results
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from trimtab_engine.bench.local_server import end_on_sigterm, local_server
 
-from engine_benchmarks.output import written
+from engine_benchmarks.output import write_text
 
 API_SERVERS = (1, 2, 4)
 STARTS = 20  # for each number of API servers: five under each condition
@@ -40,7 +40,7 @@ HOLD = f"import time; held = bytearray(b'x') * {TENANT_BYTES}; print(flush=True)
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What else goes on while the engine starts."""
+    """Other load while the engine starts."""
 
     name: str
     is_loaded: bool = False
@@ -57,7 +57,7 @@ CONDITIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start: what was asked for, and the engine that came of it."""
+    """One start: its request, and the resulting engine."""
 
     api_servers: int
     condition: Condition
@@ -66,18 +66,22 @@ class Start:
     weights_bytes: int
     activations_bytes: int
     driver_used_bytes: int
-    """What the kernel counted once it was ready: this, and only this, may differ."""
+    """The kernel's count when the engine was ready: only this may differ."""
     seconds: float
 
 
 def plan() -> list[tuple[int, Condition]]:
-    """The starts, conditions taking turns."""
+    """Return the starts, with alternating conditions."""
     return [(count, CONDITIONS[turn % len(CONDITIONS)]) for count in API_SERVERS for turn in range(STARTS)]
 
 
 async def one_start(model: str, api_servers: int, condition: Condition) -> Start:
-    """Raises EngineDead when the engine does not come up."""
-    with surroundings(condition):
+    """Start an engine.
+
+    Raises:
+        EngineDead: it does not start.
+    """
+    with background_load(condition):
         began = time.monotonic()
         async with local_server(model, (*FLAGS, "--api-server-count", str(api_servers))) as server:
             seconds = time.monotonic() - began
@@ -96,8 +100,8 @@ async def one_start(model: str, api_servers: int, condition: Condition) -> Start
 
 
 @contextmanager
-def surroundings(condition: Condition) -> Iterator[None]:
-    """Two busy loops for each CPU; a process that holds TENANT_BYTES."""
+def background_load(condition: Condition) -> Iterator[None]:
+    """Run two busy loops for each CPU, and a process that uses TENANT_BYTES, within the block."""
     with ExitStack() as stack:
         if condition.is_loaded:
             for _ in range(2 * len(os.sched_getaffinity(0))):
@@ -105,7 +109,7 @@ def surroundings(condition: Condition) -> Iterator[None]:
         if condition.has_tenant:
             tenant = stack.enter_context(_running(HOLD))
             assert tenant.stdout is not None
-            tenant.stdout.readline()  # it holds its memory
+            tenant.stdout.readline()  # its memory is allocated
         yield
 
 
@@ -122,8 +126,9 @@ def _running(program: str) -> "Iterator[subprocess.Popen[bytes]]":
 
 
 @contextmanager
-def container(limit_bytes: int) -> Iterator[bool]:
-    """This process, and what it starts, in a control group with a memory limit. False: none may be made here."""
+def memory_limited_group(limit_bytes: int) -> Iterator[bool]:
+    """Put this process and its children into a control group with a memory limit. Yields False if none can be
+    created."""
     is_v2 = (CGROUPS / "cgroup.controllers").exists()
     parent = CGROUPS if is_v2 else CGROUPS / "memory"
     group = parent / f"trimtab-same-start-{os.getpid()}"
@@ -146,7 +151,7 @@ def container(limit_bytes: int) -> Iterator[bool]:
 
 
 def _own_group(parent: Path, *, is_v2: bool) -> Path:
-    """Where this process is now."""
+    """Return the current control group of this process."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if (controllers == "") if is_v2 else ("memory" in controllers.split(",")):
@@ -154,8 +159,8 @@ def _own_group(parent: Path, *, is_v2: bool) -> Path:
     return parent
 
 
-def differing(starts: Sequence[Start]) -> list[int]:
-    """Numbers of API servers for which two starts gave different engines."""
+def differing_counts(starts: Sequence[Start]) -> list[int]:
+    """Return the numbers of API servers for which two starts gave different engines."""
     engines: dict[int, set[tuple[int, int, int, int]]] = {}
     for start in starts:
         sizes = (start.num_blocks, start.other_bytes, start.weights_bytes, start.activations_bytes)
@@ -164,13 +169,13 @@ def differing(starts: Sequence[Start]) -> list[int]:
 
 
 def page(starts: Sequence[Start], *, model: str, is_contained: bool, machine: str) -> str:
-    """The page of docs/results."""
+    """Return the page of docs/results."""
     where = (
         f"in a control group with a memory limit of {LIMIT_BYTES >> 20} MiB"
         if is_contained
         else "without a memory limit: no control group could be made here"
     )
-    wrong = differing(starts)
+    wrong = differing_counts(starts)
     verdict = (
         "**The same flags gave the same engine every time.**"
         if not wrong
@@ -196,7 +201,7 @@ def page(starts: Sequence[Start], *, model: str, is_contained: bool, machine: st
 
 
 def _row(starts: Sequence[Start]) -> list[str]:
-    """What these starts gave: each different value once, and the range of what may differ."""
+    """Return one row for these starts: each distinct value once, and the range of values that may differ."""
     if not starts:
         return []
 
@@ -226,7 +231,7 @@ def _machine() -> str:
 
 
 async def measure(model: str) -> list[Start]:
-    """All of plan(), each start said as it is done."""
+    """Run all of plan(), logging each start."""
     starts: list[Start] = []
     for count, condition in plan():
         start = await one_start(model, count, condition)
@@ -242,12 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("docs/results"), metavar="FOLDER")
     options = parser.parse_args(arguments)
     end_on_sigterm()
-    with container(LIMIT_BYTES) as is_contained:
+    with memory_limited_group(LIMIT_BYTES) as is_contained:
         starts = asyncio.run(measure(options.model))
     text = page(starts, model=options.model, is_contained=is_contained, machine=_machine())
-    written(options.output / PAGE, text)
+    write_text(options.output / PAGE, text)
     print(text)
-    return 1 if differing(starts) else 0
+    return 1 if differing_counts(starts) else 0
 
 
 if __name__ == "__main__":

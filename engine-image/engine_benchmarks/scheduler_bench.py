@@ -1,8 +1,8 @@
-"""What the scheduler costs per step: schedule() plus update() on this machine's CPU, without a model.
+"""Scheduler cost per step: schedule() plus update() on this machine's CPU, without a model.
 
-Steady decode holds the number of running requests fixed. The mixed load keeps as many requests coming as leave, with
-prompts and outputs of many lengths on a KV cache that is a little too small, so that steps carry chunks of prefill,
-admissions, ends and preemptions. Garbage collection stays on, as in the server.
+Steady decode keeps the number of running requests constant. The mixed load adds as many requests as finish, with
+prompts and outputs of many lengths on a KV cache that is slightly too small, so that steps contain prefill chunks,
+admissions, completions and preemptions. Garbage collection stays on, as in the server.
 
     python -m engine_benchmarks.scheduler_bench [-o json] [--steps N]
 """
@@ -32,7 +32,7 @@ EOS = 2
 WORD = 5  # every sampled token: no end-of-sequence, so that lengths decide
 MIXED_RUNNING = 256
 MIXED_BUDGET = 2048
-MIXED_KV_SHARE = 0.9  # of what the mixed load would like to hold on average
+MIXED_KV_SHARE = 0.9  # share of the mixed load's average demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Load:
         self.preemptions = 0
 
     def step(self) -> int:
-        """Run one step; returns how many requests ended in it."""
+        """Run one step; returns the number of requests that ended in it."""
         scheduler = self.scheduler
         started = time.perf_counter()
         batch = scheduler.schedule(started)
@@ -78,7 +78,7 @@ class Load:
         return sum(finished is not None for _, _, finished in sampled)
 
     def forget(self) -> None:
-        """Begin to measure here."""
+        """Start the measurement."""
         self.schedule_seconds.clear()
         self.update_seconds.clear()
         self.tokens = self.preemptions = 0
@@ -105,12 +105,12 @@ def percentile_ms(seconds: Sequence[float], percent: int) -> float:
     return round(ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] * 1e3, 4)
 
 
-def a_request(number: int, prompt: int, output: int) -> Request:
+def make_request(number: int, prompt: int, output: int) -> Request:
     sampling = Sampling(max_tokens=output, temperature=0.0)
     return Request.of(f"r{number}", [1] * prompt, sampling, arrival_time=0.0)
 
 
-def a_scheduler(num_blocks: int, running: int, budget: int) -> Scheduler:
+def make_scheduler(num_blocks: int, running: int, budget: int) -> Scheduler:
     return Scheduler(
         BlockManager(num_blocks, num_blocks, BLOCK_SIZE),
         SchedulingPolicy(max_num_seqs=running, max_num_batched_tokens=max(budget, running)),
@@ -120,12 +120,13 @@ def a_scheduler(num_blocks: int, running: int, budget: int) -> Scheduler:
 
 
 def measure_steady_decode(running: int, steps: int) -> Measurement:
-    """`running` requests that all decode. Prompt lengths differ, so that block boundaries spread over the steps."""
+    """Measure `running` requests that all decode. Prompt lengths differ, so that block boundaries spread over the
+    steps."""
     output = steps + 2 * WARM_UP_STEPS
     blocks = running * (-(-(64 + BLOCK_SIZE + output) // BLOCK_SIZE)) + MAX_MODEL_LEN
-    load = Load(a_scheduler(blocks, running, budget=running * 128))
+    load = Load(make_scheduler(blocks, running, budget=running * 128))
     for number in range(running):
-        load.scheduler.add(a_request(number, 64 + number % BLOCK_SIZE, output))
+        load.scheduler.add(make_request(number, 64 + number % BLOCK_SIZE, output))
     for _ in range(WARM_UP_STEPS):
         load.step()
     load.forget()
@@ -136,20 +137,21 @@ def measure_steady_decode(running: int, steps: int) -> Measurement:
 
 
 def measure_mixed(steps: int) -> Measurement:
-    """As many requests come as leave; prompts of 16 to 1,024 tokens, outputs of 16 to 512."""
+    """Measure a load with as many new requests as completed ones; prompts of 16 to 1,024 tokens, outputs of 16 to
+    512."""
     rng = random.Random(1)
     wanted_tokens = MIXED_RUNNING * (520 + 264 // 2)  # mean prompt and half of the mean output
-    load = Load(a_scheduler(int(wanted_tokens * MIXED_KV_SHARE) // BLOCK_SIZE, MIXED_RUNNING, MIXED_BUDGET))
+    load = Load(make_scheduler(int(wanted_tokens * MIXED_KV_SHARE) // BLOCK_SIZE, MIXED_RUNNING, MIXED_BUDGET))
     added = 0
 
     def add(count: int) -> None:
         nonlocal added
         for _ in range(count):
-            load.scheduler.add(a_request(added, rng.randint(16, 1024), rng.randint(16, 512)))
+            load.scheduler.add(make_request(added, rng.randint(16, 1024), rng.randint(16, 512)))
             added += 1
 
     add(2 * MIXED_RUNNING)
-    for _ in range(20 * WARM_UP_STEPS):  # until arrivals and departures are in balance
+    for _ in range(20 * WARM_UP_STEPS):  # until arrivals and completions are in balance
         add(load.step())
     load.forget()
     for _ in range(steps):

@@ -1,6 +1,6 @@
-"""Decode tokens per second with and without drafts: n-grams on a text that repeats itself and on one that does not, the
-model as its own draft, and its first layers as one. One engine per method; the live depth is changed between runs that
-take turns, so that other work on the machine favours neither. Medians of the rounds.
+"""Decode tokens per second with and without drafts: n-grams on a repetitive and on a non-repetitive text, the model as
+its own draft, and its first layers as one. One engine per method; the live depth is changed between alternating runs,
+so that other work on the machine favours neither. Medians of the rounds.
 
     python -m engine_benchmarks.speculation_bench MODEL [-o FILE.md]
 """
@@ -21,12 +21,13 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, PatchConfig, SpeculationCounts
+from trimtab_engine.messages.admin import PatchConfig
+from trimtab_engine.messages.requests import AddRequest, SpeculationCounts
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.text.tokenizer import Tokenizer
 
 from engine_benchmarks.__main__ import machine
-from engine_benchmarks.output import written
+from engine_benchmarks.output import write_text
 
 BATCHES = (1, 8)
 DEPTH = 4
@@ -42,7 +43,7 @@ PROMPTS = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One method on one prompt at one batch size: tokens per second at depth 0 and at DEPTH, and what stood there."""
+    """One method on one prompt at one batch size: tokens per second at depth 0 and at DEPTH, and draft statistics."""
 
     method: str
     prompt: str
@@ -50,13 +51,13 @@ class Measured:
     plain: float
     speculating: float
     acceptance: float
-    """Accepted drafts of all drafts."""
+    """Accepted drafts over all drafts."""
     mean_length: float
-    """Tokens per request and step of those that had drafts."""
+    """Tokens per request and step, for requests with drafts."""
 
 
 def truncated(model: Path, folder: Path, num_layers: int) -> Path:
-    """A checkpoint of the model's first layers, with its embeddings and its last norm."""
+    """Write a checkpoint of the model's first layers, with its embeddings and its last norm."""
     config = json.loads((model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
     tensors = {}
@@ -90,11 +91,11 @@ def engine_with(model: Path, speculative: SpeculativeConfig) -> Engine:
 
 
 def decode(engine: Engine, prompt: list[int], batch: int, depth: int) -> tuple[float, SpeculationCounts]:
-    """Tokens per second from the first step in which all requests decode, and the drafts' counts."""
+    """Return the tokens per second from the first step in which all requests decode, and the drafts' counts."""
     status, _ = engine.patch_config(PatchConfig({"num_speculative_tokens": depth}))
     assert status == 200
     params = Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-    for number in range(batch):  # different beginnings, so that they do not say the same
+    for number in range(batch):  # different prefixes, so that outputs differ
         engine.add(AddRequest(str(number), [number + 100, *prompt], params, arrival_time=0.0))
     counts, answered, num_tokens, began = SpeculationCounts(), set[str](), 0, 0.0
     while engine.has_work:
@@ -187,7 +188,7 @@ def main(
     """Measure and print a page."""
     text = page(measure_all(model, rounds), model, rounds)
     if output is not None:
-        written(output, text)
+        write_text(output, text)
     typer.echo(text)
 
 

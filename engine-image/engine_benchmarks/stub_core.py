@@ -1,6 +1,6 @@
-"""A core that computes nothing, for measuring API servers: a step of 2 ms brings every request a token.
+"""Stub core that computes nothing, for measuring API servers: a step of 2 ms returns a token for every request.
 
-It runs on the CPU that STUB_CPU names, the client's, so that the servers have theirs to themselves.
+It runs on the CPU named by STUB_CPU (the client's), so that the servers' CPU is not shared.
 """
 
 import os
@@ -9,18 +9,9 @@ import time
 
 import msgspec
 from trimtab_engine.core.clients import Clients
-from trimtab_engine.messages import (
-    AddRequest,
-    AdminCall,
-    AdminReply,
-    CoreReady,
-    CoreStart,
-    PlainTokens,
-    SequenceOutput,
-    Shutdown,
-    StepOutputs,
-    StepStats,
-)
+from trimtab_engine.messages.admin import AdminCall, AdminReply
+from trimtab_engine.messages.lifecycle import CoreReady, CoreStart, Shutdown
+from trimtab_engine.messages.requests import AddRequest, PlainTokens, SequenceOutput, StepOutputs, StepStats
 
 CPU_VARIABLE = "STUB_CPU"
 MAX_MODEL_LEN = 8192
@@ -28,7 +19,7 @@ VOCAB_SIZE = 1 << 20
 WAIT_MILLISECONDS = 1000
 FIRST_TOKEN_ID = 1000  # ordinary tokens of any vocabulary
 NUM_TOKEN_IDS = 1000
-STEP_SECONDS = 0.002  # so that a step brings a token to all who stream, as an engine's does
+STEP_SECONDS = 0.002  # so that a step returns a token for all streams, as an engine's does
 
 
 def main() -> None:
@@ -65,7 +56,7 @@ def main() -> None:
             if ended:
                 del left[request_id]
                 begun.discard(request_id)
-        last = plain if plain != last else last  # the same list says that they are the same
+        last = plain if plain != last else last  # the same list object signals that nothing changed
         kind = "decode" if outputs or plain else "idle"
         stats = StepStats(step, time.monotonic(), 0.001, kind, len(left), 0, 0, 1 << 16, 1 << 16)
         stats.num_generation_tokens = stats.num_scheduled_tokens = len(outputs) + len(plain)

@@ -1,11 +1,11 @@
-"""The page that the API server's figures become."""
+"""The page of the API server's figures."""
 
 from typing import Any
 
 from engine_benchmarks.api_bench import page
 
 
-def test_the_page_has_every_figure_and_its_command() -> None:
+def test_page_contains_every_figure_and_the_command() -> None:
     rate: dict[str, Any] = {"per_second": 1234.5, "cpu_microseconds": 432.1, "rounds": (1200, 1235, 1300)}
     servers = {"requests": rate, "chunks": {**rate, "per_second": 16_000.0}}
     results = {"detokenize_microseconds": {"median": 1.25, "best": 1.0}, "servers_1": servers, "servers_2": servers}

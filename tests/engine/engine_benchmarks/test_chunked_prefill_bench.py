@@ -1,4 +1,4 @@
-"""The bench of max_num_batched_tokens on a tiny model: it counts the steps that the budget makes."""
+"""The max_num_batched_tokens benchmark on a tiny model: the number of steps depends on the budget."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_a_smaller_budget_spreads_the_prompt_over_more_steps(
+def test_smaller_budget_spreads_prompt_over_more_steps(
     llm: LLM, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from trimtab_engine.text.tokenizer import Tokenizer
@@ -33,10 +33,10 @@ def test_a_smaller_budget_spreads_the_prompt_over_more_steps(
     monkeypatch.setattr(bench, "LONG_PROMPT", 120)
     words = Words(Tokenizer(str(tiny_model)), seed=0)
     large = bench.interrupted_streams(llm, words)
-    assert large["steps"] == 2  # 60 tokens of it beside four that decode
+    assert large["steps"] == 2  # 60 tokens of it with four that decode
     llm.patch_config(max_num_batched_tokens=24)
     small = bench.interrupted_streams(llm, words)
-    assert small["steps"] == 6  # 20 beside four
+    assert small["steps"] == 6  # 20 with four
     assert large["ttft_ms"] >= large["longest_itl_ms"] > 0
     assert bench.batch_seconds(llm, words) > 0
     assert not llm.engine.has_work

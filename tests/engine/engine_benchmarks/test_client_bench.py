@@ -1,4 +1,4 @@
-"""What the load generator costs is measured on a load that it reads whole."""
+"""The load generator's cost is measured on a load that it reads completely."""
 
 from engine_benchmarks import client_bench
 

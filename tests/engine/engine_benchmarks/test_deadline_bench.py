@@ -1,4 +1,4 @@
-"""The bench of first tokens in time: what it makes of waits, and a short run of a tiny model under both orders."""
+"""The deadline benchmark: figures from waits, and a short run of a tiny model with both policies."""
 
 import asyncio
 from pathlib import Path
@@ -10,7 +10,7 @@ from trimtab_engine.bench.serving.client import RequestResult
 from trimtab_engine.bench.serving.load import Outcome
 
 
-def test_shares_are_of_all_that_were_sent_and_waits_of_those_that_were_answered() -> None:
+def test_figures_use_all_requests_and_waits_of_completed_ones() -> None:
     results = [RequestResult(ttft=wait, success=True) for wait in (0.5, 2.0, 2.5, 9.0)]
     results.insert(2, RequestResult(ttft=0.0, success=False))
     found = figures(Outcome(results, 15.0), seconds=10.0, target=2.0, said_late=2)
@@ -23,12 +23,12 @@ def test_shares_are_of_all_that_were_sent_and_waits_of_those_that_were_answered(
         figures(refused, seconds=1.0, target=2.0, said_late=0)
 
 
-def test_medians_are_taken_figure_by_figure() -> None:
+def test_medians_are_taken_per_figure() -> None:
     runs = [Figures(float(number), 0.1 * number, *(0.0,) * 8) for number in (1, 9, 2)]
     assert medians(runs) == Figures(2.0, 0.2, *(0.0,) * 8)
 
 
-def test_the_counter_of_all_engine_cores_is_read() -> None:
+def test_late_counter_is_summed_over_engine_cores() -> None:
     page = (
         "# TYPE trimtab_requests_late_total counter\n"
         'trimtab_requests_late_total{engine="0",model_name="m"} 3.0\n'
@@ -37,9 +37,7 @@ def test_the_counter_of_all_engine_cores_is_read() -> None:
     assert said_late(page) == 7
 
 
-def test_both_orders_get_the_same_load_and_all_of_it_is_answered(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_policies_complete_same_load(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "FULL_BATCHES", 1)
     measured = asyncio.run(
         measure(str(tiny_model), ["--load-format", "dummy"], load=2.0, seconds=0.5, target=1.0, rounds=1)

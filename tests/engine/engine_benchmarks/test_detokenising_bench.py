@@ -1,4 +1,4 @@
-"""Streamed and whole text equal transformers': a part of what the command compares, and that it would see a fault."""
+"""Streamed and whole text equal transformers' for part of the command's comparison, and a fault is detected."""
 
 import json
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_benchmarks.detokenising_bench import BUILT, compared, compared_built, main, sentencepiece
+from engine_benchmarks.detokenising_bench import BUILT, compare_built_tokenizers, compare_text, main, sentencepiece
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 from trimtab_engine.text.tokenizer import Tokenizer
 
@@ -16,12 +16,12 @@ MODEL = CACHE / "SmolLM2-135M-Instruct"
 
 
 @pytest.mark.parametrize("kind", BUILT)
-def test_text_of_pieces_and_bytes_is_transformers(kind: str, tmp_path: Path) -> None:
-    result = compared_built(kind, tmp_path, NUM_SEQUENCES)
+def test_text_of_pieces_and_bytes_equals_transformers(kind: str, tmp_path: Path) -> None:
+    result = compare_built_tokenizers(kind, tmp_path, NUM_SEQUENCES)
     assert (result.num_unequal_whole, result.num_unequal_streamed) == (0, 0), result.first_unequal
 
 
-def test_text_of_byte_level_tokens_is_transformers(
+def test_text_of_byte_level_tokens_equals_transformers(
     tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -31,9 +31,9 @@ def test_text_of_byte_level_tokens_is_transformers(
     assert [result["num_unequal_streamed"] for result in results] == [0, 0, 0]
 
 
-def test_another_text_is_seen(tmp_path: Path) -> None:
+def test_different_text_is_detected(tmp_path: Path) -> None:
     class Shouts:
-        """Decodes in capitals."""
+        """Decodes in upper case."""
 
         def __init__(self, tokenizer: Tokenizer) -> None:
             self._reference: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer.fast)  # type: ignore[no-untyped-call]
@@ -43,16 +43,16 @@ def test_another_text_is_seen(tmp_path: Path) -> None:
             return text.upper()
 
     tokenizer = sentencepiece(tmp_path / "llama", "llama")
-    result = compared("shouts", tokenizer, Shouts(tokenizer), 100, has_pieces=True)
+    result = compare_text("shouts", tokenizer, Shouts(tokenizer), 100, has_pieces=True)
     assert result.num_unequal_whole > 0
     assert result.num_unequal_streamed > 0
     assert result.first_unequal is not None
 
 
 @pytest.mark.model
-def test_text_of_the_sample_models_tokens_is_transformers() -> None:
+def test_text_of_sample_model_tokens_equals_transformers() -> None:
     if not MODEL.exists():
         pytest.skip(f"no model at {MODEL}; make model")
     reference: Any = PreTrainedTokenizerFast.from_pretrained(str(MODEL), local_files_only=True)
-    result = compared("model", Tokenizer(str(MODEL)), reference, NUM_SEQUENCES, has_pieces=False)
+    result = compare_text("model", Tokenizer(str(MODEL)), reference, NUM_SEQUENCES, has_pieces=False)
     assert (result.num_unequal_whole, result.num_unequal_streamed) == (0, 0), result.first_unequal

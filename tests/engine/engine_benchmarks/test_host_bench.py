@@ -1,4 +1,4 @@
-"""The host's time per step: the bench takes the path that CUDA takes, and adds up."""
+"""Host time per step: the benchmark takes the same path as CUDA, and its parts add up."""
 
 import json
 from typing import Any
@@ -8,18 +8,18 @@ from engine_benchmarks import host_bench
 from trimtab_engine.core.engine import Engine
 
 
-def test_every_step_is_queued_behind_the_one_before_it_and_replays_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_is_queued_ahead_and_replays_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[bool] = []
-    follow = Engine._follow
+    follow = Engine._dispatch_follower
 
     def noting_follow(engine: Engine, *arguments: Any) -> Any:
         follower = follow(engine, *arguments)
         followed.append(follower is not None)
         return follower
 
-    monkeypatch.setattr(Engine, "_follow", noting_follow)
+    monkeypatch.setattr(Engine, "_dispatch_follower", noting_follow)
     load = host_bench.Load(3, 20, random=True, prefix_caching=True)
-    with host_bench.an_engine(load) as engine:
+    with host_bench.running_engine(load) as engine:
         measured = host_bench.measure(engine, load, 5)
         assert measured.steps == 5
         assert set(measured.parts_ms) == set(host_bench.PARTS)
@@ -29,7 +29,7 @@ def test_every_step_is_queued_behind_the_one_before_it_and_replays_a_graph(monke
         assert sum(followed) >= host_bench.WARM_UP_STEPS + 5
 
 
-def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert host_bench.main(["-o", "json", "--steps", "3", "--running", "1", "3", "--context", "20"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [m["running"] for m in told["measurements"]] == [1, 3]
@@ -43,9 +43,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--context", "9000"], "it must be 1 to 8192"),
     ],
 )
-def test_a_load_that_is_not_meant_is_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
+def test_unsupported_load_is_rejected(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     with pytest.raises(SystemExit):
         host_bench.main(arguments)
     assert words in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The bench of the host cache on a tiny model: each turn finds its conversation where it is meant to."""
+"""The host cache benchmark on a tiny model: each turn finds its conversation in the expected place."""
 
 from pathlib import Path
 
@@ -15,6 +15,6 @@ def test_conversations_are_found_in_all_three_places(tiny_model: Path) -> None:
         "host memory": 4,
     }
     assert places["host memory"]["one"]["num_cached_tokens"] == 96
-    assert places["host memory"]["one"]["num_host_cached_tokens"] >= 48  # its beginning may still be on the device
+    assert places["host memory"]["one"]["num_host_cached_tokens"] >= 48  # its prefix may still be on the device
     assert places["KV cache"]["one"]["num_cached_tokens"] == 96
     assert all(found["median_processor_ms"] > 0 for found in places.values())

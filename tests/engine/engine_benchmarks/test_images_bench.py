@@ -1,16 +1,16 @@
-"""What is sent of an image that a core knows, and how gaps are counted."""
+"""Wire bytes of cached images, and percentiles of gaps."""
 
 from pathlib import Path
 
 import pytest
 from engine_benchmarks.images_bench import percentile, wire_bytes
-from engine_benchmarks.seeing_folder import TINY, write_seeing_folder
+from engine_benchmarks.vision_checkpoint import TINY, write_vision_checkpoint
 
 
-def test_a_known_image_is_a_name_on_the_wire(tmp_path: Path) -> None:
-    sent = wire_bytes(write_seeing_folder(tmp_path, **TINY))
+def test_cached_image_is_sent_by_name(tmp_path: Path) -> None:
+    sent = wire_bytes(write_vision_checkpoint(tmp_path, **TINY))
     assert sent["new image"] > 100_000
-    assert sent["known image"] - sent["text alone"] < 100
+    assert sent["known image"] - sent["text only"] < 100
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,5 @@ def test_a_known_image_is_a_name_on_the_wire(tmp_path: Path) -> None:
         ([5.0], 99, 5.0),
     ],
 )
-def test_so_many_percent_do_not_exceed_a_percentile(values: list[float], percent: int, expected: float) -> None:
+def test_percentile_is_smallest_value_covering_percent(values: list[float], percent: int, expected: float) -> None:
     assert percentile(values, percent) == expected

@@ -1,4 +1,4 @@
-"""What of loading is measured beside the disk: that files are cold, that rounds take turns, and what is told."""
+"""The loading benchmark: files are cold, rounds alternate, and the output."""
 
 import json
 import os
@@ -22,17 +22,17 @@ def files(tmp_path: Path) -> list[Path]:
     return made
 
 
-def test_what_is_dropped_is_read_from_the_disk_again(files: list[Path]) -> None:
+def test_dropped_files_are_read_from_disk_again(files: list[Path]) -> None:
     read_all(files)
     assert resident_share(files) == 1.0
     try:
         make_cold(files)
     except RuntimeError:
-        pytest.skip("this file system keeps what it has in memory")
+        pytest.skip("this file system keeps its pages in memory")
     assert resident_share(files) <= 0.05
 
 
-def test_rounds_take_turns_and_shares_are_of_one_round(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_alternate_and_shares_are_per_round(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     seconds = iter([4.0, 1.0, 2.0, 1.0, 4.0, 1.0])
 
@@ -52,14 +52,12 @@ def test_rounds_take_turns_and_shares_are_of_one_round(files: list[Path], monkey
     assert measured.told()["cold_seconds"] == [4.0, 2.0, 4.0]
 
 
-def test_rates_are_of_the_median_round() -> None:
+def test_rates_are_of_median_round() -> None:
     measured = Measured(1, 10**9, [1.0, 0.5, 2.0], [1.0, 2.0, 4.0], [0.5, 0.5, 9.0])
     assert measured.told()["gigabytes_per_second"] == {"read": 1.0, "cold": 0.5, "warm": 2.0}
 
 
-def test_a_random_checkpoint_is_a_model_of_small_numbers_in_several_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_checkpoint_has_small_numbers_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_bytes(layers_for(1.5)) == pytest.approx(1.5e9, rel=0.05)
     sizes = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "vocab_size": 97}
     monkeypatch.setattr("engine_benchmarks.random_checkpoint.CONFIG", CONFIG | sizes)
@@ -73,7 +71,7 @@ def test_a_random_checkpoint_is_a_model_of_small_numbers_in_several_files(
     assert bool((weight < 0).any())
 
 
-def test_loading_is_timed_from_the_first_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_is_timed_from_first_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "vocab_size": 97}
     monkeypatch.setattr("engine_benchmarks.random_checkpoint.CONFIG", CONFIG | sizes)
     write(tmp_path / "made", 2)

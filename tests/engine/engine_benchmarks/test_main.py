@@ -1,4 +1,4 @@
-"""The bench's own bookkeeping: what a partial run leaves of an earlier one."""
+"""The benchmark's bookkeeping: a partial run keeps other parts of an earlier run."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from engine_benchmarks import __main__ as bench
 STEADY = {"measurements": [{"load": "steady", "running": 1, "p50_ms": 0.1, "p99_ms": 0.2, "target_p50_ms": None}]}
 
 
-def test_a_part_measured_alone_keeps_the_others_of_this_machine_only(
+def test_partial_run_keeps_other_parts_of_same_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(part: str, figures: dict[str, Any]) -> set[str]:

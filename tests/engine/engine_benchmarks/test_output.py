@@ -1,4 +1,4 @@
-"""A benchmark of ten minutes writes its page wherever it was told to: also into a folder that is not there yet."""
+"""Pages are written to any folder, including one that does not exist yet."""
 
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "not" / "there"
 
 
-def test_the_api_servers_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_server_page_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_bench, "measure", lambda model: FIGURES)
     assert api_bench.main(["MODEL", "--output", str(folder)]) == 0
     assert {path.name for path in folder.iterdir()} == {"api-server.json", "api-server.md"}
 
 
-def test_the_page_of_equal_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_start_page_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_starts(model: str) -> list[same_start.Start]:
         return []
 
@@ -33,13 +33,13 @@ def test_the_page_of_equal_starts(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert (folder / same_start.PAGE).read_text() == "the page"
 
 
-def test_the_page_of_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculation_page_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation_bench, "measure_all", lambda model, rounds: [])
     speculation_bench.main(Path("MODEL"), folder / "page.md", rounds=1)
     assert (folder / "page.md").read_text().startswith("# ")
 
 
-def test_a_mechanisms_rounds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mechanism_rounds_are_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_rounds(model: str, rounds: int) -> dict[str, Any]:
         return {"rounds": rounds}
 

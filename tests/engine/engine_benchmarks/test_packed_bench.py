@@ -1,4 +1,4 @@
-"""What a decoded token takes, out of rounds that other work disturbs, and by how many threads."""
+"""Time per decoded token from disturbed rounds, and the number of threads."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import engine_benchmarks.packed_bench as packed_bench
 import pytest
 import torch
-from engine_benchmarks.packed_bench import NOTHING, STEPS, Spent, Timed, of_one_token, take_turns, trimtab
+from engine_benchmarks.packed_bench import NOTHING, STEPS, Spent, Timed, of_one_token, time_alternately, trimtab
 from engine_benchmarks.random_checkpoint import CONFIG, write
 
 
@@ -21,12 +21,12 @@ def _same_threads_afterwards() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_a_beginning_that_was_disturbed_makes_no_token_faster() -> None:
+def test_disturbed_prompt_time_makes_no_token_faster() -> None:
     rounds = [a_round(900.0, 1.0 + STEPS), a_round(1.0, 1.0 + 2 * STEPS), a_round(1.5, 1.5 + STEPS)]
     assert of_one_token(rounds) == Spent(1.0, 0.5)
 
 
-def test_contenders_take_turns_and_the_first_round_is_not_counted() -> None:
+def test_contenders_alternate_and_first_round_is_not_counted() -> None:
     asked: list[str] = []
 
     def contender(name: str, *wholes: float) -> packed_bench.Round:
@@ -38,17 +38,15 @@ def test_contenders_take_turns_and_the_first_round_is_not_counted() -> None:
 
         return run
 
-    best = take_turns({"a": contender("a", 0.1, 3.0, 2.0), "b": contender("b", 9.0, 4.0, 5.0)}, 2)
+    best = time_alternately({"a": contender("a", 0.1, 3.0, 2.0), "b": contender("b", 9.0, 4.0, 5.0)}, 2)
     assert asked == ["a", "b"] * 3
     assert {name: spent.wall for name, spent in best.items()} == {"a": 2.0, "b": 4.0}
 
 
-def test_a_model_is_computed_by_as_many_threads_as_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_uses_requested_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "vocab_size": 97}
     monkeypatch.setattr("engine_benchmarks.random_checkpoint.CONFIG", CONFIG | sizes)
-    monkeypatch.setattr(packed_bench, "native_library", lambda: None)  # which may not be compiled here
+    monkeypatch.setattr(packed_bench, "native_library", lambda: None)  # possibly not compiled here
     write(tmp_path / "made", 1)
     run, _ = trimtab(tmp_path / "made", [5, 6, 7], threads=3)
     assert torch.get_num_threads() == 3

@@ -1,14 +1,14 @@
-"""The layouts' measurement: what becomes of the figures. The engines that it starts are tested elsewhere."""
+"""Figures of the layouts' measurement. The engines themselves are tested elsewhere."""
 
 from typing import Any
 
 from engine_benchmarks.parallel_bench import Run, row_of
 from engine_benchmarks.parallel_page import page
 from engine_benchmarks.parallel_scaling import scaling_rows
-from trimtab_engine.messages import StepStats
+from trimtab_engine.messages.requests import StepStats
 
 
-def test_ratios_are_taken_within_a_round_and_bytes_are_those_of_a_step() -> None:
+def test_ratios_are_per_round_and_bytes_per_step() -> None:
     alone = [Run(tokens_per_second=rate) for rate in (10.0, 20.0, 40.0)]
     together = [Run(tokens_per_second=rate) for rate in (5.0, 20.0, 20.0)]
     for index, tokens in enumerate((30, 10)):
@@ -21,7 +21,7 @@ def test_ratios_are_taken_within_a_round_and_bytes_are_those_of_a_step() -> None
     assert row["tokens_of_fullest_core_over_mean"] == 1.5
 
 
-def test_load_is_weighed_by_the_time_it_lasts() -> None:
+def test_load_is_weighted_by_duration() -> None:
     run = Run()
     for now, core, num_running in ((0.0, 0, 3), (1.0, 1, 1), (2.0, 0, 1), (5.0, 1, 1)):
         stats = StepStats(1, now, 0.1, "decode", num_running, 0, 1, 4, 4, num_scheduled_tokens=1)
@@ -31,7 +31,7 @@ def test_load_is_weighed_by_the_time_it_lasts() -> None:
     assert run.load_max_over_mean == (1 * 1.0 + 1 * 1.5 + 3 * 1.0) / 5
 
 
-def test_the_page_has_every_layout_and_says_what_is_simulated() -> None:
+def test_page_lists_every_layout_and_marks_simulation() -> None:
     row = row_of("TP2", [Run(tokens_per_second=20.0)], [Run(tokens_per_second=10.0, tokens_of_cores={0: 4})])
     row["wire_bytes_per_step"] = {"all_reduce": 810_263}
     results: dict[str, Any] = {

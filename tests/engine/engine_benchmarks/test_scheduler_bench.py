@@ -1,4 +1,4 @@
-"""The scheduler's bench runs, measures what it says, and prints both forms."""
+"""The scheduler benchmark runs, measures the requested loads, and prints both formats."""
 
 import json
 
@@ -6,14 +6,14 @@ import pytest
 from engine_benchmarks import scheduler_bench
 
 
-def test_percentiles_are_taken_by_nearest_rank() -> None:
+def test_percentiles_use_nearest_rank() -> None:
     seconds = [index / 1000 for index in range(100)]
     assert scheduler_bench.percentile_ms(seconds, 50) == 50.0
     assert scheduler_bench.percentile_ms(seconds, 99) == 99.0
     assert scheduler_bench.percentile_ms([0.002], 99) == 2.0
 
 
-def test_steady_decode_holds_the_number_of_running_requests() -> None:
+def test_steady_decode_keeps_number_of_running_requests() -> None:
     measured = scheduler_bench.measure_steady_decode(64, steps=10)
     assert (measured.running, measured.steps, measured.tokens, measured.preemptions) == (64, 10, 640, 0)
 
@@ -25,6 +25,6 @@ def test_json_names_every_load(capsys: pytest.CaptureFixture[str]) -> None:
     assert loads[3][0] == "mixed"
 
 
-def test_the_table_has_a_row_for_each_load() -> None:
+def test_table_has_a_row_for_each_load() -> None:
     measurements = [scheduler_bench.measure_steady_decode(64, steps=2)]
     assert len(scheduler_bench.table(measurements).splitlines()) == 2

@@ -1,4 +1,4 @@
-"""The core that computes nothing: it answers like a core, so that only API servers are measured."""
+"""The stub core responds like a core, so that only API servers are measured."""
 
 import asyncio
 import sys
@@ -10,13 +10,13 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.engine_client import started_core
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.engine_client.launcher import CoreLauncher
-from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.messages.requests import AddRequest, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
 DEADLINE_SECONDS = 120.0
 
 
-async def test_every_request_gets_its_tokens_one_step_each(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_request_gets_one_token_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     command = (sys.executable, "-m", "engine_benchmarks.stub_core")
     monkeypatch.setattr(started_core, "CORE_COMMAND", command)
     monkeypatch.setenv("PYTHONPATH", str(Path(engine_benchmarks.__file__).parents[1]))  # it is not installed

@@ -1,8 +1,8 @@
-"""A Qwen2.5-VL of a size of one's own, as a folder: for `--load-format dummy`, or with random weights in a file.
+"""Generator of a Qwen2.5-VL folder of any size: for `--load-format dummy`, or with random weights in a file.
 
-    python -m engine_benchmarks.seeing_folder FOLDER
+    python -m engine_benchmarks.vision_checkpoint FOLDER
 
-writes a tiny one with weights. It needs nothing but the engine and what comes with it, so that it runs in its image.
+writes a tiny one with weights. It needs only the engine and its dependencies, so that it runs in its image.
 """
 
 import json
@@ -20,32 +20,32 @@ from trimtab_engine.models.registry import parse_model_config
 from trimtab_modelspec.config_reader import ConfigReader
 from trimtab_modelspec.families.registry import language_model_config
 
-NUM_BYTES = 256  # a token each, which is its own id
+NUM_BYTES = 256  # one token each, whose id is its own
 END, START, IMAGE, STOP, VIDEO = "<|end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
 SPECIAL = (END, START, IMAGE, STOP, VIDEO)
 TOKEN_IDS = {word: NUM_BYTES + number for number, word in enumerate(SPECIAL)}
 PRINTABLE = (range(33, 127), range(161, 173), range(174, 256))
-"""Bytes that byte-level tokenizers write as themselves (GPT-2's table); the others as characters from 256 on."""
+"""Bytes that byte-level tokenizers write as themselves (GPT-2's table); the others are characters from 256 on."""
 TEMPLATE = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}"
     "{% else %}<|vision_start|><|{{ part.type }}_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 PATCH_SIZE, MERGE_SIZE = 14, 2
-HEADS, KV_HEADS, TOWER_HEADS = 4, 2, 4
+HEADS, KV_HEADS, VISION_HEADS = 4, 2, 4
 TINY = {
-    "width": 64, "layers": 2, "tower_width": 32, "tower_layers": 2, "max_model_len": 512,
+    "width": 64, "layers": 2, "vision_width": 32, "vision_layers": 2, "max_model_len": 512,
     "max_pixels": (8 * PATCH_SIZE * MERGE_SIZE) ** 2,
 }  # fmt: skip
 WEIGHTS = "model.safetensors"
-SPREAD = 0.1  # of random weights
+SPREAD = 0.1  # standard deviation of random weights
 
 
-def write_seeing_folder(
-    folder: Path, *, width: int, layers: int, tower_width: int, tower_layers: int, max_model_len: int, max_pixels: int
+def write_vision_checkpoint(
+    folder: Path, *, width: int, layers: int, vision_width: int, vision_layers: int, max_model_len: int, max_pixels: int
 ) -> str:
-    """Write config.json, the tokenizer and how images are processed. `max_pixels`: of an image, after resizing.
-    Returns the folder's path."""
+    """Write config.json, the tokenizer and the image processor's configuration. `max_pixels`: of an image, after
+    resizing. Returns the folder's path."""
     sixth = width // HEADS // 2 // 4
     config: dict[str, Any] = {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -71,16 +71,16 @@ def write_seeing_folder(
             },
         },
         "vision_config": {
-            "hidden_size": tower_width,
-            "intermediate_size": 3 * tower_width,
-            "depth": tower_layers,
-            "num_heads": TOWER_HEADS,
+            "hidden_size": vision_width,
+            "intermediate_size": 3 * vision_width,
+            "depth": vision_layers,
+            "num_heads": VISION_HEADS,
             "out_hidden_size": width,
             "patch_size": PATCH_SIZE,
             "spatial_merge_size": MERGE_SIZE,
             "temporal_patch_size": 2,
             "window_size": 112,
-            "fullatt_block_indexes": [tower_layers - 1],
+            "fullatt_block_indexes": [vision_layers - 1],
         },
     }
     processor = {
@@ -100,7 +100,7 @@ def write_seeing_folder(
 
 
 def _tokenizer() -> Tokenizer:
-    """One token per byte, then those that are no text."""
+    """Return a tokenizer with one token per byte, then the special tokens."""
     written = {byte: chr(byte) for span in PRINTABLE for byte in span}
     others = [byte for byte in range(NUM_BYTES) if byte not in written]
     written |= {byte: chr(NUM_BYTES + number) for number, byte in enumerate(others)}
@@ -125,7 +125,7 @@ def write_weights(folder: Path) -> None:
 def main(arguments: Sequence[str]) -> int:
     folder = Path(arguments[0])
     folder.mkdir(parents=True, exist_ok=True)
-    write_seeing_folder(folder, **TINY)
+    write_vision_checkpoint(folder, **TINY)
     write_weights(folder)
     return 0
 
