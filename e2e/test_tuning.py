@@ -87,7 +87,7 @@ def test_watermark_is_raised_before_max_num_seqs_without_headroom(
         decision = _moved(deployment, WATERMARK, before)
         then = deployment.engine()
         after = deployment.waiter.until(
-            "the same load goes on", watch_probe(deployment.engine), deadline_seconds=2 * WATCH_SECONDS
+            "the same load continues", watch_probe(deployment.engine), deadline_seconds=2 * WATCH_SECONDS
         )
         report = running.stop()
 

@@ -74,7 +74,7 @@ def first_line(machine: Machine, plan: CommandPlan) -> str:
         clauses.append(f"sets {len(KUBELET_SYSCTLS)} sysctls until the cluster is deleted")
     if not machine.has_python_packages:
         clauses.append("installs Python packages into .venv")
-    clauses.append(f"keeps what it builds in {machine.cache}")
+    clauses.append(f"caches builds in {machine.cache}")
     return f"{plan.command} {_joined(clauses)}; about {duration(seconds(machine, plan))}"
 
 

@@ -17,7 +17,7 @@ STAMP = FOLDER / "compiled" / ".ready"
 
 
 def ensure() -> None:
-    """Compile the operators if a source has changed. Failures are only logged, since they affect speed alone."""
+    """Compile the operators if a source has changed. Failures are only logged, since they only affect speed."""
     key = _key()
     if STAMP.is_file() and STAMP.read_text() == key:
         return

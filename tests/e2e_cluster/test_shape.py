@@ -18,15 +18,15 @@ def test_same_shape_has_no_difference(workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "asked", "said"),
+    ("found", "requested", "difference_text"),
     [
         (2, 0, "it has 2 workers, none requested"),  # a demo never uses the cluster of e2e
         (0, 2, "it has no worker, 2 requested"),
         (1, 2, "it has 1 worker, 2 requested"),
     ],
 )
-def test_difference_reports_workers(found: int, asked: int, said: str) -> None:
-    assert difference(nodes(found), Wanted(asked, (NODE_IMAGE,))) == said
+def test_difference_reports_workers(found: int, requested: int, difference_text: str) -> None:
+    assert difference(nodes(found), Wanted(requested, (NODE_IMAGE,))) == difference_text
 
 
 def test_difference_names_both_node_images() -> None:

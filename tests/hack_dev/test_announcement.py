@@ -50,13 +50,13 @@ def test_first_line_names_packages_and_changes() -> None:
     assert first_line(EMPTY, DEMO).startswith(
         "make demo installs Debian's docker.io iptables (and debootstrap golang-1.19-go if no image registry "
         "is reachable), starts a Docker daemon, sets 3 sysctls until the cluster is deleted, "
-        "installs Python packages into .venv and keeps what it builds in ~/.cache/trimtab; about "
+        "installs Python packages into .venv and caches builds in ~/.cache/trimtab; about "
     )
 
 
 def test_first_line_on_complete_machine_installs_nothing() -> None:
     assert first_line(FULL, DEMO) == (
-        "make demo installs no Debian packages, sets 3 sysctls until the cluster is deleted and keeps what it builds "
+        "make demo installs no Debian packages, sets 3 sysctls until the cluster is deleted and caches builds "
         "in ~/.cache/trimtab; about 4m00s"
     )
 
@@ -71,7 +71,7 @@ def test_first_line_with_docker_installs_only_build_packages() -> None:
 @pytest.mark.parametrize("plan", [TEST, replace(DEMO, current=True)], ids=["tests", "a cluster of one's own"])
 def test_first_line_without_cluster_names_only_packages_and_cache(plan: CommandPlan) -> None:
     line = first_line(EMPTY, plan)
-    assert "installs Python packages into .venv and keeps" in line
+    assert "installs Python packages into .venv and caches" in line
     assert not any(word in line for word in ("Debian", "Docker", "sysctl"))
 
 
