@@ -1,6 +1,6 @@
-"""A real API server on loopback for measurements: etcd and kube-apiserver as processes, with no node and no controller.
+"""Real API server on loopback for measurements: etcd and kube-apiserver as processes, without nodes and controllers.
 
-Who calls is told apart by bearer token, and an audit log counts what the operator asks, whatever the operator says.
+Callers are distinguished by bearer token, and an audit log counts the operator's requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AUDIT_POLICY = {
 
 @dataclass
 class ApiServer:
-    """One etcd and one kube-apiserver below `folder`. `start` them, `stop` them; the API server may also pause."""
+    """One etcd and one kube-apiserver with their data in `folder`. The API server can also be paused."""
 
     etcd: Path
     apiserver: Path
@@ -53,7 +53,7 @@ class ApiServer:
         """Start both in an empty folder, and wait until they are ready."""
         self._prepare()
         client, peer = f"http://127.0.0.1:{self.port + 1}", f"http://127.0.0.1:{self.port + 2}"
-        self._etcd = self._begun(
+        self._etcd = self._start_process(
             [
                 str(self.etcd),
                 f"--data-dir={self.folder / 'etcd'}",
@@ -69,7 +69,7 @@ class ApiServer:
 
     async def resume(self) -> None:
         """Start kube-apiserver, and wait until it is ready."""
-        self._apiserver = self._begun(
+        self._apiserver = self._start_process(
             [
                 str(self.apiserver),
                 f"--etcd-servers=http://127.0.0.1:{self.port + 1}",
@@ -82,7 +82,7 @@ class ApiServer:
                 "--service-account-issuer=https://kubernetes.default.svc",
                 f"--service-account-key-file={self.folder / 'accounts.pem'}",
                 f"--service-account-signing-key-file={self.folder / 'accounts.pem'}",
-                "--disable-admission-plugins=ServiceAccount",  # no controller gives accounts their tokens here
+                "--disable-admission-plugins=ServiceAccount",  # no controller creates token secrets here
                 f"--audit-policy-file={self.folder / 'audit.yaml'}",
                 f"--audit-log-path={self.audit_log}",
             ],
@@ -93,11 +93,11 @@ class ApiServer:
             while not await client.is_ready():
                 if self._apiserver.poll() is not None or time.monotonic() > deadline:
                     log = (self.folder / "kube-apiserver.log").read_text().splitlines()
-                    raise TimeoutError(f"kube-apiserver is not ready; its last words: {log[-1:]}")
+                    raise TimeoutError(f"kube-apiserver is not ready; last log line: {log[-1:]}")
                 await asyncio.sleep(0.25)
 
     def _prepare(self) -> None:
-        """The files that kube-apiserver reads."""
+        """Write the files that kube-apiserver reads."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "tokens.csv").write_text("".join(f"{t},{u},{u}\n" for u, t in self.tokens.items()))
         (self.folder / "audit.yaml").write_text(yaml.safe_dump(AUDIT_POLICY))
@@ -106,14 +106,14 @@ class ApiServer:
         (self.folder / "accounts.pem").write_bytes(pem)
 
     def pause(self) -> None:
-        """End kube-apiserver; etcd keeps what there is."""
+        """Stop kube-apiserver; etcd keeps its data."""
         _end(self._apiserver)
 
     def stop(self) -> None:
         _end(self._apiserver)
         _end(self._etcd)
 
-    def _begun(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
+    def _start_process(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -148,13 +148,13 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
 
 @dataclass
 class Audit:
-    """What the operator has asked of the API server since the last look."""
+    """Requests of the operator to the API server since the last read."""
 
     log: Path
     _offset: int = 0
 
     def since_last(self) -> Counter[tuple[str, str]]:
-        """How often each verb was used on each resource; a watch counts once, when it begins."""
+        """Return how often each verb was used on each resource; a watch counts once, when it starts."""
         found: Counter[tuple[str, str]] = Counter()
         if not self.log.exists():
             return found
@@ -176,7 +176,7 @@ class Audit:
 
 
 class Client:
-    """JSON to and from the API server, with nothing in between. Use it as an async context manager."""
+    """JSON client of the API server. Use it as an async context manager."""
 
     def __init__(self, url: str, token: str) -> None:
         self._url, self._token = url, token
@@ -206,7 +206,7 @@ class Client:
     async def call(
         self, method: str, path: str, body: Any = None, *, patch: str = "merge-patch"
     ) -> tuple[int, dict[str, Any]]:
-        """Make one request; its status and its answer."""
+        """Make one request; return status and body."""
         assert self._session is not None
         kind = f"application/{patch}+json" if method == "PATCH" else "application/json"
         data = None if body is None else json.dumps(body)
@@ -216,7 +216,7 @@ class Client:
             return answer.status, found
 
     async def watch(self, path: str, *, selector: str = "") -> AsyncIterator[tuple[str, dict[str, Any], float]]:
-        """What there is, as ADDED, and all that happens to it: kind of event, object, when it came (monotonic)."""
+        """Yield existing objects as ADDED, and then all changes: event type, object, time (monotonic)."""
         assert self._session is not None
         query = f"labelSelector={selector}" if selector else ""
         _, found = await self.call("GET", f"{path}?{query}")
@@ -224,8 +224,8 @@ class Client:
             yield "ADDED", item, time.monotonic()
         version = found["metadata"]["resourceVersion"]
         while True:
-            asked = f"{path}?{query}&watch=1&resourceVersion={version}&allowWatchBookmarks=true"
-            async with self._session.get(asked) as answer:
+            url = f"{path}?{query}&watch=1&resourceVersion={version}&allowWatchBookmarks=true"
+            async with self._session.get(url) as answer:
                 buffer = b""
                 async for chunk in answer.content.iter_any():
                     *lines, buffer = (buffer + chunk).split(b"\n")

@@ -1,11 +1,11 @@
-"""Children that become Ready by a script: pods for StatefulSets and Jobs, and engines that answer the operator.
+"""Scripted kubelet: pods of StatefulSets and Jobs become Ready, and engines answer the operator.
 
-A process of its own beside the operator that is measured:
+Run as a separate process next to the measured operator:
 
     python -m operator_benchmarks.faked_kubelet URL TOKEN NAMESPACE
 
-All pods have the address of one server that says what an engine at rest says; pods of resources whose name begins with
-`hung` have the address of one that accepts and never answers.
+All pods have the address of one server that answers like an idle engine; pods of resources whose name begins with
+`hung` have the address of one that accepts connections and never answers.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ LAYOUT = {
     "data_parallel_size": 1,
     "expert_parallel": False,
 }
-KNOBS: dict[str, float] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.6}
+PARAMETERS: dict[str, float] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.6}
 LIMITS = {"max_num_seqs": (1, 256), "max_num_batched_tokens": (32, 2048), "gpu_memory_utilization": (0.1, 0.9)}
 CONFIG = {
     "generation": 1,
     "envelope": {"max_model_len": 1024},
-    "desired": KNOBS,
-    "applied": KNOBS,
+    "desired": PARAMETERS,
+    "applied": PARAMETERS,
     "fields": {name: {"class": "live", "min": low, "max": high} for name, (low, high) in LIMITS.items()},
 }
 MEMORY = {
@@ -74,14 +74,15 @@ trimtab_config_generation 1.0
 """
 
 
-class FakedKubelet:
-    """Kubelets, the StatefulSet controller and the Job controller of one namespace, as far as the operator sees."""
+class FakeKubelet:
+    """Kubelets, the StatefulSet controller and the Job controller of one namespace, as far as the operator observes
+    them."""
 
     def __init__(self, client: Client, namespace: str) -> None:
         self.client = client
         self.namespace = namespace
         self.wanted: dict[str, dict[str, Any]] = {}
-        """By the pod's name, the StatefulSet or Job that asks for it."""
+        """StatefulSet or Job by the pod's name."""
         self._gate = asyncio.Semaphore(MAX_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -92,7 +93,7 @@ class FakedKubelet:
 
     async def _follow(self, api: str, plural: str, handler: Any) -> None:
         while True:
-            with suppress(aiohttp.ClientError, OSError, KeyError):  # an API server that is away comes back
+            with suppress(aiohttp.ClientError, OSError, KeyError):  # the API server may be unavailable for a while
                 async for kind, found, _ in self.client.watch(self.path(plural, api=api), selector=OURS):
                     handler(kind, found)
             await asyncio.sleep(0.5)
@@ -114,8 +115,14 @@ class FakedKubelet:
             self.wanted[pod] = owner
         status = owner.get("status") or {}
         if is_set and kind != "DELETED" and status.get("observedGeneration") != owner["metadata"]["generation"]:
-            said = {"observedGeneration": owner["metadata"]["generation"], "replicas": count, "readyReplicas": count}
-            self._begin("PATCH", self.path("statefulsets", f"{name}/status", api="/apis/apps/v1"), {"status": said})
+            new_status = {
+                "observedGeneration": owner["metadata"]["generation"],
+                "replicas": count,
+                "readyReplicas": count,
+            }
+            self._begin(
+                "PATCH", self.path("statefulsets", f"{name}/status", api="/apis/apps/v1"), {"status": new_status}
+            )
 
     def pod(self, kind: str, pod: dict[str, Any]) -> None:
         name = pod["metadata"]["name"]
@@ -179,7 +186,7 @@ def _pod_status(name: str, is_set: bool) -> dict[str, Any]:
 
 
 def _engine() -> web.Application:
-    def says(body: Any) -> Any:
+    def handler(body: Any) -> Any:
         text = body if isinstance(body, str) else json.dumps(body)
         kind = "text/plain" if isinstance(body, str) else "application/json"
 
@@ -189,17 +196,17 @@ def _engine() -> web.Application:
         return answer
 
     async def patched(request: web.Request) -> web.Response:
-        body = {"id": "c", "generation": 1, "desired": KNOBS | await request.json(), "applied_at_step": 1}
+        body = {"id": "c", "generation": 1, "desired": PARAMETERS | await request.json(), "applied_at_step": 1}
         return web.json_response(body)
 
     application = web.Application()
     application.add_routes(
         [
-            web.get("/metrics", says(METRICS)),
-            web.get("/startupz", says({"stage": "ready", "percent": 100})),
-            web.get("/admin/v1/layout", says(LAYOUT)),
-            web.get("/admin/v1/config", says(CONFIG)),
-            web.get("/admin/v1/memory", says(MEMORY)),
+            web.get("/metrics", handler(METRICS)),
+            web.get("/startupz", handler({"stage": "ready", "percent": 100})),
+            web.get("/admin/v1/layout", handler(LAYOUT)),
+            web.get("/admin/v1/config", handler(CONFIG)),
+            web.get("/admin/v1/memory", handler(MEMORY)),
             web.patch("/admin/v1/config", patched),
         ]
     )
@@ -218,7 +225,7 @@ async def main(url: str, token: str, namespace: str) -> None:
         await web.TCPSite(runner, ENGINE, port).start()
         await asyncio.start_server(_hang, HUNG, port)
     async with Client(url, token) as client:
-        await FakedKubelet(client, namespace).run()
+        await FakeKubelet(client, namespace).run()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What many resources cost one operator, at a real API server (docs/results/operator-scale.md).
+"""Cost of many resources for one operator, at a real API server (docs/results/operator-scale.md).
 
     python -m operator_benchmarks.scale_bench --etcd ETCD --apiserver KUBE_APISERVER --resources 1000
 
-No node and no engine: a script fakes the children Ready and answers as engines at rest do. The operator is the command
-that its image runs, as a process of its own. Reads and writes are counted by the API server's audit log, processor time
-and memory by the kernel: work beside it on the machine moves neither. It moves latencies.
+No node and no engine: a script sets children Ready and answers like idle engines. The operator is the command
+of its image, as a separate process. Reads and writes are counted by the API server's audit log, CPU time
+and memory by the kernel: other load on the machine affects only latencies.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RESOURCES = f"/apis/trimtab.dev/v1alpha1/namespaces/{NAMESPACE}/inferencedeploym
 SETS = f"/apis/apps/v1/namespaces/{NAMESPACE}/statefulsets"
 JOBS = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs"
 COMMAND = "from trimtab_operator.command import operator; operator()"
-TURNS = "trimtab_operator_reconcile_seconds_count"
+RECONCILES = "trimtab_operator_reconcile_seconds_count"
 LEADER = "trimtab_operator_leader"
 POLL_SECONDS = 0.25
 AWAY_SECONDS = 30.0
@@ -51,7 +51,7 @@ PHASES = ("idle", "edits", "restart", "away", "hung")
 
 @dataclass
 class Process:
-    """The operator's process, and what the kernel says of it."""
+    """The operator's process, with its CPU time and memory by the kernel."""
 
     folder: Path
     kubeconfig: Path
@@ -72,7 +72,7 @@ class Process:
             self._started = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def revive(self) -> None:
-        """Start it again if it has ended, as the kubelet does: without its Lease it does not go on."""
+        """Start it again if it has ended, as the kubelet does: it exits without its Lease."""
         if self._started is not None and self._started.poll() is not None:
             self.start()
 
@@ -87,22 +87,22 @@ class Process:
 
     @property
     def cpu_seconds(self) -> float:
-        """Processor time so far, of all its threads. Raises SystemExit where it has ended, as without its Lease."""
+        """CPU seconds of all its threads so far. Raises SystemExit if it has ended, as without its Lease."""
         assert self._started is not None
         if self._started.poll() is not None:
             words = (self.folder / "operator.log").read_text().splitlines()[-3:]
-            raise SystemExit("\n".join(["the operator ended; its last words:", *words]))
+            raise SystemExit("\n".join(["the operator ended; last log lines:", *words]))
         fields = Path(f"/proc/{self._started.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     @property
-    def turns(self) -> float:
-        """How many turns it has taken, of all resources."""
-        return self._metric(TURNS)
+    def reconciles(self) -> float:
+        """Number of reconcile iterations over all resources."""
+        return self._metric(RECONCILES)
 
     @property
     def is_leading(self) -> bool:
-        """Whether it has the Lease; not before it says so."""
+        """True if it holds the Lease."""
         try:
             return self._metric(LEADER) == 1.0
         except OSError:
@@ -123,7 +123,7 @@ class Process:
 
 @dataclass
 class Script:
-    """The process that fakes the children Ready."""
+    """Process of the scripted kubelet."""
 
     folder: Path
     arguments: list[str]
@@ -141,8 +141,8 @@ class Script:
 
 
 @dataclass
-class Seen:
-    """When something of each resource was first seen, by a watch of the driver's own (monotonic)."""
+class Timeline:
+    """First observation times of each resource, from the driver's own watches (monotonic)."""
 
     sets: dict[str, float] = field(default_factory=dict)
     """By the StatefulSet's name and the value of its mark, which an edit changes."""
@@ -152,24 +152,24 @@ class Seen:
     """By resource and generation."""
 
     async def follow_sets(self, client: Client) -> None:
-        async for _, found, at in _tireless(lambda: client.watch(SETS)):
+        async for _, found, at in _watch_forever(lambda: client.watch(SETS)):
             mark = (found["spec"]["template"]["metadata"].get("labels") or {}).get("mark", "")
             self.sets.setdefault(f"{found['metadata']['name']}={mark}", at)
 
     async def follow_jobs(self, client: Client) -> None:
-        async for _, found, at in _tireless(lambda: client.watch(JOBS)):
+        async for _, found, at in _watch_forever(lambda: client.watch(JOBS)):
             self.jobs.setdefault(found["metadata"]["name"], at)
 
     async def follow_resources(self, client: Client) -> None:
-        async for _, found, at in _tireless(lambda: client.watch(RESOURCES)):
+        async for _, found, at in _watch_forever(lambda: client.watch(RESOURCES)):
             name, generation, status = found["metadata"]["name"], found["metadata"]["generation"], found.get("status")
             conditions = {c["type"]: c["status"] for c in (status or {}).get("conditions") or []}
             if conditions.get("Ready") == "True" and (status or {}).get("observedGeneration") == generation:
                 self.ready.setdefault(f"{name}={generation}", at)
 
 
-async def _tireless(watch: Callable[[], Any]) -> Any:
-    """A watch that begins anew whenever it ends: the API server goes away in one phase."""
+async def _watch_forever(watch: Callable[[], Any]) -> Any:
+    """Restart a watch whenever it ends: the API server is stopped in one phase."""
     while True:
         with suppress(aiohttp.ClientError, OSError, KeyError, ValueError):
             async for event in watch():
@@ -177,8 +177,8 @@ async def _tireless(watch: Callable[[], Any]) -> Any:
         await asyncio.sleep(0.5)
 
 
-def a_resource(name: str, mode: str) -> dict[str, Any]:
-    """A resource of one replica on the CPU."""
+def build_resource(name: str, mode: str) -> dict[str, Any]:
+    """Return a resource with one replica on the CPU."""
     spec = {
         "model": {"uri": "file:///models/m"},
         "runtime": {"device": "cpu"},
@@ -200,23 +200,23 @@ def percentiles(values: Iterable[float]) -> str:
 
 @dataclass
 class Bench:
-    """One run: what it measures with, and what it has found."""
+    """One run: its processes, and the results."""
 
     client: Client
     server: ApiServer
     audit: Audit
     operator: Process
-    seen: Seen
+    seen: Timeline
     names: list[str]
     options: argparse.Namespace
     rows: dict[str, str] = field(default_factory=dict)
 
-    def tell(self, what: str, found: str) -> None:
+    def report(self, what: str, found: str) -> None:
         self.rows[what] = found
         print(f"{what}: {found}", flush=True)
 
-    async def paced(self, names: Iterable[str], act: Callable[[str], Coroutine[None, None, None]]) -> None:
-        """Do something with each resource, so many a second."""
+    async def run_paced(self, names: Iterable[str], act: Callable[[str], Coroutine[None, None, None]]) -> None:
+        """Call a function for each resource, at the configured rate."""
         began, tasks = time.monotonic(), list[asyncio.Task[None]]()
         for number, name in enumerate(names):
             await asyncio.sleep(max(0.0, began + number / self.options.rate - time.monotonic()))
@@ -230,57 +230,59 @@ class Bench:
         return done()
 
     async def create(self) -> None:
-        """Create all resources once there is an operator, and wait until they are Ready."""
+        """Create all resources once an operator leads, and wait until they are Ready."""
         await self.until(lambda: self.operator.is_leading, self.options.limit)
         await asyncio.sleep(START_SECONDS)
         at: dict[str, float] = {}
 
         async def make(name: str) -> None:
             at[name] = time.monotonic()
-            status, said = await self.client.call("POST", RESOURCES, a_resource(name, self.options.mode))
+            status, said = await self.client.call("POST", RESOURCES, build_resource(name, self.options.mode))
             assert status == 201, said
 
         before = self.operator.cpu_seconds
-        await self.paced(self.names, make)
+        await self.run_paced(self.names, make)
         await self.until(lambda: all(f"{name}=1" in self.seen.ready for name in self.names), self.options.limit)
         made = [self.seen.sets[f"{n}-g0="] - at[n] for n in self.names if f"{n}-g0=" in self.seen.sets]
         ready = [self.seen.ready[f"{n}=1"] - at[n] for n in self.names if f"{n}=1" in self.seen.ready]
         first = [self.seen.jobs[f"{n}-facts"] - at[n] for n in self.names if f"{n}-facts" in self.seen.jobs]
-        self.tell("created → the children of its first turn", percentiles(first))
-        self.tell("created → StatefulSet (its model read by a Job before)", percentiles(made))
-        self.tell("created → Ready", percentiles(ready))
-        self.tell("processor time of the operator, created to Ready", f"{self.operator.cpu_seconds - before:.1f} s")
-        self.tell_calls("created to Ready", len(self.names))
+        self.report("created → children of the first reconcile", percentiles(first))
+        self.report("created → StatefulSet (after the Job that reads the model)", percentiles(made))
+        self.report("created → Ready", percentiles(ready))
+        self.report("CPU time of the operator, created to Ready", f"{self.operator.cpu_seconds - before:.1f} s")
+        self.report_calls("created to Ready", len(self.names))
 
-    def tell_calls(self, when: str, per: float, unit: str = "per resource") -> None:
+    def report_calls(self, when: str, per: float, unit: str = "per resource") -> None:
         calls = {what: count for what, count in self.audit.since_last().items() if what[1] != "leases"}
         reads = sum(count for (verb, _), count in calls.items() if verb in READS)
         watches = sum(count for (verb, _), count in calls.items() if verb == "watch")
         writes = sum(calls.values()) - reads - watches
-        self.tell(f"API calls, {when}", f"{reads} reads, {watches} watches, {writes} writes; {reads / per:.2f} {unit}")
+        self.report(
+            f"API calls, {when}", f"{reads} reads, {watches} watches, {writes} writes; {reads / per:.2f} {unit}"
+        )
         most = Counter(calls).most_common(12)
         print("  " + ", ".join(f"{verb} {of} {count}" for (verb, of), count in most), flush=True)
 
     async def idle(self) -> None:
-        """Let nothing happen."""
+        """Measure without any changes."""
         await asyncio.sleep(self.options.settle)
         self.audit.since_last()
-        cpu, turns, began = self.operator.cpu_seconds, self.operator.turns, time.monotonic()
+        cpu, reconciles, began = self.operator.cpu_seconds, self.operator.reconciles, time.monotonic()
         await asyncio.sleep(self.options.idle)
         passed = time.monotonic() - began
-        cpu, turns = self.operator.cpu_seconds - cpu, self.operator.turns - turns
-        self.tell_calls(f"idle for {passed:.0f} s", len(self.names) * passed / 60, "reads per resource and minute")
-        self.tell("idle, processor time", f"{cpu:.1f} s in {passed:.0f} s, of {turns:.0f} turns")
-        if turns:
-            self.tell("idle, processor time per turn", f"{cpu / turns * 1000:.1f} ms")
-        self.tell(
-            f"idle, processor time per sweep of {self.options.tick_seconds:g} s",
+        cpu, reconciles = self.operator.cpu_seconds - cpu, self.operator.reconciles - reconciles
+        self.report_calls(f"idle for {passed:.0f} s", len(self.names) * passed / 60, "reads per resource and minute")
+        self.report("idle, CPU time", f"{cpu:.1f} s in {passed:.0f} s, of {reconciles:.0f} reconciles")
+        if reconciles:
+            self.report("idle, CPU time per reconcile", f"{cpu / reconciles * 1000:.1f} ms")
+        self.report(
+            f"idle, CPU time per sweep of {self.options.tick_seconds:g} s",
             f"{cpu / passed * self.options.tick_seconds:.2f} s",
         )
-        self.tell("idle, RSS", f"{self.operator.rss_mebibytes:.0f} MiB")
+        self.report("idle, RSS", f"{self.operator.rss_mebibytes:.0f} MiB")
 
-    async def edited(self, names: list[str], mark: str) -> list[float]:
-        """Change the template of each; how long until its children show it."""
+    async def measure_edits(self, names: list[str], mark: str) -> list[float]:
+        """Change the template of each; return the seconds until its children show it."""
         at: dict[str, float] = {}
 
         async def edit(name: str) -> None:
@@ -295,27 +297,27 @@ class Bench:
                 default=None,
             )
 
-        await self.paced(names, edit)
+        await self.run_paced(names, edit)
         await self.until(lambda: all(shown(name) is not None for name in names), self.options.limit)
         return [found - at[name] for name in names if (found := shown(name)) is not None]
 
     async def edits(self) -> None:
         """Edit every resource once."""
-        before, turns, began = self.operator.cpu_seconds, self.operator.turns, time.monotonic()
-        took = await self.edited(self.names, "a")
-        self.tell(f"edits at {self.options.rate:g} a second → children", percentiles(took))
+        before, reconciles, began = self.operator.cpu_seconds, self.operator.reconciles, time.monotonic()
+        took = await self.measure_edits(self.names, "a")
+        self.report(f"edits at {self.options.rate:g} a second → children", percentiles(took))
         used, passed = self.operator.cpu_seconds - before, time.monotonic() - began
-        self.tell("processor time of the operator while edits came", f"{used:.1f} s in {passed:.0f} s")
+        self.report("CPU time of the operator during edits", f"{used:.1f} s in {passed:.0f} s")
         await self.until(lambda: all(f"{name}=2" in self.seen.ready for name in self.names), self.options.limit)
-        self.tell("the first edit → all Ready again", f"{time.monotonic() - began:.1f} s")
+        self.report("the first edit → all Ready again", f"{time.monotonic() - began:.1f} s")
         await asyncio.sleep(self.options.settle)
-        used, turns = self.operator.cpu_seconds - before, self.operator.turns - turns
-        each = f"{used / len(self.names) * 1000:.0f} ms in {turns / len(self.names):.1f} turns"
-        self.tell("an edit and all that follows from it: processor time", each)
-        self.tell_calls("edits", len(self.names))
+        used, reconciles = self.operator.cpu_seconds - before, self.operator.reconciles - reconciles
+        each = f"{used / len(self.names) * 1000:.0f} ms in {reconciles / len(self.names):.1f} reconciles"
+        self.report("CPU time per edit, including follow-up reconciles", each)
+        self.report_calls("edits", len(self.names))
 
     async def restart(self) -> None:
-        """What was changed while no operator ran stands in every status."""
+        """Edit while no operator runs, start it, and wait until every status shows the edit."""
         self.operator.stop()
         generations: dict[str, int] = {}
 
@@ -324,41 +326,41 @@ class Bench:
             _, said = await self.client.call("PATCH", f"{RESOURCES}/{name}", change)
             generations[name] = said["metadata"]["generation"]
 
-        await self.paced(self.names, edit)
+        await self.run_paced(self.names, edit)
         self.audit.since_last()
         began = time.monotonic()
         self.operator.start()
         await self.until(lambda: all(f"{n}={g}" in self.seen.ready for n, g in generations.items()), self.options.limit)
         told = [self.seen.ready[k] - began for n, g in generations.items() if (k := f"{n}={g}") in self.seen.ready]
-        self.tell("restarted → first correct status", percentiles(told))
-        self.tell("processor time of the operator until then", f"{self.operator.cpu_seconds:.1f} s")
-        self.tell_calls("restart", len(self.names))
+        self.report("restarted → first correct status", percentiles(told))
+        self.report("CPU time of the operator until then", f"{self.operator.cpu_seconds:.1f} s")
+        self.report_calls("restart", len(self.names))
 
     async def away(self) -> None:
-        """An API server that is away for a while, and an edit as soon as it is back."""
+        """Stop the API server for a while, and edit as soon as it is back."""
         self.server.pause()
         await asyncio.sleep(AWAY_SECONDS)
         await self.server.resume()
         self.operator.revive()
-        took = await self.edited(self.names[:1], "away")
-        self.tell(f"API server away for {AWAY_SECONDS:g} s: back → an edit's children", percentiles(took))
+        took = await self.measure_edits(self.names[:1], "away")
+        self.report(f"API server stopped for {AWAY_SECONDS:g} s: restarted → children of an edit", percentiles(took))
 
     async def hung(self) -> None:
-        """One healthy resource beside some whose engines accept connections and say nothing."""
+        """Edit one healthy resource while other engines accept connections and never answer."""
         hung = [f"hung-{number}" for number in range(HUNG)]
         for name in hung:
-            await self.client.call("POST", RESOURCES, a_resource(name, self.options.mode))
+            await self.client.call("POST", RESOURCES, build_resource(name, self.options.mode))
         await self.until(lambda: all(f"{name}-g0=" in self.seen.sets for name in hung), self.options.limit)
         await asyncio.sleep(10.0)
         took = []
         for number in range(self.options.rounds):
-            took += await self.edited(self.names[:1], f"h{number}")
+            took += await self.measure_edits(self.names[:1], f"h{number}")
             await asyncio.sleep(3.0)
-        self.tell(f"edits of one resource beside {HUNG} with hung engines", percentiles(took))
+        self.report(f"edits of one resource with {HUNG} resources with hung engines", percentiles(took))
 
 
 async def run(options: argparse.Namespace, folder: Path) -> Mapping[str, str]:
-    """One run, whose logs and data are in `folder`."""
+    """Run the benchmark with logs and data in `folder`."""
     server = ApiServer(options.etcd, options.apiserver, folder, options.port)
     flags = ("--tick-seconds", f"{options.tick_seconds:g}")
     operator = Process(folder, server.kubeconfig(OPERATOR), options.port + 3, flags)
@@ -370,14 +372,14 @@ async def run(options: argparse.Namespace, folder: Path) -> Mapping[str, str]:
             _, version = await client.call("GET", "/version")
             await _prepare(client)
             kubelet.start()
-            seen = Seen()
+            seen = Timeline()
             all_of_them = (seen.follow_sets, seen.follow_jobs, seen.follow_resources)
             followers = [asyncio.create_task(follow(client)) for follow in all_of_them]
             operator.start()
             names = [f"m-{number}" for number in range(options.resources)]
             bench = Bench(client, server, Audit(server.audit_log), operator, seen, names, options)
-            bench.tell("Kubernetes", version["gitVersion"])
-            bench.tell("resources", f"{options.resources}, tuning {options.mode}, tick {options.tick_seconds:g} s")
+            bench.report("Kubernetes", version["gitVersion"])
+            bench.report("resources", f"{options.resources}, tuning {options.mode}, tick {options.tick_seconds:g} s")
             await bench.create()
             for phase in options.phases:
                 await getattr(bench, phase)()
@@ -391,7 +393,7 @@ async def run(options: argparse.Namespace, folder: Path) -> Mapping[str, str]:
 
 
 async def _prepare(client: Client) -> None:
-    """The namespace and the CRD."""
+    """Create the namespace and the CRD."""
     await client.call("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
     crd = yaml.safe_load(CRD.read_text())
     crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -406,18 +408,18 @@ def main() -> None:
     parser.add_argument("--etcd", type=Path, required=True, help="etcd's binary")
     parser.add_argument("--apiserver", type=Path, required=True, help="kube-apiserver's binary")
     parser.add_argument("--resources", type=int, default=1000)
-    parser.add_argument("--rate", type=float, default=50.0, help="how many are created or edited a second")
+    parser.add_argument("--rate", type=float, default=50.0, help="resources created or edited per second")
     parser.add_argument("--mode", default="Recommend", choices=["Off", "Recommend", "Auto"], help="tuning.mode")
     parser.add_argument("--tick-seconds", type=float, default=5.0, help="as the chart's tickSeconds")
-    parser.add_argument("--settle", type=float, default=60.0, help="seconds before idleness is measured")
-    parser.add_argument("--idle", type=float, default=120.0, help="seconds for which it is measured")
+    parser.add_argument("--settle", type=float, default=60.0, help="seconds to wait before the idle measurement")
+    parser.add_argument("--idle", type=float, default=120.0, help="seconds of the idle measurement")
     parser.add_argument("--limit", type=float, default=300.0, help="longest wait of a phase, in seconds")
-    parser.add_argument("--rounds", type=int, default=20, help="edits beside hung engines")
+    parser.add_argument("--rounds", type=int, default=20, help="edits with hung engines")
     parser.add_argument("--phases", nargs="*", default=list(PHASES), choices=PHASES)
     parser.add_argument("--port", type=int, default=26443, help="the first of five ports on loopback")
     parser.add_argument("--keep", action="store_true", help="keep logs and data")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # run the cleanup
     folder = Path(tempfile.mkdtemp(prefix="operator-scale-"))
     try:
         rows = asyncio.run(run(options, folder))

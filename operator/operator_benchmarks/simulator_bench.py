@@ -1,11 +1,10 @@
-"""The simulator beside the engine that it simulates: `python -m operator_benchmarks.simulator_bench MODEL`.
+"""Comparison of the simulator with a real CPU engine: `python -m operator_benchmarks.simulator_bench MODEL`.
 
-For each of three configurations, one of which preempts, a real CPU engine serves a load between two others (other
-lengths, other arrivals). While it serves those two, its own sums per kind of step are read, and step times are fitted
-to them; the simulator replays the arrivals of the load between with the fitted times, and nothing of that one is used
-for the fit. What else runs on the machine is in the engine's times and not in the simulator's: it must be idle. The
-load that preempts is a burst, twice what the engine holds: nearer to saturation a step time that is 2 % off changes
-the 95th percentile of first tokens by up to 40 %, by the simulator itself.
+For each of three configurations, one of which preempts, a real engine serves a load between two others with other
+lengths and arrivals. Step times are fitted to the engine's sums during those two, and the simulator replays the
+arrivals of the load between them, which is not used for the fit. Other processes affect only the engine's times, so the
+machine must be idle. The load that preempts is a burst of twice what the engine holds: nearer to saturation, a step
+time that is 2 % off changes the 95th percentile of TTFT by up to 40 %, by the simulator itself.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from engine_benchmarks.mechanism_bench import load_of, measured, sustainable_rate
-from engine_benchmarks.output import written
+from engine_benchmarks.output import write_text
 from prometheus_client.parser import text_string_to_metric_families
 from trimtab_engine.bench.local_server import LocalServer, end_on_sigterm, local_server
 from trimtab_engine.bench.serving.load import Load
 from trimtab_engine.bench.serving.samples import RandomLengths, Words, random_samples
 from trimtab_operator.tuner.parameters import Parameter
-from trimtab_simulator.contest import Contest
+from trimtab_simulator.experiment import Experiment
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import START_UTILIZATION, Machine, machine_of
-from trimtab_simulator.replay import Loop
+from trimtab_simulator.replay import ReplaySettings
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 
 BLOCK = 16
@@ -53,7 +52,7 @@ FIGURES = ("throughput", "ttft_p95", "itl_p95", "preemptions")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One configuration of the engine, and its load. `share` is how much of what it could take at once arrives."""
+    """One engine configuration and its load. `share` is the arrival rate relative to the sustainable one."""
 
     name: str
     max_num_seqs: int
@@ -81,14 +80,14 @@ class Pair:
     measured: dict[str, float]
     simulated: dict[str, float]
 
-    def off_by(self, figure: str) -> float:
-        """How far the simulated figure is from the measured one, as a share of it."""
+    def relative_error(self, figure: str) -> float:
+        """Return the relative error of the simulated figure."""
         there = self.measured[figure]
         return (self.simulated[figure] - there) / there if there else float(self.simulated[figure] > 0)
 
 
 def sums_of(page: str) -> dict[str, dict[str, float]]:
-    """Per kind of step the five sums of a page of metrics, over all its cores."""
+    """Return the five sums per kind of step of a metrics page, over all cores."""
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -99,7 +98,7 @@ def sums_of(page: str) -> dict[str, dict[str, float]]:
 
 
 def intervals(snapshots: Sequence[dict[str, dict[str, float]]]) -> list[dict[str, float]]:
-    """What each kind of step did between one look and the next, where it did something."""
+    """Return the work of each kind of step between two samples, if any."""
     rows = []
     for before, after in pairwise(snapshots):
         for kind, sums in after.items():
@@ -109,7 +108,7 @@ def intervals(snapshots: Sequence[dict[str, dict[str, float]]]) -> list[dict[str
     return rows
 
 
-async def watched(server: LocalServer, load: Load) -> list[dict[str, float]]:
+async def serve_and_scrape(server: LocalServer, load: Load) -> list[dict[str, float]]:
     """Serve the load, and read the sums meanwhile."""
     snapshots = [sums_of(await server.metrics())]
     run = asyncio.create_task(measured(server, load))
@@ -120,8 +119,8 @@ async def watched(server: LocalServer, load: Load) -> list[dict[str, float]]:
     return intervals(snapshots)
 
 
-def fitted(setting: Setting, rows: list[dict[str, float]]) -> Machine:
-    """The machine as `trimtab simulate --calibration` reads it."""
+def fit_machine(setting: Setting, rows: list[dict[str, float]]) -> Machine:
+    """Return the machine as `trimtab simulate --calibration` reads it."""
     body = {
         "steps": rows,
         "kv_tokens": setting.num_blocks * BLOCK,
@@ -137,7 +136,7 @@ def fitted(setting: Setting, rows: list[dict[str, float]]) -> Machine:
 
 
 def simulated(setting: Setting, machine: Machine, load: Load) -> dict[str, float]:
-    """The same arrivals, replayed."""
+    """Return the figures of the same arrivals in simulation."""
     arrivals = [
         Arrival(at, sample.prompt_len or 0, sample.output_len or 0)
         for at, sample in zip(load.times, load.samples, strict=True)
@@ -149,8 +148,10 @@ def simulated(setting: Setting, machine: Machine, load: Load) -> dict[str, float
         Parameter.GPU_MEMORY_UTILIZATION: START_UTILIZATION,
     }
     trace = Trace(setting.name, arrivals, arrivals[-1].at + 1.0)
-    contest = Contest(trace, FleetSettings(machine, parameters, 1, 1, 1, 0.0), Loop(), Objectives(ttft=3600.0))
-    judged = contest.judge("static", contest.play_fixed())
+    experiment = Experiment(
+        trace, FleetSettings(machine, parameters, 1, 1, 1, 0.0), ReplaySettings(), Objectives(ttft=3600.0)
+    )
+    judged = experiment.judge("static", experiment.run_fixed())
     assert judged.ttft_p95 is not None
     assert judged.itl_token_p95 is not None
     return {
@@ -161,8 +162,8 @@ def simulated(setting: Setting, machine: Machine, load: Load) -> dict[str, float
     }
 
 
-async def compared(model: str, setting: Setting, num_requests: int) -> Pair:
-    """One configuration: calibrated on the loads before and after the one that is compared."""
+async def compare(model: str, setting: Setting, num_requests: int) -> Pair:
+    """Measure one configuration: calibrate on the loads before and after the compared one."""
     flags = ["--device", "cpu", "--max-model-len", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"]
     flags += ["--num-gpu-blocks-override", str(setting.num_blocks), "--max-num-seqs", str(setting.max_num_seqs)]
     flags += ["--max-num-batched-tokens", str(setting.max_num_batched_tokens), "--watermark", "0"]
@@ -171,10 +172,10 @@ async def compared(model: str, setting: Setting, num_requests: int) -> Pair:
     async with local_server(model, flags) as server:
         rate = setting.share * await sustainable_rate(server, loads[0][:16])
         before, load, after = (load_of(server, samples, rate=rate, seed=1 + i) for i, samples in enumerate(loads))
-        rows = await watched(server, before)
+        rows = await serve_and_scrape(server, before)
         row = await measured(server, load)
-        rows += await watched(server, after)
-    machine = fitted(setting, rows)
+        rows += await serve_and_scrape(server, after)
+    machine = fit_machine(setting, rows)
     real = {
         "throughput": row["output_throughput"],
         "ttft_p95": row["p95_ttft_ms"] / 1000,
@@ -185,9 +186,9 @@ async def compared(model: str, setting: Setting, num_requests: int) -> Pair:
 
 
 def page(pairs: Sequence[Pair]) -> str:
-    """A table of both, and how far they are apart."""
+    """Return a table of measured and simulated figures and their relative errors."""
     lines = [
-        "| configuration | requests | | measured | simulated | off by |",
+        "| configuration | requests | | measured | simulated | relative error |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     texts = {"throughput": "tokens/s", "ttft_p95": "TTFT p95, s", "itl_p95": "ITL p95, s", "preemptions": "preemptions"}
@@ -195,7 +196,7 @@ def page(pairs: Sequence[Pair]) -> str:
         for figure in FIGURES:
             there, here = pair.measured[figure], pair.simulated[figure]
             if there or here:
-                off = pair.off_by(figure)
+                off = pair.relative_error(figure)
                 missed = " **missed**" if abs(off) > BAR else ""
                 count = f"{pair.requests} at {pair.rate:.2f}/s"
                 name = f"| {pair.setting} | {count} | {texts[figure]}"
@@ -204,21 +205,23 @@ def page(pairs: Sequence[Pair]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="simulator_bench", description="The simulator beside a real CPU engine.")
+    parser = argparse.ArgumentParser(
+        prog="simulator_bench", description="Compare the simulator with a real CPU engine."
+    )
     parser.add_argument("model", help="folder with safetensors and a tokenizer")
     parser.add_argument("--requests", type=int, default=80, help="of each load")
-    parser.add_argument("--output", type=Path, help="write the figures there, as JSON")
+    parser.add_argument("--output", type=Path, help="write the figures to this file, as JSON")
     options = parser.parse_args(arguments)
     end_on_sigterm()
     pairs: list[Pair] = []
     with contextlib.suppress(KeyboardInterrupt):
         for setting in SETTINGS:
-            pairs.append(asyncio.run(compared(options.model, setting, options.requests)))
+            pairs.append(asyncio.run(compare(options.model, setting, options.requests)))
             print(f"[simulator] {setting.name}: {pairs[-1]}", file=sys.stderr, flush=True)
     text = page(pairs)
     if options.output is not None:
         body: dict[str, Any] = {"load_average": os.getloadavg()[1], "pairs": [asdict(pair) for pair in pairs]}
-        written(options.output, json.dumps(body, indent=1) + "\n")
+        write_text(options.output, json.dumps(body, indent=1) + "\n")
     print(text)
     return 0
 

@@ -1,7 +1,7 @@
-"""The cells of the table of results: one policy on one scenario, kept in a file as soon as it was replayed.
+"""Cells of the result table: one policy on one scenario, stored in a file as soon as it is computed.
 
-A cell knows what it was made from: the traces, the scenarios, and the sources that can change it. One whose inputs have
-changed since is done again, and until then it is told apart from those that still hold.
+A cell has a digest of its inputs: traces, scenarios, and the sources that can change it. A cell with outdated inputs is
+computed again, and marked until then.
 """
 
 from __future__ import annotations
@@ -20,80 +20,84 @@ from typing import Any
 import trimtab_operator.tuner
 import trimtab_operator.tuner.engine_model
 import trimtab_simulator
-from trimtab_simulator.contest import Contest
 from trimtab_simulator.errors import BadRequest
-from trimtab_simulator.policies.names import WITH_TARGET, Entry, parse_entries
-from trimtab_simulator.results import compete, hindsight_target, without_plots
+from trimtab_simulator.experiment import Experiment, without_timeline
+from trimtab_simulator.policies.names import WITH_TARGET, PolicySpec, parse_policy_specs
+from trimtab_simulator.results import hindsight_target, run_policy
 
 import simulator_benchmarks.scenarios
 from simulator_benchmarks.scenarios import SCENARIOS, Scenario
 
-OWN = ("trimtab", "replicas-only")
-"""Policies that ask the tuner: whatever of it changes, changes them."""
+TUNER_POLICIES = ("trimtab", "replicas-only")
+"""Policies that use the tuner, so that every change of the tuner changes them."""
 UNUSED_MODULES = ("report", "memo")
 """Modules of the simulator that no replay depends on."""
 
 Cell = dict[str, Any]
-"""One policy on one field: scenario, seed, cold_start, its score, and its inputs' digest."""
+"""One policy on one scenario: scenario, seed, cold_start, score, and digest of the inputs."""
 Key = tuple[str, int, float, str]
-"""Names a cell: scenario, seed, cold start and policy."""
+"""Key of a cell: scenario, seed, cold start and policy."""
 
 
 def parse_policies(text: str) -> list[str]:
-    """The policies of `NAME[@TARGET][,NAME…]`, each once. A rival's target may be a scenario: the best one there."""
+    """Return the policies of `NAME[@TARGET][,NAME…]`, each once. A baseline's target may be a scenario: the best one
+    there."""
     names = []
     for part in (part.strip() for part in text.split(",")):
         name, at, where = part.partition("@")
         if at and where in _scenarios():
             if name not in WITH_TARGET:
-                raise BadRequest(f"--policies {part}: {name} has no target to be fixed on {where}; leave out @{where}")
+                raise BadRequest(f"--policies {part}: {name} has no target; remove @{where}")
             names.append(part)
         elif name in WITH_TARGET and where.isalpha():
             known = ", ".join(_scenarios())
-            raise BadRequest(f"--policies {part}: behind the @ stands a number above 0, or one of {known}")
+            raise BadRequest(f"--policies {part}: after the @ must be a number above 0, or one of {known}")
         else:
-            names += [entry.label for entry in parse_entries(part)]
+            names += [entry.label for entry in parse_policy_specs(part)]
     return list(dict.fromkeys(names))
 
 
 def fixed_on(policy: str) -> str | None:
-    """The scenario that a rival's target was fixed on."""
+    """Return the scenario that a baseline's target was chosen on."""
     where = policy.partition("@")[2]
     return where if where in _scenarios() else None
 
 
 def run_cell(folder: Path, scenario: str, seed: int, cold_start: float, policy: str) -> Cell:
-    """Replay one."""
+    """Compute one cell."""
     began = time.process_time()
 
-    def field(name: str) -> Contest:
-        return without_plots(_scenarios()[name].contest(folder, seed=seed, cold_start=cold_start))
+    def field(name: str) -> Experiment:
+        return without_timeline(_scenarios()[name].experiment(folder, seed=seed, cold_start=cold_start))
 
     where = fixed_on(policy)
     if where is None:
-        (entry,) = parse_entries(policy)
+        (entry,) = parse_policy_specs(policy)
     else:
         name = policy.partition("@")[0]
-        entry = Entry(name, hindsight_target(field(where), name))
-    result = compete(field(scenario), entry)
+        entry = PolicySpec(name, hindsight_target(field(where), name))
+    result = run_policy(field(scenario), entry)
     cell: Cell = {"scenario": scenario, "seed": seed, "cold_start": cold_start}
     cell |= result.to_json() | {"policy": policy, "cpu_seconds": round(time.process_time() - began, 1)}
     return cell | {"inputs": inputs_of(folder, policy)}
 
 
 def key_of(cell: Cell) -> Key:
-    """Which cell it is."""
+    """Return the key of a cell."""
     return cell["scenario"], cell["seed"], cell["cold_start"], cell["policy"]
 
 
 @lru_cache(maxsize=64)
 def inputs_of(folder: Path, policy: str) -> str:
-    """Names what a cell of the policy is made from: the traces, the simulator and, for ours, the tuner."""
+    """Return the digest of a policy's inputs: the traces, the simulator and, for Trimtab, the tuner."""
     digest = hashlib.sha256()
-    excluded = UNUSED_MODULES if policy in OWN else (*UNUSED_MODULES, "trimtab")
+    excluded = UNUSED_MODULES if policy in TUNER_POLICIES else (*UNUSED_MODULES, "trimtab")
     for path in sorted(each for each in folder.iterdir() if each.is_file()):
         digest.update(path.name.encode() + path.read_bytes())
-    packages = [trimtab_simulator, trimtab_operator.tuner if policy in OWN else trimtab_operator.tuner.engine_model]
+    packages = [
+        trimtab_simulator,
+        trimtab_operator.tuner if policy in TUNER_POLICIES else trimtab_operator.tuner.engine_model,
+    ]
     for package in packages:
         root = Path(package.__file__ or "").parent
         for path in sorted(root.rglob("*.py")):
@@ -104,7 +108,7 @@ def inputs_of(folder: Path, policy: str) -> str:
 
 
 def read_cells(path: Path) -> dict[Key, Cell]:
-    """What an earlier run has written; a line that was cut off is left out."""
+    """Return the cells of an earlier run; truncated lines are skipped."""
     cells = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -116,15 +120,15 @@ def read_cells(path: Path) -> dict[Key, Cell]:
 
 
 def is_current(cell: Cell, folder: Path) -> bool:
-    """Whether the same would come of it today."""
+    """Return True if the cell's inputs are unchanged."""
     return bool(cell.get("inputs") == inputs_of(folder, cell["policy"]))
 
 
-def fill(
+def run_missing(
     path: Path, folder: Path, wanted: Iterable[Key], *, jobs: int, fresh: bool, seconds: float = math.inf
 ) -> dict[Key, Cell]:
-    """Run what is missing or was made from other inputs, and write each cell when it is done. Nothing is begun after so
-    many seconds."""
+    """Compute missing and outdated cells, and write each one when it is done. No cell is started after this many
+    seconds."""
     cells = read_cells(path)
     missing = [key for key in wanted if fresh or key not in cells or not is_current(cells[key], folder)]
     until = time.monotonic() + seconds
@@ -147,14 +151,14 @@ def fill(
                     cells[key_of(cell)] = cell
                     file.write(json.dumps(cell) + "\n")
                     file.flush()
-                    _tell(cell, count, len(missing))
+                    _report_progress(cell, count, len(missing))
 
 
 def _scenarios() -> dict[str, Scenario]:
     return {scenario.name: scenario for scenario in SCENARIOS}
 
 
-def _tell(cell: Cell, count: int, total: int) -> None:
-    told = f"{cell['scenario']} seed {cell['seed']} cold {cell['cold_start']:g} {cell['policy']}"
+def _report_progress(cell: Cell, count: int, total: int) -> None:
+    label = f"{cell['scenario']} seed {cell['seed']} cold {cell['cold_start']:g} {cell['policy']}"
     figures = f"{cell['gpu_hours']:.2f} h @ {100 * cell['attainment']:.2f} % ({cell['cpu_seconds']:.0f} s)"
-    print(f"{count}/{total} {told}: {figures}", file=sys.stderr, flush=True)
+    print(f"{count}/{total} {label}: {figures}", file=sys.stderr, flush=True)

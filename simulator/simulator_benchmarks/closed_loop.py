@@ -1,6 +1,6 @@
-"""Clients that wait, under one policy: each asks, has its answer, and asks again at once.
+"""Closed-loop clients under one policy: each sends its next request when it has received a response.
 
-What they send depends on what they get, so there is no trace: a replay of them draws lengths as it goes.
+Requests depend on responses, so there is no trace: lengths are sampled during the run.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from trimtab_operator.tuner.engine_model import Sequence as Served
 from trimtab_simulator.plant.fleet import Fleet, FleetSettings
 from trimtab_simulator.plant.router import RouterKind, router_of
-from trimtab_simulator.policies.policy import Policy, View
+from trimtab_simulator.policies.policy import Policy, PolicyInput
 from trimtab_simulator.replay import Change
 
-POLL_SECONDS = 0.05  # how soon a client that has its answer asks again
-BEGIN_SECONDS = 5.0  # within which all of them have asked for the first time
+POLL_SECONDS = 0.05  # delay until a client sends its next request
+BEGIN_SECONDS = 5.0  # within which all clients send their first request
 
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """How many there are, and what each asks for: tokens of a prompt and of its answer."""
+    """Number of clients, and a sampler of prompt and output tokens."""
 
     count: int
     draw: Callable[[random.Random], tuple[int, int]]
@@ -29,18 +29,18 @@ class Clients:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoopResult:
-    """What came of it. `served` are the requests that have their answers."""
+    """Result of a run. `served` are the finished requests."""
 
     served: tuple[Served, ...]
     changes: tuple[Change, ...]
     seconds: float
 
 
-def play_clients(
+def run_clients(
     settings: FleetSettings, policy: Policy, clients: Clients, *, seconds: float, seed: int
 ) -> ClosedLoopResult:
-    """Have the policy steer a fleet of fixed size that these clients ask; equal arguments come to the same."""
-    return _ClosedLoop(settings, policy, clients, seed).play(seconds)
+    """Run a policy on a fleet of fixed size with these clients. Deterministic."""
+    return _ClosedLoop(settings, policy, clients, seed).run(seconds)
 
 
 class _ClosedLoop:
@@ -49,19 +49,19 @@ class _ClosedLoop:
         self._policy = policy
         self._clients = clients
         self._rng = random.Random(f"clients-{seed}")
-        self._told: dict[str, int] = {}  # by replica, how many of its ended requests have been followed by another
+        self._num_followed_up: dict[str, int] = {}  # by replica: finished requests with a follow-up request
         self._begins = sorted(self._rng.uniform(0.0, BEGIN_SECONDS) for _ in range(clients.count))
         self._now = 0.0
         self._changes: list[Change] = []
 
-    def play(self, seconds: float) -> ClosedLoopResult:
-        """Let so much time pass."""
+    def run(self, seconds: float) -> ClosedLoopResult:
+        """Run for this many seconds."""
         tick = self._policy.tick_seconds
         due = tick
         while self._now < seconds:
             self._serve(min(due, seconds))
             if self._now >= due:
-                self._turn()
+                self._run_policy()
                 due += tick
         served = tuple(s for replica in self._fleet.all for s in replica.engine.finished)
         return ClosedLoopResult(served, tuple(self._changes), seconds)
@@ -70,26 +70,26 @@ class _ClosedLoop:
         while self._now < until:
             self._now = min(until, self._now + POLL_SECONDS)
             while self._begins and self._begins[0] <= self._now:
-                self._ask(self._begins.pop(0))
+                self._request_replica(self._begins.pop(0))
             for at in self._ended():
-                self._ask(at)
+                self._request_replica(at)
 
     def _ended(self) -> list[float]:
-        """When requests ended that nobody has followed up yet."""
+        """Return the end times of requests without a follow-up request."""
         times: list[float] = []
         for replica in self._fleet.ready:
             replica.engine.run_until(self._now)
             finished = replica.engine.finished
-            times += [s.finished_at or self._now for s in finished[self._told.get(replica.name, 0) :]]
-            self._told[replica.name] = len(finished)
+            times += [s.finished_at or self._now for s in finished[self._num_followed_up.get(replica.name, 0) :]]
+            self._num_followed_up[replica.name] = len(finished)
         return sorted(times)
 
-    def _ask(self, at: float) -> None:
+    def _request_replica(self, at: float) -> None:
         self._fleet.send(Served(at, *self._clients.draw(self._rng)), max(at, self._now))
 
-    def _turn(self) -> None:
+    def _run_policy(self) -> None:
         fleet = self._fleet
         snapshots = fleet.snapshot(self._now, with_requests=self._policy.reads_requests)
-        moves = self._policy.decide(View(self._now, fleet.desired, dict(fleet.parameters), snapshots))
+        moves = self._policy.decide(PolicyInput(self._now, fleet.desired, dict(fleet.parameters), snapshots))
         for parameter, (before, after) in fleet.patch(moves.parameters, self._now).items():
             self._changes.append(Change(self._now, parameter.value, before, after, moves.why))

@@ -1,8 +1,8 @@
-"""How long the tuner's turns take, and what they decided: `python -m simulator_benchmarks.decision_time --traces FOLDER`.
+"""CPU time of tuner steps and their decisions: `python -m simulator_benchmarks.decision_time --traces FOLDER`.
 
-Slices of three scenarios that ask for most, or the scenarios as they are with `--whole`. Time is the turn's own CPU
-time (others of this machine do not count); the decisions are printed as one fingerprint, so that who makes a turn
-cheaper can show that it decides the same. Parsing is not in it: the simulator hands out values.
+Slices of three demanding scenarios, or whole scenarios with `--whole`. Time is the step's own CPU time, so other
+processes do not count. The decisions are printed as a fingerprint, which shows whether an optimization keeps them.
+Parsing is not included: the simulator passes values.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from trimtab_simulator.contest import Contest
-from trimtab_simulator.policies.policy import PolicyActions, View
+from trimtab_simulator.experiment import Experiment, without_timeline
+from trimtab_simulator.policies.policy import PolicyActions, PolicyInput
 from trimtab_simulator.policies.trimtab import Trimtab
-from trimtab_simulator.results import without_plots
 from trimtab_simulator.scores import percentile
 
 from simulator_benchmarks.scenarios import SCENARIOS
@@ -26,7 +25,7 @@ from simulator_benchmarks.scenarios import SCENARIOS
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of a scenario, in seconds of its replay."""
+    """Part of a scenario, in seconds of its replay."""
 
     scenario: str
     start: float
@@ -37,8 +36,8 @@ SLICES = (Slice("mix", 0.0, 1800.0), Slice("day", 600.0, 2400.0), Slice("r1", 30
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """What came of one slice. Times are in milliseconds; `per_replica` ones are divided by the replicas looked at."""
+class StepTimes:
+    """Result of one slice. Times are in milliseconds; `per_replica` ones are divided by the number of replicas."""
 
     scenario: str
     gpu_hours: float
@@ -51,51 +50,51 @@ class Turns:
     per_replica_p50: float
     per_replica_p99: float
     decisions: str
-    """A fingerprint of all that was moved, and when."""
+    """Fingerprint of all changes and their times."""
 
 
-class Timed:
-    """The tuner, and how long each of its turns took."""
+class TimedTuner:
+    """The tuner, with the duration of each step."""
 
     def __init__(self, policy: Trimtab) -> None:
         self.name = policy.name
         self.tick_seconds = policy.tick_seconds
         self.reads_requests = policy.reads_requests
         self.took: list[tuple[float, int]] = []
-        """Seconds of CPU time, and replicas looked at."""
+        """CPU seconds, and the number of replicas."""
         self._policy = policy
 
-    def decide(self, view: View) -> PolicyActions:
-        """One turn of the tuner."""
+    def decide(self, view: PolicyInput) -> PolicyActions:
+        """Run one tuner step."""
         began = time.thread_time()
         moves = self._policy.decide(view)
         self.took.append((time.thread_time() - began, max(1, len(view.snapshots))))
         return moves
 
 
-def cut(contest: Contest, part: Slice) -> Contest:
-    """The same field with only that part of the load."""
-    trace, end = contest.trace, part.start + part.seconds
+def cut(experiment: Experiment, part: Slice) -> Experiment:
+    """Return the experiment with only that part of the load."""
+    trace, end = experiment.trace, part.start + part.seconds
     arrivals = [a._replace(at=a.at - part.start) for a in trace.arrivals if part.start <= a.at < end]
-    return replace(contest, trace=replace(trace, arrivals=arrivals, seconds=part.seconds))
+    return replace(experiment, trace=replace(trace, arrivals=arrivals, seconds=part.seconds))
 
 
-def measured(folder: Path, part: Slice, *, seed: int, whole: bool = False) -> Turns:
-    """Replay a slice under the tuner, or the scenario that it is a part of."""
+def measure_slice(folder: Path, part: Slice, *, seed: int, whole: bool = False) -> StepTimes:
+    """Replay a slice under the tuner, or its whole scenario."""
     (scenario,) = (each for each in SCENARIOS if each.name == part.scenario)
-    contest = without_plots(scenario.contest(folder, seed=seed))
-    return turns_of(part.scenario, contest if whole else cut(contest, part))
+    experiment = without_timeline(scenario.experiment(folder, seed=seed))
+    return measure_steps(part.scenario, experiment if whole else cut(experiment, part))
 
 
-def turns_of(name: str, contest: Contest) -> Turns:
-    """Replay it under the tuner, and tell how long its turns took."""
-    policy = Timed(Trimtab(contest.setup))
-    outcome = contest.play(policy)
-    judged = contest.judge(policy.name, outcome)
+def measure_steps(name: str, experiment: Experiment) -> StepTimes:
+    """Replay the experiment under the tuner, and return the durations of its steps."""
+    policy = TimedTuner(Trimtab(experiment.setup))
+    outcome = experiment.run(policy)
+    judged = experiment.judge(policy.name, outcome)
     whole = sorted(1000 * seconds for seconds, _ in policy.took)
     each = sorted(1000 * seconds / replicas for seconds, replicas in policy.took)
     moved = repr([(change.at, change.target, change.before, change.after) for change in outcome.changes])
-    return Turns(
+    return StepTimes(
         scenario=name,
         gpu_hours=round(judged.gpu_hours, 4),
         attainment=round(judged.attainment, 5),
@@ -115,7 +114,7 @@ def _quantile(ordered: Sequence[float], percent: float) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print one JSON object a slice."""
+    """Measure, and print one JSON object per slice."""
     parser = argparse.ArgumentParser(prog="python -m simulator_benchmarks.decision_time", description=__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder of the development slice")
     parser.add_argument("--scenarios", default=",".join(part.scenario for part in SLICES))
@@ -128,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         parser.error(f"--scenarios has {', '.join(unknown)}; known are {', '.join(known)}")
     for name in names:
-        print(json.dumps(asdict(measured(given.traces, known[name], seed=given.seed, whole=given.whole))), flush=True)
+        print(
+            json.dumps(asdict(measure_slice(given.traces, known[name], seed=given.seed, whole=given.whole))), flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Named loads on real traces, each with the promise that fits it: what the table of results is made of.
+"""Named loads on real traces with suitable objectives: the rows of the result table.
 
-`folder` holds the files of the development slice; each scenario names those that it needs.
+`folder` has the files of the development slice; each scenario names those that it needs.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab_operator.tuner.parameters import Parameter, Value
-from trimtab_simulator.contest import Contest
+from trimtab_simulator.experiment import Experiment
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import START_UTILIZATION, machine_of
-from trimtab_simulator.replay import Loop
+from trimtab_simulator.replay import ReplaySettings
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 from trimtab_simulator.trace.load import Transform, load_trace
 
@@ -30,7 +30,7 @@ DAY_SECONDS = 86_400.0
 DAY = Transform(start=DAY_SECONDS, duration=DAY_SECONDS, speed=12, peak=30, cv=1)
 """The second day of a service, in two hours."""
 SWITCH_SECONDS = 600.0
-CODE_SHARES = (1.0, 0.15)  # of its load, in turns
+CODE_SHARES = (1.0, 0.15)  # of its load, alternating
 SLOTS = 512
 
 Load = Callable[[Path, int], Trace]
@@ -39,7 +39,7 @@ Load = Callable[[Path, int], Trace]
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A load, its promise, and where replicas and the token budget start: the best budget of fixed replicas."""
+    """A load, its objectives, and start values of replicas and token budget: the best budget of fixed replicas."""
 
     name: str
     load: Load
@@ -48,8 +48,8 @@ class Scenario:
     start_replicas: int
     max_replicas: int
 
-    def contest(self, folder: Path, *, seed: int = 0, cold_start: float = 120.0) -> Contest:
-        """The field on which policies meet."""
+    def experiment(self, folder: Path, *, seed: int = 0, cold_start: float = 120.0) -> Experiment:
+        """Return the experiment of this scenario."""
         parameters: dict[Parameter, Value] = {
             Parameter.MAX_NUM_SEQS: SLOTS,
             Parameter.MAX_NUM_BATCHED_TOKENS: self.budget,
@@ -65,7 +65,7 @@ class Scenario:
             cold_start,
             slow_gap=self.objectives.slow_gap,
         )
-        return Contest(self.load(folder, seed), settings, Loop(seed=seed), self.objectives)
+        return Experiment(self.load(folder, seed), settings, ReplaySettings(seed=seed), self.objectives)
 
 
 def _day(folder: Path, seed: int) -> Trace:
@@ -82,7 +82,7 @@ def _r1(folder: Path, seed: int) -> Trace:
 
 
 def _mix(folder: Path, seed: int) -> Trace:
-    """Conversations, and code that comes and goes."""
+    """Return conversations, and code load that switches on and off."""
     parts = [
         load_trace(
             folder / SMALL_RATES,
@@ -106,7 +106,8 @@ def _code(folder: Path, seed: int) -> Trace:
 
 
 def _moon(folder: Path, seed: int) -> Trace:
-    """Long prompts; two copies, moved within the trace's grid of three seconds. Every prompt is computed whole."""
+    """Return long prompts: two copies, shifted within the trace's grid of three seconds. Every prompt is computed
+    whole."""
     trace = load_trace(folder / MOONCAKE, Transform(copies=2, jitter=3), seed=seed)
     return Trace(trace.name, [arrival._replace(prefix=()) for arrival in trace.arrivals], trace.seconds)
 

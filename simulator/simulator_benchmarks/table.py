@@ -1,9 +1,9 @@
-"""The table of all scenarios, policies, cold starts and seeds: `python -m simulator_benchmarks.table --traces FOLDER`.
+"""Result table of scenarios, policies, cold starts and seeds: `python -m simulator_benchmarks.table --traces FOLDER`.
 
-Each cell is written to a file as soon as it is done, so that a run that was cut off goes on where it was, and a part of
-the table can be run with `--seconds` or by naming scenarios, policies, seeds and cold starts. The table says of every
-row which seeds are in, and how many of its cells other sources than the present ones have made: those are done again.
-`kubeai@day` is a rival whose one target was the best on another scenario.
+Each cell is written to a file as soon as it is done, so that an interrupted run continues, and a part can be run with
+`--seconds` or by naming scenarios, policies, seeds and cold starts. Every row lists its finished seeds and the number
+of cells with outdated sources, which are computed again. `kubeai@day` is a baseline whose target was the best on
+another scenario.
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ from statistics import mean
 
 from trimtab_simulator.errors import BadRequest
 
-from simulator_benchmarks.cells import Cell, Key, fill, fixed_on, is_current, key_of, parse_policies
+from simulator_benchmarks.cells import Cell, Key, fixed_on, is_current, key_of, parse_policies, run_missing
 from simulator_benchmarks.scenarios import SCENARIOS
 from simulator_benchmarks.table_page import table_page
 
 POLICIES = "static-n,oracle,hpa-running,keda-queue,kubeai,aibrix-kpa,aibrix-apa,replicas-only,trimtab"
-HEADING = "| policy | GPU-hours (spread) | attained (least) | captured | goodput/s | TTFT p95 | turns | target | in |"
-"""Turns of direction in 10 minutes at most: of replicas, of a knob."""
+HEADING = (
+    "| policy | GPU-hours (spread) | attained (least) | captured | goodput/s | TTFT p95 | reversals | target | seeds |"
+)
+"""The column of direction changes has the maximum within 10 minutes: of replicas, of a parameter."""
 RULER = "|---|---|---|---|---|---|---|---|---|"
-ELSEWHERE = "Ours against the best rival whose one target was fixed on another trace"
-ELSEWHERE_HEADING = "| field | ours | the cheapest that attains as much as is promised | ours by hours | seeds |"
+FOREIGN_TITLE = "Trimtab and the best baseline with a target from another trace"
+FOREIGN_HEADING = (
+    "| scenario | Trimtab | cheapest baseline that attains the objectives | GPU-hours of Trimtab | seeds |"
+)
 OURS = "trimtab"
 
 
 def fields_of(wanted: Iterable[Key]) -> dict[tuple[str, float], dict[str, list[int]]]:
-    """By scenario and cold start, in the order of the scenarios: the policies, and the seeds of each."""
+    """Return the policies and the seeds of each, by scenario and cold start, in the order of the scenarios."""
     order = {scenario.name: index for index, scenario in enumerate(SCENARIOS)}
     fields: dict[tuple[str, float], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for scenario, seed, cold_start, policy in sorted(wanted, key=lambda key: (order[key[0]], key[2])):
@@ -40,8 +44,8 @@ def fields_of(wanted: Iterable[Key]) -> dict[tuple[str, float], dict[str, list[i
 
 
 def markdown(cells: Mapping[Key, Cell], wanted: Sequence[Key], older: Collection[Key] = ()) -> str:
-    """Hours and attainment of each policy by scenario and cold start: means over seeds, with the spread of hours. Rows
-    say which of their seeds are in, and how many of those were made from `older` inputs."""
+    """Return GPU-hours and attainment of each policy by scenario and cold start: means over seeds, with the spread of
+    hours. Rows list finished seeds and cells with `older` inputs."""
     parts = []
     for (scenario, cold_start), policies in fields_of(wanted).items():
         found = {
@@ -53,19 +57,20 @@ def markdown(cells: Mapping[Key, Cell], wanted: Sequence[Key], older: Collection
             "",
             HEADING,
             RULER,
-            *(_row(policy, its, found, _told_in(its, len(policies[policy]), older)) for policy, its in found.items()),
+            *(_row(policy, its, found, _coverage(its, len(policies[policy]), older)) for policy, its in found.items()),
             "",
         ]
-    return "\n".join([*parts, *_against_fixed_elsewhere(cells, wanted)])
+    return "\n".join([*parts, *_foreign_target_table(cells, wanted)])
 
 
-def _told_in(its: Sequence[Cell], num_wanted: int, older: Collection[Key]) -> str:
+def _coverage(its: Sequence[Cell], num_wanted: int, older: Collection[Key]) -> str:
     num_older = sum(key_of(cell) in older for cell in its)
     return f"{len(its)} of {num_wanted}" + (f", {num_older} older" if num_older else "")
 
 
-def _against_fixed_elsewhere(cells: Mapping[Key, Cell], wanted: Sequence[Key]) -> list[str]:
-    """A row for each field: ours beside the rival of a foreign target that costs the least while promises are kept."""
+def _foreign_target_table(cells: Mapping[Key, Cell], wanted: Sequence[Key]) -> list[str]:
+    """Return a row per scenario: Trimtab and the cheapest baseline with a foreign target that attains the
+    objectives."""
     rows = []
     for (scenario, cold_start), policies in fields_of(wanted).items():
         ours = {
@@ -78,21 +83,23 @@ def _against_fixed_elsewhere(cells: Mapping[Key, Cell], wanted: Sequence[Key]) -
             and (its := [cell for seed in ours if (cell := cells.get((scenario, seed, cold_start, policy)))])
         }
         if rivals:
-            rows.append(_against(scenario, cold_start, ours, rivals))
-    return [f"### {ELSEWHERE}", "", ELSEWHERE_HEADING, "|---|---|---|---|---|", *rows, ""] if rows else []
+            rows.append(_foreign_target_row(scenario, cold_start, ours, rivals))
+    return [f"### {FOREIGN_TITLE}", "", FOREIGN_HEADING, "|---|---|---|---|---|", *rows, ""] if rows else []
 
 
-def _against(scenario: str, cold_start: float, ours: Mapping[int, Cell], rivals: Mapping[str, Sequence[Cell]]) -> str:
-    (promised,) = (each.objectives.attain for each in SCENARIOS if each.name == scenario)
-    keeping = {policy: its for policy, its in rivals.items() if _mean(its, "attainment") >= promised}
+def _foreign_target_row(
+    scenario: str, cold_start: float, ours: Mapping[int, Cell], rivals: Mapping[str, Sequence[Cell]]
+) -> str:
+    (objective,) = (each.objectives.attain for each in SCENARIOS if each.name == scenario)
+    attaining = {policy: its for policy, its in rivals.items() if _mean(its, "attainment") >= objective}
     field = f"| {scenario}, {cold_start:g} s"
-    if not keeping:
+    if not attaining:
         closest = max(rivals, key=lambda policy: _mean(rivals[policy], "attainment"))
         its = rivals[closest]
         own = [ours[cell["seed"]] for cell in its]
         return f"{field} | {_short(own)} | none; closest {closest} {_short(its)} | – | {len(its)} |"
-    best = min(keeping, key=lambda policy: _mean(keeping[policy], "gpu_hours"))
-    its = keeping[best]
+    best = min(attaining, key=lambda policy: _mean(attaining[policy], "gpu_hours"))
+    its = attaining[best]
     own = [ours[cell["seed"]] for cell in its]
     change = _mean(own, "gpu_hours") / _mean(its, "gpu_hours") - 1
     return f"{field} | {_short(own)} | {best} {_short(its)} | {100 * change:+.0f} % | {len(its)} |"
@@ -106,9 +113,9 @@ def _short(its: Sequence[Cell]) -> str:
     return f"{_mean(its, 'gpu_hours'):.2f} h @ {100 * _mean(its, 'attainment'):.2f} %"
 
 
-def _row(policy: str, its: Sequence[Cell], by_policy: Mapping[str, Sequence[Cell]], told_in: str) -> str:
+def _row(policy: str, its: Sequence[Cell], by_policy: Mapping[str, Sequence[Cell]], coverage: str) -> str:
     if not its:
-        return f"| {policy} | not run | | | | | | | {told_in} |"
+        return f"| {policy} | not run | | | | | | | {coverage} |"
     hours = [cell["gpu_hours"] for cell in its]
     attained = [cell["attainment"] for cell in its]
     turns = [cell["reversals_per_knob_per_10min"] for cell in its]
@@ -123,12 +130,12 @@ def _row(policy: str, its: Sequence[Cell], by_policy: Mapping[str, Sequence[Cell
         f"({100 * min(attained):.2f}) | {'–' if saved is None else f'{100 * saved:.0f} %'} | "
         f"{mean(cell['goodput_tokens_per_s'] for cell in its):,.0f} | {mean(cell['ttft_p95'] for cell in its):.2f} s | "
         f"{of_replicas}, {of_parameters} | {', '.join(f'{target:g}' for target in targets) or '–'} | "
-        f"{told_in} |"
+        f"{coverage} |"
     )
 
 
 def captured(its: Sequence[Cell], fixed: Sequence[Cell], oracle: Sequence[Cell]) -> float | None:
-    """(static-n − its) / (static-n − oracle) over the seeds that all three have; None where nothing can be saved."""
+    """Return (static-n − policy) / (static-n − oracle) over common seeds; None if nothing can be saved."""
     seeds = {cell["seed"] for cell in its} & {cell["seed"] for cell in fixed} & {cell["seed"] for cell in oracle}
     if not seeds:
         return None
@@ -139,17 +146,17 @@ def captured(its: Sequence[Cell], fixed: Sequence[Cell], oracle: Sequence[Cell])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Fill the table and print it as Markdown."""
+    """Compute the table and print it as Markdown."""
     parser = argparse.ArgumentParser(prog="python -m simulator_benchmarks.table", description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, required=True, help="folder of the development slice")
     parser.add_argument("--scenarios", default=",".join(each.name for each in SCENARIOS))
     parser.add_argument("--policies", default=POLICIES, help="NAME, NAME@TARGET, or NAME@SCENARIO")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--cold-starts", default="60,120,300", help="seconds")
-    parser.add_argument("--cells", type=Path, default=Path("tuner-table.jsonl"), help="where cells are kept")
+    parser.add_argument("--cells", type=Path, default=Path("tuner-table.jsonl"), help="file of the cells")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--fresh", action="store_true", help="do again what would come out the same, too")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after so long; 0: only show")
+    parser.add_argument("--fresh", action="store_true", help="compute all cells again")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no cell after this time; 0: only print")
     parser.add_argument("--html", type=Path, help="write one page with plots")
     given = parser.parse_args(arguments)
     names = [name for name in given.scenarios.split(",") if name]
@@ -158,8 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--scenarios has {', '.join(unknown)}; known are {', '.join(each.name for each in SCENARIOS)}")
     try:
         policies = parse_policies(given.policies)
-    except BadRequest as refused:
-        parser.error(str(refused))
+    except BadRequest as rejected:
+        parser.error(str(rejected))
     wanted = [
         (name, int(seed), float(cold), policy)
         for seed in given.seeds.split(",")
@@ -168,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for policy in policies
         if fixed_on(policy) != name
     ]
-    cells = fill(given.cells, given.traces, wanted, jobs=given.jobs, fresh=given.fresh, seconds=given.seconds)
+    cells = run_missing(given.cells, given.traces, wanted, jobs=given.jobs, fresh=given.fresh, seconds=given.seconds)
     older = {key for key in wanted if key in cells and not is_current(cells[key], given.traces)}
     text = markdown(cells, wanted, older)
     print(text)

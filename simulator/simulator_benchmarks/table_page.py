@@ -1,4 +1,5 @@
-"""The table as one HTML file: of each field its rows, and a plot of hours paid against promises missed. No scripts."""
+"""Result table as one HTML file: rows of each scenario, and a plot of GPU-hours against violated requests. No
+scripts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from trimtab_simulator.report import COLORS, STYLE
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 960, 300, 64, 34, 12, 170
 LEAST_MISSED, MOST_MISSED = 1e-5, 1.0  # shares of the requests; the axis is logarithmic
-PROMISED = 0.01
+OBJECTIVE = 0.01
 MARGIN = 0.1  # of the range of hours, left free at both ends
 
 Fields = Mapping[tuple[str, float], Mapping[str, Sequence[int]]]
@@ -19,7 +20,7 @@ Cells = Mapping[tuple[str, int, float, str], Mapping[str, Any]]
 
 
 def table_page(text: str, cells: Cells, fields: Fields) -> str:
-    """The whole page, from the table's Markdown and its cells."""
+    """Return the whole page, from the table's Markdown and its cells."""
     plots = {
         f"{scenario}, cold start {cold_start:g} s": _plot(
             {
@@ -40,9 +41,9 @@ def table_page(text: str, cells: Cells, fields: Fields) -> str:
 
 
 INTRODUCTION = (
-    "Each point is one replay: GPU-hours to the right, the share of requests that missed a promise upwards. Below the "
-    "line the promise of 99 % is kept. Means over seeds stand in the tables, with their spread; a row that was not run "
-    "says so. Rivals have the best target in hindsight."
+    "Each point is one replay: GPU-hours to the right, the share of requests that violated an objective upwards. Below "
+    "the line the objective of 99 % is attained. The tables have means over seeds, with their spread; a row that was "
+    "not run is marked. Baselines have the best target in hindsight."
 )
 
 
@@ -68,8 +69,8 @@ def _plot(by_policy: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
 
     drawn = []
-    for missed in (1e-4, 1e-3, PROMISED, 1e-1, 1.0):
-        color = "#e03e3e" if missed == PROMISED else "#ddd"
+    for missed in (1e-4, 1e-3, OBJECTIVE, 1e-1, 1.0):
+        color = "#e03e3e" if missed == OBJECTIVE else "#ddd"
         drawn.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(missed):.1f}" y2="{y(missed):.1f}" stroke="{color}"/>'
             f'<text x="{LEFT - 6}" y="{y(missed) + 4:.1f}" text-anchor="end">{100 * missed:g} %</text>'

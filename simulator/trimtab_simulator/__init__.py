@@ -1,6 +1,6 @@
-"""Replays traces of real load against replicas in virtual time, under any policy: `trimtab simulate`.
+"""Replays traces of real load on replicas in virtual time, under any scaling policy: `trimtab simulate`.
 
-trace/ reads and transforms load · plant/ is replicas, their router and their cold starts · policies/ steer them ·
-`replay` brings the three together · `scores`, `report` and `table` say what came of it. Nobody imports this package but
-the command line.
+trace/ reads and transforms load · plant/ has replicas, their router and their cold starts · policies/ has scaling
+policies · `replay` combines them · `scores`, `results` and `report` evaluate the outcome. Only the command line imports
+this package.
 """

@@ -1,18 +1,18 @@
-"""What the simulator refuses: each error says what is wrong, where, and what to do about it."""
+"""Errors of the simulator: each names the problem, its place, and the fix."""
 
 from __future__ import annotations
 
 
 class SimulatorError(Exception):
-    """Anything that a user of the simulator can put right."""
+    """An error that the user can fix."""
 
 
 class BadTrace(SimulatorError):
-    """A trace file that cannot be read as a whole: the file, the line and the reason."""
+    """A trace file that cannot be read: file, line and reason."""
 
 
 class BadRequest(SimulatorError):
-    """Flags or values that do not go together."""
+    """Invalid or contradicting flags or values."""
 
 
 class BadCalibration(SimulatorError):

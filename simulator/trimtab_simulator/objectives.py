@@ -1,4 +1,4 @@
-"""What a request must see to count as served well: a first token in time, and its tokens at a pace."""
+"""Objectives of the simulation: time to first token and gaps between tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimtab_operator.tuner.engine_model import Allowance, Sequence
 
 from trimtab_simulator.errors import BadRequest
 
-SLOW_GAPS_ALLOWED = 0.05  # of a request's gaps that may exceed --itl-token: its 95th percentile is within
+SLOW_GAPS_ALLOWED = 0.05  # share of a request's gaps that may exceed --itl-token (95th percentile)
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0}
 
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
@@ -21,10 +21,10 @@ _PER_RATE = re.compile(rf"1\s*/\s*{_NUMBER}")
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Seconds. A prompt of n tokens is given `ttft + n · per_prompt_token` to its first token.
+    """Seconds. A prompt of n tokens may take `ttft + n · per_prompt_token` to its first token.
 
-    `itl_mean` bounds the mean gap between a request's tokens, `itl_token` its 95th percentile; None: not asked for.
-    `attain` is the share of requests that must see all of it.
+    `itl_mean` bounds the mean gap between a request's tokens, `itl_token` its 95th percentile; None: no objective.
+    `attain` is the share of requests that must attain all of them.
     """
 
     ttft: float = math.inf
@@ -35,20 +35,20 @@ class Objectives:
 
     @property
     def allowance(self) -> Allowance | None:
-        """What engines may order their queues by; None: first tokens may take as long as they like."""
+        """Allowance that engines may order their queues by; None without a TTFT objective."""
         return Allowance(self.ttft, self.per_prompt_token) if math.isfinite(self.ttft) else None
 
     def ttft_of(self, prompt: int) -> float:
-        """What a prompt of so many tokens is given."""
+        """Return the TTFT limit of a prompt with this many tokens."""
         return self.ttft + prompt * self.per_prompt_token
 
     @property
     def slow_gap(self) -> float:
-        """The gap from which on a token is late."""
+        """Gap length from which on a token is late."""
         return math.inf if self.itl_token is None else self.itl_token
 
     def met_by(self, sequence: Sequence) -> bool:
-        """Whether this finished request saw all of it."""
+        """Return True if this finished request attained all objectives."""
         ttft = sequence.ttft
         if (
             ttft is None
@@ -66,20 +66,20 @@ class Objectives:
             return False
         return self.itl_token is None or sequence.num_slow_gaps <= SLOW_GAPS_ALLOWED * num_gaps
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """For people, with units: a bare 80 is 80 seconds, which shows here."""
-        said = []
+        parts = []
         if math.isfinite(self.ttft):
             more = f" + {_time(self.per_prompt_token)} per prompt token" if self.per_prompt_token else ""
-            said.append(f"first token within {_time(self.ttft)}{more}")
+            parts.append(f"first token within {_time(self.ttft)}{more}")
         if self.itl_mean is not None:
-            said.append(f"mean gap between tokens within {_time(self.itl_mean)}")
+            parts.append(f"mean gap between tokens within {_time(self.itl_mean)}")
         if self.itl_token is not None:
-            said.append(f"95 % of gaps within {_time(self.itl_token)}")
-        return f"{', '.join(said)}, for {100 * self.attain:g} % of requests"
+            parts.append(f"95 % of gaps within {_time(self.itl_token)}")
+        return f"{', '.join(parts)}, for {100 * self.attain:g} % of requests"
 
     def to_json(self) -> dict[str, float | None]:
-        """As the report shows it; None is no target."""
+        """Return the objectives for the report; None is no target."""
         return {
             "ttft": self.ttft if math.isfinite(self.ttft) else None,
             "ttft_per_prompt_token": self.per_prompt_token,
@@ -96,7 +96,7 @@ def _time(seconds: float) -> str:
 
 
 def parse_duration(text: str, flag: str) -> float:
-    """Seconds of `2s`, `500ms`, `125us` or a bare number of seconds."""
+    """Return the seconds of `2s`, `500ms`, `125us` or a bare number of seconds."""
     found = _DURATION.fullmatch(text.strip())
     if found is None or not float(found[1]) > 0:
         raise BadRequest(f"{flag} is {text!r}; it must be a time above 0 such as 2s or 500ms")
@@ -104,7 +104,7 @@ def parse_duration(text: str, flag: str) -> float:
 
 
 def parse_ttft(text: str, flag: str = "--ttft") -> tuple[float, float]:
-    """Seconds, and seconds per prompt token, of `2s`, `2s+1/8000` (8,000 tokens a second) or `2s+125us`."""
+    """Return seconds, and seconds per prompt token, of `2s`, `2s+1/8000` (8,000 tokens a second) or `2s+125us`."""
     found = _TTFT.fullmatch(text.strip())
     if found is None:
         raise BadRequest(
@@ -117,6 +117,6 @@ def parse_ttft(text: str, flag: str = "--ttft") -> tuple[float, float]:
     rate = _PER_RATE.fullmatch(more.strip())
     if rate is not None:
         if not float(rate[1]) > 0:
-            raise BadRequest(f"{flag} is {text!r}; the tokens per second behind 1/ must be above 0")
+            raise BadRequest(f"{flag} is {text!r}; the tokens per second after 1/ must be above 0")
         return base, 1 / float(rate[1])
     return base, parse_duration(more, flag)

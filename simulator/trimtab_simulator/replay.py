@@ -1,4 +1,4 @@
-"""One trace under one policy: arrivals, ticks and cold starts in the order of time."""
+"""One trace under one policy: arrivals, ticks and cold starts in order of time."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from trimtab_operator.tuner.samples import ReplicaSnapshot
 from trimtab_simulator.plant.fleet import Fleet, FleetSettings
 from trimtab_simulator.plant.router import RouterKind, router_of
 from trimtab_simulator.plant.snapshots import GAP_EDGES
-from trimtab_simulator.policies.policy import Policy, View
+from trimtab_simulator.policies.policy import Policy, PolicyInput
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 
 REPLICAS = "replicas"
 
 Schedule = Sequence[tuple[float, int]]
-"""Replica targets by the time at which they are asked for."""
+"""Replica targets by the time at which they are requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that a policy moved."""
+    """One change made by a policy."""
 
     at: float
     target: str
-    """A knob's name, or `replicas`."""
+    """A parameter's name, or `replicas`."""
     before: Value
     after: Value
     why: str = ""
 
 
 @dataclass(slots=True)
-class Moment:
-    """How things stood at one time, for plots."""
+class TimelinePoint:
+    """State at one time, for plots."""
 
     at: float
     desired: int
@@ -51,53 +51,54 @@ class Moment:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """What came of a replay. Times are seconds from its start."""
+    """Result of a replay. Times are seconds from its start."""
 
     served: list[Served]
-    refused: int
-    """Requests that no replica could ever hold."""
+    rejected: int
+    """Requests that no replica can hold."""
     seconds: float
     gpu_seconds: float
     changes: list[Change]
-    moments: list[Moment]
+    timeline: list[TimelinePoint]
     most_replicas: int
     computed_tokens: int
     recomputed_tokens: int
     preemptions: int
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens that the prefix caches had."""
+    """Prompt tokens in the prefix caches."""
     gaps: Gaps
     ended_at: float
-    """When the last request was served."""
+    """Time when the last request finished."""
     most_running: int = 0
-    """The most requests that held seats of one replica at once."""
+    """Maximum number of running requests of one replica."""
     final_parameters: dict[str, Value] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
-    """How the outside of the fleet behaves. `delay_seconds` is how old a look is when a policy sees it."""
+class ReplaySettings:
+    """Router, seed and sampling of a replay. `delay_seconds` is the age of a snapshot when a policy sees it."""
 
     router: RouterKind = RouterKind.LEAST_REQUEST
     seed: int = 0
     delay_seconds: float = 0.0
-    moment_seconds: float = 15.0
-    """How often things are noted for plots; infinity: never."""
+    timeline_interval_seconds: float = 15.0
+    """Interval of timeline points for plots; infinity for none."""
 
 
 def replay(
     trace: Trace,
     policy: Policy,
     settings: FleetSettings,
-    loop: Loop,
+    loop: ReplaySettings,
     *,
     schedule: Schedule = (),
     progress: Callable[[float], None] | None = None,
 ) -> SimulationResult:
-    """Serve the whole trace. `schedule` are replica targets that are known beforehand, beside what the policy says.
+    """Serve the whole trace. `schedule` are replica targets known beforehand, in addition to the policy's.
 
-    What is left at the end of the trace is served, without further ticks and unpaid: hours count the trace's time.
+    Requests left at the end of the trace are served without further ticks and without cost: GPU-hours count the trace's
+    time.
     """
     return _Replay(trace, policy, settings, loop, schedule, progress).run()
 
@@ -108,7 +109,7 @@ class _Replay:
         trace: Trace,
         policy: Policy,
         settings: FleetSettings,
-        loop: Loop,
+        loop: ReplaySettings,
         schedule: Schedule,
         progress: Callable[[float], None] | None,
     ) -> None:
@@ -120,11 +121,11 @@ class _Replay:
         self._max_tokens = settings.machine.max_model_len
         self._schedule = list(schedule)
         self._next_tick = policy.tick_seconds
-        self._next_moment = 0.0 if loop.moment_seconds < math.inf else math.inf
+        self._next_timeline_point = 0.0 if loop.timeline_interval_seconds < math.inf else math.inf
         self._looks: list[tuple[float, tuple[ReplicaSnapshot, ...]]] = []
         self._changes: list[Change] = []
-        self._moments: list[Moment] = []
-        self._refused = 0
+        self._timeline: list[TimelinePoint] = []
+        self._rejected = 0
 
     def run(self) -> SimulationResult:
         fleet = self._fleet
@@ -138,23 +139,23 @@ class _Replay:
             self._do(due)
             due = self._due()
         end = self._trace.seconds
-        fleet.let_go(end)
+        fleet.remove_drained(end)
         gpu_seconds = fleet.gpu_seconds(end)
         fleet.drain()
         return self._outcome(gpu_seconds)
 
     def _send(self, arrival: Arrival) -> None:
         if arrival.prompt + arrival.output > self._max_tokens:
-            self._refused += 1
+            self._rejected += 1
             return
         self._fleet.send(Served(arrival.at, arrival.prompt, arrival.output, arrival.prefix), arrival.at)
 
     def _due(self) -> float:
         scheduled = self._schedule[0][0] if self._schedule else math.inf
-        return min(self._next_tick, self._next_moment, self._fleet.next_ready, scheduled)
+        return min(self._next_tick, self._next_timeline_point, self._fleet.next_ready, scheduled)
 
     def _do(self, now: float) -> None:
-        """Everything that is due at `now`: a start that ends comes before a tick that could see it."""
+        """Process everything due at `now`: a start that completes precedes a tick that could observe it."""
         fleet = self._fleet
         if fleet.next_ready <= now:
             fleet.become_ready(now)
@@ -163,22 +164,22 @@ class _Replay:
         if self._next_tick <= now:
             self._tick(now)
             self._next_tick += self._policy.tick_seconds
-        if self._next_moment <= now:
-            self._note_moment(now)
-            self._next_moment += self._loop.moment_seconds
+        if self._next_timeline_point <= now:
+            self._add_timeline_point(now)
+            self._next_timeline_point += self._loop.timeline_interval_seconds
             if self._progress is not None:
                 self._progress(now)
 
     def _tick(self, now: float) -> None:
         fleet = self._fleet
-        fleet.let_go(now)
+        fleet.remove_drained(now)
         self._looks.append((now, fleet.snapshot(now, with_requests=self._policy.reads_requests)))
         while len(self._looks) > 1 and self._looks[1][0] <= now - self._loop.delay_seconds:
             self._looks.pop(0)
         seen_at, snapshots = self._looks[0]
         if seen_at > now - self._loop.delay_seconds:
             return
-        moves = self._policy.decide(View(now, fleet.desired, dict(fleet.parameters), snapshots))
+        moves = self._policy.decide(PolicyInput(now, fleet.desired, dict(fleet.parameters), snapshots))
         if moves.allowance is not None:
             fleet.order_queues(moves.allowance, now)
         for parameter, (before, after) in fleet.patch(moves.parameters, now).items():
@@ -192,18 +193,18 @@ class _Replay:
         if self._fleet.desired != before:
             self._changes.append(Change(now, REPLICAS, before, self._fleet.desired, why))
 
-    def _note_moment(self, now: float) -> None:
+    def _add_timeline_point(self, now: float) -> None:
         fleet = self._fleet
         for replica in fleet.ready:
             replica.engine.run_until(now)
         engines = [replica.engine for replica in fleet.ready]
         usage = [1 - e.blocks.free / e.blocks.total for e in engines]
-        self._moments.append(
-            Moment(
+        self._timeline.append(
+            TimelinePoint(
                 at=now,
                 desired=fleet.desired,
                 ready=len(engines),
-                paid=len(fleet.living),
+                paid=len(fleet.billed),
                 running=sum(e.num_running for e in engines),
                 waiting=sum(e.num_waiting for e in engines),
                 kv_usage=sum(usage) / len(usage) if usage else 0.0,
@@ -221,11 +222,11 @@ class _Replay:
         served = fleet.finished()
         return SimulationResult(
             served=served,
-            refused=self._refused,
+            rejected=self._rejected,
             seconds=self._trace.seconds,
             gpu_seconds=gpu_seconds,
             changes=self._changes,
-            moments=self._moments,
+            timeline=self._timeline,
             most_replicas=fleet.most,
             computed_tokens=sum(sums.tokens for c in counters for sums in c.sums.values()),
             recomputed_tokens=sum(c.recomputed_tokens for c in counters),

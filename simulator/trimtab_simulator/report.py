@@ -1,4 +1,4 @@
-"""One HTML file that shows a contest: figures, load, replicas and knobs over time, decisions. No scripts."""
+"""HTML report of an experiment: figures, load, replicas and parameters over time, decisions. No scripts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab_simulator.contest import Contest
+from trimtab_simulator.experiment import Experiment
 from trimtab_simulator.results import Result, to_json
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960, 170, 56, 26, 22
@@ -38,27 +38,27 @@ COLUMNS = (
 )
 
 
-def html_report(contest: Contest, results: Sequence[Result]) -> str:
-    """The whole page."""
-    told = to_json(contest, results)
+def html_report(experiment: Experiment, results: Sequence[Result]) -> str:
+    """Return the whole page."""
+    data = to_json(experiment, results)
     parts = [
-        f"<h1>{html.escape(str(told['trace']['name']))}</h1>",
-        f"<p>{_summary(told)}</p>",
+        f"<h1>{html.escape(str(data['trace']['name']))}</h1>",
+        f"<p>{_summary(data)}</p>",
         "<h2>Figures</h2>",
-        _table(told),
-        "<h2>Requests a second that arrive</h2>",
-        _plot([("arrivals", _rates(contest))], contest.trace.seconds),
-        "<h2>Replicas that are paid for</h2>",
+        _table(data),
+        "<h2>Arriving requests per second</h2>",
+        _plot([("arrivals", _rates(experiment))], experiment.trace.seconds),
+        "<h2>Billed replicas</h2>",
         _plot(
-            [(r.entry.label, [(m.at, float(m.paid)) for m in r.outcome.moments]) for r in results],
-            contest.trace.seconds,
+            [(r.entry.label, [(m.at, float(m.paid)) for m in r.outcome.timeline]) for r in results],
+            experiment.trace.seconds,
         ),
-        "<h2>Requests that wait</h2>",
+        "<h2>Waiting requests</h2>",
         _plot(
-            [(r.entry.label, [(m.at, float(m.waiting)) for m in r.outcome.moments]) for r in results],
-            contest.trace.seconds,
+            [(r.entry.label, [(m.at, float(m.waiting)) for m in r.outcome.timeline]) for r in results],
+            experiment.trace.seconds,
         ),
-        *_parameter_plots(results, contest.trace.seconds),
+        *_parameter_plots(results, experiment.trace.seconds),
         *_changes(results),
     ]
     body = "\n".join(parts)
@@ -66,36 +66,36 @@ def html_report(contest: Contest, results: Sequence[Result]) -> str:
     return f'<!doctype html><html lang="en">{head}{body}</html>\n'
 
 
-def _summary(told: dict[str, Any]) -> str:
-    trace, targets, fleet = told["trace"], told["objectives"], told["fleet"]
-    asked = []
+def _summary(data: dict[str, Any]) -> str:
+    trace, targets, fleet = data["trace"], data["objectives"], data["fleet"]
+    parts = []
     if targets["ttft"] is not None:
         more = (
             f" + prompt × {1e6 * targets['ttft_per_prompt_token']:.0f} µs" if targets["ttft_per_prompt_token"] else ""
         )
-        asked.append(f"TTFT {targets['ttft']:g} s{more}")
+        parts.append(f"TTFT {targets['ttft']:g} s{more}")
     if targets["itl_mean"] is not None:
-        asked.append(f"mean ITL {1000 * targets['itl_mean']:g} ms")
+        parts.append(f"mean ITL {1000 * targets['itl_mean']:g} ms")
     if targets["itl_token"] is not None:
-        asked.append(f"token ITL {1000 * targets['itl_token']:g} ms")
+        parts.append(f"token ITL {1000 * targets['itl_token']:g} ms")
     return html.escape(
         f"{trace['requests']:,} requests in {trace['seconds']:,.0f} s, {trace['prompt_tokens_mean']:,.0f} prompt and "
         f"{trace['output_tokens_mean']:,.0f} output tokens on average; {fleet['model']} on {fleet['gpu']}, "
         f"{fleet['min_replicas']} to {fleet['max_replicas']} replicas from {fleet['start_replicas']}, cold start "
-        f"{fleet['cold_start_seconds']:g} s, router {fleet['router']}. Objectives: {', '.join(asked) or 'none'}, for "
+        f"{fleet['cold_start_seconds']:g} s, router {fleet['router']}. Objectives: {', '.join(parts) or 'none'}, for "
         f"{100 * targets['attain']:g} % of requests."
     )
 
 
-def _table(told: dict[str, Any]) -> str:
+def _table(data: dict[str, Any]) -> str:
     head = "".join(f"<th>{html.escape(title)}</th>" for _, title, _ in COLUMNS)
     rows = []
-    for policy in told["policies"]:
+    for policy in data["policies"]:
         cells = "".join(
             f"<td>{'–' if policy.get(name) is None else html.escape(shown(policy[name]))}</td>"
             for name, _, shown in COLUMNS
         )
-        mark = ' class="met"' if policy["attainment"] >= told["objectives"]["attain"] else ""
+        mark = ' class="met"' if policy["attainment"] >= data["objectives"]["attain"] else ""
         rows.append(f"<tr{mark}>{cells}</tr>")
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
@@ -104,7 +104,7 @@ Line = tuple[str, list[tuple[float, float]]]
 
 
 def _plot(lines: Sequence[Line], seconds: float) -> str:
-    """Step lines over time."""
+    """Return step lines over time."""
     highest = max((value for _, points in lines for _, value in points), default=0.0)
     top = _round_up(highest)
     width, height = WIDTH - LEFT - 8, HEIGHT - TOP - BOTTOM
@@ -136,7 +136,7 @@ def _plot(lines: Sequence[Line], seconds: float) -> str:
 
 
 def _steps(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Each value holds until the next one."""
+    """Return points in which each value holds until the next one."""
     found: list[tuple[float, float]] = []
     for at, value in points:
         if found:
@@ -152,23 +152,23 @@ def _round_up(value: float) -> float:
     return float(next(step * scale for step in (1, 2, 5, 10) if step * scale >= value))
 
 
-def _rates(contest: Contest, windows: int = 240) -> list[tuple[float, float]]:
-    width = contest.trace.seconds / windows
+def _rates(experiment: Experiment, windows: int = 240) -> list[tuple[float, float]]:
+    width = experiment.trace.seconds / windows
     counts = [0] * windows
-    for arrival in contest.trace.arrivals:
+    for arrival in experiment.trace.arrivals:
         counts[min(windows - 1, int(arrival.at / width))] += 1
     return [(index * width, count / width) for index, count in enumerate(counts)]
 
 
 def _parameter_plots(results: Sequence[Result], seconds: float) -> list[str]:
-    """A plot for each knob that anybody moved."""
+    """Return a plot for each parameter that was changed."""
     moved = sorted({change.target for r in results for change in r.outcome.changes} - {"replicas"})
     plots = []
     for parameter in moved:
         lines = [
             (
                 r.entry.label,
-                [(m.at, float(m.parameters[parameter])) for m in r.outcome.moments if parameter in m.parameters],
+                [(m.at, float(m.parameters[parameter])) for m in r.outcome.timeline if parameter in m.parameters],
             )
             for r in results
             if any(change.target == parameter for change in r.outcome.changes)
@@ -178,18 +178,18 @@ def _parameter_plots(results: Sequence[Result], seconds: float) -> list[str]:
 
 
 def _changes(results: Sequence[Result]) -> list[str]:
-    """What each policy did and why, where it says why."""
+    """Return each policy's changes with their reasons, if it gives any."""
     found = []
     for result in results:
-        told = [change for change in result.outcome.changes if change.why]
-        if told:
+        explained = [change for change in result.outcome.changes if change.why]
+        if explained:
             rows = "".join(
                 f"<tr><td>{change.at / 60:.1f} min</td><td>{html.escape(change.target)}</td><td>{change.before:g} → "
                 f'{change.after:g}</td><td style="text-align:left">{html.escape(change.why)}</td></tr>'
-                for change in told
+                for change in explained
             )
             found.append(
-                f"<details><summary>{html.escape(result.entry.label)}: {len(told)} decisions</summary>"
+                f"<details><summary>{html.escape(result.entry.label)}: {len(explained)} decisions</summary>"
                 f"<table>{rows}</table></details>"
             )
     return ["<h2>Decisions</h2>", *found] if found else []

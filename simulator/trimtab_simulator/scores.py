@@ -1,4 +1,4 @@
-"""From what came of a replay to the figures of a table. Seconds and tokens throughout."""
+"""Score of a replay: the figures of a result table, in seconds and tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ REVERSAL_WINDOW_SECONDS = 600.0
 class Score:
     """One policy on one trace.
 
-    `attainment` is the share of requests whose own TTFT and ITL were within the targets; requests that no replica could
-    hold, and those never answered, count as missed. `itl_*` are percentiles over requests of their mean gap between
-    tokens, `itl_token_*` over all gaps. `goodput_tokens_per_s` are output tokens of requests that met their targets, by
-    the seconds until the last request was served. Percentiles are None where there is nothing to take them of.
+    `attainment` is the share of requests whose own TTFT and ITL were within the targets; requests that no replica can
+    hold or that were never answered count as violations. `itl_*` are percentiles over requests of their mean gap
+    between tokens, `itl_token_*` over all gaps. `goodput_tokens_per_s` are output tokens of requests that attained
+    their targets, per second until the last request finished. Percentiles are None without values.
     """
 
     policy: str
@@ -38,7 +38,7 @@ class Score:
     preempted_token_share: float
     decisions: int
     reversals_per_knob_per_10min: dict[str, int]
-    """The most turns from up to down or back within any 10 minutes, by knob, and `replicas`."""
+    """Maximum number of direction changes within 10 minutes, by parameter and for `replicas`."""
     max_replicas: int
     itl_token_p50: float | None = None
     itl_token_p95: float | None = None
@@ -46,19 +46,19 @@ class Score:
     throughput_tokens_per_s: float = 0.0
     preemptions: int = 0
     prefix_hit_share: float = 0.0
-    """Share of all prompt tokens that the prefix cache had."""
+    """Share of all prompt tokens in the prefix cache."""
     parameters: dict[str, float] = field(default_factory=dict)
-    """The values in force at the end, by knob."""
+    """Values at the end, by parameter."""
 
     def to_json(self) -> dict[str, object]:
-        """As `trimtab simulate -o json` prints it."""
+        """Return the score as in `trimtab simulate -o json`."""
         return asdict(self)
 
 
 def score(policy: str, outcome: SimulationResult, objectives: Objectives) -> Score:
-    """Judge one replay."""
+    """Return the score of one replay."""
     served = outcome.served
-    requests = len(served) + outcome.refused
+    requests = len(served) + outcome.rejected
     met = [s for s in served if objectives.met_by(s)]
     ttfts = sorted(s.ttft for s in served if s.ttft is not None)
     gaps = sorted(gap for s in served if (gap := s.mean_gap) is not None)
@@ -92,7 +92,7 @@ def score(policy: str, outcome: SimulationResult, objectives: Objectives) -> Sco
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Linear between the two nearest of these sorted values."""
+    """Return the percentile of these sorted values, interpolated linearly."""
     if not values:
         return None
     position = (len(values) - 1) * percent / 100
@@ -102,7 +102,7 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def reversals(changes: Sequence[Change]) -> dict[str, int]:
-    """Per target, the most turns of direction within any REVERSAL_WINDOW_SECONDS."""
+    """Return, per target, the maximum number of direction changes within REVERSAL_WINDOW_SECONDS."""
     by_target: dict[str, list[Change]] = defaultdict(list)
     for change in changes:
         by_target[change.target].append(change)
@@ -111,7 +111,7 @@ def reversals(changes: Sequence[Change]) -> dict[str, int]:
 
 
 def _turns(changes: Sequence[Change]) -> list[float]:
-    """When the direction turned."""
+    """Return the times of direction changes."""
     turns = []
     was_up: bool | None = None
     for change in changes:

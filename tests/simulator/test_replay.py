@@ -14,8 +14,8 @@ from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import Machine
 from trimtab_simulator.plant.router import RouterKind
 from trimtab_simulator.policies.fixed import Fixed
-from trimtab_simulator.policies.policy import STAY, PolicyActions, View
-from trimtab_simulator.replay import Loop, SimulationResult, replay
+from trimtab_simulator.policies.policy import STAY, PolicyActions, PolicyInput
+from trimtab_simulator.replay import ReplaySettings, SimulationResult, replay
 from trimtab_simulator.scores import score
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 
@@ -45,13 +45,13 @@ class Scripted:
 
     reads_requests = True
 
-    def __init__(self, decide: Callable[[View], PolicyActions], tick_seconds: float = 15.0) -> None:
+    def __init__(self, decide: Callable[[PolicyInput], PolicyActions], tick_seconds: float = 15.0) -> None:
         self.name = "scripted"
         self.tick_seconds = tick_seconds
-        self.seen: list[View] = []
+        self.seen: list[PolicyInput] = []
         self._decide = decide
 
-    def decide(self, view: View) -> PolicyActions:
+    def decide(self, view: PolicyInput) -> PolicyActions:
         self.seen.append(view)
         return self._decide(view)
 
@@ -60,7 +60,7 @@ class Scripted:
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_every_request_is_served_once(router: RouterKind, replicas: int) -> None:
     trace = a_trace()
-    outcome = replay(trace, Fixed("static"), settings(replicas), Loop(router))
+    outcome = replay(trace, Fixed("static"), settings(replicas), ReplaySettings(router))
     assert sorted(s.arrival for s in outcome.served) == [a.at for a in trace.arrivals]
     assert all(s.finished_at is not None and (s.ttft or 0) > 0 for s in outcome.served)
     assert outcome.gpu_seconds == pytest.approx(replicas * 300)
@@ -69,7 +69,7 @@ def test_every_request_is_served_once(router: RouterKind, replicas: int) -> None
 def test_the_fewest_requests_are_a_better_guide_than_none() -> None:
     trace = a_trace(rate=30.0)
     tails = [
-        score("static", replay(trace, Fixed("static"), settings(3), Loop(router)), Objectives()).ttft_p95
+        score("static", replay(trace, Fixed("static"), settings(3), ReplaySettings(router)), Objectives()).ttft_p95
         for router in (RouterKind.LEAST_REQUEST, RouterKind.SERVICE)
     ]
     assert (tails[0] or 0) < (tails[1] or 0)
@@ -77,7 +77,7 @@ def test_the_fewest_requests_are_a_better_guide_than_none() -> None:
 
 def test_a_new_replica_serves_after_its_cold_start_and_is_paid_for_before() -> None:
     policy = Scripted(lambda view: PolicyActions(replicas=2))
-    outcome = replay(a_trace(), policy, settings(cold=60.0), Loop())
+    outcome = replay(a_trace(), policy, settings(cold=60.0), ReplaySettings())
     phases = {round(view.now): [snapshot.phase for snapshot in view.snapshots] for view in policy.seen}
     assert phases[15] == [Phase.READY]
     assert phases[60] == [Phase.READY, Phase.STARTING]
@@ -89,27 +89,30 @@ def test_a_new_replica_serves_after_its_cold_start_and_is_paid_for_before() -> N
 def test_a_drained_replica_loses_no_request_and_is_paid_until_it_is_empty() -> None:
     trace = a_trace(output=400)
     policy = Scripted(lambda view: PolicyActions(replicas=1))
-    outcome = replay(trace, policy, settings(2), Loop())
+    outcome = replay(trace, policy, settings(2), ReplaySettings())
     assert len(outcome.served) == len(trace.arrivals)
     assert 300 + 15 < outcome.gpu_seconds < 300 + 15 + 20
 
 
 def test_a_start_that_is_no_longer_wanted_is_given_up_before_a_replica_that_serves() -> None:
     policy = Scripted(lambda view: PolicyActions(replicas=3 if view.now < 20 else 1))
-    outcome = replay(a_trace(), policy, settings(1, cold=100.0), Loop())
+    outcome = replay(a_trace(), policy, settings(1, cold=100.0), ReplaySettings())
     assert outcome.gpu_seconds == pytest.approx(300 + 2 * 15)
     assert outcome.most_replicas == 3
 
 
 def test_targets_stay_within_the_bounds() -> None:
     outcome = replay(
-        a_trace(), Scripted(lambda view: PolicyActions(replicas=100 if view.now < 100 else 0)), settings(), Loop()
+        a_trace(),
+        Scripted(lambda view: PolicyActions(replicas=100 if view.now < 100 else 0)),
+        settings(),
+        ReplaySettings(),
     )
     assert {c.after for c in outcome.changes} == {8, 1}
 
 
 def test_a_known_schedule_is_followed() -> None:
-    outcome = replay(a_trace(), Fixed("plan"), settings(cold=10.0), Loop(), schedule=[(50.0, 2), (100.0, 1)])
+    outcome = replay(a_trace(), Fixed("plan"), settings(cold=10.0), ReplaySettings(), schedule=[(50.0, 2), (100.0, 1)])
     assert [(c.at, c.after) for c in outcome.changes] == [(50.0, 2), (100.0, 1)]
 
 
@@ -117,7 +120,7 @@ def test_a_knob_is_moved_within_what_the_engine_takes() -> None:
     policy = Scripted(
         lambda view: PolicyActions(parameters={Parameter.MAX_NUM_BATCHED_TOKENS: 10**9}) if view.now < 20 else STAY
     )
-    outcome = replay(a_trace(), policy, settings(), Loop())
+    outcome = replay(a_trace(), policy, settings(), ReplaySettings())
     assert [(c.target, c.after) for c in outcome.changes] == [("max_num_batched_tokens", 16_384)]
     config = policy.seen[1].snapshots[0].config
     assert config is not None
@@ -126,7 +129,7 @@ def test_a_knob_is_moved_within_what_the_engine_takes() -> None:
 
 def test_a_look_tells_each_finished_request_once_and_counters_that_agree() -> None:
     policy = Scripted(lambda view: STAY)
-    outcome = replay(a_trace(), policy, settings(2), Loop())
+    outcome = replay(a_trace(), policy, settings(2), ReplaySettings())
     samples = [snapshot.sample for view in policy.seen for snapshot in view.snapshots if snapshot.sample is not None]
     told = [f.arrived_at for sample in samples if sample.requests for f in sample.requests.finished]
     assert len(told) == len(set(told)) > 0.9 * len(outcome.served)
@@ -138,7 +141,7 @@ def test_a_look_tells_each_finished_request_once_and_counters_that_agree() -> No
 
 def test_a_late_look_is_as_old_as_it_was_said_to_be() -> None:
     policy = Scripted(lambda view: STAY)
-    replay(a_trace(), policy, settings(), Loop(delay_seconds=30.0))
+    replay(a_trace(), policy, settings(), ReplaySettings(delay_seconds=30.0))
     ages = {
         round(view.now - snapshot.sample.at)
         for view in policy.seen
@@ -150,14 +153,14 @@ def test_a_late_look_is_as_old_as_it_was_said_to_be() -> None:
 
 def test_a_request_that_no_replica_can_hold_is_refused_and_missed() -> None:
     trace = Trace("t", [Arrival(1.0, 10, 10), Arrival(2.0, 7_990, 20)], 10.0)
-    outcome = replay(trace, Fixed("static"), settings(), Loop())
+    outcome = replay(trace, Fixed("static"), settings(), ReplaySettings())
     judged = score("static", outcome, Objectives())
-    assert (outcome.refused, judged.requests, judged.met, judged.attainment) == (1, 2, 1, 0.5)
+    assert (outcome.rejected, judged.requests, judged.met, judged.attainment) == (1, 2, 1, 0.5)
 
 
 def test_a_replay_repeats() -> None:
     def once() -> SimulationResult:
-        return replay(a_trace(), Fixed("static"), settings(3), Loop(RouterKind.SERVICE, seed=7))
+        return replay(a_trace(), Fixed("static"), settings(3), ReplaySettings(RouterKind.SERVICE, seed=7))
 
     def times(outcome: SimulationResult) -> list[float | None]:
         return [s.finished_at for s in outcome.served]

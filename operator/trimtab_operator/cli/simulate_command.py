@@ -18,7 +18,7 @@ from trimtab_operator.cli.shared import EXIT_REFUSED, check_read, check_written
 from trimtab_operator.tuner.parameters import Parameter, Value
 
 if TYPE_CHECKING:
-    from trimtab_simulator.contest import Contest
+    from trimtab_simulator.experiment import Experiment
     from trimtab_simulator.results import Result
 
 EXIT_NOT_WRITTEN = 1
@@ -86,16 +86,16 @@ def simulate(
     Exit code 2 when a flag or a file is refused, before anything is replayed; 1 when the report cannot be written after
     all.
     """
-    from trimtab_simulator.contest import Contest
     from trimtab_simulator.errors import BadRequest, SimulatorError
+    from trimtab_simulator.experiment import Experiment, without_timeline
     from trimtab_simulator.objectives import Objectives, parse_duration, parse_ttft
     from trimtab_simulator.plant.fleet import FleetSettings, plain_blocks
     from trimtab_simulator.plant.machine import START_UTILIZATION, machine_of
     from trimtab_simulator.plant.router import RouterKind
     from trimtab_simulator.plant.shared_blocks import shared_blocks
-    from trimtab_simulator.policies.names import parse_entries
-    from trimtab_simulator.replay import Loop
-    from trimtab_simulator.results import compete, without_plots
+    from trimtab_simulator.policies.names import parse_policy_specs
+    from trimtab_simulator.replay import ReplaySettings
+    from trimtab_simulator.results import run_policy
     from trimtab_simulator.trace.load import Transform, load_trace
 
     for flag, file in (("--trace", trace), ("--lengths", lengths), ("--calibration", calibration)):
@@ -103,7 +103,7 @@ def simulate(
     check_written("--report", report)
     told = _Progress()
     try:
-        entries = parse_entries(policy)
+        entries = parse_policy_specs(policy)
         if ttft is None and itl_mean is None and itl_token is None:
             raise BadRequest("no objective is given; add --ttft, --itl-mean or --itl-token")
         base, per_token = parse_ttft(ttft) if ttft is not None else (math.inf, 0.0)
@@ -144,31 +144,31 @@ def simulate(
             slow_gap=objectives.slow_gap,
             make_blocks=shared_blocks if prefix_caching and loaded.has_prefixes else plain_blocks,
         )
-        loop = Loop(RouterKind(router.value), seed, scrape_delay)
-        contest = Contest(loaded, settings, loop, objectives, told)
+        loop = ReplaySettings(RouterKind(router.value), seed, scrape_delay)
+        experiment = Experiment(loaded, settings, loop, objectives, told)
         if report is None:
-            contest = without_plots(contest)
-        typer.echo(f"objectives: {objectives.in_words()}", err=True)
+            experiment = without_timeline(experiment)
+        typer.echo(f"objectives: {objectives.describe()}", err=True)
         for note in loaded.notes:
             typer.echo(f"{trace}: {note}", err=True)
         results = []
         for entry in entries:
-            results.append(compete(contest, entry))
+            results.append(run_policy(experiment, entry))
             told.done(results[-1])
     except SimulatorError as error:
         told.clear()
         typer.echo(str(error), err=True)
         raise typer.Exit(EXIT_REFUSED) from None
-    _show(contest, results, output)
+    _show(experiment, results, output)
     if report is not None:
-        _write(report, contest, results)
+        _write(report, experiment, results)
 
 
-def _show(contest: Contest, results: list[Result], output: Output) -> None:
+def _show(experiment: Experiment, results: list[Result], output: Output) -> None:
     from trimtab_simulator.results import to_json
 
     if output is Output.JSON:
-        typer.echo(json.dumps(to_json(contest, results), indent=2))
+        typer.echo(json.dumps(to_json(experiment, results), indent=2))
         return
     table = Table(box=None)
     for name in ("policy", "GPU-hours", "attained", "goodput/s", "TTFT p50", "p95", "p99", "ITL p95", "recomputed"):
@@ -200,11 +200,11 @@ def _seconds(value: float | None) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.0f} ms"
 
 
-def _write(path: Path, contest: Contest, results: list[Result]) -> None:
+def _write(path: Path, experiment: Experiment, results: list[Result]) -> None:
     from trimtab_simulator.report import html_report
 
     try:
-        path.write_text(html_report(contest, results))
+        path.write_text(html_report(experiment, results))
     except OSError as error:
         typer.echo(f"--report {path} cannot be written: {error.strerror}; name another place", err=True)
         raise typer.Exit(EXIT_NOT_WRITTEN) from None

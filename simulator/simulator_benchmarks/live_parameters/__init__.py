@@ -1,1 +1,2 @@
-"""What the tuner's hot knobs bring on one replica, in virtual time: the rows of docs/results/live-parameters.md."""
+"""Effect of the tuner's live parameters on one replica, in virtual time: the rows of
+docs/results/live-parameters.md."""

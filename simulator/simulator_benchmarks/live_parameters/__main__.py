@@ -1,15 +1,16 @@
-"""What the tuner's hot knobs bring: `python -m simulator_benchmarks.live_parameters --traces FOLDER`. One replica, in virtual
-time, beside the same load with nothing moved, or with the values that hindsight would choose.
+"""Effect of the tuner's live parameters: `python -m simulator_benchmarks.live_parameters --traces FOLDER`.
+
+One replica in virtual time, compared with the same load without changes, or with the best values in hindsight.
 
 ```
-scenes      clients that wait, on an engine that holds half of them: goodput under promises, Auto beside Off
-storm       a load for which the KV cache is too small by half: how soon it is calm, and what first tokens take then
-shifts      one mix of requests, another, the first again: goodput from 5 minutes after a shift, beside knobs that were
-            switched at the border in hindsight
-defaults    a steady load from the engine's defaults: the share of the gap to the best fixed values that is closed
-stationary  a steady load from the best fixed values: what is lost by trying
+scenes      closed-loop clients on an engine that holds half of them: goodput within objectives, Auto and Off
+storm       a load for which the KV cache is too small by half: seconds until preemption ends, and TTFT after that
+shifts      one mix of requests, another, the first again: goodput from 5 minutes after a shift, compared with
+            parameters that were switched at the border in hindsight
+defaults    a steady load from the engine's defaults: the closed share of the gap to the best fixed values
+stationary  a steady load from the best fixed values: the loss by trials
 ```
-The most turns of a knob's direction within 10 minutes are counted in all of them.
+All of them report the maximum number of direction changes of a parameter within 10 minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from simulator_benchmarks.live_parameters.mixes import shifts, steady
 from simulator_benchmarks.live_parameters.scenes import scenes
 from simulator_benchmarks.live_parameters.storm import storm
 
-SEEDS = "11,12,13"  # nothing was tuned on these
+SEEDS = "11,12,13"  # not used for tuning
 
 ROWS: dict[str, Callable[[Path, int], Iterator[Figure]]] = {
     "scenes": scenes,
@@ -37,7 +38,7 @@ ROWS: dict[str, Callable[[Path, int], Iterator[Figure]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print each figure as JSON to stderr when it is there, and the table at the end."""
+    """Measure, print each figure as JSON to stderr, and the table at the end."""
     parser = argparse.ArgumentParser(prog="python -m simulator_benchmarks.live_parameters", description=__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder of the development slice")
     parser.add_argument("--rows", default=",".join(ROWS))

@@ -1,4 +1,4 @@
-"""Figures beside their bars: what is measured of a replay, and the table of all."""
+"""Figures with their limits, and the table of all figures."""
 
 from __future__ import annotations
 
@@ -25,36 +25,45 @@ class Figure:
     bar: float
     higher_is_better: bool = True
     told: dict[str, float] = field(default_factory=dict)
-    """What it is made of."""
+    """Values that it is computed from."""
 
     @property
     def is_met(self) -> bool:
-        """Whether it is within the bar."""
+        """True if it is within the limit."""
         return self.value >= self.bar if self.higher_is_better else self.value <= self.bar
 
 
-def turns_of(row: str, name: str, seed: int, changes: Sequence[Change]) -> Figure:
-    """The most turns of a hot knob within 10 minutes."""
+def reversals_figure(row: str, name: str, seed: int, changes: Sequence[Change]) -> Figure:
+    """Return the maximum number of direction changes of a live parameter within 10 minutes."""
     found = {
         parameter: count for parameter, count in reversals(changes).items() if parameter in {k.value for k in Parameter}
     }
     most = max(found.values(), default=0)
-    return Figure(row, name, seed, "turns of a knob in 10 min", most, 1, False, {k: float(v) for k, v in found.items()})
+    return Figure(
+        row,
+        name,
+        seed,
+        "direction changes of a parameter in 10 min",
+        most,
+        1,
+        False,
+        {k: float(v) for k, v in found.items()},
+    )
 
 
 def good_tokens(served: Sequence[Served], objectives: Objectives, since: float, until: float) -> float:
-    """Tokens a second of answers whose requests came in that time and met the objectives."""
+    """Return output tokens a second of requests that arrived in that time and attained the objectives."""
     found = [s for s in served if since <= s.arrival < until and objectives.met_by(s)]
     return sum(s.num_output for s in found) / (until - since)
 
 
 def first_token(served: Sequence[Served], since: float) -> float:
-    """The median time to the first token of what came since then."""
+    """Return the median time to first token of requests that arrived since then."""
     return percentile(sorted(s.ttft for s in served if s.arrival >= since and s.ttft is not None), 50) or 0.0
 
 
 def markdown(figures: Sequence[Figure]) -> str:
-    """One line a measure: the mean over seeds, the worst, and in how many seeds the bar was met."""
+    """Return one line per measure: mean and worst over seeds, and the number of seeds within the limit."""
     lines = ["| row | load | measure | mean | worst | bar | met |", "|---|---|---|---|---|---|---|"]
     by_line: dict[tuple[str, str, str], list[Figure]] = {}
     for figure in figures:

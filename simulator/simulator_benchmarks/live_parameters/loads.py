@@ -1,4 +1,4 @@
-"""Steady loads of one mix of requests after the other, on one replica of llama-3.1-8b on an H200."""
+"""Steady loads of mixes of requests, on one replica of llama-3.1-8b on an H200."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimtab_operator.tuner.parameters import Parameter, Value
-from trimtab_simulator.contest import Contest
+from trimtab_simulator.experiment import Experiment
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import START_UTILIZATION, Machine, machine_of
 from trimtab_simulator.policies.fixed import Fixed
 from trimtab_simulator.policies.policy import Policy
 from trimtab_simulator.policies.trimtab import Trimtab
-from trimtab_simulator.replay import Loop, SimulationResult
+from trimtab_simulator.replay import ReplaySettings, SimulationResult
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 from trimtab_simulator.trace.load import draw_of
 from trimtab_simulator.trace.sampling import Draw
@@ -30,16 +30,16 @@ FIRST_TOKEN = Objectives(0.5, 1 / 8000, itl_mean=0.2)
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A steady load of one mix of requests."""
+    """Steady load of one mix of requests."""
 
     lengths: str
-    """A file of the development slice."""
+    """File of the development slice."""
     rate: float
     seconds: float
 
 
 def poisson(folder: Path, phases: Sequence[Phase], seed: int) -> Trace:
-    """Independent arrivals, phase after phase."""
+    """Return independent arrivals, phase after phase."""
     rng = random.Random(f"hot-knobs-{seed}")
     draws: dict[str, Draw] = {phase.lengths: draw_of(folder / phase.lengths) for phase in phases}
     arrivals: list[Arrival] = []
@@ -53,7 +53,7 @@ def poisson(folder: Path, phases: Sequence[Phase], seed: int) -> Trace:
 
 
 def one_replica(machine: Machine, parameters: dict[Parameter, Value]) -> FleetSettings:
-    """One replica that begins with these values."""
+    """Return a fleet of one replica with these start values."""
     start: dict[Parameter, Value] = {
         Parameter.GPU_MEMORY_UTILIZATION: START_UTILIZATION,
         Parameter.WATERMARK: 0.0,
@@ -63,7 +63,7 @@ def one_replica(machine: Machine, parameters: dict[Parameter, Value]) -> FleetSe
 
 
 def h200(parameters: dict[Parameter, Value], kv_tokens: int | None = None, *, headroom: bool = True) -> FleetSettings:
-    """One replica of llama-3.1-8b on an H200."""
+    """Return one replica of llama-3.1-8b on an H200."""
     machine = machine_of("llama-3.1-8b", "h200")
     if kv_tokens is not None:
         machine = machine.with_kv_tokens(kv_tokens)
@@ -72,24 +72,24 @@ def h200(parameters: dict[Parameter, Value], kv_tokens: int | None = None, *, he
     return one_replica(machine, {Parameter.MAX_NUM_SEQS: 512, Parameter.MAX_NUM_BATCHED_TOKENS: 8192, **parameters})
 
 
-def play(
+def run(
     trace: Trace, settings: FleetSettings, objectives: Objectives, policy: Policy | None, seed: int
 ) -> SimulationResult:
-    """Replay it; without a policy, the tuner's."""
-    contest = Contest(trace, settings, Loop(seed=seed, moment_seconds=math.inf), objectives)
-    return contest.play(policy or Trimtab(contest.setup))
+    """Replay the trace under a policy, by default the tuner."""
+    experiment = Experiment(trace, settings, ReplaySettings(seed=seed, timeline_interval_seconds=math.inf), objectives)
+    return experiment.run(policy or Trimtab(experiment.setup))
 
 
 def budget_of(budget: int) -> dict[Parameter, Value]:
-    """Values with this token budget."""
+    """Return values with this token budget."""
     return {Parameter.MAX_NUM_BATCHED_TOKENS: budget}
 
 
 def best_budget(trace: Trace, objectives: Objectives, seed: int, since: float) -> tuple[int, float]:
-    """The fixed budget with the most goodput, and that."""
+    """Return the fixed budget with the highest goodput, and that goodput."""
     found = {}
     for budget in BUDGETS:
-        outcome = play(trace, h200(budget_of(budget)), objectives, Fixed("static"), seed)
+        outcome = run(trace, h200(budget_of(budget)), objectives, Fixed("static"), seed)
         found[budget] = good_tokens(outcome.served, objectives, since, trace.seconds)
     best = max(found, key=lambda budget: found[budget])
     return best, found[best]

@@ -1,4 +1,4 @@
-"""Mixes of requests: one after the other, beside knobs that were switched at the border in hindsight; and each for
+"""Mixes of requests: one after the other, compared with parameters switched at the border in hindsight; and each for
 long, from the engine's defaults and from the best fixed values."""
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from pathlib import Path
 from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.policies.fixed import Fixed
-from trimtab_simulator.policies.policy import STAY, PolicyActions, View
+from trimtab_simulator.policies.policy import STAY, PolicyActions, PolicyInput
 from trimtab_simulator.replay import SimulationResult
 
-from simulator_benchmarks.live_parameters.figures import Figure, good_tokens, turns_of
+from simulator_benchmarks.live_parameters.figures import Figure, good_tokens, reversals_figure
 from simulator_benchmarks.live_parameters.loads import (
     BOTH,
     FIRST_TOKEN,
@@ -20,21 +20,21 @@ from simulator_benchmarks.live_parameters.loads import (
     best_budget,
     budget_of,
     h200,
-    play,
     poisson,
+    run,
 )
 from simulator_benchmarks.scenarios import CODE, CONVERSATIONS, R1_LENGTHS
 
 PHASE_SECONDS = 900.0
 SETTLED_SECONDS = 300.0  # after a shift
 MIXES = {"conv": (CONVERSATIONS, 7.4), "code": (CODE, 4.3), "r1": (R1_LENGTHS, 2.0)}
-"""Lengths, and what one replica holds of them with its best budget, in requests a second."""
+"""Lengths, and the load that one replica holds with its best budget, in requests a second."""
 PAIRS = (("conv", "code"), ("code", "r1"), ("conv", "r1"))
 SHIFT_LOAD = 0.85  # of what it holds
 
 
-class Switched:
-    """Values that were known beforehand, from known times on."""
+class ScheduledPolicy:
+    """Values known beforehand, set at known times."""
 
     def __init__(self, schedule: Sequence[tuple[float, dict[Parameter, Value]]]) -> None:
         self.name = "switched"
@@ -42,15 +42,15 @@ class Switched:
         self.reads_requests = False
         self._schedule = list(schedule)
 
-    def decide(self, view: View) -> PolicyActions:
-        """What is due."""
+    def decide(self, view: PolicyInput) -> PolicyActions:
+        """Return the values that are due."""
         if not self._schedule or self._schedule[0][0] > view.now:
             return STAY
         return PolicyActions(None, self._schedule.pop(0)[1], "known beforehand")
 
 
 def shifts(folder: Path, seed: int) -> Iterator[Figure]:
-    """Mix after mix, 15 minutes each."""
+    """Yield figures of mix after mix, 15 minutes each."""
     for one, other in PAIRS:
         phases = [Phase(MIXES[mix][0], SHIFT_LOAD * MIXES[mix][1], PHASE_SECONDS) for mix in (one, other, one)]
         trace = poisson(folder, phases, seed)
@@ -61,8 +61,8 @@ def shifts(folder: Path, seed: int) -> Iterator[Figure]:
         schedule = [
             (PHASE_SECONDS * index, budget_of(best[mix])) for index, mix in enumerate((one, other, one)) if index
         ]
-        switched = play(trace, h200(budget_of(best[one])), BOTH, Switched(schedule), seed)
-        ours = play(trace, h200(budget_of(best[one])), BOTH, None, seed)
+        switched = run(trace, h200(budget_of(best[one])), BOTH, ScheduledPolicy(schedule), seed)
+        ours = run(trace, h200(budget_of(best[one])), BOTH, None, seed)
         name = f"{one}, {other}, {one}"
         for index in (1, 2):
             since, until = PHASE_SECONDS * index + SETTLED_SECONDS, PHASE_SECONDS * (index + 1)
@@ -81,7 +81,7 @@ def shifts(folder: Path, seed: int) -> Iterator[Figure]:
                 0.98,
                 told=told,
             )
-        yield turns_of("shifts", name, seed, ours.changes)
+        yield reversals_figure("shifts", name, seed, ours.changes)
 
 
 # --- steady loads -----------------------------------------------------------------------------------------------------
@@ -96,11 +96,11 @@ STEADY = (
     ("conv, first token promised", CONVERSATIONS, 5.2, FIRST_TOKEN),
     ("r1, both promised", R1_LENGTHS, 2.2, BOTH),
 )
-"""Loads of a little more than the best budget holds: there budgets differ most."""
+"""Loads slightly above the capacity with the best budget, where budgets differ most."""
 
 
 def steady(folder: Path, seed: int) -> Iterator[Figure]:
-    """From the engine's defaults, and from the best fixed budget."""
+    """Yield figures from the engine's defaults, and from the best fixed budget."""
     for name, lengths, rate, objectives in STEADY:
         trace = poisson(folder, [Phase(lengths, rate, STEADY_SECONDS)], seed)
 
@@ -108,9 +108,9 @@ def steady(folder: Path, seed: int) -> Iterator[Figure]:
             return good_tokens(outcome.served, promised, FOUND_SECONDS, STEADY_SECONDS)
 
         budget, best = best_budget(trace, objectives, seed, FOUND_SECONDS)
-        default = good(play(trace, h200({}), objectives, Fixed("default"), seed))
+        default = good(run(trace, h200({}), objectives, Fixed("default"), seed))
         if best - default >= LEAST_GAP * best:
-            ours = play(trace, h200({}), objectives, None, seed)
+            ours = run(trace, h200({}), objectives, None, seed)
             told = {
                 "default": round(default, 1),
                 "auto": round(good(ours), 1),
@@ -119,8 +119,8 @@ def steady(folder: Path, seed: int) -> Iterator[Figure]:
             }
             closed = (good(ours) - default) / (best - default)
             yield Figure("defaults", name, seed, "gap closed", closed, 0.8, told=told)
-            yield turns_of("defaults", name, seed, ours.changes)
-        ours = play(trace, h200(budget_of(budget)), objectives, None, seed)
+            yield reversals_figure("defaults", name, seed, ours.changes)
+        ours = run(trace, h200(budget_of(budget)), objectives, None, seed)
         told = {"auto": round(good(ours), 1), "best": round(best, 1), "its budget": budget}
         yield Figure("stationary", name, seed, "goodput of static best", good(ours) / best, 0.98, told=told)
-        yield turns_of("stationary", name, seed, ours.changes)
+        yield reversals_figure("stationary", name, seed, ours.changes)

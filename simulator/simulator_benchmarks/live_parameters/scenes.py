@@ -1,6 +1,6 @@
-"""The demo's scenes: clients that wait, on an engine that holds half of them, with headroom on the device and without.
+"""The demo's scenes: closed-loop clients on an engine that holds half of them, with and without device headroom.
 
-Under a promise of the first token and under one of gaps, each beside the same load with nothing moved.
+With a TTFT objective and with an ITL objective, each compared with the same load without changes.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from pathlib import Path
 
 from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.parameters import Parameter
-from trimtab_simulator.contest import Contest
+from trimtab_simulator.experiment import Experiment
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import START_UTILIZATION, Machine
 from trimtab_simulator.policies.fixed import Fixed
-from trimtab_simulator.policies.policy import Setup
+from trimtab_simulator.policies.policy import PolicySetup
 from trimtab_simulator.policies.trimtab import Trimtab
-from trimtab_simulator.replay import Loop
+from trimtab_simulator.replay import ReplaySettings
 from trimtab_simulator.trace.arrivals import Trace
 
-from simulator_benchmarks.closed_loop import Clients, play_clients
-from simulator_benchmarks.live_parameters.figures import Figure, good_tokens, turns_of
+from simulator_benchmarks.closed_loop import Clients, run_clients
+from simulator_benchmarks.live_parameters.figures import Figure, good_tokens, reversals_figure
 from simulator_benchmarks.live_parameters.loads import one_replica
 
 CLIENTS, PROMPT, ANSWER = 16, 64, 192
 SCENE_SECONDS, SCENE_WARM_UP = 900.0, 120.0
 SCENE_KV_TOKENS, SCENE_MORE_TOKENS = 2032, 2848  # the demo's, and what the device has left
 SCENE_COST = StepCost(0.02, 0.004, 0.002, 1e-6)  # a small model on a few processor cores
-QUICK_TO_BEGIN = Objectives(5.0, attain=0.95)
-QUICK_TO_GO_ON = Objectives(itl_mean=0.15, attain=0.95)
+TTFT_OBJECTIVE = Objectives(5.0, attain=0.95)
+ITL_OBJECTIVE = Objectives(itl_mean=0.15, attain=0.95)
 HEADROOM = 0.05  # of the device
 
 
 def scene_settings(*, headroom: bool) -> FleetSettings:
-    """The demo's engine: half of its clients' answers fit."""
+    """Return the demo's engine: half of its clients' outputs fit."""
     bytes_per_token = 23_040
     machine = Machine(
         "smollm2-135m",
@@ -54,13 +54,13 @@ def scene_settings(*, headroom: bool) -> FleetSettings:
 
 
 def scenes(_: Path, seed: int) -> Iterator[Figure]:
-    """The demo's two scenes under each of two promises."""
+    """Yield figures of the demo's two scenes for each of two objectives."""
     clients = Clients(CLIENTS, lambda rng: (PROMPT, ANSWER))
     for headroom in (True, False):
         settings = scene_settings(headroom=headroom)
-        for promise, objectives in (("first token", QUICK_TO_BEGIN), ("gaps", QUICK_TO_GO_ON)):
+        for promise, objectives in (("first token", TTFT_OBJECTIVE), ("gaps", ITL_OBJECTIVE)):
             played = {
-                policy.name: play_clients(settings, policy, clients, seconds=SCENE_SECONDS, seed=seed)
+                policy.name: run_clients(settings, policy, clients, seconds=SCENE_SECONDS, seed=seed)
                 for policy in (Fixed("off"), Trimtab(_setup(settings, objectives, seed)))
             }
             good = {
@@ -70,8 +70,8 @@ def scenes(_: Path, seed: int) -> Iterator[Figure]:
             name = f"{'headroom' if headroom else 'no headroom'}, {promise} promised"
             told = {"off": round(good["off"], 2), "auto": round(good["trimtab"], 2)}
             yield Figure("scenes", name, seed, "goodput of Off's", good["trimtab"] / good["off"], 1.0, told=told)
-            yield turns_of("scenes", name, seed, played["trimtab"].changes)
+            yield reversals_figure("scenes", name, seed, played["trimtab"].changes)
 
 
-def _setup(settings: FleetSettings, objectives: Objectives, seed: int) -> Setup:
-    return Contest(Trace("", [], 0.0), settings, Loop(seed=seed), objectives).setup
+def _setup(settings: FleetSettings, objectives: Objectives, seed: int) -> PolicySetup:
+    return Experiment(Trace("", [], 0.0), settings, ReplaySettings(seed=seed), objectives).setup

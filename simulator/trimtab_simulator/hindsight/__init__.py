@@ -1,1 +1,1 @@
-"""What could have been had with the trace known beforehand: fixed values, rivals' targets, and the oracle."""
+"""Optima with the trace known beforehand: fixed values, targets of the baselines, and the oracle."""

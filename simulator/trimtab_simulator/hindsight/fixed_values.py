@@ -1,4 +1,4 @@
-"""The best fixed values, found by trying them on the whole trace: a grid of knobs, and the fewest replicas."""
+"""Best fixed values, found by running the whole trace: a grid of parameters, and the fewest replicas."""
 
 from __future__ import annotations
 
@@ -6,50 +6,50 @@ from dataclasses import replace
 
 from trimtab_operator.tuner.parameters import Parameter, Value
 
-from trimtab_simulator.contest import Contest, quiet
+from trimtab_simulator.experiment import Experiment, without_timeline
 from trimtab_simulator.replay import SimulationResult
 from trimtab_simulator.scores import Score
 
 BUDGETS = (512, 1024, 2048, 4096, 8192)
 SLOTS = (1024, 256, 128, 64, 32)
-"""From the most: fewer than ever ran at once is the first value that changes anything."""
+"""From the most: the first value below the maximum running count is the first that has an effect."""
 
 
-def static_best(contest: Contest) -> tuple[Contest, SimulationResult]:
-    """The start replicas with the seats and the budget that bring the most goodput, of a grid of both."""
-    trial = replace(contest, loop=quiet(contest.loop))
-    best: tuple[tuple[float, float], Contest] | None = None
-    for budget in _ladder(contest, Parameter.MAX_NUM_BATCHED_TOKENS, BUDGETS):
+def static_best(experiment: Experiment) -> tuple[Experiment, SimulationResult]:
+    """Return the start replicas with the slots and token budget of the highest goodput, from a grid of both."""
+    trial = without_timeline(experiment)
+    best: tuple[tuple[float, float], Experiment] | None = None
+    for budget in _ladder(experiment, Parameter.MAX_NUM_BATCHED_TOKENS, BUDGETS):
         most_running: float = float("inf")
-        for slots in _ladder(contest, Parameter.MAX_NUM_SEQS, SLOTS):
+        for slots in _ladder(experiment, Parameter.MAX_NUM_SEQS, SLOTS):
             if slots >= most_running and slots != max(SLOTS):
-                continue  # as many seats as with more of them were taken
+                continue  # the same result as with more slots
             candidate = trial.with_parameters({Parameter.MAX_NUM_BATCHED_TOKENS: budget, Parameter.MAX_NUM_SEQS: slots})
-            outcome = candidate.play_fixed("static-best")
+            outcome = candidate.run_fixed("static-best")
             most_running = outcome.most_running
             judged = candidate.judge("static-best", outcome)
             merit = (judged.goodput_tokens_per_s, judged.attainment)
             if best is None or merit > best[0]:
                 best = (merit, candidate)
     assert best is not None
-    found = replace(best[1], loop=contest.loop)
-    return found, found.play_fixed("static-best")
+    found = replace(best[1], loop=experiment.loop)
+    return found, found.run_fixed("static-best")
 
 
-def _ladder(contest: Contest, parameter: Parameter, values: tuple[int, ...]) -> list[Value]:
-    """The grid's values and the start's, from the most down."""
-    return sorted({*values, contest.settings.parameters[parameter]}, reverse=True)
+def _ladder(experiment: Experiment, parameter: Parameter, values: tuple[int, ...]) -> list[Value]:
+    """Return the grid's values and the start value, in descending order."""
+    return sorted({*values, experiment.settings.parameters[parameter]}, reverse=True)
 
 
-def static_n(contest: Contest) -> tuple[Contest, SimulationResult]:
-    """The fewest replicas that attain the objectives all the time, with the budget that needs the fewest.
+def static_n(experiment: Experiment) -> tuple[Experiment, SimulationResult]:
+    """Return the fewest replicas that attain the objectives, with the budget that needs the fewest.
 
-    Where none of max_replicas attains, the most replicas with the best budget.
+    If max_replicas do not attain them, the most replicas with the best budget.
     """
-    trial = replace(contest, loop=quiet(contest.loop))
-    best: tuple[tuple[float, int, float], Contest] | None = None
-    most = contest.settings.max_replicas
-    for budget in _ladder(contest, Parameter.MAX_NUM_BATCHED_TOKENS, BUDGETS):
+    trial = without_timeline(experiment)
+    best: tuple[tuple[float, int, float], Experiment] | None = None
+    most = experiment.settings.max_replicas
+    for budget in _ladder(experiment, Parameter.MAX_NUM_BATCHED_TOKENS, BUDGETS):
         with_budget = trial.with_parameters({Parameter.MAX_NUM_BATCHED_TOKENS: budget})
         found, judged = _fewest(with_budget, most)
         attains = found.attains(judged)
@@ -59,29 +59,30 @@ def static_n(contest: Contest) -> tuple[Contest, SimulationResult]:
             if attains:
                 most = found.settings.start_replicas
     assert best is not None
-    found = replace(best[1], loop=contest.loop)
-    return found, found.play_fixed("static-n")
+    found = replace(best[1], loop=experiment.loop)
+    return found, found.run_fixed("static-n")
 
 
-def fewest_replicas(contest: Contest) -> tuple[Contest, SimulationResult]:
-    """The fewest replicas that attain the objectives with the contest's own knobs."""
-    found, _ = _fewest(replace(contest, loop=quiet(contest.loop)), contest.settings.max_replicas)
-    found = replace(found, loop=contest.loop)
-    return found, found.play_fixed("static-n")
+def fewest_replicas(experiment: Experiment) -> tuple[Experiment, SimulationResult]:
+    """Return the fewest replicas that attain the objectives with the experiment's own parameters."""
+    found, _ = _fewest(without_timeline(experiment), experiment.settings.max_replicas)
+    found = replace(found, loop=experiment.loop)
+    return found, found.run_fixed("static-n")
 
 
-def _fewest(contest: Contest, most: int) -> tuple[Contest, Score]:
-    """The fewest replicas that suffice, by bisection: more never serve fewer requests in time, but for noise."""
-    low, high = contest.settings.min_replicas, most
-    top = contest.with_replicas(high)
-    judged = top.judge("static-n", top.play_fixed("static-n"))
+def _fewest(experiment: Experiment, most: int) -> tuple[Experiment, Score]:
+    """Return the fewest sufficient replicas by bisection: more replicas serve at least as many requests in time, except
+    for noise."""
+    low, high = experiment.settings.min_replicas, most
+    top = experiment.with_replicas(high)
+    judged = top.judge("static-n", top.run_fixed("static-n"))
     if not top.attains(judged):
         return top, judged
     found = (top, judged)
     while low < high:
         middle = (low + high) // 2
-        candidate = contest.with_replicas(middle)
-        judged = candidate.judge("static-n", candidate.play_fixed("static-n"))
+        candidate = experiment.with_replicas(middle)
+        judged = candidate.judge("static-n", candidate.run_fixed("static-n"))
         if candidate.attains(judged):
             high, found = middle, (candidate, judged)
         else:

@@ -1,15 +1,14 @@
-"""A rival's one target, chosen in hindsight: the one that attains the objectives for the fewest hours.
+"""Best target of a baseline, chosen in hindsight: the one that attains the objectives for the fewest GPU-hours.
 
-That is more than any of them is told in life. Hours fall and attainment falls as the target grows, so the search
-bisects a ladder, and then keeps the best that it saw.
+Real deployments do not know it. GPU-hours and attainment fall as the target grows, so a ladder is bisected, and the
+best result is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from trimtab_simulator.contest import Contest, is_better, quiet
+from trimtab_simulator.experiment import Experiment, is_better, without_timeline
 from trimtab_simulator.policies.policy import Policy
 from trimtab_simulator.replay import SimulationResult
 from trimtab_simulator.scores import Score
@@ -17,15 +16,15 @@ from trimtab_simulator.scores import Score
 LADDER = (0.5, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 90, 128, 180, 256)
 
 
-def best_target(contest: Contest, make: Callable[[float], Policy]) -> tuple[float, SimulationResult]:
-    """The target, and the replay under it."""
-    trial = replace(contest, loop=quiet(contest.loop))
+def best_target(experiment: Experiment, make: Callable[[float], Policy]) -> tuple[float, SimulationResult]:
+    """Return the target, and the result of its replay."""
+    trial = without_timeline(experiment)
     seen: dict[int, Score] = {}
 
     def judged(index: int) -> Score:
         if index not in seen:
             policy = make(LADDER[index])
-            seen[index] = trial.judge(policy.name, trial.play(policy))
+            seen[index] = trial.judge(policy.name, trial.run(policy))
         return seen[index]
 
     low, high = 0, len(LADDER) - 1
@@ -39,8 +38,8 @@ def best_target(contest: Contest, make: Callable[[float], Policy]) -> tuple[floa
         judged(index)
     best: tuple[int, Score] | None = None
     for index, found in seen.items():
-        if is_better(found, best[1] if best else None, contest.objectives.attain):
+        if is_better(found, best[1] if best else None, experiment.objectives.attain):
             best = (index, found)
     assert best is not None
     target = LADDER[best[0]]
-    return target, contest.play(make(target))
+    return target, experiment.run(make(target))

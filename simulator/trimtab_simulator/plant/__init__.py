@@ -1,1 +1,1 @@
-"""What is steered: replicas of an engine in virtual time, a router before them, cold starts, drains and scrapes."""
+"""The controlled system: engine replicas in virtual time with a router, cold starts, drains and scrapes."""

@@ -1,4 +1,4 @@
-"""All replicas of one deployment: they are asked for, start, serve, drain and go, and are PATCHed alike."""
+"""All replicas of one deployment: they start, serve, drain and are removed, and are PATCHed alike."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MakeBlocks = Callable[[int, int], Blocks]
 
 
 def plain_blocks(num_blocks: int, block_size: int) -> Blocks:
-    """A KV cache of requests that share no beginnings."""
+    """Return a KV cache for requests without shared prefixes."""
     return KvBlocks(num_blocks, block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """What a fleet is made of."""
+    """Configuration of a fleet."""
 
     machine: Machine
     parameters: Values
@@ -45,11 +45,11 @@ class FleetSettings:
     slow_gap: float = math.inf
     make_blocks: MakeBlocks = plain_blocks
     allowance: Allowance | None = None
-    """What engines order their queues by from the start; None: by arrival."""
+    """Allowance that engines order their queues by from the start; None for order of arrival."""
 
 
 class Fleet:
-    """Time is the caller's: arrivals and ticks must come in order. `now` in arguments is that time."""
+    """Replicas in virtual time. Arrivals and ticks must come in order; `now` in arguments is that time."""
 
     def __init__(self, settings: FleetSettings, router: Router) -> None:
         self.settings = settings
@@ -58,22 +58,22 @@ class Fleet:
         self.generation = 1
         self.desired = settings.start_replicas
         self.all: list[Replica] = []
-        """Every replica that ever was."""
+        """Every replica so far, including removed ones."""
         self.ready: list[Replica] = []
         self.most = 0
-        """The most replicas that were paid for at once."""
+        """Maximum number of billed replicas."""
         self._router = router
-        self._held: list[Sequence] = []  # while nobody is ready
+        self._held: list[Sequence] = []  # while no replica is ready
         self._observers: dict[str, Observer] = {}
         for _ in range(settings.start_replicas):
-            self._ask(0.0, 0.0)
+            self._request_replica(0.0, 0.0)
         self.next_ready = 0.0
         self.become_ready(0.0)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
     def send(self, sequence: Sequence, now: float) -> None:
-        """Route one request that has just arrived; hold it while nobody is ready."""
+        """Route one request that has just arrived; hold it while no replica is ready."""
         if not self.ready:
             self._held.append(sequence)
             return
@@ -82,12 +82,12 @@ class Fleet:
     # --- replicas -------------------------------------------------------------------------------------------------
 
     @property
-    def living(self) -> list[Replica]:
+    def billed(self) -> list[Replica]:
         """Replicas that are paid for."""
         return [replica for replica in self.all if not replica.is_gone]
 
     def become_ready(self, now: float) -> None:
-        """Let those serve whose cold start is over; `next_ready` is then when the next one is due."""
+        """Make replicas ready whose cold start is over, and set `next_ready` to the time of the next one."""
         due = [r for r in self.all if r.phase is Phase.STARTING and not r.is_gone and r.ready_at <= now]
         for replica in due:
             replica.enter(Phase.READY, replica.ready_at)
@@ -101,21 +101,21 @@ class Fleet:
                 self.send(sequence, now)
 
     def scale(self, target: int, now: float) -> None:
-        """Have `target` replicas, draining ones apart. Those that only start are given up first."""
+        """Set the target to `target` replicas, not counting draining ones. Starting replicas are removed first."""
         target = max(self.settings.min_replicas, min(self.settings.max_replicas, target))
         self.desired = target
         starting = [r for r in self.all if r.phase is Phase.STARTING and not r.is_gone]
         serving = len(self.ready) + len(starting)
         for _ in range(target - serving):
-            self._ask(now, now + self.settings.cold_start_seconds)
+            self._request_replica(now, now + self.settings.cold_start_seconds)
         for replica in sorted(starting, key=lambda r: -r.ready_at)[: max(0, serving - target)]:
             replica.gone_at = now
         for _ in range(len(self.ready) - target):
             self._drain_one(now)
         self.become_ready(now)
-        self.most = max(self.most, len(self.living))
+        self.most = max(self.most, len(self.billed))
 
-    def _ask(self, now: float, ready_at: float) -> None:
+    def _request_replica(self, now: float, ready_at: float) -> None:
         settings = self.settings
         machine = settings.machine
         engine = EngineModel(
@@ -130,34 +130,35 @@ class Fleet:
         name = f"r{len(self.all)}"
         self.all.append(Replica(name, engine, now, ready_at))
         self._observers[name] = Observer()
-        self.most = max(self.most, len(self.living))
+        self.most = max(self.most, len(self.billed))
 
     def _drain_one(self, now: float) -> None:
-        """The one that has the least to finish goes."""
-        victim = min(self.ready, key=lambda r: (r.refresh(now), -r.asked_at))
+        """Drain the replica with the fewest remaining requests."""
+        victim = min(self.ready, key=lambda r: (r.refresh(now), -r.requested_at))
         self.ready.remove(victim)
         victim.enter(Phase.DRAINING, now)
-        self._let_go(victim)
+        self._remove_if_drained(victim)
 
-    def let_go(self, now: float) -> None:
-        """Let those end that have drained by now."""
+    def remove_drained(self, now: float) -> None:
+        """Remove replicas that have drained by now."""
         for replica in self.all:
             if replica.phase is Phase.DRAINING and not replica.is_gone:
                 replica.engine.run_until(now)
-                self._let_go(replica)
+                self._remove_if_drained(replica)
 
-    def _let_go(self, replica: Replica) -> None:
+    def _remove_if_drained(self, replica: Replica) -> None:
         if replica.engine.is_idle:
             finished = replica.engine.finished
             last = finished[-1].finished_at if finished else None
             replica.gone_at = max(replica.since, last or 0.0)
 
-    # --- knobs ----------------------------------------------------------------------------------------------------
+    # --- parameters ---------------------------------------------------------------------------------------------------
 
     def patch(self, values: Mapping[Parameter, Value], now: float) -> dict[Parameter, tuple[Value, Value]]:
-        """Set knobs of all replicas from their next step on, within what the engine takes: what changed, from and to.
+        """Set parameters of all replicas from their next step on, within the engine's limits; return the changes, from
+        and to.
 
-        A budget is never below the seats: the engine refuses that, so the seats go down with it.
+        The engine rejects a budget below the sequence slots, so the slots are lowered with it.
         """
         allowed = ranges(self.settings.machine)
         before = dict(self.parameters)
@@ -174,16 +175,16 @@ class Fleet:
         return changed
 
     def order_queues(self, allowance: Allowance | None, now: float) -> None:
-        """Have all engines order their queues by that from their next step on."""
+        """Set the queue order of all engines from their next step on."""
         if allowance != self.allowance:
             self.allowance = allowance
             self._apply(now)
 
     def _apply(self, now: float) -> None:
-        """Have all engines run what is asked of them."""
+        """Apply the requested values to all engines."""
         self.generation += 1
         policy, num_blocks = self._policy(), self._num_blocks()
-        for replica in self.living:
+        for replica in self.billed:
             if replica.phase is not Phase.STARTING:
                 replica.engine.run_until(now)
             replica.engine.set_policy(policy)
@@ -202,14 +203,14 @@ class Fleet:
     def _num_blocks(self) -> int:
         return self.settings.machine.blocks_at(float(self.parameters[Parameter.GPU_MEMORY_UTILIZATION]))
 
-    # --- looking --------------------------------------------------------------------------------------------------
+    # --- snapshots --------------------------------------------------------------------------------------------------
 
     def snapshot(self, now: float, *, with_requests: bool) -> tuple[ReplicaSnapshot, ...]:
-        """A look at every replica that is not gone."""
+        """Return a snapshot of every replica that is not removed."""
         machine = self.settings.machine
         values = dict(self.parameters)
         snapshots = []
-        for replica in self.living:
+        for replica in self.billed:
             if replica.phase is not Phase.STARTING:
                 replica.engine.run_until(now)
             observer = self._observers[replica.name]
@@ -221,16 +222,16 @@ class Fleet:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Serve all that is left."""
+        """Serve all remaining requests."""
         if self._held and self.next_ready < math.inf:
             self.become_ready(self.next_ready)
-        for replica in self.living:
+        for replica in self.billed:
             replica.engine.drain()
 
     def finished(self) -> list[Sequence]:
-        """All requests that were served."""
+        """Return all finished requests."""
         return [sequence for replica in self.all for sequence in replica.engine.finished]
 
     def gpu_seconds(self, until: float) -> float:
-        """What has been paid for by `until`, starts and drains included."""
+        """Return the GPU-seconds paid by `until`, including starts and drains."""
         return sum(replica.paid_seconds(until) for replica in self.all) * self.settings.machine.num_gpus

@@ -1,8 +1,8 @@
-"""One replica's hardware and model: how long its steps take, and how much KV memory it has.
+"""Hardware and model of a replica: step times and KV memory.
 
-The figures of llama-3.1-8b on an H200 are those of the published replays that this simulator is compared with: step =
-8 ms + tokens / 16,000 s + 0.03 ms per sequence + 4 ns per context token, 1M KV tokens. Any other pair is measured
-(`--calibration FILE`): five sums per kind of step, as the engine exports them, fitted by least squares, or the
+The figures of llama-3.1-8b on an H200 are those of the published replays that this simulator is compared with: step = 8
+ms + tokens / 16,000 s + 0.03 ms per sequence + 4 ns per context token, 1M KV tokens. Other pairs are measured
+(`--calibration FILE`): five sums per kind of step, as exported by the engine and fitted by least squares, or the
 coefficients themselves.
 """
 
@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a replica runs on. `kv_tokens` is at START_UTILIZATION; each byte of the device more holds more of them.
+    """Hardware and model of a replica. `kv_tokens` is at START_UTILIZATION; more utilization holds more of them.
 
     `max_num_seqs` and `max_num_batched_tokens` are the engine's defaults there.
     """
@@ -42,21 +42,21 @@ class Machine:
     max_model_len: int = 131_072
     num_gpus: int = 1
     cap_utilization: float = 0.95
-    """How far gpu_memory_utilization may rise."""
+    """Maximum of gpu_memory_utilization."""
 
     def blocks_at(self, utilization: float) -> int:
-        """KV blocks at a gpu_memory_utilization."""
+        """Return the KV blocks at a gpu_memory_utilization."""
         tokens = self.kv_tokens + (utilization - START_UTILIZATION) * self.device_bytes / self.bytes_per_token
         return max(1, math.floor(tokens / self.block_size))
 
     @property
     def least_utilization(self) -> float:
-        """The utilisation at which the KV cache holds one request of full length."""
+        """The utilization at which the KV cache holds one request of full length."""
         missing = (self.max_model_len - self.kv_tokens) * self.bytes_per_token / self.device_bytes
         return max(0.01, min(START_UTILIZATION, math.ceil((START_UTILIZATION + missing) * 10_000) / 10_000))
 
     def with_kv_tokens(self, tokens: int) -> Machine:
-        """The same with another KV cache at the start."""
+        """Return the machine with another KV cache size at the start."""
         return replace(self, kv_tokens=tokens, max_model_len=min(self.max_model_len, tokens))
 
 
@@ -80,23 +80,23 @@ SIZES = (
 
 
 def machine_of(model: str, gpu: str, calibration: Path | None = None) -> Machine:
-    """The machine by name, or as a calibration file says. Raises BadRequest for an unknown pair without a file."""
+    """Return the machine by name, or from a calibration file. Raise BadRequest for an unknown pair without a file."""
     known = next((m for m in MACHINES if (m.model, m.gpu) == (model.lower(), gpu.lower())), None)
     if calibration is not None:
         return read_calibration(calibration, model, gpu, known)
     if known is None:
         pairs = ", ".join(f"{m.model} on {m.gpu}" for m in MACHINES)
         raise BadRequest(
-            f"no step times are known of {model} on {gpu}; known: {pairs}. Give --calibration FILE with measured ones"
+            f"no step times are known for {model} on {gpu} (known: {pairs}); give --calibration FILE with measured ones"
         )
     return known
 
 
 def read_calibration(path: Path, model: str, gpu: str, base: Machine | None) -> Machine:
-    """A JSON object with per_step, per_token, per_sequence, per_context in seconds, and sizes such as kv_tokens.
+    """Read a JSON object with per_step, per_token, per_sequence, per_context in seconds, and sizes such as kv_tokens.
 
-    What it leaves out is as on `base`, where that is known. `steps` in place of coefficients is a list of measured
-    intervals: {steps, tokens, sequences, context, seconds}.
+    Missing values are those of `base`, if known. `steps` instead of coefficients is a list of measured intervals:
+    {steps, tokens, sequences, context, seconds}.
     """
     try:
         found = json.loads(path.read_text())
@@ -113,11 +113,11 @@ def read_calibration(path: Path, model: str, gpu: str, base: Machine | None) -> 
         )
     for name, asked in (("model", model), ("gpu", gpu)):
         if name in found and str(found[name]).lower() != asked.lower():
-            raise BadCalibration(f"{path} is of {name} {found[name]}, not {asked}; name what was measured")
+            raise BadCalibration(f"{path} is for {name} {found[name]}, not {asked}; use a matching --{name}")
     cost = _fitted(path, found["steps"]) if "steps" in found else _cost(path, found, base)
     sizes = {name: int(_number(path, found, name, least=1)) for name in SIZES if name in found}
     if base is None and "kv_tokens" not in sizes:
-        raise BadCalibration(f"{path} lacks kv_tokens, and nothing is known of {model} on {gpu}; add it")
+        raise BadCalibration(f"{path} lacks kv_tokens, and {model} on {gpu} has no default; add it")
     machine = base or Machine(model, gpu, cost, sizes["kv_tokens"])
     return replace(machine, model=model, gpu=gpu, cost=cost, **sizes)
 
@@ -145,7 +145,7 @@ def _number(path: Path, found: dict[str, Any], name: str, *, least: float) -> fl
 
 
 def _fitted(path: Path, rows: Any) -> StepCost:
-    """Non-negative least squares over measured intervals, each weighted by its length in steps."""
+    """Return the non-negative least squares fit over measured intervals, each weighted by its length in steps."""
     names = ("steps", "tokens", "sequences", "context")
     if not isinstance(rows, list) or len(rows) < len(names) or not all(isinstance(row, dict) for row in rows):
         raise BadCalibration(f"{path}: steps must be a list of at least {len(names)} intervals")
@@ -162,13 +162,12 @@ def _fitted(path: Path, rows: Any) -> StepCost:
         )
     coefficients = fit_non_negative(data)
     if not any(coefficients):
-        raise BadCalibration(f"{path}: no step time fits these intervals; they need steps that take time")
+        raise BadCalibration(f"{path}: no step time fits these intervals; give intervals with seconds above 0")
     return StepCost(*coefficients)
 
 
 def fit_non_negative(data: list[tuple[list[float], float]]) -> list[float]:
-    """The coefficients, none below 0, with the least squared relative error: cyclic descent, which such a small
-    problem does not need to be clever about."""
+    """Return non-negative coefficients with the least squared relative error, by cyclic coordinate descent."""
     count = len(data[0][0])
     rows = [([x / max(y, 1e-12) for x in xs], 1.0) for xs, y in data if y > 0]
     scale = [max((abs(xs[i]) for xs, _ in rows), default=0.0) or 1.0 for i in range(count)]

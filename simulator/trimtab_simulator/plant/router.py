@@ -1,4 +1,4 @@
-"""Which replica gets a request. A Service knows nothing of load; the front door sends to who has the fewest."""
+"""Routers: a Service picks replicas at random; the router sends to the replica with the fewest requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 from trimtab_simulator.plant.replica import Replica
 
 Router = Callable[[Sequence[Replica], float], Replica]
-"""(ready replicas, time) → the one that gets the request."""
+"""(ready replicas, time) → the replica that gets the request."""
 
 
 class RouterKind(StrEnum):
@@ -18,7 +18,7 @@ class RouterKind(StrEnum):
 
 
 def router_of(kind: RouterKind, seed: int) -> Router:
-    """A router that draws from `seed` where it draws."""
+    """Return a router; random choices are seeded."""
     if kind is RouterKind.LEAST_REQUEST:
         return least_request
     rng = random.Random(f"router-{seed}")
@@ -30,7 +30,8 @@ def router_of(kind: RouterKind, seed: int) -> Router:
 
 
 def least_request(ready: Sequence[Replica], at: float) -> Replica:
-    """The replica with the fewest unfinished requests; of several, the one that was sent the fewest so far."""
+    """Return the replica with the fewest unfinished requests, and of several the one with the fewest requests so
+    far."""
     best = ready[0]
     fewest = best.count if best.quiet_until > at else best.refresh(at)
     for replica in ready[1:]:

@@ -1,8 +1,7 @@
-"""KV blocks of prompts that begin alike: who shares what, and what freed blocks can still be found.
+"""KV blocks with shared prefixes: which requests share blocks, and which freed blocks are still cached.
 
-As the engine's block manager does it, block by block for the named beginnings of prompts; what follows a beginning is a
-request's own, and is counted (see trimtab_operator.tuner.engine_model.blocks). Names of a trace cover `key_tokens`
-tokens each.
+As in the engine's block manager, block by block for the named prefixes of prompts; blocks after a prefix belong to one
+request and are counted (see trimtab_operator.tuner.engine_model.blocks). Ids of a trace cover `key_tokens` tokens each.
 """
 
 from __future__ import annotations
@@ -13,16 +12,18 @@ from trimtab_operator.tuner.engine_model import Blocks, Sequence
 
 from trimtab_simulator.trace.arrivals import KEY_TOKENS
 
-ROOT = -1  # the beginning of every prompt
-DUPLICATE = -1  # a block whose content another one was known for already
+ROOT = -1  # the empty prefix
+DUPLICATE = -1  # a block whose content another cached block already has
 
 
 class SharedBlocks:
-    """A KV cache with a prefix cache. Equal names are equal beginnings only behind equal names."""
+    """KV cache with a prefix cache. Equal ids are equal prefixes only after equal ids."""
 
     def __init__(self, total: int, block_size: int = 16, *, key_tokens: int = KEY_TOKENS) -> None:
         if key_tokens % block_size:
-            raise ValueError(f"a name covers {key_tokens} tokens, which are no whole blocks of {block_size}")
+            raise ValueError(
+                f"a prefix id covers {key_tokens} tokens, which is not a multiple of the block size {block_size}"
+            )
         self.total = total
         self.block_size = block_size
         self.free = total
@@ -30,21 +31,21 @@ class SharedBlocks:
         self._blocks_per_key = key_tokens // block_size
         self._empty = total
         self._chains: dict[tuple[int, int], int] = {}
-        """(number of the beginning before, name) → number of the beginning with it."""
+        """(id of the previous prefix, key) → id of the prefix."""
         self._users: dict[int, int] = {}
-        """How many requests hold a block that can be found."""
+        """Number of requests that hold a cached block."""
         self._lru: OrderedDict[int, list[int] | None] = OrderedDict()
-        """Freed blocks that can be found, the next to be evicted first; of a request's own ones, [how many]."""
+        """Freed cached blocks, next to evict first; unshared blocks of a request as [count]."""
         self._num_own = 0
         self._names: dict[Sequence, list[int]] = {}
-        """Names of the full blocks of each request's named beginning."""
+        """Ids of the full blocks of each request's named prefix."""
         self._held: dict[Sequence, list[int]] = {}
-        """Names of those that it has computed or found, DUPLICATE where another block goes by the name."""
+        """Ids of the blocks that it has computed or found; DUPLICATE if another block already has the id."""
 
-    # --- finding --------------------------------------------------------------------------------------------------
+    # --- lookup ----------------------------------------------------------------------------------------------------
 
     def find_cached(self, sequence: Sequence) -> tuple[int, int]:
-        """Leading blocks that are there already, and how many of those nobody uses."""
+        """Return the number of cached leading blocks, and how many of those are unused."""
         most = (sequence.num_tokens - 1) // self.block_size  # the last token must be computed
         names = self._names_of(sequence)
         count = unused = 0
@@ -60,7 +61,7 @@ class SharedBlocks:
         return count + own, unused + own
 
     def share(self, sequence: Sequence, num_found: int) -> None:
-        """Start the sequence's table with what was found."""
+        """Start the sequence's table with its cached blocks."""
         held = self._names_of(sequence)[:num_found]
         for name in held:
             if name in self._users:
@@ -77,7 +78,7 @@ class SharedBlocks:
         self._held[sequence] = list(held)
 
     def mark_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let others find the full blocks of its beginning, as far as it is computed."""
+        """Make the full blocks of its prefix available to others, as far as computed."""
         held, names = self._held[sequence], self._names_of(sequence)
         for name in names[len(held) : num_tokens // self.block_size]:
             if name in self._users or name in self._lru:
@@ -98,10 +99,10 @@ class SharedBlocks:
             self._names[sequence] = names
         return names
 
-    # --- giving and taking ----------------------------------------------------------------------------------------
+    # --- allocation ----------------------------------------------------------------------------------------------
 
     def allocate(self, num_blocks: int) -> None:
-        """Give out empty blocks, then those that were freed longest ago."""
+        """Allocate empty blocks, then the least recently freed."""
         self.free -= num_blocks
         self._empty -= num_blocks
         if self._empty < 0:
@@ -124,12 +125,12 @@ class SharedBlocks:
                 del self._lru[name]
 
     def count_exclusive(self, sequence: Sequence, num_blocks: int) -> int:
-        """Blocks that only it uses."""
+        """Return the number of blocks that only this request uses."""
         shared = sum(1 for name in self._held[sequence] if name != DUPLICATE and self._users[name] > 1)
         return num_blocks - shared
 
     def release(self, sequence: Sequence, num_tokens: int, *, is_requeued: bool) -> None:
-        """Take its blocks back, the last one first."""
+        """Free its blocks, the last one first."""
         held = self._held.pop(sequence)
         num_full, rest = divmod(num_tokens, self.block_size)
         own = num_full - len(held)
@@ -155,7 +156,7 @@ class SharedBlocks:
             del self._names[sequence]
 
     def resize(self, num_blocks: int) -> None:
-        """Grow by empty blocks; shrink by empty ones first, then by what was freed longest ago."""
+        """Grow by empty blocks; shrink by empty ones first, then by the least recently freed."""
         change = num_blocks - self.total
         self.total = num_blocks
         self.free += change
@@ -166,5 +167,5 @@ class SharedBlocks:
 
 
 def shared_blocks(num_blocks: int, block_size: int) -> Blocks:
-    """A KV cache for a trace that names its prefixes."""
+    """Return a KV cache for a trace with named prefixes."""
     return SharedBlocks(num_blocks, block_size)

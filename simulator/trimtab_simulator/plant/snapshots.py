@@ -1,4 +1,4 @@
-"""What an operator would see of a replica: the same values that it decodes from an engine's metrics and admin API."""
+"""Snapshots of simulated replicas: the values that an operator parses from an engine's metrics and admin API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAX_WATERMARK = 0.9  # the engine's bound
 
 
 class Observer:
-    """Looks at one replica from time to time: what ended in between is told once."""
+    """Takes snapshots of one replica; finished requests are reported once."""
 
     def __init__(self) -> None:
         self._num_finished = 0
@@ -51,7 +51,7 @@ class Observer:
     def snapshot(
         self, replica: Replica, machine: Machine, at: float, values: Values, generation: int, *, with_requests: bool
     ) -> ReplicaSnapshot:
-        """The replica at `at`, up to which its engine has run. `values` are the knobs that it runs."""
+        """Return the replica's snapshot at `at`, up to which its engine has run. `values` are its parameters."""
         if replica.phase is not Phase.READY and replica.phase is not Phase.DRAINING:
             return ReplicaSnapshot(replica.name, replica.phase, replica.name, replica.since, problem="not ready")
         engine = replica.engine
@@ -92,7 +92,7 @@ class Observer:
 
 
 def ranges(machine: Machine) -> dict[Parameter, FieldRange]:
-    """What the engine says could be set: its envelope."""
+    """Return the ranges that the engine reports."""
     return {
         Parameter.MAX_NUM_SEQS: FieldRange(True, 1, machine.max_num_seqs_cap),
         Parameter.MAX_NUM_BATCHED_TOKENS: FieldRange(True, 1, machine.max_num_batched_tokens_cap),
@@ -173,7 +173,7 @@ _POSITIONS = [*(GAP_EDGES.index(edge) for edge in ITL_EDGES[:-1]), len(GAP_EDGES
 
 
 def _gap_histogram(replica: Replica) -> Histogram | None:
-    """The fine counts, summed up to each of production's edges."""
+    """Return the fine counts, summed up to each of the engine's edges."""
     gaps = replica.engine.gaps
     if gaps is None:
         return None

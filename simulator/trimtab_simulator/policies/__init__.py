@@ -1,1 +1,1 @@
-"""Who steers: our tuner, the rivals by their published rules, and fixed values. One file per rule."""
+"""Scaling policies: Trimtab's tuner, baselines by their published rules, and fixed values. One file per rule."""

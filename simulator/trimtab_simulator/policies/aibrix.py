@@ -1,15 +1,15 @@
 """AIBrix's PodAutoscaler (pkg/controller/podautoscaler): KPA with a stable and a panic window, and APA.
 
-Every 10 s, windows of 180 and 60 s, a band of ±10 %, never more than the double or less than the half at once. Its
-windows of stabilisation work as its source has them: up the highest of 0 s, down the *lowest* of 300 s.
-KPA divides a value by the target without the number of pods, so it suits totals: here all requests that run or wait.
+Every 10 s, windows of 180 and 60 s, a band of ±10 %, at most double or half at once. Stabilization windows work as in
+its source: up the highest of 0 s, down the *lowest* of 300 s. KPA divides a value by the target without the number of
+pods, so it suits totals: here all running and waiting requests.
 """
 
 from __future__ import annotations
 
 import math
 
-from trimtab_simulator.policies.policy import PolicyActions, View
+from trimtab_simulator.policies.policy import PolicyActions, PolicyInput
 from trimtab_simulator.policies.signals import Sliding, in_flight, num_pods, samples
 
 RESYNC_SECONDS = 10.0
@@ -30,14 +30,14 @@ class _AiBrix:
         self._recent = Sliding(DOWN_WINDOW_SECONDS)
 
     def settle(self, wanted: int, pods: int, now: float) -> PolicyActions:
-        """Limit the rate, and take the stabilisation windows as they are."""
+        """Limit the rate, and apply the stabilization windows."""
         wanted = max(math.floor(pods / MAX_DOWN), min(math.ceil(pods * MAX_UP), wanted))
         self._recent.add(now, wanted)
         return PolicyActions(replicas=max(1, int(self._recent.lowest) if wanted < pods else wanted))
 
 
 class Kpa(_AiBrix):
-    """A total over `target`: from the panic window while that is above the double of the stable one."""
+    """A total over `target`: from the panic window while that is more than twice the stable one."""
 
     def __init__(self, target: float) -> None:
         super().__init__("aibrix-kpa", target)
@@ -45,8 +45,8 @@ class Kpa(_AiBrix):
         self._panic = Sliding(PANIC_SECONDS)
         self._panic_until = -math.inf
 
-    def decide(self, view: View) -> PolicyActions:
-        """One resync."""
+    def decide(self, view: PolicyInput) -> PolicyActions:
+        """Run one resync."""
         value = in_flight(view)
         self._stable.add(view.now, value)
         self._panic.add(view.now, value)
@@ -64,14 +64,14 @@ class Kpa(_AiBrix):
 
 
 class Apa(_AiBrix):
-    """Running requests a pod against `target`, with a band in which nothing moves."""
+    """Running requests per pod against `target`, with a tolerance band."""
 
     def __init__(self, target: float) -> None:
         super().__init__("aibrix-apa", target)
         self._mean = Sliding(STABLE_SECONDS)
 
-    def decide(self, view: View) -> PolicyActions:
-        """One resync."""
+    def decide(self, view: PolicyInput) -> PolicyActions:
+        """Run one resync."""
         seen = samples(view)
         pods = num_pods(view)
         if not seen:

@@ -1,7 +1,8 @@
-"""A cap on running requests by additive-increase-like growth and multiplicative cuts: prime-rl's client-side law.
+"""Cap on running requests with additive growth and multiplicative cuts: prime-rl's client-side rule.
 
-Grow only while the KV cache is below its target and what was allowed is used; the growth tapers from 1.20× to 1.00× as
-the use nears 0.8. Trim at 0.8 to inflight × 0.7 / use; cut at 0.9 and when preemptions rise. Replicas stay.
+It grows only while KV cache usage is below its target and the cap is used; growth tapers from 1.20× to 1.00× as the
+usage nears 0.8. It trims at 0.8 to inflight × 0.7 / usage, and cuts at 0.9 and when preemptions rise. Replicas stay
+fixed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 
 from trimtab_operator.tuner.parameters import Parameter
 
-from trimtab_simulator.policies.policy import STAY, PolicyActions, View
+from trimtab_simulator.policies.policy import STAY, PolicyActions, PolicyInput
 from trimtab_simulator.policies.signals import samples
 
 TICK_SECONDS = 15.0
@@ -21,7 +22,7 @@ SETTLED = 0.9  # of the cap must run before it grows
 
 
 class Aimd:
-    """Moves max_num_seqs alone, by the fullest replica."""
+    """Changes only max_num_seqs, by the fullest replica."""
 
     def __init__(self, most: int) -> None:
         self.name = "aimd"
@@ -30,8 +31,8 @@ class Aimd:
         self._most = most
         self._preemptions: dict[str, float] = {}
 
-    def decide(self, view: View) -> PolicyActions:
-        """One adjustment."""
+    def decide(self, view: PolicyInput) -> PolicyActions:
+        """Run one adjustment."""
         seen = samples(view)
         if not seen:
             return STAY
@@ -49,8 +50,8 @@ class Aimd:
             return STAY
         return PolicyActions(parameters={Parameter.MAX_NUM_SEQS: max(1, min(self._most, int(wanted)))})
 
-    def _rose(self, view: View) -> bool:
-        """Whether any replica has preempted since the tick before."""
+    def _rose(self, view: PolicyInput) -> bool:
+        """Return True if any replica has preempted since the previous tick."""
         now = {
             snapshot.replica: sum(snapshot.sample.counters.preemptions.values())
             for snapshot in view.snapshots

@@ -1,20 +1,20 @@
-"""Nobody steers: the replicas and knobs of the start stay."""
+"""Fixed replicas and parameters: the start values stay."""
 
 from __future__ import annotations
 
 import math
 
-from trimtab_simulator.policies.policy import STAY, PolicyActions, View
+from trimtab_simulator.policies.policy import STAY, PolicyActions, PolicyInput
 
 
 class Fixed:
-    """Does nothing, ever."""
+    """Changes nothing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.tick_seconds = math.inf
         self.reads_requests = False
 
-    def decide(self, view: View) -> PolicyActions:
-        """Stay."""
+    def decide(self, view: PolicyInput) -> PolicyActions:
+        """Return no change."""
         return STAY

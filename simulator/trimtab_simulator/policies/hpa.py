@@ -1,7 +1,7 @@
-"""The Horizontal Pod Autoscaler of Kubernetes, and what is built on it: a target of running requests, and KEDA's queue.
+"""Kubernetes' Horizontal Pod Autoscaler and policies built on it: a target of running requests, and KEDA's queue.
 
-Defaults of autoscaling/v2: every 15 s, a tolerance of 10 %, up at once by at most the double or 4 pods per 15 s, down
-only to the highest count that was recommended in the last 300 s.
+Defaults of autoscaling/v2: every 15 s, a tolerance of 10 %, up at once by at most double or 4 pods per 15 s, down only
+to the highest recommendation of the last 300 s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from trimtab_operator.tuner.samples import Phase
 
-from trimtab_simulator.policies.policy import PolicyActions, View
+from trimtab_simulator.policies.policy import PolicyActions, PolicyInput
 from trimtab_simulator.policies.signals import Sliding, num_pods, running, samples, waiting
 
 SYNC_SECONDS = 15.0
@@ -22,10 +22,11 @@ UP_FACTOR, UP_PODS = 2, 4  # per 15 s, whichever allows more
 KEDA_POLL_SECONDS = 30.0
 
 
-def per_pod(target: float) -> Callable[[View], int]:
-    """The mean of num_requests_running over pods against `target` (a metric of type Pods)."""
+def per_pod(target: float) -> Callable[[PolicyInput], int]:
+    """Return a recommendation from the mean of num_requests_running over pods against `target` (a metric of type
+    Pods)."""
 
-    def recommend(view: View) -> int:
+    def recommend(view: PolicyInput) -> int:
         pods = num_pods(view)
         loads = [
             running(snapshot)
@@ -49,10 +50,11 @@ def per_pod(target: float) -> Callable[[View], int]:
     return recommend
 
 
-def total(read: Callable[[View], float], target: float) -> Callable[[View], int]:
-    """A sum over pods, of which each pod is to have `target` (a metric of type External, as KEDA makes it)."""
+def total(read: Callable[[PolicyInput], float], target: float) -> Callable[[PolicyInput], int]:
+    """Return a recommendation from a sum over pods, `target` per pod (a metric of type External, as KEDA creates
+    it)."""
 
-    def recommend(view: View) -> int:
+    def recommend(view: PolicyInput) -> int:
         pods = num_pods(view)
         value = read(view)
         if pods and abs(value / (target * pods) - 1) <= TOLERANCE:
@@ -65,17 +67,19 @@ def total(read: Callable[[View], float], target: float) -> Callable[[View], int]
 class Hpa:
     """One autoscaler with one metric."""
 
-    def __init__(self, name: str, recommend: Callable[[View], int], *, poll_seconds: float = SYNC_SECONDS) -> None:
+    def __init__(
+        self, name: str, recommend: Callable[[PolicyInput], int], *, poll_seconds: float = SYNC_SECONDS
+    ) -> None:
         self.name = name
         self.tick_seconds = SYNC_SECONDS
         self.reads_requests = False
         self._recommend = recommend
         self._poll_seconds = poll_seconds
-        self._polled: tuple[float, View] | None = None
+        self._polled: tuple[float, PolicyInput] | None = None
         self._recent = Sliding(DOWN_WINDOW_SECONDS)
 
-    def decide(self, view: View) -> PolicyActions:
-        """One sync."""
+    def decide(self, view: PolicyInput) -> PolicyActions:
+        """Run one sync."""
         if not samples(view):
             return PolicyActions()
         if self._polled is None or view.now - self._polled[0] >= self._poll_seconds:
@@ -90,16 +94,16 @@ class Hpa:
         return PolicyActions(replicas=max(1, wanted))
 
 
-def _with_pods_of(polled: View, now: View) -> View:
-    """The metric may be older than the count of pods."""
-    return now if polled.now == now.now else View(now.now, now.desired, now.parameters, polled.snapshots)
+def _with_pods_of(polled: PolicyInput, now: PolicyInput) -> PolicyInput:
+    """Combine polled metrics, which may be older, with the present number of pods."""
+    return now if polled.now == now.now else PolicyInput(now.now, now.desired, now.parameters, polled.snapshots)
 
 
 def hpa_running(target: float) -> Hpa:
-    """An HPA on the mean of num_requests_running."""
+    """Return an HPA on the mean of num_requests_running."""
     return Hpa("hpa-running", per_pod(target))
 
 
 def keda_queue(target: float) -> Hpa:
-    """KEDA on the sum of num_requests_waiting, `target` a pod."""
+    """Return KEDA on the sum of num_requests_waiting, `target` per pod."""
     return Hpa("keda-queue", total(waiting, target), poll_seconds=KEDA_POLL_SECONDS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from trimtab_simulator.policies.policy import STAY, PolicyActions, View
+from trimtab_simulator.policies.policy import STAY, PolicyActions, PolicyInput
 from trimtab_simulator.policies.signals import Sliding, in_flight
 
 INTERVAL_SECONDS = 10.0
@@ -26,8 +26,8 @@ class KubeAi:
         self._active = Sliding(WINDOW_SECONDS)
         self._num_lower = 0
 
-    def decide(self, view: View) -> PolicyActions:
-        """One interval."""
+    def decide(self, view: PolicyInput) -> PolicyActions:
+        """Run one interval."""
         self._active.add(view.now, in_flight(view))
         wanted = math.ceil(self._active.mean / self._target)
         if wanted > view.desired:

@@ -1,4 +1,4 @@
-"""Policies by the names that --policy takes, a rival's target behind an @: `hpa-running@30`."""
+"""Policies by the names of --policy, with a baseline's target after an @: `hpa-running@30`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WITH_TARGET: dict[str, Callable[[float], Policy]] = {
     "aibrix-kpa": Kpa,
     "aibrix-apa": Apa,
 }
-"""Rivals that follow one number of requests a replica."""
+"""Baselines with one target number of requests per replica."""
 
 WITHOUT_TARGET = ("static-default", "static-best", "static-n", "aimd", "replicas-only", "trimtab", "oracle")
 
@@ -27,30 +27,30 @@ NAMES = (*WITHOUT_TARGET[:3], *WITH_TARGET, *WITHOUT_TARGET[3:])
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One contestant: its name, and its target where one was given."""
+class PolicySpec:
+    """One policy: its name, and its target if given."""
 
     name: str
     target: float | None = None
 
     @property
     def label(self) -> str:
-        """As it was written."""
+        """The policy as written on the command line."""
         return self.name if self.target is None else f"{self.name}@{self.target:g}"
 
 
-def parse_entries(text: str) -> list[Entry]:
-    """The entries of `NAME[@TARGET][,NAME…]`, each once; `all` is everybody."""
-    entries: list[Entry] = []
+def parse_policy_specs(text: str) -> list[PolicySpec]:
+    """Return the policies of `NAME[@TARGET][,NAME…]`, each once; `all` is every policy."""
+    entries: list[PolicySpec] = []
     for part in (part.strip() for part in text.split(",")):
         if part == "all":
-            entries += [Entry(name) for name in NAMES]
+            entries += [PolicySpec(name) for name in NAMES]
             continue
         name, at, number = part.partition("@")
         if name not in NAMES:
             raise BadRequest(f"--policy has {part!r}; known are {', '.join(NAMES)}, and all")
         if not at:
-            entries.append(Entry(name))
+            entries.append(PolicySpec(name))
             continue
         if name not in WITH_TARGET:
             raise BadRequest(f"--policy {part}: {name} has no target; leave out @{number}")
@@ -60,5 +60,5 @@ def parse_entries(text: str) -> list[Entry]:
             target = math.nan
         if not 0 < target < math.inf:
             raise BadRequest(f"--policy {part}: the target must be a number above 0, such as {name}@30")
-        entries.append(Entry(name, target))
+        entries.append(PolicySpec(name, target))
     return list(dict.fromkeys(entries))

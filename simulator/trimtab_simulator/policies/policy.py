@@ -1,4 +1,4 @@
-"""What a policy is asked, and what it may answer."""
+"""Interface of scaling policies: input and actions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trimtab_simulator.plant.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """What does not change during a replay, and what an operator is told of: its resource and its objectives.
+class PolicySetup:
+    """Facts that do not change during a replay and that an operator knows: resource and objectives.
 
-    Of the machine a policy may read what the model and the GPU are, not how long its steps take.
+    Of the machine a policy may read model and GPU, not its step times.
     """
 
     machine: Machine
@@ -28,23 +28,23 @@ class Setup:
     start_replicas: int
     cold_start_seconds: float
     parameters: Values
-    """Where every engine starts."""
+    """Start values of every engine."""
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """What can be seen at a tick. Replicas that are gone are not listed. `desired` is the last replica target."""
+class PolicyInput:
+    """Observable state at a tick, without removed replicas. `desired` is the last replica target."""
 
     now: float
     desired: int
     parameters: Values
-    """The values that all replicas are asked to run."""
+    """Requested values of all replicas."""
     snapshots: tuple[ReplicaSnapshot, ...]
 
     @property
     def ready(self) -> list[ReplicaSnapshot]:
-        """Looks at replicas that serve, with a sample."""
+        """Snapshots of ready replicas with a sample."""
         return [
             snapshot for snapshot in self.snapshots if snapshot.phase is Phase.READY and snapshot.sample is not None
         ]
@@ -52,25 +52,25 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class PolicyActions:
-    """What to change: a replica target, and knobs of all replicas. What is not named stays. `why` is for the log."""
+    """Changes: a replica target, and parameters of all replicas. Others stay. `why` is for the log."""
 
     replicas: int | None = None
     parameters: Mapping[Parameter, Value] = field(default_factory=dict)
     why: str = ""
     allowance: Allowance | None = None
-    """What engines are to order their queues by from now on (order `deadline`); None: what they do."""
+    """Allowance of the queue order `deadline` from now on; None keeps the present order."""
 
 
 STAY = PolicyActions()
 
 
 class Policy(Protocol):
-    """Asked every `tick_seconds`. It may remember what it likes; one object serves one replay."""
+    """Scaling policy, called every `tick_seconds`. It may keep state; one object is used for one replay."""
 
     name: str
     tick_seconds: float
     reads_requests: bool
-    """Whether it looks at single requests: they are told only then, as they take time."""
+    """True if it reads single requests, which are provided only then because they take time."""
 
-    def decide(self, view: View) -> PolicyActions:
-        """What to do now."""
+    def decide(self, view: PolicyInput) -> PolicyActions:
+        """Return the actions at this tick."""

@@ -1,4 +1,4 @@
-"""What rivals read of the replicas: sums and means of gauges, and sliding windows over them."""
+"""Signals that baselines read: sums and means of gauges, and sliding windows over them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections import deque
 
 from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot, Sample
 
-from trimtab_simulator.policies.policy import View
+from trimtab_simulator.policies.policy import PolicyInput
 
 
-def samples(view: View) -> list[Sample]:
-    """One per replica that serves new requests."""
+def samples(view: PolicyInput) -> list[Sample]:
+    """Return one sample per replica that serves new requests."""
     return [
         snapshot.sample for snapshot in view.snapshots if snapshot.phase is Phase.READY and snapshot.sample is not None
     ]
 
 
-def num_pods(view: View) -> int:
-    """Replicas that exist and are not being drained: what a workload's scale says."""
+def num_pods(view: PolicyInput) -> int:
+    """Return the replicas that exist and do not drain, as a workload's scale reports."""
     return sum(snapshot.phase is not Phase.DRAINING for snapshot in view.snapshots)
 
 
 def running(snapshot: ReplicaSnapshot) -> float:
-    """Requests in a replica's batch."""
+    """Return the requests in a replica's batch."""
     return snapshot.sample.gauges.running if snapshot.sample is not None else 0.0
 
 
-def in_flight(view: View) -> float:
-    """Requests that run or wait anywhere, drained replicas too: what a proxy before them counts as active."""
+def in_flight(view: PolicyInput) -> float:
+    """Return all running and waiting requests, including draining replicas, as a proxy counts active ones."""
     return sum(s.sample.gauges.running + s.sample.gauges.waiting for s in view.snapshots if s.sample is not None)
 
 
-def waiting(view: View) -> float:
-    """Requests that wait, over all replicas."""
+def waiting(view: PolicyInput) -> float:
+    """Return the waiting requests of all replicas."""
     return sum(sample.gauges.waiting for sample in samples(view))
 
 
@@ -44,22 +44,22 @@ class Sliding:
         self._values: deque[tuple[float, float]] = deque()
 
     def add(self, at: float, value: float) -> None:
-        """Note a value, and forget those that are too old."""
+        """Add a value, and drop those that are too old."""
         self._values.append((at, value))
         while self._values[0][0] <= at - self._seconds:
             self._values.popleft()
 
     @property
     def mean(self) -> float:
-        """Their mean; at least one must have been added."""
+        """Mean of the values; at least one must have been added."""
         return sum(value for _, value in self._values) / len(self._values)
 
     @property
     def highest(self) -> float:
-        """The highest of them."""
+        """Highest value."""
         return max(value for _, value in self._values)
 
     @property
     def lowest(self) -> float:
-        """The lowest of them."""
+        """Lowest value."""
         return min(value for _, value in self._values)

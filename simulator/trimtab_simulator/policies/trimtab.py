@@ -1,4 +1,4 @@
-"""Ours: the tuner that the operator runs, asked as the operator asks it."""
+"""Trimtab's tuner as a policy, called as the operator calls it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_operator.tuner.settings import Bounds, Mode, Pace, Scaling, Seasonal, Settings
 from trimtab_operator.tuner.state import TunerState
 
-from trimtab_simulator.policies.policy import PolicyActions, Setup, View
+from trimtab_simulator.policies.policy import PolicyActions, PolicyInput, PolicySetup
 
 TICK_SECONDS = 15.0
-WRONG_PRIOR = (1.25, 0.75, 1.25, 0.75)  # times the true coefficients: the tuner has to learn them
+WRONG_PRIOR = (1.25, 0.75, 1.25, 0.75)  # factors of the true coefficients, which the tuner has to learn
 
 
 class Trimtab:
-    """`pinned`: hot knobs stay where they start, and only replicas move. `history`: what came in the periods before, by
-    which arrivals are forecast."""
+    """`pinned`: live parameters keep their start values, and only replicas change. `history`: season of earlier
+    periods, by which arrivals are forecast."""
 
     def __init__(
-        self, setup: Setup, *, pinned: bool = False, name: str = "trimtab", history: Season | None = None
+        self, setup: PolicySetup, *, pinned: bool = False, name: str = "trimtab", history: Season | None = None
     ) -> None:
         self.name = name
         self.tick_seconds = TICK_SECONDS
@@ -34,12 +34,12 @@ class Trimtab:
         self.state = TunerState()
         self.settings = _settings(setup, pinned=pinned)
         if history is not None and self.settings.scaling is not None:
-            asked = Seasonal(history.period_seconds, len(history.rates))
+            forecast = Seasonal(history.period_seconds, len(history.rates))
             self.state = TunerState(forecast=Forecast(history))
-            self.settings = replace(self.settings, scaling=replace(self.settings.scaling, forecast=asked))
+            self.settings = replace(self.settings, scaling=replace(self.settings.scaling, forecast=forecast))
 
-    def decide(self, view: View) -> PolicyActions:
-        """One turn of the tuner."""
+    def decide(self, view: PolicyInput) -> PolicyActions:
+        """Run one tuner step."""
         outcome = decide(view.snapshots, self.state, self.settings, view.now)
         self.state = outcome.state
         parameters: dict[Parameter, Value] = {}
@@ -49,8 +49,8 @@ class Trimtab:
         return PolicyActions(outcome.replicas, parameters, why, self.settings.objectives.allowance)
 
 
-def _settings(setup: Setup, *, pinned: bool) -> Settings:
-    """What the operator would know: the resource, its promises, and a guess of the step times that is a quarter off."""
+def _settings(setup: PolicySetup, *, pinned: bool) -> Settings:
+    """Return what the operator would know: resource, objectives, and a step-time prior that is a quarter off."""
     cost = setup.machine.cost
     guess = StepCost(
         cost.per_step * WRONG_PRIOR[0],
@@ -72,13 +72,17 @@ def _settings(setup: Setup, *, pinned: bool) -> Settings:
     )
 
 
-def _objectives(setup: Setup) -> Objectives:
-    """The contest's, as a resource would say them."""
-    asked = setup.objectives
-    ttft = Ttft(asked.ttft, asked.per_prompt_token, asked.attain) if math.isfinite(asked.ttft) else None
+def _objectives(setup: PolicySetup) -> Objectives:
+    """Return the experiment's objectives as a resource would set them."""
+    objectives = setup.objectives
+    ttft = (
+        Ttft(objectives.ttft, objectives.per_prompt_token, objectives.attain)
+        if math.isfinite(objectives.ttft)
+        else None
+    )
     itl = None
-    if asked.itl_mean is not None:
-        itl = Itl(asked.itl_mean, ItlKind.MEAN, asked.attain)
-    elif asked.itl_token is not None:
-        itl = Itl(asked.itl_token, ItlKind.TOKENS, asked.attain)
+    if objectives.itl_mean is not None:
+        itl = Itl(objectives.itl_mean, ItlKind.MEAN, objectives.attain)
+    elif objectives.itl_token is not None:
+        itl = Itl(objectives.itl_token, ItlKind.TOKENS, objectives.attain)
     return Objectives(ttft, itl, order_queues=ttft is not None)

@@ -1,1 +1,1 @@
-"""Load: files of real traces read into arrivals, and what may be done to them before a replay."""
+"""Load: trace files as arrivals, and transformations before a replay."""

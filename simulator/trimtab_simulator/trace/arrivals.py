@@ -1,4 +1,4 @@
-"""What every trace becomes: requests with their times and lengths."""
+"""Common form of every trace: requests with their times and lengths."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 class Arrival(NamedTuple):
     """One request. `at` is in seconds from the start of the replay; lengths are in tokens.
 
-    `prefix` names the leading blocks of the prompt, KEY_TOKENS tokens each: prompts begin alike as far as their names
-    are equal. Empty: nothing is known to be shared.
+    `prefix` has ids of the leading blocks of the prompt, KEY_TOKENS tokens each: prompts share their prefix as far as
+    the ids are equal. Empty: no known prefix.
     """
 
     at: float
@@ -24,15 +24,16 @@ KEY_TOKENS = 512  # of a Mooncake trace
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Arrivals in the order of time, and how many seconds they cover: also before the first one and after the last."""
+    """Arrivals in order of time, and the seconds that they cover, including time before the first and after the last
+    one."""
 
     name: str
     arrivals: list[Arrival]
     seconds: float
     notes: tuple[str, ...] = ()
-    """What a reader of the results should know about how it was read."""
+    """Remarks about how the trace was read."""
 
     @property
     def has_prefixes(self) -> bool:
-        """Whether it says which prompts begin alike."""
+        """True if it has prefix ids."""
         return any(arrival.prefix for arrival in self.arrivals)

@@ -1,6 +1,6 @@
-"""The formats of trace files, told apart by their first line.
+"""Formats of trace files, detected by their first line.
 
-| format   | first line                                                  | what it is                     |
+| format   | first line                                                  | contents                       |
 |----------|-------------------------------------------------------------|--------------------------------|
 | azure    | TIMESTAMP,ContextTokens,GeneratedTokens                     | a log of requests              |
 | mooncake | {"timestamp", "input_length", "output_length", "hash_ids"}  | a log, with prefix blocks      |
@@ -56,7 +56,7 @@ KEYS = {
 
 
 class RateWindow(NamedTuple):
-    """One client's load in one window: requests a second, and how uneven the gaps between them are."""
+    """Load of one client in one window: requests a second, and the variation of the gaps between them."""
 
     client: str
     start: float
@@ -66,14 +66,14 @@ class RateWindow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Numbers of tokens with their cumulated probabilities."""
+    """Numbers of tokens with their cumulative probabilities."""
 
     values: tuple[int, ...]
     cumulated: tuple[float, ...]
 
 
 class LengthWindow(NamedTuple):
-    """How long one client's prompts and answers are in one window."""
+    """Lengths of one client's prompts and outputs in one window."""
 
     client: str
     start: float
@@ -82,7 +82,7 @@ class LengthWindow(NamedTuple):
 
 
 def format_of(path: Path, text: str) -> Format:
-    """Which format the file has. Raises BadTrace when it is none of them."""
+    """Return the format of the file. Raise BadTrace if it is unknown."""
     first = text.split("\n", 1)[0].strip().lstrip("\ufeff")
     names: set[str] = set()
     candidates: Mapping[Format, set[str]] = HEADERS
@@ -104,14 +104,14 @@ def format_of(path: Path, text: str) -> Format:
 
 
 def read_log(path: Path, text: str, kind: Format) -> Trace:
-    """A log of requests. It starts with its first request, and lasts until its last one."""
+    """Read a log of requests. It lasts from its first to its last request."""
     parse = _azure_row if kind is Format.AZURE else _mooncake_row
     lines = csv_lines(text.lstrip("\ufeff")) if kind is Format.AZURE else json_lines(text)
     rows = read_rows(path, lines, parse)
     notes = []
     if any(later.at < earlier.at for earlier, later in pairwise(rows)):
         rows.sort(key=lambda row: row.at)
-        notes.append("the rows were not in the order of time, and were sorted")
+        notes.append("the rows were not in order of time and were sorted")
     num_silent = sum(row.output == 0 for row in rows)
     if num_silent:
         notes.append(f"{num_silent} requests without output tokens are replayed with one")
@@ -153,7 +153,7 @@ def _mooncake_row(line: str) -> Arrival:
 
 
 def read_rates(path: Path, text: str) -> list[RateWindow]:
-    """Load per client and window, in the order of time."""
+    """Return the load per client and window, in order of time."""
     rows = read_rows(path, csv_lines(text.lstrip("\ufeff")), _rate_row)
     seen: set[tuple[str, float]] = set()
     for row in rows:
@@ -173,7 +173,7 @@ def _rate_row(row: dict[str, str]) -> RateWindow:
 
 
 def read_lengths(path: Path, text: str) -> list[LengthWindow]:
-    """Lengths per client and window."""
+    """Return the lengths per client and window."""
     return read_rows(path, json_lines(text), _length_row)
 
 
@@ -188,7 +188,7 @@ def _length_row(line: str) -> LengthWindow:
 
 
 def _distribution(row: dict[str, Any], column: str) -> Distribution:
-    """{length: probability}, as text or as JSON. A length of 0 counts as 1: a request has a prompt, and a token."""
+    """Parse {length: probability}, as text or as JSON. Length 0 counts as 1: a request has a prompt and a token."""
     found = row.get(column)
     if isinstance(found, str):
         try:
@@ -209,6 +209,6 @@ def _distribution(row: dict[str, Any], column: str) -> Distribution:
 
 
 def load_text(path: Path) -> tuple[str, Format]:
-    """The file's text and format."""
+    """Return the file's text and format."""
     text = read_text(path)
     return text, format_of(path, text)

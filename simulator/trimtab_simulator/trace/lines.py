@@ -1,4 +1,4 @@
-"""Lines of a trace file, plain or gzipped, and the refusal of bad ones: all of a file is read, or nothing."""
+"""Lines of a trace file, plain or gzipped. A file with a bad line is rejected as a whole."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Row = TypeVar("Row")
 
 GZIP_MAGIC = b"\x1f\x8b"
 MAX_SHOWN = 5  # bad lines in one message
-MAX_BYTES = 2 << 30  # of a file when it is unpacked
-MAX_TOKENS = 100_000_000  # of one request: more is a column mistaken for another
+MAX_BYTES = 2 << 30  # of an unpacked file
+MAX_TOKENS = 100_000_000  # of one request: more indicates a wrong column
 
 
 def read_text(path: Path) -> str:
-    """The file's text. Raises BadTrace when it is not there, not gzip where it says so, or not UTF-8."""
+    """Return the file's text. Raise BadTrace if it is missing, invalid gzip, or not UTF-8."""
     try:
         data = path.read_bytes()
         if data.startswith(GZIP_MAGIC):
@@ -42,7 +42,7 @@ def read_text(path: Path) -> str:
 
 
 def read_rows(path: Path, lines: Iterable[tuple[int, Any]], parse: Callable[[Any], Row]) -> list[Row]:
-    """Every line parsed. Raises BadTrace with the numbers of the bad lines and what is wrong with each.
+    """Parse every line. Raise BadTrace with the numbers and problems of the bad lines.
 
     `parse` raises ValueError or KeyError, whose message is the reason.
     """
@@ -58,26 +58,26 @@ def read_rows(path: Path, lines: Iterable[tuple[int, Any]], parse: Callable[[Any
                 bad.append(f"line {number}: {_reason(error)}")
     if bad:
         more = f"; and {num_bad - len(bad)} more bad lines" if num_bad > len(bad) else ""
-        raise BadTrace(f"{path}: {'; '.join(bad)}{more}. Nothing was replayed: mend or remove these lines")
+        raise BadTrace(f"{path}: {'; '.join(bad)}{more}. Nothing was replayed; fix or remove these lines")
     if not rows:
         raise BadTrace(f"{path} has no requests in it; give a trace with at least one row")
     return rows
 
 
 def csv_lines(text: str) -> Iterable[tuple[int, dict[str, str]]]:
-    """The rows of a CSV file with a header, by line number."""
+    """Yield the rows of a CSV file with a header, with line numbers."""
     reader = csv.DictReader(io.StringIO(text), restkey="", restval="")
     for row in reader:
         yield reader.line_num, row
 
 
 def json_lines(text: str) -> Iterable[tuple[int, str]]:
-    """The lines that hold a JSON object each, by line number."""
+    """Return the lines with a JSON object each, with line numbers."""
     return ((number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
 
 
 def json_object(line: str) -> dict[str, Any]:
-    """One line of JSON, which must be an object."""
+    """Parse one line of JSON, which must be an object."""
     try:
         value = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -88,21 +88,21 @@ def json_object(line: str) -> dict[str, Any]:
 
 
 def number(row: dict[str, Any], column: str, *, least: float = 0.0) -> float:
-    """A finite number of at least `least`."""
+    """Return a finite number of at least `least`."""
     found = row.get(column)
     if found is None or found == "" or isinstance(found, bool):
         raise ValueError(f"{column} is missing")
     try:
         value = float(found)
     except (TypeError, ValueError):
-        raise ValueError(f"{column} is {str(found)[:40]!r}, which is no number") from None
+        raise ValueError(f"{column} is {str(found)[:40]!r}, which is not a number") from None
     if not math.isfinite(value) or value < least:
         raise ValueError(f"{column} is {found}; it must be a number of at least {least:g}")
     return value
 
 
 def tokens(row: dict[str, Any], column: str) -> int:
-    """A count of tokens: a whole number, 0 or more."""
+    """Return a number of tokens: an integer, 0 or more."""
     value = number(row, column)
     if value != int(value) or value > MAX_TOKENS:
         raise ValueError(f"{column} is {row[column]}; it must be a whole number of tokens, at most {MAX_TOKENS:,}")

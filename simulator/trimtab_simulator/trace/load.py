@@ -1,4 +1,4 @@
-"""From files and flags to the arrivals of a replay: --trace, --lengths, --from, --duration, --speed, --copies …"""
+"""Arrivals of a replay from files and flags: --trace, --lengths, --from, --duration, --speed, --copies …"""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from trimtab_simulator.trace.formats import (
 )
 from trimtab_simulator.trace.sampling import Draw, draw_arrivals, pairs_of, peak_rate, windows_of
 
-PEAK_WINDOW_SECONDS = 60.0  # over which the highest rate of a log is counted, in the replay's time
-COPY_JITTER_SECONDS = 20.0  # of copies that --peak makes, unless --jitter says otherwise
+PEAK_WINDOW_SECONDS = 60.0  # window of a log's highest rate, in the replay's time
+COPY_JITTER_SECONDS = 20.0  # of copies made for --peak, unless --jitter is given
 
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """What is done to a trace. `start` and `duration` are seconds of the trace, the rest is of the replay.
+    """Transformation of a trace. `start` and `duration` are seconds of the trace, the rest refers to the replay.
 
-    `copies` lay the same log over itself, each request of each copy moved by up to `jitter` seconds either way; `peak`
-    is the highest rate, in requests a second; `cv` draws a rate file's clients as one process of that evenness.
+    `copies` overlay the same log, each request of each copy shifted by up to `jitter` seconds either way; `peak` is the
+    highest rate, in requests a second; `cv` draws a rate file's clients as one process of that coefficient of
+    variation.
     """
 
     start: float = 0.0
@@ -41,7 +42,7 @@ class Transform:
     cv: float | None = None
 
     def check(self) -> None:
-        """Raise BadRequest for values that mean nothing."""
+        """Raise BadRequest for invalid values."""
         _check("--from", self.start, least=0.0)
         _check("--duration", self.duration, above=0.0)
         _check("--speed", self.speed, above=0.0)
@@ -59,7 +60,7 @@ def _check(flag: str, value: float | None, *, least: float = -math.inf, above: f
 
 
 def load_trace(path: Path, transform: Transform, *, lengths: Path | None = None, seed: int = 0) -> Trace:
-    """Read and transform. Raises BadTrace or BadRequest; equal arguments give equal arrivals."""
+    """Read and transform a trace. Raise BadTrace or BadRequest; equal arguments give equal arrivals."""
     transform.check()
     text, kind = load_text(path)
     rng = random.Random(f"trace-{seed}")
@@ -72,7 +73,7 @@ def load_trace(path: Path, transform: Transform, *, lengths: Path | None = None,
             trace = _from_rates(path.name, read_rates(path, text), draw_of(lengths), transform, rng)
         case _:
             if transform.cv is not None:
-                raise BadRequest(f"--cv is for rate files; {path} is a log, whose requests have their own times")
+                raise BadRequest(f"--cv is for rate files; {path} is a log with arrival times")
             trace = _from_log(read_log(path, text, kind), transform, rng)
             if lengths is not None:
                 draw = draw_of(lengths)
@@ -80,12 +81,12 @@ def load_trace(path: Path, transform: Transform, *, lengths: Path | None = None,
                 arrivals = [Arrival(a.at, *pair) for a, pair in zip(trace.arrivals, drawn, strict=True)]
                 trace = replace(trace, arrivals=arrivals)
     if not trace.arrivals:
-        raise BadTrace(f"{path} has no requests between --from and --duration; choose another part of it")
+        raise BadTrace(f"{path} has no requests between --from and --duration; choose another range")
     return trace
 
 
 def draw_of(path: Path) -> Draw:
-    """Lengths as a file of lengths, or a log of requests, tells them."""
+    """Return a sampler of lengths from a file of lengths or a log of requests."""
     text, kind = load_text(path)
     match kind:
         case Format.LENGTHS:
@@ -137,7 +138,7 @@ def _from_log(trace: Trace, transform: Transform, rng: random.Random) -> Trace:
 
 
 def _copied(part: list[Arrival], copies: int, jitter: float, seconds: float, rng: random.Random) -> list[Arrival]:
-    """The log laid over itself. Copies share no prefixes with each other: they stand for other users."""
+    """Return the overlaid log. Copies share no prefixes with each other: they represent other users."""
     if copies == 1 and not jitter:
         return part
     stride = 1 + max((max(arrival.prefix, default=0) for arrival in part), default=0)
@@ -156,7 +157,7 @@ def _copied(part: list[Arrival], copies: int, jitter: float, seconds: float, rng
 
 
 def highest_rate(arrivals: list[Arrival]) -> float:
-    """The most requests in any PEAK_WINDOW_SECONDS, per second."""
+    """Return the highest number of requests in PEAK_WINDOW_SECONDS, per second."""
     first, most = 0, 0
     for index, arrival in enumerate(arrivals):
         while arrival.at - arrivals[first].at >= PEAK_WINDOW_SECONDS:

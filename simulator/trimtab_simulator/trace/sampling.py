@@ -1,7 +1,7 @@
-"""Requests drawn from load per client and window.
+"""Requests sampled from load per client and window.
 
-Each client's gaps between requests have the evenness that the file tells (cv, 1 is Poisson). One deployment gets a
-share of a fleet's requests: drawing a share p of a renewal process leaves cv² = 1 + p·(cv² − 1).
+Each client's gaps between requests have the coefficient of variation of the file (cv, 1 is Poisson). One deployment
+gets a share of a fleet's requests: a share p of a renewal process has cv² = 1 + p·(cv² − 1).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from trimtab_simulator.trace.formats import (
 Draw = Callable[[random.Random, str, float], tuple[int, int]]
 """(rng, client, seconds of the trace) → prompt and output tokens."""
 
-ALL = ""  # the client of a load that is drawn as one
+ALL = ""  # client of a load that is sampled as one process
 
 
 def peak_rate(windows: Sequence[RateWindow]) -> float:
-    """The highest rate of all clients together, requests a second."""
+    """Return the highest total rate of all clients, requests a second."""
     return max(total_rates(windows).values(), default=0.0)
 
 
 def total_rates(windows: Sequence[RateWindow]) -> dict[float, float]:
-    """Requests a second of all clients together, by the window's start."""
+    """Return the total rate of all clients by the window's start."""
     totals: dict[float, float] = defaultdict(float)
     for window in windows:
         totals[window.start] += window.rate
@@ -42,7 +42,8 @@ def total_rates(windows: Sequence[RateWindow]) -> dict[float, float]:
 def draw_arrivals(
     windows: Sequence[RateWindow], share: float, draw: Draw, rng: random.Random, *, cv: float | None = None
 ) -> list[Arrival]:
-    """Arrivals in the trace's own time; of each client's requests, `share`. With `cv` all clients are one process."""
+    """Return arrivals in the trace's own time; `share` of each client's requests. With `cv` all clients are one
+    process."""
     by_client: dict[str, list[RateWindow]] = defaultdict(list)
     if cv is None:
         for window in windows:
@@ -59,7 +60,8 @@ def draw_arrivals(
 
 
 def _times(windows: Sequence[RateWindow], share: float, rng: random.Random, *, thins: bool) -> list[float]:
-    """A renewal process whose clock runs at each window's rate: gaps have mean 1 in that time."""
+    """Return arrival times of a renewal process whose clock runs at each window's rate: gaps have mean 1 in that
+    time."""
     times: list[float] = []
     left: float | None = None  # of the gap that reaches into the next window, in its own time
     for window in sorted(windows, key=lambda window: window.start):
@@ -80,7 +82,7 @@ def _times(windows: Sequence[RateWindow], share: float, rng: random.Random, *, t
 
 
 def pairs_of(arrivals: Sequence[Arrival]) -> Draw:
-    """Lengths of another log: prompt and output of one of its requests, whatever client and time."""
+    """Return a sampler of lengths from another log: prompt and output of a random request."""
     pairs = [(arrival.prompt, arrival.output) for arrival in arrivals]
 
     def draw(rng: random.Random, client: str, at: float) -> tuple[int, int]:
@@ -90,7 +92,8 @@ def pairs_of(arrivals: Sequence[Arrival]) -> Draw:
 
 
 def windows_of(lengths: Sequence[LengthWindow]) -> Draw:
-    """Lengths by client and window; of a client that has none, those of one that has, of the nearest window."""
+    """Return a sampler of lengths by client and window; clients without lengths use those of another client, from the
+    nearest window."""
     by_client: dict[str, list[LengthWindow]] = defaultdict(list)
     for window in lengths:
         by_client[window.client].append(window)

@@ -119,7 +119,7 @@ def test_equal_seeds_print_equal_figures(log: Path) -> None:
         (("--policy", "static-default"), "no objective is given"),
         ((*PROMISES, "--policy", "hpa"), "--policy has 'hpa'; known are static-default"),
         ((*PROMISES, "--speed", "0"), "--speed is 0.0"),
-        ((*PROMISES, "--model", "m"), "no step times are known of m on h200"),
+        ((*PROMISES, "--model", "m"), "no step times are known for m on h200"),
         ((*PROMISES, "--min-replicas", "3", "--max-replicas", "2"), "--start-replicas 3 must be within"),
         ((*PROMISES, "--calibration", "none.json"), "none.json: is not there"),
         ((*PROMISES, "--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "--max-num-seqs 64 is above"),

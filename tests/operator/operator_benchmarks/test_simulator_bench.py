@@ -2,7 +2,7 @@
 
 import pytest
 from engine_benchmarks.mechanism_bench import load_of
-from operator_benchmarks.simulator_bench import SETTINGS, Pair, fitted, intervals, page, simulated, sums_of
+from operator_benchmarks.simulator_bench import SETTINGS, Pair, fit_machine, intervals, page, simulated, sums_of
 from trimtab_engine.bench.local_server import LocalServer
 from trimtab_engine.bench.serving.samples import Words, random_samples
 
@@ -35,7 +35,7 @@ def test_times_are_fitted_and_the_load_is_replayed_with_them(setting) -> None:  
         {"steps": 1.0, "tokens": t, "sequences": s, "context": c, "seconds": 0.01 + 0.001 * t + 0.002 * s + 1e-5 * c}
         for t, s, c in ((1.0, 1.0, 200.0), (8.0, 8.0, 900.0), (64.0, 3.0, 400.0), (256.0, 2.0, 300.0), (4.0, 4.0, 2e3))
     ]
-    machine = fitted(setting, rows)
+    machine = fit_machine(setting, rows)
     assert machine.cost.per_token == pytest.approx(0.001, rel=1e-3)
     assert machine.cost.per_step == pytest.approx(0.01, rel=1e-2)
     samples = random_samples(40, setting.lengths, Words(None, seed=2))

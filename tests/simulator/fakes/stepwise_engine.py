@@ -1,6 +1,7 @@
-"""The truth that the fast engine is held against: the engine's own scheduler, step by step, under the same step times.
+"""Reference for the engine model: the engine's own scheduler, step by step, with the same step times.
 
-Slow, as every token is a token. Prompts are made up so that they begin alike exactly where the trace says so.
+Slow, because it schedules real token ids. Prompts are generated so that they share prefixes exactly as the trace
+specifies.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TOKEN_RANGE = 1 << 31  # ids of tokens; they only need to differ
 
 
 class StepwiseEngine:
-    """One engine. Drive it as a TwinEngine: run_until(arrival), then add(sequence)."""
+    """One engine, driven like an EngineModel: run_until(arrival), then add(sequence)."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class StepwiseEngine:
         self._fresh: deque[Request] = deque()
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence."""
+        """Add a sequence to the queue."""
         number = len(self._sequences)
         tokens: list[int] = []
         for key in sequence.keys:
@@ -67,15 +68,15 @@ class StepwiseEngine:
         self.scheduler.add(request)
 
     def set_policy(self, policy: EngineModelPolicy) -> None:
-        """Be steered by `policy` from the next step on."""
+        """Apply `policy` from the next step on."""
         self.scheduler.set_policy(_policy(policy, caches=self._caches))
 
     def resize(self, num_blocks: int) -> None:
-        """Make the KV cache smaller, or as large again as it was at first."""
+        """Shrink the KV cache, or restore its original size."""
         self.scheduler.resize_kv(num_blocks, self.now)
 
     def run_until(self, until: float) -> None:
-        """Take every step that starts before `until`."""
+        """Run every step that starts before `until`."""
         while self.now < until:
             if self.scheduler.is_idle:
                 if until < math.inf:
@@ -84,7 +85,7 @@ class StepwiseEngine:
             self._take_step()
 
     def drain(self) -> None:
-        """Serve all that was added."""
+        """Serve all added sequences."""
         self.run_until(math.inf)
 
     def _take_step(self) -> None:
@@ -103,7 +104,7 @@ class StepwiseEngine:
             self.blocked_seconds[reason] = self.blocked_seconds.get(reason, 0.0) + blocked
 
     def _hand_out(self, batch: Batch) -> None:
-        # Each answers in words of its own: what follows a shared prompt is not shared.
+        # Outputs are unique per request: tokens after a shared prompt are not shared.
         tokens: list[int | list[int]] = [TOKEN_RANGE + int(request.request_id) for request in batch.sampling]
         for request, _, status in self.scheduler.update(batch, tokens, self.now):
             sequence = self._sequences[request.request_id]

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trimtab_operator.tuner.engine_model import StepCost
 from trimtab_operator.tuner.parameters import Parameter, Value
-from trimtab_simulator.contest import Contest
+from trimtab_simulator.experiment import Experiment
 from trimtab_simulator.hindsight.fixed_values import static_best, static_n
-from trimtab_simulator.hindsight.oracle import Plan, cheapest_path, find_plan, follow
+from trimtab_simulator.hindsight.oracle import Plan, cheapest_path, find_plan, replay_plan
 from trimtab_simulator.hindsight.targets import LADDER, best_target
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import Machine
 from trimtab_simulator.policies.kubeai import KubeAi
-from trimtab_simulator.replay import Loop
+from trimtab_simulator.replay import ReplaySettings
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 
 MACHINE = Machine("m", "g", StepCost(0.01, 1e-4, 1e-4, 0.0), 100_000, max_model_len=8_000)
@@ -30,7 +30,7 @@ START: dict[Parameter, Value] = {
 }
 
 
-def a_contest(rates: list[float], *, start: int = 1, most: int = 6, prompt: int = 2000) -> Contest:
+def make_experiment(rates: list[float], *, start: int = 1, most: int = 6, prompt: int = 2000) -> Experiment:
     """Two minutes at each rate. A replica serves about 8 prompts of a second's tenth in time."""
     rng = random.Random(1)
     rows, at = [], 0.0
@@ -40,7 +40,9 @@ def a_contest(rates: list[float], *, start: int = 1, most: int = 6, prompt: int 
             rows.append(Arrival(at, rng.randint(1, prompt), rng.randint(1, 20)))
         at = end
     trace = Trace("t", rows, 120.0 * len(rates))
-    return Contest(trace, FleetSettings(MACHINE, START, start, 1, most, 60.0), Loop(), Objectives(1.0, itl_mean=0.2))
+    return Experiment(
+        trace, FleetSettings(MACHINE, START, start, 1, most, 60.0), ReplaySettings(), Objectives(1.0, itl_mean=0.2)
+    )
 
 
 def cost_of(
@@ -69,42 +71,42 @@ def test_a_plan_asks_for_more_ahead_of_time_and_for_fewer_on_time() -> None:
 
 
 def test_the_fewest_replicas_attain_and_one_fewer_do_not() -> None:
-    contest = a_contest([4.0, 18.0])
-    found, outcome = static_n(contest)
+    experiment = make_experiment([4.0, 18.0])
+    found, outcome = static_n(experiment)
     judged = found.judge("static-n", outcome)
     assert judged.attainment >= 0.99
     count = found.settings.start_replicas
     assert judged.gpu_hours == pytest.approx(count * 240 / 3600)
     fewer = found.with_replicas(count - 1)
     assert count > 1
-    assert fewer.judge("static-n", fewer.play_fixed()).attainment < 0.99
+    assert fewer.judge("static-n", fewer.run_fixed()).attainment < 0.99
 
 
 def test_the_best_knobs_bring_no_less_than_those_of_the_start() -> None:
-    contest = a_contest([9.0]).with_parameters({Parameter.MAX_NUM_SEQS: 2})
-    found, outcome = static_best(contest)
-    before = contest.judge("static", contest.play_fixed()).goodput_tokens_per_s
+    experiment = make_experiment([9.0]).with_parameters({Parameter.MAX_NUM_SEQS: 2})
+    found, outcome = static_best(experiment)
+    before = experiment.judge("static", experiment.run_fixed()).goodput_tokens_per_s
     assert found.judge("static-best", outcome).goodput_tokens_per_s > 1.2 * before
     assert found.settings.parameters[Parameter.MAX_NUM_SEQS] > 2
     assert found.settings.start_replicas == 1
 
 
 def test_a_rivals_target_is_the_one_that_attains_for_the_fewest_hours() -> None:
-    contest = a_contest([4.0, 12.0, 4.0], start=2)
-    target, outcome = best_target(contest, KubeAi)
-    judged = contest.judge("kubeai", outcome)
+    experiment = make_experiment([4.0, 12.0, 4.0], start=2)
+    target, outcome = best_target(experiment, KubeAi)
+    judged = experiment.judge("kubeai", outcome)
     assert judged.attainment >= 0.99
     index = LADDER.index(target)
     for other in LADDER[index + 1 : index + 3]:
-        laxer = contest.judge("kubeai", contest.play(KubeAi(other)))
+        laxer = experiment.judge("kubeai", experiment.run(KubeAi(other)))
         assert laxer.attainment < 0.99 or laxer.gpu_hours >= judged.gpu_hours - 1e-9
 
 
 def test_the_oracle_follows_the_load_and_is_ready_before_it() -> None:
-    contest = a_contest([3.0, 20.0, 3.0])
-    fixed, fixed_outcome = static_n(contest)
-    outcome = follow(contest, find_plan(contest))
-    judged = contest.judge("oracle", outcome)
+    experiment = make_experiment([3.0, 20.0, 3.0])
+    fixed, fixed_outcome = static_n(experiment)
+    outcome = replay_plan(experiment, find_plan(experiment))
+    judged = experiment.judge("oracle", outcome)
     assert judged.attainment >= 0.99
     assert judged.gpu_hours < 0.8 * fixed.judge("static-n", fixed_outcome).gpu_hours
     first = outcome.changes[0]
@@ -118,7 +120,9 @@ def test_answers_that_outlast_their_interval_are_planned_for() -> None:
     trace = Trace("t", [Arrival(at, 50, 4000) for at in times], 600.0)
     machine = Machine("m", "g", StepCost(0.01, 0.0, 4e-4, 0.0), 1_000_000, max_model_len=8_000)
     parameters = {**START, Parameter.MAX_NUM_SEQS: 1024, Parameter.MAX_NUM_BATCHED_TOKENS: 2048}
-    contest = Contest(trace, FleetSettings(machine, parameters, 6, 1, 8, 60.0), Loop(), Objectives(2.0, itl_mean=0.06))
-    judged = contest.judge("oracle", follow(contest, find_plan(contest)))
+    experiment = Experiment(
+        trace, FleetSettings(machine, parameters, 6, 1, 8, 60.0), ReplaySettings(), Objectives(2.0, itl_mean=0.06)
+    )
+    judged = experiment.judge("oracle", replay_plan(experiment, find_plan(experiment)))
     assert judged.attainment >= 0.99
     assert judged.gpu_hours < 6 * 600 / 3600

@@ -19,7 +19,7 @@ def a_file(folder: Path, content: Any) -> Path:
 
 def test_the_known_machine_is_found_by_name_and_others_are_refused_with_what_is_known() -> None:
     assert machine_of("Llama-3.1-8B", "H200").cost.seconds(16_000, 0, 0, 0) == pytest.approx(1.008)
-    with pytest.raises(BadRequest, match=r"llama-3.1-8b on h200\. Give --calibration"):
+    with pytest.raises(BadRequest, match=r"llama-3.1-8b on h200\); give --calibration"):
         machine_of("llama-3.1-70b", "h200")
 
 
@@ -70,7 +70,7 @@ def test_measured_intervals_are_fitted(tmp_path: Path) -> None:
         ({"per_step": "fast"}, "per_step is 'fast'"),
         ({"per_step": -1}, "per_step is -1"),
         ({"per_step": True}, "per_step is True"),
-        ({"gpu": "h100"}, "is of gpu h100, not h200"),
+        ({"gpu": "h100"}, "is for gpu h100, not h200"),
         ({"kv_tokens": 0}, "kv_tokens is 0"),
         ({"per_step": 0, "per_token": 0, "per_sequence": 0, "per_context": 0}, "takes no time"),
         ({"steps": []}, "at least 4 intervals"),

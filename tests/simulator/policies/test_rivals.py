@@ -10,8 +10,8 @@ from trimtab_simulator.policies.aibrix import Apa, Kpa
 from trimtab_simulator.policies.aimd import Aimd
 from trimtab_simulator.policies.hpa import hpa_running, keda_queue
 from trimtab_simulator.policies.kubeai import KubeAi
-from trimtab_simulator.policies.names import Entry, parse_entries
-from trimtab_simulator.policies.policy import Policy, View
+from trimtab_simulator.policies.names import PolicySpec, parse_policy_specs
+from trimtab_simulator.policies.policy import Policy, PolicyInput
 
 
 def a_look(
@@ -21,17 +21,17 @@ def a_look(
     return ReplicaSnapshot(name, Phase.READY, sample=sample) if ready else ReplicaSnapshot(name, Phase.STARTING)
 
 
-def a_view(now: float, *snapshots: ReplicaSnapshot, desired: int | None = None, slots: int = 64) -> View:
-    return View(now, len(snapshots) if desired is None else desired, {Parameter.MAX_NUM_SEQS: slots}, snapshots)
+def a_view(now: float, *snapshots: ReplicaSnapshot, desired: int | None = None, slots: int = 64) -> PolicyInput:
+    return PolicyInput(now, len(snapshots) if desired is None else desired, {Parameter.MAX_NUM_SEQS: slots}, snapshots)
 
 
-def pods(now: float, running: float, count: int = 2, *, waiting: float = 0.0, starting: int = 0) -> View:
+def pods(now: float, running: float, count: int = 2, *, waiting: float = 0.0, starting: int = 0) -> PolicyInput:
     """So many equal replicas, and some that start."""
     snapshots = [a_look(f"r{i}", running, waiting) for i in range(count)]
     return a_view(now, *snapshots, *(a_look(f"s{i}", 0, ready=False) for i in range(starting)))
 
 
-def targets(policy: Policy, *views: View) -> list[int | None]:
+def targets(policy: Policy, *views: PolicyInput) -> list[int | None]:
     return [policy.decide(view).replicas for view in views]
 
 
@@ -126,16 +126,16 @@ def test_without_a_sample_nothing_moves(policy: Policy) -> None:
 
 
 def test_policies_are_named_with_their_targets() -> None:
-    assert parse_entries("trimtab, hpa-running@30,trimtab,kubeai") == [
-        Entry("trimtab"),
-        Entry("hpa-running", 30.0),
-        Entry("kubeai"),
+    assert parse_policy_specs("trimtab, hpa-running@30,trimtab,kubeai") == [
+        PolicySpec("trimtab"),
+        PolicySpec("hpa-running", 30.0),
+        PolicySpec("kubeai"),
     ]
-    assert len(parse_entries("all")) == 12
-    assert parse_entries("hpa-running@30")[0].label == "hpa-running@30"
+    assert len(parse_policy_specs("all")) == 12
+    assert parse_policy_specs("hpa-running@30")[0].label == "hpa-running@30"
 
 
 @pytest.mark.parametrize("text", ["", "hpa", "trimtab@3", "kubeai@", "kubeai@0", "kubeai@nan", "kubeai@x"])
 def test_an_unknown_policy_is_refused_with_what_is_known(text: str) -> None:
     with pytest.raises(BadRequest, match="--policy"):
-        parse_entries(text)
+        parse_policy_specs(text)

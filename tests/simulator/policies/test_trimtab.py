@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 from trimtab_operator.tuner.parameters import Parameter, Value
-from trimtab_simulator.contest import Contest
+from trimtab_simulator.experiment import Experiment
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import machine_of
 from trimtab_simulator.policies.trimtab import Trimtab
-from trimtab_simulator.replay import REPLICAS, Loop
+from trimtab_simulator.replay import REPLICAS, ReplaySettings
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 
 START: dict[Parameter, Value] = {
@@ -37,8 +37,8 @@ def test_a_budget_is_not_blamed_for_what_users_felt_before_enough_replicas_serve
     wait for replicas: what is felt meanwhile is a matter of their number."""
     machine = machine_of("llama-3.1-8b", "h200")
     fleet = FleetSettings(machine, START, 6, 1, 28, 120.0)
-    contest = Contest(documents(), fleet, Loop(), Objectives(10.0, 1 / 4000, itl_mean=0.1))
-    changes = contest.play(Trimtab(contest.setup)).changes
+    experiment = Experiment(documents(), fleet, ReplaySettings(), Objectives(10.0, 1 / 4000, itl_mean=0.1))
+    changes = experiment.run(Trimtab(experiment.setup)).changes
     budgets = [change.after for change in changes if change.target == Parameter.MAX_NUM_BATCHED_TOKENS.value]
     assert len([change for change in changes if change.target == REPLICAS and change.after > change.before]) >= 1
     assert budgets

@@ -9,15 +9,15 @@ from simulator_benchmarks import decision_time
 from simulator_benchmarks.decision_time import SLICES, Slice, cut
 from simulator_benchmarks.scenarios import SCENARIOS
 from trimtab_operator.tuner.parameters import Parameter, Value
-from trimtab_simulator.contest import Contest
+from trimtab_simulator.experiment import Experiment
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import machine_of
-from trimtab_simulator.replay import Loop
+from trimtab_simulator.replay import ReplaySettings
 from trimtab_simulator.trace.arrivals import Arrival, Trace
 
 
-def a_contest() -> Contest:
+def make_experiment() -> Experiment:
     rng = random.Random(0)
     arrivals = [Arrival(i / 4, rng.randint(1, 2000), rng.randint(1, 200)) for i in range(1200)]
     parameters: dict[Parameter, Value] = {
@@ -27,7 +27,7 @@ def a_contest() -> Contest:
         Parameter.GPU_MEMORY_UTILIZATION: 0.9,
     }
     settings = FleetSettings(machine_of("llama-3.1-8b", "h200"), parameters, 1, 1, 1, 60.0)
-    return Contest(Trace("t", arrivals, 300.0), settings, Loop(), Objectives(2.0, 1 / 8000, itl_mean=0.08))
+    return Experiment(Trace("t", arrivals, 300.0), settings, ReplaySettings(), Objectives(2.0, 1 / 8000, itl_mean=0.08))
 
 
 def test_slices_are_of_scenarios_that_exist() -> None:
@@ -35,7 +35,7 @@ def test_slices_are_of_scenarios_that_exist() -> None:
 
 
 def test_a_slice_begins_at_its_start() -> None:
-    part = cut(a_contest(), Slice("day", 100.0, 50.0)).trace
+    part = cut(make_experiment(), Slice("day", 100.0, 50.0)).trace
     assert part.seconds == 50.0
     assert len(part.arrivals) == 200
     assert part.arrivals[0].at == 0.0
@@ -43,7 +43,7 @@ def test_a_slice_begins_at_its_start() -> None:
 
 
 def test_turns_are_timed_and_equal_decisions_have_equal_fingerprints() -> None:
-    one, other = (decision_time.turns_of("any", a_contest()) for _ in range(2))
+    one, other = (decision_time.measure_steps("any", make_experiment()) for _ in range(2))
     assert one.turns == 300 / 15 - 1
     assert 0 < one.p50 <= one.p90 <= one.p99 <= one.longest
     assert one.decisions == other.decisions

@@ -10,7 +10,7 @@ import trimtab_simulator
 from simulator_benchmarks import forecast_gain
 from simulator_benchmarks.forecast_gain import PERIOD_SECONDS, THREE_HOURS, history
 from simulator_benchmarks.scenarios import CONVERSATIONS, SCENARIOS, SMALL_RATES
-from trimtab_simulator.contest import Contest
+from trimtab_simulator.experiment import Experiment
 from trimtab_simulator.policies.trimtab import Trimtab
 
 ROWS = 144  # windows of ten minutes a day
@@ -30,9 +30,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def a_contest(folder: Path) -> Contest:
+def make_experiment(folder: Path) -> Experiment:
     (day,) = (scenario for scenario in SCENARIOS if scenario.name == "day")
-    return day.contest(folder)
+    return day.experiment(folder)
 
 
 def test_the_day_before_has_the_shape_of_the_first_day(folder: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_history_that_is_late_has_the_same_shape_three_hours_later(folder: Pat
 
 
 def test_ours_forecasts_only_where_it_is_given_a_history(folder: Path) -> None:
-    setup = a_contest(folder).setup
+    setup = make_experiment(folder).setup
     season = history(folder, "the day before", 0)
     scaling = Trimtab(setup, history=season).settings.scaling
     assert scaling is not None

@@ -29,23 +29,23 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_every_scenario_can_be_made_and_repeats(scenario: Scenario, folder: Path) -> None:
-    contest = scenario.contest(folder, seed=1, cold_start=60.0)
-    assert contest.trace.arrivals
-    assert all(0 <= a.at <= contest.trace.seconds and not a.prefix for a in contest.trace.arrivals)
-    assert contest.settings.cold_start_seconds == 60.0
-    again, other = (scenario.contest(folder, seed=seed).trace.arrivals for seed in (1, 2))
-    assert contest.trace.arrivals == again != other
+    experiment = scenario.experiment(folder, seed=1, cold_start=60.0)
+    assert experiment.trace.arrivals
+    assert all(0 <= a.at <= experiment.trace.seconds and not a.prefix for a in experiment.trace.arrivals)
+    assert experiment.settings.cold_start_seconds == 60.0
+    again, other = (scenario.experiment(folder, seed=seed).trace.arrivals for seed in (1, 2))
+    assert experiment.trace.arrivals == again != other
 
 
 def test_a_day_passes_in_two_hours_up_to_its_peak(folder: Path) -> None:
     (day,) = (each for each in SCENARIOS if each.name == "day")
-    trace = day.contest(folder).trace
+    trace = day.experiment(folder).trace
     assert trace.seconds == 7200
     assert highest_rate(trace.arrivals) == pytest.approx(30, rel=0.15)
 
 
 def test_in_the_mix_code_comes_and_goes(folder: Path) -> None:
     (mix,) = (each for each in SCENARIOS if each.name == "mix")
-    code = [a for a in mix.contest(folder).trace.arrivals if a.prompt == 2000]
+    code = [a for a in mix.experiment(folder).trace.arrivals if a.prompt == 2000]
     busy, calm = (sum(int(a.at / 600) % 2 == turn for a in code) for turn in (0, 1))
     assert calm == pytest.approx(0.15 * busy, rel=0.25)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from simulator_benchmarks import cells as kept
 from simulator_benchmarks import table
-from simulator_benchmarks.cells import fill, inputs_of, key_of, parse_policies, read_cells
+from simulator_benchmarks.cells import inputs_of, key_of, parse_policies, read_cells, run_missing
 from simulator_benchmarks.table import captured, fields_of, markdown
 from simulator_benchmarks.table_page import table_page
 from trimtab_simulator.errors import BadRequest
@@ -81,10 +81,10 @@ def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path, runs: list[str]) -> 
     path.write_text(json.dumps(whole) + "\n" + '{"scenario": "da')
     assert list(read_cells(path)) == [("day", 0, 120.0, "kubeai")]
     wanted = [("day", 0, 120.0, policy) for policy in ("kubeai", "oracle")]
-    assert len(fill(path, tmp_path, wanted, jobs=1, fresh=False)) == 2
+    assert len(run_missing(path, tmp_path, wanted, jobs=1, fresh=False)) == 2
     assert runs == ["oracle"]
     assert len(path.read_text().splitlines()) == 2
-    fill(path, tmp_path, wanted, jobs=1, fresh=True)
+    run_missing(path, tmp_path, wanted, jobs=1, fresh=True)
     assert runs == ["oracle", "kubeai", "oracle"]
 
 
@@ -93,12 +93,12 @@ def test_a_cell_that_was_made_from_other_inputs_is_made_again(tmp_path: Path, ru
     folder.mkdir()
     (folder / "day.csv").write_text("1")
     wanted = [("day", 0, 120.0, "kubeai")]
-    fill(path, folder, wanted, jobs=1, fresh=False)
-    fill(path, folder, wanted, jobs=1, fresh=False)
+    run_missing(path, folder, wanted, jobs=1, fresh=False)
+    run_missing(path, folder, wanted, jobs=1, fresh=False)
     assert runs == ["kubeai"]
     inputs_of.cache_clear()
     (folder / "day.csv").write_text("2")
-    fill(path, folder, wanted, jobs=1, fresh=False)
+    run_missing(path, folder, wanted, jobs=1, fresh=False)
     assert runs == ["kubeai", "kubeai"]
 
 
@@ -119,7 +119,7 @@ def test_what_changes_the_tuner_changes_our_cells_alone(tmp_path: Path, monkeypa
 
 def test_a_rivals_target_may_be_a_number_or_the_best_on_another_trace() -> None:
     assert parse_policies("kubeai, kubeai@32,kubeai@day,kubeai@day") == ["kubeai", "kubeai@32", "kubeai@day"]
-    with pytest.raises(BadRequest, match="trimtab has no target to be fixed on day"):
+    with pytest.raises(BadRequest, match="trimtab has no target; remove @day"):
         parse_policies("trimtab@day")
     with pytest.raises(BadRequest, match="kubeai@night: behind the @ stands a number above 0, or one of day, burst"):
         parse_policies("kubeai@night")
@@ -153,7 +153,7 @@ def test_a_part_is_run_and_what_other_parts_have_is_kept(tmp_path: Path, monkeyp
     path = tmp_path / "cells.jsonl"
     path.write_text(json.dumps(a_cell("kubeai", 6.0)) + "\n")
     wanted = [("day", seed, 120.0, "static-n") for seed in range(3)]
-    assert list(fill(path, tmp_path, wanted, jobs=1, fresh=False, seconds=0)) == [("day", 0, 120.0, "kubeai")]
+    assert list(run_missing(path, tmp_path, wanted, jobs=1, fresh=False, seconds=0)) == [("day", 0, 120.0, "kubeai")]
     table.main(
         ["--traces", str(tmp_path), "--cells", str(path), "--seconds", "0", "--html", str(tmp_path / "page.html"),
          "--scenarios", "day", "--policies", "kubeai,static-n", "--seeds", "0", "--cold-starts", "120"]

@@ -80,9 +80,9 @@ def test_rates_and_lengths_are_read_per_client_and_window(tmp_path: Path) -> Non
 )
 def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, text: str, reason: str) -> None:
     path = a_file(tmp_path, text)
-    with pytest.raises(BadTrace, match=reason) as refused:
+    with pytest.raises(BadTrace, match=reason) as rejected:
         read_log(path, *load_text(path))
-    assert str(path) in str(refused.value)
+    assert str(path) in str(rejected.value)
 
 
 @pytest.mark.parametrize(

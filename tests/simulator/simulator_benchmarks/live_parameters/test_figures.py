@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulator_benchmarks.live_parameters.figures import Figure, first_token, good_tokens, markdown, turns_of
+from simulator_benchmarks.live_parameters.figures import Figure, first_token, good_tokens, markdown, reversals_figure
 from trimtab_operator.tuner.engine_model import Sequence
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.replay import Change
@@ -29,7 +29,7 @@ def test_replicas_that_turn_are_no_knobs_that_do() -> None:
             (0.0, "watermark", (0.0, 0.05)), (300.0, "watermark", (0.05, 0.0)),
         )
     ]  # fmt: skip
-    assert turns_of("storm", "any", 0, changes).value == 1
+    assert reversals_figure("storm", "any", 0, changes).value == 1
 
 
 def test_the_table_tells_the_mean_the_worst_and_how_many_seeds_are_within_the_bar() -> None:

@@ -10,11 +10,11 @@ import pytest
 from simulator_benchmarks.live_parameters import mixes, storm
 from simulator_benchmarks.live_parameters.__main__ import ROWS, main
 from simulator_benchmarks.live_parameters.loads import BOTH, BUDGETS, Phase, best_budget, budget_of, h200, poisson
-from simulator_benchmarks.live_parameters.mixes import Switched
+from simulator_benchmarks.live_parameters.mixes import ScheduledPolicy
 from simulator_benchmarks.live_parameters.scenes import CLIENTS, scene_settings
 from simulator_benchmarks.scenarios import CODE, CONVERSATIONS
 from trimtab_operator.tuner.parameters import Parameter
-from trimtab_simulator.policies.policy import STAY, View
+from trimtab_simulator.policies.policy import STAY, PolicyInput
 
 LOG = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
@@ -39,10 +39,10 @@ def test_phases_follow_each_other_and_a_seed_draws_the_same(folder: Path) -> Non
 
 
 def test_what_was_known_beforehand_is_switched_once_at_its_time() -> None:
-    policy = Switched([(900.0, budget_of(512))])
-    assert policy.decide(View(885.0, 1, {}, ())) is STAY
-    assert policy.decide(View(900.0, 1, {}, ())).parameters == {Parameter.MAX_NUM_BATCHED_TOKENS: 512}
-    assert policy.decide(View(915.0, 1, {}, ())) is STAY
+    policy = ScheduledPolicy([(900.0, budget_of(512))])
+    assert policy.decide(PolicyInput(885.0, 1, {}, ())) is STAY
+    assert policy.decide(PolicyInput(900.0, 1, {}, ())).parameters == {Parameter.MAX_NUM_BATCHED_TOKENS: 512}
+    assert policy.decide(PolicyInput(915.0, 1, {}, ())) is STAY
 
 
 def test_the_best_fixed_budget_is_one_of_the_grid(folder: Path) -> None:
@@ -68,10 +68,10 @@ def test_a_storm_says_how_soon_it_was_calm_and_what_first_tokens_took(
     assert [figure.load for figure in figures] == ["headroom"] * 5 + ["no headroom"] * 4
     assert {figure.measure for figure in figures} == {
         "seconds until under 1 %",
-        "share computed twice from then on",
+        "recomputed share from then on",
         "TTFT p50 of Off's",
         "TTFT p50 of enough KV's",
-        "turns of a knob in 10 min",
+        "direction changes of a parameter in 10 min",
     }
     assert all(figure.value >= 0 for figure in figures)
 
@@ -87,7 +87,7 @@ def test_a_storm_says_how_soon_it_was_calm_and_what_first_tokens_took(
 )
 def test_a_storm_ends_with_the_first_calm_window(twice: list[float], told: tuple[float, float]) -> None:
     windows = [(15.0 * (index + 1), count, 1000.0) for index, count in enumerate(twice)]
-    assert storm.calmed(windows) == pytest.approx(told)
+    assert storm.time_to_calm(windows) == pytest.approx(told)
 
 
 def test_a_shift_is_judged_once_it_has_settled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_shift_is_judged_once_it_has_settled(folder: Path, monkeypatch: pytest
 
 
 def test_a_row_that_nobody_knows_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit) as rejected:
         main(["--traces", str(folder), "--rows", "scenes,weather"])
-    assert refused.value.code == 2
+    assert rejected.value.code == 2
     assert f"weather; known are {', '.join(ROWS)}" in capsys.readouterr().err
