@@ -188,4 +188,4 @@ soak: ## longer e2e scenarios and more examples of the property tests
 	$(BIN)/pytest e2e --soak
 
 clean: ## remove everything that make created in the checkout
-	rm -rf $(VENV) $(NATIVE)/compiled .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build
+	rm -rf $(VENV) $(NATIVE)/compiled .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
