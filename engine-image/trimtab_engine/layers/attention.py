@@ -1,5 +1,18 @@
 """Attention of one decoder layer over the paged KV cache: q, k and v by one product, rotated and written in one pass,
 the queries' sums over what each may see, and the output's projection.
+
+The contract of every layer: K and V of all rows of a step are in the cache before any of the layer's attention reads
+it. The scheduler lets requests of one step share blocks that the step computes (Scheduler._take_on), and the request
+that reads them may come first among the rows. The paths fulfil it as follows:
+
+- torch's operators and transformers' own code: `rope_and_cache`, `latent_and_cache` or `reshape_and_cache` of all rows
+  returns before attention is called (here, latent_attention.py, models/by_transformers/attention.py).
+- compiled CPU layers: steps of several slices write K and V of every slice first (native/layers.c).
+- CUDA: one launch writes all rows, and attention is launched after it in the same stream, inside graphs too. A kernel
+  that starts early waits for the one before it (trimtab_kernels/launch/dependence.py).
+- draft models and heads: their own layers do the same with the draft's part of the cache.
+
+tests/engine/core/test_differential_mixes.py and test_start_on_cuda.py check it.
 """
 
 from dataclasses import dataclass

@@ -666,7 +666,10 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = end
         if self._policy.enable_prefix_caching:
-            blocks.offer(request, end)  # who is admitted next may share them: a layer writes all KV before it reads any
+            # Requests that are admitted next may share these blocks in the step that computes them, and their rows may
+            # come first. So every executor must write K and V of all rows of a step in a layer before any of the
+            # layer's attention reads them (layers/attention.py says where each one does).
+            blocks.offer(request, end)
         if is_new:
             request.first_scheduled_time = now
         if request.preempted_at is not None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -39,11 +40,12 @@ from trimtab_engine.multimodal.items import Span as ItemSpan
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.runner import start
+from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_kernels.launch import jit
-from trimtab_kernels.launch.jit import record_launches
+from trimtab_kernels.launch.jit import Launch, record_launches
 from trimtab_modelspec.kv_groups import uniform_group
 from trimtab_modelspec.memory_formula import MemoryFormula
 
@@ -651,3 +653,63 @@ def test_asleep_nothing_is_mapped_and_awake_graphs_are_recorded_again(tmp_path: 
             assert 0 < serve(engine) < 500
         engine.close()
     assert variants(launches) == known
+
+
+WRITES = {"_rope_and_cache", "_latent_and_cache", "_reshape_and_cache"}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        pytest.param(DENSE, {}, id="dense"),
+        pytest.param(DENSE, {"enforce_eager": True}, id="eager"),
+        pytest.param(DENSE, DRAFTS, id="drafts"),
+        pytest.param(LOCAL_AND_GLOBAL, {}, id="local and global"),
+        pytest.param(SINKS, {}, id="sinks"),
+        pytest.param(CHUNKS, {}, id="chunks"),
+        pytest.param(LATENT, {}, id="latent"),
+    ],
+)
+def test_layers_write_all_rows_before_attention(
+    model: dict[str, Any], changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests share blocks in the step that computes them. One launch per layer writes the keys and values of all rows,
+    and the launches that read them come later in the same stream."""
+    launches: list[Launch] = []
+    begins: list[int] = []
+    run = ModelRunner.run
+
+    def note_and_run(runner: ModelRunner, *arguments: Any) -> Any:
+        begins.append(len(launches))
+        return run(runner, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "run", note_and_run)
+    rows = {"max_num_batched_tokens": 512, "max_num_batched_tokens_cap": 512, "num_gpu_blocks_override": 96}
+    with a_fake_gpu():
+        with record_launches():
+            engine, _ = start_engine(a_config(model, tmp_path, rows | changes), lambda stage, percent: None, lambda: 0.0)
+        with record_launches() as launches:
+            begins.clear()
+            cached = 0
+            for number in range(8):
+                sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+                engine.add(AddRequest(str(number), [7] * (33 + number), sampling, arrival_time=0.0))
+            while engine.has_work:
+                cached += engine.step().stats.prefix_cache_hits
+        engine.close()
+    assert cached >= 7 * 32
+    num_reads = 0
+    for first, last in pairwise([*begins, len(launches)]):
+        num_writes, written = 0, dict[int, int]()
+        for launch in launches[first:last]:
+            cache = launch.arguments.get("key_cache", launch.arguments.get("cache"))
+            if cache is None:
+                continue
+            if launch.kernel.name in WRITES:
+                num_writes += 1
+                written[id(cache)] = launch.grid[0]  # layers of other KV groups have the same memory, and other blocks
+            else:
+                num_reads += 1
+                assert written[id(cache)] >= launch.arguments["query"].shape[0], "rows are read that are not written"
+        assert num_writes == model["num_hidden_layers"]
+    assert num_reads >= len(begins) * model["num_hidden_layers"]

@@ -9,6 +9,7 @@ missed copy, a block that a window let go of too early or a skipped token gives 
 import random
 import zlib
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -31,7 +32,7 @@ from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler
-from trimtab_engine.scheduling.step_inputs import pooled_tokens
+from trimtab_engine.scheduling.step_inputs import in_token_order, pooled_tokens
 from trimtab_engine.scheduling.swap_space import SwapSpace
 from trimtab_modelspec.attention_window import FULL_ATTENTION, AttentionWindow
 from trimtab_modelspec.kv_groups import uniform_group
@@ -113,6 +114,8 @@ class ToldTables:
 class Prepared:
     batch: Batch
     work: list[Work]
+    rows: list[Work]
+    """In the order in which executors have their tokens."""
     sums: list[tuple[Request, int, int, float]] = field(default_factory=list)
     """(request, position, how many, sum of hidden states), once it has run."""
 
@@ -138,7 +141,9 @@ class Prepared:
             for place, s in enumerate(batch.sequences)
         ]
         assert [w.request for w in work if w.samples] == batch.sampling
-        return cls(batch, work)
+        work_of = {id(s): own for s, own in zip(batch.sequences, work, strict=True)}
+        rows = [work_of[id(s)] for s in in_token_order(batch.sequences, max_decode_tokens=MAX_MODEL_LEN)]
+        return cls(batch, work, rows)
 
 
 Block = list[tuple[int, int] | None]
@@ -154,6 +159,9 @@ class StubExecutor:
     host: dict[int, Block] = field(default_factory=dict)
     embeddings: dict[bytes, list[int]] = field(default_factory=dict)
     """What it keeps of images, by key."""
+    slice_rows: int | None = None
+    """None: all tokens of a step are written before any is read, as every executor must do (Scheduler._take_on). A
+    number: the step is computed in slices of so many tokens, each of which is written and read before the next."""
 
     def resize(self, num_blocks: int, moves: Iterable[tuple[int, int]] = (), swap_out: Copies | None = None) -> None:
         self.swap(swap_out or [], [])
@@ -171,7 +179,8 @@ class StubExecutor:
             self.blocks[device] = list(self.host[host])
 
     def run(self, prepared: Prepared) -> list[int | list[int]]:
-        """Copy, write every scheduled token as a layer does before it reads any, then sample from what is there."""
+        """Copy, write every scheduled token as a layer does before it reads any, then attend and sample from what is
+        there."""
         batch = prepared.batch
         assert batch.num_offloaded <= len(batch.swap_out)
         assert batch.num_restored <= len(batch.swap_in)
@@ -181,19 +190,49 @@ class StubExecutor:
         for key, image in batch.missing:
             assert key not in self.embeddings  # it is computed once, as long as it is kept
             self.embeddings[key] = seen_of(image)
-        for work in prepared.work:
-            tokens = work.request.token_ids + work.drafts
-            for span in spans_between(work.request.spans, work.start, work.end):
-                tokens[span.offset : span.end] = self.embeddings[key_of(work.request, span.item)]
-            if work.request.status.is_finished:
-                tokens.append(0)  # it ended while its newest token was in flight: that one was dropped
-            mark = mark_of(work.request.adapter)
-            for group, (table, num_gone) in enumerate(work.tables):
-                for position in range(work.start, work.end):
-                    block = self.blocks[table[position // BLOCK_SIZE - num_gone]]
-                    block[position % BLOCK_SIZE] = (group, mark + tokens[position])
-        prepared.sums = [(w.request, *w.pooled, self.hidden_sum(w, *w.pooled)) for w in prepared.work if w.pooled]
-        return [self.sample(work) for work in prepared.work if work.samples]
+        sampled: dict[int, int | list[int]] = {}
+        for rows in self.slices(prepared.rows):
+            for work, first, last in rows:
+                self.write(work, first, last)
+            for work, _, last in rows:
+                self.read(work, last)
+                if last < work.end:
+                    continue
+                if work.pooled:
+                    prepared.sums.append((work.request, *work.pooled, self.hidden_sum(work, *work.pooled)))
+                if work.samples:
+                    sampled[id(work)] = self.sample(work)
+        return [sampled[id(work)] for work in prepared.work if work.samples]
+
+    def slices(self, rows: list[Work]) -> list[list[tuple[Work, int, int]]]:
+        """Parts (work, first position, last position + 1) that are written before any of them is read."""
+        size = self.slice_rows or sum(work.end - work.start for work in rows) or 1
+        parts: list[list[tuple[Work, int, int]]] = [[]]
+        room = size
+        for work in rows:
+            first = work.start
+            while first < work.end:
+                if not room:
+                    parts.append([])
+                    room = size
+                last = min(work.end, first + room)
+                parts[-1].append((work, first, last))
+                room -= last - first
+                first = last
+        return parts
+
+    def write(self, work: Work, first: int, last: int) -> None:
+        """Put the tokens of these positions into their slots, in all groups."""
+        tokens = work.request.token_ids + work.drafts
+        for span in spans_between(work.request.spans, work.start, work.end):
+            tokens[span.offset : span.end] = self.embeddings[key_of(work.request, span.item)]
+        if work.request.status.is_finished:
+            tokens.append(0)  # it ended while its newest token was in flight: that one was dropped
+        mark = mark_of(work.request.adapter)
+        for group, (table, num_gone) in enumerate(work.tables):
+            for position in range(first, last):
+                block = self.blocks[table[position // BLOCK_SIZE - num_gone]]
+                block[position % BLOCK_SIZE] = (group, mark + tokens[position])
 
     def hidden_sum(self, work: Work, position: int, count: int) -> float:
         """Of tokens that this step computes, from what was there as it began and what it has written."""
@@ -818,6 +857,24 @@ def test_what_comes_back_from_the_host_cache_yields_the_same_tokens(
         assert lives.num_restored > 20
         assert stats.host_cache_hits > 80
     assert stats.host_cache_queries >= stats.host_cache_hits
+
+
+@pytest.mark.parametrize("kind", [SchedulerLives, LivesOverGroups])
+@pytest.mark.parametrize("slice_rows", [None, 3, 8])
+def test_executor_with_slices_reads_unwritten_shared_blocks(slice_rows: int | None, kind: type[SchedulerLives]) -> None:
+    """The second prompt shares two blocks with the first in the step that computes them, and its last token comes
+    first in the step. An executor that attends slice by slice reads these blocks before it has written them."""
+    lives = kind()
+    policy = SchedulingPolicy(max_num_seqs=6, max_num_batched_tokens=MAX_MODEL_LEN)
+    lives.start(CAP_BLOCKS, policy, chunked=True, host_blocks=0)
+    lives.executor.slice_rows = slice_rows
+    for _ in range(2):
+        lives.add(list(range(2 * BLOCK_SIZE + 1)), Sampling(max_tokens=4, ignore_eos=True))
+    with nullcontext() if slice_rows is None else pytest.raises(AssertionError, match="never computed"):
+        lives.steps(1)
+    if slice_rows is None:
+        assert lives.scheduler.take_stats().prefix_cache_hits == 2 * BLOCK_SIZE
+        lives.teardown()
 
 
 def test_a_decode_is_told_one_block_for_each_that_it_fills() -> None:
