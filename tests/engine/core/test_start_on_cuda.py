@@ -673,8 +673,8 @@ WRITES = {"_rope_and_cache", "_latent_and_cache", "_reshape_and_cache"}
 def test_layers_write_all_rows_before_attention(
     model: dict[str, Any], changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests share blocks in the step that computes them. One launch per layer writes the keys and values of all rows,
-    and the launches that read them come later in the same stream."""
+    """Requests share blocks in the step that computes them. One launch per layer writes the keys and values of all
+    rows, and the launches that read them come later in the same stream."""
     launches: list[Launch] = []
     begins: list[int] = []
     run = ModelRunner.run
@@ -687,7 +687,8 @@ def test_layers_write_all_rows_before_attention(
     rows = {"max_num_batched_tokens": 512, "max_num_batched_tokens_cap": 512, "num_gpu_blocks_override": 96}
     with a_fake_gpu():
         with record_launches():
-            engine, _ = start_engine(a_config(model, tmp_path, rows | changes), lambda stage, percent: None, lambda: 0.0)
+            config = a_config(model, tmp_path, rows | changes)
+            engine, _ = start_engine(config, lambda stage, percent: None, lambda: 0.0)
         with record_launches() as launches:
             begins.clear()
             cached = 0
