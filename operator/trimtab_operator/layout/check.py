@@ -15,17 +15,17 @@ from trimtab_operator.layout.nearest import Offer, nearest_layouts
 from trimtab_operator.layout.rules import Problem, facts_problems, spec_problems
 from trimtab_operator.layout.stored_weights import unsupported_reason
 from trimtab_operator.resource.spec import Parallelism, Spec
-from trimtab_operator.resource.validation_error import Refusal
+from trimtab_operator.resource.validation_error import ValidationError
 
 
-def check_layout(spec: Spec, facts: ModelFacts | None, gpu: Gpu | None = None) -> tuple[Refusal, ...]:
+def check_layout(spec: Spec, facts: ModelFacts | None, gpu: Gpu | None = None) -> tuple[ValidationError, ...]:
     """Everything that is wrong with `spec.parallelism`; empty when it can work.
 
     Without facts only what the spec alone can say is checked; without a GPU (or on the CPU) nothing about memory.
     """
     parallelism = spec.parallelism
     if facts is None:
-        return tuple(Refusal(problem.field, str(problem)) for problem in spec_problems(parallelism))
+        return tuple(ValidationError(problem.field, str(problem)) for problem in spec_problems(parallelism))
     if not facts.is_run_on(spec.runtime.device) and spec.runtime.kind == "trimtab":
         return (_not_run(facts),)
     on_gpu = gpu if spec.runtime.device == "cuda" else None
@@ -39,8 +39,8 @@ def check_layout(spec: Spec, facts: ModelFacts | None, gpu: Gpu | None = None) -
     offers = nearest_layouts(parallelism, facts, on_gpu, envelope)
     *first, last = problems
     return (
-        *(Refusal(problem.field, str(problem)) for problem in first),
-        Refusal(last.field, f"{last}. {_offered(offers, on_gpu)}"),
+        *(ValidationError(problem.field, str(problem)) for problem in first),
+        ValidationError(last.field, f"{last}. {_offered(offers, on_gpu)}"),
     )
 
 
@@ -68,21 +68,21 @@ def no_such_arithmetic(kv_cache_dtype: str | None, gpu: Gpu) -> str | None:
     return f"is {kv_cache_dtype}, which {gpu.name} does not have; use fp8_e5m2 or auto"
 
 
-def _not_run(facts: ModelFacts) -> Refusal:
+def _not_run(facts: ModelFacts) -> ValidationError:
     message = f"is {unsupported_reason(facts)}, which the engine does not run; `trimtab plan` can still plan for it"
-    return Refusal("spec.model.uri", message)
+    return ValidationError("spec.model.uri", message)
 
 
-def _longer_than_positions(spec: Spec, facts: ModelFacts) -> Iterator[Refusal]:
+def _longer_than_positions(spec: Spec, facts: ModelFacts) -> Iterator[ValidationError]:
     message = longer_than_positions(spec.engine.max_model_len, facts)
     if message is not None:
-        yield Refusal("spec.engine.maxModelLen", message)
+        yield ValidationError("spec.engine.maxModelLen", message)
 
 
-def _no_such_arithmetic(spec: Spec, gpu: Gpu | None) -> Iterator[Refusal]:
+def _no_such_arithmetic(spec: Spec, gpu: Gpu | None) -> Iterator[ValidationError]:
     message = None if gpu is None else no_such_arithmetic(spec.engine.kv_cache_dtype, gpu)
     if message is not None:
-        yield Refusal("spec.engine.kvCacheDtype", message)
+        yield ValidationError("spec.engine.kvCacheDtype", message)
 
 
 def _does_not_fit(parallelism: Parallelism, facts: ModelFacts, fit: MemoryFit, gpu: Gpu, envelope: Envelope) -> Problem:

@@ -11,10 +11,10 @@ from typing import Literal
 
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT
 from trimtab_operator.layout.degrees import Degrees
-from trimtab_operator.observed.ends import exit_code_of, num_terminations, was_oom_killed
 from trimtab_operator.observed.groups import Group, token_hash_of
 from trimtab_operator.observed.phases import EngineView, is_placed
 from trimtab_operator.observed.pods import readiness_since
+from trimtab_operator.observed.terminations import exit_code_of, num_terminations, was_oom_killed
 from trimtab_operator.resource.time import parse_time
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.parameters import Value

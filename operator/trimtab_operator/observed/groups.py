@@ -15,13 +15,13 @@ from trimtab_operator.resource.manifest import Manifest
 class MissingPods:
     """Pods that a group wants and does not get.
 
-    The group has had only `num_pods` pods since `since`. `words` is the API server's error, read at `read_at` (both
+    The group has had only `num_pods` pods since `since`. `error` is the API server's error, read at `read_at` (both
     None until it is read). Times are Unix seconds.
     """
 
     since: float
     num_pods: int
-    words: str | None = None
+    error: str | None = None
     read_at: float | None = None
 
 
@@ -107,17 +107,17 @@ class Group:
     @cached_property
     def is_outdated(self) -> bool:
         """True if a pod has another revision or another rendezvous address than the group."""
-        elsewhere = {meeting_address(pod) for pod in self.pods} - {None, *self.meeting_addresses}
+        elsewhere = {pod_rendezvous_address(pod) for pod in self.pods} - {None, *self.rendezvous_addresses}
         return bool(elsewhere) or any(revision_label(pod) != self.revision for pod in self.pods)
 
     @cached_property
-    def meeting_addresses(self) -> frozenset[str]:
+    def rendezvous_addresses(self) -> frozenset[str]:
         """Rendezvous addresses in the templates of its StatefulSets.
 
         There are none for a replica of one pod, and more than one only while the templates are being updated.
         """
         templates = [(s.get("spec") or {}).get("template") or {} for s in self.stateful_sets]
-        return frozenset(address for template in templates if (address := meeting_address(template)) is not None)
+        return frozenset(address for template in templates if (address := pod_rendezvous_address(template)) is not None)
 
     @property
     def is_terminating(self) -> bool:
@@ -151,14 +151,14 @@ def _groups_of(observed: ObservedChildren) -> tuple[Group, ...]:
     for stateful_set in staying:
         ordinal = ordinal_of(stateful_set)
         if ordinal is not None and not is_worker(stateful_set):
-            pods = sorted((pod for pod in observed.pods if ordinal_of(pod) == ordinal), key=_place)
+            pods = sorted((pod for pod in observed.pods if ordinal_of(pod) == ordinal), key=_pod_sort_key)
             missing = observed.missing.get(str(stateful_set["metadata"]["name"]))
             is_split = ordinal in observed.split_groups
             found.append(Group(ordinal, stateful_set, tuple(pods), workers.get(ordinal), is_split, missing))
     return tuple(sorted(found, key=lambda group: group.ordinal))
 
 
-def _place(pod: Manifest) -> tuple[bool, int, str]:
+def _pod_sort_key(pod: Manifest) -> tuple[bool, int, str]:
     name = str(pod["metadata"]["name"])
     number = name.rsplit("-", 1)[-1]
     return is_worker(pod), int(number) if number.isdigit() else 0, name
@@ -172,7 +172,7 @@ def is_pod_ready(pod: Manifest) -> bool:
     return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
 
 
-def meeting_address(pod: Manifest) -> str | None:
+def pod_rendezvous_address(pod: Manifest) -> str | None:
     """Return the rendezvous address in the flags of a pod or pod template; None if it has a single pod."""
     return _flag(pod, MEETING_FLAG)
 

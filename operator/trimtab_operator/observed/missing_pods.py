@@ -49,7 +49,7 @@ def with_creation_errors(
     rejected = list(events)
     missing = {group.name: (group, known[group.name]) for group in groups if group.name in known}
     return {
-        name: replace(found, words=_creation_error(group, rejected), read_at=now)
+        name: replace(found, error=_creation_error(group, rejected), read_at=now)
         for name, (group, found) in missing.items()
     }
 
@@ -67,6 +67,6 @@ def _creation_error(group: Group, events: Iterable[Manifest]) -> str | None:
 def missing_pods_message(group: Group) -> str:
     """Return how many pods are missing and, if known, why."""
     missing = group.num_pods - len(group.pods)
-    words = None if group.missing is None else group.missing.words
+    error = None if group.missing is None else group.missing.error
     which = "the pod is" if group.num_pods == 1 else f"{missing} of {group.num_pods} pods are"
-    return f"{which} not created yet" + (f": {words}" if words else "")
+    return f"{which} not created yet" + (f": {error}" if error else "")

@@ -8,11 +8,11 @@ from typing import Any
 
 from trimtab_operator.builders.pod import CONTAINER
 from trimtab_operator.layout.degrees import Degrees
-from trimtab_operator.observed.ends import CRASH_LOOP, termination_message
 from trimtab_operator.observed.gang_backoff import gang_backoff_of
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.missing_pods import missing_pods_message
 from trimtab_operator.observed.pods import node_of, unschedulable_message
+from trimtab_operator.observed.terminations import CRASH_LOOP, termination_message
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.tuner.parameters import Value
 
@@ -57,18 +57,18 @@ def phase_of(group: Group, view: EngineView) -> tuple[str, str | None]:
     is_missing = len(group.pods) < group.num_pods
     if not is_missing and all(is_container_running(pod) for pod in group.pods):
         return "Loading", None
-    if group.missing is not None and group.missing.words:
+    if group.missing is not None and group.missing.error:
         return "Pending", missing_pods_message(group)
-    said = _first(group, unschedulable_message) or _first(group, waiting_reason)
-    return "Pending", said or (missing_pods_message(group) if is_missing else None)
+    message = _first(group, unschedulable_message) or _first(group, waiting_reason)
+    return "Pending", message or (missing_pods_message(group) if is_missing else None)
 
 
 def _first(group: Group, describe: Callable[[Manifest], str | None]) -> str | None:
     """Return the first message of the group's pods, prefixed with the pod's name if there are several."""
     for pod in group.pods:
-        said = describe(pod)
-        if said:
-            return f"{pod['metadata']['name']}: {said}" if group.num_pods > 1 else said
+        message = describe(pod)
+        if message:
+            return f"{pod['metadata']['name']}: {message}" if group.num_pods > 1 else message
     return None
 
 

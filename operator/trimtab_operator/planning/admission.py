@@ -15,7 +15,7 @@ from trimtab_operator.planning.model_facts import cached_facts
 from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, REPLICAS_ARE_NOT_ASKED, InferenceDeployment
-from trimtab_operator.validation.rules import refusals
+from trimtab_operator.validation.rules import validation_errors
 
 MAX_WARNING = 256  # characters: API servers truncate longer ones, and kubectl prints each on one line
 
@@ -44,7 +44,7 @@ def validation_messages(
         deployment = InferenceDeployment.parse(body, default_image=default_image, allowed_privileges=allowed_privileges)
     except InvalidSpec as error:
         return list(error.findings)
-    return [str(refusal) for refusal in refusals(deployment, facts, gpu)]
+    return [str(error) for error in validation_errors(deployment, facts, gpu)]
 
 
 def warnings_of(
@@ -149,4 +149,4 @@ def _layout_errors(body: Mapping[str, Any], default_image: str | None, known: Cl
     if facts is None:
         return []
     gpu = gpu_for(deployment, known.nodes or ())
-    return [str(refusal) for refusal in check_layout(deployment.spec, facts, gpu)]
+    return [str(error) for error in check_layout(deployment.spec, facts, gpu)]

@@ -25,8 +25,8 @@ from trimtab_operator.observed.groups import (
     groups_of,
     is_terminating,
     is_worker,
-    meeting_address,
     ordinal_of,
+    pod_rendezvous_address,
 )
 from trimtab_operator.observed.phases import has_engine_started, is_placed, pod_failure_message
 from trimtab_operator.resource.manifest import Manifest
@@ -177,13 +177,13 @@ def _has_stale_address(group: Group, deployment: InferenceDeployment, observed: 
     Connected engines keep serving; the group is restarted as part of the rollout.
     """
     address = rendezvous_address(deployment, group.ordinal, observed)
-    return address is not None and bool(group.meeting_addresses - {address})
+    return address is not None and bool(group.rendezvous_addresses - {address})
 
 
 def _known_address(group: Group, deployment: InferenceDeployment, observed: ObservedChildren) -> str | None:
     """Return the ClusterIP of the group's Service. If the Service was deleted, return the address in its pods, which
     avoids a restart."""
-    pod_address = next(iter(sorted(group.meeting_addresses)), None)
+    pod_address = next(iter(sorted(group.rendezvous_addresses)), None)
     return rendezvous_address(deployment, group.ordinal, observed) or pod_address
 
 
@@ -278,11 +278,11 @@ def choose_updates(
 def free_ordinals(observed: ObservedChildren, count: int) -> tuple[int, ...]:
     """Return the lowest ordinals that neither a StatefulSet nor a draining pod uses."""
     children = (*observed.stateful_sets, *observed.pods)
-    taken = {ordinal_of(child) for child in children}
+    used = {ordinal_of(child) for child in children}
     free: list[int] = []
     candidate = 0
     while len(free) < count:
-        if candidate not in taken:
+        if candidate not in used:
             free.append(candidate)
         candidate += 1
     return tuple(free)
@@ -308,8 +308,8 @@ def _plan_removals(
         if is_worker(stateful_set) and ordinal_of(stateful_set) not in present and not is_terminating(stateful_set):
             yield delete_of("StatefulSet", stateful_set, "its leader was deleted")
     needed = {m["metadata"]["name"] for m in wanted if m["kind"] == "Service"}
-    meeting: set[int | None] = {group.ordinal for group in staying if group.meeting_addresses}
-    meeting |= {ordinal_of(pod) for pod in observed.pods if meeting_address(pod) is not None}
+    meeting: set[int | None] = {group.ordinal for group in staying if group.rendezvous_addresses}
+    meeting |= {ordinal_of(pod) for pod in observed.pods if pod_rendezvous_address(pod) is not None}
     for service in observed.services:
         metadata = service["metadata"]
         is_group_service = ROLE_LABEL in (metadata.get("labels") or {})

@@ -43,7 +43,7 @@ class GpuClaim:
     priority: int
     since: str
     gpus: int
-    least: int
+    min_replicas: int
     """Number of replicas that are not preempted while they run."""
     wanted: int
     running: int
@@ -69,7 +69,7 @@ class GpuClaim:
     @property
     def guaranteed(self) -> int:
         """Number of replicas that are never preempted."""
-        return min(self.running, self.least, self.wanted)
+        return min(self.running, self.min_replicas, self.wanted)
 
     def gpus_for(self, count: int) -> int:
         """Return the GPUs of `count` replicas as they are now: running ones first, the largest first."""
@@ -113,7 +113,7 @@ class BudgetShare:
 
     replicas: int
     wanted: int
-    least: int = 0
+    min_replicas: int = 0
     message: str = ""
     is_growth_pending: bool = False
     """True while running replicas stay as they are because the wanted revision needs more GPUs than are free."""
@@ -125,7 +125,7 @@ class BudgetShare:
     @property
     def is_below_min(self) -> bool:
         """True if fewer replicas than the minimum are granted."""
-        return self.replicas < min(self.least, self.wanted)
+        return self.replicas < min(self.min_replicas, self.wanted)
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def build_gpu_claim(
         priority=deployment.spec.priority,
         since=deployment.created_at,
         gpus=gpus,
-        least=min(1, wanted) if scaling is None else max(1, scaling.min_replicas),
+        min_replicas=min(1, wanted) if scaling is None else max(1, scaling.min_replicas),
         wanted=wanted,
         running=running,
         held=max(gpus_held(children), (running - len(smaller_replicas)) * gpus + sum(smaller_replicas)),
@@ -187,7 +187,9 @@ def current_gpu_claim(deployment: InferenceDeployment, children: ObservedChildre
     """Return the claim of a resource that stays as it is, because it is paused, invalid or unreadable."""
     running, held = len(groups_of(children)), gpus_held(children)
     gpu_claim = build_gpu_claim(deployment, children, wanted=running)
-    return replace(gpu_claim, gpus=-(-held // running) if running else 0, least=running, held=held, smaller_replicas=())
+    return replace(
+        gpu_claim, gpus=-(-held // running) if running else 0, min_replicas=running, held=held, smaller_replicas=()
+    )
 
 
 # --- division ---------------------------------------------------------------------------------------------------------
@@ -265,7 +267,7 @@ def _allocate(gpu_claims: Iterable[GpuClaim], budget: GpuBudget) -> _Allocation:
                 room.take(gpu_claim, lacking)
         level = [gpu_claim for gpu_claim in level if gpu_claim.key in grown]
         for gpu_claim in level:
-            grant(gpu_claim, min(gpu_claim.least, gpu_claim.wanted))
+            grant(gpu_claim, min(gpu_claim.min_replicas, gpu_claim.wanted))
         asking = [(granted[gpu_claim.key] * gpu_claim.gpus, place, gpu_claim) for place, gpu_claim in enumerate(level)]
         heapq.heapify(asking)
         while asking:
@@ -416,17 +418,17 @@ def _share(own: GpuClaim, granted: Grant, why: str) -> BudgetShare:
             f"{_replicas(count)} of {own.wanted} wanted stay as they are ({_gpus(own.gpus_for(count))} in all), because"
             f" the new revision needs {_gpus(own.gpus)} each: {why}"
         )
-        return BudgetShare(count, own.wanted, own.least, message, is_growth_pending=True)
+        return BudgetShare(count, own.wanted, own.min_replicas, message, is_growth_pending=True)
     if count >= own.wanted:
-        return BudgetShare(count, own.wanted, own.least)
+        return BudgetShare(count, own.wanted, own.min_replicas)
     message = f"{count} of {own.wanted} wanted replicas ({_gpus(own.gpus)} each): {why}"
-    return BudgetShare(count, own.wanted, own.least, message)
+    return BudgetShare(count, own.wanted, own.min_replicas, message)
 
 
 def _pending_reason(own: GpuClaim, others: Sequence[GpuClaim], allocation: _Allocation) -> str:
-    going = [other.key for other in sorted(others, key=_rank) if other.held > _allocated_gpus(other, allocation)]
-    if going:
-        return f"more start after {_joined_list(going)} released GPUs of the budget"
+    releasing = [other.key for other in sorted(others, key=_rank) if other.held > _allocated_gpus(other, allocation)]
+    if releasing:
+        return f"more start after {_joined_list(releasing)} released GPUs of the budget"
     if own.extra_gpus_per_added:
         before = _gpus(own.gpus + own.extra_gpus_per_added)
         return f"more start after the change is verified; until then each new replica needs {before}"
@@ -448,7 +450,7 @@ def _shortage_reason(own: GpuClaim, others: Sequence[GpuClaim], allocation: _All
     getting = sorted(
         (other for other in others if gets.get(other.key)), key=lambda other: (-gets[other.key], _rank(other))
     )
-    fewer_here = ["fewer replicas here"] if waits and allocation.replicas[own.key] > max(1, own.least) else []
+    fewer_here = ["fewer replicas here"] if waits and allocation.replicas[own.key] > max(1, own.min_replicas) else []
     if not getting:
         return f"the {name} has no more; needs {' or '.join(['a larger budget', *fewer_here])}"
     users = [f"{other.key} (priority {other.priority}) uses {gets[other.key]}" for other in getting]

@@ -26,7 +26,7 @@ from trimtab_operator.observed.pods import unschedulable_message
 from trimtab_operator.resource.canonical_json import compact
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import PIN, InferenceDeployment, ModelSource
-from trimtab_operator.resource.validation_error import Refusal
+from trimtab_operator.resource.validation_error import ValidationError
 
 SUBJECT_ANNOTATION = "trimtab.dev/facts-of"  # on the Job: identity of the model and the image
 RENDERED_ANNOTATION = "trimtab.dev/facts-job"  # on the Job: hash of its rendered spec
@@ -151,16 +151,16 @@ def cached_facts(deployment: InferenceDeployment, config_map: Manifest | None) -
 @functools.lru_cache(maxsize=MAX_KEPT_FACTS)
 def _parse_facts(text: str | None) -> ModelKnown | ModelUnsupported | None:
     """Parse the engine's description of the model; None if it is missing or not understood."""
-    said = _json_object(text)
-    if said is None:
+    parsed = _json_object(text)
+    if parsed is None:
         return None
-    if said.get("supported") is False and isinstance(said.get("architecture"), str):
-        why = f" ({said['refusal']:.500})" if isinstance(said.get("refusal"), str) else ""
+    if parsed.get("supported") is False and isinstance(parsed.get("architecture"), str):
+        why = f" ({parsed['refusal']:.500})" if isinstance(parsed.get("refusal"), str) else ""
         return ModelUnsupported(
-            f"architecture {said['architecture']} is not supported by this engine{why}; use another model or image"
+            f"architecture {parsed['architecture']} is not supported by this engine{why}; use another model or image"
         )
     try:
-        return ModelKnown(ModelFacts.parse(said))
+        return ModelKnown(ModelFacts.parse(parsed))
     except ValueError:
         return None
 
@@ -170,7 +170,7 @@ class StartGate:
     """Whether engines may be started or changed: not before the model is known and the layout is valid."""
 
     model: FactsState
-    refusals: tuple[Refusal, ...] = ()
+    validation_errors: tuple[ValidationError, ...] = ()
     is_open: bool = True
 
 
@@ -193,7 +193,7 @@ def evaluate_start_gate(
     if is_known_good or any(group.is_ready for group in groups):
         return StartGate(model)
     if isinstance(model, ModelUnsupported):
-        return StartGate(model, (Refusal("spec.model.uri", model.message),))
+        return StartGate(model, (ValidationError("spec.model.uri", model.message),))
     if isinstance(model, ModelKnown):
         return StartGate(model, check_layout(deployment.spec, model.facts, gpu))
     return StartGate(model, is_open=bool(groups))
@@ -218,19 +218,19 @@ def plan_facts(deployment: InferenceDeployment, observed: ObservedChildren, *, n
         return () if is_held else (Apply(wanted, True, "the model has not been read yet"),)
     if _annotation(job, SUBJECT_ANNOTATION) != subject_of(deployment):
         return (_delete_job(job, "the model or the image changed"),)
-    words = _job_result(job, observed)
-    text = words[1] if words is not None and words[0] == 0 else None
+    result = _job_result(job, observed)
+    text = result[1] if result is not None and result[0] == 0 else None
     is_known = _parse_facts(text) is not None
     if not is_known and _annotation(job, RENDERED_ANNOTATION) != _annotation(wanted, RENDERED_ANNOTATION):
         return (_delete_job(job, "its spec changed"),)
-    if words is None:
+    if result is None:
         return ()
-    said = (_json_object(text) or {}) if is_known else {}
+    parsed = (_json_object(text) or {}) if is_known else {}
     if is_known:
-        kept = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: compact(said)}
+        kept = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: compact(parsed)}
     else:
-        kept = {SUBJECT_KEY: subject_of(deployment), FAILURE_KEY: _dump_failure(failure, job, words, now)}
-    commit = deployment.commit or str(said.get("revision", ""))
+        kept = {SUBJECT_KEY: subject_of(deployment), FAILURE_KEY: _dump_failure(failure, job, result, now)}
+    commit = deployment.commit or str(parsed.get("revision", ""))
     if deployment.spec.model.is_downloaded and PIN.fullmatch(commit):
         kept[COMMIT_KEY] = commit
     is_new = _config_map(deployment, observed) is None
@@ -265,8 +265,8 @@ def _is_backing_off(failure: _Failure | None, wanted: Manifest, now: float) -> b
     return now < failure.retry_at <= now + MAX_BACKOFF_SECONDS
 
 
-def _dump_failure(before: _Failure | None, job: Manifest, words: tuple[int | None, str], now: float) -> str:
-    exit_code, text = words
+def _dump_failure(before: _Failure | None, job: Manifest, result: tuple[int | None, str], now: float) -> str:
+    exit_code, text = result
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = lines[-1] if lines else "no output"
     if exit_code == 0 and _json_object(text) is not None:
@@ -305,13 +305,13 @@ def _stored_data(deployment: InferenceDeployment, observed: ObservedChildren) ->
 
 
 def _parse_failure(data: Mapping[str, str]) -> _Failure | None:
-    said = _json_object(data.get(FAILURE_KEY))
-    if said is None:
+    parsed = _json_object(data.get(FAILURE_KEY))
+    if parsed is None:
         return None
-    attempts, retry_at = said.get("attempts"), said.get("retryAt")
+    attempts, retry_at = parsed.get("attempts"), parsed.get("retryAt")
     if not isinstance(attempts, int) or not isinstance(retry_at, int | float):
         return None
-    return _Failure(str(said.get("message", "")), max(1, attempts), float(retry_at), str(said.get("job", "")))
+    return _Failure(str(parsed.get("message", "")), max(1, attempts), float(retry_at), str(parsed.get("job", "")))
 
 
 def _job(deployment: InferenceDeployment, observed: ObservedChildren) -> Manifest | None:
@@ -341,8 +341,8 @@ def _job_result(job: Manifest, observed: ObservedChildren) -> tuple[int | None, 
     for container in ((pod or {}).get("status") or {}).get("containerStatuses") or []:
         ended = (container.get("state") or {}).get("terminated")
         if ended:
-            said = str(ended.get("message") or ended.get("reason") or "")
-            return int(ended.get("exitCode", 1)), said
+            parsed = str(ended.get("message") or ended.get("reason") or "")
+            return int(ended.get("exitCode", 1)), parsed
     for condition in (job.get("status") or {}).get("conditions") or []:
         if condition.get("status") == "True" and condition.get("type") in ("Failed", "Complete"):
             return None, str(condition.get("message") or "its pod and termination message are gone")

@@ -70,7 +70,7 @@ from trimtab_operator.planning.tuning import (
     with_current_replicas,
 )
 from trimtab_operator.resource.spec import REPLICAS_ARE_NOT_ASKED, InferenceDeployment
-from trimtab_operator.resource.validation_error import Refusal
+from trimtab_operator.resource.validation_error import ValidationError
 from trimtab_operator.rollout.canary_comparison import CanaryComparison, find_regression
 from trimtab_operator.rollout.pod_lifecycle import PodLifecyclePlan, plan_pod_lifecycle
 from trimtab_operator.rollout.rollback import (
@@ -90,7 +90,7 @@ from trimtab_operator.tuner.decide import TunerOutput, decide
 from trimtab_operator.tuner.moves import Decision
 from trimtab_operator.tuner.settings import Pace
 from trimtab_operator.tuner.state import TunerState
-from trimtab_operator.validation.rules import refusals
+from trimtab_operator.validation.rules import validation_errors
 
 RECORDED_FIELDS = ("spec.model", "spec.runtime", "spec.parallelism")  # their effect on pods is taken from the record
 
@@ -160,7 +160,7 @@ def _plan(snapshot: ClusterSnapshot, state: ReconcilerState) -> ReconcilePlan:
     records, seen = records_of(snapshot.children.stateful_sets), snapshot
     snapshot = _with_recorded_image(snapshot, records)
     known = _recall(snapshot, state)
-    errors = snapshot.parse_errors or refusals(snapshot.deployment)
+    errors = snapshot.parse_errors or validation_errors(snapshot.deployment)
     rollout = state.rollout or stored_rollout(
         snapshot.deployment, snapshot.children, key=snapshot.token, former_key=snapshot.former_token
     )
@@ -173,9 +173,9 @@ def _plan(snapshot: ClusterSnapshot, state: ReconcilerState) -> ReconcilePlan:
     wanted = rendered(snapshot.deployment, admin_token_sha256=token_sha256, records=records)
     known_good = render_known_good(rollout, wanted, admin_token_sha256=token_sha256, records=records)
     gate = _start_gate(snapshot, known, wanted, known_good)
-    if gate.refusals:
+    if gate.validation_errors:
         return _with_model_reading(
-            _plan_invalid_spec(snapshot, known, gate.refusals, layout_errors=gate.refusals), reading
+            _plan_invalid_spec(snapshot, known, gate.validation_errors, layout_errors=gate.validation_errors), reading
         )
     known = replace(known, state=replace(known.state, comparison=_update_comparison(snapshot, known, rollout, wanted)))
     rollout_plan = plan_rollout(
@@ -189,8 +189,8 @@ def _plan(snapshot: ClusterSnapshot, state: ReconcilerState) -> ReconcilePlan:
         regression=_find_regression(known.state.comparison, wanted, known_good),
     )
     next_step = _plan_next_step(snapshot, known, wanted, gate, rollout_plan, known_good)
-    keeps_older_pods = _has_older_pods(seen, known, wanted)
-    status_inputs = replace(next_step.status_inputs, refusals=errors, keeps_older_pods=keeps_older_pods)
+    has_older_pods = _has_older_pods(seen, known, wanted)
+    status_inputs = replace(next_step.status_inputs, validation_errors=errors, has_older_pods=has_older_pods)
     return _with_model_reading(replace(next_step, status_inputs=status_inputs), reading)
 
 
@@ -199,7 +199,7 @@ def _is_already_running(
     known: RecalledState,
     rollout: RolloutState,
     records: Mapping[str, Record],
-    errors: tuple[Refusal, ...],
+    errors: tuple[ValidationError, ...],
 ) -> bool:
     """Return True if an invalid spec already runs because an older operator accepted it.
 
@@ -208,7 +208,7 @@ def _is_already_running(
     """
     revision_spec = revision_spec_of(with_model_facts(snapshot.deployment, known.observed))
     is_running = rollout.known_good == revision_spec and asked_of(snapshot.deployment) in records
-    return is_running and all(refusal.field.startswith(RECORDED_FIELDS) for refusal in errors)
+    return is_running and all(error.field.startswith(RECORDED_FIELDS) for error in errors)
 
 
 def _with_recorded_image(snapshot: ClusterSnapshot, records: Mapping[str, Record]) -> ClusterSnapshot:
@@ -221,7 +221,7 @@ def _with_recorded_image(snapshot: ClusterSnapshot, records: Mapping[str, Record
 
 
 def _recall(snapshot: ClusterSnapshot, state: ReconcilerState) -> RecalledState:
-    known = recall_state(snapshot.children, state, now=snapshot.at, refused_creations=snapshot.refused_creations)
+    known = recall_state(snapshot.children, state, now=snapshot.at, failed_creations=snapshot.failed_creations)
     layouts = with_reported_layouts(known.state, known.groups, snapshot.engines)
     return replace(known, state=replace(layouts, tuner=_recall_tuner_state(snapshot, state)))
 
@@ -237,14 +237,16 @@ def _recall_tuner_state(snapshot: ClusterSnapshot, state: ReconcilerState) -> Tu
 def _plan_invalid_spec(
     snapshot: ClusterSnapshot,
     known: RecalledState,
-    errors: tuple[Refusal, ...],
+    errors: tuple[ValidationError, ...],
     *,
-    layout_errors: tuple[Refusal, ...] = (),
+    layout_errors: tuple[ValidationError, ...] = (),
 ) -> ReconcilePlan:
     """Return a plan that reports the errors and leaves replicas as they are, except for their pod lifecycle."""
     replicas = current_replicas(snapshot.deployment, known.state.tuner)
     lifecycle = _plan_lifecycle(snapshot, known, None, allowed=allowed_down(snapshot.deployment, replicas))
-    status_inputs = replace(cluster_status_inputs(snapshot, known), refusals=errors, layout_refusals=layout_errors)
+    status_inputs = replace(
+        cluster_status_inputs(snapshot, known), validation_errors=errors, layout_errors=layout_errors
+    )
     return ReconcilePlan(
         known.state,
         status_inputs,
@@ -296,7 +298,9 @@ def _plan_next_step(
         if share.is_growth_pending:
             rollout_plan = _rollout_within_current_gpus(rollout_plan, known_good, known)
             if rollout_plan.target is None:
-                gpu_claim = replace(gpu_claim, least=gpu_claim.running, wanted=max(gpu_claim.wanted, gpu_claim.running))
+                gpu_claim = replace(
+                    gpu_claim, min_replicas=gpu_claim.running, wanted=max(gpu_claim.wanted, gpu_claim.running)
+                )
                 share = replace(share, replicas=gpu_claim.running)
             else:
                 target = rollout_plan.target.deployment
@@ -367,7 +371,7 @@ def _plan_next_step(
             too_few_gpus=_too_few_gpus(snapshot),
             metrics_source=_metrics_source(snapshot),
             metrics_fallback_reason=next(
-                (said.fallback_reason for _, said in sorted(snapshot.engines.items()) if said.fallback_reason), None
+                (seen.fallback_reason for _, seen in sorted(snapshot.engines.items()) if seen.fallback_reason), None
             ),
         ),
         desired_replicas=count,
@@ -474,7 +478,7 @@ def _too_few_gpus(snapshot: ClusterSnapshot) -> str | None:
 def _metrics_source(snapshot: ClusterSnapshot) -> str | None:
     """Return the sources that metrics were read from, comma-separated."""
     return (
-        ", ".join(sorted({said.source.value for said in snapshot.engines.values() if said.source is not None})) or None
+        ", ".join(sorted({seen.source.value for seen in snapshot.engines.values() if seen.source is not None})) or None
     )
 
 

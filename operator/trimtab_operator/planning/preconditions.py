@@ -24,15 +24,15 @@ def preconditions_of(snapshot: ClusterSnapshot, plan: ReconcilePlan) -> tuple[Ma
     resource = snapshot.cached_resource or snapshot.live_resource
     if resource is None or not _is_destructive(snapshot, plan):
         return ()
-    going = {action.uid for action in (*plan.urgent_deletes, *plan.children) if isinstance(action, Delete)}
+    deleted_uids = {action.uid for action in (*plan.urgent_deletes, *plan.children) if isinstance(action, Delete)}
     of_groups: list[Manifest] = []
     for group in groups_of(snapshot.children):
-        if group.stateful_set["metadata"].get("uid") not in going:
+        if group.stateful_set["metadata"].get("uid") not in deleted_uids:
             of_groups += (*group.stateful_sets, *group.pods)
         elif not group.is_ready:
             of_groups += group.pods
     single_pods = [
-        pod for pod in snapshot.children.pods if pod["metadata"].get("uid") in going and pod not in of_groups
+        pod for pod in snapshot.children.pods if pod["metadata"].get("uid") in deleted_uids and pod not in of_groups
     ]
     return (resource, *of_groups, *single_pods)
 

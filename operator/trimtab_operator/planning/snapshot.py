@@ -21,7 +21,7 @@ from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import MAX_REPLICAS, InferenceDeployment, ModelSource, Spec
-from trimtab_operator.resource.validation_error import Refusal
+from trimtab_operator.resource.validation_error import ValidationError
 from trimtab_operator.rollout.gang_placement import Age, is_partly_placed
 from trimtab_operator.rollout.pod_lifecycle import may_be_on_lost_node
 
@@ -43,13 +43,13 @@ class ClusterSnapshot:
     children: ObservedChildren = field(default_factory=ObservedChildren)
     engines: Mapping[str, EngineObservation] = field(default_factory=dict)
     """Observation of each engine by group name; absent if it was not polled."""
-    parse_errors: tuple[Refusal, ...] = ()
+    parse_errors: tuple[ValidationError, ...] = ()
     """Errors of a spec that cannot be parsed; `deployment` then has a placeholder spec."""
     nodes: tuple[Manifest, ...] | None = ()
     """Empty if not needed; None without permission to list nodes."""
     partly_placed: tuple[Age, ...] | None = None
     """Partly scheduled groups of all resources; None if not read or not permitted."""
-    refused_creations: tuple[Manifest, ...] | None = None
+    failed_creations: tuple[Manifest, ...] | None = None
     """Events about pods that the API server did not create; None if not read."""
     tick_seconds: float = 15.0
     installation: Installation = field(default_factory=Installation)
@@ -78,7 +78,7 @@ class ExtraReads:
 
     nodes_fresh_seconds: float | None
     partly_placed: bool
-    refused_creations: bool
+    failed_creations: bool
     engines: tuple[EngineTarget, ...]
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
 
@@ -91,7 +91,7 @@ def plan_extra_reads(
     return ExtraReads(
         nodes_fresh_seconds=_nodes_fresh_seconds(deployment, children),
         partly_placed=any(is_partly_placed(group) for group in known.groups),
-        refused_creations=any(needs_creation_error(missing, now=now) for missing in known.state.missing.values()),
+        failed_creations=any(needs_creation_error(missing, now=now) for missing in known.state.missing.values()),
         engines=engine_targets(known),
         metrics=metrics_settings(deployment),
     )
@@ -116,14 +116,14 @@ def _nodes_fresh_seconds(deployment: InferenceDeployment, children: ObservedChil
 
 def parse_resource(
     body: Mapping[str, Any], *, default_image: str | None, allowed_privileges: frozenset[str] = NO_PRIVILEGES
-) -> tuple[InferenceDeployment, tuple[Refusal, ...]]:
+) -> tuple[InferenceDeployment, tuple[ValidationError, ...]]:
     """Parse a resource; with parse errors its spec is a placeholder that suffices to report them."""
     try:
         return InferenceDeployment.parse(body, default_image=default_image, allowed_privileges=allowed_privileges), ()
     except InvalidSpec as error:
         stand_in = InferenceDeployment.parse({**body, "spec": {"model": {"uri": "file:///"}}})
         spec = Spec(model=ModelSource(uri="file:///"), replicas=_readable_count(body))
-        return replace(stand_in, spec=spec), (Refusal("spec", str(error)),)
+        return replace(stand_in, spec=spec), (ValidationError("spec", str(error)),)
 
 
 def _readable_count(body: Mapping[str, Any]) -> int:

@@ -66,7 +66,7 @@ def recall_state(
     state: ReconcilerState,
     *,
     now: float,
-    refused_creations: Iterable[Manifest] | None = None,
+    failed_creations: Iterable[Manifest] | None = None,
 ) -> RecalledState:
     """Join the children observed at `now` (Unix time) with the remembered state.
 
@@ -75,8 +75,8 @@ def recall_state(
     groups = groups_of(children)
     incarnations = update_incarnations(groups, state.incarnations, now=now)
     missing = find_missing_pods(groups, state.missing, now=now)
-    if refused_creations is not None:
-        missing = with_creation_errors(groups, missing, refused_creations, now=now)
+    if failed_creations is not None:
+        missing = with_creation_errors(groups, missing, failed_creations, now=now)
     observed = replace(children, split_groups=split_groups(groups, incarnations), missing=missing)
     max_placed = max(sum(map(is_placed, groups)), min(state.max_placed, len(groups)))
     kept = replace(state, incarnations=incarnations, missing=missing, max_placed=max_placed)

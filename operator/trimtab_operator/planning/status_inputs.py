@@ -12,7 +12,7 @@ from trimtab_operator.planning.model_facts import FactsState
 from trimtab_operator.planning.scheduling_policy import SchedulingPlan
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
-from trimtab_operator.resource.validation_error import Refusal
+from trimtab_operator.resource.validation_error import ValidationError
 from trimtab_operator.rollout.rollback import FailedChange
 from trimtab_operator.tuner.decide import TunerOutput
 
@@ -22,9 +22,9 @@ class StatusInputs:
     """Observed and wanted state to report in the status.
 
     `problem` is a (reason, message) that blocks the reconciler. `revision` is the revision of the spec, empty if it is
-    invalid. `engines` holds reports by group name, None if engines were not polled. `refusals` are all validation
-    errors, and `layout_refusals` those of the layout. `model` is the state of reading the model, None if it does not
-    matter. `target` is the revision that replicas are brought to, None to leave them as they are.
+    invalid. `engines` holds reports by group name, None if engines were not polled. `validation_errors` are those of
+    the whole spec, `layout_errors` those of the layout. `model` is the state of reading the model, None if it does not
+    matter. `target` is the revision that replicas are updated to, None to leave them as they are.
     """
 
     desired_replicas: int
@@ -34,8 +34,8 @@ class StatusInputs:
     engines: Mapping[str, EngineView] | None = None
     tuning: TunerOutput | None = None
     queue: SchedulingPlan = field(default_factory=SchedulingPlan)
-    refusals: tuple[Refusal, ...] = ()
-    layout_refusals: tuple[Refusal, ...] = ()
+    validation_errors: tuple[ValidationError, ...] = ()
+    layout_errors: tuple[ValidationError, ...] = ()
     model: FactsState | None = None
     failed_change: FailedChange | None = None
     target: InferenceDeployment | None = None
@@ -55,5 +55,5 @@ class StatusInputs:
     """Share of the GPU budget; None without a budget or a target."""
     is_paused: bool = False
     """True if the resource is paused by its annotation."""
-    keeps_older_pods: bool = False
+    has_older_pods: bool = False
     """True if replicas run pods that another operator version or other defaults rendered for the same spec."""

@@ -28,7 +28,7 @@ from trimtab_operator.planning.snapshot import ClusterSnapshot
 from trimtab_operator.planning.status_inputs import StatusInputs
 from trimtab_operator.reconcile.health import OperatorMetrics
 from trimtab_operator.report.conditions import changed_conditions, without_foreign_conditions
-from trimtab_operator.report.status import status_of, status_without_observation
+from trimtab_operator.report.status import build_status, status_without_observation
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 from trimtab_operator.tuner.moves import Decision
 
@@ -101,7 +101,7 @@ class Hands:
             await self.tell(deployment, event)
         if done.refused is not None:
             raise done.refused
-        status = status_of(deployment, plan.status_inputs, now=self._now())
+        status = build_status(deployment, plan.status_inputs, now=self._now())
         return await self._write_status(deployment, status) if is_status_due else status
 
     async def execute(
@@ -147,7 +147,7 @@ class Hands:
 
     async def write_status(self, deployment: InferenceDeployment, status_inputs: StatusInputs) -> Mapping[str, Any]:
         """Write the status if it says something new, and an Event for each change that matters."""
-        return await self._write_status(deployment, status_of(deployment, status_inputs, now=self._now()))
+        return await self._write_status(deployment, build_status(deployment, status_inputs, now=self._now()))
 
     async def write_in_the_dark(self, deployment: InferenceDeployment, problem: tuple[str, str]) -> None:
         """Write why nothing new can be said."""

@@ -28,7 +28,7 @@ from trimtab_operator.reconcile.gpu_claims import Stakes
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
-from trimtab_operator.resource.validation_error import Refusal
+from trimtab_operator.resource.validation_error import ValidationError
 from trimtab_operator.rollout.gang_placement import Age, ages_of_partly_placed
 
 CONFIRMATIONS = 3  # before the API server is asked for all: a cache that lags has caught up by then
@@ -49,7 +49,7 @@ class Key:
         return f"{self.namespace}/{self.name}"
 
 
-_Read = tuple[Manifest, tuple[InferenceDeployment, tuple[Refusal, ...]]]
+_Read = tuple[Manifest, tuple[InferenceDeployment, tuple[ValidationError, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Eyes:
         nodes, partly_placed, refused, said = await asyncio.gather(
             self._nodes(asked.nodes_fresh_seconds),
             self._rivals() if asked.partly_placed else _nothing(),
-            self._refused_creations(key.namespace) if asked.refused_creations else _nothing(),
+            self._refused_creations(key.namespace) if asked.failed_creations else _nothing(),
             engines.look(asked.engines, snapshot.tokens, asked.metrics, believes_last_words=believes_last_words),
         )
         return replace(
@@ -91,7 +91,7 @@ class Eyes:
             engines=said,
             nodes=nodes,
             partly_placed=partly_placed,
-            refused_creations=refused,
+            failed_creations=refused,
         )
 
     def with_stakes(self, key: Key, snapshot: ClusterSnapshot) -> ClusterSnapshot:
@@ -183,7 +183,7 @@ class Eyes:
             sample_seconds=self._sample_seconds(deployment),
         )
 
-    def _as_read(self, key: Key, body: Manifest) -> tuple[InferenceDeployment, tuple[Refusal, ...]]:
+    def _as_read(self, key: Key, body: Manifest) -> tuple[InferenceDeployment, tuple[ValidationError, ...]]:
         """The resource; one that the cache still has as it was is not read again."""
         last = self._read.get((key.namespace, key.name))
         if last is not None and last[0] is body:
@@ -236,7 +236,7 @@ def _beside_the_same(snapshot: ClusterSnapshot, seen: ClusterSnapshot) -> Cluste
         nodes=seen.nodes,
         partly_placed=seen.partly_placed,
         gpu_claims=seen.gpu_claims,
-        refused_creations=seen.refused_creations,
+        failed_creations=seen.failed_creations,
     )
 
 

@@ -87,21 +87,21 @@ class UntimedCondition:
     message: str
 
 
-def conditions(
+def build_conditions(
     deployment: InferenceDeployment, inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]
 ) -> list[UntimedCondition]:
     """Return all ten conditions, Ready first."""
-    progressing, ready = progressing_claim(deployment, inputs, groups), ready_claim(inputs, groups)
+    progressing, ready = progressing_condition(deployment, inputs, groups), ready_condition(inputs, groups)
     return [
         ready,
-        serving_claim(inputs, groups),
+        serving_condition(inputs, groups),
         UntimedCondition("Reconciling", progressing.status, progressing.reason, progressing.message),
-        stalled_claim(inputs, progressing, ready),
+        stalled_condition(inputs, progressing, ready),
         progressing,
-        layout_claim(deployment, inputs),
-        *tuning_claims(inputs),
-        scaling_claim(deployment, inputs),
-        degraded_claim(inputs, groups),
+        layout_condition(deployment, inputs),
+        *tuning_conditions(inputs),
+        scaling_condition(deployment, inputs),
+        degraded_condition(inputs, groups),
     ]
 
 
@@ -116,16 +116,16 @@ def conditions_without_observation(reason: str, message: str) -> list[UntimedCon
     ]
 
 
-def ready_claim(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -> UntimedCondition:
+def ready_condition(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -> UntimedCondition:
     """Return Ready: True if all wanted replicas run the current spec, not a previous or rolled-back one."""
     held = _blocked(inputs) or _unknown_model(inputs)
     if held is not None:
         return UntimedCondition("Ready", "False", *held)
     if inputs.failed_change is not None:
         failed = inputs.failed_change
-        reason = Reason.START_FAILED if failed.returns_to is None else Reason.ROLLED_BACK
+        reason = Reason.START_FAILED if failed.rolled_back_to is None else Reason.ROLLED_BACK
         return UntimedCondition(
-            "Ready", "False", reason, failed.message if failed.returns_to is None else _rollback_message(failed)
+            "Ready", "False", reason, failed.message if failed.rolled_back_to is None else _rollback_message(failed)
         )
     share = inputs.share
     if share is not None and (share.is_below_min or share.is_growth_pending):
@@ -144,7 +144,7 @@ def ready_claim(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -> Un
     return UntimedCondition("Ready", "False", reason, f"{ready} of {wanted} replicas take requests{why}")
 
 
-def serving_claim(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -> UntimedCondition:
+def serving_condition(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -> UntimedCondition:
     """Return Serving: True if any replica takes requests, of any revision."""
     if any(g["ready"] for g in groups) or any(group.is_outdated and group.serves for group in inputs.groups):
         return UntimedCondition("Serving", "True", Reason.ANSWERED, "at least one replica takes requests")
@@ -155,7 +155,7 @@ def serving_claim(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -> 
     return UntimedCondition("Serving", "False", Reason.NOT_READY, "no replica takes requests")
 
 
-def stalled_claim(inputs: StatusInputs, progressing: UntimedCondition, ready: UntimedCondition) -> UntimedCondition:
+def stalled_condition(inputs: StatusInputs, progressing: UntimedCondition, ready: UntimedCondition) -> UntimedCondition:
     """Return Stalled: True if there will be no progress until a user acts."""
     stuck = _blocked(inputs) is not None or inputs.failed_change is not None
     stuck = stuck or (inputs.is_paused and ready.status != "True")
@@ -182,8 +182,8 @@ def _downloads(group: Mapping[str, Any]) -> bool:
 
 
 def _blocked(inputs: StatusInputs) -> tuple[str, str] | None:
-    if inputs.refusals:
-        return Reason.INVALID, "; ".join(str(refusal) for refusal in inputs.refusals)
+    if inputs.validation_errors:
+        return Reason.INVALID, "; ".join(str(error) for error in inputs.validation_errors)
     return inputs.problem
 
 
@@ -196,7 +196,7 @@ def _unknown_model(inputs: StatusInputs) -> tuple[Reason, str] | None:
     return None
 
 
-def progressing_claim(
+def progressing_condition(
     deployment: InferenceDeployment, inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]
 ) -> UntimedCondition:
     blocked = _blocked(inputs)
@@ -210,7 +210,7 @@ def progressing_claim(
             "Progressing", "True" if isinstance(inputs.model, ModelBeingRead) else "False", *unknown
         )
     if inputs.failed_change is not None:
-        return _failed_change_claim(deployment, inputs.failed_change, inputs, groups)
+        return _failed_change_condition(deployment, inputs.failed_change, inputs, groups)
     if inputs.share is not None and inputs.share.is_growth_pending:
         return UntimedCondition("Progressing", "False", Reason.OVER_BUDGET, inputs.share.message)
     if inputs.canary_message is not None:
@@ -236,17 +236,17 @@ def progressing_claim(
     if any(not g["ready"] for g in groups):
         return UntimedCondition("Progressing", "True", Reason.PENDING, "replicas are waiting for their pods")
     message = "the present state is the wanted state"
-    if inputs.keeps_older_pods:
+    if inputs.has_older_pods:
         message += f"; new pods would differ: change the annotation {RESTARTED_AT} to replace the present ones"
     return UntimedCondition("Progressing", "False", Reason.UP_TO_DATE, message)
 
 
-def _failed_change_claim(
+def _failed_change_condition(
     deployment: InferenceDeployment, failed: FailedChange, inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]
 ) -> UntimedCondition:
-    if failed.returns_to is None:
+    if failed.rolled_back_to is None:
         return UntimedCondition("Progressing", "False", Reason.START_FAILED, failed.message)
-    is_back = all(group.revision == failed.returns_to and not group.is_outdated for group in inputs.groups)
+    is_back = all(group.revision == failed.rolled_back_to and not group.is_outdated for group in inputs.groups)
     is_settled = is_back and len(groups) == inputs.desired_replicas and all(g["ready"] for g in groups)
     return UntimedCondition(
         "Progressing", "False" if is_settled else "True", Reason.ROLLED_BACK, _rollback_message(failed)
@@ -257,20 +257,20 @@ def _rollback_message(failed: FailedChange) -> str:
     return f"a change was rolled back until the spec changes again: {failed.message}"
 
 
-def layout_claim(deployment: InferenceDeployment, inputs: StatusInputs) -> UntimedCondition:
-    refused = inputs.layout_refusals or [r for r in inputs.refusals if r.field.startswith("spec.parallelism")]
+def layout_condition(deployment: InferenceDeployment, inputs: StatusInputs) -> UntimedCondition:
+    refused = inputs.layout_errors or [r for r in inputs.validation_errors if r.field.startswith("spec.parallelism")]
     if refused:
-        return UntimedCondition("LayoutValid", "False", Reason.INVALID, "; ".join(str(refusal) for refusal in refused))
+        return UntimedCondition("LayoutValid", "False", Reason.INVALID, "; ".join(str(error) for error in refused))
     wanted = Degrees.wanted(deployment.spec)
     reported = dict(reported_layouts(inputs.groups, inputs.engines, inputs.revision))
-    wrong = sorted(name for name, layout in reported.items() if layout != wanted)
-    if wrong:
-        message = f"{wrong[0]} runs {reported[wrong[0]]} instead of {wanted}"
+    differing = sorted(name for name, layout in reported.items() if layout != wanted)
+    if differing:
+        message = f"{differing[0]} runs {reported[differing[0]]} instead of {wanted}"
         return UntimedCondition("LayoutValid", "False", Reason.LAYOUT_DIFFERS, message)
     unknown = _unknown_model(inputs)
     if not reported and unknown is not None:
         return UntimedCondition("LayoutValid", "Unknown", *unknown)
-    if not reported and inputs.failed_change is not None and inputs.failed_change.returns_to is not None:
+    if not reported and inputs.failed_change is not None and inputs.failed_change.rolled_back_to is not None:
         return UntimedCondition("LayoutValid", "Unknown", Reason.ROLLED_BACK, _rollback_message(inputs.failed_change))
     if not reported:
         return UntimedCondition(
@@ -279,7 +279,7 @@ def layout_claim(deployment: InferenceDeployment, inputs: StatusInputs) -> Untim
     return UntimedCondition("LayoutValid", "True", Reason.LAYOUT_REPORTED, f"every ready engine runs {wanted}")
 
 
-def tuning_claims(inputs: StatusInputs) -> list[UntimedCondition]:
+def tuning_conditions(inputs: StatusInputs) -> list[UntimedCondition]:
     if inputs.tuning is None and inputs.groups and (blocked := _blocked(inputs)):
         return [
             UntimedCondition("MetricsAvailable", "Unknown", *blocked),
@@ -298,45 +298,46 @@ def tuning_claims(inputs: StatusInputs) -> list[UntimedCondition]:
         ]
     return [
         _with_fallback_reason(
-            _from_condition("MetricsAvailable", inputs.tuning.metrics_available), inputs.metrics_fallback_reason
+            _from_tuner_condition("MetricsAvailable", inputs.tuning.metrics_available), inputs.metrics_fallback_reason
         ),
-        _from_condition("TuningActive", inputs.tuning.tuning_active),
+        _from_tuner_condition("TuningActive", inputs.tuning.tuning_active),
     ]
 
 
-def _from_condition(kind: str, found: Condition) -> UntimedCondition:
+def _from_tuner_condition(kind: str, found: Condition) -> UntimedCondition:
     return UntimedCondition(kind, "True" if found.ok else "False", found.reason, found.message)
 
 
-def _with_fallback_reason(claim: UntimedCondition, fallback_reason: str | None) -> UntimedCondition:
+def _with_fallback_reason(condition: UntimedCondition, fallback_reason: str | None) -> UntimedCondition:
     """Return the condition with the reason why pods are scraped instead of querying Prometheus."""
     if fallback_reason is None:
-        return claim
+        return condition
     return replace(
-        claim, message=f"{claim.message}; read from the pods because Prometheus cannot be used: {fallback_reason}"
+        condition,
+        message=f"{condition.message}; read from the pods because Prometheus cannot be used: {fallback_reason}",
     )
 
 
-def scaling_claim(deployment: InferenceDeployment, inputs: StatusInputs) -> UntimedCondition:
+def scaling_condition(deployment: InferenceDeployment, inputs: StatusInputs) -> UntimedCondition:
     """Return ScalingLimited: True if something limits the present or the wanted replica count."""
-    claim = _placing_claim(inputs)
+    condition = _placement_condition(inputs)
     share = inputs.share
-    if claim.status != "True" and share is not None and (share.is_limited or share.is_growth_pending):
+    if condition.status != "True" and share is not None and (share.is_limited or share.is_growth_pending):
         return UntimedCondition("ScalingLimited", "True", Reason.OVER_BUDGET, share.message)
     scaling, tuned = deployment.spec.scaling, inputs.tuning
     if scaling is None:
-        return claim
-    if claim.status == "True":
-        return replace(claim, message=f"{claim.message}; the replica count is not raised meanwhile")
+        return condition
+    if condition.status == "True":
+        return replace(condition, message=f"{condition.message}; the replica count is not raised meanwhile")
     if deployment.spec.tuning.mode == "Off" or tuned is None:
-        return claim
+        return condition
     if tuned.replicas == scaling.max_replicas and tuned.state.violated_since is not None:
         message = f"objectives are violated with scaling.maxReplicas ({scaling.max_replicas}) replicas"
         return UntimedCondition("ScalingLimited", "True", Reason.AT_MAX_REPLICAS, message)
-    return claim
+    return condition
 
 
-def _placing_claim(inputs: StatusInputs) -> UntimedCondition:
+def _placement_condition(inputs: StatusInputs) -> UntimedCondition:
     fits = any(group.is_ready and group.revision == inputs.revision for group in inputs.groups)
     if inputs.too_few_gpus is not None and not fits:
         return UntimedCondition("ScalingLimited", "True", Reason.TOO_FEW_GPUS, inputs.too_few_gpus)
@@ -344,11 +345,11 @@ def _placing_claim(inputs: StatusInputs) -> UntimedCondition:
         backoff = gang_backoff_of(group)
         if backoff is not None and group.num_pods == 0:
             return UntimedCondition("ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{group.name} {backoff.message}")
-        if group.missing is not None and group.missing.words:
+        if group.missing is not None and group.missing.error:
             return UntimedCondition(
                 "ScalingLimited", "True", Reason.FAILED_CREATE, f"{group.name}: {missing_pods_message(group)}"
             )
-        why = next((said for pod in group.pods if (said := unschedulable_message(pod))), None)
+        why = next((message for pod in group.pods if (message := unschedulable_message(pod))), None)
         if why is not None:
             return UntimedCondition(
                 "ScalingLimited", "True", Reason.UNSCHEDULABLE, f"{group.name} is unschedulable: {why}"
@@ -356,7 +357,7 @@ def _placing_claim(inputs: StatusInputs) -> UntimedCondition:
     return UntimedCondition("ScalingLimited", "False", Reason.NOT_LIMITED, "nothing limits the replica count")
 
 
-def degraded_claim(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -> UntimedCondition:
+def degraded_condition(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -> UntimedCondition:
     """Return Degraded, the one condition for which True is bad."""
     blocked = _blocked(inputs)
     if blocked is not None:
@@ -364,7 +365,7 @@ def degraded_claim(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) ->
     unknown = _unknown_model(inputs)
     if unknown is not None and isinstance(inputs.model, ModelUnreadable):
         return UntimedCondition("Degraded", "True", *unknown)
-    if inputs.failed_change is not None and inputs.failed_change.returns_to is not None:
+    if inputs.failed_change is not None and inputs.failed_change.rolled_back_to is not None:
         return UntimedCondition("Degraded", "True", Reason.ROLLED_BACK, _rollback_message(inputs.failed_change))
     failed = next((g for g in groups if g["phase"] == "Failed"), None)
     if failed is not None:
@@ -376,15 +377,15 @@ def degraded_claim(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) ->
     return UntimedCondition("Degraded", "False", Reason.AS_EXPECTED, "nothing is wrong")
 
 
-def timed(claim: UntimedCondition, deployment: InferenceDeployment, *, now: datetime) -> dict[str, Any]:
+def with_timestamps(condition: UntimedCondition, deployment: InferenceDeployment, *, now: datetime) -> dict[str, Any]:
     """Return the condition as an object; its transition time changes only with its status."""
-    before = next((c for c in deployment.status.get("conditions") or [] if c.get("type") == claim.type), None)
-    same = before is not None and before.get("status") == claim.status and before.get("lastTransitionTime")
+    before = next((c for c in deployment.status.get("conditions") or [] if c.get("type") == condition.type), None)
+    same = before is not None and before.get("status") == condition.status and before.get("lastTransitionTime")
     return {
-        "type": claim.type,
-        "status": claim.status,
-        "reason": str(claim.reason),
-        "message": claim.message,
+        "type": condition.type,
+        "status": condition.status,
+        "reason": str(condition.reason),
+        "message": condition.message,
         "observedGeneration": deployment.generation,
         "lastTransitionTime": before["lastTransitionTime"] if same and before else timestamp(now),
     }

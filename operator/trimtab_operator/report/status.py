@@ -16,12 +16,12 @@ from trimtab_operator.observed.phases import EngineView, phase_of
 from trimtab_operator.observed.readiness import Readiness, readiness_of, reported_layouts
 from trimtab_operator.planning.status_inputs import StatusInputs
 from trimtab_operator.report.conditions import (
-    conditions,
+    build_conditions,
     conditions_without_observation,
-    timed,
+    with_timestamps,
     without_foreign_conditions,
 )
-from trimtab_operator.report.tuning_status import show, tuning_status
+from trimtab_operator.report.tuning_status import format_number, tuning_status
 from trimtab_operator.resource.live_parameters import knobs
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -32,17 +32,17 @@ from trimtab_operator.tuner.parameters import Value
 MAX_MESSAGE = 1024  # characters of a pod's message
 
 
-def status_of(deployment: InferenceDeployment, inputs: StatusInputs, *, now: datetime) -> dict[str, Any]:
+def build_status(deployment: InferenceDeployment, inputs: StatusInputs, *, now: datetime) -> dict[str, Any]:
     """Return the complete status. `now` is used only for conditions whose status changed."""
     groups = [group_status(deployment, group, inputs) for group in inputs.groups]
     groups += [draining_status(pod) for pod in inputs.draining if not is_worker(pod)]
     ready = sum(g["ready"] for g in groups)
-    claims = conditions(deployment, inputs, groups)
-    ready_claim = claims[0]
+    untimed = build_conditions(deployment, inputs, groups)
+    ready_condition = untimed[0]
     status: dict[str, Any] = {
         "observedGeneration": deployment.generation,
-        "conditions": [timed(claim, deployment, now=now) for claim in claims],
-        "phase": ready_claim.reason if ready_claim.status != "True" else "Ready",
+        "conditions": [with_timestamps(condition, deployment, now=now) for condition in untimed],
+        "phase": ready_condition.reason if ready_condition.status != "True" else "Ready",
         "ready": f"{ready}/{inputs.desired_replicas}",
         "replicas": len(inputs.groups),
         "readyReplicas": ready,
@@ -58,7 +58,7 @@ def status_of(deployment: InferenceDeployment, inputs: StatusInputs, *, now: dat
         status["modelRevision"] = inputs.model_revision
     if groups:
         status["groups"] = groups
-    if not inputs.refusals:
+    if not inputs.validation_errors:
         status["layout"] = layout_status(deployment, inputs)
         status["engine"] = engine_status(inputs.target or deployment, inputs)
     tuning = tuning_status(deployment, inputs)
@@ -76,8 +76,10 @@ def status_without_observation(
     `observedGeneration` values stay as they were.
     """
     reason, message = problem
-    claims = [timed(claim, deployment, now=now) for claim in conditions_without_observation(reason, message)]
-    renewed = {claim["type"]: claim for claim in claims}
+    untimed = [
+        with_timestamps(condition, deployment, now=now) for condition in conditions_without_observation(reason, message)
+    ]
+    renewed = {condition["type"]: condition for condition in untimed}
     known = without_foreign_conditions(deployment.status)
     before = [renewed.pop(c["type"], c) for c in known.get("conditions") or []]
     return {**known, "conditions": [*before, *renewed.values()], "phase": reason}
@@ -127,7 +129,7 @@ def group_status(deployment: InferenceDeployment, group: Group, inputs: StatusIn
     if message:
         entry["message"] = message[:MAX_MESSAGE]
     if view.applied:
-        entry["effective"] = effective(view)
+        entry["effective"] = effective_values(view)
     return entry
 
 
@@ -182,7 +184,7 @@ def engine_status(deployment: InferenceDeployment, inputs: StatusInputs) -> dict
         for suffix, value in (("", knob.start), ("_cap", knob.cap)):
             if value is not None:
                 configured[camel(knob.field + suffix)] = plain(value)
-    reported = [effective(view) for view in (inputs.engines or {}).values() if view.applied]
+    reported = [effective_values(view) for view in (inputs.engines or {}).values() if view.applied]
     status: dict[str, Any] = {"configured": configured}
     if reported:
         status["effective"] = max(reported, key=reported.count)
@@ -197,15 +199,15 @@ def _keep_exceptions(status: dict[str, Any]) -> None:
             group.pop("effective", None)
 
 
-def effective(view: EngineView) -> dict[str, str]:
+def effective_values(view: EngineView) -> dict[str, str]:
     """Return the values in force in an engine: all numbers and the scheduling policy."""
     order = {} if view.queue_policy is None else {"schedulingPolicy": view.queue_policy}
-    return shown(view.applied or {}) | order
+    return format_values(view.applied or {}) | order
 
 
-def shown(values: Mapping[str, Value]) -> dict[str, str]:
+def format_values(values: Mapping[str, Value]) -> dict[str, str]:
     """Return engine values as strings with camelCase names."""
-    return {camel(str(name)): show(value) for name, value in sorted(values.items())}
+    return {camel(str(name)): format_number(value) for name, value in sorted(values.items())}
 
 
 def camel(name: str) -> str:

@@ -17,8 +17,8 @@ from trimtab_operator.tuner.moves import Decision
 from trimtab_operator.tuner.objectives import Itl, Ttft
 from trimtab_operator.tuner.parameters import Value
 
-SAME_DEFAULT = 1.25  # factor within which a relearned default is not updated in the status
-NUM_DIGITS = 2  # significant digits of a default
+MAX_UNREPORTED_CHANGE = 1.25  # factor within which a relearned default is not updated in the status
+SIGNIFICANT_DIGITS = 2  # significant digits of a default
 
 
 def tuning_status(deployment: InferenceDeployment, inputs: StatusInputs) -> dict[str, Any]:
@@ -34,7 +34,9 @@ def tuning_status(deployment: InferenceDeployment, inputs: StatusInputs) -> dict
     if objectives is not None:
         tuning["objectives"] = objectives
     if tuned.state.applied:
-        tuning["applied"] = {str(knob.value): show(value) for knob, value in sorted(tuned.state.applied.items())}
+        tuning["applied"] = {
+            str(knob.value): format_number(value) for knob, value in sorted(tuned.state.applied.items())
+        }
     if queue := scheduling_status(inputs.queue):
         tuning["schedulingPolicy"] = queue
     if tuned.recommendation is not None:
@@ -57,9 +59,9 @@ def decision_status(decision: Decision) -> dict[str, Any]:
         "knob": move.target.value,
     }
     if move.before is not None:
-        entry["from"] = show(move.before)
+        entry["from"] = format_number(move.before)
     if move.after is not None:
-        entry["to"] = show(move.after)
+        entry["to"] = format_number(move.after)
     if decision.outcome:
         entry["outcome"] = decision.outcome
     return entry
@@ -78,11 +80,11 @@ def objectives_status(
     if deployment.spec.objectives is not None:
         written = deployment.spec.objectives.model_dump(mode="json", by_alias=True, exclude_none=True)
         return {"source": "Spec", **written}
-    model, promised = tuned.state.model, tuned.objectives
-    if model is None or not model.is_fitted or promised.are_given:
+    model, objectives = tuned.state.model, tuned.objectives
+    if model is None or not model.is_fitted or objectives.are_given:
         return None
-    found = _defaults(promised.ttft, promised.itl)
-    return dict(before) if before is not None and _is_about(before, found) else found
+    found = _defaults(objectives.ttft, objectives.itl)
+    return dict(before) if before is not None and _is_similar(before, found) else found
 
 
 def _defaults(ttft: Ttft | None, itl: Itl | None) -> dict[str, Any]:
@@ -102,20 +104,20 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _rounded(number: float) -> int:
-    return max(1, round(float(f"{number:.{NUM_DIGITS}g}")))
+    return max(1, round(float(f"{number:.{SIGNIFICANT_DIGITS}g}")))
 
 
-def _is_about(before: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+def _is_similar(before: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
     """Return True if the previous defaults are nearly the same."""
     if before.get("source") != "Default":
         return False
-    old, new = _times(before), _times(found)
+    old, new = _durations(before), _durations(found)
     return old.keys() == new.keys() and all(
-        max(old[name], new[name]) <= SAME_DEFAULT * min(old[name], new[name]) for name in new
+        max(old[name], new[name]) <= MAX_UNREPORTED_CHANGE * min(old[name], new[name]) for name in new
     )
 
 
-def _times(entry: Mapping[str, Any]) -> dict[str, float]:
+def _durations(entry: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for name in ("ttft", "itl"):
         for field in ("target", "perPromptToken"):
@@ -128,12 +130,14 @@ def _times(entry: Mapping[str, Any]) -> dict[str, float]:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def show(value: Value | None) -> str:
+def format_number(value: Value | None) -> str:
     """Return a number with up to ten significant digits."""
     return "" if value is None else f"{value:.10g}"
 
 
 def _forecast(forecast: Forecast) -> dict[str, Any]:
     """Return the state of the forecast. Its error changes all the time and is only part of decisions."""
-    told = {"state": forecast.state.value}
-    return told if forecast.since is None else {**told, "since": timestamp(datetime.fromtimestamp(forecast.since, UTC))}
+    entry = {"state": forecast.state.value}
+    return (
+        entry if forecast.since is None else {**entry, "since": timestamp(datetime.fromtimestamp(forecast.since, UTC))}
+    )

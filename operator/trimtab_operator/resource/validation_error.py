@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ValidationError:
     """`field` as a user writes it (`spec.parallelism.tensor`), and a sentence that goes on from there."""
 
     field: str

@@ -26,7 +26,7 @@ from trimtab_operator.resource.manifest import Manifest
 
 OLDEST_TIMEOUT_SECONDS = 120.0  # of the oldest group: the autoscaler may be adding a node
 YOUNGER_TIMEOUT_SECONDS = 20.0  # of all others: enough for the scheduler to try every pod several times
-FIRST_BACKOFF_SECONDS = 30.0
+INITIAL_BACKOFF_SECONDS = 30.0
 
 Age = tuple[str, str, str]
 """(creation time, namespace, name): smaller is older."""
@@ -114,8 +114,8 @@ def _backoff(
 
 def _obstacle(group: Group) -> str:
     """Return why some of the group's pods are missing or unscheduled, as the scheduler or API server reports it."""
-    said = next((said for pod in group.pods if (said := unschedulable_message(pod))), None)
-    return said or missing_pods_message(group)
+    message = next((message for pod in group.pods if (message := unschedulable_message(pod))), None)
+    return message or missing_pods_message(group)
 
 
 def render_gang_backoffs(groups: Iterable[Group], kept: Mapping[int, GangBackoff], now: datetime) -> dict[int, Held]:
@@ -136,7 +136,7 @@ def backoff_seconds(group: Group, count: int) -> float:
     It doubles with each attempt and is multiplied by a factor between 1 and 2 derived from the group's identity, so
     that groups do not retry at the same time.
     """
-    base = min(FIRST_BACKOFF_SECONDS * 2.0 ** min(count - 1, 10), MAX_BACKOFF_SECONDS)
+    base = min(INITIAL_BACKOFF_SECONDS * 2.0 ** min(count - 1, 10), MAX_BACKOFF_SECONDS)
     metadata = group.stateful_set["metadata"]
     digest = hashlib.sha256(f"{metadata.get('namespace')}/{group.name}/{metadata.get('uid')}".encode()).digest()
     return base * (1 + digest[0] / 256)

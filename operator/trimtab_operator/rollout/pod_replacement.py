@@ -20,8 +20,8 @@ from trimtab_operator.observed.groups import (
     groups_of,
     is_pod_ready,
     is_terminating,
-    meeting_address,
     ordinal_of,
+    pod_rendezvous_address,
     revision_label,
 )
 from trimtab_operator.resource.manifest import Manifest
@@ -84,7 +84,7 @@ def _outdated_in(group: Group, wanted_revision: str | None, budget: str | None) 
     if not revision or wanted_revision not in (None, revision):
         return
     for pod in group.pods:
-        is_elsewhere = meeting_address(pod) not in (None, *group.meeting_addresses)
+        is_elsewhere = pod_rendezvous_address(pod) not in (None, *group.rendezvous_addresses)
         if (revision_label(pod) != revision or is_elsewhere) and not is_terminating(pod):
             yield delete_of("Pod", pod, f"{group.name} is updated to revision {revision}", budget=budget)
 

@@ -31,9 +31,9 @@ from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.actions import Apply, Event
 from trimtab_operator.observed.drift import plan_applies
-from trimtab_operator.observed.ends import NO_TERMINATION_MESSAGE, last_termination_message, num_terminations
 from trimtab_operator.observed.groups import Group, ObservedChildren, revision_label
 from trimtab_operator.observed.phases import EngineView, phase_of
+from trimtab_operator.observed.terminations import NO_TERMINATION_MESSAGE, last_termination_message, num_terminations
 from trimtab_operator.resource.canonical_json import compact
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.quantity import parse_seconds
@@ -41,10 +41,10 @@ from trimtab_operator.resource.signed_text import opened, sealed
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import parse_time
 from trimtab_operator.rollout.surge import NoSurgeRoom, allowed_surge, surge_obstacle
-from trimtab_operator.validation.rules import refusals
+from trimtab_operator.validation.rules import validation_errors
 
 # docs/reference/contract.md section 1: the command line, the model or the machine does not allow it
-NOT_ALLOWED_EXIT_CODE = 2
+CONFIGURATION_ERROR_EXIT_CODE = 2
 MAX_KEPT_TEXTS = 1024
 SIGNED_KIND = "rollout"  # kind of the signed text
 WATCH_SECONDS = 3600.0  # later crashes are not attributed to the change
@@ -52,7 +52,7 @@ MIN_CRASHES_TO_ROLL_BACK = 3  # within WATCH_SECONDS; the tuner resets its own v
 UNSTORED_ATTEMPT_SECONDS = 60.0  # younger attempts are not stored: most succeed or are edited by then
 MIN_REFUSED_STARTS = 3  # so many terminations are not the node's fault, and waiting does not help
 REPLICA_FIELDS = ("replicas", "priority", "scaling")  # always taken from the latest spec
-NOT_RENDERED = (
+UNRENDERED_FIELDS = (
     "replicas",
     "scaling",
     "metrics",
@@ -76,14 +76,14 @@ class RevisionSpec:
 class RolloutAttempt:
     """A change that is being rolled out since Unix time `since`.
 
-    `ready_since` is when its first replica became Ready, None before. `ends` is the number of engine terminations by
+    `ready_since` is when its first replica became Ready, None before. `terminations` counts engine terminations by
     then.
     """
 
     change: str
     since: float
     ready_since: float | None = None
-    ends: int = 0
+    terminations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class PostRolloutWatch:
     """When the newest known-good revision was verified (Unix time), and the number of engine terminations by then."""
 
     since: float
-    ends: int
+    terminations: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class RolloutStep:
     """
 
     state: RolloutState
-    returns: bool = False
+    uses_known_good: bool = False
     failure: str | None = None
     canary_message: str | None = None
 
@@ -137,7 +137,7 @@ class FailedChange:
     one."""
 
     message: str
-    returns_to: str | None
+    rolled_back_to: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def plan_rollout(
         regression=regression,
     )
     after = replace(step.state, surge_obstacle=state.surge_obstacle)
-    if step.returns and after.rolled_back is not None:
+    if step.uses_known_good and after.rolled_back is not None:
         return RolloutPlan(after, known_good, FailedChange(after.rolled_back.message, known_good_revision))
     failed = None if step.failure is None else FailedChange(step.failure, None)
     if is_canary_phase(wanted.deployment, wanted.revision, known_good_revision, after):
@@ -261,7 +261,7 @@ def change_of(deployment: InferenceDeployment, revision: str) -> str:
     The replica count is left out because autoscalers write it, and tuning because its caps are part of the revision.
     """
     written = without_told_live(_spec_without_replicas(deployment))
-    rest = {name: value for name, value in written.items() if name not in NOT_RENDERED}
+    rest = {name: value for name, value in written.items() if name not in UNRENDERED_FIELDS}
     digest = hashlib.sha256(compact({"image": deployment.image, "spec": rest}).encode()).hexdigest()
     return f"{revision}-{digest[:10]}"
 
@@ -292,10 +292,10 @@ def known_good_deployment(deployment: InferenceDeployment, known_good: RevisionS
         commit=known_good.commit,
         weights_bytes=deployment.weights_bytes if spec.model == deployment.spec.model else None,
     )
-    return None if refusals(found) else found
+    return None if validation_errors(found) else found
 
 
-def budget_seconds(deployment: InferenceDeployment) -> float:
+def change_timeout_seconds(deployment: InferenceDeployment) -> float:
     """Return how long a change may take until its first replica is Ready, including the drain of the old one."""
     return start_seconds(deployment) + grace_seconds(deployment)
 
@@ -325,7 +325,7 @@ def decide_rollout_step(
     change = change_of(deployment, revision)
     rolled_back = state.rolled_back
     if rolled_back is not None and rolled_back.change == change and known_good_revision is not None:
-        return RolloutStep(replace(state, attempt=None), returns=True)
+        return RolloutStep(replace(state, attempt=None), uses_known_good=True)
     updated = [group for group in groups if group.revision == revision]
     kept = RolloutState(state.known_good, previous=state.previous, watch=state.watch)
     serves = any(group.is_ready and layouts.get(group.name) == Degrees.wanted(deployment.spec) for group in updated)
@@ -339,7 +339,7 @@ def decide_rollout_step(
     if attempt is None or attempt.change != change:
         attempt = RolloutAttempt(change, now if attempt is not None else _attempt_start(updated, deployment, now))
     if serves and attempt.ready_since is None:
-        attempt = replace(attempt, ready_since=now, ends=_count_terminations(updated))
+        attempt = replace(attempt, ready_since=now, terminations=_count_terminations(updated))
     bake = bake_seconds(deployment) if known_good_revision is not None else 0.0
     has_baked = attempt.ready_since is not None and now - attempt.ready_since >= bake
     why = _failure_reason(updated, layouts, attempt, deployment, now) if not serves or bake else None
@@ -360,12 +360,12 @@ def decide_rollout_step(
         return RolloutStep(kept, canary_message=_canary_message(updated, deployment) if bake and serves else None)
     if known_good_revision is None:
         return RolloutStep(kept, failure=why)
-    return RolloutStep(replace(kept, attempt=None, rolled_back=RolledBackChange(change, why)), returns=True)
+    return RolloutStep(replace(kept, attempt=None, rolled_back=RolledBackChange(change, why)), uses_known_good=True)
 
 
 def unstored_attempt_seconds(deployment: InferenceDeployment) -> float:
     """Return how long an attempt is not stored; less than the time after which it fails."""
-    return min(UNSTORED_ATTEMPT_SECONDS, budget_seconds(deployment) / 2)
+    return min(UNSTORED_ATTEMPT_SECONDS, change_timeout_seconds(deployment) / 2)
 
 
 def _attempt_start(updated: Iterable[Group], deployment: InferenceDeployment, now: float) -> float:
@@ -388,7 +388,7 @@ def _check_watch(state: RolloutState, change: str, updated: list[Group], now: fl
     watch = state.watch
     if watch is None or state.previous is None or now - watch.since > WATCH_SECONDS:
         return RolloutStep(state)
-    crashes = _count_terminations(updated) - watch.ends
+    crashes = _count_terminations(updated) - watch.terminations
     if crashes < MIN_CRASHES_TO_ROLL_BACK:
         return RolloutStep(state)
     minutes = (now - watch.since) / 60
@@ -429,14 +429,14 @@ def _failure_reason(
     refused = next((group for group in updated if any(map(_rejects_configuration, _own_pods(group)))), None)
     if refused is not None:
         return f"{refused.name} does not start: {_obstacle(refused, layouts)}"
-    if attempt.ready_since is not None and _count_terminations(updated) > attempt.ends:
+    if attempt.ready_since is not None and _count_terminations(updated) > attempt.terminations:
         return (
             f"its engine terminated {now - attempt.ready_since:.0f} s after it became Ready: {_last_message(updated)}"
         )
     is_layout_pending = any(group.is_ready and group.name not in layouts for group in updated)
     is_up = any(group.is_ready and layouts.get(group.name) == Degrees.wanted(deployment.spec) for group in updated)
     since = attempt.since if attempt.ready_since is None else attempt.ready_since
-    if now - since < budget_seconds(deployment) or is_layout_pending or is_up:
+    if now - since < change_timeout_seconds(deployment) or is_layout_pending or is_up:
         return None
     worst = min(updated, key=lambda group: (phase_of(group, EngineView())[0] != "Failed", group.ordinal))
     return f"{worst.name} did not become Ready within {start_words(deployment)}: {_obstacle(worst, layouts)}"
@@ -459,8 +459,8 @@ def _rejects_configuration(pod: Manifest) -> bool:
     for container in (pod.get("status") or {}).get("containerStatuses") or []:
         states = (container.get("state") or {}, container.get("lastState") or {})
         codes = [(state.get("terminated") or {}).get("exitCode") for state in states]
-        ends = int(container.get("restartCount", 0)) + ("terminated" in states[0])
-        if NOT_ALLOWED_EXIT_CODE in codes and ends >= MIN_REFUSED_STARTS:
+        terminations = int(container.get("restartCount", 0)) + ("terminated" in states[0])
+        if CONFIGURATION_ERROR_EXIT_CODE in codes and terminations >= MIN_REFUSED_STARTS:
             return True
     return False
 
@@ -523,7 +523,7 @@ def from_text(text: str | None, *, key: str, former_key: str | None = None) -> R
             if surge_obstacle is None
             else NoSurgeRoom(str(surge_obstacle["change"]), str(surge_obstacle["message"])),
             _parse_revision_spec(found.get("previous")),
-            None if watch is None else PostRolloutWatch(float(watch["since"]), int(watch["ends"])),
+            None if watch is None else PostRolloutWatch(float(watch["since"]), int(watch["terminations"])),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return RolloutState()
@@ -538,7 +538,7 @@ def _parse_revision_spec(data: Mapping[str, Any] | None) -> RevisionSpec | None:
 def _parse_attempt(data: Mapping[str, Any]) -> RolloutAttempt:
     ready = data.get("ready_since")
     served = None if ready is None else float(ready)
-    return RolloutAttempt(str(data["change"]), float(data["since"]), served, int(data.get("ends", 0)))
+    return RolloutAttempt(str(data["change"]), float(data["since"]), served, int(data.get("terminations", 0)))
 
 
 def _spec_without_replicas(deployment: InferenceDeployment) -> dict[str, Any]:

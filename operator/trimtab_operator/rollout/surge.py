@@ -163,22 +163,22 @@ def _unschedulable_reason(group: Group, now: datetime) -> str | None:
     if backoff is not None and group.num_pods == 0 and _is_freeable(backoff.reason):
         return backoff.message
     for pod in group.pods:
-        since, said = unschedulable_since(pod), unschedulable_message(pod) or ""
-        if since is not None and (now - since).total_seconds() >= PLACEMENT_TIMEOUT_SECONDS and _is_freeable(said):
-            return f"is unschedulable: {said}"
+        since, message = unschedulable_since(pod), unschedulable_message(pod) or ""
+        if since is not None and (now - since).total_seconds() >= PLACEMENT_TIMEOUT_SECONDS and _is_freeable(message):
+            return f"is unschedulable: {message}"
     missing = group.missing
     is_late = missing is not None and now.timestamp() - missing.since >= PLACEMENT_TIMEOUT_SECONDS
-    if missing is not None and is_late and _is_freeable(missing.words or ""):
+    if missing is not None and is_late and _is_freeable(missing.error or ""):
         return f"has missing pods: {missing_pods_message(group)}"
     return None
 
 
-def _is_freeable(words: str) -> bool:
+def _is_freeable(error: str) -> bool:
     """Return True if the scheduler or a quota lacks something that an old pod holds.
 
     If no node fits at all, replacing in place would only remove the replica that serves.
     """
-    return FREEABLE_RESOURCES.search(words) is not None
+    return FREEABLE_RESOURCES.search(error) is not None
 
 
 def _has_container_started(pod: Manifest) -> bool:

@@ -41,7 +41,7 @@ from trimtab_operator.resource.spec import (
     Scheme,
     Spec,
 )
-from trimtab_operator.resource.validation_error import Refusal
+from trimtab_operator.resource.validation_error import ValidationError
 from trimtab_operator.tuner.samples.prometheus import ENGINES_LABELS, LABEL_NAME
 from trimtab_operator.validation.scheduling_flags import scheduling_flags
 
@@ -50,64 +50,64 @@ MAX_DRAIN_SECONDS = 3600.0  # a longer stop would block node drains
 MAX_BAKE_SECONDS = 3600.0  # longer than a user would watch a rollout
 NAME_SYNTAX = "begin with a lower-case letter; then lower-case letters, digits and dashes, no dots"
 
-Rule = Callable[[InferenceDeployment], Iterable[Refusal]]
+Rule = Callable[[InferenceDeployment], Iterable[ValidationError]]
 
 
-def refusals(
+def validation_errors(
     deployment: InferenceDeployment, facts: ModelFacts | None = None, gpu: Gpu | None = None
-) -> tuple[Refusal, ...]:
+) -> tuple[ValidationError, ...]:
     """Return all validation errors of a resource, in the order of the rules; empty if it is valid.
 
     Layout errors come last; they depend on the model and the GPU if those are known.
     """
-    by_table = tuple(refusal for rule in RULES for refusal in rule(deployment))
+    by_table = tuple(error for rule in RULES for error in rule(deployment))
     return (*by_table, *check_layout(deployment.spec, facts, gpu))
 
 
 # --- the resource as a whole ------------------------------------------------------------------------------------------
 
 
-def validate_name(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_name(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     if len(deployment.name) > MAX_NAME_LENGTH:
-        yield Refusal(
+        yield ValidationError(
             "metadata.name",
             f"has {len(deployment.name)} characters; use at most {MAX_NAME_LENGTH}: "
             "names of pods and Services are derived from it",
         )
     elif deployment.name and not re.fullmatch(r"(?=[a-z])" + DNS_LABEL.strip("^$"), deployment.name):
-        yield Refusal(
+        yield ValidationError(
             "metadata.name",
             f"is {deployment.name!r}: Services are named after it; {NAME_SYNTAX}",
         )
 
 
-def validate_scaling(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_scaling(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     """Check the replica bounds; zero replicas cannot be scaled because nothing is measured."""
     scaling = deployment.spec.scaling
     if scaling is None:
         return
     if scaling.min_replicas > scaling.max_replicas:
-        yield Refusal(
+        yield ValidationError(
             "spec.scaling.minReplicas",
             f"is {scaling.min_replicas}, above maxReplicas {scaling.max_replicas}; lower it or raise maxReplicas",
         )
     if scaling.min_replicas == 0:
-        yield Refusal("spec.scaling.minReplicas", NO_MEASURE_WITHOUT_REPLICAS)
+        yield ValidationError("spec.scaling.minReplicas", NO_MEASURE_WITHOUT_REPLICAS)
 
 
-def validate_objectives(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_objectives(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     """Check that objectives have a target and one common percentile."""
     objectives = deployment.spec.objectives
     if objectives is None:
         return
     if objectives.ttft is None and objectives.itl is None:
-        yield Refusal("spec.objectives", "is empty; set at least one of ttft and itl, or remove it")
+        yield ValidationError("spec.objectives", "is empty; set at least one of ttft and itl, or remove it")
     for name, objective in (("ttft", objectives.ttft), ("itl", objectives.itl)):
         if objective is not None and parse_seconds(objective.target) == 0:
-            yield Refusal(f"spec.objectives.{name}.target", f"is {objective.target}; set a time above zero")
+            yield ValidationError(f"spec.objectives.{name}.target", f"is {objective.target}; set a time above zero")
     ttft, itl = objectives.ttft, objectives.itl
     if ttft is not None and itl is not None and ttft.percentile != itl.percentile:
-        yield Refusal(
+        yield ValidationError(
             "spec.objectives.itl.percentile",
             f"is {itl.percentile}, but that of ttft is {ttft.percentile}; set the same percentile for both",
         )
@@ -116,10 +116,10 @@ def validate_objectives(deployment: InferenceDeployment) -> Iterator[Refusal]:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def validate_model_path(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_model_path(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     scheme, _, rest = deployment.spec.model.uri.partition("://")
     if scheme == "file" and not (rest.startswith("/") and rest.strip("/")):
-        yield Refusal("spec.model.uri", f"{deployment.spec.model.uri} has no absolute path; use file:///path")
+        yield ValidationError("spec.model.uri", f"{deployment.spec.model.uri} has no absolute path; use file:///path")
     if scheme == "pvc" and not re.match(DNS_LABEL, rest.split("/", 1)[0]):
         claim = rest.split("/", 1)[0]
         problem = (
@@ -127,11 +127,13 @@ def validate_model_path(deployment: InferenceDeployment) -> Iterator[Refusal]:
             if claim
             else f"{deployment.spec.model.uri} has no claim"
         )
-        yield Refusal("spec.model.uri", f"{problem}; use pvc://CLAIM/path, such as pvc://models/smollm2")
+        yield ValidationError("spec.model.uri", f"{problem}; use pvc://CLAIM/path, such as pvc://models/smollm2")
     if scheme in ("file", "pvc") and (".." in rest.split("/") or re.search(r"[\s\x00?#$]", rest)):
-        yield Refusal("spec.model.uri", "the path must not contain '..', white space, ?, # or $; use a plain path")
+        yield ValidationError(
+            "spec.model.uri", "the path must not contain '..', white space, ?, # or $; use a plain path"
+        )
     elif rest.strip("/") and not re.fullmatch(SERVED_NAME, deployment.spec.model.name_for_clients):
-        yield Refusal(
+        yield ValidationError(
             "spec.model.servedName",
             f"is missing, and the last part of the uri ({deployment.spec.model.name_for_clients!r}) is not a valid "
             "model name; set it to letters, digits and -_./:",
@@ -159,11 +161,11 @@ FIELDS_BY_SCHEME = {
 """By field of the model: its name in the spec, the schemes it applies to, and their description."""
 
 
-def validate_downloaded_model(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_downloaded_model(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     model = deployment.spec.model
     place, revision = model.parts
     if model.scheme in DOWNLOADED and (place.endswith(".gguf") or (revision or "").endswith(".gguf")):
-        yield Refusal(
+        yield ValidationError(
             "spec.model.uri",
             f"{model.uri} is one GGUF file; of these only folders are downloaded in a cluster: GGUF files that are "
             "downloaded are not supported yet, so put it on a PersistentVolumeClaim and use pvc://CLAIM/path",
@@ -171,96 +173,100 @@ def validate_downloaded_model(deployment: InferenceDeployment) -> Iterator[Refus
     elif model.scheme is Scheme.HUB:
         yield from _validate_hub_model(model)
     elif model.scheme is Scheme.S3 and re.fullmatch(BUCKET_PATH, place) is None:
-        yield Refusal("spec.model.uri", f"{model.uri} has no bucket and prefix; use s3://BUCKET/PREFIX")
+        yield ValidationError("spec.model.uri", f"{model.uri} has no bucket and prefix; use s3://BUCKET/PREFIX")
     elif model.scheme is Scheme.OCI:
         yield from _validate_registry_model(model)
     size = None if model.cache is None else model.cache.size
     if model.is_downloaded and size is not None and parse_quantity(size) <= 0:
-        yield Refusal("spec.model.cache.size", "is 0, too small for any model; raise it")
+        yield ValidationError("spec.model.cache.size", "is 0, too small for any model; raise it")
 
 
-def _validate_hub_model(model: ModelSource) -> Iterator[Refusal]:
+def _validate_hub_model(model: ModelSource) -> Iterator[ValidationError]:
     repo, revision = model.parts
     if re.fullmatch(HUB_REPO, repo) is None:
-        yield Refusal(
+        yield ValidationError(
             "spec.model.uri", f"{model.uri} is not a model repository; use hf://ORG/NAME or hf://ORG/NAME@REVISION"
         )
     elif model.uri.endswith("@"):
-        yield Refusal(
+        yield ValidationError(
             "spec.model.uri", f"{model.uri} has no revision after the @; use {model.uri}main, or remove the @"
         )
     if revision is not None and (re.fullmatch(HUB_REVISION, revision) is None or ".." in revision):
-        yield Refusal(
+        yield ValidationError(
             "spec.model.revision",
             f"{revision!r} is not a supported branch, tag or commit; use one such as main or refs/pr/1, and for a "
             "branch with a / in its name use the commit",
         )
     if model.revision is not None and revision != model.revision:
-        yield Refusal("spec.model.revision", f"is {model.revision}, but the uri has {revision}; set only one of them")
+        yield ValidationError(
+            "spec.model.revision", f"is {model.revision}, but the uri has {revision}; set only one of them"
+        )
 
 
-def _validate_registry_model(model: ModelSource) -> Iterator[Refusal]:
+def _validate_registry_model(model: ModelSource) -> Iterator[ValidationError]:
     place, revision = model.parts
     syntax = "oci://REGISTRY/REPOSITORY:TAG or …@sha256:DIGEST"
     if re.fullmatch(REGISTRY_PATH, place) is None:
-        yield Refusal(
+        yield ValidationError(
             "spec.model.uri",
             f"{model.uri} is not a repository; use {syntax}, the registry with its domain or port "
             "(docker.io/… for Docker's) and the repository in lower case",
         )
     elif model.is_in_image_volume and not (revision or "").startswith("sha256:"):
-        yield Refusal(
+        yield ValidationError(
             "spec.model.uri",
             f"{model.uri} is not pinned, and with oci.imageVolume nodes may pull different images; use …@sha256:DIGEST",
         )
     elif model.uri.endswith((":", "@")) or (revision is not None and re.fullmatch(IMAGE_REVISION, revision) is None):
-        yield Refusal("spec.model.uri", f"{model.uri} has no tag or digest; use {syntax}")
+        yield ValidationError("spec.model.uri", f"{model.uri} has no tag or digest; use {syntax}")
 
 
-def validate_image_volume(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_image_volume(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     model = deployment.spec.model
     if model.oci is None or not model.is_in_image_volume:
         if model.oci is not None and model.oci.folder is not None:
-            yield Refusal("spec.model.oci.folder", "is only supported with imageVolume; remove it")
+            yield ValidationError("spec.model.oci.folder", "is only supported with imageVolume; remove it")
         return
     if ".." in (model.oci.folder or "").split("/"):
-        yield Refusal("spec.model.oci.folder", "must not contain '..'; use a plain path")
+        yield ValidationError("spec.model.oci.folder", "must not contain '..'; use a plain path")
     if model.oci.pull_secret is not None:
-        yield Refusal(
+        yield ValidationError(
             "spec.model.oci.pullSecret",
             "is not supported with imageVolume, as the node pulls the image; use template.spec.imagePullSecrets",
         )
     if model.oci.plain_http:
-        yield Refusal(
+        yield ValidationError(
             "spec.model.oci.plainHttp", "is not supported with imageVolume; configure the nodes' container runtime"
         )
     if model.cache is not None:
-        yield Refusal("spec.model.cache", "is not supported with imageVolume, as the node caches the image; remove it")
+        yield ValidationError(
+            "spec.model.cache", "is not supported with imageVolume, as the node caches the image; remove it"
+        )
 
 
-def validate_model_options(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_model_options(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     model = deployment.spec.model
     for field, (name, schemes, description) in FIELDS_BY_SCHEME.items():
         if getattr(model, field) is not None and model.scheme not in schemes:
-            yield Refusal(f"spec.model.{name}", f"is only supported for {description}; remove it")
+            yield ValidationError(f"spec.model.{name}", f"is only supported for {description}; remove it")
 
 
 # --- the runtime ------------------------------------------------------------------------------------------------------
 
 
-def validate_runtime_kind(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_runtime_kind(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     if deployment.spec.runtime.kind != "trimtab":
-        yield Refusal("spec.runtime.kind", f"{deployment.spec.runtime.kind} is not supported yet; use trimtab")
+        yield ValidationError("spec.runtime.kind", f"{deployment.spec.runtime.kind} is not supported yet; use trimtab")
 
 
-def validate_image(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_image(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     if deployment.image is None:
-        yield Refusal(
+        yield ValidationError(
             "spec.runtime.image",
             "is missing and the operator has no default; set it, or the operator's --default-image",
         )
     elif re.search(r"\s", deployment.image):
-        yield Refusal("spec.runtime.image", f"{deployment.image!r} contains white space; use name:tag")
+        yield ValidationError("spec.runtime.image", f"{deployment.image!r} contains white space; use name:tag")
 
 
 # Flags that are set through fields. All other flags except OPERATOR_FLAGS are passed to the engine unchanged.
@@ -343,26 +349,32 @@ OPERATOR_FLAGS = (
 )
 
 
-def validate_args(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_args(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     for index, argument in enumerate(deployment.spec.runtime.args):
         flag = argument.split("=", 1)[0].replace("_", "-")
         where = f"spec.runtime.args[{index}]"
         if argument.startswith("$(") or (index == 0 and not argument.startswith("-")):
-            yield Refusal(where, f"{argument!r} is not a flag; use --flag=value (with a variable: --flag=$(NAME))")
+            yield ValidationError(
+                where, f"{argument!r} is not a flag; use --flag=value (with a variable: --flag=$(NAME))"
+            )
         elif flag.lstrip().startswith("-") and re.search(r"\s", flag):
-            yield Refusal(where, f"{argument!r} contains white space; use --flag=value, or flag and value as two items")
+            yield ValidationError(
+                where, f"{argument!r} contains white space; use --flag=value, or flag and value as two items"
+            )
         if flag in OWNED_FLAGS:
-            yield Refusal(
+            yield ValidationError(
                 f"spec.runtime.args[{index}]", f"{flag} conflicts with {OWNED_FLAGS[flag]}; set that field instead"
             )
         elif flag in OPERATOR_FLAGS:
-            yield Refusal(f"spec.runtime.args[{index}]", f"{flag} is set by the operator; remove it")
+            yield ValidationError(f"spec.runtime.args[{index}]", f"{flag} is set by the operator; remove it")
         elif flag == "--config":
-            yield Refusal(where, "--config reads flags from a file that cannot be validated; use the flags themselves")
+            yield ValidationError(
+                where, "--config reads flags from a file that cannot be validated; use the flags themselves"
+            )
     if deployment.spec.engine.scheduling_policy is not None:
         for index, flag in scheduling_flags(deployment.spec):
             where = f"spec.runtime.args[{index}]"
-            yield Refusal(where, f"{flag} conflicts with spec.engine.schedulingPolicy; set only one")
+            yield ValidationError(where, f"{flag} conflicts with spec.engine.schedulingPolicy; set only one")
 
 
 # --- the layout -------------------------------------------------------------------------------------------------------
@@ -386,25 +398,25 @@ UNSUPPORTED_ENGINE_FIELDS = (
 )
 
 
-def validate_engine_fields(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_engine_fields(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     for entry in UNSUPPORTED_ENGINE_FIELDS:
         value = getattr(deployment.spec.engine, entry.attribute)
         if value is not None and not entry.is_supported(value):
-            yield Refusal(f"spec.engine.{entry.field}", entry.message)
+            yield ValidationError(f"spec.engine.{entry.field}", entry.message)
 
 
-def validate_deadline_policy(deployment: InferenceDeployment) -> Iterator[Refusal]:
-    asked = deployment.spec.objectives
-    if deployment.spec.engine.scheduling_policy == "deadline" and (asked is None or asked.ttft is None):
-        yield Refusal("spec.engine.schedulingPolicy", DEADLINE_WITHOUT_TARGET)
+def validate_deadline_policy(deployment: InferenceDeployment) -> Iterator[ValidationError]:
+    objectives = deployment.spec.objectives
+    if deployment.spec.engine.scheduling_policy == "deadline" and (objectives is None or objectives.ttft is None):
+        yield ValidationError("spec.engine.schedulingPolicy", DEADLINE_WITHOUT_TARGET)
 
 
-def validate_swap_space(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_swap_space(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     """Check the swap space: without it every swap would silently fall back to recomputation."""
     engine = deployment.spec.engine
     swaps = engine.preemption_mode in ("swap", "auto")
     if swaps and (engine.swap_space is None or parse_quantity(engine.swap_space) == 0):
-        yield Refusal(
+        yield ValidationError(
             "spec.engine.swapSpace",
             f"is {engine.swap_space or 'missing'}, but preemptionMode {engine.preemption_mode} moves KV blocks there; "
             "set it, for example to 1Gi (on a CPU it is part of the container's memory), or use preemptionMode "
@@ -412,50 +424,52 @@ def validate_swap_space(deployment: InferenceDeployment) -> Iterator[Refusal]:
         )
 
 
-def validate_speculative_decoding(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_speculative_decoding(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     speculative = deployment.spec.engine.speculative
     if speculative is None:
         return
     where, method = "spec.engine.speculative", speculative.method
     if method in ("ngram", "mtp") and speculative.model is not None:
         source = "the request's own text" if method == "ngram" else "the model's own layer"
-        yield Refusal(f"{where}.model", f"is set, but {method} drafts from {source}; remove it")
+        yield ValidationError(f"{where}.model", f"is set, but {method} drafts from {source}; remove it")
     elif method in ("draft_model", "eagle") and not (speculative.model or "").startswith("file:///"):
         given = "is missing" if speculative.model is None else f"is {speculative.model}"
         what = "a draft model" if method == "draft_model" else "a head"
-        yield Refusal(f"{where}.model", f"{given}; {what} is read from the image; use file:///path")
+        yield ValidationError(f"{where}.model", f"{given}; {what} is read from the image; use file:///path")
     if method in ("eagle", "mtp"):
         yield from _validate_hidden_states(deployment, f"{where}.method", method)
 
 
-def _validate_hidden_states(deployment: InferenceDeployment, field: str, method: str) -> Iterator[Refusal]:
+def _validate_hidden_states(deployment: InferenceDeployment, field: str, method: str) -> Iterator[ValidationError]:
     """Check methods that read hidden states: they need the whole model in one rank, on a CPU."""
     instead = "use ngram or draft_model"
     parallelism = deployment.spec.parallelism
     if deployment.spec.runtime.device != "cpu":
-        yield Refusal(field, f"{method} is not supported yet for spec.runtime.device cuda; {instead}")
+        yield ValidationError(field, f"{method} is not supported yet for spec.runtime.device cuda; {instead}")
     elif parallelism.tensor * parallelism.pipeline > 1:
         ranks = f"spec.parallelism.tensor × pipeline = {parallelism.tensor * parallelism.pipeline}"
-        yield Refusal(field, f"{method} is not supported yet for {ranks}; {instead}, or one rank")
+        yield ValidationError(field, f"{method} is not supported yet for {ranks}; {instead}, or one rank")
 
 
-def validate_modalities(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_modalities(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     limits = deployment.spec.engine.limit_mm_per_prompt or {}
     for name in sorted(limits.keys() - set(MODALITIES)):
-        yield Refusal("spec.engine.limitMmPerPrompt", f"has the unsupported key {name}; use {' and '.join(MODALITIES)}")
+        yield ValidationError(
+            "spec.engine.limitMmPerPrompt", f"has the unsupported key {name}; use {' and '.join(MODALITIES)}"
+        )
 
 
-def validate_gpu_memory_utilization(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_gpu_memory_utilization(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     given = deployment.spec.engine.gpu_memory_utilization
     if given is not None and parse_quantity(given) == 0:
-        yield Refusal("spec.engine.gpuMemoryUtilization", 'is 0; set a share such as "0.90"')
+        yield ValidationError("spec.engine.gpuMemoryUtilization", 'is 0; set a share such as "0.90"')
 
 
-def validate_token_budget(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_token_budget(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     _, seqs, tokens = knobs(deployment.spec)
     if seqs.start is not None and tokens.start is not None and seqs.start > tokens.start:
         field = "maxNumBatchedTokens" if tokens.is_start_given else "maxNumSeqs"
-        yield Refusal(
+        yield ValidationError(
             f"spec.engine.{field}",
             f"maxNumBatchedTokens ({tokens.start}) must be at least maxNumSeqs ({seqs.start}), as every running "
             "request needs one token per step; raise maxNumBatchedTokens or lower maxNumSeqs",
@@ -465,7 +479,7 @@ def validate_token_budget(deployment: InferenceDeployment) -> Iterator[Refusal]:
 # --- tuning -----------------------------------------------------------------------------------------------------------
 
 
-def validate_tuning_bounds(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_tuning_bounds(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     """Check min ≤ start ≤ max for every live parameter; a start value that only the engine knows must be set
     explicitly."""
     names = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
@@ -478,16 +492,16 @@ def validate_tuning_bounds(deployment: InferenceDeployment) -> Iterator[Refusal]
         high = None if bounds.max is None else parse_quantity(bounds.max)
         where = f"spec.tuning.bounds.{field}"
         if high == 0:
-            yield Refusal(f"{where}.max", 'is 0; set a share such as "0.95"')
+            yield ValidationError(f"{where}.max", 'is 0; set a share such as "0.95"')
         elif low is not None and high is not None and low > high:
-            yield Refusal(where, f"min {bounds.min} exceeds max {bounds.max}; lower min or raise max")
+            yield ValidationError(where, f"min {bounds.min} exceeds max {bounds.max}; lower min or raise max")
         elif knob.start is None:
-            yield Refusal(
+            yield ValidationError(
                 f"spec.engine.{field}",
                 f"is missing, and its default depends on the GPU; set it to use {where}",
             )
         elif (low is not None and knob.start < low) or (high is not None and knob.start > high):
-            yield Refusal(
+            yield ValidationError(
                 f"spec.engine.{field}",
                 f"starts at {knob.start}{'' if knob.is_start_given else ' (the default)'}, outside "
                 f"{where} [{bounds.min if low is not None else '-'}, {bounds.max if high is not None else '-'}]; "
@@ -495,62 +509,66 @@ def validate_tuning_bounds(deployment: InferenceDeployment) -> Iterator[Refusal]
             )
 
 
-def validate_restart_class(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_restart_class(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     if deployment.spec.tuning.restart_class != "Never":
-        yield Refusal("spec.tuning.restartClass", "canaried restarts are not supported yet; set Never")
+        yield ValidationError("spec.tuning.restartClass", "canaried restarts are not supported yet; set Never")
 
 
 # --- metrics and rollout ----------------------------------------------------------------------------------------------
 
 
-def validate_metrics_labels(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_metrics_labels(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     metrics = deployment.spec.metrics
     for name, value in metrics.labels.items():
         if LABEL_NAME.fullmatch(name) is None or name.startswith("__"):
-            yield Refusal(
+            yield ValidationError(
                 "spec.metrics.labels", f"{name!r} is not a valid Prometheus label name; use letters, digits and _"
             )
         elif name in ENGINES_LABELS:
-            yield Refusal(
+            yield ValidationError(
                 "spec.metrics.labels", f"{name} is a label of the engines' metrics; use labels added by scraping"
             )
         if len(value) > MAX_LABEL_VALUE:
-            yield Refusal(
+            yield ValidationError(
                 "spec.metrics.labels", f"the value of {name} is longer than {MAX_LABEL_VALUE} characters; shorten it"
             )
     if metrics.labels and metrics.source == "Pods":
-        yield Refusal("spec.metrics.labels", "is only supported with Prometheus; remove it, or set source to Auto")
+        yield ValidationError(
+            "spec.metrics.labels", "is only supported with Prometheus; remove it, or set source to Auto"
+        )
 
 
-def validate_max_unavailable(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_max_unavailable(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     value = deployment.spec.rollout.max_unavailable
     if isinstance(value, int) and not 1 <= value <= 1000:
-        yield Refusal("spec.rollout.maxUnavailable", f"is {value}; set 1 to 1000")
+        yield ValidationError("spec.rollout.maxUnavailable", f"is {value}; set 1 to 1000")
     if isinstance(value, str) and not re.match(r"^(100|[1-9][0-9]?)%$", value):
-        yield Refusal("spec.rollout.maxUnavailable", f"is {value!r}; set a number, or a percentage from 1% to 100%")
+        yield ValidationError(
+            "spec.rollout.maxUnavailable", f"is {value!r}; set a number, or a percentage from 1% to 100%"
+        )
 
 
-def validate_max_surge(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_max_surge(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     value = deployment.spec.rollout.max_surge
     if isinstance(value, int) and not 0 <= value <= 1000:
-        yield Refusal("spec.rollout.maxSurge", f"is {value}; set 0 (replicas are updated in place) to 1000")
+        yield ValidationError("spec.rollout.maxSurge", f"is {value}; set 0 (replicas are updated in place) to 1000")
     if isinstance(value, str) and not re.match(r"^(100|[1-9]?[0-9])%$", value):
-        yield Refusal("spec.rollout.maxSurge", f"is {value!r}; set a number, or a percentage from 0% to 100%")
+        yield ValidationError("spec.rollout.maxSurge", f"is {value!r}; set a number, or a percentage from 0% to 100%")
 
 
-def validate_drain_timeout(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_drain_timeout(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     try:
         seconds = parse_seconds(deployment.spec.rollout.drain_timeout)
     except ValueError as error:
-        yield Refusal("spec.rollout.drainTimeout", str(error))
+        yield ValidationError("spec.rollout.drainTimeout", str(error))
         return
     if not 0 < seconds <= MAX_DRAIN_SECONDS:
-        yield Refusal(
+        yield ValidationError(
             "spec.rollout.drainTimeout", f"is {seconds:g} s; set more than 0 s and at most {MAX_DRAIN_SECONDS:g} s"
         )
     grace = deployment.spec.template.spec.termination_grace_period_seconds
     if grace is not None and grace <= stop_seconds(seconds):
-        yield Refusal(
+        yield ValidationError(
             "spec.template.spec.terminationGracePeriodSeconds",
             f"is {grace} s, but a stop may take {stop_seconds(seconds):g} s ({PRE_STOP_SECONDS} s until traffic "
             f"stops, and {seconds:g} s to drain, spec.rollout.drainTimeout); raise it above that, or "
@@ -558,28 +576,28 @@ def validate_drain_timeout(deployment: InferenceDeployment) -> Iterator[Refusal]
         )
 
 
-def validate_start_timeout(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_start_timeout(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     where, written = "spec.rollout.startTimeout", deployment.spec.rollout.start_timeout
     if written is None:
         return
     try:
         seconds = parse_seconds(written)
     except ValueError as error:
-        yield Refusal(where, str(error))
+        yield ValidationError(where, str(error))
         return
     if not 0 < seconds <= MAX_WRITTEN_SECONDS:
-        yield Refusal(where, f"is {seconds:g} s; set more than 0 s and at most {MAX_WRITTEN_SECONDS:g} s")
+        yield ValidationError(where, f"is {seconds:g} s; set more than 0 s and at most {MAX_WRITTEN_SECONDS:g} s")
 
 
-def validate_bake_time(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_bake_time(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     where = "spec.rollout.bakeTime"
     try:
         seconds = parse_seconds(deployment.spec.rollout.bake_time)
     except ValueError as error:
-        yield Refusal(where, str(error))
+        yield ValidationError(where, str(error))
         return
     if seconds > MAX_BAKE_SECONDS:
-        yield Refusal(where, f"is {seconds:g} s; set at most {MAX_BAKE_SECONDS:g} s")
+        yield ValidationError(where, f"is {seconds:g} s; set at most {MAX_BAKE_SECONDS:g} s")
 
 
 # --- the pod template overlay -----------------------------------------------------------------------------------------
@@ -607,33 +625,35 @@ LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 LABEL_KEY = r"([a-z0-9][-a-z0-9.]{0,252}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 
 
-def validate_overlay_pod_fields(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_overlay_pod_fields(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     for name, value in (deployment.spec.template.spec.model_extra or {}).items():
         where = f"spec.template.spec.{name}"
         if name in POD_FIELDS:
             yield from _privilege_errors(where, name, value, deployment.allowed_privileges)
             continue
         reason = REFUSED_POD_FIELDS.get(name, "cannot be overridden; see docs/reference/resource.md")
-        yield Refusal(where, reason)
+        yield ValidationError(where, reason)
     for index, container in enumerate(deployment.spec.template.spec.containers):
         where = f"spec.template.spec.containers[{index}]"
         if container.name != "main":
-            yield Refusal(f"{where}.name", f"is {container.name!r}; only the container main can be overridden")
+            yield ValidationError(f"{where}.name", f"is {container.name!r}; only the container main can be overridden")
         for name, value in (container.model_extra or {}).items():
             if name != "securityContext" or value != LOCKS_MEMORY:
-                yield Refusal(f"{where}.{name}", _container_field_error(name))
+                yield ValidationError(f"{where}.{name}", _container_field_error(name))
             elif LOCK_MEMORY not in deployment.allowed_privileges:
                 reason = "would let the engine lock memory, as RDMA needs"
-                yield Refusal(f"{where}.{name}", f"{reason}; {privilege_remedy(LOCK_MEMORY)}")
+                yield ValidationError(f"{where}.{name}", f"{reason}; {privilege_remedy(LOCK_MEMORY)}")
 
 
-def _privilege_errors(where: str, name: str, value: Any, allowed_privileges: frozenset[str]) -> Iterator[Refusal]:
+def _privilege_errors(
+    where: str, name: str, value: Any, allowed_privileges: frozenset[str]
+) -> Iterator[ValidationError]:
     if name not in allowed_privileges:
-        yield Refusal(where, f"{POD_FIELDS[name]}; {privilege_remedy(name)}")
+        yield ValidationError(where, f"{POD_FIELDS[name]}; {privilege_remedy(name)}")
     elif name == "serviceAccountName" and not (isinstance(value, str) and re.fullmatch(ACCOUNT_NAME, value)):
-        yield Refusal(where, f"is {value!r}, which is not a valid service account name; correct it")
+        yield ValidationError(where, f"is {value!r}, which is not a valid service account name; correct it")
     elif name != "serviceAccountName" and not isinstance(value, bool):
-        yield Refusal(where, f"is {value!r}; set true or false")
+        yield ValidationError(where, f"is {value!r}; set true or false")
 
 
 def _container_field_error(name: str) -> str:
@@ -646,47 +666,51 @@ def _container_field_error(name: str) -> str:
     return known.get(name, "cannot be overridden; remove it")
 
 
-def validate_overlay_security(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_overlay_security(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     overlay = deployment.spec.template.spec
     for index, volume in enumerate(overlay.volumes):
         where = f"spec.template.spec.volumes[{index}]"
         sources = [key for key in volume if key != "name"]
         if volume.get("name") in RESERVED_VOLUMES:
-            yield Refusal(f"{where}.name", f"{volume['name']} is reserved for the operator; choose another name")
+            yield ValidationError(
+                f"{where}.name", f"{volume['name']} is reserved for the operator; choose another name"
+            )
         if not re.fullmatch(DNS_LABEL, str(volume.get("name", ""))) or len(sources) != 1:
-            yield Refusal(where, "needs a name of lower-case letters, digits and dashes, and exactly one source")
+            yield ValidationError(
+                where, "needs a name of lower-case letters, digits and dashes, and exactly one source"
+            )
         if volume.get("name") in [other.get("name") for other in overlay.volumes[:index]]:
-            yield Refusal(f"{where}.name", f"{volume.get('name')!r} is used twice; choose another name")
+            yield ValidationError(f"{where}.name", f"{volume.get('name')!r} is used twice; choose another name")
         for source in sources:
             if source == HOST_PATH and HOST_PATH in deployment.allowed_privileges:
                 continue
             if source == HOST_PATH:
-                yield Refusal(
+                yield ValidationError(
                     f"{where}.{source}", f"would give the pod access to the node's files; {privilege_remedy(HOST_PATH)}"
                 )
             elif source not in VOLUME_SOURCES:
-                yield Refusal(f"{where}.{source}", f"is not allowed; use one of {', '.join(VOLUME_SOURCES)}")
+                yield ValidationError(f"{where}.{source}", f"is not allowed; use one of {', '.join(VOLUME_SOURCES)}")
     for name, value in (overlay.security_context or {}).items():
         where = f"spec.template.spec.securityContext.{name}"
         if name not in SECURITY_FIELDS:
-            yield Refusal(where, f"cannot be overridden; use one of {', '.join(SECURITY_FIELDS)}")
+            yield ValidationError(where, f"cannot be overridden; use one of {', '.join(SECURITY_FIELDS)}")
         elif name == "runAsUser" and value in (0, "0"):
-            yield Refusal(where, "engine pods never run as root; use another user")
+            yield ValidationError(where, "engine pods never run as root; use another user")
         elif name in ("runAsUser", "runAsGroup", "fsGroup") and (type(value) is not int or not 0 <= value < 2**31):
-            yield Refusal(where, f"is {value!r}; set a number from 0 to 2147483647")
+            yield ValidationError(where, f"is {value!r}; set a number from 0 to 2147483647")
 
 
-def validate_overlay_reserved_names(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_overlay_reserved_names(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     template = deployment.spec.template
     for name in template.metadata.annotations:
         if name.startswith(CONFINEMENT_ANNOTATIONS):
-            yield Refusal(
+            yield ValidationError(
                 f"spec.template.metadata.annotations[{name}]", "would loosen the pod's confinement; remove it"
             )
     for kind, names in (("labels", template.metadata.labels), ("annotations", template.metadata.annotations)):
         for name in names:
             if name.startswith(RESERVED_LABEL_PREFIXES):
-                yield Refusal(
+                yield ValidationError(
                     f"spec.template.metadata.{kind}[{name}]", "is reserved for the operator; choose another name"
                 )
     for container in template.spec.containers:
@@ -695,49 +719,51 @@ def validate_overlay_reserved_names(deployment: InferenceDeployment) -> Iterator
         for index, variable in enumerate(container.env):
             where = f"spec.template.spec.containers[0].env[{index}]"
             if not variable.get("name") or not isinstance(variable["name"], str):
-                yield Refusal(where, "needs a name")
+                yield ValidationError(where, "needs a name")
             elif not isinstance(variable.get("value", ""), str | None):
-                yield Refusal(f"{where}.value", f"is {variable['value']!r}, which is not a string; put it in quotes")
+                yield ValidationError(
+                    f"{where}.value", f"is {variable['value']!r}, which is not a string; put it in quotes"
+                )
 
 
-def _mount_errors(where: str, mount: Mapping[str, Any], overlay: PodOverlay) -> Iterator[Refusal]:
+def _mount_errors(where: str, mount: Mapping[str, Any], overlay: PodOverlay) -> Iterator[ValidationError]:
     path, volumes = mount.get("mountPath"), [volume.get("name") for volume in overlay.volumes]
     if not isinstance(path, str) or not path.startswith("/"):
-        yield Refusal(f"{where}.mountPath", f"is {path!r}; use an absolute path")
+        yield ValidationError(f"{where}.mountPath", f"is {path!r}; use an absolute path")
         return
     path = "/" + posixpath.normpath(path).lstrip("/")  # normpath leaves a double slash in front
     if any(
-        f"{path.rstrip('/')}/".startswith(f"{taken}/") or f"{taken}/".startswith(f"{path.rstrip('/')}/")
-        for taken in RESERVED_MOUNTS
+        f"{path.rstrip('/')}/".startswith(f"{reserved}/") or f"{reserved}/".startswith(f"{path.rstrip('/')}/")
+        for reserved in RESERVED_MOUNTS
     ):
-        yield Refusal(
+        yield ValidationError(
             f"{where}.mountPath", f"{path} overlaps a path that is reserved for the operator; use another one"
         )
     if mount.get("name") not in volumes:
-        yield Refusal(
+        yield ValidationError(
             f"{where}.name", f"is {mount.get('name')!r}, which is not in spec.template.spec.volumes; add it there"
         )
 
 
-def validate_overlay_labels(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_overlay_labels(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     template = deployment.spec.template
     places = (("metadata.labels", template.metadata.labels), ("spec.nodeSelector", template.spec.node_selector))
     for place, labels in places:
         for name, value in labels.items():
             if not re.fullmatch(LABEL_KEY, name) or not re.fullmatch(LABEL_VALUE, value):
-                yield Refusal(
+                yield ValidationError(
                     f"spec.template.{place}[{name}]",
                     f"{name!r}: {value!r} is not a valid label; use at most 63 letters, digits and -_. for "
                     "name and value, with a letter or digit at both ends",
                 )
 
 
-def validate_overlay_resources(deployment: InferenceDeployment) -> Iterator[Refusal]:
+def validate_overlay_resources(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     for container in deployment.spec.template.spec.containers:
         for kind, amounts in (container.resources or {}).items():
             where = f"spec.template.spec.containers[0].resources.{kind}"
             if kind not in ("requests", "limits") or not isinstance(amounts, Mapping):
-                yield Refusal(where, "is not a set of quantities; use requests and limits")
+                yield ValidationError(where, "is not a set of quantities; use requests and limits")
                 continue
             found = [
                 r for name, amount in amounts.items() for r in _resource_errors(deployment.spec, where, name, amount)
@@ -748,27 +774,27 @@ def validate_overlay_resources(deployment: InferenceDeployment) -> Iterator[Refu
                 yield from _above_limit(where, amounts, limits)
 
 
-def _above_limit(where: str, requests: Mapping[str, Any], limits: Mapping[str, Any]) -> Iterator[Refusal]:
+def _above_limit(where: str, requests: Mapping[str, Any], limits: Mapping[str, Any]) -> Iterator[ValidationError]:
     for name in sorted(requests.keys() & limits.keys()):
         try:
             is_above = parse_quantity(requests[name]) > parse_quantity(limits[name])
         except ValueError:
             continue  # the limit has its own error
         if is_above:
-            yield Refusal(
+            yield ValidationError(
                 f"{where}.{name}", f"is {requests[name]}, above the limit {limits[name]}; lower it or raise the limit"
             )
 
 
-def _resource_errors(spec: Spec, where: str, name: str, amount: Any) -> Iterator[Refusal]:
+def _resource_errors(spec: Spec, where: str, name: str, amount: Any) -> Iterator[ValidationError]:
     try:
         if parse_quantity(amount) < 0:
-            yield Refusal(f"{where}.{name}", f"is {amount}; set a value of at least 0")
+            yield ValidationError(f"{where}.{name}", f"is {amount}; set a value of at least 0")
     except ValueError as error:
-        yield Refusal(f"{where}.{name}", str(error))
+        yield ValidationError(f"{where}.{name}", str(error))
     if name == "nvidia.com/gpu":
         fix = "use runtime.device cuda and spec.parallelism" if spec.runtime.device == "cpu" else "use spec.parallelism"
-        yield Refusal(f"{where}.{name}", f"is derived from the layout; remove it and {fix}")
+        yield ValidationError(f"{where}.{name}", f"is derived from the layout; remove it and {fix}")
 
 
 RULES: tuple[Rule, ...] = (

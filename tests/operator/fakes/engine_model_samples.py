@@ -1,4 +1,4 @@
-"""What a twin of an engine would export, were it a real one: samples as the tuner reads them."""
+"""Samples of an engine model, as a real engine would export them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trimtab_operator.tuner.samples import Counters, Finished, Gauges, RequestUp
 
 
 def sample_of(engine: EngineModel, ended: Iterable[Sequence], *, at: float, generation: int) -> Sample:
-    """All counters of an engine, its gauges, and the requests that `ended` since it was last asked."""
+    """Return all counters and gauges of an engine, and the requests that `ended` since the previous sample."""
     c = engine.counters
     sums = {kind: Work(s.steps, s.tokens, s.sequences, s.context, s.attended, s.seconds) for kind, s in c.sums.items()}
     counters = Counters(

@@ -81,9 +81,9 @@ def versioned(found: dict[str, Any]) -> dict[str, Any]:
 class GuardedDoor(Cluster):
     """The door of one operator that has these rights."""
 
-    def __init__(self, snapshot: FakeCluster, grants: Iterable[Grant]) -> None:
+    def __init__(self, cluster: FakeCluster, grants: Iterable[Grant]) -> None:
         super().__init__()
-        self.snapshot = snapshot
+        self.cluster = cluster
         self.grants = list(grants)
         self.used: set[Grant] = set()
         self.others: dict[str, dict[str, Any]] = {}
@@ -105,7 +105,7 @@ class GuardedDoor(Cluster):
         if kind == "InferenceDeployment":
             return self._resource(asked, body)
         if kind == "Node":
-            return {"items": list(self.snapshot._nodes())}
+            return {"items": list(self.cluster._nodes())}
         is_child = asked.namespace in (None, "n") and kind not in NO_CHILDREN
         if not is_child:
             return self._other(asked, path, body)
@@ -118,7 +118,7 @@ class GuardedDoor(Cluster):
     def _discovery(self, group: str) -> dict[str, Any]:
         """Everybody may ask what is served."""
         served = [
-            plural for kind, (of, _, plural, _) in RESOURCES.items() if of == group and kind in self.snapshot.serves
+            plural for kind, (of, _, plural, _) in RESOURCES.items() if of == group and kind in self.cluster.serves
         ]
         return {"resources": [{"name": name} for name in served]}
 
@@ -131,15 +131,15 @@ class GuardedDoor(Cluster):
     def _resource(self, asked: Asked, body: dict[str, Any]) -> dict[str, Any]:
         if asked.verb == "patch":
             assert asked.resource.endswith("/status"), "the owner's spec is written"
-            self.snapshot.write_status(body["status"])
-        assert self.snapshot.body is not None
+            self.cluster.write_status(body["status"])
+        assert self.cluster.body is not None
         return (
-            {"items": [self.snapshot.body]} if asked.verb == "list" else versioned({"kind": KIND, **self.snapshot.body})
+            {"items": [self.cluster.body]} if asked.verb == "list" else versioned({"kind": KIND, **self.cluster.body})
         )
 
     def _child(self, asked: Asked, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        snapshot, name = self.snapshot, asked.name or ""
-        store = snapshot.pods if kind == "Pod" else {n: made for (k, n), made in snapshot.objects.items() if k == kind}
+        cluster, name = self.cluster, asked.name or ""
+        store = cluster.pods if kind == "Pod" else {n: made for (k, n), made in cluster.objects.items() if k == kind}
         if asked.verb == "list":
             return {"items": [store[name] for name in sorted(store)]}
         if asked.verb == "patch":
@@ -150,26 +150,26 @@ class GuardedDoor(Cluster):
                 versioned(store[name])["metadata"]["resourceVersion"],
             ):
                 raise answer(409, "the object has been modified", name)
-            snapshot.apply_now(Apply(body, name not in store, "", None))
-            return snapshot.objects[kind, name]
+            cluster.apply_now(Apply(body, name not in store, "", None))
+            return cluster.objects[kind, name]
         if name not in store:
             raise answer(404, f"{name} not found", name)
         if asked.resource == "pods/eviction":
             self._evict(name, body)
             return {}
         if asked.verb == "delete":
-            snapshot.delete_now(kind, name, body["preconditions"]["uid"], body.get("gracePeriodSeconds"))
+            cluster.delete_now(kind, name, body["preconditions"]["uid"], body.get("gracePeriodSeconds"))
             return {}
         return store[name]
 
     def _evict(self, name: str, body: dict[str, Any]) -> None:
-        if not self.snapshot.lets_go(name):
+        if not self.cluster.lets_go(name):
             raise answer(429, "Cannot evict pod as it would violate the pod's disruption budget.")
-        self.snapshot.delete_now("Pod", name, body["deleteOptions"]["preconditions"]["uid"])
+        self.cluster.delete_now("Pod", name, body["deleteOptions"]["preconditions"]["uid"])
 
     def _other(self, asked: Asked, path: str, body: Any) -> dict[str, Any]:
         if asked.verb == "list":
-            return {"items": list(self.snapshot.refusals)}
+            return {"items": list(self.cluster.creation_failures)}
         if asked.verb == "create":
             path = f"{path}/{body['metadata']['name']}"
             if path in self.others:

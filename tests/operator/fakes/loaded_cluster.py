@@ -61,7 +61,9 @@ class LoadedCluster(FakeCluster):
 
     def _twin(self, uid: str) -> EngineModel:
         if uid not in self.twins:
-            policy = EngineModelPolicy(int(STARTS[Parameter.MAX_NUM_SEQS]), int(STARTS[Parameter.MAX_NUM_BATCHED_TOKENS]), 0.0)
+            policy = EngineModelPolicy(
+                int(STARTS[Parameter.MAX_NUM_SEQS]), int(STARTS[Parameter.MAX_NUM_BATCHED_TOKENS]), 0.0
+            )
             self.twins[uid] = EngineModel(COST, policy, KvBlocks(BLOCKS, BLOCK), now=self.now)
         return self.twins[uid]
 

@@ -43,7 +43,7 @@ from trimtab_operator.reconcile.health import Heartbeats, OperatorMetrics
 from trimtab_operator.reconcile.observer import Eyes, Key
 from trimtab_operator.reconcile.reconciler import Loop, Reconciler
 from trimtab_operator.reconcile.wakeups import WakeUps
-from trimtab_operator.report.status import status_of
+from trimtab_operator.report.status import build_status
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -155,7 +155,7 @@ class FakeCluster:
         """ClusterIPs that others have."""
         self.model_words: tuple[int, str] = (0, json.dumps(MODEL_FACTS))
         """How a Job that reads the model ends: exit code and words."""
-        self.refusals: list[dict[str, Any]] = []
+        self.creation_failures: list[dict[str, Any]] = []
         """Events of StatefulSets whose pods were not created."""
         self.events: list[str] = []
         self.failures: list[Exception] = []
@@ -175,7 +175,9 @@ class FakeCluster:
     def deployment(self) -> InferenceDeployment:
         """The resource as the operator reads it."""
         assert self.body is not None
-        return parse_resource(self.body, default_image=self.default_image, allowed_privileges=self.installation.allowed_privileges)[0]
+        return parse_resource(
+            self.body, default_image=self.default_image, allowed_privileges=self.installation.allowed_privileges
+        )[0]
 
     def edit(self, **spec: Any) -> None:
         """Write another spec: these parts of it in the place of the present ones; None removes one."""
@@ -240,7 +242,7 @@ class FakeCluster:
         parse_errors = parse_resource(self.body or {}, default_image=self.default_image)[1]
         former = None if self.former_secret is None else admin_token(self.former_secret, KEY.uid)
         engines = {target.group: self.said(target) for target in asked.engines}
-        refused = tuple(self.refusals) if asked.refused_creations else None
+        refused = tuple(self.creation_failures) if asked.failed_creations else None
         nodes = self._nodes() if asked.nodes_fresh_seconds is not None else ()
         return ClusterSnapshot(
             self.now,
@@ -250,7 +252,7 @@ class FakeCluster:
             engines,
             parse_errors,
             nodes,
-            refused_creations=refused,
+            failed_creations=refused,
             tick_seconds=TICK_SECONDS,
             former_token=former,
             installation=self.installation,
@@ -274,7 +276,7 @@ class FakeCluster:
         self.events += [decision.reason.value for decision in decided.decisions]
         self.events += [note.reason for note in decided.events]
         self.events += [note.reason for action in decided.children if (note := event_of(action)) is not None]
-        status = status_of(self.deployment, decided.status_inputs, now=_moment(self.now))
+        status = build_status(self.deployment, decided.status_inputs, now=_moment(self.now))
         self.write_status(status)
         return decided
 
@@ -555,7 +557,7 @@ class FakeCluster:
     ) -> list[Manifest]:
         if kind == "Event":
             assert fields == "involvedObject.kind=StatefulSet,reason=FailedCreate"
-            return list(self.refusals)
+            return list(self.creation_failures)
         if kind == "Node":
             return list(self._nodes())
         children = self.children()

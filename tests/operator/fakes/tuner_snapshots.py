@@ -1,4 +1,4 @@
-"""Looks and samples with only what a test is about in view."""
+"""Snapshots and samples with only the values that a test needs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ FIELDS = {
 }
 
 
-def make_sample(at: float, *, generation: int | None = 1, requests: RequestUpdates | None = None, **changes: Any) -> Sample:
-    """A sample of an engine that has done 10 steps a second since 0."""
+def make_sample(
+    at: float, *, generation: int | None = 1, requests: RequestUpdates | None = None, **changes: Any
+) -> Sample:
+    """Return a sample of an engine that has done 10 steps a second since 0."""
     gauges: dict[str, Any] = {"running": 4.0, "waiting": 0.0, "kv_usage": 0.5, "waiting_tokens": None}
     counts: dict[str, Any] = {
         "generated_tokens": 40.0 * at,
@@ -49,11 +51,15 @@ def make_sample(at: float, *, generation: int | None = 1, requests: RequestUpdat
     return Sample(at, Counters(**counts), Gauges(**gauges, config_generation=generation), requests=requests)
 
 
-def make_replica_snapshot(replica: str = "m-0", sample: Sample | None = None, *, values: Values | None = None, **changes: Any) -> ReplicaSnapshot:
-    """A look at a replica that serves, and can be read when it has a sample."""
+def make_replica_snapshot(
+    replica: str = "m-0", sample: Sample | None = None, *, values: Values | None = None, **changes: Any
+) -> ReplicaSnapshot:
+    """Return a snapshot of a ready replica, readable if it has a sample."""
     readable: dict[str, Any] = {}
     if sample is not None:
-        readable["config"] = Config(sample.gauges.config_generation or 1, {**PARAMETERS, **(values or {})}, FIELDS, 4096)
+        readable["config"] = Config(
+            sample.gauges.config_generation or 1, {**PARAMETERS, **(values or {})}, FIELDS, 4096
+        )
         readable["ledger"] = Ledger(16_000_000_000, 10_000, 16, 1_000_000, free_bytes=3_000_000_000)
     fields = {"phase": Phase.READY, "instance": "uid-1", "sample": sample, **readable, **changes}
     return ReplicaSnapshot(replica, **fields)

@@ -20,7 +20,7 @@ def test_events_of_one_reason_are_merged() -> None:
     ]
 
 
-def test_no_word_is_cut_off_for_it() -> None:
+def test_merged_events_are_not_truncated() -> None:
     told = [created(f"m-g{number}") for number in range(200)]
     found = merge_events(told)
     assert 1 < len(found) < 10

@@ -37,11 +37,11 @@ def test_a_replica_without_pods_waits() -> None:
     assert (look.phase, look.instance, look.since) == (Phase.PENDING, "", 0.0)
 
 
-def test_a_replica_that_lacks_pods_waits_since_they_were_missed() -> None:
+def test_replica_with_missing_pods_is_pending_since_then() -> None:
     assert observe_replica(a_group(missing=MissingPods(NOW - 70.0, 0)), None).since == NOW - 70.0
 
 
-def test_a_replica_waits_as_a_whole_while_one_of_its_pods_finds_no_node() -> None:
+def test_replica_with_unscheduled_pod_is_pending() -> None:
     leader = not_ready(a_pod(created=-30.0))
     placed = not_ready(a_pod(WORKER, created=-30.0))
     assert observe_replica(a_group(leader, placed, workers=1), None).phase is Phase.STARTING
@@ -71,8 +71,8 @@ def test_the_exit_code_of_an_engines_last_end_is_read() -> None:
     assert (look.exit_code, look.was_oom_killed, look.restarts) == (137, True, 3)
 
 
-@pytest.mark.parametrize(("words", "is_oom"), [("The node was low on resource: memory.", True), ("disk", False)])
-def test_a_pod_that_its_node_evicted_has_ended_once_more(words: str, is_oom: bool) -> None:
-    evicted = {"phase": "Failed", "reason": "Evicted", "message": words, "containerStatuses": []}
+@pytest.mark.parametrize(("error", "is_oom"), [("The node was low on resource: memory.", True), ("disk", False)])
+def test_a_pod_that_its_node_evicted_has_ended_once_more(error: str, is_oom: bool) -> None:
+    evicted = {"phase": "Failed", "reason": "Evicted", "message": error, "containerStatuses": []}
     look = observe_replica(a_group(a_pod(status=evicted)), None)
     assert (look.restarts, look.was_oom_killed) == (1, is_oom)

@@ -32,7 +32,7 @@ LEADING = a_pod("m-g0-0", LEADER)
 WORKING = (a_pod("m-g0-w-0", WORKER), a_pod("m-g0-w-1", WORKER))
 
 
-def test_the_leader_comes_first_and_the_workers_follow_by_number() -> None:
+def test_pods_are_sorted_leader_first() -> None:
     ten = a_pod("m-g0-w-10", WORKER)
     group = the_group(ten, WORKING[1], LEADING, WORKING[0])
     assert [pod["metadata"]["name"] for pod in group.pods] == ["m-g0-0", "m-g0-w-0", "m-g0-w-1", "m-g0-w-10"]
@@ -47,7 +47,7 @@ def test_a_group_is_ready_when_all_its_pods_are() -> None:
     assert not the_group(LEADING, WORKING[0], a_pod("m-g0-w-1", WORKER, status={})).is_ready
 
 
-def test_pods_of_two_revisions_are_not_one_ready_group() -> None:
+def test_group_of_mixed_revisions_is_not_ready() -> None:
     group = the_group(LEADING, WORKING[0], a_pod("m-g0-w-1", WORKER, "r0"))
     assert group.is_outdated
     assert not group.is_ready

@@ -65,14 +65,14 @@ def test_creation_errors_are_read_late_and_periodically() -> None:
     assert needs_creation_error(read, now=NOW + FIRST_READ_SECONDS + REREAD_SECONDS)
 
 
-def test_the_latest_words_about_the_groups_own_pods_count() -> None:
+def test_latest_creation_error_of_own_pods_is_used() -> None:
     events = [
         an_event("an older reason", at="2025-12-31T23:59:59Z"),
         an_event(QUOTA),
-        an_event("somebody else's", of="other-g0", at="2026-01-01T01:00:00Z"),
+        an_event("another set's", of="other-g0", at="2026-01-01T01:00:00Z"),
     ]
     found = with_creation_errors([a_group("m-g0-0")], {"m-g0": MissingPods(NOW, 1)}, events, now=NOW)
-    assert found["m-g0"].words == QUOTA
+    assert found["m-g0"].error == QUOTA
     assert with_creation_errors([], {"m-g0": MissingPods(NOW, 1)}, events, now=NOW) == {}
 
 

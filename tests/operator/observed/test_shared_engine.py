@@ -115,7 +115,7 @@ def test_unseen_group_is_trusted() -> None:
     assert watching.sees(a_pod(LEADER, "l"), a_pod(WORKER, "w1", 1))
 
 
-def test_a_replica_of_one_pod_is_always_of_one_engine() -> None:
+def test_single_pod_replica_is_never_split() -> None:
     watching = Watching()
     assert watching.sees(a_pod(LEADER, "l"), one_pod=True)
     assert watching.sees(a_pod(LEADER, "l", 1), one_pod=True)

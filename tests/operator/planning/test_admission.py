@@ -33,7 +33,7 @@ def verdict(new: dict[str, Any], old: dict[str, Any] | None = None, **known: Any
     return found
 
 
-def test_an_edit_that_the_model_cannot_take_is_refused_with_the_number() -> None:
+def test_edit_exceeding_model_limit_is_rejected_with_number() -> None:
     old, new = a_body(), a_body(parallelism={"tensor": 2})
     assert verdict(new)["allowed"] is True
     refused = verdict(new, old, facts=kept(old))
@@ -42,7 +42,7 @@ def test_an_edit_that_the_model_cannot_take_is_refused_with_the_number() -> None
     assert "num_attention_heads 9" in refused["status"]["message"]
 
 
-def test_facts_of_another_model_refuse_nothing() -> None:
+def test_facts_of_other_model_reject_nothing() -> None:
     other = a_body(model={"uri": "file:///other/x"})
     assert verdict(a_body(parallelism={"tensor": 2}), a_body(), facts=kept(other))["allowed"] is True
 

@@ -93,7 +93,7 @@ def test_withdrawn_privilege_leaves_running_pods_alone() -> None:
     pods = {pod["metadata"]["uid"] for pod in cluster.pods.values()}
     assert cluster.condition("Ready")["status"] == "True"
     cluster.installation = Installation()
-    cluster.edit(replicas=2)  # no further pod gets what is forbidden by now
+    cluster.edit(replicas=2)  # no new pod gets a privilege that is forbidden now
     for _ in range(5):
         cluster.tick()
     assert cluster.condition("Ready")["reason"] == "InvalidSpec"

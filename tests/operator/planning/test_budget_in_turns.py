@@ -72,7 +72,7 @@ def test_freed_budget_adds_missing_replicas_and_reports() -> None:
     assert cluster.events.count("WithinBudget") == 1
 
 
-def test_a_higher_priority_takes_replicas_but_not_the_fewest() -> None:
+def test_higher_priority_preempts_above_minimum() -> None:
     cluster = a_cluster(4, scaling={"minReplicas": 2, "maxReplicas": 3}, tuning={"mode": "Off"})
     cluster.settle()
     assert len(cluster.groups) == 3
@@ -103,7 +103,7 @@ def test_autoscaler_replicas_are_limited_but_not_overwritten() -> None:
     assert cluster.deployment.replicas == 9
 
 
-def test_another_priority_changes_no_pod() -> None:
+def test_priority_edit_changes_no_pod() -> None:
     cluster = a_cluster(9)
     cluster.settle()
     before = {pod["metadata"]["uid"] for pod in cluster.pods.values()}
@@ -145,7 +145,7 @@ def test_paused_or_invalid_resource_claims_its_present_gpus() -> None:
     cluster.edit(replicas=9)
     gpu_claim = cluster.decide().gpu_claim
     assert gpu_claim is not None
-    assert (gpu_claim.running, gpu_claim.least, gpu_claim.wanted, gpu_claim.held) == (3, 3, 3, 3)
+    assert (gpu_claim.running, gpu_claim.min_replicas, gpu_claim.wanted, gpu_claim.held) == (3, 3, 3, 3)
     cluster.body["metadata"]["annotations"] = {}
     cluster.edit(replicas="many")
     assert cluster.decide().gpu_claim == gpu_claim
@@ -188,7 +188,7 @@ def gpus_held_in(cluster: FakeCluster) -> int:
 
 
 @pytest.mark.parametrize("before", [GPU, {**GPU, "device": "cpu"}])
-def test_a_change_that_takes_more_gpus_waits_until_there_is_room(before: dict[str, Any]) -> None:
+def test_growing_change_waits_for_room(before: dict[str, Any]) -> None:
     cluster = a_cluster(3, another(2), replicas=1, rollout={"bakeTime": "0s"})
     cluster.edit(runtime=before)
     cluster.settle()
@@ -227,7 +227,7 @@ def test_growing_change_waits_for_preempted_gpus() -> None:
     assert gpus_held_in(cluster) == 3
 
 
-def test_room_for_one_replica_lets_none_of_several_roll() -> None:
+def test_growth_needs_room_for_all_replicas() -> None:
     cluster = a_cluster(8, another(3), replicas=3, rollout={"maxUnavailable": 3, "bakeTime": "0s"})
     cluster.settle()
     cluster.edit(parallelism={"tensor": 3})
@@ -275,7 +275,7 @@ def test_unverified_revision_stays_while_growth_is_pending() -> None:
     cluster.edit(parallelism={"tensor": 3})
     plan = cluster.decide()
     assert plan.gpu_claim is not None
-    assert (plan.grows, plan.gpu_claim.least, plan.claimed_replicas) == (False, 2, 2)
+    assert (plan.grows, plan.gpu_claim.min_replicas, plan.claimed_replicas) == (False, 2, 2)
     assert not any(isinstance(action, Delete) for action in plan.children)
 
 
@@ -374,7 +374,7 @@ def test_next_surge_waits_for_drained_replica() -> None:
         assert most_held(cluster, 1) <= 4
         fewest = min(fewest, sum(group.is_ready for group in cluster.groups))
     assert not before & set(cluster.revisions)
-    assert (fewest, cluster.gpus) == (3, 3), "nobody was replaced in place meanwhile"
+    assert (fewest, cluster.gpus) == (3, 3), "no replica was replaced in place"
 
 
 def test_pod_counts_until_deleted_despite_smaller_template() -> None:

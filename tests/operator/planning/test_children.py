@@ -66,7 +66,7 @@ def test_replicas_absent_means_one_and_zero_means_none(replicas: Mapping[str, in
     assert [group.ordinal for group in a_settled_cluster(**replicas).groups] == ordinals
 
 
-def test_groups_take_the_lowest_free_ordinal() -> None:
+def test_groups_use_lowest_free_ordinal() -> None:
     cluster = a_settled_cluster(replicas=3)
     del cluster.objects["StatefulSet", "m-g1"], cluster.pods["m-g1-0"]
     cluster.settle()
@@ -79,7 +79,7 @@ def test_ordinal_of_draining_pod_is_not_reused() -> None:
     assert ("StatefulSet", "m-g2") in applied(cluster)
 
 
-def test_scale_in_takes_the_one_that_is_not_ready_then_the_highest() -> None:
+def test_scale_in_removes_unready_then_highest_ordinal() -> None:
     cluster = a_settled_cluster(replicas=4)
     cluster.set_ready("m-g1-0", False)
     cluster.edit(replicas=2)
@@ -115,7 +115,7 @@ def test_scale_in_removes_outdated_before_idle_current_replica() -> None:
     assert deleted(cluster) == ["m-g2", "m-g1"]
 
 
-def test_scale_in_takes_what_finds_no_node_before_what_loads() -> None:
+def test_scale_in_removes_unschedulable_before_loading() -> None:
     cluster = FakeCluster(start_seconds=600.0, nodes=2, replicas=3)
     for _ in range(3):
         cluster.tick()
@@ -131,14 +131,14 @@ def test_scale_in_leaves_nothing_of_the_group() -> None:
     assert children_of(cluster) == ["m", "m-engine", "m-g0"]
 
 
-def test_a_rollout_goes_group_by_group() -> None:
+def test_rollout_updates_groups_one_by_one() -> None:
     cluster = a_settled_cluster(replicas=3)
     cluster.edit(engine={"maxNumSeqs": 32})
     for name in ("m-g0", "m-g1", "m-g2"):
         assert [
             one.manifest["metadata"]["name"] for one in cluster.plan_reconcile().children if isinstance(one, Apply)
         ] == [name]
-        cluster.controllers()  # the StatefulSet's controller sees it, and leaves the pod alone
+        cluster.controllers()  # the StatefulSet controller observes it and keeps the pod
         assert [one.name for one in cluster.plan_reconcile().urgent_deletes] == [f"{name}-0"]
         assert cluster.decide().children == ()  # the updated one is down until its new pod is ready
         cluster.controllers()
@@ -163,7 +163,7 @@ def test_rollout_with_unready_replicas_respects_max_unavailable(max_unavailable:
     cluster.edit(engine={"maxNumSeqs": 32})
     assert len(applied(cluster)) == taken
     cluster.plan_reconcile()
-    assert applied(cluster) == []  # those that were taken are down until they are Ready again
+    assert applied(cluster) == []  # replaced replicas are down until they are Ready again
 
 
 def test_replicas_that_still_load_are_brought_up_to_date_at_once() -> None:
@@ -175,23 +175,23 @@ def test_replicas_that_still_load_are_brought_up_to_date_at_once() -> None:
     assert len(applied(cluster)) == 4
 
 
-def test_a_rollout_takes_what_is_down_before_what_serves() -> None:
+def test_rollout_updates_down_before_serving_groups() -> None:
     cluster = a_settled_cluster(replicas=3)
     cluster.set_ready("m-g2-0", False)
     cluster.edit(engine={"maxNumSeqs": 32})
     assert applied(cluster) == [("StatefulSet", "m-g2")]
 
 
-def test_nothing_that_serves_is_taken_because_another_is_down() -> None:
+def test_serving_group_is_kept_while_another_is_down() -> None:
     cluster = a_settled_cluster(replicas=3)
     cluster.edit(engine={"maxNumSeqs": 32})
     cluster.plan_reconcile()
-    cluster.unready.add("m-g0-0")  # the first one of the new form does not come up yet
+    cluster.unready.add("m-g0-0")  # the first replica of the new revision is not Ready yet
     cluster.controllers()
     assert applied(cluster) == []
 
 
-def test_a_broken_rollout_is_replaced_by_a_better_one_at_once() -> None:
+def test_broken_rollout_is_superseded_at_once() -> None:
     cluster = a_settled_cluster()
     cluster.edit(runtime={"device": "cpu", "image": "engine:1", "args": ["--broken"]})
     cluster.tick()
@@ -229,7 +229,7 @@ def test_a_claim_that_may_be_written_is_no_drift() -> None:
     assert [v["persistentVolumeClaim"] for v in volumes if v["name"] == "v"] == [{"claimName": "c"}]
 
 
-def test_the_tuners_memory_is_written_only_when_it_changed() -> None:
+def test_tuner_state_is_written_only_on_change() -> None:
     deployment = a_deployment()
     (first,) = plan_tuning_state(deployment, ObservedChildren(), "{}")
     stored = ObservedChildren(config_maps=(first.manifest,))
@@ -330,10 +330,10 @@ def test_lost_rendezvous_secret_is_recreated() -> None:
         assert applied(cluster) == [("Secret", "m-meeting")]
         cluster.settle()
         assert cluster.objects["Secret", "m-meeting"]["data"] == made["data"]
-    assert cluster.pods == pods, "nobody restarts for it"
+    assert cluster.pods == pods, "no pod restarts"
 
 
-def test_another_value_of_the_meeting_secret_stays() -> None:
+def test_existing_rendezvous_secret_value_is_kept() -> None:
     """Pods of one group that start at different times must read the same value."""
     cluster = a_settled_cluster(parallelism=THREE)
     cluster.objects["Secret", "m-meeting"]["data"] = {"secret": "c29tZWJvZHkgZWxzZSdz"}
@@ -357,7 +357,7 @@ def test_unused_rendezvous_service_is_deleted_without_restart() -> None:
     assert cluster.pods == pods
 
 
-def test_ranks_that_still_run_keep_the_place_where_they_met() -> None:
+def test_running_ranks_keep_their_rendezvous_service() -> None:
     """A replica of three pods becomes a single pod: the Service is deleted after its last pod."""
     cluster = a_settled_cluster(parallelism=THREE, rollout={"maxSurge": 0, "bakeTime": "0s"})
     cluster.edit(parallelism={"tensor": 1})
@@ -414,13 +414,13 @@ def test_groups_with_lost_addresses_restart_one_by_one() -> None:
     for _ in range(20):
         cluster.plan_reconcile()
         down = [group.name for group in cluster.groups if not group.is_ready]
-        assert len(down) <= 1, "told to restart at once"
+        assert len(down) <= 1, "restarted at once"
         cluster.controllers()
     assert cluster.decide().children == ()
-    assert {g.meeting_addresses for g in cluster.groups}.isdisjoint({frozenset([a]) for a in cluster.taken})
+    assert {g.rendezvous_addresses for g in cluster.groups}.isdisjoint({frozenset([a]) for a in cluster.taken})
 
 
-def test_ranks_meet_at_an_ipv6_address_and_get_it_back() -> None:
+def test_ipv6_rendezvous_address_is_restored() -> None:
     """The flag has an IPv6 address without port, so it needs no brackets."""
     cluster = FakeCluster(parallelism=THREE)
     cluster.plan_reconcile()
@@ -435,7 +435,7 @@ def test_ranks_meet_at_an_ipv6_address_and_get_it_back() -> None:
     assert cluster.pods == pods
 
 
-def test_scale_in_takes_the_whole_group() -> None:
+def test_scale_in_deletes_whole_group() -> None:
     cluster = a_settled_cluster(parallelism=THREE, replicas=2)
     cluster.edit(replicas=1)
     assert set(deleted(cluster)) == {"m-g1", "m-g1-w"}
@@ -461,7 +461,7 @@ def test_workers_without_leader_are_deleted() -> None:
     assert all(group.is_ready for group in cluster.groups)
 
 
-def test_a_group_that_gave_its_pods_back_has_none_until_it_tries_again() -> None:
+def test_backed_off_group_has_no_pods_until_retry() -> None:
     cluster = a_settled_cluster(parallelism=THREE)
     wanted = rendered(cluster.deployment, admin_token_sha256=HASH)
     for held, pods in (

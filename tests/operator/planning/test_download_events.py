@@ -15,7 +15,7 @@ from trimtab_operator.observed.engines import EngineObservation
 from trimtab_operator.observed.phases import EngineView
 from trimtab_operator.planning.download_events import download_events
 from trimtab_operator.planning.plan import plan_reconcile
-from trimtab_operator.report.status import status_of
+from trimtab_operator.report.status import build_status
 from trimtab_operator.resource.spec import InferenceDeployment
 
 FIRST, SECOND = "a" * 40, "b" * 40
@@ -46,14 +46,14 @@ def test_replicas_serve_the_commit_of_the_facts_job() -> None:
     assert cluster.status["model"] == "name"
 
 
-def test_a_pinned_commit_is_no_reason_to_ask_for_new_pods() -> None:
+def test_pinned_commit_does_not_restart_pods() -> None:
     cluster = a_cluster()
     cluster.settle()
     assert cluster.condition("Progressing")["message"] == "the present state is the wanted state"
 
 
 @pytest.mark.parametrize(
-    ("uri", "pin", "told"),
+    ("uri", "pin", "expected"),
     [
         ("s3://models/llms/name", "c" * 64, "s3://models/llms/name@" + "c" * 64),
         (
@@ -63,16 +63,16 @@ def test_a_pinned_commit_is_no_reason_to_ask_for_new_pods() -> None:
         ),
     ],
 )
-def test_a_bucket_and_a_tag_are_pinned_as_a_branch_is(uri: str, pin: str, told: str) -> None:
+def test_a_bucket_and_a_tag_are_pinned_as_a_branch_is(uri: str, pin: str, expected: str) -> None:
     cluster = a_cluster(model={"uri": uri})
     cluster.model_words = (0, facts(pin))
     cluster.settle()
-    assert served(cluster) == {told}
+    assert served(cluster) == {expected}
     assert cluster.status["modelRevision"] == pin
     assert cluster.status["model"] == "name"
 
 
-def test_a_branch_that_moves_changes_nothing_that_runs_nor_what_comes() -> None:
+def test_moved_branch_changes_neither_running_nor_new_pods() -> None:
     cluster = a_cluster()
     cluster.settle()
     cluster.model_words = (0, facts(SECOND))
@@ -80,13 +80,13 @@ def test_a_branch_that_moves_changes_nothing_that_runs_nor_what_comes() -> None:
     cluster.restart_operator()
     cluster.settle()
     assert served(cluster) == {f"hf://org/name@{FIRST}"}
-    del cluster.objects["ConfigMap", "m-facts"]  # read anew, and still nothing that runs is changed
+    del cluster.objects["ConfigMap", "m-facts"]  # read again without changing running replicas
     cluster.settle()
     assert served(cluster) == {f"hf://org/name@{FIRST}"}
     assert cluster.status["modelRevision"] == FIRST
 
 
-def test_another_image_reads_and_serves_the_same_commit() -> None:
+def test_new_image_serves_the_same_commit() -> None:
     cluster = a_cluster()
     cluster.settle()
     cluster.edit(runtime={"device": "cpu", "image": "engine:2"})
@@ -95,7 +95,7 @@ def test_another_image_reads_and_serves_the_same_commit() -> None:
     assert served(cluster) == {f"hf://org/name@{FIRST}"}
 
 
-def test_another_revision_is_another_model() -> None:
+def test_new_revision_is_a_new_model() -> None:
     cluster = a_cluster()
     cluster.settle()
     cluster.model_words = (0, facts(SECOND))
@@ -127,11 +127,11 @@ def a_deployment(stage: str | None) -> InferenceDeployment:
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "told"),
+    ("before", "now", "download_messages"),
     [
         (None, DOWNLOADING, ["DownloadStarted"]),
         ("download", DOWNLOADING, []),
-        ("download", EngineView(), []),  # it does not answer: nobody knows
+        ("download", EngineView(), []),  # unknown: the engine does not answer
         ("download", EngineView(load=("weights", 3)), ["Downloaded"]),
         ("download", EngineView(applied={}), ["Downloaded"]),  # it serves already
         ("weights", EngineView(load=("ready", 100)), []),
@@ -141,11 +141,9 @@ def a_deployment(stage: str | None) -> InferenceDeployment:
         ("download", EngineView(load=("weights", 3), downloaded_bytes=9), ["Downloaded"]),
     ],
 )
-def test_an_event_tells_when_a_download_begins_and_when_it_has_ended(
-    before: str | None, now: EngineView, told: list[str]
-) -> None:
+def test_download_start_and_end_emit_events(before: str | None, now: EngineView, download_messages: list[str]) -> None:
     events = download_events(a_deployment(before), {"m-0": now})
-    assert [note.reason for note in events] == told
+    assert [note.reason for note in events] == download_messages
     assert all(f"hf://org/name, pinned to {FIRST}" in note.message for note in events)
 
 
@@ -156,7 +154,7 @@ def test_reported_download_is_not_reported_again() -> None:
 
 
 def told_while_loading(seen: EngineObservation) -> tuple[dict[str, Any], list[Event]]:
-    """(status, what is told of downloads) of a turn in which the engines say this."""
+    """Return the status and the download Events of a plan with these engine reports."""
     cluster = a_cluster()
     cluster.start_seconds = 600.0
     while not cluster.pods:
@@ -164,7 +162,7 @@ def told_while_loading(seen: EngineObservation) -> tuple[dict[str, Any], list[Ev
     cluster.tick()
     snapshot = cluster.look()
     plan = plan_reconcile(replace(snapshot, engines={group.name: seen for group in cluster.groups}), cluster.state)
-    status = status_of(snapshot.deployment, plan.status_inputs, now=datetime.fromtimestamp(cluster.now, UTC))
+    status = build_status(snapshot.deployment, plan.status_inputs, now=datetime.fromtimestamp(cluster.now, UTC))
     return status, [note for note in plan.events if note.reason.startswith("Download")]
 
 
@@ -174,11 +172,11 @@ def test_unobserved_download_is_reported_with_its_size() -> None:
         EngineObservation(False, "not ready", load=("weights", 3), load_message=sentence, downloaded_bytes=9)
     )
     assert status["groups"][0]["load"]["downloadedBytes"] == 9
-    (told,) = {note.message for note in events if note.reason == "Downloaded"}
-    assert told.endswith(f": {sentence}")
+    (download_messages,) = {note.message for note in events if note.reason == "Downloaded"}
+    assert download_messages.endswith(f": {sentence}")
 
 
-def test_status_says_how_far_a_download_is() -> None:
+def test_status_has_download_progress() -> None:
     status, events = told_while_loading(
         EngineObservation(False, "not ready", load=("download", 43), load_message=SENTENCE)
     )

@@ -26,12 +26,12 @@ def a_stake(
     running: int = 0,
     priority: int = 0,
     gpus: int = 1,
-    least: int = 1,
+    min_replicas: int = 1,
     since: str = "2026-01-01",
     draining: int = 0,
 ) -> GpuClaim:
     key = name if "/" in name else f"n/{name}"
-    return GpuClaim(key, priority, since, gpus, least, wanted, running, (running + draining) * gpus)
+    return GpuClaim(key, priority, since, gpus, min_replicas, wanted, running, (running + draining) * gpus)
 
 
 def asking_more(gpu_claim: GpuClaim, gpus: int) -> GpuClaim:
@@ -63,7 +63,7 @@ def test_the_higher_priority_is_served_first() -> None:
     assert targets(6, a_stake("a", wanted=5), a_stake("b", wanted=5, priority=1)) == [1, 5]
 
 
-def test_equals_grow_evenly_by_the_gpus_that_they_get() -> None:
+def test_equal_priority_grows_evenly_by_gpus() -> None:
     assert targets(8, a_stake("a", wanted=9), a_stake("b", wanted=9)) == [4, 4]
     assert targets(8, a_stake("a", wanted=9), a_stake("b", wanted=9, gpus=2)) == [4, 2]
 
@@ -73,25 +73,25 @@ def test_equal_priority_does_not_preempt() -> None:
 
 
 def test_higher_priority_preempts_down_to_minimum() -> None:
-    low = a_stake("a", wanted=6, running=6, least=2)
+    low = a_stake("a", wanted=6, running=6, min_replicas=2)
     assert targets(6, low, a_stake("b", wanted=6, priority=1)) == [2, 4]
 
 
 def test_lower_priority_minimum_does_not_preempt() -> None:
-    assert targets(4, a_stake("a", wanted=3, least=2), a_stake("b", wanted=4, running=4, priority=1)) == [0, 4]
+    assert targets(4, a_stake("a", wanted=3, min_replicas=2), a_stake("b", wanted=4, running=4, priority=1)) == [0, 4]
 
 
 def test_equal_priority_gets_minimum_first_oldest_first() -> None:
-    young = a_stake("a", wanted=4, least=2, since="2026-02-01")
-    assert targets(3, young, a_stake("b", wanted=4, least=2)) == [1, 2]
+    young = a_stake("a", wanted=4, min_replicas=2, since="2026-02-01")
+    assert targets(3, young, a_stake("b", wanted=4, min_replicas=2)) == [1, 2]
 
 
-def test_a_smaller_one_takes_what_is_too_little_for_the_first() -> None:
+def test_smaller_claim_uses_gpus_too_few_for_first() -> None:
     assert targets(7, a_stake("a", wanted=2, gpus=4, priority=1), a_stake("b", wanted=9)) == [1, 3]
 
 
 def test_lowered_budget_preempts_lowest_priority_first() -> None:
-    high, low = a_stake("a", wanted=4, running=4, priority=1), a_stake("b", wanted=4, running=4, least=2)
+    high, low = a_stake("a", wanted=4, running=4, priority=1), a_stake("b", wanted=4, running=4, min_replicas=2)
     assert targets(6, high, low) == [4, 2]
     assert targets(1, high, low) == [1, 2]
 
@@ -178,7 +178,7 @@ def test_growth_waits_for_own_replicas_to_drain() -> None:
 
 def test_pending_growth_neither_preempts_nor_adds() -> None:
     own = asking_more(a_stake("a", wanted=3, running=2, priority=1), 4)
-    assert targets(8, own, a_stake("low", wanted=6, running=4, least=4)) == [2, 6]
+    assert targets(8, own, a_stake("low", wanted=6, running=4, min_replicas=4)) == [2, 6]
 
 
 def test_granted_growth_is_held() -> None:
@@ -214,7 +214,7 @@ def test_limited_share_message_names_users_and_fixes() -> None:
         ((), GpuBudget(total=3), "the budget of 3 GPUs has no more; needs a larger budget"),
         ((), GpuBudget(namespaces={"n": 2}), "the budget of 2 GPUs for namespace n has no more"),
         (
-            (a_stake("low", wanted=2, running=2, least=2),),
+            (a_stake("low", wanted=2, running=2, min_replicas=2),),
             GpuBudget(total=4),
             "n/low (priority 0) uses 2; needs a larger budget or fewer replicas there",
         ),
@@ -231,7 +231,7 @@ def test_limited_share_message_names_users_and_fixes() -> None:
         (None, GpuBudget(total=9), "is unknown; no replica is added until it is known"),
     ],
 )
-def test_each_reason_for_less_has_its_words(others: tuple[GpuClaim, ...] | None, budget: GpuBudget, words: str) -> None:
+def test_each_limit_has_its_message(others: tuple[GpuClaim, ...] | None, budget: GpuBudget, words: str) -> None:
     share = compute_share(a_stake("a", wanted=5, running=2), others, budget)
     assert share.is_limited
     assert words in share.message
@@ -274,7 +274,7 @@ def drawn(chance: random.Random, *, edited: float = 0.3) -> tuple[tuple[GpuClaim
                 running=chance.randint(0, 4),
                 priority=chance.randint(-1, 1),
                 gpus=chance.choice((0, 1, 1, 2, 4)),
-                least=chance.randint(0, 3),
+                min_replicas=chance.randint(0, 3),
                 since=f"2026-01-0{chance.randint(1, 3)}",
                 draining=chance.choice((0, 0, 1)),
             ),
@@ -323,7 +323,7 @@ def test_random_preemption_starts_with_lowest_priority() -> None:
     for _ in range(LOTS):
         gpu_claims, budget = drawn(chance)
         if budget.namespaces:
-            continue  # what a namespace lacks cannot be taken from another one
+            continue  # a namespace's budget cannot be freed in another namespace
         found = final_replicas(gpu_claims, budget)
         for gpu_claim in gpu_claims:
             if found[gpu_claim.key] < min(gpu_claim.running, gpu_claim.wanted):

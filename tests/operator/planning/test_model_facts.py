@@ -99,7 +99,7 @@ class FactsCluster:
         }
 
 
-def test_a_model_is_read_once_and_the_job_goes_when_its_words_are_kept() -> None:
+def test_model_is_read_once_and_job_deleted_after_storing() -> None:
     cluster = FactsCluster()
     assert isinstance(cluster.state, ModelBeingRead)
     cluster.tick()
@@ -135,7 +135,7 @@ def test_failed_job_is_reported_and_retried_with_backoff() -> None:
     assert isinstance(cluster.state, ModelKnown)
 
 
-def test_words_that_are_no_facts_are_a_failure_too() -> None:
+def test_invalid_facts_are_a_failure() -> None:
     cluster = FactsCluster()
     cluster.tick()
     cluster.ends(0, "")
@@ -157,7 +157,7 @@ def test_changed_model_or_image_is_read_again(change: dict[str, Any]) -> None:
     assert cluster.jobs_started == 2
 
 
-def test_a_job_that_reads_another_model_makes_way() -> None:
+def test_job_of_other_model_is_deleted() -> None:
     cluster = FactsCluster()
     cluster.tick()
     cluster.deployment = a_deployment("file:///models/other")
@@ -259,7 +259,7 @@ def test_edited_job_is_replaced_unless_it_succeeded() -> None:
     assert cluster.jobs_started == 2
 
 
-def test_a_pod_that_is_gone_with_its_words_is_a_failure_not_a_hang() -> None:
+def test_lost_pod_of_job_is_a_failure() -> None:
     cluster = FactsCluster()
     cluster.tick()
     assert cluster.job is not None
@@ -268,7 +268,7 @@ def test_a_pod_that_is_gone_with_its_words_is_a_failure_not_a_hang() -> None:
     assert cluster.state == ModelUnreadable("deadline exceeded")
 
 
-def test_a_job_that_cannot_start_says_why() -> None:
+def test_unstartable_job_reports_reason() -> None:
     cluster = FactsCluster()
     cluster.tick()
     waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
@@ -280,7 +280,7 @@ def test_a_job_that_cannot_start_says_why() -> None:
     assert cluster.tick() == ()
 
 
-def test_nothing_starts_while_the_previous_job_goes_away() -> None:
+def test_terminating_job_delays_next_job() -> None:
     cluster = FactsCluster()
     cluster.tick()
     assert cluster.job is not None
@@ -296,7 +296,9 @@ def test_an_architecture_that_is_not_run_is_refused_by_name() -> None:
     cluster.tick()
     assert isinstance(cluster.state, ModelUnsupported)
     gate = evaluate_start_gate(cluster.deployment, cluster.observed, revision="r1")
-    assert "architecture BloomForCausalLM is not supported by this engine (it has ALiBi)" in str(gate.refusals[0])
+    assert "architecture BloomForCausalLM is not supported by this engine (it has ALiBi)" in str(
+        gate.validation_errors[0]
+    )
 
 
 @given(st.lists(st.sampled_from(["tick", "wait", "succeed", "fail", "lose job", "lose map", "edit"]), max_size=30))
@@ -348,9 +350,7 @@ def test_the_webhook_sees_facts_of_the_model_that_is_written_only() -> None:
         ("s3://models/m", {}, {"s3": {"endpoint": "http://minio:9000"}}),
     ],
 )
-def test_another_folder_of_an_image_and_another_store_are_another_model(
-    uri: str, access: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_image_folder_and_endpoint_identify_the_model(uri: str, access: dict[str, Any], other: dict[str, Any]) -> None:
     first, second = (a_deployment(uri, model={"uri": uri, "servedName": "m", **of}) for of in (access, other))
     data = {SUBJECT_KEY: subject_of(first), FACTS_KEY: json.dumps(FACTS), COMMIT_KEY: "a" * 64}
     config_map = {"metadata": {"name": "m-facts"}, "data": data}
@@ -373,22 +373,22 @@ def a_running(revision: str, *, ready: bool = True) -> ObservedChildren:
     [
         (ObservedChildren(), False),  # a new resource: no engine before the model is known
         (a_running("r1"), True),  # an operator that has just learned to read models
-        (a_running("r1", ready=False), True),  # likewise, and a pod that is down must come back
-        (a_running("r0"), False),  # a change waits; what runs goes on
+        (a_running("r1", ready=False), True),  # also, and a pod that is down must restart
+        (a_running("r0"), False),  # a change waits; running replicas continue
     ],
 )
 def test_unknown_model_starts_and_stops_nothing(observed: ObservedChildren, is_open: bool) -> None:
     gate = evaluate_start_gate(a_deployment(), observed, revision="r1")
     assert gate.is_open is is_open
-    assert gate.refusals == ()
+    assert gate.validation_errors == ()
 
 
 def test_layout_exceeding_gpu_memory_starts_nothing() -> None:
     deployment = a_deployment(runtime={"device": "cuda", "image": "engine:1"}, engine={"gpuMemoryUtilization": "0.02"})
     data = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: json.dumps(FACTS)}
     observed = ObservedChildren(config_maps=({"metadata": {"name": "m-facts"}, "data": data},))
-    assert evaluate_start_gate(deployment, observed, revision="r1").refusals == ()
-    refused = evaluate_start_gate(deployment, observed, revision="r1", gpu=gpu_named("L4")).refusals
+    assert evaluate_start_gate(deployment, observed, revision="r1").validation_errors == ()
+    refused = evaluate_start_gate(deployment, observed, revision="r1", gpu=gpu_named("L4")).validation_errors
     assert "L4" in str(refused[0])
 
 
@@ -397,7 +397,7 @@ def test_known_good_revision_restarts_without_its_nodes() -> None:
     data = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: json.dumps(FACTS)}
     observed = ObservedChildren(config_maps=({"metadata": {"name": "m-facts"}, "data": data},))
     gate = evaluate_start_gate(deployment, observed, revision="r1", gpu=gpu_named("L4"), is_known_good=True)
-    assert (gate.is_open, gate.refusals) == (True, ())
+    assert (gate.is_open, gate.validation_errors) == (True, ())
 
 
 def test_running_revision_overrides_memory_prediction() -> None:
@@ -405,8 +405,8 @@ def test_running_revision_overrides_memory_prediction() -> None:
     data = {SUBJECT_KEY: subject_of(deployment), FACTS_KEY: json.dumps(FACTS)}
     kept = ({"metadata": {"name": "m-facts"}, "data": data},)
     assert "num_attention_heads 9" in str(
-        evaluate_start_gate(deployment, ObservedChildren(config_maps=kept), revision="r1").refusals[0]
+        evaluate_start_gate(deployment, ObservedChildren(config_maps=kept), revision="r1").validation_errors[0]
     )
     running = replace(a_running("r1"), config_maps=kept)
     gate = evaluate_start_gate(deployment, running, revision="r1")
-    assert (gate.is_open, gate.refusals) == (True, ())
+    assert (gate.is_open, gate.validation_errors) == (True, ())

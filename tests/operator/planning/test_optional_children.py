@@ -85,7 +85,7 @@ def test_network_policy_opens_api_and_restricts_admin_port() -> None:
     assert ways_in(a_cluster()) == {HTTP_PORT: None, ADMIN_PORT: [OPERATOR]}
 
 
-def test_named_clients_prometheus_and_the_operator_alone_reach_the_api() -> None:
+def test_network_policy_restricts_api_to_named_clients() -> None:
     access = NetworkAccess(operator=OPERATOR, clients=(FRONT,), monitoring=(PROMETHEUS,))
     ways = ways_in(a_cluster(replace(EVERYTHING, network=access)))
     assert ways == {HTTP_PORT: [FRONT, PROMETHEUS, OPERATOR], ADMIN_PORT: [OPERATOR]}

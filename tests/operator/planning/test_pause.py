@@ -54,7 +54,7 @@ def test_paused_resource_ignores_edits(change: dict[str, Any]) -> None:
     assert (cluster.objects, cluster.pods) == (children, pods)
 
 
-def test_a_status_tells_that_it_is_paused_and_what_runs() -> None:
+def test_status_reports_pause_and_replicas() -> None:
     cluster = a_settled_cluster()
     pause(cluster)
     cluster.settle()
@@ -75,7 +75,7 @@ def test_an_edit_that_is_held_up_is_stalled_for_gitops() -> None:
     assert cluster.condition("Reconciling")["status"] == "False"
 
 
-def test_no_live_knob_is_set_while_it_is_paused() -> None:
+def test_paused_resource_patches_no_engine() -> None:
     cluster = a_settled_cluster(tuning={"mode": "Auto"})
     pause(cluster)
     for engine in cluster.engines.values():

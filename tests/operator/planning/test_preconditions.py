@@ -25,7 +25,7 @@ def a_settled_cluster(**spec: Any) -> FakeCluster:
     return cluster
 
 
-def test_a_turn_at_rest_and_one_that_only_adds_rest_on_nothing() -> None:
+def test_idle_and_creating_plans_have_no_preconditions() -> None:
     cluster = a_settled_cluster(replicas=1)
     assert grounds(cluster) == set()
     cluster.edit(replicas=2)
@@ -39,7 +39,7 @@ def test_removed_replica_requires_remaining_replicas() -> None:
     assert grounds(cluster) == {"m", "m-g0", "m-g0-0", "m-g1", "m-g1-0"}
 
 
-def test_a_replica_that_goes_as_it_does_not_serve_yet_may_serve_by_now() -> None:
+def test_removed_unready_replica_is_a_precondition() -> None:
     cluster = FakeCluster(replicas=2, start_seconds=60.0)
     while len(cluster.pods) < 2:
         cluster.tick()
@@ -58,7 +58,7 @@ def test_overwritten_objects_and_deleted_pods_are_preconditions() -> None:
     assert grounds(cluster) == everybody
 
 
-def test_a_verdict_on_a_change_is_confirmed_though_nothing_goes() -> None:
+def test_rollout_verdict_has_preconditions() -> None:
     cluster = FakeCluster(replicas=1)
     while not cluster.decide().state_writes or cluster.state.rollout is None or not cluster.pods:
         cluster.tick()
@@ -75,7 +75,7 @@ def test_user_edit_is_overwritten_if_spec_is_unchanged(kind: str) -> None:
     assert grounds(cluster) >= {"m"}
 
 
-def test_an_operator_that_asks_the_api_server_itself_confirms_nothing() -> None:
+def test_uncached_snapshot_has_no_preconditions() -> None:
     cluster = a_settled_cluster(replicas=2)
     cluster.edit(replicas=1)
     snapshot = cluster.look()

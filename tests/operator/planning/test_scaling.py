@@ -1,4 +1,4 @@
-"""`spec.scaling`: the count that the tuner asks for is carried out in its own turn, told, and outlives the operator."""
+"""`spec.scaling`: the tuner's count takes effect at once, is reported, and survives operator restarts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cached_resource(cluster: FakeCluster) -> int | None:
 
 
 @pytest.mark.parametrize(("replicas", "least", "begins"), [(1, 2, 2), (3, 1, 3), (9, 1, 6)])
-def test_a_new_resource_begins_at_what_replicas_says_within_the_bounds(replicas: int, least: int, begins: int) -> None:
+def test_new_resource_starts_at_replicas_within_bounds(replicas: int, least: int, begins: int) -> None:
     cluster = a_cluster(least, replicas=replicas)
     cluster.tick()
     assert len(cluster.groups) == begins
@@ -102,7 +102,7 @@ def test_scale_in_removes_least_loaded_down_to_minimum(needs: Needs) -> None:
     assert [group.ordinal for group in cluster.groups] == [0, 2]
 
 
-def test_nothing_goes_while_one_engine_does_not_answer(needs: Needs) -> None:
+def test_unreachable_engine_stops_scale_in(needs: Needs) -> None:
     needs.count = 3
     cluster = a_cluster()
     cluster.settle()
@@ -133,7 +133,7 @@ def test_mode_off_keeps_count_within_bounds() -> None:
     assert cluster.status["tuning"]["history"][0]["reason"] == "BoundsChanged"
 
 
-def test_a_paused_resource_keeps_its_replicas_until_it_goes_on(needs: Needs) -> None:
+def test_paused_resource_keeps_replicas_until_resumed(needs: Needs) -> None:
     cluster = a_cluster()
     cluster.settle()
     assert cluster.body is not None
@@ -223,7 +223,7 @@ async def test_decision_survives_operator_restart(needs: Needs) -> None:
     cluster = a_cluster()
     cluster.settle()
     needs.count = 3
-    cluster.lives = 1  # what is remembered is written, and nothing else
+    cluster.lives = 1  # only the state is written
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     await reconciler.tick(loop)
     cluster.now += TICK_SECONDS
@@ -237,7 +237,7 @@ async def test_decision_survives_operator_restart(needs: Needs) -> None:
     assert len(cluster.groups) == 3
 
 
-def test_a_lost_memory_goes_on_with_the_count_that_status_says(needs: Needs) -> None:
+def test_lost_state_continues_with_status_count(needs: Needs) -> None:
     needs.count = 3
     cluster = a_cluster()
     cluster.settle()
@@ -249,7 +249,7 @@ def test_a_lost_memory_goes_on_with_the_count_that_status_says(needs: Needs) -> 
     assert cached_resource(cluster) == 3
 
 
-def test_the_pace_counts_what_another_operator_did(needs: Needs) -> None:
+def test_rate_limit_includes_previous_operator(needs: Needs) -> None:
     slow = {"scaleUp": {"policies": [{"type": "Pods", "value": 1, "periodSeconds": 600}]}}
     cluster = FakeCluster(scaling={"maxReplicas": 6, "behavior": slow}, tuning=AUTO)
     cluster.settle()

@@ -27,7 +27,7 @@ from trimtab_operator.planning.tuning import dump_tuner_state
 from trimtab_operator.resource.spec import PAUSED
 from trimtab_operator.tuner.parameters import Parameter
 from trimtab_operator.tuner.state import TunerState
-from trimtab_operator.validation.rules import refusals
+from trimtab_operator.validation.rules import validation_errors
 
 PROMISE = {"ttft": {"target": "2s", "perPromptToken": "125us"}}
 AUTO = {"mode": "Auto"}
@@ -44,7 +44,7 @@ TOLD_IN_TIME = {
 }
 
 
-def asking(before: SchedulingPlan | None = None, **spec: Any) -> Any:
+def make_deployment(before: SchedulingPlan | None = None, **spec: Any) -> Any:
     status = {} if before is None else {"tuning": {"schedulingPolicy": scheduling_status(before)}}
     return a_deployment(status=status, **spec)
 
@@ -90,7 +90,7 @@ def test_policy_flags_in_args_are_kept(flag: str) -> None:
 
 
 def test_differing_engines_are_patched_and_reported_once() -> None:
-    deployment = asking(objectives=PROMISE, tuning=AUTO)
+    deployment = make_deployment(objectives=PROMISE, tuning=AUTO)
     found = plan_scheduling(deployment, {"a": FIRST_COME, "b": IN_TIME, "c": None})
     assert (found.sent, found.active) == (BY_PROMISE, BY_PROMISE)
     assert found.patches == {"a": TOLD_IN_TIME}
@@ -101,33 +101,35 @@ def test_differing_engines_are_patched_and_reported_once() -> None:
         "run first"
     )
     later = plan_scheduling(
-        asking(found, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME, "c": FIRST_COME}
+        make_deployment(found, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME, "c": FIRST_COME}
     )
     assert later.patches == {"c": TOLD_IN_TIME}
     assert later.events == ()
 
 
-def test_another_target_is_another_change() -> None:
-    before = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
-    after = plan_scheduling(asking(before, objectives={"ttft": {"target": "500ms"}}, tuning=AUTO), {"a": IN_TIME})
+def test_new_target_is_a_change() -> None:
+    before = plan_scheduling(make_deployment(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
+    after = plan_scheduling(
+        make_deployment(before, objectives={"ttft": {"target": "500ms"}}, tuning=AUTO), {"a": IN_TIME}
+    )
     assert after.patches["a"] == TOLD_IN_TIME | {"ttft_target": 0.5, "ttft_target_per_prompt_token": 0.0}
     assert [note.message for note in after.events] == [
         "scheduling policy deadline, with other targets: requests that can still meet a TTFT of 500 ms run first"
     ]
 
 
-def test_times_without_a_deadline_are_left_as_they_are() -> None:
+def test_targets_are_unchanged_without_deadline() -> None:
     said = ReportedScheduling("priority", ALL, {"ttft_target": 9.0, "ttft_target_per_prompt_token": 0.0})
-    found = plan_scheduling(asking(engine={"schedulingPolicy": "fcfs"}), {"a": said, "b": FIRST_COME})
+    found = plan_scheduling(make_deployment(engine={"schedulingPolicy": "fcfs"}), {"a": said, "b": FIRST_COME})
     assert found.patches == {"a": {"scheduling_policy": "fcfs"}}
 
 
 def test_unset_policy_keeps_engine_policy() -> None:
-    assert plan_scheduling(asking(tuning=AUTO), {"a": IN_TIME}) == SchedulingPlan()
+    assert plan_scheduling(make_deployment(tuning=AUTO), {"a": IN_TIME}) == SchedulingPlan()
 
 
-def test_an_older_engine_is_left_alone_and_named() -> None:
-    found = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": OLDER, "b": FIRST_COME, "c": None})
+def test_older_engine_is_skipped_and_named() -> None:
+    found = plan_scheduling(make_deployment(objectives=PROMISE, tuning=AUTO), {"a": OLDER, "b": FIRST_COME, "c": None})
     assert found.patches.keys() == {"b"}
     assert scheduling_status(found)["message"] == (
         "a does not support the scheduling policy deadline and keeps its own; set spec.runtime.image to a newer engine"
@@ -135,16 +137,18 @@ def test_an_older_engine_is_left_alone_and_named() -> None:
 
 
 def test_unsupporting_engines_are_not_patched() -> None:
-    found = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": OLDER, "b": OLDER})
+    found = plan_scheduling(make_deployment(objectives=PROMISE, tuning=AUTO), {"a": OLDER, "b": OLDER})
     assert (found.sent, found.active, found.patches, found.events) == (None, None, {}, ())
     assert scheduling_status(found).keys() == {"message"}
     assert stored_scheduling({"tuning": {"schedulingPolicy": scheduling_status(found)}}) is None
 
 
 def test_status_has_reported_not_sent_policy() -> None:
-    sent = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME})
+    sent = plan_scheduling(make_deployment(objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME})
     assert (sent.sent, scheduling_status(sent)) == (BY_PROMISE, {})
-    some = plan_scheduling(asking(sent, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": FIRST_COME}, sent.sent)
+    some = plan_scheduling(
+        make_deployment(sent, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": FIRST_COME}, sent.sent
+    )
     assert some.events == ()
     assert scheduling_status(some) == {
         "policy": "deadline",
@@ -153,42 +157,45 @@ def test_status_has_reported_not_sent_policy() -> None:
         "perPromptToken": "125us",
         "message": "b has not applied the scheduling policy deadline yet",
     }
-    every = plan_scheduling(asking(some, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME}, some.sent)
+    every = plan_scheduling(
+        make_deployment(some, objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME}, some.sent
+    )
     assert "message" not in scheduling_status(every)
 
 
 def test_status_omits_policy_unsupported_by_older_image() -> None:
-    before = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
-    coming = plan_scheduling(asking(before, objectives=PROMISE, tuning=AUTO), {"a": None}, before.sent)
+    before = plan_scheduling(make_deployment(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
+    coming = plan_scheduling(make_deployment(before, objectives=PROMISE, tuning=AUTO), {"a": None}, before.sent)
     assert coming.active == BY_PROMISE
-    older = plan_scheduling(asking(coming, objectives=PROMISE, tuning=AUTO), {"a": OLDER}, coming.sent)
+    older = plan_scheduling(make_deployment(coming, objectives=PROMISE, tuning=AUTO), {"a": OLDER}, coming.sent)
     assert (older.sent, older.active) == (None, None)
     assert scheduling_status(older).keys() == {"message"}
-    newer = plan_scheduling(asking(older, objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME}, older.sent)
+    newer = plan_scheduling(make_deployment(older, objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME}, older.sent)
     assert len(newer.events) == 1
 
 
 def test_removed_objective_resets_every_engine() -> None:
-    before = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME})
-    back = plan_scheduling(asking(before, tuning=AUTO), {"a": IN_TIME, "b": None}, before.sent)
+    before = plan_scheduling(make_deployment(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME})
+    back = plan_scheduling(make_deployment(before, tuning=AUTO), {"a": IN_TIME, "b": None}, before.sent)
     assert back.patches == {"a": {"scheduling_policy": "fcfs"}}
     assert [note.message for note in back.events] == [
         "scheduling policy deadline -> fcfs: requests are scheduled in order of arrival"
     ]
-    waiting = plan_scheduling(asking(back, tuning=AUTO), {"a": FIRST_COME, "b": None}, back.sent)
+    waiting = plan_scheduling(make_deployment(back, tuning=AUTO), {"a": FIRST_COME, "b": None}, back.sent)
     assert (waiting.active, waiting.patches) == (BY_PROMISE, {})
     assert scheduling_status(waiting)["message"] == "b has not applied the scheduling policy fcfs yet"
-    heard = plan_scheduling(asking(waiting, tuning=AUTO), {"a": FIRST_COME, "b": IN_TIME}, waiting.sent)
+    heard = plan_scheduling(make_deployment(waiting, tuning=AUTO), {"a": FIRST_COME, "b": IN_TIME}, waiting.sent)
     assert heard.patches == {"b": {"scheduling_policy": "fcfs"}}
     assert heard.events == ()
     assert (
-        plan_scheduling(asking(heard, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME}, heard.sent) == SchedulingPlan()
+        plan_scheduling(make_deployment(heard, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME}, heard.sent)
+        == SchedulingPlan()
     )
 
 
 def test_unconfirmed_policy_is_reset() -> None:
-    sent = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME})
-    back = plan_scheduling(asking(sent, tuning=AUTO), {"a": IN_TIME}, sent.sent)
+    sent = plan_scheduling(make_deployment(objectives=PROMISE, tuning=AUTO), {"a": FIRST_COME})
+    back = plan_scheduling(make_deployment(sent, tuning=AUTO), {"a": IN_TIME}, sent.sent)
     assert back.patches == {"a": {"scheduling_policy": "fcfs"}}
 
 
@@ -196,31 +203,39 @@ def test_unconfirmed_policy_is_reset() -> None:
 def test_sent_and_active_policies_are_both_reset(silent: bool) -> None:
     """The last observation before the edit had the previous policy, so an engine may have either."""
     by_priority = ReportedScheduling("priority", ALL, TIMES)
-    first = plan_scheduling(asking(engine={"schedulingPolicy": "priority"}), {"a": by_priority, "b": by_priority})
+    first = plan_scheduling(
+        make_deployment(engine={"schedulingPolicy": "priority"}), {"a": by_priority, "b": by_priority}
+    )
     sent = plan_scheduling(
-        asking(first, objectives=PROMISE, tuning=AUTO), {"a": by_priority, "b": by_priority}, first.sent
+        make_deployment(first, objectives=PROMISE, tuning=AUTO), {"a": by_priority, "b": by_priority}, first.sent
     )
     assert sent.patches.keys() == {"a", "b"}
-    back = plan_scheduling(asking(sent, tuning=AUTO), {"a": IN_TIME, "b": None if silent else by_priority}, sent.sent)
+    back = plan_scheduling(
+        make_deployment(sent, tuning=AUTO), {"a": IN_TIME, "b": None if silent else by_priority}, sent.sent
+    )
     assert back.patches.keys() == ({"a"} if silent else {"a", "b"})
-    heard = plan_scheduling(asking(back, tuning=AUTO), {"a": IN_TIME, "b": by_priority}, back.sent)  # none came through
+    heard = plan_scheduling(
+        make_deployment(back, tuning=AUTO), {"a": IN_TIME, "b": by_priority}, back.sent
+    )  # none was applied
     assert heard.patches == {name: {"scheduling_policy": "fcfs"} for name in ("a", "b")}
     assert (
-        plan_scheduling(asking(heard, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME}, heard.sent) == SchedulingPlan()
+        plan_scheduling(make_deployment(heard, tuning=AUTO), {"a": FIRST_COME, "b": FIRST_COME}, heard.sent)
+        == SchedulingPlan()
     )
 
 
 def test_manual_policy_is_kept_during_reset() -> None:
-    before = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME})
-    back = plan_scheduling(asking(before, tuning=AUTO), {"a": IN_TIME, "b": None}, before.sent)
+    before = plan_scheduling(make_deployment(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME, "b": IN_TIME})
+    back = plan_scheduling(make_deployment(before, tuning=AUTO), {"a": IN_TIME, "b": None}, before.sent)
     by_hand = ReportedScheduling("priority", ALL, TIMES)
     for sent in (back.sent, None):  # by this operator, and by the next one
-        after = plan_scheduling(asking(back, tuning=AUTO), {"a": by_hand, "b": None}, sent)
+        after = plan_scheduling(make_deployment(back, tuning=AUTO), {"a": by_hand, "b": None}, sent)
         assert after.patches == {}
-        heard = plan_scheduling(asking(after, tuning=AUTO), {"a": by_hand, "b": IN_TIME}, after.sent)
+        heard = plan_scheduling(make_deployment(after, tuning=AUTO), {"a": by_hand, "b": IN_TIME}, after.sent)
         assert heard.patches.keys() == {"b"}
         assert (
-            plan_scheduling(asking(heard, tuning=AUTO), {"a": by_hand, "b": FIRST_COME}, heard.sent) == SchedulingPlan()
+            plan_scheduling(make_deployment(heard, tuning=AUTO), {"a": by_hand, "b": FIRST_COME}, heard.sent)
+            == SchedulingPlan()
         )
 
 
@@ -234,20 +249,20 @@ def test_predictions_go_by_the_order_that_most_engines_have() -> None:
 
 @pytest.mark.parametrize("mode", ["Off", "Recommend"])
 def test_tuning_off_keeps_objective_policy(mode: str) -> None:
-    before = plan_scheduling(asking(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
-    after = plan_scheduling(asking(before, objectives=PROMISE, tuning={"mode": mode}), {"a": IN_TIME})
+    before = plan_scheduling(make_deployment(objectives=PROMISE, tuning=AUTO), {"a": IN_TIME})
+    after = plan_scheduling(make_deployment(before, objectives=PROMISE, tuning={"mode": mode}), {"a": IN_TIME})
     assert after == SchedulingPlan(BY_PROMISE, BY_PROMISE)
-    again = plan_scheduling(asking(after, tuning=AUTO), {"a": IN_TIME})
+    again = plan_scheduling(make_deployment(after, tuning=AUTO), {"a": IN_TIME})
     assert again.patches == {"a": {"scheduling_policy": "fcfs"}}
 
 
 @pytest.mark.parametrize("mode", ["Off", "Recommend", "Auto"])
 def test_removed_spec_policy_is_reset_in_every_mode(mode: str) -> None:
     tuning = {"mode": mode}
-    before = plan_scheduling(asking(engine={"schedulingPolicy": "priority"}, tuning=tuning), {"a": FIRST_COME})
+    before = plan_scheduling(make_deployment(engine={"schedulingPolicy": "priority"}, tuning=tuning), {"a": FIRST_COME})
     assert before.patches == {"a": {"scheduling_policy": "priority"}}
     after = plan_scheduling(
-        asking(before, tuning=tuning), {"a": ReportedScheduling("priority", ALL, TIMES)}, before.sent
+        make_deployment(before, tuning=tuning), {"a": ReportedScheduling("priority", ALL, TIMES)}, before.sent
     )
     assert after.patches == {"a": {"scheduling_policy": "fcfs"}}
 
@@ -263,7 +278,7 @@ def test_removed_spec_policy_is_reset_in_every_mode(mode: str) -> None:
         {"policy": "fcfs", "source": "Spec", "ttftTarget": 3},
     ],
 )
-def test_a_status_that_says_no_order_is_nothing_taken(order: Any) -> None:
+def test_invalid_status_policy_is_ignored(order: Any) -> None:
     assert stored_scheduling({"tuning": {"schedulingPolicy": order}}) is None
     assert stored_scheduling({}) is None
 
@@ -274,7 +289,7 @@ def test_status_policy_round_trips(seconds: float) -> None:
     assert stored_scheduling({"tuning": {"schedulingPolicy": scheduling_status(SchedulingPlan(active=sent))}}) == sent
 
 
-def test_times_stand_as_a_spec_has_them() -> None:
+def test_durations_are_formatted_like_the_spec() -> None:
     assert [duration(seconds) for seconds in (2.0, 90.0, 0.5, 0.000125)] == ["2s", "90s", "500ms", "125us"]
     assert describe_policy(SchedulingSetting(SchedulingPolicy.PRIORITY, SchedulingSource.SPEC)).startswith(
         "requests with the lowest priority value"
@@ -285,18 +300,18 @@ def test_times_stand_as_a_spec_has_them() -> None:
 
 
 @pytest.mark.parametrize("objectives", [None, {"itl": {"target": "50ms"}}])
-def test_a_deadline_needs_a_promise_of_the_first_token(objectives: dict[str, Any] | None) -> None:
-    (refusal,) = refusals(a_deployment(engine={"schedulingPolicy": "deadline"}, objectives=objectives))
-    assert refusal.field == "spec.engine.schedulingPolicy"
-    assert "set spec.objectives.ttft.target" in str(refusal)
-    assert not refusals(a_deployment(engine={"schedulingPolicy": "deadline"}, objectives=PROMISE))
+def test_deadline_needs_a_ttft_objective(objectives: dict[str, Any] | None) -> None:
+    (error,) = validation_errors(a_deployment(engine={"schedulingPolicy": "deadline"}, objectives=objectives))
+    assert error.field == "spec.engine.schedulingPolicy"
+    assert "set spec.objectives.ttft.target" in str(error)
+    assert not validation_errors(a_deployment(engine={"schedulingPolicy": "deadline"}, objectives=PROMISE))
 
 
-def test_an_order_is_said_once() -> None:
+def test_policy_in_field_and_flags_is_rejected() -> None:
     runtime = {"device": "cpu", "image": "engine:1", "args": ["--max-num-queued-reqs=9", "--scheduling-policy=fcfs"]}
-    (refusal,) = refusals(a_deployment(runtime=runtime, engine={"schedulingPolicy": "priority"}))
-    assert refusal.field == "spec.runtime.args[1]"
-    assert not refusals(a_deployment(runtime=runtime))
+    (error,) = validation_errors(a_deployment(runtime=runtime, engine={"schedulingPolicy": "priority"}))
+    assert error.field == "spec.runtime.args[1]"
+    assert not validation_errors(a_deployment(runtime=runtime))
 
 
 # --- whole cluster ----------------------------------------------------------------------------------------------------
@@ -313,7 +328,7 @@ def orders(cluster: FakeCluster) -> list[str]:
     return [cluster.engines[uid].policy for uid in leaders]
 
 
-def test_engines_with_a_promise_serve_by_their_deadlines_and_it_is_seen() -> None:
+def test_ttft_objective_sets_and_reports_deadline() -> None:
     cluster = a_cluster()
     assert orders(cluster) == ["deadline", "deadline"]
     assert cluster.engine(0).times == {"ttft_target": 2.0, "ttft_target_per_prompt_token": 0.000125}
@@ -338,7 +353,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_edit_of_the_order_or_the_promise_changes_a_pod(change: dict[str, Any]) -> None:
+def test_policy_and_objective_edits_change_no_pod(change: dict[str, Any]) -> None:
     cluster = a_cluster()
     pods, sets = copy.deepcopy(cluster.pods), {key: copy.deepcopy(found) for key, found in cluster.objects.items()
                                                if key[0] == "StatefulSet"}  # fmt: skip
@@ -394,7 +409,7 @@ def test_a_dead_replica_holds_nothing() -> None:
     assert orders(cluster) == ["priority", "priority"]
 
 
-def test_a_tuned_value_comes_before_the_order_and_the_order_after_it() -> None:
+def test_tuned_values_are_patched_before_policy() -> None:
     cluster = FakeCluster(objectives=PROMISE, tuning=AUTO)
     kept = dump_tuner_state(TunerState(applied={Parameter.MAX_NUM_SEQS: 16}), key=TOKEN)
     cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(cluster.deployment, kept)
@@ -416,7 +431,7 @@ def test_rejected_tuned_value_does_not_block_policy() -> None:
     assert cluster.status["tuning"]["schedulingPolicy"]["policy"] == "deadline"
 
 
-def test_predictions_go_by_what_engines_say_that_they_serve_by() -> None:
+def test_predictions_use_reported_policy() -> None:
     def predicts_by_deadline(cluster: FakeCluster) -> bool:
         tuned = cluster.decide().status_inputs.tuning
         assert tuned is not None

@@ -24,7 +24,7 @@ def test_a_prior_of_a_real_model_on_a_real_gpu_is_plausible() -> None:
     assert 0 <= cost.per_attended < cost.per_context
 
 
-def test_ranks_and_slower_devices_move_it_as_they_should() -> None:
+def test_prior_depends_on_ranks_and_device() -> None:
     alone = step_cost_prior(LLAMA, Parallelism(), H200)
     assert step_cost_prior(LLAMA, Parallelism(tensor=2), H200).per_step < alone.per_step
     assert step_cost_prior(LLAMA, Parallelism(), gpu_named("L4")).per_token > 4 * alone.per_token

@@ -66,7 +66,7 @@ def test_bounds_and_starts_are_numbers_of_the_knobs_kind() -> None:
     }
 
 
-def test_the_pace_of_scaling_is_what_autoscaling_calls_behavior() -> None:
+def test_scaling_behavior_maps_to_rules() -> None:
     behavior = {
         "scaleUp": {"policies": [{"type": "Pods", "value": 2, "periodSeconds": 60}], "selectPolicy": "Min"},
         "scaleDown": {

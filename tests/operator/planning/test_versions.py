@@ -29,7 +29,7 @@ def a_settled_cluster() -> FakeCluster:
     return cluster
 
 
-def what_runs(cluster: FakeCluster) -> dict[str, Any]:
+def running_state(cluster: FakeCluster) -> dict[str, Any]:
     """Return the pods with their engines' arguments, and the other children."""
     return {
         "pods": {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()},
@@ -47,12 +47,12 @@ def as_before(newer: dict[str, Any]) -> dict[str, Any]:
 def test_newer_spec_is_reported_and_keeps_replicas(newer: dict[str, Any]) -> None:
     """The operator was rolled back and the CRD was not, as Helm does."""
     cluster = a_settled_cluster()
-    before = what_runs(cluster)
+    before = running_state(cluster)
     cluster.edit(**newer)
     cluster.restart_operator()
     for _ in range(12):
         cluster.tick()
-    assert what_runs(cluster) == before
+    assert running_state(cluster) == before
     assert cluster.status["readyReplicas"] == 2
     ready = cluster.condition("Ready")
     assert ready["status"] == "False"
@@ -63,7 +63,7 @@ def test_newer_spec_is_reported_and_keeps_replicas(newer: dict[str, Any]) -> Non
 @pytest.mark.parametrize("newer", NEWER_SPECS)
 def test_the_newer_version_is_back_and_no_engine_was_restarted(newer: dict[str, Any]) -> None:
     cluster = a_settled_cluster()
-    before = what_runs(cluster)["pods"]
+    before = running_state(cluster)["pods"]
     cluster.edit(**newer)
     cluster.restart_operator()
     for _ in range(5):
@@ -71,7 +71,7 @@ def test_the_newer_version_is_back_and_no_engine_was_restarted(newer: dict[str, 
     cluster.edit(**as_before(newer))
     cluster.restart_operator()
     cluster.settle()
-    assert what_runs(cluster)["pods"] == before
+    assert running_state(cluster)["pods"] == before
     assert cluster.condition("Ready")["status"] == "True"
 
 
@@ -117,7 +117,7 @@ def without(status: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
 
 def test_older_status_is_completed_without_restart() -> None:
     cluster = a_settled_cluster()
-    whole, before = copy.deepcopy(cluster.status), what_runs(cluster)
+    whole, before = copy.deepcopy(cluster.status), running_state(cluster)
     lacking = [path for path in paths(whole) if not _is_of_a_map_that_must_be_whole(path)]
     assert len(lacking) > 20
     for path in lacking:
@@ -125,7 +125,7 @@ def test_older_status_is_completed_without_restart() -> None:
         cluster.body["status"] = without(whole, path)
         cluster.restart_operator()
         cluster.settle()
-        assert what_runs(cluster) == before, path
+        assert running_state(cluster) == before, path
         assert cluster.status.keys() == whole.keys(), path
 
 
@@ -136,7 +136,7 @@ def _is_of_a_map_that_must_be_whole(path: tuple[Any, ...]) -> bool:
 
 def test_newer_status_fields_cause_one_write_and_no_restart() -> None:
     cluster = a_settled_cluster()
-    before = what_runs(cluster)
+    before = running_state(cluster)
     assert cluster.body is not None
     now = cluster.condition("Ready")["lastTransitionTime"]
     cluster.body["status"] |= {"fromTheFuture": {"a": 1}}
@@ -146,7 +146,7 @@ def test_newer_status_fields_cause_one_write_and_no_restart() -> None:
     cluster.body["status"]["tuning"] |= {"fromTheFuture": 1}
     cluster.restart_operator()
     cluster.settle()
-    assert what_runs(cluster) == before
+    assert running_state(cluster) == before
     written = cluster.writes
     for _ in range(20):
         cluster.tick()
@@ -154,10 +154,10 @@ def test_newer_status_fields_cause_one_write_and_no_restart() -> None:
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-def test_notes_in_a_form_of_another_version_restart_nothing(name: str) -> None:
+def test_state_of_other_version_restarts_nothing(name: str) -> None:
     """State that cannot be parsed or has unknown fields is treated as missing."""
     cluster = a_settled_cluster()
-    before = what_runs(cluster)["pods"]
+    before = running_state(cluster)["pods"]
     kept = cluster.objects.get(("ConfigMap", name))
     if kept is None:
         pytest.fail(f"{name} is not there")
@@ -167,5 +167,5 @@ def test_notes_in_a_form_of_another_version_restart_nothing(name: str) -> None:
             kept["data"] = dict.fromkeys(kept["data"], other)
             cluster.restart_operator()
             cluster.settle()
-            assert what_runs(cluster)["pods"] == before
+            assert running_state(cluster)["pods"] == before
             assert cluster.condition("Ready")["status"] == "True"

@@ -124,7 +124,7 @@ def test_a_resource_whose_loop_has_not_spoken_counts_as_its_children_and_its_sta
     assert others is not None
     (first, second) = sorted(others, key=lambda gpu_claim: gpu_claim.key)
     assert (first.key, first.priority, first.wanted, first.running) == ("n/asks", 3, 4, 0)
-    assert (second.key, second.wanted, second.running, second.least, second.held) == ("n/paused", 1, 1, 1, 2)
+    assert (second.key, second.wanted, second.running, second.min_replicas, second.held) == ("n/paused", 1, 1, 1, 2)
 
 
 def test_a_change_that_no_loop_has_looked_at_yet_counts_with_the_gpus_that_run() -> None:

@@ -357,7 +357,7 @@ async def test_who_is_edited_again_while_it_acts_waits_for_nobody() -> None:
             return await like.hands.act(snapshot, plan, engines)
 
         async def persist_state(self, snapshot: ClusterSnapshot, plan: ReconcilePlan) -> None:
-            await like.hands.persist_state(snapshot, plan_reconcile)
+            await like.hands.persist_state(snapshot, plan)
 
     class Sees(Eyes):
         def unanswered(self, key: Key) -> int | None:
@@ -670,7 +670,7 @@ async def test_a_group_that_a_quota_lets_have_only_its_leader_names_the_quota_an
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     quota = 'pods "m-g0-w-0" is forbidden: exceeded quota: few, requested: pods=1, used: pods=1, limited: pods=1'
     message = f"create Pod m-g0-w-0 in StatefulSet m-g0-w failed error: {quota}"
-    cluster.refusals = [{"involvedObject": {"name": "m-g0-w"}, "message": message}]
+    cluster.creation_failures = [{"involvedObject": {"name": "m-g0-w"}, "message": message}]
 
     def replicas() -> list[int]:
         return [cluster.objects["StatefulSet", name]["spec"]["replicas"] for name in ("m-g0", "m-g0-w")]

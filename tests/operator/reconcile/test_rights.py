@@ -57,16 +57,16 @@ def a_world(**spec: Any) -> FakeCluster:
     """A cluster that serves every kind, and a resource of which nothing is known yet."""
     runtime = {"device": "cuda", "image": "engine:1"}  # so that nodes matter
     quick = {"startTimeout": "30s", "drainTimeout": "1s"}
-    snapshot = FakeCluster(knows_the_model=False, **a_spec(**{"runtime": runtime, "rollout": quick, **spec}))
-    snapshot.serves, snapshot.installation = set(OPTIONAL), EVERYTHING
-    return snapshot
+    cluster = FakeCluster(knows_the_model=False, **a_spec(**{"runtime": runtime, "rollout": quick, **spec}))
+    cluster.serves, cluster.installation = set(OPTIONAL), EVERYTHING
+    return cluster
 
 
 def a_reconciler_at(door: GuardedDoor) -> Reconciler:
-    snapshot = door.snapshot
-    clock = lambda: snapshot.now  # noqa: E731 - the world's
+    cluster = door.cluster
+    clock = lambda: cluster.now  # noqa: E731 - the world's
     nodes = Nodes(door, clock)
-    eyes = Eyes(door, nodes, snapshot.secret, snapshot.default_image, 15.0, clock, installation=snapshot.installation)
+    eyes = Eyes(door, nodes, cluster.secret, cluster.default_image, 15.0, clock, installation=cluster.installation)
     hands = Hands(door, OperatorMetrics(), clock)
     return Reconciler(eyes, hands, cast("aiohttp.ClientSession", None), Heartbeats(max_age_seconds=60.0), WakeUps())
 
@@ -77,8 +77,8 @@ async def ticks(reconciler: Reconciler, loop: Loop, number: int) -> None:
     for _ in range(number):
         door._optional.clear()
         await reconciler.guarded_tick(loop)
-        door.snapshot.now += 5.0
-        door.snapshot.controllers()
+        door.cluster.now += 5.0
+        door.cluster.controllers()
 
 
 async def lead(door: GuardedDoor) -> None:
@@ -115,53 +115,53 @@ async def names_are_taken(reconciler: Reconciler, loop: Loop, keys: Iterable[tup
     """Somebody else has an object of each of these kinds and names for a turn, one after the other."""
     door = cast("GuardedDoor", reconciler.eyes.cluster)
     for kind, name in keys:
-        ours = door.snapshot.objects.pop((kind, name), None)
-        door.snapshot.objects[kind, name] = {"metadata": {"namespace": "n", "name": name}}
+        ours = door.cluster.objects.pop((kind, name), None)
+        door.cluster.objects[kind, name] = {"metadata": {"namespace": "n", "name": name}}
         door._optional.clear()
         await reconciler.guarded_tick(loop)
-        del door.snapshot.objects[kind, name]
+        del door.cluster.objects[kind, name]
         if ours is not None:
-            door.snapshot.objects[kind, name] = ours
+            door.cluster.objects[kind, name] = ours
 
 
 async def live(door: GuardedDoor) -> None:
     """A resource is made, read, disturbed in every way, changed, shrunk and watched no more."""
-    snapshot = door.snapshot
-    reconciler, loop = a_reconciler_at(door), a_loop(snapshot)
-    snapshot.nodes = 1  # the first replica of two pods finds room for one
+    cluster = door.cluster
+    reconciler, loop = a_reconciler_at(door), a_loop(cluster)
+    cluster.nodes = 1  # the first replica of two pods finds room for one
     await names_are_taken(reconciler, loop, [("Job", "m-facts")])
     await ticks(reconciler, loop, 6)
-    snapshot.nodes = 99
+    cluster.nodes = 99
     await ticks(reconciler, loop, 3)
-    taken = [key for key in snapshot.objects if key[0] not in ("Secret", "StatefulSet")]
+    taken = [key for key in cluster.objects if key[0] not in ("Secret", "StatefulSet")]
     await names_are_taken(reconciler, loop, taken)
-    for (kind, _), made in snapshot.objects.items():  # somebody meddles with everything
+    for (kind, _), made in cluster.objects.items():  # somebody meddles with everything
         if kind not in ("Job", "StatefulSet"):
             made["metadata"]["labels"].pop("app.kubernetes.io/part-of", None)
     await ticks(reconciler, loop, 1)
-    snapshot.objects = {key: made for key, made in snapshot.objects.items() if key[0] not in ("Service", "StatefulSet")}
-    snapshot.pods.clear()
+    cluster.objects = {key: made for key, made in cluster.objects.items() if key[0] not in ("Service", "StatefulSet")}
+    cluster.pods.clear()
     await ticks(reconciler, loop, 6)
-    deleted = timestamp(datetime.fromtimestamp(snapshot.now + 1.0, UTC))
-    for name, pod in snapshot.pods.items():
+    deleted = timestamp(datetime.fromtimestamp(cluster.now + 1.0, UTC))
+    for name, pod in cluster.pods.items():
         if "-w-" in name:  # somebody deletes a worker: its leader ends with it
             pod["metadata"] |= {"deletionTimestamp": deleted, "deletionGracePeriodSeconds": 0}
     await ticks(reconciler, loop, 6)
-    snapshot.edit(template={"metadata": {"labels": {"edited": "yes"}}})
+    cluster.edit(template={"metadata": {"labels": {"edited": "yes"}}})
     await ticks(reconciler, loop, 6)
-    snapshot.edit(template={"metadata": {"labels": {"edited": "again"}}}, rollout={"maxSurge": 0, "bakeTime": "0s"})
+    cluster.edit(template={"metadata": {"labels": {"edited": "again"}}}, rollout={"maxSurge": 0, "bakeTime": "0s"})
     await ticks(reconciler, loop, 6)
-    snapshot.pods.clear()  # a quota: no pod is made for a minute
+    cluster.pods.clear()  # a quota: no pod is made for a minute
     for _ in range(3):
-        snapshot.now += 30.0
+        cluster.now += 30.0
         await reconciler.guarded_tick(loop)
-    snapshot.controllers()
-    snapshot.edit(replicas=0)
+    cluster.controllers()
+    cluster.edit(replicas=0)
     await ticks(reconciler, loop, 3)
-    snapshot.installation = Installation()
+    cluster.installation = Installation()
     await ticks(a_reconciler_at(door), loop, 2)
     for _ in range(2):
-        await reconciler.hands.tell(snapshot.deployment, Event("Normal", "Said", "twice"))
+        await reconciler.hands.tell(cluster.deployment, Event("Normal", "Said", "twice"))
 
 
 async def test_a_whole_life_needs_the_rights_of_the_chart_and_no_others() -> None:
@@ -185,8 +185,8 @@ async def test_with_roles_alone_in_one_namespace_everything_works_there() -> Non
     assert all(grant.namespace in ("n", NAMESPACE) for grant in grants)
     door = GuardedDoor(a_world(), grants)
     await lead(door)
-    await ticks(a_reconciler_at(door), a_loop(door.snapshot), 6)
-    assert door.snapshot.condition("Ready")["status"] == "True"
+    await ticks(a_reconciler_at(door), a_loop(door.cluster), 6)
+    assert door.cluster.condition("Ready")["status"] == "True"
 
 
 OF_OPTIONAL_KINDS = {(RESOURCES[kind][0], RESOURCES[kind][2]) for kind in OPTIONAL}
@@ -216,13 +216,13 @@ async def test_a_right_that_is_taken_away_is_named_in_the_conditions(lacked: Gra
         a_world(parallelism=TWO_PODS), granted("watchNamespaces={n}", "webhook.enabled=false") - {lacked}
     )
     told = set[str]()
-    world_status = door.snapshot.write_status
+    world_status = door.cluster.write_status
 
     def write_status(status: Any) -> None:
         told.update(c["message"] for c in status["conditions"] if c["reason"] == "Forbidden")
         world_status(status)
 
-    door.snapshot.write_status = write_status  # type: ignore[method-assign]
+    door.cluster.write_status = write_status  # type: ignore[method-assign]
     await live(door)
     kind = f"{lacked.resource}.{lacked.group}" if lacked.group else lacked.resource
     assert any(f"no right to {lacked.verb} {kind} in namespace n" in message for message in told), told
@@ -234,6 +234,6 @@ async def test_engines_run_without_what_can_be_done_without(kind: str, verb: str
     group, _, plural, _ = RESOURCES[kind]
     lacked = {grant for grant in granted() if (grant.group, grant.resource, grant.verb) == (group, plural, verb)}
     door = GuardedDoor(a_world(), granted() - lacked)
-    await ticks(a_reconciler_at(door), a_loop(door.snapshot), 6)
-    assert door.snapshot.condition("Ready")["status"] == "True"
-    assert door.snapshot.condition("Degraded")["status"] == "False"
+    await ticks(a_reconciler_at(door), a_loop(door.cluster), 6)
+    assert door.cluster.condition("Ready")["status"] == "True"
+    assert door.cluster.condition("Degraded")["status"] == "False"

@@ -86,7 +86,7 @@ EVENTS: dict[str, Event] = {
 
 async def both(cluster: FakeCluster, first: tuple[Reconciler, Loop], second: tuple[Reconciler, Loop]) -> None:
     """One tick of each, both of which see the same before either acts."""
-    looks = [await reconciler.eyes.look(loop.key, loop.memory, loop.engines) for reconciler, loop in (first, second)]
+    looks = [await reconciler.eyes.look(loop.key, loop.state, loop.engines) for reconciler, loop in (first, second)]
     for (reconciler, loop), seen in zip((first, second), looks, strict=True):
 
         async def look(*_: object, seen: Any = seen, **__: object) -> Any:

@@ -122,7 +122,7 @@ def test_unreadable_model_is_not_current() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"model": {"uri": "oci://a/b"}}, {"parallelism": {"tensor": 2}}])
-def test_a_refused_spec_has_failed_at_once_and_what_runs_still_serves(bad: dict[str, Any]) -> None:
+def test_invalid_spec_is_failed_and_serving(bad: dict[str, Any]) -> None:
     cluster = a_cluster()
     cluster.settle()
     cluster.edit(**bad)
@@ -131,7 +131,7 @@ def test_a_refused_spec_has_failed_at_once_and_what_runs_still_serves(bad: dict[
     assert is_serving(cluster)
 
 
-def test_a_first_revision_that_never_comes_up_has_failed() -> None:
+def test_failing_first_revision_is_failed() -> None:
     cluster = a_cluster(runtime=a_runtime(BROKEN))
     assert run(cluster, 60) == ["InProgress", "Failed"]
     assert not is_serving(cluster)

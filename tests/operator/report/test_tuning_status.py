@@ -1,4 +1,4 @@
-"""`status.tuning`: decisions with their numbers, promises in force, and nothing that changes without a cause."""
+"""`status.tuning`: decisions with numbers, objectives in force, and no changes without a cause."""
 
 from __future__ import annotations
 

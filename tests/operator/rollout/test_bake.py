@@ -21,7 +21,7 @@ from trimtab_operator.rollout.rollback import (
 )
 from trimtab_operator.rollout.surge import NoSurgeRoom
 from trimtab_operator.tuner.samples import Finished
-from trimtab_operator.validation.rules import refusals
+from trimtab_operator.validation.rules import validation_errors
 
 BAKE_SECONDS = 40.0
 ROLLOUT = {"startTimeout": "2m", "drainTimeout": "10s", "bakeTime": "40s"}
@@ -146,7 +146,7 @@ def test_random_events_keep_a_single_canary(seed: int) -> None:
     assert len(set(cluster.revisions)) == 1
 
 
-def test_the_first_form_of_all_counts_at_once() -> None:
+def test_first_revision_has_no_canary() -> None:
     """There is nothing to compare with, and a broken edit a second later needs a known-good revision."""
     cluster = settled(1)
     assert state_of(cluster).known_good == revision_spec_of(cluster.deployment)
@@ -155,7 +155,7 @@ def test_the_first_form_of_all_counts_at_once() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("rollout", [{}, {"maxSurge": 0}])
-def test_an_engine_that_ends_while_it_is_watched_takes_its_change_back(replicas: int, rollout: dict[str, Any]) -> None:
+def test_crash_during_bake_rolls_back(replicas: int, rollout: dict[str, Any]) -> None:
     cluster = settled(replicas, **rollout)
     before = cluster.revisions
     first = until_first_is_ready(cluster)
@@ -194,7 +194,7 @@ def test_failing_requests_roll_back_with_numbers() -> None:
     assert "requests failed; other replicas: 0%" in said
 
 
-def test_a_new_operator_waits_for_what_is_left_of_the_time() -> None:
+def test_restarted_operator_waits_for_remaining_bake_time() -> None:
     cluster = settled()
     until_first_is_ready(cluster)
     began = cluster.now
@@ -251,7 +251,7 @@ def test_crashes_long_after_change_do_not_roll_back() -> None:
     assert cluster.revisions == revision
 
 
-def test_a_bake_time_of_nothing_lets_the_others_follow_at_once() -> None:
+def test_zero_bake_time_has_no_canary() -> None:
     cluster = settled(bakeTime="0s")
     cluster.edit(runtime=a_runtime("--seed=1"))
     edited = cluster.now
@@ -262,11 +262,11 @@ def test_a_bake_time_of_nothing_lets_the_others_follow_at_once() -> None:
 
 @pytest.mark.parametrize("text", ["2h", "3601s", "61m"])
 def test_a_time_that_cannot_be_is_refused_by_name(text: str) -> None:
-    (refusal,) = refusals(a_deployment(rollout={"bakeTime": text}))
-    assert refusal.field == "spec.rollout.bakeTime"
+    (error,) = validation_errors(a_deployment(rollout={"bakeTime": text}))
+    assert error.field == "spec.rollout.bakeTime"
 
 
-def test_all_of_it_is_remembered() -> None:
+def test_rollout_state_round_trips() -> None:
     form = RevisionSpec("{}", None, "now")
     state = RolloutState(
         form, RolloutAttempt("c", 1.0, 2.0, 3), None, NoSurgeRoom("c", "full"), form, PostRolloutWatch(4.0, 5)

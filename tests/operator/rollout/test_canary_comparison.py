@@ -35,19 +35,19 @@ BROKEN = (*requests(35), *requests(5, reason="error"))
         (requests(ttft_seconds=0.5), "the median TTFT is 0.500 s; other replicas: 0.200 s"),
         (requests(ttft_seconds=0.39), None),  # slower, not clearly
         (requests(decode_seconds=0.5), "the median ITL is 0.050 s; other replicas: 0.020 s"),
-        (requests(MIN_REQUESTS - 1, ttft_seconds=9.0), None),  # too few to say
-        (requests(reason="abort", output_tokens=1, decode_seconds=None), None),  # clients that went away
+        (requests(MIN_REQUESTS - 1, ttft_seconds=9.0), None),  # too few to compare
+        (requests(reason="abort", output_tokens=1, decode_seconds=None), None),  # clients that disconnected
     ],
 )
 def test_clear_regression_is_described(new: tuple[Finished, ...], said: str | None) -> None:
     assert find_regression(CanaryComparison("c", new, FINE), is_same_model=True) == said
 
 
-def test_errors_that_the_others_have_too_are_not_the_changes() -> None:
+def test_equal_error_rates_are_no_regression() -> None:
     assert find_regression(CanaryComparison("c", BROKEN, BROKEN), is_same_model=True) is None
 
 
-def test_another_model_may_take_its_time_but_not_fail() -> None:
+def test_other_model_is_compared_by_failures_only() -> None:
     assert (
         find_regression(
             CanaryComparison("c", requests(ttft_seconds=9.0, decode_seconds=9.0), FINE), is_same_model=False

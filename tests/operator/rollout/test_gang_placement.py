@@ -68,10 +68,10 @@ def a_group(
     return Group(0, leader, tuple(placed), workers)
 
 
-def refused(group: Group, *, since: float = 0.0, words: str | None = QUOTA) -> Group:
+def refused(group: Group, *, since: float = 0.0, error: str | None = QUOTA) -> Group:
     """Pods without quota do not exist: the API server does not create them."""
     pods = tuple(pod for pod in group.pods if pod["spec"])
-    return replace(group, pods=pods, missing=MissingPods(after(since).timestamp(), len(pods), words))
+    return replace(group, pods=pods, missing=MissingPods(after(since).timestamp(), len(pods), error))
 
 
 def plan_gang_backoffs(
@@ -101,7 +101,7 @@ def test_younger_group_backs_off_sooner() -> None:
     assert plan_gang_backoffs([young], ages, soon)
 
 
-def test_patience_counts_from_when_it_holds_one_node_and_lacks_another() -> None:
+def test_timeout_starts_when_partly_placed() -> None:
     """The time without any scheduled pod does not count."""
     placed = a_pod("a", LEADER, 0, node="one", since=1000)
     group = a_group("a", "one", None)
@@ -177,7 +177,7 @@ def test_fully_or_not_placed_group_has_no_backoff(nodes: tuple[str | None, ...])
     assert plan_gang_backoffs([a_group("a", *nodes)], [], after(3600)) == {}
 
 
-def test_a_replica_of_one_pod_never_gives_back() -> None:
+def test_single_pod_replica_never_backs_off() -> None:
     group = a_group("a", None)
     alone = Group(0, group.stateful_set, group.pods)
     assert plan_gang_backoffs([alone], [], after(3600)) == {}

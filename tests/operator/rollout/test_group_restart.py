@@ -49,17 +49,17 @@ def test_deleted_pod_restarts_the_group() -> None:
     assert restarted(leader, first, a_pod("m-g0-w-1", WORKER, 0, deleted=60)) == ["m-g0-0", "m-g0-w-0"]
 
 
-def test_a_group_that_is_whole_is_left_alone() -> None:
+def test_complete_group_is_not_restarted() -> None:
     assert restarted(a_pod("m-g0-0", LEADER, 0), a_pod("m-g0-w-0", WORKER, 0), a_pod("m-g0-w-1", WORKER, 0)) == []
 
 
-def test_pods_of_the_next_engine_do_not_restart_with_the_last_one() -> None:
+def test_pods_of_next_engine_are_not_restarted() -> None:
     """A worker may drain for long; the other pods have restarted and wait for its successor."""
     new_leader, draining = a_pod("m-g0-0", LEADER, 70), a_pod("m-g0-w-1", WORKER, 0, deleted=60)
     assert restarted(new_leader, a_pod("m-g0-w-0", WORKER, 65), draining) == []
 
 
-def test_a_replica_of_one_pod_has_no_companions() -> None:
+def test_single_pod_replica_restarts_no_other_pod() -> None:
     assert restarted(a_pod("m-g0-0", LEADER, 0, deleted=60), workers=0) == []
 
 
@@ -71,7 +71,7 @@ def test_new_revision_pods_wait_for_their_leader() -> None:
     assert restarted(leader, a_pod("m-g0-w-0", WORKER, 0, deleted=60), new) == []
 
 
-def test_a_pod_of_either_revision_that_goes_takes_its_own_along() -> None:
+def test_deleted_pod_restarts_pods_of_its_revision() -> None:
     waiting, going = a_pod("m-g0-w-0", WORKER, 60, revision="r2"), a_pod("m-g0-w-1", WORKER, 60, 70, revision="r2")
     assert restarted(a_pod("m-g0-0", LEADER, 0, deleted=50), waiting, going) == ["m-g0-w-0"]
 

@@ -35,13 +35,11 @@ def a_pod(name: str, node: str | None, *, ready: bool = True) -> dict[str, Any]:
     [
         ("Unknown", NODE_LOSS_TIMEOUT_SECONDS + 1, ["m-g0-w-0"]),
         ("False", NODE_LOSS_TIMEOUT_SECONDS + 1, ["m-g0-w-0"]),
-        ("Unknown", NODE_LOSS_TIMEOUT_SECONDS - 1, []),  # it may still come back
+        ("Unknown", NODE_LOSS_TIMEOUT_SECONDS - 1, []),  # it may recover
         ("True", 3600, []),
     ],
 )
-def test_pods_on_a_node_that_is_lost_are_deleted_without_waiting_for_it(
-    status: str, seconds: float, expected: list[str]
-) -> None:
+def test_pods_on_lost_node_are_force_deleted(status: str, seconds: float, expected: list[str]) -> None:
     nodes = [a_node("one", "True", 9999), a_node("two", status, seconds)]
     pods = [a_pod("m-g0-0", "one"), a_pod("m-g0-w-0", "two"), a_pod("m-g0-w-1", None)]
     given_up = lost_pod_deletions(pods, nodes, NOW)
@@ -55,7 +53,7 @@ def test_mostly_unready_nodes_lose_no_pods() -> None:
     assert lost_pod_deletions([a_pod("m-g0-0", "two")], [*nodes, a_node("four", "True", 9999)], NOW) != ()
 
 
-def test_a_pod_that_a_finalizer_keeps_is_deleted_once() -> None:
+def test_pod_with_finalizer_is_deleted_once() -> None:
     pod = a_pod("m-g0-0", "two")
     pod["metadata"] |= {"deletionTimestamp": timestamp(NOW), "deletionGracePeriodSeconds": 30}
     nodes = [a_node("one", "True", 9999), a_node("two", "Unknown", 999)]
@@ -64,7 +62,7 @@ def test_a_pod_that_a_finalizer_keeps_is_deleted_once() -> None:
     assert lost_pod_deletions([pod], nodes, NOW) == ()
 
 
-def test_pods_that_are_no_replicas_are_left_alone() -> None:
+def test_foreign_pods_are_not_deleted() -> None:
     pod = a_pod("m-facts-x", "two")
     del pod["metadata"]["labels"][GROUP_LABEL]
     assert lost_pod_deletions([pod], [a_node("two", "Unknown", 999)], NOW) == ()

@@ -12,32 +12,32 @@ LOST = (a_node("one"), a_node("two", "Unknown"))
 STUCK = (a_pod(), not_ready(a_pod(WORKER, node=None, unschedulable_message="Insufficient nvidia.com/gpu")))
 
 
-def care_of(
+def lifecycle_plan(
     children: ObservedChildren, nodes: tuple[Manifest, ...] | None = (), *, change_id: str | None = "r1"
 ) -> PodLifecyclePlan:
     return plan_pod_lifecycle(children, nodes=nodes, partly_placed=None, now=moment(), change_id=change_id)
 
 
 def test_a_group_that_is_well_needs_nothing() -> None:
-    assert care_of(observed(a_pod(), a_pod(WORKER, node="two"), workers=1), LOST) == PodLifecyclePlan((), {}, ())
+    assert lifecycle_plan(observed(a_pod(), a_pod(WORKER, node="two"), workers=1), LOST) == PodLifecyclePlan((), {}, ())
 
 
 def test_lost_node_is_reported_and_its_pods_deleted() -> None:
-    urgent_deletes = care_of(observed(a_pod(), not_ready(a_pod(WORKER, node="two")), workers=1), LOST)
+    urgent_deletes = lifecycle_plan(observed(a_pod(), not_ready(a_pod(WORKER, node="two")), workers=1), LOST)
     assert [(deletion.name, deletion.grace_seconds) for deletion in urgent_deletes.deletions] == [("m-g0-w-0", 0)]
     assert [note.reason for note in urgent_deletes.events] == ["NodeLost"]
 
 
 def test_missing_node_permission_loses_no_pods() -> None:
-    assert care_of(observed(a_pod(), not_ready(a_pod(WORKER, node="two")), workers=1), None).deletions == ()
+    assert lifecycle_plan(observed(a_pod(), not_ready(a_pod(WORKER, node="two")), workers=1), None).deletions == ()
 
 
-def test_a_group_that_is_stuck_gives_its_pods_back_and_says_so_once() -> None:
-    urgent_deletes = care_of(observed(*STUCK, workers=1))
+def test_stuck_group_backs_off_and_is_reported_once() -> None:
+    urgent_deletes = lifecycle_plan(observed(*STUCK, workers=1))
     assert not urgent_deletes.held[0].has_pods
     assert [note.reason for note in urgent_deletes.events] == ["GangSchedulingBackoff"]
     assert "Insufficient nvidia.com/gpu" in urgent_deletes.events[0].message
 
 
 def test_invalid_spec_reports_no_backoff() -> None:
-    assert care_of(observed(*STUCK, workers=1), change_id=None).events == ()
+    assert lifecycle_plan(observed(*STUCK, workers=1), change_id=None).events == ()

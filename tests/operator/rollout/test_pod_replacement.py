@@ -27,15 +27,15 @@ def replaced(*sets: dict[str, Any], pods: list[dict[str, Any]]) -> list[str]:
     return [found.name for found in plan_pod_replacements(groups, 1)]
 
 
-def test_a_pod_of_another_revision_is_replaced() -> None:
+def test_outdated_pod_is_replaced() -> None:
     assert replaced(a_set(), pods=[a_pod(revision="r1")]) == ["m-g0-0"]
 
 
-def test_a_pod_of_the_wanted_revision_is_left_alone() -> None:
+def test_current_pod_is_kept() -> None:
     assert replaced(a_set(), pods=[a_pod(revision="r2")]) == []
 
 
-def test_a_pod_that_goes_already_is_not_deleted_again() -> None:
+def test_terminating_pod_is_not_deleted_again() -> None:
     assert replaced(a_set(), pods=[a_pod(revision="r1", deleted=0.0)]) == []
 
 
@@ -123,7 +123,7 @@ def test_broken_change_is_replaced_by_operator(spec: dict[str, Any]) -> None:
     assert cluster.condition("Ready")["status"] == "True"
 
 
-def test_a_first_revision_that_is_broken_is_replaced_by_a_better_one() -> None:
+def test_broken_first_revision_is_superseded() -> None:
     cluster = FakeCluster(runtime={"device": "cpu", "image": "engine:1", "args": [BROKEN]}, rollout=QUICK)
     for _ in range(8):
         cluster.tick()

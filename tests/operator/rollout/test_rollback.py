@@ -22,8 +22,8 @@ from trimtab_operator.rollout.rollback import (
     UNSTORED_ATTEMPT_SECONDS,
     FailedChange,
     RolloutState,
-    budget_seconds,
     change_of,
+    change_timeout_seconds,
     from_text,
     known_good_deployment,
     plan_rollout_state,
@@ -33,7 +33,7 @@ from trimtab_operator.rollout.rollback import (
 )
 
 KEY = "a token"
-START_SECONDS = 20.0  # of an engine that comes up
+START_SECONDS = 20.0  # of an engine that starts
 QUICK = {"startTimeout": "2m", "drainTimeout": "10s", "maxSurge": 0, "bakeTime": "0s"}
 """Replace in place, which is harder than with surge (test_surge.py), and without a canary (test_bake.py)."""
 BAD = (BROKEN,)
@@ -99,12 +99,12 @@ def test_failing_change_is_rolled_back_after_one_replica(replicas: int) -> None:
     assert all(group.is_ready for group in cluster.groups)
     assert cluster.failed is not None
     assert "m-g0 did not become Ready within 2m" in cluster.failed.message
-    assert cluster.failed.returns_to == before[0]
+    assert cluster.failed.rolled_back_to == before[0]
     assert cluster.most_down == 1
 
 
 @pytest.mark.parametrize(("gigabytes", "is_given_up"), [(1, True), (141, False)])
-def test_a_large_model_gets_the_time_that_reading_it_takes(gigabytes: int, is_given_up: bool) -> None:
+def test_large_model_has_longer_start_timeout(gigabytes: int, is_given_up: bool) -> None:
     parts = {**MODEL_FACTS["weights_by_part"], "dense_mlp": gigabytes * 10**9}
     facts = {**MODEL_FACTS, "weights_by_part": parts, "weights_bytes": sum(parts.values())}
     cluster = FakeCluster(knows_the_model=False, rollout={"drainTimeout": "10s", "bakeTime": "0s", "maxSurge": 0})
@@ -170,7 +170,7 @@ def test_rolled_back_change_is_retried_after_edit() -> None:
     assert cluster.revisions == [good[0]] * 3
 
 
-def test_a_good_change_after_a_bad_one_goes_through() -> None:
+def test_good_change_after_bad_one_is_rolled_out() -> None:
     cluster = settled()
     cluster.edit(runtime=a_runtime(*BAD))
     cluster.run()
@@ -185,15 +185,15 @@ def test_a_good_change_after_a_bad_one_goes_through() -> None:
     )
 
 
-def test_a_first_revision_has_nothing_to_return_to_and_says_so() -> None:
+def test_failing_first_revision_is_reported() -> None:
     cluster = RolloutCluster(args=BAD)
     cluster.run()
     assert cluster.failed is not None
-    assert cluster.failed.returns_to is None
+    assert cluster.failed.rolled_back_to is None
     assert cluster.revisions == [render(cluster.deployment)] * 2
 
 
-def test_a_restarted_operator_neither_forgets_the_clock_nor_what_worked() -> None:
+def test_restarted_operator_keeps_timer_and_known_good() -> None:
     cluster = settled(1)
     cluster.edit(runtime=a_runtime(*BAD))
     for _ in range(4):
@@ -202,7 +202,7 @@ def test_a_restarted_operator_neither_forgets_the_clock_nor_what_worked() -> Non
     while cluster.rollout_state.rolled_back is None:
         cluster.restart_operator()
         cluster.tick()
-    assert cluster.now - began < budget_seconds(cluster.deployment) + 2 * TICK_SECONDS
+    assert cluster.now - began < change_timeout_seconds(cluster.deployment) + 2 * TICK_SECONDS
     cluster.restart_operator()
     cluster.run()
     assert all(group.is_ready for group in cluster.groups)
@@ -234,7 +234,7 @@ def test_failing_known_good_revision_is_not_rolled_back() -> None:
 def test_blocked_spec_keeps_known_good_at_present_count() -> None:
     cluster = settled()
     before = cluster.revisions[0]
-    cluster.model_words = (1, "no such file")  # of the model that is asked for now
+    cluster.model_words = (1, "no such file")  # of the spec's model
     cluster.edit(model={"uri": "file:///models/other"}, replicas=5)
     cluster.run()
     assert cluster.revisions == [before] * 5
@@ -253,7 +253,7 @@ def ended(exit_code: int, times: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("exit_code", "times", "is_taken_back"),
     [
-        (2, MIN_REFUSED_STARTS, True),  # the engine says that it cannot be: waiting helps nobody
+        (2, MIN_REFUSED_STARTS, True),  # the engine rejects it: waiting does not help
         (2, MIN_REFUSED_STARTS - 1, False),
         (1, 50, False),  # a crash may be the node's fault: the budget decides
         (137, 50, False),
@@ -377,10 +377,10 @@ def test_restarting_operator_rolls_back_in_time() -> None:
     while cluster.failed is None:
         cluster.restart_operator()
         cluster.tick()
-        assert cluster.now - began < budget_seconds(cluster.deployment) + 6 * TICK_SECONDS
+        assert cluster.now - began < change_timeout_seconds(cluster.deployment) + 6 * TICK_SECONDS
 
 
-def test_nor_does_an_earlier_attempt_keep_it_from_that() -> None:
+def test_earlier_attempt_does_not_delay_rollback() -> None:
     cluster = RolloutCluster(replicas=1)
     cluster.settle()
     cluster.edit(runtime=a_runtime(*BAD))
@@ -391,4 +391,4 @@ def test_nor_does_an_earlier_attempt_keep_it_from_that() -> None:
     while cluster.failed is None:
         cluster.restart_operator()
         cluster.tick()
-        assert cluster.now - began < budget_seconds(cluster.deployment) + 6 * TICK_SECONDS
+        assert cluster.now - began < change_timeout_seconds(cluster.deployment) + 6 * TICK_SECONDS

@@ -11,7 +11,7 @@ from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster
 from trimtab_operator.planning.children import allowed_down
 from trimtab_operator.rollout.rollback import from_text
 from trimtab_operator.rollout.surge import PLACEMENT_TIMEOUT_SECONDS, allowed_surge
-from trimtab_operator.validation.rules import refusals
+from trimtab_operator.validation.rules import validation_errors
 
 QUICK = {"startTimeout": "2m", "drainTimeout": "10s", "bakeTime": "0s"}
 START_SECONDS = 20.0
@@ -59,17 +59,17 @@ def settled(replicas: int = 1, *, nodes: int = 99, rollout: dict[str, Any] | Non
 )
 def test_max_surge_is_a_count_or_a_share_rounded_up(value: int | str, replicas: int, surge: int) -> None:
     deployment = a_deployment(rollout={"maxSurge": value})
-    assert refusals(deployment) == ()
+    assert validation_errors(deployment) == ()
     assert allowed_surge(deployment, replicas) == surge
 
 
 @pytest.mark.parametrize("value", ["101%", "x%", 1001, -1])
 def test_a_surge_that_is_no_count_is_refused_by_name(value: int | str) -> None:
-    (refusal,) = refusals(a_deployment(rollout={"maxSurge": value}))
-    assert refusal.field == "spec.rollout.maxSurge"
+    (error,) = validation_errors(a_deployment(rollout={"maxSurge": value}))
+    assert error.field == "spec.rollout.maxSurge"
 
 
-def test_a_single_replica_serves_until_the_new_one_does() -> None:
+def test_single_replica_serves_until_surge_is_ready() -> None:
     cluster = settled()
     old = cluster.pods["m-g0-0"]["metadata"]["uid"]
     cluster.edit(runtime=a_runtime("--seed=1"))
@@ -102,7 +102,7 @@ def test_each_engine_starts_once() -> None:
     assert len(cluster.engines) - started == 3
 
 
-def test_a_change_that_does_not_come_up_never_takes_anybody() -> None:
+def test_failing_change_removes_no_replica() -> None:
     cluster = settled(2)
     before = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
     cluster.edit(runtime=a_runtime(BROKEN))
@@ -193,12 +193,12 @@ def test_the_next_change_looks_for_room_again() -> None:
     assert cluster.fewest_ready == 1
 
 
-def test_a_quota_that_refuses_another_pod_is_no_room_either() -> None:
+def test_exhausted_quota_is_a_surge_obstacle() -> None:
     cluster = settled(1)
     cluster.edit(runtime=a_runtime("--seed=1"))
     cluster.quota = 1
     words = 'pods "m-g1-0" is forbidden: exceeded quota: q, requested: pods=1, used: pods=1, limited: pods=1'
-    cluster.refusals = [refused("m-g1", words)]
+    cluster.creation_failures = [refused("m-g1", words)]
     for _ in range(40):
         cluster.tick()
     assert "SurgeUnschedulable" in cluster.events
@@ -226,7 +226,7 @@ def test_rejected_pods_replace_nothing() -> None:
     old = cluster.pods["m-g0-0"]["metadata"]["uid"]
     cluster.edit(runtime=a_runtime("--seed=1"))
     cluster.quota = 1
-    cluster.refusals = [refused("m-g1", 'admission webhook "policy" denied the request: no')]
+    cluster.creation_failures = [refused("m-g1", 'admission webhook "policy" denied the request: no')]
     for _ in range(60):
         cluster.tick()
     assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
@@ -240,7 +240,7 @@ def test_scaling_to_zero_waits_for_no_surge() -> None:
     assert cluster.groups == ()
 
 
-def test_a_change_with_more_replicas_brings_them_at_once() -> None:
+def test_change_with_more_replicas_adds_them_at_once() -> None:
     cluster = settled(1)
     cluster.edit(runtime=a_runtime("--seed=1"), replicas=3)
     cluster.settle()
@@ -252,9 +252,7 @@ def test_a_change_with_more_replicas_brings_them_at_once() -> None:
 @pytest.mark.parametrize("bake", ["0s", "40s"])
 @pytest.mark.parametrize("surge", [0, 1])
 @pytest.mark.parametrize(("before", "wanted"), [(2, 3), (3, 5)])
-def test_a_roll_goes_on_while_replicas_that_came_with_it_find_no_place(
-    before: int, wanted: int, surge: int, bake: str
-) -> None:
+def test_rollout_continues_despite_unschedulable_additions(before: int, wanted: int, surge: int, bake: str) -> None:
     """An unschedulable replica cannot serve: scheduled ones are replaced one at a time."""
     cluster = settled(before, nodes=before, rollout={"maxSurge": surge, "bakeTime": bake})
     old = cluster.revisions[0]

@@ -14,7 +14,7 @@ from trimtab_operator.builders.labels import REVISION_LABEL
 from trimtab_operator.builders.record import RECORD_ANNOTATION, asked_of
 from trimtab_operator.builders.stateful_set import pod_template
 from trimtab_operator.resource.spec import RESTARTED_AT
-from trimtab_operator.resource.validation_error import Refusal
+from trimtab_operator.resource.validation_error import ValidationError
 from trimtab_operator.rollout.rollback import stored_rollout
 
 DEFAULTED: dict[str, Any] = {"runtime": {"device": "cpu"}}
@@ -71,8 +71,8 @@ def test_stricter_rule_is_reported_and_allows_scaling(
     cluster = FakeCluster(replicas=2)
     cluster.settle()
     (revision,) = set(cluster.revisions)
-    tighter = (Refusal("spec.runtime.args[0]", "is refused by now"),)
-    monkeypatch.setattr("trimtab_operator.planning.plan.refusals", lambda _: tighter)
+    tighter = (ValidationError("spec.runtime.args[0]", "is refused by now"),)
+    monkeypatch.setattr("trimtab_operator.planning.plan.validation_errors", lambda _: tighter)
     cluster.restart_operator()
     for replicas in (3, 1, 2):
         cluster.edit(replicas=replicas)
@@ -95,7 +95,7 @@ def test_an_upgrade_of_the_operator_writes_no_stateful_set(monkeypatch: pytest.M
     assert [action.reason for action in cluster.decide().children] == []
 
 
-def test_the_status_says_that_new_pods_would_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_reports_outdated_pods(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = a_settled_cluster()
     assert RESTARTED_AT not in cluster.condition("Progressing")["message"]
     upgrade(cluster, monkeypatch)
@@ -103,7 +103,7 @@ def test_the_status_says_that_new_pods_would_be_others(monkeypatch: pytest.Monke
     assert RESTARTED_AT in cluster.condition("Progressing")["message"]
 
 
-def test_a_replica_that_is_added_after_an_upgrade_is_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_added_after_upgrade_equals_others(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = a_settled_cluster()
     upgrade(cluster, monkeypatch)
     cluster.edit(replicas=3)
@@ -121,7 +121,7 @@ def test_an_edit_after_an_upgrade_brings_all_that_is_new(monkeypatch: pytest.Mon
     assert {found["spec"]["containers"][0]["startupProbe"]["periodSeconds"] for found in cluster.pods.values()} == {7}
 
 
-def test_an_owner_asks_for_new_pods_by_an_annotation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_annotation_replaces_pods(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = a_settled_cluster()
     upgrade(cluster, monkeypatch)
     restart(cluster, "2026-01-01")
@@ -172,7 +172,7 @@ def test_edited_pod_template_is_restored(monkeypatch: pytest.MonkeyPatch) -> Non
     assert images(cluster) == {"engine:1"}
 
 
-def test_a_former_secret_still_vouches_for_what_is_remembered() -> None:
+def test_former_secret_still_verifies_state() -> None:
     cluster = a_settled_cluster()
     cluster.secret, cluster.former_secret = b"another", SECRET
     snapshot = cluster.look()
@@ -281,7 +281,7 @@ BOUNDED = {"gpuMemoryUtilization": {"max": "0.95"}, "maxNumSeqs": {"max": 256}, 
         (BOUNDED, {"mode": "Auto", "bounds": {**BOUNDED, "watermark": {"max": "0.2"}}}, False),
         ({}, {"mode": "Off", "bounds": {}}, True),
     ],
-    ids=["caps that are given do not depend on the mode", "what no pod is rendered from", "caps that mode Off lowers"],
+    ids=["caps that are given do not depend on the mode", "fields without effect on pods", "caps that mode Off lowers"],
 )
 def test_upgrade_replaces_pods_only_on_pod_changes(
     bounds: dict[str, Any], edit: dict[str, Any], restarts: bool, monkeypatch: pytest.MonkeyPatch

@@ -417,7 +417,7 @@ def test_every_rule_has_a_case() -> None:
     assert {rule.__name__ for rule in RULES} == {rule.__name__ for rule in tripped}
 
 
-def test_an_image_must_come_from_somewhere() -> None:
+def test_image_is_required() -> None:
     body = changed("spec.runtime.image", None)
     assert any("spec.runtime.image" in line for line in validation_messages(body, default_image=None))
     assert validation_messages(body, default_image="engine:2") == []
@@ -462,9 +462,7 @@ def test_replicas_are_immutable_while_scaling_is_set(
 
 
 @CHANGES_OF_REPLICAS
-def test_the_webhook_says_the_same_of_it_in_the_same_words(
-    before: dict[str, Any], after: dict[str, Any], is_allowed: bool
-) -> None:
+def test_webhook_and_rules_have_equal_messages(before: dict[str, Any], after: dict[str, Any], is_allowed: bool) -> None:
     old, new = with_counts(before), with_counts(after)
     verdict = a_review(new, old)
     assert verdict["allowed"] is is_allowed
@@ -508,7 +506,7 @@ def test_cel_and_rules_have_equal_messages(path: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("path", "value"), ACCEPTED)
-def test_cel_accepts_what_the_table_accepts(path: str, value: Any) -> None:
+def test_cel_accepts_valid_specs(path: str, value: Any) -> None:
     assert cel_verdict(changed(path, value))
 
 
@@ -521,20 +519,20 @@ def a_review(new: dict[str, Any], old: dict[str, Any] | None = None) -> dict[str
     return response
 
 
-def test_the_webhook_refuses_with_every_message() -> None:
+def test_webhook_rejects_with_all_messages() -> None:
     verdict = a_review(changed("spec.model.uri", "oci://a/b"))
     assert not verdict["allowed"]
     assert "is not a repository" in verdict["status"]["message"]
 
 
-def test_the_webhook_lets_labels_of_an_old_invalid_resource_be_edited() -> None:
+def test_webhook_allows_label_edits_of_invalid_resource() -> None:
     old = changed("spec.model.uri", "oci://a/b")
     new = copy.deepcopy(old)
     new["metadata"]["labels"] = {"a": "b"}
     assert a_review(new, old)["allowed"]
 
 
-def test_the_webhook_never_stands_in_the_way_of_a_deletion() -> None:
+def test_webhook_allows_updates_during_deletion() -> None:
     new = changed("spec.model.uri", "oci://a/b")
     new["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert a_review(new, BASE)["allowed"]

@@ -42,8 +42,8 @@ def termination_message(container: Mapping[str, Any]) -> str:
     if not end:
         return NO_TERMINATION_MESSAGE
     lines = [line for line in str(end.get("message", "")).strip().splitlines() if line.strip()]
-    said = lines[-1].strip() if lines else str(end.get("reason", ""))
-    return f"{said} (exit code {end.get('exitCode')})"
+    message = lines[-1].strip() if lines else str(end.get("reason", ""))
+    return f"{message} (exit code {end.get('exitCode')})"
 
 
 def _statuses(pod: Manifest) -> Iterator[Mapping[str, Any]]:
