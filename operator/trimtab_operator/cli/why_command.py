@@ -20,11 +20,11 @@ from trimtab_operator.builders.labels import tuning_name_of
 from trimtab_operator.cli.shared import refuse
 from trimtab_operator.kube.rbac import missing_right, server_words
 from trimtab_operator.planning.gpu_budget import OVER_BUDGET
-from trimtab_operator.planning.scheduling_policy import meaning_of, stored_scheduling
+from trimtab_operator.planning.scheduling_policy import describe_policy, stored_scheduling
 from trimtab_operator.resource.signed_text import unverified
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, Tuning
 from trimtab_operator.tuner.explanation import why as termination_message
-from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.state import TunerState
 from trimtab_operator.tuner.stored import decision_to_json, from_json
 
 REQUEST_SECONDS = 15.0
@@ -66,13 +66,13 @@ def why(
     typer.echo(as_json(found, memory) if output is Output.JSON else as_text(found, memory))
 
 
-def memory_of(kept: str | None) -> Memory:
+def memory_of(kept: str | None) -> TunerState:
     """What the tuner remembers: nothing where it has written nothing yet, or what stands there is not its text."""
     body = unverified(kept)
-    return (None if body is None else from_json(body)) or Memory()
+    return (None if body is None else from_json(body)) or TunerState()
 
 
-def as_text(found: Found, memory: Memory) -> str:
+def as_text(found: Found, memory: TunerState) -> str:
     """A line on how it is tuned now, and the decisions."""
     name = found.resource["metadata"]["name"]
     tuning = (found.resource.get("status") or {}).get("tuning") or {}
@@ -81,14 +81,14 @@ def as_text(found: Found, memory: Memory) -> str:
     lines += [f"  promised: {_promises(tuning['objectives'])}"] if tuning.get("objectives") else []
     applied = ", ".join(f"{knob} {value}" for knob, value in sorted((tuning.get("applied") or {}).items()))
     lines += [f"  tuned to: {applied}"] if applied else []
-    lines += _queue(tuning.get("queueOrder") or {})
+    lines += _queue(tuning.get("schedulingPolicy") or {})
     lines += _replicas(found.resource)
     if mode == "Off" and not memory.history:
         return "\n".join([*lines, "", "Nothing is decided while spec.tuning.mode is Off; Recommend only tells."])
     return "\n".join([*lines, "", termination_message(memory.history, memory.recommendation)])
 
 
-def as_json(found: Found, memory: Memory) -> str:
+def as_json(found: Found, memory: TunerState) -> str:
     """The same for programs: newest first."""
     recommendation = memory.recommendation
     return json.dumps(
@@ -105,8 +105,8 @@ def as_json(found: Found, memory: Memory) -> str:
 
 def _queue(order: Mapping[str, Any]) -> list[str]:
     """In which order engines serve those that wait, and who does not follow."""
-    taken = stored_scheduling({"tuning": {"queueOrder": order}})
-    lines = [] if taken is None else [f"  queue order: {taken.policy}: {meaning_of(taken)}"]
+    taken = stored_scheduling({"tuning": {"schedulingPolicy": order}})
+    lines = [] if taken is None else [f"  scheduling policy: {taken.policy}: {describe_policy(taken)}"]
     return [*lines, f"  {order['message']}"] if order.get("message") else lines
 
 

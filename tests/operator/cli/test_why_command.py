@@ -13,23 +13,23 @@ import pytest
 import yaml
 from trimtab_operator.cli.trimtab_command import app
 from trimtab_operator.resource.signed_text import sealed
-from trimtab_operator.tuner.knobs import Knob
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason, decision_id
-from trimtab_operator.tuner.state import Memory
+from trimtab_operator.tuner.parameters import Parameter
+from trimtab_operator.tuner.state import TunerState
 from trimtab_operator.tuner.stored import to_json
 from typer.testing import CliRunner, Result
 
 MOVE = Move(
     Reason.KV_CACHE_TOO_SMALL,
-    Knob.GPU_MEMORY_UTILIZATION,
+    Parameter.GPU_MEMORY_UTILIZATION,
     0.77,
     0.87,
     {"recomputed_share": 0.203, "preemptions": 8.0, "headroom_bytes": 235929600.0, "kv_tokens_gained": 2832.0},
     (Expectation(Measure.RECOMPUTED, 0.203, 0.0, 0.0, 0.01),),
-    "less than 1% of the tokens computed twice",
+    "less than 1% of tokens recomputed",
 )
 DECISION = Decision(
-    decision_id(1_790_000_000.0, MOVE), 1_790_000_000.0, MOVE, "Raised it.", "kept: predicted 0.0%, seen 0.0%"
+    decision_id(1_790_000_000.0, MOVE), 1_790_000_000.0, MOVE, "Raised it.", "kept: predicted 0.0%, observed 0.0%"
 )
 RESOURCE = "/apis/trimtab.dev/v1alpha1/namespaces/{}/inferencedeployments/{}"
 CONFIG_MAP = "/api/v1/namespaces/{}/configmaps/{}-tuning"
@@ -83,7 +83,7 @@ class Cluster:
         resource["spec"]["scaling"] = scaling
         resource["status"] |= status
 
-    def has(self, name: str, namespace: str, memory: Memory | None, **status: Any) -> None:
+    def has(self, name: str, namespace: str, memory: TunerState | None, **status: Any) -> None:
         """One resource, and what its tuner remembers."""
         self.answers[RESOURCE.format(namespace, name)] = {
             "metadata": {"name": name, "namespace": namespace},
@@ -116,7 +116,7 @@ def why(*arguments: str) -> Result:
 def test_decisions_are_told_with_evidence_prediction_advice_and_what_came_of_them(cluster: Cluster) -> None:
     promises = {"source": "Default", "ttft": {"target": "300ms", "percentile": 95, "perPromptToken": "125us"}}
     applied = {"gpu_memory_utilization": "0.87"}
-    cluster.has("chat", "team-a", Memory(history=(DECISION,)), objectives=promises, applied=applied)
+    cluster.has("chat", "team-a", TunerState(history=(DECISION,)), objectives=promises, applied=applied)
     result = why("chat")
     assert result.exit_code == 0
     for told in (
@@ -126,26 +126,26 @@ def test_decisions_are_told_with_evidence_prediction_advice_and_what_came_of_the
         f"[{DECISION.id}] {MOVE.reason.value}: Raised it.",
         "evidence: preemptions 8",
         "predicted: recomputed share from 20.3% to 0.0%",
-        'the guide: "Increase gpu_memory_utilization.',
-        "what came of it: kept: predicted 0.0%, seen 0.0%",
+        'guideline: "Increase gpu_memory_utilization.',
+        "outcome: kept: predicted 0.0%, observed 0.0%",
     ):
         assert told in result.output
 
 
 def test_the_order_of_the_queue_is_told_with_who_does_not_follow(cluster: Cluster) -> None:
-    cluster.has("chat", "team-a", Memory())
-    assert "queue order" not in why("chat").output
-    told = {"policy": "deadline", "askedBy": "Objectives", "ttftTarget": "2s", "message": "chat-g0 does not know …"}
-    cluster.has("chat", "team-a", Memory(), queueOrder=told)
+    cluster.has("chat", "team-a", TunerState())
+    assert "scheduling policy" not in why("chat").output
+    told = {"policy": "deadline", "source": "Objectives", "ttftTarget": "2s", "message": "chat-g0 does not know …"}
+    cluster.has("chat", "team-a", TunerState(), schedulingPolicy=told)
     assert (
-        "  queue order: deadline: requests that can still have their first token within 2 s go first\n"
+        "  scheduling policy: deadline: requests that can still meet a TTFT of 2 s run first\n"
         "  chat-g0 does not know …\n"
     ) in why("chat").output
-    assert json.loads(why("chat", "-o", "json").stdout)["tuning"]["queueOrder"] == told
+    assert json.loads(why("chat", "-o", "json").stdout)["tuning"]["schedulingPolicy"] == told
 
 
 def test_a_count_that_is_the_operators_is_told_with_its_bounds(cluster: Cluster) -> None:
-    cluster.has("chat", "team-a", Memory())
+    cluster.has("chat", "team-a", TunerState())
     assert "replicas:" not in why("chat").output
     counts = {"desiredReplicas": 3, "readyReplicas": 2, "lastScaleTime": "2026-01-01T12:00:00Z"}
     cluster.scales("chat", "team-a", {"minReplicas": 1, "maxReplicas": 6}, **counts)
@@ -153,7 +153,7 @@ def test_a_count_that_is_the_operators_is_told_with_its_bounds(cluster: Cluster)
 
 
 def test_a_count_that_the_gpu_budget_cuts_is_told_with_why(cluster: Cluster) -> None:
-    cluster.has("chat", "team-a", Memory())
+    cluster.has("chat", "team-a", TunerState())
     said = {"type": "ScalingLimited", "status": "True", "reason": "OverBudget", "message": "3 of 5 wanted replicas: …"}
     counts = {"desiredReplicas": 3, "wantedReplicas": 5, "readyReplicas": 3, "conditions": [said]}
     cluster.scales("chat", "team-a", {"maxReplicas": 6}, **counts)
@@ -162,7 +162,7 @@ def test_a_count_that_the_gpu_budget_cuts_is_told_with_why(cluster: Cluster) -> 
 
 
 def test_programs_get_the_same_as_json(cluster: Cluster) -> None:
-    cluster.has("chat", "team-b", Memory(history=(DECISION,)))
+    cluster.has("chat", "team-b", TunerState(history=(DECISION,)))
     answer = json.loads(why("chat", "-n", "team-b", "-o", "json").stdout)
     assert (answer["name"], answer["namespace"], answer["recommendation"]) == ("chat", "team-b", None)
     assert answer["decisions"][0]["id"] == DECISION.id
@@ -176,7 +176,7 @@ def test_nothing_decided_and_nothing_readable_are_no_error(cluster: Cluster, kep
         cluster.answers[CONFIG_MAP.format("team-a", "chat")] = {"data": {"state.json": kept}}
     result = why("chat")
     assert result.exit_code == 0
-    assert "Nothing was decided yet" in result.output
+    assert "No decisions yet" in result.output
 
 
 def test_mode_off_says_that_nothing_is_decided(cluster: Cluster) -> None:
@@ -197,7 +197,7 @@ def test_what_cannot_be_read_is_one_line_and_exit_code_2(
 
 @pytest.mark.parametrize("place", [RESOURCE, CONFIG_MAP], ids=["the resource", "what the tuner remembers"])
 def test_a_right_that_its_user_lacks_is_named(cluster: Cluster, place: str) -> None:
-    cluster.has("chat", "team-a", Memory())
+    cluster.has("chat", "team-a", TunerState())
     message = 'x is forbidden: User "u" cannot get resource "things" in API group "" in the namespace "team-a"'
     cluster.answers[place.format("team-a", "chat")] = {"kind": "Status", "code": 403, "message": message}
     result = why("chat")
