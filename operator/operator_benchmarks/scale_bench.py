@@ -225,7 +225,7 @@ class Bench:
 
     async def until(self, done: Callable[[], bool], seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while not done() and time.monotonic() < deadline:  # noqa: ASYNC110 - what is seen comes from several tasks
+        while not done() and time.monotonic() < deadline:  # noqa: ASYNC110 - several tasks update the state
             await asyncio.sleep(POLL_SECONDS)
         return done()
 
@@ -399,7 +399,7 @@ async def _prepare(client: Client) -> None:
     crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     status, said = await client.call("POST", crds, crd)
     assert status == 201, said
-    while (await client.call("GET", RESOURCES))[0] != 200:  # noqa: ASYNC110 - there is nobody to tell us
+    while (await client.call("GET", RESOURCES))[0] != 200:  # noqa: ASYNC110 - no event signals readiness
         await asyncio.sleep(POLL_SECONDS)
 
 

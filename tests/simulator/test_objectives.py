@@ -1,4 +1,4 @@
-"""Objectives: how they are written, and who meets them."""
+"""Objectives: parsing, and which requests attain them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replay: every request is served once, time is paid for, ticks come when they are due, and seeds repeat."""
+"""Replays: every request is served once, time is billed, ticks are on time, and results are deterministic."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def a_trace(seconds: float = 300.0, rate: float = 4.0, *, prompt: int = 200, out
 
 
 class Scripted:
-    """Does at each tick what the test says, and remembers what it saw."""
+    """Returns the test's actions at each tick, and records its inputs."""
 
     reads_requests = True
 
@@ -75,7 +75,7 @@ def test_the_fewest_requests_are_a_better_guide_than_none() -> None:
     assert (tails[0] or 0) < (tails[1] or 0)
 
 
-def test_a_new_replica_serves_after_its_cold_start_and_is_paid_for_before() -> None:
+def test_new_replica_is_billed_during_its_cold_start() -> None:
     policy = Scripted(lambda view: PolicyActions(replicas=2))
     outcome = replay(a_trace(), policy, settings(cold=60.0), ReplaySettings())
     phases = {round(view.now): [snapshot.phase for snapshot in view.snapshots] for view in policy.seen}
@@ -86,7 +86,7 @@ def test_a_new_replica_serves_after_its_cold_start_and_is_paid_for_before() -> N
     assert [(c.at, c.target, c.before, c.after) for c in outcome.changes] == [(15.0, "replicas", 1, 2)]
 
 
-def test_a_drained_replica_loses_no_request_and_is_paid_until_it_is_empty() -> None:
+def test_drained_replica_finishes_its_requests_while_billed() -> None:
     trace = a_trace(output=400)
     policy = Scripted(lambda view: PolicyActions(replicas=1))
     outcome = replay(trace, policy, settings(2), ReplaySettings())
@@ -94,7 +94,7 @@ def test_a_drained_replica_loses_no_request_and_is_paid_until_it_is_empty() -> N
     assert 300 + 15 < outcome.gpu_seconds < 300 + 15 + 20
 
 
-def test_a_start_that_is_no_longer_wanted_is_given_up_before_a_replica_that_serves() -> None:
+def test_scale_in_removes_starting_replicas_first() -> None:
     policy = Scripted(lambda view: PolicyActions(replicas=3 if view.now < 20 else 1))
     outcome = replay(a_trace(), policy, settings(1, cold=100.0), ReplaySettings())
     assert outcome.gpu_seconds == pytest.approx(300 + 2 * 15)
@@ -116,7 +116,7 @@ def test_a_known_schedule_is_followed() -> None:
     assert [(c.at, c.after) for c in outcome.changes] == [(50.0, 2), (100.0, 1)]
 
 
-def test_a_knob_is_moved_within_what_the_engine_takes() -> None:
+def test_parameters_are_clamped_to_engine_limits() -> None:
     policy = Scripted(
         lambda view: PolicyActions(parameters={Parameter.MAX_NUM_BATCHED_TOKENS: 10**9}) if view.now < 20 else STAY
     )
@@ -127,7 +127,7 @@ def test_a_knob_is_moved_within_what_the_engine_takes() -> None:
     assert (config.generation, config.applied[Parameter.MAX_NUM_BATCHED_TOKENS]) == (2, 16_384)
 
 
-def test_a_look_tells_each_finished_request_once_and_counters_that_agree() -> None:
+def test_snapshot_reports_finished_requests_once() -> None:
     policy = Scripted(lambda view: STAY)
     outcome = replay(a_trace(), policy, settings(2), ReplaySettings())
     samples = [snapshot.sample for view in policy.seen for snapshot in view.snapshots if snapshot.sample is not None]
@@ -139,7 +139,7 @@ def test_a_look_tells_each_finished_request_once_and_counters_that_agree() -> No
     assert all(s.counters.decode is not None and s.counters.decode.seconds > 0 for s in last)
 
 
-def test_a_late_look_is_as_old_as_it_was_said_to_be() -> None:
+def test_delayed_snapshot_has_the_configured_age() -> None:
     policy = Scripted(lambda view: STAY)
     replay(a_trace(), policy, settings(), ReplaySettings(delay_seconds=30.0))
     ages = {

@@ -1,4 +1,4 @@
-"""Figures of a table, from what came of a replay."""
+"""Scores of replays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def moved(*values: float, every: float = 60.0, target: str = "replicas") -> list
         (moved(1, 2, 3, 4), 0),
         (moved(1, 2, 1), 1),
         (moved(1, 2, 1, 2, 1), 3),
-        (moved(1, 2, 1, 2, 1, every=599), 2),  # the first and the third turn are more than 10 minutes apart
+        (moved(1, 2, 1, 2, 1, every=599), 2),  # the first and the third reversal are more than 10 minutes apart
         ([], 0),
     ],
 )

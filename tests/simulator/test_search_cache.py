@@ -1,4 +1,4 @@
-"""Findings of searches are kept by what was searched."""
+"""Cached searches are keyed by their inputs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_key_names_everything_that_a_search_depends_on() -> None:
 
 
 @pytest.mark.parametrize("name", ["static-n", "static-best", "oracle", "kubeai"])
-def test_what_is_recalled_is_what_was_found(name: str) -> None:
+def test_cached_result_equals_search_result(name: str) -> None:
     experiment = make_experiment()
     first = run_policy(experiment, PolicySpec(name))
     assert list(search_cache.folder().glob("*.json"))
@@ -63,7 +63,7 @@ def test_what_is_recalled_is_what_was_found(name: str) -> None:
     assert (first.target, first.start_replicas) == (second.target, second.start_replicas)
 
 
-def test_fixed_replicas_are_searched_once_whatever_a_start_takes() -> None:
+def test_fixed_replicas_are_searched_once_for_all_cold_starts() -> None:
     experiment = make_experiment()
     other = replace(experiment, settings=replace(experiment.settings, cold_start_seconds=300.0))
     first, second = run_policy(experiment, PolicySpec("static-n")), run_policy(other, PolicySpec("static-n"))

@@ -1,4 +1,4 @@
-"""The fast engine and the engine's own scheduler serve the same arrivals alike: every time, every count."""
+"""The engine model and the engine's own scheduler serve the same arrivals alike: every time and every count."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def both(
 
 
 def lives(engine: EngineModel | StepwiseEngine) -> list[tuple[float, ...]]:
-    """What each request saw, by arrival."""
+    """Return the times and counts of each request, by arrival."""
     return sorted(
         (s.arrival, round(s.first_token_at or 0, 6), round(s.finished_at or 0, 6), s.num_preemptions)
         for s in engine.finished
@@ -94,7 +94,7 @@ def assert_alike(fast: EngineModel, slow: StepwiseEngine) -> None:
     watermark=st.sampled_from([0.0, 0.05, 0.3]),
     caches=st.booleans(),
 )
-def test_every_request_gets_its_tokens_when_the_engine_would_have_given_them(
+def test_engine_model_matches_scheduler_token_times(
     seed: int,
     rate: float,
     prompt: int,
@@ -126,7 +126,7 @@ ALLOWANCES = st.sampled_from([Allowance(0.1), Allowance(0.05, 0.002), Allowance(
     allowance=ALLOWANCES,
     changes=st.booleans(),
 )
-def test_queues_that_are_ordered_by_what_is_promised_are_ordered_alike(
+def test_deadline_queue_order_matches_scheduler(
     seed: int,
     rate: float,
     prompt: int,
@@ -188,7 +188,7 @@ def test_a_smaller_kv_cache_preempts_alike(seed: int, blocks: int) -> None:
     assert_alike(fast, slow)
 
 
-def test_the_comparison_has_preemptions_partial_prompts_and_stalls_in_it() -> None:
+def test_comparison_covers_preemptions_partial_prompts_and_stalls() -> None:
     rows = arrivals(random.Random(1), 300, 20.0, 1500, 300)
     fast, slow = both(rows, EngineModelPolicy(16, 64), 150)
     assert sum(s.num_preemptions for s in slow.finished) > 50
@@ -207,12 +207,12 @@ def short_and_long(rng: random.Random) -> list[tuple[float, int, int]]:
 
 
 @pytest.mark.parametrize(("seed", "slots", "blocks"), [(43, 16, 40), (123, 16, 40), (126, 8, 26)])
-def test_a_victim_before_the_cut_prompt_leaves_its_token_to_it(seed: int, slots: int, blocks: int) -> None:
+def test_victim_before_partial_prompt_leaves_its_token(seed: int, slots: int, blocks: int) -> None:
     fast, slow = both(short_and_long(random.Random(seed)), EngineModelPolicy(slots, 24), blocks, max_model_len=400)
     assert_alike(fast, slow)
 
 
-def test_a_victim_before_the_cut_prompt_leaves_its_token_to_it_among_many_arrivals() -> None:
+def test_victim_before_partial_prompt_with_many_arrivals() -> None:
     rows = arrivals(random.Random(18), 60, 20.0, 200, 300)
     assert_alike(*both(rows, EngineModelPolicy(16, 16), 115))
 
@@ -221,7 +221,7 @@ KEY_TOKENS = 32  # two blocks
 
 
 def conversations(rng: random.Random, count: int) -> list[tuple[float, int, int, tuple[int, ...]]]:
-    """Prompts that begin as others did: a conversation's next turn, or one of a few common beginnings."""
+    """Prompts with shared prefixes: a conversation's next message, or one of a few common prefixes."""
     at, rows = 0.0, []
     begun: list[tuple[int, ...]] = [(key,) for key in range(3)]
     for number in range(count):
@@ -243,7 +243,7 @@ def conversations(rng: random.Random, count: int) -> list[tuple[float, int, int,
     blocks=st.sampled_from([34, 60, 120, 1000]),
     allowance=st.one_of(st.none(), ALLOWANCES, st.just(Allowance(0.4))),
 )
-def test_prompts_that_begin_alike_find_the_same_blocks(
+def test_shared_prefix_blocks_match_scheduler(
     seed: int, slots: int, budget: int, blocks: int, allowance: Allowance | None
 ) -> None:
     rows = conversations(random.Random(seed), 60)

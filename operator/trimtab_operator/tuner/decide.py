@@ -66,7 +66,7 @@ class TunerOutput:
     replicas: int | None = None
     decisions: tuple[Decision, ...] = ()
     objectives: Objectives = field(default_factory=Objectives)
-    """Objectives in force: those of the spec, or the defaults."""
+    """Objectives in force: from the spec, or the defaults."""
 
     @property
     def recommendation(self) -> Decision | None:

@@ -39,7 +39,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict and the observation behind it."""
+    """A verdict and the observation that led to it."""
 
     verdict: Verdict
     seen: str = ""

@@ -1,4 +1,4 @@
-"""What the bench of many resources reads from an audit log, and how it sums up."""
+"""The scale benchmark's audit log parser and percentiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_each_request_counts_once_and_a_watch_when_it_begins(tmp_path: Path) -> 
     assert found == {("get", "pods"): 1, ("watch", "pods"): 1, ("patch", "inferencedeployments/status"): 1}
 
 
-def test_what_was_counted_is_not_counted_again_and_a_line_is_taken_whole(tmp_path: Path) -> None:
+def test_audit_counts_complete_lines_once(tmp_path: Path) -> None:
     log, half = tmp_path / "audit.log", an_event("list", resource="pods")[:20]
     log.write_text(an_event("get", resource="pods") + half)
     audit = Audit(log)
@@ -36,8 +36,8 @@ def test_what_was_counted_is_not_counted_again_and_a_line_is_taken_whole(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "text"),
     [([], "none"), ([1.0], "p50 1.00 s, p99 1.00 s, all 1.00 s of 1"), (range(1, 101), "p50 50.00 s, p99 99.00 s")],
 )
-def test_latencies_are_told_by_rank(values: list[float], said: str) -> None:
-    assert percentiles(values).startswith(said)
+def test_percentiles_are_by_rank(values: list[float], text: str) -> None:
+    assert percentiles(values).startswith(text)

@@ -1,4 +1,4 @@
-"""The bookkeeping of the simulator's comparison with a real engine: no engine is started here."""
+"""Calculations of the comparison between simulator and engine; no engine is started here."""
 
 import pytest
 from engine_benchmarks.mechanism_bench import load_of
@@ -18,7 +18,7 @@ trimtab_step_tokens_total{engine="1",kind="decode"} 2
 """
 
 
-def test_the_sums_of_a_page_are_those_of_all_cores() -> None:
+def test_sums_add_all_cores() -> None:
     assert sums_of(PAGE) == {"decode": {"steps": 10, "seconds": 2.0, "tokens": 42, "sequences": 0, "context": 0}}
 
 

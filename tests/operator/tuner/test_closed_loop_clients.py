@@ -1,5 +1,5 @@
-"""Clients that ask, wait and ask again, in virtual time, each scene beside the same load with nothing moved: the demo's
-two, on an engine whose KV cache holds half of them, with headroom on the device and without; and drawn ones."""
+"""Closed-loop clients in virtual time, compared with the same load without changes: the demo's two scenes, on an engine
+whose KV cache holds half of the outputs, with and without device headroom; and random ones."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from trimtab_operator.tuner.state import TunerState
 COST = StepCost(0.02, 0.004, 0.002, 1e-6)  # a small model on a few processor cores
 CLIENTS, PROMPT, ANSWER = 16, 64, 192
 BLOCK, LEAST_BLOCKS, MOST_BLOCKS = 16, 127, 305
-LEAST, MOST = 0.80, 0.95  # of the device, where the KV cache has so many blocks
+LEAST, MOST = 0.80, 0.95  # of the device, with these numbers of KV blocks
 TICK = 15.0
-QUICK_TO_BEGIN = Objectives(ttft=Ttft(5.0))
-QUICK_TO_GO_ON = Objectives(itl=Itl(0.15))
+TTFT_OBJECTIVE = Objectives(ttft=Ttft(5.0))
+ITL_OBJECTIVE = Objectives(itl=Itl(0.15))
 
 
 @dataclass
 class Scene:
-    """An engine, and clients of whom each asks as soon as it has its answer."""
+    """An engine and closed-loop clients."""
 
     headroom: bool
     clients: int = CLIENTS
     cost: StepCost = COST
     draw: Callable[[random.Random], tuple[int, int]] = lambda _: (PROMPT, ANSWER)
-    """Lengths of one request."""
+    """Returns the lengths of one request."""
     fewest_blocks: int = LEAST_BLOCKS
     values: dict[Parameter, Value] = field(
         default_factory=lambda: {
@@ -103,21 +103,23 @@ class Scene:
         ledger = Ledger(device, engine.blocks.total, BLOCK, 1, free_bytes=free)
         return ReplicaSnapshot("m-0", Phase.READY, "uid", 0.0, sample, config, ledger)
 
-    def good_tokens(self, promised: Objectives, since: float) -> int:
-        """Tokens of answers that were begun after `since` and kept their promises."""
+    def good_tokens(self, objectives: Objectives, since: float) -> int:
+        """Return output tokens of requests that started after `since` and attained the objectives."""
         done = [s for s in self.engine.finished if s.arrival >= since]
-        return sum(s.num_output for s in done if promised.is_met(prompt=s.num_prompt, ttft=s.ttft, mean_gap=s.mean_gap))
+        return sum(
+            s.num_output for s in done if objectives.is_met(prompt=s.num_prompt, ttft=s.ttft, mean_gap=s.mean_gap)
+        )
 
 
-def played(scene: Scene, promised: Objectives | None, seconds: float) -> Scene:
-    """The scene after so long, steered by these promises; None: Off."""
+def played(scene: Scene, objectives: Objectives | None, seconds: float) -> Scene:
+    """Return the scene after this time, tuned for these objectives; None runs without the tuner."""
     state = TunerState()
     while scene.now < seconds:
         scene.serve(TICK)
-        if promised is None:
+        if objectives is None:
             continue
         bounds = {Parameter.GPU_MEMORY_UTILIZATION: Bounds(LEAST, scene.most)}
-        settings = Settings(Mode.AUTO, promised, bounds, prior=_guess(scene.cost))
+        settings = Settings(Mode.AUTO, objectives, bounds, prior=_guess(scene.cost))
         outcome = decide([scene.snapshot()], state, settings, scene.now)
         state = outcome.state
         for values in outcome.patches.values():
@@ -130,24 +132,22 @@ def off() -> Scene:
     return played(Scene(headroom=True), None, 900.0)
 
 
-@pytest.mark.parametrize("promised", [QUICK_TO_BEGIN, QUICK_TO_GO_ON], ids=["ttft", "itl"])
-def test_with_headroom_far_more_answers_keep_their_promises_than_with_nothing_moved(
-    promised: Objectives, off: Scene
-) -> None:
-    tuned = played(Scene(headroom=True), promised, 480.0)
-    assert tuned.good_tokens(promised, 120.0) / 360 > 1.5 * off.good_tokens(promised, 120.0) / 780
+@pytest.mark.parametrize("objectives", [TTFT_OBJECTIVE, ITL_OBJECTIVE], ids=["ttft", "itl"])
+def test_tuning_with_headroom_raises_goodput(objectives: Objectives, off: Scene) -> None:
+    tuned = played(Scene(headroom=True), objectives, 480.0)
+    assert tuned.good_tokens(objectives, 120.0) / 360 > 1.5 * off.good_tokens(objectives, 120.0) / 780
 
 
-@pytest.mark.parametrize(("promised", "least"), [(QUICK_TO_BEGIN, 1.0), (QUICK_TO_GO_ON, 1.1)], ids=["ttft", "itl"])
-def test_without_headroom_no_fewer_answers_keep_their_promises(promised: Objectives, least: float, off: Scene) -> None:
-    tuned = played(Scene(headroom=False), promised, 900.0)
-    assert tuned.good_tokens(promised, 120.0) >= least * off.good_tokens(promised, 120.0)
+@pytest.mark.parametrize(("objectives", "least"), [(TTFT_OBJECTIVE, 1.0), (ITL_OBJECTIVE, 1.1)], ids=["ttft", "itl"])
+def test_tuning_without_headroom_keeps_goodput(objectives: Objectives, least: float, off: Scene) -> None:
+    tuned = played(Scene(headroom=False), objectives, 900.0)
+    assert tuned.good_tokens(objectives, 120.0) >= least * off.good_tokens(objectives, 120.0)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_of_drawn_clients_no_fewer_answers_keep_their_promises_than_with_nothing_moved(seed: int) -> None:
-    """As many clients, as long requests, as fast an engine and as small a cache as chance will have it. Lengths differ
-    from request to request, so that what is told apart is only what chance does not do: a tenth of some 1,000."""
+def test_tuning_keeps_goodput_for_random_clients(seed: int) -> None:
+    """Random numbers of clients, lengths, engine speed and cache size. Lengths vary from request to request, so that
+    differences within a tenth of about 1,000 are chance."""
     rng = random.Random(seed)
     prompt, answer, clients = rng.randint(40, 600), rng.randint(40, 400), rng.randint(6, 40)
     cost = StepCost(*(value * rng.uniform(0.1, 1.0) for value in (0.02, 0.004, 0.002, 1e-6)))
@@ -159,15 +159,15 @@ def test_of_drawn_clients_no_fewer_answers_keep_their_promises_than_with_nothing
         draw=lambda draws: (round(prompt * draws.uniform(0.5, 1.5)), round(answer * draws.uniform(0.5, 1.5))),
         fewest_blocks=max(2 * (2 * prompt + 2 * answer) // BLOCK, round(held)),
     )
-    alone = played(replace(scene), None, 600.0)
-    done = [s for s in alone.engine.finished if s.arrival >= 60.0]
+    untuned = played(replace(scene), None, 600.0)
+    done = [s for s in untuned.engine.finished if s.arrival >= 60.0]
     ttfts, gaps = sorted(s.ttft or 0.0 for s in done), sorted(s.mean_gap or 0.0 for s in done)
-    middle = round(rng.uniform(0.3, 0.8) * len(done))  # a promise that some of them keep
-    promised = rng.choice([Objectives(ttft=Ttft(ttfts[middle])), Objectives(itl=Itl(gaps[middle]))])
-    tuned = played(replace(scene), promised, 600.0)
-    assert tuned.good_tokens(promised, 120.0) >= 0.9 * alone.good_tokens(promised, 120.0)
+    middle = round(rng.uniform(0.3, 0.8) * len(done))  # an objective that some requests attain
+    objectives = rng.choice([Objectives(ttft=Ttft(ttfts[middle])), Objectives(itl=Itl(gaps[middle]))])
+    tuned = played(replace(scene), objectives, 600.0)
+    assert tuned.good_tokens(objectives, 120.0) >= 0.9 * untuned.good_tokens(objectives, 120.0)
 
 
 def _guess(cost: StepCost) -> StepCost:
-    """What the tuner begins with: some of a third off."""
+    """Return the tuner's prior, a third off."""
     return StepCost(1.3 * cost.per_step, 1.3 * cost.per_token, 1.3 * cost.per_sequence, 1.3 * cost.per_context)

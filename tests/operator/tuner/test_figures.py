@@ -1,4 +1,4 @@
-"""Figures that a decision says differ do differ as they are printed, and what decides gains more than chance makes."""
+"""Figures in sentences differ as printed, and decisions gain more than chance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tuner_snapshots import PARAMETERS, make_replica_snapshot, make_sample
 
 NOW = 10_000.0
 CLOSED_LOOP = Clients(tuple(Count(1, 16, 6, 9) for _ in range(4)))
-SAID_TO_DIFFER = (
+DIFFERING_FIGURES = (
     re.compile(r"from ([\d.,]+%?)[^;:]*? to ([\d.,]+%?)"),
     re.compile(r"([\d.,]+%?) [^;:]*?instead of ([\d.,]+%?)"),
     re.compile(r"takes ([\d.,]+) ms; the ITL objective is ([\d.,]+) ms"),
@@ -34,8 +34,8 @@ SAID_TO_DIFFER = (
 
 
 @dataclass
-class AtRandom:
-    """Foresight by which each candidate is about as good as any other, or not, as chance will have it."""
+class RandomPredictor:
+    """Predictor that rates each candidate at random."""
 
     seed: int
     spread: float
@@ -68,7 +68,7 @@ class AtRandom:
         return random.Random(f"{self.seed} {of}")
 
 
-def an_observation(*, is_pressed: bool, waits_for_slots: bool) -> Observation:
+def make_observation(*, is_pressed: bool, waits_for_slots: bool) -> Observation:
     tracks: dict[str, Track] = {}
     for now in (NOW - 30, NOW - 15, NOW):
         sample = make_sample(
@@ -83,27 +83,29 @@ def an_observation(*, is_pressed: bool, waits_for_slots: bool) -> Observation:
 
 
 OBSERVATIONS = [
-    an_observation(is_pressed=is_pressed, waits_for_slots=waits_for_slots)
+    make_observation(is_pressed=is_pressed, waits_for_slots=waits_for_slots)
     for is_pressed, waits_for_slots in ((True, False), (True, True), (False, True), (False, False))
 ]
 
 
-def a_situation(rng: random.Random) -> Situation:
-    """Any engine: full or not, with or without promises, headroom, and clients that wait."""
+def make_situation(rng: random.Random) -> Situation:
+    """Return a random engine: full or not, with or without objectives, headroom and closed-loop clients."""
     observation = rng.choice(OBSERVATIONS)
     window, ledger = observation.total(seconds=60.0), observation.trusted[0].ledger
     assert window is not None
     assert ledger is not None
     cost, rate = StepCost(8e-3, 6e-5, 3e-5, 4e-9), 10 ** rng.uniform(-2, 2)
     gap = rng.choice([0.00836, 0.0083, 0.05])
-    promised = rng.choice(
+    objectives = rng.choice(
         [Objectives(Ttft(2.0)), Objectives(itl=Itl(gap)), Objectives(Ttft(0.1), Itl(gap), are_given=False)]
     )
     clients = rng.choice([Clients(), CLOSED_LOOP])
-    predictor = AtRandom(rng.randrange(1 << 30), rng.choice([0.0, 0.003, 0.05, 0.3]), rate, clients.are_closed_loop)
+    predictor = RandomPredictor(
+        rng.randrange(1 << 30), rng.choice([0.0, 0.003, 0.05, 0.3]), rate, clients.are_closed_loop
+    )
     return Situation(
         now=NOW,
-        settings=Settings(Mode.AUTO, promised, starts=PARAMETERS),
+        settings=Settings(Mode.AUTO, objectives, starts=PARAMETERS),
         state=TunerState(clients=clients, quiet_since=rng.choice([NOW, NOW - 4000.0]), starts=PARAMETERS),
         observation=observation,
         window=window,
@@ -119,7 +121,7 @@ def a_situation(rng: random.Random) -> Situation:
             free_bytes=rng.choice([0, 3_000_000_000]),
             bytes_per_block=rng.choice([10**6, 10**9]),
         ),
-        objectives=promised,
+        objectives=objectives,
         cost=cost,
         predictor=cast("Predictor", predictor),
         rate=rate,
@@ -131,26 +133,26 @@ def a_situation(rng: random.Random) -> Situation:
 
 @functools.cache
 def all_moves() -> list[tuple[Situation, Move]]:
-    """What the rules want in some hundred situations."""
-    situations = [a_situation(random.Random(seed)) for seed in range(400)]
+    """Return the moves of all rules in 400 situations."""
+    situations = [make_situation(random.Random(seed)) for seed in range(400)]
     return [(s, move) for s in situations for rule in LIVE_RULES if (move := rule(s)) is not None]
 
 
-def test_figures_that_are_said_to_differ_differ_as_printed() -> None:
+def test_differing_figures_differ_as_printed() -> None:
     assert {move.reason for _, move in all_moves()} >= {
         Reason.KV_CACHE_TOO_SMALL, Reason.KV_CACHE_LARGER_THAN_NEEDED, Reason.ADMITTED_TOO_EARLY,
         Reason.WATERMARK_NOT_NEEDED, Reason.CHUNKS_TOO_LARGE, Reason.CHUNKS_TOO_SMALL, Reason.BATCH_TOO_LARGE,
         Reason.TOO_FEW_SEQUENCE_SLOTS,
     }  # fmt: skip
     for _, move in all_moves():
-        told = why((Decision("id", NOW, move, sentence_of(move, Mode.AUTO)),), None)
-        pairs = [pair for said in SAID_TO_DIFFER for pair in said.findall(told)]
-        assert pairs, told
-        assert all(one != other for one, other in pairs), told
+        text = why((Decision("id", NOW, move, sentence_of(move, Mode.AUTO)),), None)
+        pairs = [pair for pattern in DIFFERING_FIGURES for pair in pattern.findall(text)]
+        assert pairs, text
+        assert all(one != other for one, other in pairs), text
 
 
-def test_a_move_that_is_judged_by_what_decides_gains_more_of_it_than_chance_makes() -> None:
-    """Budgets and fewer seats move for nothing else: not for defaults that most requests break whatever is done."""
+def test_moves_gain_more_than_sampling_error() -> None:
+    """Token budgets and fewer slots change only for such a gain, not for defaults that most requests violate anyway."""
     for situation, move in all_moves():
         if move.reason not in (Reason.CHUNKS_TOO_LARGE, Reason.CHUNKS_TOO_SMALL, Reason.BATCH_TOO_LARGE):
             continue
@@ -165,7 +167,7 @@ def test_a_move_that_is_judged_by_what_decides_gains_more_of_it_than_chance_make
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "told"),
+    ("one", "other", "texts"),
     [
         (0.657, 0.6571, ("0.657", "0.6571")),
         (0.5, 0.657, ("0.5", "0.657")),
@@ -173,19 +175,17 @@ def test_a_move_that_is_judged_by_what_decides_gains_more_of_it_than_chance_make
         (99.96, 100.0, ("99.96", "100")),
     ],
 )
-def test_two_figures_are_told_with_as_many_digits_as_tell_them_apart(
-    one: float, other: float, told: tuple[str, str]
-) -> None:
-    assert format_distinct(one, other, figure) == told
+def test_format_distinct_adds_digits_until_figures_differ(one: float, other: float, texts: tuple[str, str]) -> None:
+    assert format_distinct(one, other, figure) == texts
 
 
-def test_shares_are_told_apart_too() -> None:
+def test_format_distinct_adds_digits_to_percentages() -> None:
     assert format_distinct(0.2071, 0.2074, percent) == ("20.71%", "20.74%")
 
 
-def test_what_is_predicted_to_stay_is_said_to_stay() -> None:
+def test_unchanged_prediction_is_reported_as_constant() -> None:
     stays = Expectation(Measure.ATTAINMENT, 0.0, 0.0, 0.0, 0.02)
     move = Move(Reason.WATERMARK_NOT_NEEDED, Parameter.WATERMARK, 0.05, 0.0, {"quiet_seconds": 1800.0}, (stays,))
-    told = sentence_of(move, Mode.AUTO)
-    assert "attainment is expected to stay at 0.0%" in told
-    assert "stays at 0.0%" in why((Decision("id", NOW, move, told),), None)
+    sentence = sentence_of(move, Mode.AUTO)
+    assert "attainment is expected to stay at 0.0%" in sentence
+    assert "stays at 0.0%" in why((Decision("id", NOW, move, sentence),), None)

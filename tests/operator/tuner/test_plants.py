@@ -1,4 +1,4 @@
-"""The law on plants in virtual time: it ends, stays in bounds, does not oscillate, and undoes what did harm."""
+"""The tuner on simulated engines: it settles, stays in bounds, does not oscillate, and reverts harmful changes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from trimtab_operator.tuner.state import TunerState
 
 COST = StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9)
 TICK = 15.0
-DEVICE, BLOCK = 100_000, 16  # the device holds so many KV blocks, were there nothing else on it
-PROMISES = Objectives(Ttft(2.0, 1 / 8000, 0.99), Itl(0.08, share=0.99))
+DEVICE, BLOCK = 100_000, 16  # KV blocks of an otherwise empty device
+OBJECTIVES = Objectives(Ttft(2.0, 1 / 8000, 0.99), Itl(0.08, share=0.99))
 Lengths = Callable[[random.Random], tuple[int, int]]
 
 
@@ -34,12 +34,12 @@ def short_answers(rng: random.Random) -> tuple[int, int]:
 
 @dataclass
 class Plant:
-    """One replica: an engine in virtual time, whose live fields are PATCHed as the tuner asks."""
+    """One replica: an engine in virtual time whose live parameters are PATCHed."""
 
     start: dict[Parameter, Value]
     cost: StepCost = COST
     cap: float = 0.95
-    other_preemptions: float = 0.0  # a second, of another cause: the cache has room
+    other_preemptions: float = 0.0  # a second, with another cause than capacity
     seed: int = 1
     now: float = 0.0
     served: list[Sequence] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Plant:
 
     def attained(self, since: float, until: float) -> float:
         found = [s for s in self.served if since <= s.arrival < until]
-        met = [s for s in found if PROMISES.is_met(prompt=s.num_prompt, ttft=s.ttft, mean_gap=s.mean_gap)]
+        met = [s for s in found if OBJECTIVES.is_met(prompt=s.num_prompt, ttft=s.ttft, mean_gap=s.mean_gap)]
         return len(met) / len(found)
 
 
@@ -131,7 +131,7 @@ def starts(**changes: Value) -> dict[Parameter, Value]:
 def settings_for(plant: Plant, *, pinned: bool = False) -> Settings:
     guess = StepCost(1.25 * COST.per_step, 0.75 * COST.per_token, 1.25 * COST.per_sequence, 0.75 * COST.per_context)
     bounds = {parameter: Bounds(value, value) for parameter, value in plant.start.items()} if pinned else {}
-    return Settings(Mode.AUTO, PROMISES, bounds, dict(plant.start), prior=guess)
+    return Settings(Mode.AUTO, OBJECTIVES, bounds, dict(plant.start), prior=guess)
 
 
 @dataclass
@@ -169,7 +169,7 @@ def test_a_small_share_of_preemption_moves_nothing_down() -> None:
     assert not run.moves(Parameter.WATERMARK)
 
 
-def test_preemptions_of_another_cause_move_neither_memory_nor_seats() -> None:
+def test_preemptions_with_other_causes_move_nothing() -> None:
     run = Run(Plant(starts(gpu_memory_utilization=0.95), other_preemptions=2.0))
     run.steer(600, 2.0, long_answers)
     assert not [
@@ -184,7 +184,7 @@ def test_a_storm_ends_within_thirty_seconds() -> None:
     run = Run(plant)
     run.steer(300, 4.0, long_answers)
     plant.start[Parameter.GPU_MEMORY_UTILIZATION] = 0.95
-    plant.cap = 0.535  # somebody has left the KV cache far too small, and no headroom
+    plant.cap = 0.535  # the KV cache is far too small, without headroom
     plant.patch({Parameter.GPU_MEMORY_UTILIZATION: 0.535})
     run.state = TunerState(model=run.state.model, lengths=run.state.lengths, demand=run.state.demand)
     before = plant.engine.counters.recomputed_tokens
@@ -196,7 +196,7 @@ def test_a_storm_ends_within_thirty_seconds() -> None:
     assert late / total < 0.01
 
 
-def test_after_long_short_long_what_is_served_is_what_the_best_fixed_values_serve() -> None:
+def test_attainment_matches_best_fixed_values_after_shifts() -> None:
     rates = ((long_answers, 5.0), (short_answers, 4.0), (long_answers, 5.0))
     run = Run(Plant(starts()))
     for lengths, rate in rates:
@@ -212,7 +212,7 @@ def test_after_long_short_long_what_is_served_is_what_the_best_fixed_values_serv
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_on_random_plants_it_comes_to_rest_inside_its_bounds(seed: int) -> None:
+def test_tuner_settles_within_bounds_on_random_plants(seed: int) -> None:
     rng = random.Random(seed)
     cost = StepCost(*(value * rng.uniform(0.5, 2.0) for value in (8e-3, 1 / 16_000, 3e-5, 4e-9)))
     plant = Plant(

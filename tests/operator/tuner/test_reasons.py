@@ -1,4 +1,4 @@
-"""Whoever meets a reason in status, Event or metric finds it in the page on tuning, and what the page lists exists."""
+"""docs/guides/tuning.md lists every reason of status, Events and metrics."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ NAMES = re.compile(r"`([A-Z][a-zA-Z]+)`")
 
 
 class AnyNumber(dict[str, float]):
-    """Evidence that has every number."""
+    """Evidence with every number."""
 
     def __missing__(self, _: str) -> float:
         return 1.0
 
 
-def test_the_page_lists_every_reason_and_no_other() -> None:
+def test_tuning_page_lists_every_reason() -> None:
     listed = {name for cell in FIRST_CELLS.findall(PAGE.read_text()) for name in NAMES.findall(cell)}
     assert listed == {reason.value for reason in Reason}
 
 
-def test_every_reason_that_no_condition_has_alone_tells_a_decision() -> None:
+def test_every_decision_reason_has_a_sentence() -> None:
     of_conditions = {
         *(reason for reason in Reason if reason.value.startswith("Metrics")),
         Reason.SCRAPED, Reason.NO_READY_REPLICA, Reason.PROMETHEUS_UNAVAILABLE,

@@ -1,4 +1,4 @@
-"""Deciding again: a law decides the same over a recording of its own loop, and how another one differs is told."""
+"""Replay of recordings: the same decisions over its own recording, and a row per difference with other settings."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ AUTO = Settings(Mode.AUTO, starts=PARAMETERS, pace=Pace(tick_seconds=TICK))
 LIMITS: Limits = {parameter: (field.minimum, field.maximum) for parameter, field in FIELDS.items()}
 
 
-def lived(ticks: int, settings: Settings = AUTO) -> tuple[list[Tick], list[DecisionRecord]]:
-    """The loop as it ran: an engine that computes 14 % of its tokens twice, and runs what it is PATCHed to from the
-    next look on."""
+def record_run(ticks: int, settings: Settings = AUTO) -> tuple[list[Tick], list[DecisionRecord]]:
+    """Return the ticks and decisions of a run: an engine that recomputes 14 % of its tokens, and runs PATCHed values
+    from the next sample on."""
     state, values, generation = TunerState(), dict(PARAMETERS), 1
     seen: list[Tick] = []
     made: list[DecisionRecord] = []
@@ -53,23 +53,23 @@ def verdicts(then: Sequence[DecisionRecord], again: ReplayReport) -> list[str]:
     return [row.verdict.value for row in compare_decisions(then, again.decided, within=120.0)]
 
 
-def test_the_same_law_decides_the_same_over_its_own_recording() -> None:
-    ticks, made = lived(40)
+def test_replay_of_own_recording_decides_the_same() -> None:
+    ticks, made = record_run(40)
     assert [decision.after for decision in made] == [0.89, 0.92]
     again = replay(ticks, AUTO)
     assert set(verdicts(made, again)) == {"same"}
     assert {spell.reason for spell in again.periods} == {"Scraped"}
 
 
-def test_what_the_recording_shows_to_have_been_moved_can_stand_for_what_was_decided() -> None:
-    ticks, made = lived(40)
+def test_recorded_changes_replace_recorded_decisions() -> None:
+    ticks, made = record_run(40)
     again = replay(ticks, AUTO)
     assert [(m.target, m.after) for m in again.moved] == [(m.target, m.after) for m in made]
     assert set(verdicts(again.moved, again)) == {"same"}
 
 
-def test_other_bounds_decide_otherwise_and_each_difference_is_one_row() -> None:
-    ticks, made = lived(40)
+def test_other_bounds_give_one_row_per_difference() -> None:
+    ticks, made = record_run(40)
     pinned = replace(AUTO, bounds={UTILIZATION: Bounds(0.8, 0.8)})
     rows = compare_decisions(made, replay(ticks, pinned).decided, within=120.0)
     then = [(row.then.target, row.verdict) for row in rows if row.then is not None]
@@ -79,9 +79,9 @@ def test_other_bounds_decide_otherwise_and_each_difference_is_one_row() -> None:
     assert Verdict.DIFFERENT_VALUE in values
 
 
-def test_what_nobody_did_is_wanted_once_for_as_long_as_it_lasts() -> None:
-    """Recorded with the tuner off: the engine was never changed, whatever this law asks for."""
-    ticks, _ = lived(40, replace(AUTO, mode=Mode.OFF))
+def test_unapplied_decision_is_one_record_with_end_time() -> None:
+    """Recorded with the tuner off: the engine was never changed."""
+    ticks, _ = record_run(40, replace(AUTO, mode=Mode.OFF))
     again = replay(ticks, AUTO)
     first = again.decided[0]
     assert (first.target, first.reason) == ("gpu_memory_utilization", Reason.KV_CACHE_TOO_SMALL.value)
@@ -91,7 +91,7 @@ def test_what_nobody_did_is_wanted_once_for_as_long_as_it_lasts() -> None:
     assert len([made for made in again.decided if made.target == first.target]) == 1
 
 
-def test_what_somebody_moved_by_hand_is_only_then() -> None:
+def test_manual_change_is_only_recorded() -> None:
     calm = []
     for number in range(20):
         now = BEGIN + TICK * number
@@ -102,7 +102,7 @@ def test_what_somebody_moved_by_hand_is_only_then() -> None:
     assert (row.verdict, row.then and row.then.after) == (Verdict.ONLY_RECORDED, 32)
 
 
-def test_a_recording_of_nothing_is_refused() -> None:
+def test_empty_recording_is_rejected() -> None:
     with pytest.raises(ValueError, match="no samples"):
         replay([], AUTO)
 
@@ -118,11 +118,11 @@ def at(seconds: float, after: float, *, before: float = 1.0, until: float | None
         ([at(0, 2)], [at(100, 3)], ["different value"]),
         ([at(0, 2)], [at(130, 2)], ["only recorded", "only replayed"]),
         ([at(0, 2)], [at(0, 0.5)], ["only recorded", "only replayed"]),  # the other way
-        ([at(300, 2)], [at(0, 2, until=290)], ["same"]),  # wanted all the while
-        ([at(0, 2), at(60, 2)], [at(50, 2)], ["only recorded", "same"]),  # the nearest belong together
+        ([at(300, 2)], [at(0, 2, until=290)], ["same"]),  # wanted all the time
+        ([at(0, 2), at(60, 2)], [at(50, 2)], ["only recorded", "same"]),  # the nearest are paired
     ],
 )
-def test_decisions_are_paired_by_what_they_move_which_way_and_when(
+def test_decisions_are_paired_by_target_direction_and_time(
     then: list[DecisionRecord], now: list[DecisionRecord], verdicts: list[str]
 ) -> None:
     assert sorted(row.verdict.value for row in compare_decisions(then, now, within=120.0)) == sorted(verdicts)
@@ -132,7 +132,7 @@ def test_decisions_are_paired_by_what_they_move_which_way_and_when(
 
 
 def stored(ticks: Sequence[Tick]) -> list[StoredSeries]:
-    """What a Prometheus has of these looks: metrics, configuration and memory."""
+    """Return the stored series of these ticks: metrics, configuration and memory."""
     found: dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[float, float]]] = {}
     for tick in ticks:
         for snapshot in tick.snapshots:
@@ -162,8 +162,8 @@ def exposed_whole(snapshot: ReplicaSnapshot) -> list[tuple[str, dict[str, str], 
     ]
 
 
-def test_what_prometheus_stored_is_decided_alike() -> None:
-    ticks, made = lived(40)
+def test_replay_from_prometheus_decides_alike() -> None:
+    ticks, made = record_run(40)
     read = build_ticks(stored(ticks), PrometheusNaming(), every=TICK, limits=LIMITS, block_size=16)
     assert len(read) == len(ticks)
     snapshot = read[5].snapshots[0]
@@ -177,7 +177,7 @@ def test_what_prometheus_stored_is_decided_alike() -> None:
 
 
 def test_the_last_scrape_of_a_recording_is_seen() -> None:
-    ticks, _ = lived(3)
+    ticks, _ = record_run(3)
     late = [*ticks[:2], Tick(ticks[2].at + 0.4, ticks[2].snapshots)]
     last = (
         build_ticks(stored(late), PrometheusNaming(), every=TICK, limits=LIMITS, block_size=16)[-1].snapshots[0].sample
@@ -187,14 +187,14 @@ def test_the_last_scrape_of_a_recording_is_seen() -> None:
 
 
 def test_repeated_samples_of_a_range_query_are_one_scrape() -> None:
-    ticks, made = lived(40)
+    ticks, made = record_run(40)
     doubled = [Tick(tick.at + shift, tick.snapshots) for tick in ticks for shift in (0.0, 7.5)]
     read = build_ticks(stored(doubled), PrometheusNaming(), every=TICK, limits=LIMITS, block_size=16)
     assert set(verdicts(made, replay(read, AUTO))) == {"same"}
 
 
-def test_a_replica_that_comes_later_or_goes_is_there_for_as_long_as_it_was() -> None:
-    ticks, _ = lived(20)
+def test_temporary_replica_is_present_while_recorded() -> None:
+    ticks, _ = record_run(20)
     pair = [
         Tick(
             tick.at, (*tick.snapshots, replace(tick.snapshots[0], replica="m-g1-0")) if 8 <= n < 12 else tick.snapshots
@@ -203,13 +203,13 @@ def test_a_replica_that_comes_later_or_goes_is_there_for_as_long_as_it_was() -> 
     ]
     read = build_ticks(stored(pair), PrometheusNaming(), every=TICK, limits=LIMITS, block_size=16)
     there = [len(tick.snapshots) for tick in read]
-    assert there == [1] * 8 + [2] * 7 + [1] * 5  # three looks long nobody knows that it has gone
+    assert there == [1] * 8 + [2] * 7 + [1] * 5  # its removal is unknown for three samples
     again = replay(read, AUTO)
     assert again.replicas == 2
     assert [(m.before, m.after) for m in again.moved if m.target == "replicas"] == [(1, 2), (2, 1)]
 
 
-def test_a_replica_that_served_minutes_later_is_the_one_that_was_asked_for() -> None:
+def test_replica_served_minutes_later_matches_its_request() -> None:
     asked = DecisionRecord(0.0, "replicas", 1, 2, Reason.TOO_FEW_REPLICAS.value)
     served = DecisionRecord(180.0, "replicas", 1, 2)
     assert [row.verdict for row in compare_decisions([served], [asked], within=60.0)] == [Verdict.SAME]
@@ -220,21 +220,21 @@ def test_a_replica_that_served_minutes_later_is_the_one_that_was_asked_for() -> 
     }
 
 
-def test_while_replicas_are_recorded_as_many_are_asked_for_as_there_were() -> None:
-    """No request comes: this law would go to one replica again and again, and the recording stays at three."""
-    still = [
-        Tick(BEGIN + TICK * n, tuple(make_replica_snapshot(f"m-g{r}-0", replace(make_sample(50.0, running=0.0), at=BEGIN + TICK * n))
-                                     for r in range(3)))
-        for n in range(80)
-    ]  # fmt: skip
+def test_recorded_replica_count_is_requested() -> None:
+    """No requests arrive: the tuner would scale in to one replica again and again, and the recording stays at three."""
+    still = []
+    for n in range(80):
+        now = BEGIN + TICK * n
+        idle = replace(make_sample(50.0, running=0.0), at=now)
+        still.append(Tick(now, tuple(make_replica_snapshot(f"m-g{r}-0", idle) for r in range(3))))
     scaled = replace(AUTO, scaling=Scaling(1, 3))
     (fewer,) = replay(still, scaled).decided
     assert (fewer.target, fewer.before, fewer.after) == ("replicas", 3, 1)
     assert fewer.until is not None
 
 
-def test_a_recording_without_the_configuration_says_what_it_lacks() -> None:
-    ticks, _ = lived(10)
+def test_recording_without_configuration_names_missing_series() -> None:
+    ticks, _ = record_run(10)
     some = [series for series in stored(ticks) if series.name != "trimtab_config_value"]
     again = replay(build_ticks(some, PrometheusNaming(), every=TICK, limits=LIMITS, block_size=16), AUTO)
     assert {spell.reason for spell in again.periods} == {"MetricsMissing"}
@@ -242,7 +242,7 @@ def test_a_recording_without_the_configuration_says_what_it_lacks() -> None:
 
 
 def test_a_recording_of_two_scrape_jobs_is_refused() -> None:
-    ticks, _ = lived(3)
+    ticks, _ = record_run(3)
     both = [*stored(ticks), *(replace(s, labels={**s.labels, "job": "other"}) for s in stored(ticks))]
     with pytest.raises(DuplicateTargets, match="2 targets"):
         build_ticks(both, PrometheusNaming(), every=TICK, limits=LIMITS, block_size=16)

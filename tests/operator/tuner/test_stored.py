@@ -1,4 +1,4 @@
-"""What outlives the operator is read back as it was, and nothing else is."""
+"""The persistent state survives an operator restart; invalid text is rejected."""
 
 import json
 from dataclasses import replace
@@ -47,14 +47,14 @@ WHOLE = TunerState(
 )
 
 
-def test_what_was_written_is_read_back() -> None:
+def test_state_survives_round_trip() -> None:
     assert from_json(to_json(WHOLE)) == WHOLE
     assert from_json(to_json(TunerState())) == TunerState()
 
 
-def test_how_long_replicas_take_to_start_is_written_where_replicas_are_scaled() -> None:
-    nobody_scales = replace(WHOLE, scaling=ScalingState())
-    assert to_json(nobody_scales) == to_json(replace(nobody_scales, cold_starts=()))
+def test_cold_starts_are_stored_only_with_scaling() -> None:
+    without_scaling = replace(WHOLE, scaling=ScalingState())
+    assert to_json(without_scaling) == to_json(replace(without_scaling, cold_starts=()))
 
 
 def changed(path: list[Any], value: Any) -> str:
@@ -92,25 +92,25 @@ def changed(path: list[Any], value: Any) -> str:
         changed(["forecast", "fresh", 0, 1], "1"),
     ],
 )
-def test_what_is_damaged_is_not_read(text: str) -> None:
+def test_damaged_state_is_not_read(text: str) -> None:
     assert from_json(text) is None
 
 
-def test_a_lost_memory_keeps_what_status_says_is_applied() -> None:
+def test_rebuilt_state_keeps_applied_values_of_status() -> None:
     found = rebuild_state(
         {"max_num_seqs": 32, "watermark": float("nan"), "color": 3, "gpu_memory_utilization": "x"}, starts={}
     )
     assert found.applied == {Parameter.MAX_NUM_SEQS: 32}
 
 
-def test_what_an_older_operator_stored_without_a_forecast_is_read() -> None:
+def test_state_without_forecast_is_read() -> None:
     data = json.loads(to_json(WHOLE))
     del data["forecast"]
     assert from_json(json.dumps(data)) == replace(WHOLE, forecast=None)
 
 
 @pytest.mark.parametrize(("days", "most_bytes"), [(1, 2_500), (7, 18_000)])
-def test_the_shape_of_a_period_takes_few_bytes_and_is_written_once_a_bucket(days: int, most_bytes: int) -> None:
+def test_season_is_small_and_changes_once_per_bucket(days: int, most_bytes: int) -> None:
     season = Season.of(days * DAY_SECONDS, buckets=days * BUCKETS_PER_DAY)
     texts = set()
     for index in range(12 * 24 * 12 * days):

@@ -1,4 +1,4 @@
-"""A trial answers for what happens under it, not for what it found: victims from before are computed again after it."""
+"""A trial is judged only by its own effect: earlier victims are recomputed after it too."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ TICK = 15.0
 
 
 def reasons_of_decisions(preemptions_after: float, *, ticks_after: int) -> list[Reason]:
-    """Why what was decided."""
+    """Return the reasons of all decisions."""
     return under_pressure(preemptions_after, ticks_after=ticks_after)[0]
 
 
 def under_pressure(
     preemptions_after: float, *, ticks_after: int, starting_for: float = 0.0
 ) -> tuple[list[Reason], TunerState]:
-    """An engine under pressure, whose memory is raised; from then on so many requests are preempted a second, and
-    three times as many tokens are computed again as before. A second replica starts for so many seconds."""
+    """Return reasons and state for an engine under pressure whose memory is raised: from then on this many requests are
+    preempted a second, and three times as many tokens are recomputed as before. A second replica starts for
+    `starting_for` seconds."""
     settings, state = Settings(Mode.AUTO, starts=PARAMETERS), TunerState(starts=PARAMETERS)
     values: dict[Parameter, Value] = dict(PARAMETERS)
     generation, preempted, recomputed, left = 1, 0.0, 0.0, ticks_after
@@ -57,11 +58,11 @@ def under_pressure(
 
 
 @pytest.mark.parametrize("ticks", [3, 8, 16])
-def test_more_memory_is_not_blamed_for_those_that_lost_their_blocks_before(ticks: int) -> None:
+def test_trial_ignores_earlier_preemptions(ticks: int) -> None:
     assert reasons_of_decisions(0.0, ticks_after=ticks) == [Reason.KV_CACHE_TOO_SMALL]
 
 
-def test_where_nothing_is_predicted_what_is_preempted_counts_against_the_trial_at_its_end() -> None:
+def test_trial_without_predictor_judges_preemptions_at_end() -> None:
     assert reasons_of_decisions(3.0, ticks_after=18) == [Reason.KV_CACHE_TOO_SMALL]
     assert Reason.ROLLED_BACK in reasons_of_decisions(3.0, ticks_after=22)
 
@@ -69,9 +70,7 @@ def test_where_nothing_is_predicted_what_is_preempted_counts_against_the_trial_a
 @pytest.mark.parametrize(
     ("ticks", "starting_for", "is_open"), [(22, 0.0, False), (22, 400.0, True), (44, 900.0, False)]
 )
-def test_while_replicas_come_that_were_asked_for_a_trial_waits_for_what_users_feel(
-    ticks: int, starting_for: float, is_open: bool
-) -> None:
+def test_trial_waits_while_requested_replicas_start(ticks: int, starting_for: float, is_open: bool) -> None:
     decisions, state = under_pressure(0.0, ticks_after=ticks, starting_for=starting_for)
     assert Reason.ROLLED_BACK not in decisions
     assert (state.trial is not None) == is_open

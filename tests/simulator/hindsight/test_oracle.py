@@ -1,4 +1,4 @@
-"""What could have been had: paths, the fewest replicas, a rival's best target, and the oracle."""
+"""Optima in hindsight: paths, the fewest replicas, a baseline's best target, and the oracle."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_fewest_replicas_attain_and_one_fewer_do_not() -> None:
     assert fewer.judge("static-n", fewer.run_fixed()).attainment < 0.99
 
 
-def test_the_best_knobs_bring_no_less_than_those_of_the_start() -> None:
+def test_best_fixed_values_are_not_worse_than_start_values() -> None:
     experiment = make_experiment([9.0]).with_parameters({Parameter.MAX_NUM_SEQS: 2})
     found, outcome = static_best(experiment)
     before = experiment.judge("static", experiment.run_fixed()).goodput_tokens_per_s
@@ -91,7 +91,7 @@ def test_the_best_knobs_bring_no_less_than_those_of_the_start() -> None:
     assert found.settings.start_replicas == 1
 
 
-def test_a_rivals_target_is_the_one_that_attains_for_the_fewest_hours() -> None:
+def test_best_target_attains_with_fewest_gpu_hours() -> None:
     experiment = make_experiment([4.0, 12.0, 4.0], start=2)
     target, outcome = best_target(experiment, KubeAi)
     judged = experiment.judge("kubeai", outcome)

@@ -1,4 +1,4 @@
-"""Machines: what is known by name, and what a calibration file may say."""
+"""Machines by name, and calibration files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def a_file(folder: Path, content: Any) -> Path:
     return path
 
 
-def test_the_known_machine_is_found_by_name_and_others_are_refused_with_what_is_known() -> None:
+def test_unknown_machine_is_rejected_with_known_ones() -> None:
     assert machine_of("Llama-3.1-8B", "H200").cost.seconds(16_000, 0, 0, 0) == pytest.approx(1.008)
     with pytest.raises(BadRequest, match=r"llama-3.1-8b on h200\); give --calibration"):
         machine_of("llama-3.1-70b", "h200")
 
 
-def test_a_calibration_changes_what_it_names(tmp_path: Path) -> None:
+def test_calibration_overrides_named_values(tmp_path: Path) -> None:
     machine = machine_of("llama-3.1-8b", "h200", a_file(tmp_path, {"per_step": 0.02, "kv_tokens": 160}))
     assert (machine.cost.per_step, machine.cost.per_token, machine.blocks_at(0.9)) == (0.02, 1 / 16_000, 10)
 
@@ -77,7 +77,7 @@ def test_measured_intervals_are_fitted(tmp_path: Path) -> None:
         ({"steps": [{}] * 4}, "interval 0 lacks steps"),
     ],
 )
-def test_a_calibration_that_says_nothing_is_refused(tmp_path: Path, content: Any, reason: str) -> None:
+def test_invalid_calibration_is_rejected(tmp_path: Path, content: Any, reason: str) -> None:
     with pytest.raises(BadCalibration, match=reason):
         machine_of("llama-3.1-8b", "h200", a_file(tmp_path, content))
 

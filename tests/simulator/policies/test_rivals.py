@@ -1,4 +1,4 @@
-"""The rivals, rule by rule, as they are published."""
+"""Baseline policies follow their published rules."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from trimtab_simulator.policies.names import PolicySpec, parse_policy_specs
 from trimtab_simulator.policies.policy import Policy, PolicyInput
 
 
-def a_look(
+def make_snapshot(
     name: str, running: float, waiting: float = 0.0, *, kv: float = 0.1, preemptions: float = 0.0, ready: bool = True
 ) -> ReplicaSnapshot:
     sample = Sample(0.0, Counters(0, 0, 0, {"capacity": preemptions}), Gauges(running, waiting, kv))
     return ReplicaSnapshot(name, Phase.READY, sample=sample) if ready else ReplicaSnapshot(name, Phase.STARTING)
 
 
-def a_view(now: float, *snapshots: ReplicaSnapshot, desired: int | None = None, slots: int = 64) -> PolicyInput:
+def make_policy_input(
+    now: float, *snapshots: ReplicaSnapshot, desired: int | None = None, slots: int = 64
+) -> PolicyInput:
     return PolicyInput(now, len(snapshots) if desired is None else desired, {Parameter.MAX_NUM_SEQS: slots}, snapshots)
 
 
 def pods(now: float, running: float, count: int = 2, *, waiting: float = 0.0, starting: int = 0) -> PolicyInput:
     """So many equal replicas, and some that start."""
-    snapshots = [a_look(f"r{i}", running, waiting) for i in range(count)]
-    return a_view(now, *snapshots, *(a_look(f"s{i}", 0, ready=False) for i in range(starting)))
+    snapshots = [make_snapshot(f"r{i}", running, waiting) for i in range(count)]
+    return make_policy_input(now, *snapshots, *(make_snapshot(f"s{i}", 0, ready=False) for i in range(starting)))
 
 
 def targets(policy: Policy, *views: PolicyInput) -> list[int | None]:
@@ -49,7 +51,7 @@ def test_an_hpa_divides_the_mean_by_its_target(running: float, wanted: int) -> N
     assert targets(hpa_running(10), pods(0, running)) == [wanted]
 
 
-def test_an_hpa_comes_down_to_the_highest_of_five_minutes() -> None:
+def test_hpa_scales_in_to_highest_of_five_minutes() -> None:
     policy = hpa_running(10)
     views = [pods(0, 20.0, 4), *(pods(15.0 * i, 5.0, 4) for i in range(1, 22))]
     assert targets(policy, *views) == [8, *[4] * 19, 2, 2]
@@ -73,7 +75,7 @@ def test_keda_divides_the_whole_queue_and_polls_every_30_seconds() -> None:
     assert targets(policy, *views) == [4, 4, 2]  # the second look is not polled; then down at the highest of 5 minutes
 
 
-def test_kubeai_follows_the_mean_of_ten_minutes_and_comes_down_after_three_lower_results() -> None:
+def test_kubeai_scales_in_after_three_lower_means() -> None:
     policy = KubeAi(10)
     assert targets(policy, pods(0, 30)) == [6]
     later = [pods(10.0 * i, 0.0, 6) for i in range(1, 5)]
@@ -103,25 +105,27 @@ def test_aibrix_takes_the_lowest_of_its_window_on_the_way_down() -> None:
     ("running", "kv", "slots", "wanted"),
     [
         (60.0, 0.5, 64, 69),  # used, and there is room: it grows by 20 % × (1 − 0.5/0.8)
-        (10.0, 0.5, 64, None),  # what is allowed is not used
+        (10.0, 0.5, 64, None),  # the cap is not used
         (60.0, 0.84, 64, 50),  # soft: 60 × 0.7 / 0.84
         (60.0, 0.95, 64, 42),  # hard
     ],
 )
-def test_aimd_moves_the_seats_by_kv_use(running: float, kv: float, slots: int, wanted: int | None) -> None:
-    moves = Aimd(1024).decide(a_view(0, a_look("r0", running, kv=kv), slots=slots))
+def test_aimd_changes_slots_by_kv_usage(running: float, kv: float, slots: int, wanted: int | None) -> None:
+    moves = Aimd(1024).decide(make_policy_input(0, make_snapshot("r0", running, kv=kv), slots=slots))
     assert moves.parameters.get(Parameter.MAX_NUM_SEQS) == wanted
 
 
 def test_aimd_cuts_when_preemptions_rise() -> None:
     policy = Aimd(1024)
-    policy.decide(a_view(0, a_look("r0", 60, kv=0.5, preemptions=3)))
-    assert policy.decide(a_view(15, a_look("r0", 60, kv=0.5, preemptions=4))).parameters == {Parameter.MAX_NUM_SEQS: 42}
+    policy.decide(make_policy_input(0, make_snapshot("r0", 60, kv=0.5, preemptions=3)))
+    assert policy.decide(make_policy_input(15, make_snapshot("r0", 60, kv=0.5, preemptions=4))).parameters == {
+        Parameter.MAX_NUM_SEQS: 42
+    }
 
 
 @pytest.mark.parametrize("policy", [hpa_running(5), keda_queue(5), Aimd(10), Apa(5)])
 def test_without_a_sample_nothing_moves(policy: Policy) -> None:
-    moves = policy.decide(a_view(0, a_look("r0", 0, ready=False)))
+    moves = policy.decide(make_policy_input(0, make_snapshot("r0", 0, ready=False)))
     assert (moves.replicas, dict(moves.parameters)) == (None, {})
 
 
@@ -136,6 +140,6 @@ def test_policies_are_named_with_their_targets() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "hpa", "trimtab@3", "kubeai@", "kubeai@0", "kubeai@nan", "kubeai@x"])
-def test_an_unknown_policy_is_refused_with_what_is_known(text: str) -> None:
+def test_unknown_policy_is_rejected_with_known_ones(text: str) -> None:
     with pytest.raises(BadRequest, match="--policy"):
         parse_policy_specs(text)

@@ -1,4 +1,4 @@
-"""Our own policy on loads that show a mistake of the law."""
+"""Trimtab's policy on loads that once showed a mistake of the control law."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def documents() -> Trace:
     return Trace("documents", arrivals, SECONDS)
 
 
-def test_a_budget_is_not_blamed_for_what_users_felt_before_enough_replicas_served() -> None:
-    """Overloaded from the first second, with a budget that is too large for promises of gaps, and a minute and more to
-    wait for replicas: what is felt meanwhile is a matter of their number."""
+def test_budget_trial_ignores_latency_before_replicas_were_ready() -> None:
+    """Overload from the first second, with a budget too large for ITL objectives and more than a minute until replicas
+    are ready: latency until then depends on their number."""
     machine = machine_of("llama-3.1-8b", "h200")
     fleet = FleetSettings(machine, START, 6, 1, 28, 120.0)
     experiment = Experiment(documents(), fleet, ReplaySettings(), Objectives(10.0, 1 / 4000, itl_mean=0.1))

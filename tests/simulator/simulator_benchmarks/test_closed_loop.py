@@ -1,4 +1,4 @@
-"""Clients that wait: each asks again when it has its answer, no sooner, and what a policy moves is in force."""
+"""Closed-loop clients: each sends its next request after a response, and a policy's changes apply."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def settings() -> FleetSettings:
 
 
 class OneSeat:
-    """Leaves one seat from the second tick on."""
+    """Leaves one sequence slot from the second tick on."""
 
-    name = "one seat"
+    name = "one slot"
     tick_seconds = 10.0
     reads_requests = False
 
@@ -30,7 +30,7 @@ class OneSeat:
         return PolicyActions(parameters={Parameter.MAX_NUM_SEQS: 1}) if view.now >= 20.0 else STAY
 
 
-def test_each_client_has_one_request_at_a_time_and_asks_again_at_once() -> None:
+def test_each_client_has_one_request_in_flight() -> None:
     came = run_clients(settings(), Fixed("off"), Clients(4, lambda rng: (50, 20)), seconds=60.0, seed=0)
     times = [(s.arrival, 1) for s in came.served] + [(s.finished_at or 0.0, -1) for s in came.served]
     there = most = 0
@@ -44,7 +44,7 @@ def test_each_client_has_one_request_at_a_time_and_asks_again_at_once() -> None:
     assert all(0 <= gap <= POLL_SECONDS for gap in gaps)
 
 
-def test_what_is_moved_is_in_force_from_then_on() -> None:
+def test_changes_apply_immediately() -> None:
     came = run_clients(settings(), OneSeat(), Clients(4, lambda rng: (50, 200)), seconds=60.0, seed=0)
     assert [(change.at, change.target, change.after) for change in came.changes] == [(20.0, "max_num_seqs", 1)]
     early = [s.ttft or 0.0 for s in came.served if s.arrival < 15]
@@ -52,7 +52,7 @@ def test_what_is_moved_is_in_force_from_then_on() -> None:
     assert min(late) > 3 * max(early)
 
 
-def test_equal_arguments_come_to_the_same() -> None:
+def test_runs_are_deterministic() -> None:
     one, other = (
         run_clients(settings(), Fixed("off"), Clients(3, lambda rng: (rng.randint(1, 90), 30)), seconds=30.0, seed=5)
         for _ in range(2)

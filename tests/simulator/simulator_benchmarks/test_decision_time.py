@@ -1,4 +1,4 @@
-"""How long turns take is told beside what they decided: equal decisions have equal fingerprints."""
+"""Durations of tuner steps, with fingerprints of their decisions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_slice_begins_at_its_start() -> None:
     assert part.arrivals[-1].at == pytest.approx(49.75)
 
 
-def test_turns_are_timed_and_equal_decisions_have_equal_fingerprints() -> None:
+def test_equal_decisions_have_equal_fingerprints() -> None:
     one, other = (decision_time.measure_steps("any", make_experiment()) for _ in range(2))
     assert one.turns == 300 / 15 - 1
     assert 0 < one.p50 <= one.p90 <= one.p99 <= one.longest

@@ -1,4 +1,4 @@
-"""What is measured of forecasts: the day before is another draw of another day, and can be made wrong."""
+"""Inputs of the forecast measurements: the history is another sample of another day, and can be made wrong."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_day_before_has_the_shape_of_the_first_day(folder: Path) -> None:
     assert season.rate_at(quarter + half) == pytest.approx(10 * lowest, rel=0.2)
 
 
-def test_a_history_that_is_late_has_the_same_shape_three_hours_later(folder: Path) -> None:
+def test_late_history_has_the_same_shape_three_hours_later(folder: Path) -> None:
     right, late = (history(folder, name, 0) for name in ("the day before", "three hours late"))
     assert right is not None
     assert late is not None
@@ -54,7 +54,7 @@ def test_a_history_that_is_late_has_the_same_shape_three_hours_later(folder: Pat
         assert late.rate_at(at + THREE_HOURS) == pytest.approx(right.rate_at(at), rel=0.01)
 
 
-def test_ours_forecasts_only_where_it_is_given_a_history(folder: Path) -> None:
+def test_tuner_forecasts_only_with_a_history(folder: Path) -> None:
     setup = make_experiment(folder).setup
     season = history(folder, "the day before", 0)
     scaling = Trimtab(setup, history=season).settings.scaling

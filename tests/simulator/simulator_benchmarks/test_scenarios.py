@@ -1,4 +1,4 @@
-"""Named loads: made of the files that they name, at the rates that they promise. Small stand-ins for the real files."""
+"""Scenarios use the files that they name, at their nominal rates. Small stand-ins replace the real files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_day_passes_in_two_hours_up_to_its_peak(folder: Path) -> None:
     assert highest_rate(trace.arrivals) == pytest.approx(30, rel=0.15)
 
 
-def test_in_the_mix_code_comes_and_goes(folder: Path) -> None:
+def test_mix_alternates_code_load(folder: Path) -> None:
     (mix,) = (each for each in SCENARIOS if each.name == "mix")
     code = [a for a in mix.experiment(folder).trace.arrivals if a.prompt == 2000]
     busy, calm = (sum(int(a.at / 600) % 2 == turn for a in code) for turn in (0, 1))

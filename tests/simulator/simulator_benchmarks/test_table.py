@@ -1,4 +1,4 @@
-"""The table: cells are kept as they come, a run goes on where it was, and rows are means with their spread."""
+"""Result table: cells are stored when done, an interrupted run continues, and rows are means with their spread."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_a_row_has_means_spreads_and_the_saving_that_was_captured() -> None:
     assert "hpa-running (not run)" in page
 
 
-def test_where_nothing_can_be_saved_none_was_captured() -> None:
+def test_captured_is_none_without_possible_savings() -> None:
     assert captured([a_cell("x", 1)], [a_cell("static-n", 4)], [a_cell("oracle", 4)]) is None
     assert captured([a_cell("x", 1)], [], []) is None
 
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was replayed, in place of replaying it; all in this process."""
+    """Record the requested replays instead of running them, all in this process."""
     ran: list[str] = []
 
     def run_cell(folder: Path, scenario: str, seed: int, cold_start: float, policy: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-def test_a_run_goes_on_where_it_was_cut_off(tmp_path: Path, runs: list[str]) -> None:
+def test_interrupted_run_continues(tmp_path: Path, runs: list[str]) -> None:
     path = tmp_path / "out" / "cells.jsonl"
     path.parent.mkdir()
     whole = a_cell("kubeai", 6.0, inputs=inputs_of(tmp_path, "kubeai"))
@@ -102,7 +102,7 @@ def test_a_cell_that_was_made_from_other_inputs_is_made_again(tmp_path: Path, ru
     assert runs == ["kubeai", "kubeai"]
 
 
-def test_what_changes_the_tuner_changes_our_cells_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuner_changes_invalidate_only_its_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Path.read_bytes
     before = inputs_of(tmp_path, "trimtab"), inputs_of(tmp_path, "kubeai")
     inputs_of.cache_clear()
@@ -117,17 +117,17 @@ def test_what_changes_the_tuner_changes_our_cells_alone(tmp_path: Path, monkeypa
     inputs_of.cache_clear()
 
 
-def test_a_rivals_target_may_be_a_number_or_the_best_on_another_trace() -> None:
+def test_baseline_target_may_be_number_or_scenario() -> None:
     assert parse_policies("kubeai, kubeai@32,kubeai@day,kubeai@day") == ["kubeai", "kubeai@32", "kubeai@day"]
     with pytest.raises(BadRequest, match="trimtab has no target; remove @day"):
         parse_policies("trimtab@day")
-    with pytest.raises(BadRequest, match="kubeai@night: behind the @ stands a number above 0, or one of day, burst"):
+    with pytest.raises(BadRequest, match="kubeai@night: after the @ must be a number above 0, or one of day, burst"):
         parse_policies("kubeai@night")
     with pytest.raises(BadRequest, match="known are"):
         parse_policies("nobody")
 
 
-def test_ours_stands_beside_the_cheapest_rival_that_keeps_promises_with_a_target_of_elsewhere() -> None:
+def test_table_compares_with_cheapest_baseline_with_foreign_target() -> None:
     cells = [
         {**a_cell("trimtab", 5.0, attainment=0.992), "scenario": "mix"},
         {**a_cell("kubeai@day", 4.0, attainment=0.9), "scenario": "mix"},
@@ -143,13 +143,13 @@ def test_ours_stands_beside_the_cheapest_rival_that_keeps_promises_with_a_target
     assert "### Ours against" not in markdown({}, wanted)
 
 
-def test_a_row_says_how_many_of_its_cells_are_older_than_the_sources() -> None:
+def test_row_counts_outdated_cells() -> None:
     cell = a_cell("kubeai", 6.0)
     text = markdown({key_of(cell): cell}, [key_of(cell)], {key_of(cell)})
     assert "| 1 of 1, 1 older |" in text
 
 
-def test_a_part_is_run_and_what_other_parts_have_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_run_keeps_other_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cells.jsonl"
     path.write_text(json.dumps(a_cell("kubeai", 6.0)) + "\n")
     wanted = [("day", seed, 120.0, "static-n") for seed in range(3)]

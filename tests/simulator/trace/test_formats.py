@@ -1,4 +1,4 @@
-"""Trace files: what is read of each format, and what is refused, with the line and the reason."""
+"""Trace files: the parsed fields of each format, and rejected lines with their numbers and reasons."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_mooncake_log_names_its_prefix_blocks(tmp_path: Path) -> None:
     assert read_log(path, *load_text(path)).arrivals == [Arrival(0.0, 600, 5, (7, 9))]
 
 
-def test_rows_out_of_order_are_sorted_and_that_is_said(tmp_path: Path) -> None:
+def test_unordered_rows_are_sorted_with_a_note(tmp_path: Path) -> None:
     late = '{"timestamp": 2000, "input_length": 2, "output_length": 5}'
     path = a_file(tmp_path, late + '\n{"timestamp": 0, "input_length": 1, "output_length": 0}\n')
     trace = read_log(path, *load_text(path))
@@ -118,7 +118,7 @@ def test_a_bad_distribution_is_refused(tmp_path: Path, tokens: str, reason: str)
         read_lengths(tmp_path, row)
 
 
-def test_many_bad_rows_are_counted_and_the_first_ones_told(tmp_path: Path) -> None:
+def test_bad_rows_are_counted_and_first_ones_listed(tmp_path: Path) -> None:
     path = a_file(tmp_path, AZURE + "x,1,1\n" * 9)
     with pytest.raises(BadTrace, match=r"line 6: .*; and 4 more bad lines\. Nothing was replayed"):
         read_log(path, *load_text(path))

@@ -1,4 +1,4 @@
-"""What may be done to a trace: cut, sped up, laid over itself, scaled, drawn from rates. Seeds repeat."""
+"""Transformations of a trace: cut, speed, copies, scaling and sampling from rates. Seeds are deterministic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab_simulator.trace.load import Transform, highest_rate, load_trace
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """A request each second for 100 s, each with a prefix of its own."""
+    """A request each second for 100 s, each with another prefix."""
     path = tmp_path / "log.jsonl"
     rows = [
         f'{{"timestamp": {i * 1000}, "input_length": {i + 1}, "output_length": 3, "hash_ids": [{i}]}}'
@@ -72,7 +72,7 @@ def test_rates_are_drawn_at_their_peak_and_for_their_time(rates: Path, lengths: 
     assert {(a.prompt, a.output) for a in trace.arrivals} == {(10, 4), (10, 6)}
 
 
-def test_lengths_may_come_from_another_log(rates: Path, log: Path) -> None:
+def test_lengths_are_sampled_from_another_log(rates: Path, log: Path) -> None:
     trace = load_trace(rates, Transform(duration=600), lengths=log)
     assert {a.output for a in trace.arrivals} == {3}
     assert len({a.prompt for a in trace.arrivals}) == 101
@@ -83,7 +83,7 @@ def test_a_log_may_get_the_lengths_of_another(log: Path, lengths: Path) -> None:
 
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
-def test_arrivals_are_as_uneven_as_was_asked_for(rates: Path, lengths: Path, cv: float) -> None:
+def test_arrivals_have_the_requested_variation(rates: Path, lengths: Path, cv: float) -> None:
     arrivals = load_trace(rates, Transform(duration=600, cv=cv), lengths=lengths, seed=3).arrivals
     gaps = [b.at - a.at for a, b in itertools.pairwise(arrivals)]
     assert pstdev(gaps) / mean(gaps) == pytest.approx(cv, rel=0.15)

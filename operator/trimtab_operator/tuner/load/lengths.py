@@ -62,7 +62,7 @@ class Lengths:
     """Finished requests by arrival."""
     unfinished: tuple[Unfinished, ...] = ()
     lost: tuple[Unfinished, ...] = ()
-    """Requests in flight on replicas that were removed: lower bounds for ever. Without them a scale-in would keep the
+    """Requests in flight on replicas that were removed: permanent lower bounds. Without them a scale-in would keep the
     short outputs and drop the long ones."""
     epoch: float = 0.0
     """Start of the present mix; earlier requests only fill up small samples."""

@@ -177,9 +177,7 @@ class Predictor:
         self.work_left = WORK_PER_STEP
         self.find, self._found, self.is_closed_loop = find, None, is_closed_loop
         self._predictions.clear()
-        self._kept = {
-            one: replace(kept, steps=kept.steps - 1) for one, kept in self._kept.items() if kept.steps > 0
-        }
+        self._kept = {one: replace(kept, steps=kept.steps - 1) for one, kept in self._kept.items() if kept.steps > 0}
 
     def found_by(self, few: Candidate, candidate: Candidate) -> list[InFlightRequest]:
         """Return the requests in flight of as many replicas as are simulated, each with its real share."""

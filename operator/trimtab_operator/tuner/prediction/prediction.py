@@ -135,9 +135,9 @@ def predict(
 ) -> Prediction:
     """Simulate open-loop load of `rate` requests a second; each request goes to the replica with the fewest.
 
-    `found`: requests in flight at the start. What arrives within SOON_SECONDS is then evaluated, repeatedly as far as
-    the load lasts. Without it, replicas start empty, and requests after a warm-up are evaluated. Requests longer than
-    the KV cache are cut: the engine would reject them.
+    `found`: requests in flight at the start. Requests that arrive within SOON_SECONDS are then evaluated, repeatedly as
+    far as the load lasts. Without it, replicas start empty, and requests after a warm-up are evaluated. Requests longer
+    than the KV cache are cut: the engine would reject them.
     """
     if not found:
         served = _serve(candidate, cost, load, range(len(load.pairs)), rate, objectives, found)
@@ -185,7 +185,7 @@ def predict_clients(
 ) -> Prediction:
     """Simulate closed-loop clients: each client of the requests in `found` sends its next one when it has a response.
 
-    Requests after all clients have started anew are evaluated, relative to the present `rate`.
+    Requests after all clients have sent a new one are evaluated, relative to the present `rate`.
     """
     fleet = _Fleet(candidate, cost, objectives)
     fleet.place(found)
@@ -235,7 +235,7 @@ class _Fleet:
         ]
         self._counts = [0] * candidate.replicas
         self._quiet = [-math.inf] * candidate.replicas
-        """Until when each count holds: an engine whose count is known need not be run for an arrival elsewhere."""
+        """Time until which each count is valid, so that the engine need not be simulated for other arrivals."""
 
     def place(self, found: Values[InFlightRequest]) -> None:
         """Distribute the requests in flight over the replicas, in turns."""

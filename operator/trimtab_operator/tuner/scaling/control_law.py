@@ -29,9 +29,7 @@ LULL_HOLDS = 1.25  # factor of the lull before a regretted scale-in: the next on
 LEARN_COLD_STARTS = 3.0  # of observed load before the first scale-in: a lull does not show bursts
 REGRET_SECONDS = 720.0  # scaling out this soon after scaling in is a regret (six start-ups)
 REGRET_DECAY_SECONDS = 1800.0  # without regret, after which the hold time halves
-REVERSAL_COOLDOWN_SECONDS = (
-    600.0  # after a turn from in to out in which none goes: so the count turns twice within them at most
-)
+REVERSAL_COOLDOWN_SECONDS = 600.0  # no scale-in after a reversal: at most two reversals within it
 KEEP_WANTED_SECONDS = 3600.0
 PRIOR_COLD_START_SECONDS = 120.0  # that Caution.prior_sd refers to
 LEVEL_SECONDS = 60.0  # window of the present rate
@@ -82,7 +80,7 @@ class ScalingState:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Needed replicas and the figures behind them."""
+    """Needed replicas and their evidence."""
 
     replicas: int
     rate: float

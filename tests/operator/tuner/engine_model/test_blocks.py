@@ -1,4 +1,4 @@
-"""KV blocks as numbers: what is free, what is found again, what goes first."""
+"""KV blocks as counts: free blocks, cached blocks and eviction order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trimtab_operator.tuner.engine_model import KvBlocks, Sequence
 
 
 def preempted(blocks: KvBlocks, num_tokens: int) -> Sequence:
-    """A sequence that held the blocks of so many tokens, and was preempted."""
+    """Return a preempted sequence that held the blocks of this many tokens."""
     sequence = Sequence(0.0, num_tokens, 1)
     blocks.allocate(-(-num_tokens // blocks.block_size))
     blocks.release(sequence, num_tokens, is_requeued=True)
@@ -23,7 +23,7 @@ def test_a_preempted_sequence_finds_its_full_blocks_again() -> None:
     assert (blocks.free, blocks.find_cached(sequence)) == (8, (0, 0))
 
 
-def test_empty_blocks_are_taken_before_those_that_hold_something() -> None:
+def test_empty_blocks_are_allocated_before_cached_blocks() -> None:
     blocks = KvBlocks(10)
     sequence = preempted(blocks, 40)
     blocks.allocate(8)
@@ -32,7 +32,7 @@ def test_empty_blocks_are_taken_before_those_that_hold_something() -> None:
     assert (blocks.find_cached(sequence), blocks.free, blocks.num_evicted) == ((1, 1), 1, 1)
 
 
-def test_what_was_freed_first_is_evicted_first() -> None:
+def test_least_recently_freed_blocks_are_evicted_first() -> None:
     blocks = KvBlocks(10)
     older, newer = preempted(blocks, 48), preempted(blocks, 48)
     blocks.allocate(4 + 4)

@@ -1,19 +1,19 @@
-"""One engine in virtual time. That it schedules as the real scheduler does is tests/simulator/test_stepwise.py."""
+"""One engine in virtual time. tests/simulator/test_stepwise.py compares it with the real scheduler."""
 
 from __future__ import annotations
 
 import pytest
 from trimtab_operator.tuner.engine_model import EngineModel, EngineModelPolicy, KvBlocks, Sequence, StepCost
 
-COST = StepCost(0.01, 0.001, 0.0, 0.0)  # 10 ms a step and 1 ms a token: times can be told by hand
+COST = StepCost(0.01, 0.001, 0.0, 0.0)  # 10 ms a step and 1 ms a token: times are easy to calculate
 
 
-def an_engine(*, slots: int = 8, budget: int = 100, blocks: int = 100, slow_gap: float = 1.0) -> EngineModel:
+def make_engine(*, slots: int = 8, budget: int = 100, blocks: int = 100, slow_gap: float = 1.0) -> EngineModel:
     return EngineModel(COST, EngineModelPolicy(slots, budget), KvBlocks(blocks), slow_gap=slow_gap)
 
 
-def test_a_lone_request_takes_its_prefill_and_a_step_for_each_later_token() -> None:
-    engine, sequence = an_engine(), Sequence(5.0, 50, 4)
+def test_single_request_takes_prefill_plus_one_step_per_token() -> None:
+    engine, sequence = make_engine(), Sequence(5.0, 50, 4)
     engine.run_until(5.0)
     engine.add(sequence)
     engine.drain()
@@ -24,7 +24,7 @@ def test_a_lone_request_takes_its_prefill_and_a_step_for_each_later_token() -> N
 
 
 def test_a_prompt_longer_than_the_budget_is_cut() -> None:
-    engine, sequence = an_engine(budget=20), Sequence(0.0, 50, 1)
+    engine, sequence = make_engine(budget=20), Sequence(0.0, 50, 1)
     engine.add(sequence)
     engine.drain()
     assert sequence.ttft == pytest.approx(2 * 0.030 + 0.020)
@@ -33,11 +33,11 @@ def test_a_prompt_longer_than_the_budget_is_cut() -> None:
 
 def test_a_request_that_the_cache_cannot_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="holds 160 tokens"):
-        an_engine(blocks=10).add(Sequence(0.0, 100, 61))
+        make_engine(blocks=10).add(Sequence(0.0, 100, 61))
 
 
-def test_gaps_that_another_prompt_makes_long_are_counted_for_each_request() -> None:
-    engine = an_engine(slow_gap=0.05)
+def test_slow_gaps_are_counted_per_request() -> None:
+    engine = make_engine(slow_gap=0.05)
     first, second = Sequence(0.0, 10, 30), Sequence(0.1, 60, 2)
     engine.add(first)
     engine.run_until(0.1)
@@ -46,16 +46,16 @@ def test_gaps_that_another_prompt_makes_long_are_counted_for_each_request() -> N
     assert (first.num_slow_gaps, second.num_slow_gaps) == (1, 0)
 
 
-def test_a_step_that_goes_on_does_not_tell_its_end() -> None:
-    engine, sequence = an_engine(), Sequence(0.0, 50, 1)
+def test_in_flight_counts_requests_of_the_current_step() -> None:
+    engine, sequence = make_engine(), Sequence(0.0, 50, 1)
     engine.add(sequence)
     engine.run_until(0.01)
     assert engine.now == pytest.approx(0.060)
     assert (engine.in_flight(0.01), engine.in_flight(engine.now)) == (1, 0)
 
 
-def test_nothing_ends_before_the_engine_said_so() -> None:
-    engine = an_engine()
+def test_no_request_ends_before_quiet_until() -> None:
+    engine = make_engine()
     engine.add(Sequence(0.0, 10, 20))
     engine.run_until(0.02)
     quiet = engine.quiet_until()
@@ -65,16 +65,16 @@ def test_nothing_ends_before_the_engine_said_so() -> None:
     assert engine.in_flight(quiet + 0.02) == 0
 
 
-def test_seats_are_what_the_head_of_the_queue_waits_for() -> None:
-    engine = an_engine(slots=1)
+def test_blocked_seconds_count_missing_sequence_slots() -> None:
+    engine = make_engine(slots=1)
     for _ in range(2):
         engine.add(Sequence(0.0, 10, 10))
     engine.drain()
     assert engine.counters.blocked_seconds["seqs"] == pytest.approx(0.020 + 9 * 0.011)
 
 
-def test_what_runs_and_waits_is_told_with_its_tokens() -> None:
-    engine = an_engine(slots=1)
+def test_unfinished_yields_requests_with_output_tokens() -> None:
+    engine = make_engine(slots=1)
     running, waiting = Sequence(0.0, 10, 10), Sequence(0.0, 10, 10)
     engine.add(running)
     engine.add(waiting)
@@ -83,7 +83,7 @@ def test_what_runs_and_waits_is_told_with_its_tokens() -> None:
     assert (engine.num_running, engine.num_waiting, engine.waiting_tokens) == (1, 1, 10)
 
 
-def test_an_engine_that_is_found_amid_its_work_goes_on_as_it_would_have() -> None:
+def test_engine_started_from_in_flight_requests_continues_alike() -> None:
     cost = StepCost(8e-3, 1 / 16_000, 3e-5, 4e-9)
     policy = EngineModelPolicy(64, 512)
     original = EngineModel(cost, policy, KvBlocks(2000))
@@ -101,12 +101,12 @@ def test_an_engine_that_is_found_amid_its_work_goes_on_as_it_would_have() -> Non
     assert copy.now == pytest.approx(original.now, rel=1e-3)
 
 
-def test_what_finds_no_room_or_seat_in_the_engine_waits_as_preempted_ones_do() -> None:
-    engine = an_engine(slots=1, blocks=10)
+def test_in_flight_requests_without_slot_or_blocks_are_queued() -> None:
+    engine = make_engine(slots=1, blocks=10)
     engine.add_in_progress(Sequence(0.0, 32, 20), 5)
     engine.add_in_progress(Sequence(0.0, 32, 20), 5)
     assert (engine.num_running, engine.num_waiting, engine.waiting_tokens) == (1, 1, 37)
     engine.drain()
     assert len(engine.finished) == 2
     with pytest.raises(ValueError, match="holds 160 tokens"):
-        an_engine(blocks=10).add_in_progress(Sequence(0.0, 150, 20), 5)
+        make_engine(blocks=10).add_in_progress(Sequence(0.0, 150, 20), 5)

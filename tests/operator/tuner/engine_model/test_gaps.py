@@ -1,4 +1,4 @@
-"""Gaps between tokens: a run of steps counts as its steps one by one would."""
+"""Gaps between tokens: a run of steps counts like its single steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_run_counts_as_its_steps_one_by_one(first: float, increase: float, ste
         singly.add(first + increase * step, each)
     assert at_once.total_seconds == pytest.approx(singly.total_seconds)
     moved = sum(abs(a - b) for a, b in zip(at_once.counts, singly.counts, strict=True))
-    assert moved <= 2 * each  # one that lies on an edge, but for rounding
+    assert moved <= 2 * each  # one gap may be on an edge, by rounding
 
 
 def test_percentiles_lie_within_the_width_of_a_fine_bucket() -> None:

@@ -1,5 +1,5 @@
-"""Two lines: who can still have a first token in time, and behind them who cannot. That the engine's queue is the same
-is tests/simulator/test_stepwise.py."""
+"""Queue order `deadline`: requests in time and late requests. tests/simulator/test_stepwise.py compares it with the
+engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TWO_SECONDS = Allowance(2.0)
 
 
 def serve(rows: list[tuple[float, int, int]], allowance: Allowance | None, *, slots: int = 1) -> list[Sequence]:
-    """Serve these arrivals by one engine; the sequences in the order of arrival."""
+    """Serve these arrivals with one engine; return the sequences in order of arrival."""
     engine = EngineModel(COST, EngineModelPolicy(slots, 200, allowance=allowance), KvBlocks(1000))
     sequences = [Sequence(*row) for row in rows]
     for sequence in sequences:
@@ -29,15 +29,15 @@ def in_time(sequences: list[Sequence], seconds: float = 2.0) -> list[bool]:
 
 
 def overload(seconds: float) -> list[tuple[float, int, int]]:
-    """Each takes 0.11 s on the only seat, and one comes every 0.08 s."""
+    """Return requests of 0.11 s each on one slot, arriving every 0.08 s."""
     return [(0.08 * number, 100, 1) for number in range(int(seconds / 0.08))]
 
 
-def test_an_overload_makes_those_late_for_whom_there_is_no_capacity_and_not_everybody() -> None:
+def test_overload_delays_only_requests_beyond_capacity() -> None:
     by_arrival = in_time(serve(overload(60.0), None))
     ordered = in_time(serve(overload(60.0), TWO_SECONDS))
     assert sum(by_arrival) < 0.15 * len(by_arrival)
-    assert sum(ordered) > 0.9 * (0.08 / 0.11) * len(ordered) * 0.9  # what there is capacity for, less one in ten
+    assert sum(ordered) > 0.9 * (0.08 / 0.11) * len(ordered) * 0.9  # the capacity, less one in ten
     assert not any(by_arrival[-100:])
     assert sum(ordered[-100:]) > 50
 
@@ -49,7 +49,7 @@ def test_without_overload_the_order_is_that_of_arrival() -> None:
     assert times[0] == times[1]
 
 
-def test_one_in_ten_admissions_is_a_late_one_s_the_oldest_first() -> None:
+def test_one_in_ten_admissions_is_the_oldest_late_request() -> None:
     sequences = serve(overload(60.0), TWO_SECONDS)
     by_start = sorted(sequences, key=lambda sequence: sequence.first_token_at or 0.0)
     late = [sequence.was_late for sequence in by_start]
@@ -65,14 +65,14 @@ def test_one_in_ten_admissions_is_a_late_one_s_the_oldest_first() -> None:
 
 def test_a_longer_prompt_may_wait_for_longer() -> None:
     allowance = Allowance(0.4, 0.01)
-    # Behind a prompt of a second both have waited for 0.9 s: 0.75 of 0.5 s is over, of 2.4 s not.
+    # After a prompt of one second both have waited for 0.9 s: more than 0.75 of 0.5 s, less than 0.75 of 2.4 s.
     rows = [(0.0, 1000, 1), (0.1, 10, 1), (0.1, 200, 1)]
     _, short, long = serve(rows, allowance)
     assert (short.was_late, long.was_late) == (True, False)
     assert (long.first_token_at or 0.0) < (short.first_token_at or 0.0)
 
 
-def test_who_has_a_token_is_never_late_and_comes_back_first() -> None:
+def test_preempted_request_with_a_token_is_never_late() -> None:
     engine = EngineModel(COST, EngineModelPolicy(4, 100, allowance=Allowance(0.2)), KvBlocks(6))
     first, second = Sequence(0.0, 40, 40), Sequence(0.0, 30, 50)
     for sequence in (first, second):
@@ -84,7 +84,7 @@ def test_who_has_a_token_is_never_late_and_comes_back_first() -> None:
     assert not second.was_late
 
 
-def test_a_late_one_that_has_had_its_turn_keeps_its_blocks_before_those_that_came_later() -> None:
+def test_admitted_late_request_keeps_blocks_before_younger_ones() -> None:
     engine = EngineModel(COST, EngineModelPolicy(2, 200, allowance=Allowance(0.1)), KvBlocks(8))
     late, young = Sequence(0.0, 20, 100), Sequence(0.8, 16, 60)
     engine.add(Sequence(0.0, 100, 1))
@@ -97,7 +97,7 @@ def test_a_late_one_that_has_had_its_turn_keeps_its_blocks_before_those_that_cam
     assert (late.num_preemptions, young.num_preemptions > 0) == (0, True)
 
 
-def test_a_longer_allowance_takes_back_who_waits_late() -> None:
+def test_longer_allowance_ends_lateness_of_waiting_requests() -> None:
     engine = EngineModel(COST, EngineModelPolicy(1, 200, allowance=Allowance(0.2)), KvBlocks(1000))
     sequences = [Sequence(0.0, 100, 5) for _ in range(8)]
     for sequence in sequences:
@@ -112,7 +112,7 @@ def test_a_longer_allowance_takes_back_who_waits_late() -> None:
     assert engine.finished[-1].arrival == 0.5
 
 
-def test_back_to_the_order_of_arrival_nobody_is_late() -> None:
+def test_order_of_arrival_ends_all_lateness() -> None:
     engine = EngineModel(COST, EngineModelPolicy(1, 200, allowance=Allowance(0.2)), KvBlocks(1000))
     sequences = [Sequence(0.01 * number, 100, 5) for number in range(20)]
     for sequence in sequences:
@@ -127,9 +127,9 @@ def test_back_to_the_order_of_arrival_nobody_is_late() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_ends_before_the_engine_said_so_in_any_overload(seed: int) -> None:
+def test_no_request_ends_before_quiet_until_under_overload(seed: int) -> None:
     dice = random.Random(seed)
-    policy = EngineModelPolicy(32, 64, 0.5, Allowance(0.3, 0.001))  # a watermark: nobody is preempted
+    policy = EngineModelPolicy(32, 64, 0.5, Allowance(0.3, 0.001))  # a watermark, so that no request is preempted
     engine = EngineModel(COST, policy, KvBlocks(40))
     at = 0.0
     for _ in range(150):

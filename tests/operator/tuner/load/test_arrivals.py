@@ -1,4 +1,4 @@
-"""Rows by arrival: however late they are told, they lie in order."""
+"""Rows in order of arrival, however late they are reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trimtab_operator.tuner.load.arrivals import merge_by_arrival, since
 from trimtab_operator.tuner.load.lengths import Pair
 
 
-def test_rows_that_are_told_late_lie_in_the_order_of_arrival() -> None:
+def test_merged_rows_are_in_order_of_arrival() -> None:
     rng = random.Random(1)
     rows: list[Pair] = []
     known: tuple[Pair, ...] = ()
@@ -19,7 +19,7 @@ def test_rows_that_are_told_late_lie_in_the_order_of_arrival() -> None:
     assert [pair.arrived_at for pair in known] == sorted(pair.arrived_at for pair in rows)
 
 
-def test_those_since_a_time_are_those_that_came_then_or_later() -> None:
+def test_since_returns_rows_from_that_time_on() -> None:
     known = tuple(Pair(at, 1, 1) for at in (1.0, 2.0, 2.0, 3.0))
     assert [pair.arrived_at for pair in since(known, 2.0)] == [2.0, 2.0, 3.0]
     assert since(known, 9.0) == ()

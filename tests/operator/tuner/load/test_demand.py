@@ -1,4 +1,4 @@
-"""Demand: rates, unevenness, peaks, and how much more comes than was foreseen."""
+"""Demand: rates, dispersion, peaks, and growth above the prediction."""
 
 import math
 import random
@@ -9,7 +9,7 @@ from trimtab_operator.tuner.load.demand import Demand, Growth, Point
 
 
 def counted(rates: list[float], *, seconds: float = 15.0, burst: int = 1, seed: int = 1) -> Demand:
-    """Poisson counts at these rates; `burst` requests come at a time."""
+    """Return Poisson counts at these rates; `burst` requests arrive together."""
     rng = random.Random(seed)
     demand = Demand()
     for index, rate in enumerate(rates):
@@ -28,17 +28,17 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("usual", "came", "low", "high"),
+    ("usual", "latest", "low", "high"),
     [
-        (1, 2, 0.07, 0.09),  # four and eight a minute are hardly told apart
-        (1, 32, 2.1, 2.2),  # a jump is, however few requests came
-        (150, 180, 11.9, 12.0),  # and so are many
+        (1, 2, 0.07, 0.09),  # four and eight a minute hardly differ
+        (1, 32, 2.1, 2.2),  # a jump counts even with few requests
+        (150, 180, 11.9, 12.0),  # many requests count
     ],
 )
-def test_a_level_is_told_by_many_requests_or_by_a_jump(usual: int, came: int, low: float, high: float) -> None:
+def test_level_follows_many_requests_or_a_jump(usual: int, latest: int, low: float, high: float) -> None:
     demand = Demand()
     for index in range(40):
-        demand = demand.with_point(Point(15.0 * (index + 1), 15.0, usual if index < 36 else came))
+        demand = demand.with_point(Point(15.0 * (index + 1), 15.0, usual if index < 36 else latest))
     level = demand.level(60.0)
     assert level is not None
     assert low <= level <= high
@@ -49,15 +49,13 @@ def test_a_level_is_told_by_many_requests_or_by_a_jump(usual: int, came: int, lo
     [
         ((30, 30, 30, 30), 2.0),  # steady
         ((30, 30, 82, 82), 82 / 15),  # it rose half a minute ago
-        ((82, 82, 30, 30), 56 / 15),  # it fell: what waits still is of the former
-        ((30, 30, 40, 40), 35 / 15),  # chance may do that
-        ((1, 0, 3, 2), 0.1),  # and that, of few
-        ((0, 0, 60, 60), 2.0),  # nothing came before: the minute is all that is known
+        ((82, 82, 30, 30), 56 / 15),  # it fell: the queue is still from the first half
+        ((30, 30, 40, 40), 35 / 15),  # possible by chance
+        ((1, 0, 3, 2), 0.1),  # possible by chance, with few requests
+        ((0, 0, 60, 60), 2.0),  # no requests before: the minute is all that is known
     ],
 )
-def test_of_a_load_that_has_clearly_risen_the_latter_half_of_the_minute_counts(
-    counts: tuple[int, ...], rate_after_rise: float
-) -> None:
+def test_rate_after_rise_uses_second_half_after_clear_rise(counts: tuple[int, ...], rate_after_rise: float) -> None:
     demand = Demand()
     for index, count in enumerate(counts):
         demand = demand.with_point(Point(15.0 * (index + 1), 15.0, count))
@@ -84,7 +82,7 @@ def test_the_highest_rate_is_that_of_a_whole_minute() -> None:
     assert Demand().highest(60) == 0
 
 
-def test_what_grows_more_than_foreseen_is_provided_for_after_a_while() -> None:
+def test_growth_quantile_covers_repeated_growth() -> None:
     demand, growth = Demand(), Growth()
     for index in range(200):
         now = 15.0 * (index + 1)
@@ -98,8 +96,8 @@ def test_what_grows_more_than_foreseen_is_provided_for_after_a_while() -> None:
     assert Growth().quantile(0.9, prior_sd=0.1) == pytest.approx(math.exp(0.128), rel=0.01)
 
 
-def test_what_chance_does_to_single_minutes_is_no_growth() -> None:
-    """A minute of 11 and one of 9 requests a second by turns: a queue of two minutes sees 10."""
+def test_random_variation_between_minutes_is_not_growth() -> None:
+    """Minutes of 11 and of 9 requests a second alternate: two minutes have 10."""
     demand, growth = Demand(), Growth()
     for index in range(600):
         now = 15.0 * (index + 1)
@@ -108,12 +106,12 @@ def test_what_chance_does_to_single_minutes_is_no_growth() -> None:
     assert growth.quantile(0.95, prior_sd=0.16) < 1.12  # 10 after 9, and never 11 after 9
 
 
-def test_who_was_level_provides_for_less_than_who_rises() -> None:
+def test_growth_quantile_is_lower_for_level_load_than_rising_load() -> None:
     demand, growth = Demand(), Growth()
     for index in range(400):
         now = 15.0 * (index + 1)
         part = index % 80
-        rate = 10.0 if part < 50 else 10.0 * math.exp(0.08 * min(part - 50, 12))  # level for long, then it rises
+        rate = 10.0 if part < 50 else 10.0 * math.exp(0.08 * min(part - 50, 12))  # level, then rising
         demand = demand.with_point(Point(now, 15.0, rate * 15))
         growth = growth.with_errors(demand, now)
         growth = growth.with_prediction(now + 135.0, demand.rate(60.0) or 0.0, demand.trend())
@@ -128,9 +126,9 @@ def test_who_was_level_provides_for_less_than_who_rises() -> None:
         ([10.0] * 20, False),
         ([10.0] * 20 + [30.0] * 4, True),  # within a minute
         ([10.0] * 20 + [30.0] * 30, False),  # long ago
-        ([10.0 + 0.25 * index for index in range(60)], False),  # it has doubled, but by and by
+        ([10.0 + 0.25 * index for index in range(60)], False),  # it has doubled gradually
         ([0.0] * 12 + [10.0] * 4, True),
-        ([0.05] * 20 + [0.2] * 2, False),  # three requests more may be chance
+        ([0.05] * 20 + [0.2] * 2, False),  # three more requests may be chance
         ([10.0], False),
         ([], False),
     ],
@@ -151,7 +149,7 @@ def test_the_trend_is_that_of_a_minute_within_limits() -> None:
     assert Demand().trend() == 0.0
 
 
-def test_hours_without_requests_take_little_room_and_answer_as_if_each_look_were_kept(
+def test_thinned_points_give_the_same_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def after_hours(every: int) -> Demand:

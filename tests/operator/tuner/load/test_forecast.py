@@ -1,4 +1,4 @@
-"""A forecast proves itself against the present load, and goes out of use when it is wrong."""
+"""A forecast proves itself against the constant load, and its use ends when it is wrong."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def flat(at: float) -> float:
     return 15.0
 
 
-def lived(
+def run_forecast(
     rate: Callable[[float], float], *, history: Callable[[float], float] | None, seconds: float = DAY, seed: int = 0
 ) -> tuple[Forecast, list[State]]:
-    """A day of looks at a Poisson load at this rate, after a day of `history`; its state at each look."""
+    """Return the forecast and its states during a day of samples of a Poisson load at this rate, after a day of
+    `history`."""
     rng = random.Random(seed)
     season = Season.of(DAY)
     for index in range(round(DAY / SAMPLE_SECONDS) if history is not None else 0):
@@ -49,21 +50,21 @@ def lived(
     return forecast, states
 
 
-def test_without_a_day_of_history_nothing_is_foretold() -> None:
-    forecast, states = lived(daily, history=None, seconds=0.85 * DAY)
+def test_forecast_is_learning_without_a_day_of_history() -> None:
+    forecast, states = run_forecast(daily, history=None, seconds=0.85 * DAY)
     assert set(states) == {State.LEARNING}
     assert not forecast.errors.cases
     assert forecast.since is None
 
 
-def test_it_is_not_believed_before_it_was_right_for_an_hour() -> None:
-    _, states = lived(daily, history=daily, seconds=DAY / 24 + HORIZON)
+def test_forecast_is_unproven_during_the_first_hour() -> None:
+    _, states = run_forecast(daily, history=daily, seconds=DAY / 24 + HORIZON)
     assert set(states) == {State.UNPROVEN}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_one_that_is_right_comes_into_use_and_stays(seed: int) -> None:
-    forecast, states = lived(daily, history=daily, seed=seed)
+def test_accurate_forecast_comes_into_use_and_stays(seed: int) -> None:
+    forecast, states = run_forecast(daily, history=daily, seed=seed)
     assert states.count(State.IN_USE) > 0.75 * len(states)
     assert forecast.state is State.IN_USE
     assert forecast.own_error is not None
@@ -73,43 +74,44 @@ def test_one_that_is_right_comes_into_use_and_stays(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("wrong", [lambda at: daily(at + DAY / 2), lambda at: daily(7 * at), flat])
-def test_one_that_is_wrong_is_hardly_ever_in_use(wrong: Callable[[float], float], seed: int) -> None:
-    _, states = lived(daily, history=wrong, seed=seed)
+def test_wrong_forecast_is_rarely_in_use(wrong: Callable[[float], float], seed: int) -> None:
+    _, states = run_forecast(daily, history=wrong, seed=seed)
     assert states.count(State.IN_USE) < 0.1 * len(states)
 
 
-def test_the_shape_of_yesterday_goes_out_of_use_when_today_is_flat() -> None:
-    _, states = lived(lambda at: daily(at) if at < DAY / 2 else flat(at), history=daily)
+def test_forecast_use_ends_when_the_day_is_flat() -> None:
+    _, states = run_forecast(lambda at: daily(at) if at < DAY / 2 else flat(at), history=daily)
     half = len(states) // 2
     assert states[half - 1] is State.IN_USE
     assert State.IN_USE not in states[half + round(DAY / 6 / SAMPLE_SECONDS) :]
 
 
-def test_a_night_without_requests_does_not_take_it_out_of_use() -> None:
-    """Nothing comes for longer than errors are remembered; the first hour of the morning is what it is for."""
+def test_night_without_requests_keeps_forecast_in_use() -> None:
+    """No requests arrive for longer than errors are remembered; the first hour of the morning is when the forecast
+    matters."""
 
     def by_day(at: float) -> float:
         return 20.0 * max(0.0, -math.sin(2 * math.pi * at / DAY))
 
-    forecast, states = lived(by_day, history=by_day, seconds=2 * DAY)
+    forecast, states = run_forecast(by_day, history=by_day, seconds=2 * DAY)
     evening, morning = (round(share * len(states)) for share in (0.5, 0.76))
     assert states[evening - 2] is State.IN_USE
     assert set(states[evening:morning]) == {State.IN_USE}
     assert forecast.since is not None
 
 
-def test_a_clock_change_is_a_shift_that_it_recovers_from() -> None:
-    """Put forward by an hour, the load comes an hour earlier than the shape says: what is late costs no more than what
-    the present load alone would."""
-    forecast, states = lived(lambda at: daily(at + DAY / 24), history=daily)
+def test_forecast_recovers_from_clock_change() -> None:
+    """After a clock change the load comes an hour earlier than the season: the error must not exceed that of a constant
+    load."""
+    forecast, states = run_forecast(lambda at: daily(at + DAY / 24), history=daily)
     assert states.count(State.IN_USE) > 0.5 * len(states)
     assert forecast.own_error is not None
     assert forecast.naive_error is not None
     assert forecast.own_error < 1.05 * forecast.naive_error
 
 
-def test_what_is_foretold_follows_the_present_level() -> None:
-    forecast = Forecast(lived(daily, history=daily)[0].season)
+def test_forecast_rate_is_proportional_to_the_level() -> None:
+    forecast = Forecast(run_forecast(daily, history=daily)[0].season)
     now = 3000.0
     once, twice = (forecast.rate(level, now, now + 600.0) for level in (5.0, 10.0))
     assert twice == 2 * once
@@ -117,8 +119,8 @@ def test_what_is_foretold_follows_the_present_level() -> None:
 
 
 def test_the_interval_is_that_of_its_own_errors() -> None:
-    forecast, _ = lived(daily, history=daily)
+    forecast, _ = run_forecast(daily, history=daily)
     low, high = forecast.interval(0.9, prior_sd=0.16, trend=0.0)
-    assert 0.7 < low < 1.0 < high < 1.0 + 0.16 * 1.3  # narrower than before any was seen
+    assert 0.7 < low < 1.0 < high < 1.0 + 0.16 * 1.3  # narrower than the prior
     wider = Forecast(Season.of(DAY, buckets=BUCKETS_PER_DAY)).interval(0.9, prior_sd=0.16, trend=0.0)
     assert wider == pytest.approx((math.exp(-0.16 * 1.2816), math.exp(0.16 * 1.2816)), rel=1e-3)

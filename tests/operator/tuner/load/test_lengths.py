@@ -1,4 +1,4 @@
-"""Lengths by cohort: long answers that still run count, and a shift of the mix is seen once."""
+"""Lengths by cohort: long unfinished outputs count, and a shift of the mix is detected once."""
 
 import random
 from dataclasses import replace
@@ -18,23 +18,23 @@ def test_survival_is_that_of_kaplan_and_meier() -> None:
     assert [round(share, 4) for share in survival.shares] == [0.8, 0.5333, 0.0]
     assert survival.sample_longer_than(3, 0.5) == 5
     assert survival.mean == 5.0
-    assert survival.sample_longer_than(9, 0.5) == 13  # half of those that go on end within ln 2 of the mean
+    assert survival.sample_longer_than(9, 0.5) == 13  # the median remaining length is ln 2 of the mean
 
 
-def test_beyond_the_longest_that_ended_answers_go_on_as_all_tokens_did() -> None:
+def test_survival_beyond_longest_output_uses_mean_hazard() -> None:
     survival = Survival.of([10], [100] * 9)
     draws = Draws(1)
     lengths = [survival.sample_longer_than(0, draws.share()) for _ in range(4000)]
     assert 0.08 < sum(length == 10 for length in lengths) / 4000 < 0.12
-    assert 700 < sum(lengths) / 4000 < 1000  # 910 tokens for each that ended
+    assert 700 < sum(lengths) / 4000 < 1000  # 910 tokens per finished output
 
 
-def test_during_a_ramp_the_finished_are_too_short_and_the_cohort_is_not() -> None:
+def test_cohort_mean_is_unbiased_during_a_ramp() -> None:
     rng = random.Random(5)
     true = 400.0
     now, rows, running = 600.0, [], []
     for i in range(6000):
-        at = 600.0 * (i / 6000) ** 0.3  # ever more come
+        at = 600.0 * (i / 6000) ** 0.3  # rising rate
         output = max(1, int(rng.expovariate(1 / true)))
         if at + 0.2 * output <= now:
             rows.append(finished(at, 100, output, gap=0.2))
@@ -48,7 +48,7 @@ def test_during_a_ramp_the_finished_are_too_short_and_the_cohort_is_not() -> Non
     assert abs(mean - true) < 0.12 * true
 
 
-def test_what_was_aborted_or_failed_says_nothing_of_lengths() -> None:
+def test_aborted_and_empty_requests_are_ignored() -> None:
     rows = [finished(1.0, 10, 10, reason="abort"), finished(2.0, 10, 0), finished(3.0, 10, 10)]
     assert len(Lengths().with_requests(rows, ()).pairs) == 1
 
@@ -75,11 +75,12 @@ def test_a_steady_mix_never_shifts() -> None:
     assert shifted(1000, change=1.0).version == 0
 
 
-def running_on(
+def simulate_outputs(
     rate: float, means: list[tuple[float, float]], until: float, *, seed: int = 4, gone: tuple[float, float] = (0, 0)
 ) -> tuple[Lengths, float]:
-    """Answers of 40 tokens a second whose mean changes at some times, looked at every 15 s; when the mix was last found
-    to have shifted, 0.0: never. `gone`: at that time as large a share of what runs goes with its replicas."""
+    """Return the lengths and the time of the last detected shift (0.0 for none) for outputs at 40 tokens a second whose
+    mean changes at given times, sampled every 15 s. `gone`: time, and share of requests in flight that are lost with
+    their replicas."""
     rng = random.Random(seed)
     lengths, told, at, shifted_at = Lengths(), 0.0, 0.0, 0.0
     came: list[tuple[float, int]] = []
@@ -107,20 +108,20 @@ def running_on(
 
 
 def test_answers_that_grow_longer_are_seen_while_they_run() -> None:
-    lengths, shifted_at = running_on(5.0, [(0.0, 1600.0), (1200.0, 3400.0)], 1275.0)
-    assert 1200.0 < shifted_at <= 1275.0  # a mean answer takes 85 s
+    lengths, shifted_at = simulate_outputs(5.0, [(0.0, 1600.0), (1200.0, 3400.0)], 1275.0)
+    assert 1200.0 < shifted_at <= 1275.0  # a mean output takes 85 s
     mean = sum(pair.output for pair in lengths.sample(1275.0)) / len(lengths.sample(1275.0))
     assert mean > 2200
 
 
 def test_long_and_uneven_answers_that_stay_so_are_no_shift() -> None:
     for seed in range(3):
-        assert running_on(5.0, [(0.0, 1600.0)], 1800.0, seed=seed)[1] == 0.0
+        assert simulate_outputs(5.0, [(0.0, 1600.0)], 1800.0, seed=seed)[1] == 0.0
 
 
-def test_answers_that_went_with_their_replica_were_longer_than_they_are_known() -> None:
-    """A third of the replicas goes with long answers in the middle of them; the short ones had ended."""
-    lengths, shifted_at = running_on(5.0, [(0.0, 1600.0)], 330.0, seed=0, gone=(300.0, 0.33))
+def test_lost_requests_count_as_censored_lengths() -> None:
+    """A third of the replicas is removed during long outputs; their short ones had ended."""
+    lengths, shifted_at = simulate_outputs(5.0, [(0.0, 1600.0)], 330.0, seed=0, gone=(300.0, 0.33))
     forgotten = replace(lengths, lost=())
     assert len(lengths.lost) > 50
     assert shifted_at == 0.0
@@ -131,9 +132,9 @@ def test_answers_that_went_with_their_replica_were_longer_than_they_are_known() 
     assert too_short < 0.95 * mean
 
 
-def test_a_mix_of_which_little_is_known_is_not_filled_up_with_what_happened_to_end() -> None:
-    """Of those that came in the last minute half run on, and they are the long ones."""
-    lengths = replace(running_on(5.0, [(0.0, 1600.0)], 600.0, seed=0)[0], epoch=590.0)
+def test_small_sample_is_not_biased_to_short_outputs() -> None:
+    """Half of the last minute's requests are unfinished, and they are the long ones."""
+    lengths = replace(simulate_outputs(5.0, [(0.0, 1600.0)], 600.0, seed=0)[0], epoch=590.0)
     known = lengths.sample(600.0)
     ended = lengths.pairs[-len(known) :]
     assert len(known) >= 290
@@ -141,8 +142,8 @@ def test_a_mix_of_which_little_is_known_is_not_filled_up_with_what_happened_to_e
     assert abs(sum(pair.output for pair in known) / len(known) - 1600) < 0.15 * 1600
 
 
-def test_requests_that_went_with_their_replica_came_all_the_same() -> None:
-    """Else a minute without them would look like a burst after a lull."""
+def test_lost_requests_count_as_arrivals() -> None:
+    """Otherwise a minute without them would look like a burst after a lull."""
     times = [0.5 * index for index in range(1200)]
     known = came(times[:600])
     lost = known.with_requests((), (), [Unfinished(at, 100, 5) for at in times[600:]])
@@ -164,7 +165,7 @@ def came(times: list[float]) -> Lengths:
     return Lengths().with_requests([finished(at, 100, 5) for at in times], ())
 
 
-def test_independent_arrivals_are_even_however_much_their_rate_changes_in_minutes() -> None:
+def test_dispersion_ignores_rate_changes_between_minutes() -> None:
     rng, at, times = random.Random(3), 0.0, []
     while at < 600.0:
         at += rng.expovariate(30.0 if at % 300 < 60 else 3.0)
@@ -172,7 +173,7 @@ def test_independent_arrivals_are_even_however_much_their_rate_changes_in_minute
     assert came(times).dispersion(600.0) < 2.0
 
 
-def test_arrivals_that_come_in_clusters_are_uneven() -> None:
+def test_dispersion_of_clustered_arrivals_is_high() -> None:
     rng, at, times = random.Random(3), 0.0, []
     while at < 600.0:
         at += rng.expovariate(1.0)
@@ -180,7 +181,7 @@ def test_arrivals_that_come_in_clusters_are_uneven() -> None:
     assert 6.0 < came(times).dispersion(600.0) < 13.0
 
 
-def test_a_load_that_was_there_when_the_watch_began_is_no_burst() -> None:
+def test_dispersion_ignores_bins_before_first_arrival() -> None:
     rng, at, times = random.Random(3), 0.0, []
     while at < 60.0:
         at += rng.expovariate(30.0)
@@ -188,11 +189,11 @@ def test_a_load_that_was_there_when_the_watch_began_is_no_burst() -> None:
     assert came(times).dispersion(60.0) < 1.6
 
 
-def test_of_few_requests_nothing_is_said_of_evenness() -> None:
+def test_dispersion_of_few_requests_is_one() -> None:
     assert came([1.0, 1.1, 1.2] * 5).dispersion(600.0) == 1.0
 
 
-def test_while_little_is_known_the_youngest_count_too() -> None:
+def test_sample_includes_youngest_requests_if_few_are_known() -> None:
     rows = [finished(float(at), 100, 5) for at in range(1, 60)]
     running = [Unfinished(58.0, 900, 1)] * 10
     lengths = Lengths().with_requests(rows, running)

@@ -1,4 +1,4 @@
-"""The usual rate by time of the day: learned period by period, whatever gaps and clocks do."""
+"""Usual rate by time of day: learned over periods, robust against gaps and clock changes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ HOUR = 3600.0
 
 
 def daily(at: float) -> float:
-    """High at six in the evening, low at six in the morning."""
+    """Return a rate that is high at six in the evening and low at six in the morning."""
     return 10.0 - 5.0 * math.sin(2 * math.pi * at / DAY_SECONDS)
 
 
 def after(
     season: Season, rate: Callable[[float], float], *, begin: float, seconds: float, gaps: Iterable[range] = ()
 ) -> Season:
-    """After looks every five minutes, but for those in the gaps (minutes from the beginning)."""
+    """Return the season after samples every five minutes, except in the gaps (minutes from the beginning)."""
     missing = {minute for gap in gaps for minute in gap}
     for index in range(round(seconds / SAMPLE_SECONDS)):
         at = begin + (index + 1) * SAMPLE_SECONDS
@@ -49,8 +49,8 @@ def test_the_shape_of_a_day_is_learned(days: int) -> None:
         assert season.change(at, at + HOUR) == pytest.approx(daily(at + HOUR) / daily(at), rel=0.05)
 
 
-def test_a_busier_day_does_not_look_as_if_it_ended() -> None:
-    """Today is twice as high: what was counted of it must not be compared with what was not."""
+def test_busier_day_does_not_predict_a_decline() -> None:
+    """Today is twice as high: counted hours of it must not be compared with the others."""
     season = after(Season(), daily, begin=MONDAY, seconds=2 * DAY_SECONDS)
     now = MONDAY + 2 * DAY_SECONDS + 11 * HOUR
     season = after(season, lambda at: 2 * daily(at), begin=MONDAY + 2 * DAY_SECONDS, seconds=11 * HOUR)
@@ -75,7 +75,7 @@ def test_a_day_with_a_long_gap_is_not_a_day() -> None:
     assert not season.is_known
 
 
-def test_into_a_gap_and_out_of_it_nothing_is_foretold() -> None:
+def test_change_into_or_out_of_a_gap_is_one() -> None:
     week = Season.of(7 * DAY_SECONDS, buckets=7 * BUCKETS_PER_DAY)
     away = range(3 * 24 * 60, 3 * 24 * 60 + 15 * 60)
     season = after(week, lambda _: 10.0, begin=MONDAY, seconds=7 * DAY_SECONDS, gaps=[away])
@@ -84,7 +84,7 @@ def test_into_a_gap_and_out_of_it_nothing_is_foretold() -> None:
     assert season.change(before, within) == season.change(within, before) == 1.0
 
 
-def test_looks_of_unequal_lengths_lose_no_bucket() -> None:
+def test_samples_of_unequal_lengths_lose_no_bucket() -> None:
     quarter = DAY_SECONDS / BUCKETS_PER_DAY
     season = Season()
     for index in range(round(quarter / 5) + 2):
@@ -94,7 +94,7 @@ def test_looks_of_unequal_lengths_lose_no_bucket() -> None:
     assert later.fresh == season.fresh
 
 
-def test_a_bucket_of_which_little_was_seen_is_not_remembered() -> None:
+def test_partly_observed_bucket_is_dropped() -> None:
     season = (
         Season()
         .with_point(Point(MONDAY + SAMPLE_SECONDS, SAMPLE_SECONDS, 3000.0))
@@ -103,7 +103,7 @@ def test_a_bucket_of_which_little_was_seen_is_not_remembered() -> None:
     assert season.fresh == ()
 
 
-def test_a_clock_that_went_back_takes_what_it_had_run_ahead_of() -> None:
+def test_clock_set_back_drops_later_buckets() -> None:
     season = after(Season(), daily, begin=MONDAY, seconds=DAY_SECONDS)
     ahead = after(season, lambda _: 500.0, begin=MONDAY + DAY_SECONDS, seconds=6 * HOUR)
     back = after(ahead, daily, begin=MONDAY + DAY_SECONDS + SAMPLE_SECONDS, seconds=DAY_SECONDS)
@@ -120,7 +120,7 @@ def test_a_clock_that_jumped_far_ahead_leaves_a_gap() -> None:
     assert later.rate_at(MONDAY) == pytest.approx(daily(MONDAY), rel=0.05)
 
 
-def test_a_week_is_seven_days_of_their_own() -> None:
+def test_week_has_seven_separate_days() -> None:
     def weekly(at: float) -> float:
         return daily(at) * (0.3 if int(at / DAY_SECONDS) % 7 in (2, 3) else 1.0)  # 1970 began on a Thursday
 
@@ -139,7 +139,7 @@ snapshots = st.tuples(
 
 
 @given(st.lists(snapshots, max_size=300), st.floats(-1e7, 1e7), st.floats(-1e7, 1e7))
-def test_it_stays_bounded_whatever_it_is_told(told: list[tuple[float, float, float]], now: float, then: float) -> None:
+def test_season_stays_bounded_for_any_points(told: list[tuple[float, float, float]], now: float, then: float) -> None:
     season = Season()
     for at, seconds, requests in told:
         season = season.with_point(Point(at, seconds, requests))

@@ -1,4 +1,4 @@
-"""Step times are learned from sums: quickly, through a wrong prior, and anew when the engine becomes another."""
+"""Step times learned from sums: quickly, with a wrong prior, and again after the engine changed."""
 
 import random
 
@@ -12,7 +12,7 @@ NOTHING = Work()
 
 
 def works(cost: StepCost, rng: random.Random) -> tuple[Work, Work]:
-    """A scrape's sums: decode steps of some batch, and steps with prefill."""
+    """Return the sums of a scrape: decode steps of some batch, and steps with prefill."""
     batch, context = rng.randint(4, 64), rng.randint(300, 2000)
     steps = rng.randint(100, 800)
     tokens, total = steps * batch, steps * batch * context
@@ -48,7 +48,7 @@ def test_four_scrapes_predict_the_next_within_a_few_percent(factors: tuple[float
     assert abs(error) < 0.04
 
 
-def test_what_the_load_does_not_show_stays_near_the_prior() -> None:
+def test_unobserved_coefficients_stay_near_the_prior() -> None:
     rng = random.Random(2)
     model = StepTime.of(wrong(TRUE, 1.0, 1.0, 1.2, 1.0))
     for _ in range(20):
@@ -58,7 +58,7 @@ def test_what_the_load_does_not_show_stays_near_the_prior() -> None:
     assert all(getattr(cost, name) >= 0 for name in ("per_step", "per_token", "per_sequence", "per_context"))
 
 
-def test_an_engine_that_becomes_slower_is_noticed_and_learned_anew() -> None:
+def test_slower_engine_is_detected_and_relearned() -> None:
     rng = random.Random(3)
     model = StepTime.of(TRUE)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""What users felt, from histograms."""
+"""Latency from histograms."""
 
 import math
 
@@ -13,7 +13,7 @@ TTFT = Histogram((0.1, 0.5, 1.0, math.inf), (50.0, 90.0, 98.0, 100.0), 30.0)
     ("target", "share", "is_exact"),
     [
         (0.5, 0.90, True),  # an edge
-        (0.3, 0.70, False),  # half-way through a wide bucket
+        (0.3, 0.70, False),  # in the middle of a wide bucket
         (1.0, 0.98, True),
         (5.0, 0.98, False),  # beyond the last edge nothing is known
     ],
@@ -31,7 +31,7 @@ def test_percentiles_are_interpolated_and_end_at_the_last_edge() -> None:
     assert percentile(TTFT, 99) == 1.0
 
 
-def test_nothing_observed_says_nothing() -> None:
+def test_empty_histogram_returns_none() -> None:
     empty = Histogram((0.1, math.inf), (0.0, 0.0), 0.0)
     assert share_within(empty, 0.1) is None
     assert percentile(empty, 95) is None

@@ -1,4 +1,4 @@
-"""What can be believed of a replica: every lie that metrics tell, and how each is named."""
+"""Faults of a replica's metrics, and the reason that each gets."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ TIMEOUTS = FaultTimeouts.for_tick(15.0)
 
 
 def watched(*snapshots: tuple[float, ReplicaSnapshot]) -> ReplicaObservation:
-    """The last look, after all before it."""
+    """Return the observation after all these snapshots."""
     tracks: dict[str, Track] = {}
     observation = Observation(0.0, ())
     for now, snapshot in snapshots:
@@ -27,7 +27,7 @@ def sampled(*times: float, **changes: Any) -> list[tuple[float, ReplicaSnapshot]
     return [(at, make_replica_snapshot(sample=make_sample(at, **changes))) for at in times]
 
 
-def test_two_looks_make_an_interval() -> None:
+def test_two_samples_make_an_interval() -> None:
     seen = watched(*sampled(100.0, 115.0))
     (interval,) = seen.intervals
     assert (interval.seconds, interval.generated_tokens, interval.arrived) == (15.0, 600.0, 15.0)
@@ -35,7 +35,7 @@ def test_two_looks_make_an_interval() -> None:
     assert seen.is_trusted
 
 
-def test_one_that_was_seen_to_start_counts_from_when_it_serves() -> None:
+def test_first_interval_of_started_replica_begins_when_ready() -> None:
     starting = make_replica_snapshot(phase=Phase.STARTING, since=20.0)
     serving = make_replica_snapshot(sample=make_sample(115.0, arrived=30.0), since=110.0)
     seen = watched((100.0, starting), (115.0, serving))
@@ -44,7 +44,7 @@ def test_one_that_was_seen_to_start_counts_from_when_it_serves() -> None:
     assert seen.start_seconds == 90.0
 
 
-def test_of_one_that_served_before_it_was_watched_nothing_is_known_yet() -> None:
+def test_first_sample_of_running_replica_gives_no_interval() -> None:
     assert watched((115.0, make_replica_snapshot(sample=make_sample(115.0), since=110.0))).intervals == ()
 
 
@@ -60,7 +60,7 @@ def test_a_gap_is_a_long_interval_and_no_fault() -> None:
     assert seen.finding is None
 
 
-def test_counters_that_fall_begin_anew_and_are_no_crash() -> None:
+def test_falling_counters_reset_intervals_without_crash() -> None:
     seen = watched(
         *sampled(100.0, 115.0), (130.0, make_replica_snapshot(sample=make_sample(130.0, generated_tokens=5.0)))
     )
@@ -69,7 +69,7 @@ def test_counters_that_fall_begin_anew_and_are_no_crash() -> None:
     assert not seen.has_crashed
 
 
-def test_an_engine_that_ended_and_began_again_in_its_pod_has_crashed() -> None:
+def test_restarted_engine_in_same_pod_has_crashed() -> None:
     again = make_replica_snapshot(sample=make_sample(1.0), restarts=1, was_oom_killed=True)
     seen = watched(*sampled(100.0, 115.0), (130.0, again))
     assert seen.has_crashed
@@ -84,7 +84,7 @@ def test_another_pod_is_no_crash() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"kv_usage": math.nan}, "not a number"),
         ({"generated_tokens": math.inf}, "not a number"),
@@ -93,21 +93,21 @@ def test_another_pod_is_no_crash() -> None:
         ({"preemptions": {"capacity": -2.0}}, "negative"),
     ],
 )
-def test_what_cannot_be_is_inconsistent(changes: dict[str, Any], said: str) -> None:
+def test_impossible_values_are_inconsistent(changes: dict[str, Any], message: str) -> None:
     seen = watched(*sampled(100.0), (115.0, make_replica_snapshot(sample=make_sample(115.0, **changes))))
     assert seen.finding is not None
     assert seen.finding.fault is Reason.METRICS_INCONSISTENT
-    assert said in seen.finding.message
+    assert message in seen.finding.message
     assert seen.intervals == ()
 
 
-def test_a_sample_from_the_future_is_inconsistent_and_the_next_good_one_is_believed() -> None:
+def test_future_sample_is_inconsistent_until_next_valid_one() -> None:
     skewed = (115.0, make_replica_snapshot(sample=make_sample(3715.0)))
     assert watched(*sampled(100.0), skewed).finding is not None
     assert watched(*sampled(100.0), skewed, *sampled(130.0)).is_trusted
 
 
-def test_a_clock_that_was_set_back_begins_anew() -> None:
+def test_clock_set_back_resets_intervals() -> None:
     seen = watched(
         (3700.0, make_replica_snapshot(sample=make_sample(3700.0))),
         (115.0, make_replica_snapshot(sample=make_sample(115.0))),
@@ -116,7 +116,7 @@ def test_a_clock_that_was_set_back_begins_anew() -> None:
     assert seen.intervals == ()
 
 
-def test_metrics_that_lag_are_stale_after_three_looks() -> None:
+def test_lagging_metrics_are_stale_after_three_samples() -> None:
     stuck = [(now, make_replica_snapshot(sample=make_sample(100.0))) for now in (130.0, 145.0)]
     assert watched(*sampled(100.0), *stuck).finding is None
     late = (160.0, make_replica_snapshot(sample=make_sample(100.0)))
@@ -126,7 +126,7 @@ def test_metrics_that_lag_are_stale_after_three_looks() -> None:
 
 
 def frozen(at: float) -> tuple[float, ReplicaSnapshot]:
-    """Fresh pages that say the same every time."""
+    """Return fresh pages with the same values every time."""
     old, new = make_sample(100.0, running=200.0), make_sample(at)
     return at, make_replica_snapshot(sample=type(new)(at, old.counters, old.gauges))
 
@@ -145,7 +145,7 @@ def test_an_idle_engine_is_not_frozen() -> None:
     assert watched(*snapshots).is_trusted
 
 
-def test_what_could_not_be_read_is_missing_and_says_why() -> None:
+def test_unreadable_metrics_are_missing_with_the_problem() -> None:
     seen = watched(*sampled(100.0), (115.0, make_replica_snapshot(problem="connection refused")))
     assert seen.finding is not None
     assert (seen.finding.fault, seen.finding.message) == (Reason.METRICS_MISSING, "connection refused")
@@ -157,14 +157,14 @@ def test_a_replica_that_loads_is_no_fault() -> None:
     assert not seen.is_trusted
 
 
-def test_how_long_it_took_to_start_is_told_once() -> None:
+def test_start_seconds_are_reported_once() -> None:
     starting = (100.0, make_replica_snapshot(phase=Phase.STARTING, since=100.0))
     serving = [(at, make_replica_snapshot(sample=make_sample(at), since=220.0)) for at in (225.0, 240.0)]
     assert watched(starting, serving[0]).start_seconds == 120.0
     assert watched(starting, *serving).start_seconds is None
 
 
-def test_metrics_of_another_generation_than_the_configuration_are_a_fault_only_for_long() -> None:
+def test_generation_mismatch_is_a_fault_after_three_samples() -> None:
     def behind(at: float) -> tuple[float, ReplicaSnapshot]:
         snapshot = make_replica_snapshot(sample=make_sample(at, generation=2))
         assert snapshot.sample is not None
@@ -178,7 +178,7 @@ def test_metrics_of_another_generation_than_the_configuration_are_a_fault_only_f
     assert finding.fault is Reason.METRICS_GENERATION_MISMATCH
 
 
-def test_one_dead_replica_leaves_the_others_believed_and_the_whole_incomplete() -> None:
+def test_unreadable_replica_leaves_observation_incomplete() -> None:
     tracks: dict[str, Track] = {}
     for at in (100.0, 115.0):
         snapshots = [make_replica_snapshot("m-0", make_sample(at)), make_replica_snapshot("m-1", problem="no answer")]

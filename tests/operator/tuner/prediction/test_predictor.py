@@ -1,4 +1,4 @@
-"""Predictions: the same each time, in the right order, and capacities that the replays of the reference had."""
+"""Predictions: deterministic, in the right order, and with the capacities of the reference replays."""
 
 import random
 from dataclasses import replace
@@ -35,7 +35,7 @@ def pairs(prompt: float, output: float, count: int = 2000) -> tuple[Pair, ...]:
 
 
 def searched(predictor: Predictor, candidate: Candidate) -> float:
-    """The capacity, after as many turns as its search takes."""
+    """Return the capacity, after as many steps as its search takes."""
     for _ in range(40):
         found = predictor.searched_capacity(candidate)
         if found is not None:
@@ -54,7 +54,7 @@ def test_the_same_is_predicted_each_time(code: Predictor) -> None:
     assert again.at(ONE, 3.0) == code.at(ONE, 3.0)
 
 
-def test_more_load_is_felt(code: Predictor) -> None:
+def test_higher_load_lowers_attainment(code: Predictor) -> None:
     light, heavy = code.at(ONE, 1.0), code.at(ONE, 7.0)
     assert light.attainment > 0.99
     assert heavy.attainment < 0.5
@@ -67,7 +67,7 @@ def test_short_answers_want_small_chunks(code: Predictor) -> None:
     assert small > 2 * large
 
 
-def test_capacity_is_where_promises_begin_to_break(code: Predictor) -> None:
+def test_objectives_are_violated_above_capacity(code: Predictor) -> None:
     capacity = searched(code, ONE)
     assert code.at(ONE, 0.9 * capacity).attainment >= 0.985
     assert code.at(ONE, 1.3 * capacity).attainment < 0.99
@@ -77,7 +77,7 @@ def test_more_replicas_hold_more(code: Predictor) -> None:
     assert searched(code, replace(ONE, replicas=3)) > 2.5 * searched(code, ONE)
 
 
-def test_asked_again_nothing_is_computed_again(code: Predictor) -> None:
+def test_known_capacity_is_not_computed_again(code: Predictor) -> None:
     searched(code, ONE)
     runs = code.runs
     code.begin_step()
@@ -85,7 +85,7 @@ def test_asked_again_nothing_is_computed_again(code: Predictor) -> None:
     assert code.runs == runs
 
 
-def test_token_gaps_are_another_promise_than_means() -> None:
+def test_token_gap_and_mean_objectives_differ() -> None:
     gaps = Objectives(Ttft(2.0, 1 / 8000, 0.95), Itl(0.05, ItlKind.TOKENS, 0.95))
     known = pairs(2052, 100)
     wide = replace(ONE, max_num_batched_tokens=8192)
@@ -102,7 +102,7 @@ def test_a_watermark_ends_preemption() -> None:
     assert after.recomputed_share < before.recomputed_share / 2
 
 
-def test_nothing_that_cannot_be_promised_is_held() -> None:
+def test_impossible_objective_has_no_capacity() -> None:
     impossible = Objectives(Ttft(1e-6, 0.0, 0.99))
     assert searched(Predictor(COST, pairs(1000, 10), impossible), ONE) == 0.0
 
@@ -114,13 +114,13 @@ def test_few_lengths_leave_a_capacity_unsure() -> None:
     assert Predictor(COST, pairs(1000, 200, 1), BOTH).sampling_error == 1.0
 
 
-def test_beside_few_lengths_what_was_believed_before_counts() -> None:
-    """Of few requests a handful decides whether one in a hundred breaks its promise."""
+def test_earlier_belief_counts_with_few_lengths() -> None:
+    """With few requests, a handful decides whether one in a hundred violates the objective."""
     shares = []
     for count in (30, 3000):
         predictor = Predictor(COST, pairs(1238, 221, count), BOTH)
         own = searched(predictor, ONE)
-        assert predictor.believed_capacity(ONE) == own  # nothing was believed before
+        assert predictor.believed_capacity(ONE) == own  # no earlier belief
         predictor.before = {ONE: 2 * own}
         shares.append(predictor.believed_capacity(ONE) / own)
         assert predictor.beliefs()[ONE] == pytest.approx(predictor.believed_capacity(ONE))
@@ -128,7 +128,7 @@ def test_beside_few_lengths_what_was_believed_before_counts() -> None:
     assert shares[1] < 1.1
 
 
-def test_a_search_goes_on_from_look_to_look_and_tells_the_best_it_knows() -> None:
+def test_search_continues_over_steps_with_best_estimate() -> None:
     known = pairs(1238, 221)
     before = Predictor(COST, known, BOTH)
     was = searched(before, ONE)
@@ -136,19 +136,19 @@ def test_a_search_goes_on_from_look_to_look_and_tells_the_best_it_knows() -> Non
     after = Predictor(slower, known, BOTH, guesses=dict(before.capacities))
     true = searched(Predictor(slower, known, BOTH), ONE)
     after.work_left = 0
-    told = [after.capacity(ONE)]
+    estimates = [after.capacity(ONE)]
     while after.searched_capacity(ONE) is None:
         after.begin_step()
-        told.append(after.capacity(ONE))
+        estimates.append(after.capacity(ONE))
         assert after.work_left > -MOST_REQUESTS
-    assert told[0] == pytest.approx(was)  # as it was, until something is known
-    errors = [abs(each / true - 1) for each in told]
+    assert estimates[0] == pytest.approx(was)  # the guess, until something is known
+    errors = [abs(each / true - 1) for each in estimates]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.07
-    assert len(told) <= 8
+    assert len(estimates) <= 8
 
 
-def test_what_can_wait_is_computed_over_some_turns() -> None:
+def test_predictions_are_spread_over_steps() -> None:
     predictor = Predictor(COST, pairs(1238, 221), BOTH)
     four = replace(ONE, replicas=4)
     budgets = [replace(four, max_num_batched_tokens=budget) for budget in (256, 512, 1024, 2048, 4096, 8192)]
@@ -161,12 +161,12 @@ def test_what_can_wait_is_computed_over_some_turns() -> None:
         turns += 1
     assert 1 < turns <= 1 + 6 * MOST_REQUESTS // WORK_PER_STEP
     predictor.begin_step()
-    assert predictor.holds_rate(budgets[0], 13.5) in (answers[0], True)  # what holds more holds less, unasked
+    assert predictor.holds_rate(budgets[0], 13.5) in (answers[0], True)  # known without another probe
     assert predictor.work_left == WORK_PER_STEP or not answers[0]
 
 
 @pytest.mark.parametrize(
-    ("told", "rate", "holds_load"),
+    ("probes", "rate", "holds_load"),
     [
         ([], 5.0, None),
         ([(4.0, True)], 3.9, True),
@@ -176,11 +176,11 @@ def test_what_can_wait_is_computed_over_some_turns() -> None:
         ([(4.0, True), (6.0, False)], 5.0, None),
     ],
 )
-def test_a_rate_between_what_was_seen_is_not_known(
-    told: list[tuple[float, bool]], rate: float, holds_load: bool | None
+def test_bracket_holds_is_none_between_known_rates(
+    probes: list[tuple[float, bool]], rate: float, holds_load: bool | None
 ) -> None:
     bracket = Bracket(1.15)
-    for seen, is_held in told:
+    for seen, is_held in probes:
         bracket.record(seen, is_held=is_held)
     assert bracket.holds(rate) is holds_load
 
@@ -207,12 +207,12 @@ def test_a_verdict_is_that_of_the_whole_prediction(rate: float, objectives: Obje
     assert is_held == (whole.attainment >= 0.97)
     assert served <= 900
     if rate > 5:
-        assert served < 600  # it is clear long before the end
+        assert served < 600  # decided long before the end
 
 
 @pytest.mark.parametrize(("kv_blocks", "rate"), [(62_500, 20.0), (450, 14.0)], ids=["room", "preemption"])
-def test_each_request_goes_where_the_fewest_are_as_if_all_were_looked_at_each_time(kv_blocks: int, rate: float) -> None:
-    """Only those replicas are run for an arrival in which something may have ended; what is felt is the same."""
+def test_lazy_least_request_routing_equals_full_simulation(kv_blocks: int, rate: float) -> None:
+    """Only replicas in which something may have ended are simulated for an arrival; the result is the same."""
     three = replace(ONE, replicas=3, kv_blocks=kv_blocks)
     load = Load.drawn(pairs(600, 150), variation=1.5, count=900)
     engines = [EngineModel(COST, EngineModelPolicy(512, 1024), KvBlocks(kv_blocks, 16)) for _ in range(3)]
@@ -244,18 +244,18 @@ def test_clients_that_wait_send_less_where_they_are_served_worse() -> None:
     few = predict_clients(replace(ONE, max_num_seqs=4), COST, load, 10.0, easy, found)
     assert many.attainment == few.attainment == 1.0
     assert few.good_share < 0.5 * many.good_share
-    per_second = 10.0 * few.good_share  # four at a time, and none of them waits for anything but its tokens
+    per_second = 10.0 * few.good_share  # four at a time, without other delays
     step = COST.seconds(4, 4, 4 * 350, 4 * 350)
     assert per_second == pytest.approx(4 / (100 * step), rel=0.25)
 
 
-def test_a_stream_comes_whatever_is_done() -> None:
+def test_good_share_of_open_loop_load_equals_attainment() -> None:
     load = Load.drawn(pairs(300, 100), variation=1.0, count=900)
     predictor = predict(ONE, COST, load, 3.0, BOTH)
     assert predictor.good_share == predictor.attainment
 
 
-def test_what_is_there_already_is_felt_by_those_who_come() -> None:
+def test_requests_in_flight_worsen_predictions() -> None:
     small = replace(ONE, kv_blocks=2000)
     empty = Predictor(COST, pairs(500, 300), BOTH)
     full = Predictor(COST, empty.pairs, BOTH)
@@ -263,7 +263,7 @@ def test_what_is_there_already_is_felt_by_those_who_come() -> None:
     before, then = empty.at(small, 1.0), full.at(small, 1.0)
     assert then.ttft_p95 > 2 * before.ttft_p95
     assert then.recomputed_share > before.recomputed_share
-    assert searched(full, small) == searched(empty, small)  # that of any day, not of this minute
+    assert searched(full, small) == searched(empty, small)  # capacities start with empty replicas
 
 
 def test_each_simulated_replica_has_as_much_to_do_as_a_real_one() -> None:
@@ -281,7 +281,7 @@ def test_each_simulated_replica_has_as_much_to_do_as_a_real_one() -> None:
     assert asked == [1]
 
 
-def test_a_capacity_of_another_mix_is_taken_to_change_as_the_work_does() -> None:
+def test_mean_work_grows_with_output_length() -> None:
     few, many = Predictor(COST, pairs(1000, 200), BOTH), Predictor(COST, pairs(1000, 400), BOTH)
     assert 1.3 < many.mean_work / few.mean_work < 2.0
 
@@ -293,18 +293,18 @@ def looked_at(predictor: Predictor, tokens: int, rate: float = 1.0) -> tuple[boo
     return predictor.meets_objectives(ONE, rate), predictor.runs - runs
 
 
-def test_that_promises_are_kept_from_here_is_believed_for_some_looks() -> None:
+def test_predicted_attainment_is_reused_for_some_steps() -> None:
     predictor = Predictor(COST, pairs(600, 150), BOTH)
     found = [looked_at(predictor, 10_000) for _ in range(2 * (ATTAINED_STEPS + 1))]
     assert found == [(True, 1), *[(True, 0)] * ATTAINED_STEPS] * 2
 
 
-def test_where_more_is_there_or_comes_it_is_looked_at_again() -> None:
+def test_attainment_is_predicted_again_under_more_load() -> None:
     predictor = Predictor(COST, pairs(600, 150), BOTH)
     assert [looked_at(predictor, tokens)[1] for tokens in (10_000, 10_400, 10_600)] == [1, 0, 1]
     assert [looked_at(predictor, 10_000, rate)[1] for rate in (1.04, 1.2, 0.5)] == [0, 1, 0]
 
 
-def test_that_promises_break_from_here_is_never_believed_for_long() -> None:
+def test_predicted_violation_is_never_reused() -> None:
     predictor = Predictor(COST, pairs(600, 150), BOTH)
     assert [looked_at(predictor, 10_000, rate=100.0) for _ in range(3)] == [(False, 1)] * 3

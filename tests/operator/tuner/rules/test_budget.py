@@ -1,4 +1,4 @@
-"""The token budget moves for more than what chance tells apart, and turns back for twice that."""
+"""The token budget changes only for a gain beyond chance, and reverses for twice that."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ BUDGET = Parameter.MAX_NUM_BATCHED_TOKENS
 
 
 @dataclass
-class SmallHoldMore:
-    """Foresight by which every budget below 8,192 holds so many times as much."""
+class SmallBudgetsHoldMore:
+    """Predictor in which every budget below 8,192 holds `gain` times as much."""
 
     gain: float
     sampling_error: float
@@ -48,10 +48,10 @@ class SmallHoldMore:
 
 @dataclass
 class Overloaded:
-    """Foresight by which no budget holds what comes, and what users feel with 8,192 and with less."""
+    """Predictor in which no budget holds the load, with attainment and tokens for 8,192 and for less."""
 
     kept: tuple[float, float]
-    """Shares of requests that keep their promises."""
+    """Shares of requests that attain the objectives."""
     tokens: tuple[float, float]
 
     sampling_error: float = 0.01
@@ -74,13 +74,13 @@ class Overloaded:
         return Prediction(kept, kept, kept, 1.0, 2.0, 0.05, 0.1, 0.0, self.tokens[index], 10.0, 900, kept)
 
 
-GIVEN = Objectives(Ttft(2.0))
+OBJECTIVES = Objectives(Ttft(2.0))
 DEFAULTS = Objectives(Ttft(0.1), Itl(0.05), are_given=False)
 CLOSED_LOOP = Clients(tuple(Count(1, 16, 6, 9) for _ in range(4)))
 
 
 def wanted_by(
-    predictor: SmallHoldMore | Overloaded, state: TunerState | None = None, promised: Objectives = GIVEN
+    predictor: SmallBudgetsHoldMore | Overloaded, state: TunerState | None = None, objectives: Objectives = OBJECTIVES
 ) -> Move | None:
     tracks: dict[str, Track] = {}
     for now in (NOW - 30, NOW - 15, NOW):
@@ -93,13 +93,13 @@ def wanted_by(
     return choose_token_budget(
         Situation(
             now=NOW,
-            settings=Settings(Mode.AUTO, promised, starts=PARAMETERS),
+            settings=Settings(Mode.AUTO, objectives, starts=PARAMETERS),
             state=state or TunerState(),
             observation=observation,
             window=window,
             ranges={BUDGET: Range(8192, 64, 8192, True)},
             ledger=ledger,
-            objectives=promised,
+            objectives=objectives,
             cost=StepCost(8e-3, 6e-5, 3e-5, 4e-9),
             predictor=cast("Predictor", predictor),
             rate=5.0,
@@ -113,7 +113,7 @@ def wanted_by(
 def wanted(
     gain: float, *, error: float, history: tuple[Decision, ...] = (), unknown: tuple[int, ...] = ()
 ) -> Move | None:
-    return wanted_by(SmallHoldMore(gain, error, unknown), TunerState(history=history))
+    return wanted_by(SmallBudgetsHoldMore(gain, error, unknown), TunerState(history=history))
 
 
 @pytest.mark.parametrize(
@@ -121,30 +121,30 @@ def wanted(
     [
         (1.04, 0.001, False),
         (1.06, 0.001, True),
-        (1.06, 0.03, False),  # so few lengths are known that 9 % may be chance
+        (1.06, 0.03, False),  # with so few lengths, 9 % may be chance
         (1.10, 0.03, True),
     ],
 )
-def test_a_gain_that_chance_may_have_made_moves_nothing(gain: float, error: float, moves: bool) -> None:
+def test_gain_within_length_error_moves_nothing(gain: float, error: float, moves: bool) -> None:
     assert (wanted(gain, error=error) is not None) is moves
 
 
 @pytest.mark.parametrize(("gain", "moves"), [(1.15, False), (1.20, True)])
-def test_who_has_just_raised_it_needs_twice_as_much_to_lower_it(gain: float, moves: bool) -> None:
+def test_reversal_needs_twice_the_gain(gain: float, moves: bool) -> None:
     raised = Move(Reason.CHUNKS_TOO_SMALL, BUDGET, 4096, 8192)
     history = (Decision("a", NOW - 600, raised, "raised"),)
     assert (wanted(gain, error=0.03, history=history) is not None) is moves
 
 
 @pytest.mark.parametrize("unknown", [8192, 256], ids=["the present", "the best of the others"])
-def test_what_is_still_searched_is_not_compared(unknown: int) -> None:
+def test_unknown_capacities_are_not_compared(unknown: int) -> None:
     assert wanted(2.0, error=0.001) is not None
     assert wanted(2.0, error=0.001, unknown=(unknown,)) is None
 
 
-@pytest.mark.parametrize("clients", [Clients(), CLOSED_LOOP], ids=["a stream", "clients that wait"])
-def test_where_nobody_promised_anything_a_few_more_defaults_kept_in_an_overload_move_nothing(clients: Clients) -> None:
-    """A fifth keeps three times what an idle engine takes, a quarter with another budget: that is nobody's promise."""
+@pytest.mark.parametrize("clients", [Clients(), CLOSED_LOOP], ids=["open loop", "closed loop"])
+def test_default_objectives_do_not_decide_under_overload(clients: Clients) -> None:
+    """A fifth of the requests attains the defaults, a quarter with another budget: not a reason to change."""
     state = TunerState(clients=clients)
     assert wanted_by(Overloaded((0.207, 0.245), (100.0, 100.5)), state, DEFAULTS) is None
     more = wanted_by(Overloaded((0.207, 0.245), (100.0, 105.0)), state, DEFAULTS)
@@ -152,7 +152,7 @@ def test_where_nobody_promised_anything_a_few_more_defaults_kept_in_an_overload_
     assert "105 tokens/s instead of 100, and no objective is set" in sentence_of(more, Mode.AUTO)
 
 
-def test_where_something_is_promised_the_figures_that_decide_are_told() -> None:
+def test_sentence_contains_deciding_figures() -> None:
     overload = Overloaded((0.207, 0.245), (100.0, 100.0))
     stream, clients = wanted_by(overload), wanted_by(overload, TunerState(clients=CLOSED_LOOP))
     assert stream is not None
@@ -161,18 +161,18 @@ def test_where_something_is_promised_the_figures_that_decide_are_told() -> None:
     assert "1.23 requests/s within the objectives instead of 1.03" in sentence_of(clients, Mode.AUTO)
 
 
-def test_what_chance_may_have_made_of_what_was_drawn_moves_nothing() -> None:
+def test_gain_within_sampling_error_moves_nothing() -> None:
     assert wanted_by(Overloaded((0.50, 0.53), (100.0, 100.0))) is None  # a standard error is 1.7 %
 
 
 @pytest.mark.parametrize(("after", "moves"), [(0.855, False), (0.90, True)])
-def test_in_an_overload_too_who_has_just_raised_it_needs_twice_as_much_to_lower_it(after: float, moves: bool) -> None:
-    """A queue that comes and goes had it turned twice within six minutes."""
+def test_reversal_under_overload_needs_twice_the_gain(after: float, moves: bool) -> None:
+    """A fluctuating queue once reversed it twice within six minutes."""
     raised = Move(Reason.CHUNKS_TOO_SMALL, BUDGET, 1024, 8192)
     overload = Overloaded((0.83, after), (100.0, 100.0))
     just, lately, long_ago = (
         TunerState(history=(Decision("a", NOW - ago, raised, "raised"),)) for ago in (590, 700, 2000)
     )
-    assert wanted_by(overload, just) is None  # no second turn in ten minutes, whatever it would bring
+    assert wanted_by(overload, just) is None  # no second reversal in ten minutes
     assert (wanted_by(overload, lately) is not None) is moves
     assert wanted_by(overload, long_ago) is not None

@@ -1,4 +1,4 @@
-"""What a move against preemption must bring, by who sends the requests and by what they were promised."""
+"""Gain that a change against preemption needs, by kind of clients and objectives."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from trimtab_operator.tuner.state import TunerState
 from tuner_snapshots import PARAMETERS, make_replica_snapshot, make_sample
 
 NOW = 10_000.0
-GIVEN = Objectives(Ttft(2.0))
+OBJECTIVES = Objectives(Ttft(2.0))
 DEFAULTS = Objectives(Ttft(0.1), Itl(0.05), are_given=False)
 CLOSED_LOOP = Clients(tuple(Count(1, 16, 6, 9) for _ in range(4)))
 
 
 @dataclass
 class ByWatermark:
-    """Foresight of the share that is good and of the tokens a second, without a watermark and with one."""
+    """Predictor of good share and tokens per second, without and with a watermark."""
 
     good: tuple[float, float]
     tokens: tuple[float, float]
     twice: tuple[float, float] = (0.2, 0.05)
-    """Shares of the tokens that are computed twice."""
+    """Shares of recomputed tokens."""
 
     def at(self, candidate: Candidate, _rate: float) -> Prediction:
         index = int(candidate.watermark > 0)
@@ -42,8 +42,8 @@ class ByWatermark:
         return Prediction(good, good, good, 1.0, 2.0, 0.05, 0.1, self.twice[index], self.tokens[index], 10.0, 900, good)
 
 
-def a_situation(objectives: Objectives, state: TunerState, predictor: ByWatermark | None) -> Situation:
-    """An engine whose cache is full, and which computes a tenth of its tokens twice."""
+def make_situation(objectives: Objectives, state: TunerState, predictor: ByWatermark | None) -> Situation:
+    """Return the situation of an engine with a full cache that recomputes a tenth of its tokens."""
     tracks: dict[str, Track] = {}
     for now in (NOW - 30, NOW - 15, NOW):
         sample = make_sample(now, kv_usage=0.95, preemptions={"capacity": now}, recomputed_tokens=14.0 * now)
@@ -70,28 +70,28 @@ def a_situation(objectives: Objectives, state: TunerState, predictor: ByWatermar
 
 
 def is_made(objectives: Objectives, clients: Clients, predictor: ByWatermark) -> bool:
-    return raise_watermark(a_situation(objectives, TunerState(clients=clients), predictor)) is not None
+    return raise_watermark(make_situation(objectives, TunerState(clients=clients), predictor)) is not None
 
 
 @pytest.mark.parametrize(("after", "made"), [(0.60, True), (0.598, True), (0.58, False)])
-def test_a_stream_must_not_be_harmed(after: float, made: bool) -> None:
-    assert is_made(GIVEN, Clients(), ByWatermark((0.60, after), (100.0, 100.0))) is made
+def test_watermark_must_not_harm_open_loop_load(after: float, made: bool) -> None:
+    assert is_made(OBJECTIVES, Clients(), ByWatermark((0.60, after), (100.0, 100.0))) is made
 
 
 @pytest.mark.parametrize(("after", "made"), [(0.60, False), (0.62, False), (0.66, True)])
-def test_clients_that_wait_must_get_more_answers_that_keep_their_promises(after: float, made: bool) -> None:
-    """More tokens are worth nothing to whom something else was promised."""
-    assert is_made(GIVEN, CLOSED_LOOP, ByWatermark((0.60, after), (100.0, 120.0))) is made
+def test_watermark_needs_clear_gain_for_closed_loop_clients(after: float, made: bool) -> None:
+    """More tokens do not count if an objective is set."""
+    assert is_made(OBJECTIVES, CLOSED_LOOP, ByWatermark((0.60, after), (100.0, 120.0))) is made
 
 
 @pytest.mark.parametrize(("after", "made"), [(0.1, True), (0.19, False), (0.3, False)])
-def test_a_move_against_preemption_must_spare_some_of_what_is_computed_twice(after: float, made: bool) -> None:
-    assert is_made(GIVEN, Clients(), ByWatermark((0.60, 0.60), (100.0, 100.0), (0.2, after))) is made
+def test_watermark_must_reduce_recomputation(after: float, made: bool) -> None:
+    assert is_made(OBJECTIVES, Clients(), ByWatermark((0.60, 0.60), (100.0, 100.0), (0.2, after))) is made
 
 
 @dataclass
 class ByRate(ByWatermark):
-    """Foresight of a load under which a watermark does harm; beyond 5 requests a second it does not."""
+    """Predictor of a load under which a watermark does harm, up to 5 requests a second."""
 
     def at(self, candidate: Candidate, rate: float) -> Prediction:
         index = int(candidate.watermark > 0 and rate <= 5.0)
@@ -104,31 +104,26 @@ class ByRate(ByWatermark):
     ("counts", "clients", "made"),
     [
         ((75, 75, 75, 75), Clients(), False),
-        ((75, 75, 150, 150), Clients(), True),  # twice as many come since half a minute
-        ((75, 75, 150, 150), CLOSED_LOOP, False),  # who waits does not come faster than answers go
+        ((75, 75, 150, 150), Clients(), True),  # the rate doubled half a minute ago
+        ((75, 75, 150, 150), CLOSED_LOOP, False),  # closed-loop arrivals follow the responses
     ],
 )
-def test_a_load_that_has_risen_is_judged_by_what_comes_since_then(
-    counts: tuple[int, ...], clients: Clients, made: bool
-) -> None:
+def test_risen_load_is_judged_by_the_recent_rate(counts: tuple[int, ...], clients: Clients, made: bool) -> None:
     demand = Demand()
     for index, count in enumerate(counts):
         demand = demand.with_point(Point(NOW - 45 + 15 * index, 15.0, count))
     state = TunerState(clients=clients, demand=demand)
-    situation = a_situation(GIVEN, state, ByRate((0.90, 0.86), (100.0, 100.0)))
+    situation = make_situation(OBJECTIVES, state, ByRate((0.90, 0.86), (100.0, 100.0)))
     assert (raise_watermark(situation) is not None) is made
 
 
 @pytest.mark.parametrize(("tokens", "made"), [(105.0, True), (101.0, False), (95.0, False)])
-def test_clients_that_wait_and_were_promised_nothing_must_get_more_tokens(tokens: float, made: bool) -> None:
-    """Of the defaults, three times what an idle engine takes, a full engine breaks most, with a watermark and without:
-    what chance leaves of them tells nothing."""
+def test_watermark_without_objectives_needs_more_tokens(tokens: float, made: bool) -> None:
+    """A full engine violates most default objectives with and without a watermark, so their small rest is chance."""
     assert is_made(DEFAULTS, CLOSED_LOOP, ByWatermark((0.02, 0.015), (100.0, tokens))) is made
 
 
-@pytest.mark.parametrize(("objectives", "waits"), [(GIVEN, True), (DEFAULTS, False)])
-def test_only_where_something_is_promised_a_watermark_waits_until_it_can_be_foretold(
-    objectives: Objectives, waits: bool
-) -> None:
+@pytest.mark.parametrize(("objectives", "waits"), [(OBJECTIVES, True), (DEFAULTS, False)])
+def test_watermark_waits_for_predictor_only_with_objectives(objectives: Objectives, waits: bool) -> None:
     state = TunerState(clients=CLOSED_LOOP, lengths=Lengths(pairs=(Pair(NOW - 60, 64, 192),)))
-    assert (raise_watermark(a_situation(objectives, state, None)) is None) is waits
+    assert (raise_watermark(make_situation(objectives, state, None)) is None) is waits

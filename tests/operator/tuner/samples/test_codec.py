@@ -1,4 +1,4 @@
-"""Looks survive being written and read."""
+"""JSON format of snapshots."""
 
 import math
 
@@ -42,7 +42,7 @@ WHOLE = ReplicaSnapshot(
 )
 
 
-def test_what_was_written_is_read_back() -> None:
+def test_snapshots_survive_round_trip() -> None:
     bare = ReplicaSnapshot("m-1", Phase.PENDING, problem="no node has room")
     assert from_json(to_json((WHOLE, bare), now=12.5)) == ((WHOLE, bare), 12.5)
 
@@ -50,6 +50,6 @@ def test_what_was_written_is_read_back() -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"version":9,"now":1,"snapshots":[]}', '{"version":1,"now":1,"snapshots":[{}]}']
 )
-def test_what_nobody_of_us_wrote_is_refused(text: str) -> None:
+def test_foreign_text_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         from_json(text)

@@ -1,4 +1,4 @@
-"""What Prometheus is asked, and what its answers become: pages as the engines showed them, and a name for each lie."""
+"""PromQL queries, parsing of Prometheus' responses into metrics pages, and their errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def matchers(query: str) -> dict[str, tuple[Any, str]]:
     return {m.name: (m.op, m.value) for m in parsed(query).vector_selector.matchers.matchers}
 
 
-def test_one_query_asks_for_every_family_of_some_pods_and_is_promql() -> None:
+def test_range_query_is_promql_for_all_families_of_the_pods() -> None:
     query = range_query(PrometheusNaming(), namespace="team-a", pods=["m-g1-0", "m-g0-0"], seconds=44.2)
     assert parsed(query).range.total_seconds() == 45
     found = matchers(query)
@@ -48,7 +48,7 @@ def test_one_query_asks_for_every_family_of_some_pods_and_is_promql() -> None:
     assert set(found["__name__"][1].split("|")) == USED_NAMES
 
 
-def test_an_installation_has_its_own_labels_and_names() -> None:
+def test_range_query_uses_installation_labels_and_names() -> None:
     found = matchers(range_query(INSTALLED, namespace="a", pods=["p"], seconds=45))
     assert found["kubernetes_pod_name"][1] == "p"
     assert found["kubernetes_namespace"][1] == "a"
@@ -59,25 +59,23 @@ def test_an_installation_has_its_own_labels_and_names() -> None:
 
 
 @pytest.mark.parametrize("label", ["namespace", "pod"])
-def test_a_resource_cannot_ask_for_the_series_of_another_namespace_or_pod(label: str) -> None:
-    found = matchers(
-        range_query(PrometheusNaming(), namespace="mine", pods=["p"], seconds=45, labels={label: "theirs"})
-    )
+def test_labels_cannot_override_namespace_or_pod(label: str) -> None:
+    found = matchers(range_query(PrometheusNaming(), namespace="mine", pods=["p"], seconds=45, labels={label: "other"}))
     assert (found["namespace"][1], found["pod"][1]) == ("mine", "p")
 
 
 @pytest.mark.parametrize("value", ['"', "\\", '",job=~".*', "\n", "}", "ü", "{{.}}", "`", "\u2028", "#"])
-def test_whatever_a_label_says_stays_within_its_quotes(value: str) -> None:
+def test_label_values_are_quoted(value: str) -> None:
     query = range_query(PrometheusNaming(), namespace="n", pods=["p"], seconds=45, labels={"job": value})
     assert matchers(query)["job"] == (promql_parser.MatchOp.Equal, value)
     assert set(matchers(query)) == {"__name__", "namespace", "pod", "job"}
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- responses --------------------------------------------------------------------------------------------------------
 
 
 def stored(at: float, *targets: dict[str, str], scale: float = 1.0) -> list[StoredSeries]:
-    """One scrape of an engine at `at`, as each of these targets was scraped."""
+    """Return one scrape of an engine at `at`, by each of these targets."""
     return [
         StoredSeries(name, {"namespace": "n", "pod": "p", **labels, **target}, [(at, value * scale)])
         for target in targets or ({"job": "engines"},)
@@ -90,7 +88,7 @@ def test_a_page_from_prometheus_decodes_as_the_engines_own() -> None:
     assert sample_of(page.series, at=page.at) == make_sample(100.0)
 
 
-def test_the_last_scrape_is_taken_whole_and_never_mixed_with_the_one_before() -> None:
+def test_newest_page_does_not_mix_scrapes() -> None:
     half = [series for series in stored(115.0) if series.name != "vllm:num_requests_waiting"]
     page = newest_page("p", group_scrapes([*stored(100.0), *half], PrometheusNaming())["p"])
     assert page.at == 115.0
@@ -110,12 +108,12 @@ def test_a_pod_that_two_jobs_scrape_is_named_with_both() -> None:
         newest_page("p", scrapes["p"])
 
 
-def test_a_label_of_the_installation_tells_them_apart() -> None:
+def test_matchers_select_one_of_two_targets() -> None:
     naming = PrometheusNaming(matchers={"job": "engines"})
     assert newest_page("p", group_scrapes(stored(1.0, {"job": "engines"}), naming)["p"]).at == 1.0
 
 
-def test_what_a_pod_of_the_same_name_showed_before_is_not_this_ones() -> None:
+def test_newest_page_ignores_earlier_pod_of_same_name() -> None:
     scrapes = group_scrapes(
         [*stored(90.0, {"instance": "old"}), *stored(100.0, {"instance": "new"})], PrometheusNaming()
     )
@@ -124,7 +122,7 @@ def test_what_a_pod_of_the_same_name_showed_before_is_not_this_ones() -> None:
         newest_page("p", scrapes["p"], since=105.0)
 
 
-def test_series_under_other_names_are_the_engines_own_again() -> None:
+def test_aliased_series_get_engine_names() -> None:
     renamed = [
         StoredSeries(INSTALLED.stored_name(s.name), {**s.labels, "kubernetes_pod_name": "p"}, s.samples)
         for s in stored(100.0)
@@ -176,16 +174,16 @@ BROKEN: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("body", "why"), BROKEN)
-def test_what_is_no_answer_is_said(body: str, why: str) -> None:
+def test_invalid_responses_are_reported(body: str, why: str) -> None:
     with pytest.raises(Unreadable, match=why):
         parse_matrix(body)
 
 
-def test_its_clock_is_read() -> None:
+def test_parse_clock_returns_the_time() -> None:
     assert parse_clock('{"status":"success","data":{"resultType":"scalar","result":[7.25,"7.25"]}}') == 7.25
 
 
 @pytest.mark.parametrize("result", ["7", "[]", '[NaN,"1"]', '["7","7"]', "[true,1]"])
-def test_a_clock_that_tells_no_time_is_said(result: str) -> None:
+def test_invalid_clock_responses_are_reported(result: str) -> None:
     with pytest.raises(Unreadable, match="has no time"):
         parse_clock(f'{{"status":"success","data":{{"resultType":"scalar","result":{result}}}}}')

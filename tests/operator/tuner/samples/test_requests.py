@@ -1,4 +1,4 @@
-"""Single requests, as engines tell of them."""
+"""Parser of the engine's request list."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ COLUMNS = {
 }
 
 
-def a_body(**changes: Any) -> dict[str, Any]:
+def make_body(**changes: Any) -> dict[str, Any]:
     body = {
         "columns": COLUMNS,
         "next": 8,
@@ -27,8 +27,8 @@ def a_body(**changes: Any) -> dict[str, Any]:
     return {**body, **changes}
 
 
-def test_ages_become_times_of_our_clock() -> None:
-    updates, after = parse_request_updates(a_body(), at=1000.0)
+def test_ages_become_operator_clock_times() -> None:
+    updates, after = parse_request_updates(make_body(), at=1000.0)
     assert after == 8
     assert updates.missed == 1
     assert updates.finished == (Finished(970.0, 975.0, 100, 11, 0.5, 2.0, 16, 1, "stop"),)
@@ -36,14 +36,14 @@ def test_ages_become_times_of_our_clock() -> None:
     assert updates.unfinished == (Unfinished(996.0, 200, 7),)
 
 
-def test_a_newer_engine_may_say_more() -> None:
+def test_unknown_columns_are_ignored() -> None:
     columns = {**COLUMNS, "unfinished": ["mood", *COLUMNS["unfinished"]]}
-    updates, _ = parse_request_updates(a_body(columns=columns, unfinished=[["fine", 4.0, 200, 0, 7]]), at=1000.0)
+    updates, _ = parse_request_updates(make_body(columns=columns, unfinished=[["fine", 4.0, 200, 0, 7]]), at=1000.0)
     assert updates.unfinished == (Unfinished(996.0, 200, 7),)
 
 
 def test_a_request_without_a_token_has_no_gaps() -> None:
-    updates, _ = parse_request_updates(a_body(finished=[[30.0, 5.0, 100, 0, 0, None, None, 0, "abort"]]), at=1000.0)
+    updates, _ = parse_request_updates(make_body(finished=[[30.0, 5.0, 100, 0, 0, None, None, 0, "abort"]]), at=1000.0)
     assert updates.finished[0].mean_gap is None
 
 
@@ -62,6 +62,6 @@ def test_a_request_without_a_token_has_no_gaps() -> None:
         {"unfinished": [[4.0, 2**40, 0, 7]]},
     ],
 )
-def test_what_the_contract_does_not_know_is_refused(change: dict[str, Any]) -> None:
+def test_invalid_request_lists_are_rejected(change: dict[str, Any]) -> None:
     with pytest.raises(Unreadable, match="the request list is invalid"):
-        parse_request_updates(a_body(**change), at=1000.0)
+        parse_request_updates(make_body(**change), at=1000.0)

@@ -1,4 +1,4 @@
-"""From pages of metrics to samples: every lie and gap that real pages have."""
+"""Parser of metrics pages, with the gaps and faults of real pages."""
 
 import math
 
@@ -23,7 +23,7 @@ def series(page: str) -> dict[str, list[tuple[Labels, float]]]:
     return found
 
 
-def test_vllms_page_without_our_families_is_enough() -> None:
+def test_vllm_page_without_trimtab_families_suffices() -> None:
     sample = sample_of(series(NEEDED + "vllm:num_preemptions_total 7\n"), at=5.0)
     assert (sample.at, sample.gauges.running, sample.gauges.waiting, sample.gauges.kv_usage) == (5.0, 3, 2, 0.5)
     assert sample.counters.preemptions == {"capacity": 7}
@@ -35,7 +35,7 @@ def test_older_names_are_understood() -> None:
     assert sample_of(series(page), at=0).gauges.kv_usage == 0.5
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_metrics_are_named() -> None:
     page = NEEDED.replace("vllm:num_requests_waiting", "vllm:something_else")
     with pytest.raises(Unreadable, match=r"lacks vllm:num_requests_waiting \(is --disable-log-stats set"):
         sample_of(series(page), at=0)
@@ -56,7 +56,7 @@ def test_ranks_are_summed_and_the_fullest_cache_counts() -> None:
     assert (sample.gauges.running, sample.counters.generated_tokens, sample.gauges.kv_usage) == (6, 200, 0.9)
 
 
-def test_steps_with_prefill_are_one_kind_and_decode_steps_the_other() -> None:
+def test_mixed_steps_count_as_prefill() -> None:
     page = NEEDED
     for kind, n in (("prefill", 1), ("decode", 2), ("mixed", 4)):
         page += f"""
@@ -86,7 +86,7 @@ def test_a_histogram_is_that_of_all_ranks() -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        buckets("vllm:time_to_first_token_seconds", {"0.1": 1, "1": 3}),  # its last edge is missing
+        buckets("vllm:time_to_first_token_seconds", {"0.1": 1, "1": 3}),  # without the last edge
         buckets("vllm:time_to_first_token_seconds", {"0.1": 1, "+Inf": 3})
         + buckets("vllm:time_to_first_token_seconds", {"0.2": 1, "+Inf": 3}, "1"),  # two ranks with different edges
     ],
@@ -95,7 +95,7 @@ def test_a_histogram_that_makes_no_sense_is_none(page: str) -> None:
     assert sample_of(series(NEEDED + page), at=0).ttft is None
 
 
-def test_numbers_that_cannot_be_are_passed_on_and_judged_later() -> None:
+def test_impossible_numbers_are_passed_on() -> None:
     sample = sample_of(series(NEEDED.replace("0.5", "NaN").replace(" 3", " -3")), at=0)
     assert math.isnan(sample.gauges.kv_usage)
     assert sample.gauges.running == -3
@@ -106,6 +106,6 @@ def test_a_generation_that_is_no_whole_number_is_unreadable() -> None:
         sample_of(series(NEEDED + "trimtab_config_generation 1.5\n"), at=0)
 
 
-def test_what_is_read_is_a_small_part_of_a_page() -> None:
+def test_used_names_exclude_unread_series() -> None:
     assert "vllm:time_to_first_token_seconds_bucket" in USED_NAMES
     assert "vllm:request_prompt_tokens_bucket" not in USED_NAMES

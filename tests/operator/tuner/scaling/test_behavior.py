@@ -28,7 +28,7 @@ def test_the_most_lenient_policy_decides(current: int, target: int, allowed: int
     assert limited(USUAL, current, target, [], now=100.0) == allowed
 
 
-def test_what_changed_within_the_period_counts() -> None:
+def test_changes_within_the_period_count() -> None:
     assert limited(USUAL, 5, 12, [ScaleEvent(95.0, 4)], now=100.0) == 5
     assert limited(USUAL, 5, 12, [ScaleEvent(80.0, 4)], now=100.0) == 10
 
@@ -47,10 +47,10 @@ def test_min_takes_the_strictest_and_disabled_takes_none() -> None:
         ([(290.0, 2), (300.0, 6)], 4, 6),  # up at once
     ],
 )
-def test_going_down_takes_the_highest_of_its_window(wanted: list[tuple[float, int]], current: int, result: int) -> None:
+def test_scale_in_takes_highest_of_its_window(wanted: list[tuple[float, int]], current: int, result: int) -> None:
     assert stabilized(USUAL, current, wanted, now=300.0, own_hold=0.0) == result
 
 
-def test_going_up_takes_the_lowest_of_its_window() -> None:
+def test_scale_out_takes_lowest_of_its_window() -> None:
     slow = Behavior(up=Rules(60.0))
     assert stabilized(slow, 2, [(250.0, 3), (300.0, 6)], now=300.0, own_hold=0.0) == 3

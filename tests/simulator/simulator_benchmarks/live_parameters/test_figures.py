@@ -1,4 +1,4 @@
-"""Figures beside their bars, and the table: means over seeds, the worst of them, and how many are within the bar."""
+"""Figures with their limits, and the table: mean and worst over seeds, and seeds within the limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def answered(arrival: float, ttft: float, *, tokens: int = 10) -> Sequence:
     return sequence
 
 
-def test_good_tokens_are_those_of_answers_that_came_in_that_time_and_kept_their_promises() -> None:
+def test_good_tokens_count_attained_requests_in_the_period() -> None:
     served = [answered(1.0, 0.1), answered(12.0, 0.1), answered(13.0, 9.0), answered(14.0, 0.2), answered(25.0, 0.1)]
     assert good_tokens(served, Objectives(1.0), 10.0, 20.0) == 20 / 10
     assert first_token(served, 10.0) == pytest.approx(0.15)
@@ -32,7 +32,7 @@ def test_replicas_that_turn_are_no_knobs_that_do() -> None:
     assert reversals_figure("storm", "any", 0, changes).value == 1
 
 
-def test_the_table_tells_the_mean_the_worst_and_how_many_seeds_are_within_the_bar() -> None:
+def test_table_has_mean_worst_and_seeds_within_limit() -> None:
     figures = [
         Figure("scenes", "gaps", seed, "goodput of Off's", value, 1.0) for seed, value in ((0, 1.2), (1, 0.9), (2, 1.5))
     ]

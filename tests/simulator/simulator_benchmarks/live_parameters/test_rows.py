@@ -1,4 +1,4 @@
-"""Each row is measured on loads that the seed alone draws, and says what it is made of."""
+"""Rows are measured on seeded loads and list their inputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_phases_follow_each_other_and_a_seed_draws_the_same(folder: Path) -> Non
     assert {arrival.prompt >= 2000 for arrival in trace.arrivals if arrival.at >= 100} == {True}
 
 
-def test_what_was_known_beforehand_is_switched_once_at_its_time() -> None:
+def test_scheduled_policy_switches_once_at_its_time() -> None:
     policy = ScheduledPolicy([(900.0, budget_of(512))])
     assert policy.decide(PolicyInput(885.0, 1, {}, ())) is STAY
     assert policy.decide(PolicyInput(900.0, 1, {}, ())).parameters == {Parameter.MAX_NUM_BATCHED_TOKENS: 512}
@@ -51,7 +51,7 @@ def test_the_best_fixed_budget_is_one_of_the_grid(folder: Path) -> None:
     assert goodput > 0
 
 
-def test_the_scenes_engine_holds_half_of_its_clients_answers_and_the_device_has_room_or_not() -> None:
+def test_scene_engine_holds_half_of_its_clients() -> None:
     machine = scene_settings(headroom=True).machine
     assert 0.4 < machine.kv_tokens / (CLIENTS * 256) < 0.6
     assert machine.blocks_at(machine.cap_utilization) > 2 * machine.blocks_at(0.90)
@@ -59,9 +59,7 @@ def test_the_scenes_engine_holds_half_of_its_clients_answers_and_the_device_has_
     assert h200({}, headroom=False).machine.cap_utilization == 0.90
 
 
-def test_a_storm_says_how_soon_it_was_calm_and_what_first_tokens_took(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storm_yields_calm_time_and_ttft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storm, "CALM_SECONDS", 60.0)
     monkeypatch.setattr(storm, "STORM_SECONDS", 120.0)
     figures = list(storm.storm(folder, 0))
@@ -77,17 +75,17 @@ def test_a_storm_says_how_soon_it_was_calm_and_what_first_tokens_took(
 
 
 @pytest.mark.parametrize(
-    ("twice", "told"),
+    ("recomputed", "expected"),
     [
         ([0, 0, 0, 0], (0.0, 0.0)),
         ([0, 30, 20, 0, 0], (30.0, 0.0)),
-        ([0, 30, 0, 4, 0, 0], (15.0, 0.001)),  # what comes back counts
+        ([0, 30, 0, 4, 0, 0], (15.0, 0.001)),  # later storms count
         ([0, 30, 20, 20], (math.inf, 1.0)),
     ],
 )
-def test_a_storm_ends_with_the_first_calm_window(twice: list[float], told: tuple[float, float]) -> None:
-    windows = [(15.0 * (index + 1), count, 1000.0) for index, count in enumerate(twice)]
-    assert storm.time_to_calm(windows) == pytest.approx(told)
+def test_a_storm_ends_with_the_first_calm_window(recomputed: list[float], expected: tuple[float, float]) -> None:
+    windows = [(15.0 * (index + 1), count, 1000.0) for index, count in enumerate(recomputed)]
+    assert storm.time_to_calm(windows) == pytest.approx(expected)
 
 
 def test_a_shift_is_judged_once_it_has_settled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +99,7 @@ def test_a_shift_is_judged_once_it_has_settled(folder: Path, monkeypatch: pytest
     assert figures[0].told["switched"] > 0
 
 
-def test_a_row_that_nobody_knows_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_row_is_rejected(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as rejected:
         main(["--traces", str(folder), "--rows", "scenes,weather"])
     assert rejected.value.code == 2
