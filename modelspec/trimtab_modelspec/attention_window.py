@@ -1,17 +1,16 @@
-"""How far back a KV group's tokens see, and so which of its blocks a request still needs. Pure."""
+"""Attention windows of KV groups and the blocks that a request needs. Pure."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """What a token at some position sees: itself and those before it, as far back as a window reaches, or as its chunk
-    begins."""
+    """Visible range of a token: itself and preceding tokens, within a sliding window or the current chunk."""
 
     window: int | None = None
-    """How many tokens at most, itself included; None: all."""
+    """Maximum number of visible tokens, including itself. None means all."""
     is_chunked: bool = False
-    """Whether positions are cut into chunks of `window` tokens, and a token sees those of its own chunk."""
+    """True if positions are divided into chunks of `window` tokens, and tokens attend within their own chunk."""
 
     def first_seen(self, position: int) -> int:
         """The first token that the one at `position` sees; no later token sees one before it."""
@@ -20,9 +19,9 @@ class AttentionWindow:
         return position // self.window * self.window if self.is_chunked else max(0, position - self.window + 1)
 
     def num_blocks(self, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
-        """The most blocks that a request holds while it grows to so many tokens, by up to `max_step_tokens` a step.
-
-        Of a window: what the tokens of one step see and write, wherever it begins within a block. Of a chunk no more.
+        """Return the maximum blocks that a request holds while it grows to `num_tokens` tokens, by up to
+        `max_step_tokens` per step. For a window: the tokens that one step reads and writes, at any offset within a
+        block. A chunk never needs more.
         """
         blocks = -(-num_tokens // block_size)
         if self.window is None:

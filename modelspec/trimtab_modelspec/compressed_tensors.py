@@ -1,6 +1,5 @@
-"""What compressed-tensors' `quantization_config` says of a checkpoint, and the forms of one scale per tensor that
-AutoFP8 (quant_method fp8 without blocks) and ModelOpt write. Reads values, knows no tensor. Everything that is not
-built is refused by its word.
+"""Parsing of `quantization_config` of compressed-tensors, and of per-tensor scales by AutoFP8 (quant_method fp8 without
+blocks) and ModelOpt. Reads values, no tensors. Unsupported values are rejected by name.
 """
 
 import re
@@ -8,24 +7,28 @@ from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 from trimtab_modelspec.errors import ModelError
-from trimtab_modelspec.scaled_form import LINEAR, PATTERN, Numbers, ScaledForm, Scheme, Strategy
+from trimtab_modelspec.scaled_format import LINEAR, PATTERN, Numbers, ScaledFormat, Scheme, Strategy
 
 METHOD = "compressed-tensors"
 FP8_BY_TENSOR = "fp8-tensor"
-"""What facts call quant_method fp8 without blocks."""
+"""Name in model facts for quant_method fp8 without blocks."""
 MODELOPT = "modelopt"
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 MIXED_FORMAT = "mixed-precision"
-"""Groups say their formats themselves."""
+"""Format value if groups have their own formats."""
 ACTIVATION_SCHEMES = ("static", "dynamic")
 ORDERED = ("group", "dynamic", True)
-"""Words of `actorder` with which weight_g_idx is stored."""
+"""Values of `actorder` with a stored weight_g_idx."""
 UNORDERED = (None, False, "weight", "static")
 MODELOPT_ALGORITHMS = ("FP8",)
 
 
-def compressed_tensors(scheme: Mapping[str, Any], where: str) -> ScaledForm:
-    """The form of a checkpoint. Raises ModelError for what is not supported."""
+def compressed_tensors(scheme: Mapping[str, Any], where: str) -> ScaledFormat:
+    """Return the quantization format of a checkpoint.
+
+    Raises:
+        ModelError: If it is not supported.
+    """
     said = _Words(scheme, f"{where}: quantization_config")
     whole_format = scheme.get("format")
     if whole_format not in (*FORMATS, MIXED_FORMAT):
@@ -43,10 +46,10 @@ def compressed_tensors(scheme: Mapping[str, Any], where: str) -> ScaledForm:
     if not isinstance(groups, Mapping) or not groups:
         raise ModelError(f"{said.where}: config_groups is {groups!r:.100}; an object of groups is needed")
     found = tuple(_group(group, f"{said.where}: config_groups: {name}", whole_format) for name, group in groups.items())
-    return ScaledForm(METHOD, found, said.names("ignore"))
+    return ScaledFormat(METHOD, found, said.names("ignore"))
 
 
-def fp8_by_tensor(scheme: Mapping[str, Any], where: str) -> ScaledForm:
+def fp8_by_tensor(scheme: Mapping[str, Any], where: str) -> ScaledFormat:
     """quant_method fp8 with one scale per weight."""
     said = _Words(scheme, f"{where}: quantization_config")
     activations = scheme.get("activation_scheme", "dynamic")
@@ -56,21 +59,21 @@ def fp8_by_tensor(scheme: Mapping[str, Any], where: str) -> ScaledForm:
         if scheme.get(key, built) != built:
             raise said.not_built(key, scheme[key], (built,))
     ignored = said.names("ignored_layers") + said.names("modules_to_not_convert")
-    return ScaledForm(FP8_BY_TENSOR, (((LINEAR,), Scheme("float", 8, "tensor")),), ignored)
+    return ScaledFormat(FP8_BY_TENSOR, (((LINEAR,), Scheme("float", 8, "tensor")),), ignored)
 
 
-def modelopt(scheme: Mapping[str, Any], where: str) -> ScaledForm:
+def modelopt(scheme: Mapping[str, Any], where: str) -> ScaledFormat:
     """ModelOpt's FP8, with one scale per weight."""
     said = _Words(scheme, f"{where}: quantization_config")
     algorithm = scheme.get("quant_algo")
     if algorithm not in MODELOPT_ALGORITHMS:
         raise said.not_built("quant_algo", algorithm, MODELOPT_ALGORITHMS)
     ignored = said.names("ignore") + said.names("exclude_modules")
-    return ScaledForm(MODELOPT, (((LINEAR,), Scheme("float", 8, "tensor")),), ignored, has_wildcards=True)
+    return ScaledFormat(MODELOPT, (((LINEAR,), Scheme("float", 8, "tensor")),), ignored, has_wildcards=True)
 
 
 class _Words:
-    """Typed reading of one object, with errors that say where."""
+    """Typed access to one object, with errors that name the location."""
 
     def __init__(self, words: Mapping[str, Any], where: str) -> None:
         self._words, self.where = words, where
@@ -167,7 +170,7 @@ def _group_size(weights: Mapping[str, Any], said: _Words) -> int | None:
 
 
 def _block(weights: Mapping[str, Any], said: _Words) -> tuple[int, int]:
-    """As a list, or as 128x128."""
+    """Return a block given as a list or as 128x128."""
     block: Any = weights.get("block_structure")
     if isinstance(block, str) and re.fullmatch(r"[0-9]+x[0-9]+", block):
         block = [int(extent) for extent in block.split("x")]

@@ -1,5 +1,6 @@
-"""What a model is in numbers: a checkpoint's configuration as a typed value. Which words of config.json it comes from
-is said in model_words.py and in each family's file (models/)."""
+"""Model configuration: a checkpoint's config.json as a typed value. config_reader.py and each family's file map the
+keys.
+"""
 
 from dataclasses import dataclass
 
@@ -18,14 +19,15 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """Whether yarn's range of frequencies is rounded to whole ones."""
+    """True if yarn's frequency range is rounded to whole frequencies."""
     divisors: tuple[float, ...] = ()
-    """What each frequency is divided by, as GGUF files have it; none: nothing."""
+    """Divisor of each frequency, as stored in GGUF files. Empty: none."""
     attention_factor: float = 1.0
     """Factor that rotated queries and keys are both multiplied by."""
     sections: tuple[int, ...] = ()
-    """How many frequencies turn by a token's position over time, then by those over height and width; none: all turn by
-    one position."""
+    """Number of frequencies rotated by the position over time, then height and width. Empty: all rotate by one
+    position.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +43,14 @@ class SigmoidRouting:
     """Experts are chosen by the sigmoid of the router's logits, each on its own, not by a softmax over all."""
 
     weighs_inputs: bool = False
-    """What an expert gets is weighted, not what it yields."""
+    """True if expert inputs are weighted instead of outputs."""
     has_bias: bool = False
-    """Each expert has a number that is added to its score for the choice, not for its weight."""
+    """True if each expert has a bias added to its score for selection, not for its weight."""
     num_groups: int = 1
-    """Into so many groups experts are divided; of the best `num_top_groups` those of a token are chosen."""
+    """Number of expert groups; a token's experts are chosen within its best `num_top_groups` groups."""
     num_top_groups: int = 1
     factor: float = 1.0
-    """By what the weights are multiplied."""
+    """Factor of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,13 @@ class MoeConfig:
     renormalize: bool
     dense_layers: frozenset[int]
     is_stacked: bool = False
-    """Whether a layer's experts lie in one tensor per projection."""
+    """True if a layer's experts are stored in one tensor per projection."""
     clamped_gate: ClampedGate | None = None
-    """None: silu of the gate, times up."""
+    """Clamped activation. None means silu(gate) * up."""
     sigmoid: SigmoidRouting | None = None
-    """None: experts are chosen by a softmax."""
+    """Sigmoid routing. None means softmax routing."""
     shared_size: int = 0
-    """Width of the expert that every token passes beside those that are chosen for it; 0: there is none."""
+    """Intermediate size of the shared expert. 0 without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class LatentAttention:
     head's query and key have a part without positions, of `plain_size`, and one that is rotated."""
 
     query_rank: int | None
-    """Size of the queries' own latent vector; None: queries come from the hidden state."""
+    """Rank of the queries' latent vector. None means queries are projected from the hidden state."""
     kv_rank: int
     plain_size: int
     rotary_size: int
@@ -93,7 +95,7 @@ class LatentAttention:
 
     @property
     def kept_size(self) -> int:
-        """What is kept of a token: the latent vector, and the rotated part of a key, which all heads share."""
+        """Elements cached per token: the latent vector, and the rotated part of a key, shared by all heads."""
         return self.kv_rank + self.rotary_size
 
 
@@ -104,12 +106,12 @@ class Division:
     degrees: tuple[int, ...]
     """Ascending; the first is 1."""
     reason: str
-    """Why it is divided over no other number."""
+    """Reason why no other degree is possible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What the model's code needs. `dtype` is the checkpoint's. `intermediate_size` is that of dense layers."""
+    """Values that the model code needs. `dtype` is the checkpoint's. `intermediate_size` is that of dense layers."""
 
     architecture: str
     hidden_size: int
@@ -127,46 +129,46 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """Each head of q and k is normalised before it is rotated."""
+    """True if each head of q and k is normalized before RoPE."""
     moe: MoeConfig | None
     dtype: str
     eos_token_ids: tuple[int, ...]
     windows: tuple[int | None, ...] = ()
-    """Per layer: how many tokens a token sees, itself included; None: all before it. Empty: no layer has a window."""
+    """Per layer: number of visible tokens, including itself; None means all preceding ones. Empty: no layer has a window."""
     is_chunked: bool = False
     """Windows are chunks of positions, of which a token sees its own."""
-    unturned: frozenset[int] = frozenset()
-    """Layers whose queries and keys are not rotated, so that they know no positions."""
+    nope_layers: frozenset[int] = frozenset()
+    """Layers without position encoding (NoPE)."""
     temperature: Temperature | None = None
-    """How queries grow with their positions in layers that do not rotate them; None: they do not."""
+    """Scaling of queries by position in NoPE layers. None means no scaling."""
     local_rope: RopeConfig | None = None
-    """The rotation in layers that have a window; None: the same as in the others."""
+    """RoPE of windowed layers. None means the same as in other layers."""
     attention_scale: float | None = None
-    """By what scores are multiplied; None: 1 / sqrt(head_size)."""
+    """Factor of attention scores. None: 1 / sqrt(head_size)."""
     has_sinks: bool = False
-    """Each head has a weight in its softmax that no value has."""
+    """True if each head has an attention sink: a softmax weight without a value."""
     embedding_scale: float = 1.0
-    """By what embeddings are multiplied."""
+    """Factor of embeddings."""
     norm_offset: float = 0.0
-    """What is added to the stored weight of every norm."""
+    """Offset added to the stored weight of every norm."""
     latent: LatentAttention | None = None
-    """None: keys and values per head."""
+    """Latent attention (MLA). None means keys and values per head."""
     num_draft_layers: int = 0
-    """Layers behind the last that predict further tokens: they draft, or are neither run nor read."""
+    """Layers after the last that predict further tokens: used for drafts, or neither run nor read."""
     has_join_bias: bool = False
-    """Of a head that drafts: whether the product that joins embedding and hidden state has a bias."""
+    """For a draft head: True if the projection that joins embedding and hidden state has a bias."""
     is_gelu: bool = False
-    """The MLP's gate goes through gelu, approximated by tanh, not through silu."""
+    """True if the MLP uses tanh-approximated GELU instead of SiLU."""
     transformers_config: str | None = None
-    """config.json as text, of a model that transformers' own code computes; None: it has a family of its own."""
+    """config.json as text, for a model that runs on transformers' code. None for built-in families."""
     division: Division | None = None
-    """Of such a model; None: it has a family of its own."""
-    has_transformers_tower: bool = False
-    """Whether images are computed by transformers' own code, for this text half."""
+    """Tensor-parallel degrees of such a model. None for built-in families."""
+    has_transformers_vision: bool = False
+    """True if transformers' code computes the images for this language model."""
 
     @property
     def rotary_size(self) -> int:
-        """How much of each head is rotated."""
+        """Rotated elements of each head."""
         return self.head_size if self.latent is None else self.latent.rotary_size
 
     def window(self, layer: int) -> int | None:

@@ -1,7 +1,7 @@
-"""config.json's words, read with errors that name the file and the key. What nearly all decoders say alike is read
-here; what one family alone says is read in its own file (models/). Reads dictionaries, knows no tensor and no file.
+"""Reader of config.json, with errors that name the file and the key.
 
-What is not supported is refused by name, before any weight is read.
+It reads keys common to nearly all decoders; each family's file reads its own keys. No tensors, no files. Unsupported
+values are rejected by name, before any weight is read.
 """
 
 import math
@@ -14,7 +14,7 @@ from trimtab_modelspec.errors import ModelError
 from trimtab_modelspec.quantization import check_not_mxfp4
 
 MAX_LAYERS = 10_000  # of which a set is made; ten times the deepest model there is
-MAX_TOWER_LAYERS = 1000
+MAX_VISION_LAYERS = 1000
 DTYPES = ("float32", "bfloat16", "float16")
 FULL, SLIDING = "full_attention", "sliding_attention"  # entries of layer_types
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -22,9 +22,11 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
-    """One checkpoint's config.json, and generation_config.json ({} when absent). `where` names the file in messages.
+    """Reader of one checkpoint's config.json, and generation_config.json ({} if absent). `where` names the file in
+    messages.
 
-    Every method raises ModelError for what is missing, malformed or not supported.
+    Raises:
+        ModelError: Every method, for missing, malformed or unsupported values.
     """
 
     config: Mapping[str, Any]
@@ -47,7 +49,7 @@ class ConfigReader:
         moe: MoeConfig | None = None,
         is_gelu: bool = False,
     ) -> ModelConfig:
-        """A decoder in the words that most share; the family says what they do not."""
+        """Return a decoder configuration from the common keys; the family passes the rest."""
         where, architecture = self.where, str(self.architecture)
         key, built = ("hidden_activation", "gelu_pytorch_tanh") if is_gelu else ("hidden_act", "silu")
         activation = self.config.get(key, built)
@@ -119,7 +121,9 @@ class ConfigReader:
         )
 
     def attention_factor(self, factor: float) -> float:
-        """YaRN's (arXiv:2309.00071, section 3.4), where it is not said: 0.1 ln(factor) + 1, or a ratio of two such."""
+        """Return YaRN's attention factor (arXiv:2309.00071, section 3.4); by default 0.1 ln(factor) + 1, or a ratio of
+        two such terms.
+        """
         if self.config.get("attention_factor") is not None:
             return self.number("attention_factor", default=1.0)
         growth = 0.1 * math.log(max(1.0, factor))
@@ -134,7 +138,7 @@ class ConfigReader:
         return dtype
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End-of-sequence ids; the generation config's come first, as in vLLM."""
+        """Return end-of-sequence ids; the generation config's first, as in vLLM."""
         ids: list[int] = []
         for source in (self.generation, self.config):
             value = source.get("eos_token_id")
@@ -144,13 +148,14 @@ class ConfigReader:
         return tuple(dict.fromkeys(ids))
 
     def window(self, *, default: int | None = None) -> int | None:
-        """`sliding_window`: how many tokens a token sees, itself included. None, which may be said: all."""
+        """Return `sliding_window`: visible tokens including itself. None, which may be explicit: all."""
         value = self.config.get("sliding_window", default)
         return None if value is None else self.positive("sliding_window", default=default)
 
     def windows(self, is_sliding: Callable[[int], bool], *, unsaid: int) -> tuple[int | None, ...]:
-        """Per layer its window, by `layer_types`; where they are not said, `is_sliding` says which layers have one.
-        `unsaid`: the window where that is not said."""
+        """Return each layer's window, by `layer_types`; without them by `is_sliding`. `unsaid` is the
+        default window.
+        """
         window, num_layers = self.window(default=unsaid), self.num_layers()
         types = self.config.get("layer_types")
         if types is None:
@@ -158,7 +163,7 @@ class ConfigReader:
         if len(types) != num_layers or not {*types} <= {SLIDING, FULL}:
             raise ModelError(
                 f"{self.where}: layer_types has {len(types)} entries, of {', '.join(sorted(map(str, {*types})))}; "
-                f"built are {num_layers}, of {FULL} and {SLIDING}"
+                f"supported are {num_layers}, of {FULL} and {SLIDING}"
             )
         return tuple(window if kind == SLIDING else None for kind in types)
 
@@ -167,15 +172,15 @@ class ConfigReader:
         absurdly many layers are refused later, by the number of tensors."""
         return min(self.positive("num_hidden_layers"), MAX_LAYERS)
 
-    def tower_layers(self, key: str, *, default: int | None = None) -> int:
-        """Those of a tower, whose tensors are listed before any is looked for."""
+    def vision_layers(self, key: str, *, default: int | None = None) -> int:
+        """Return the number of vision encoder layers, limited because tensors are listed before reading."""
         value = self.positive(key, default=default)
-        if value > MAX_TOWER_LAYERS:
-            raise ModelError(f"{self.where}: {key} is {value}; towers of {MAX_TOWER_LAYERS} layers at most are built")
+        if value > MAX_VISION_LAYERS:
+            raise ModelError(f"{self.where}: {key} is {value}; towers of {MAX_VISION_LAYERS} layers at most are built")
         return value
 
     def listed(self, key: str, length: int | None = None) -> list[int]:
-        """Whole numbers, `length` of them where that is said, or none; [] where the key is absent."""
+        """Return a list of whole numbers, of `length` if given. [] if the key is absent."""
         value = self.config.get(key) or []
         if not isinstance(value, list) or not all(isinstance(number, int) and number >= 0 for number in value):
             raise ModelError(f"{self.where}: {key} is {value!r:.100}; a list of whole numbers is needed")

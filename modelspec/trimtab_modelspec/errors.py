@@ -1,4 +1,4 @@
-"""Errors of configuration and model files. Messages say what is wrong, where, and what to do."""
+"""Errors of configuration and model files. Messages name the problem, the location and the remedy."""
 
 
 class TrimtabError(Exception):

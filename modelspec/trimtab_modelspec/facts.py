@@ -1,7 +1,7 @@
 """Model facts: the JSON object of docs/reference/contract.md section 6, from a configuration without weights.
 
-The engine adds what only a checkpoint tells (`trimtab-engine inspect`); the operator uses `facts_of_config` for
-`trimtab plan` on a bare config.json.
+The engine adds facts of a checkpoint (`trimtab-engine inspect`); the operator uses `facts_of_config` for `trimtab plan`
+on a plain config.json.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +12,8 @@ from trimtab_modelspec.config_reader import MAX_LAYERS, ConfigReader
 from trimtab_modelspec.errors import ModelError
 from trimtab_modelspec.families.registry import BY_ARCHITECTURE, PLANNED_BY_ARCHITECTURE, language_model_config
 from trimtab_modelspec.kv_groups import KVGroup, groups_of
-from trimtab_modelspec.quantization import BLOCK, Quantization, StoredForm, stored_form
-from trimtab_modelspec.scaled_form import Mxfp4, ScaledForm
+from trimtab_modelspec.quantization import BLOCK, Quantization, StoredForm, stored_format
+from trimtab_modelspec.scaled_format import Mxfp4, ScaledFormat
 from trimtab_modelspec.tensors import (
     LINEAR_PARTS,
     PARTS,
@@ -54,7 +54,7 @@ def facts_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
         refusal = f"architecture {architecture} runs only on the CPU, through transformers"
     try:
         parsed = family.parse(ConfigReader(words, {}, where))
-        form = stored_form(config, where)
+        form = stored_format(config, where)
         if isinstance(form, Quantization) and parsed.latent is None and BLOCK % parsed.head_size:
             raise ModelError(f"{where}: head_dim {parsed.head_size} does not divide an fp8 block of {BLOCK}")
     except ModelError as error:
@@ -88,9 +88,9 @@ def model_facts(
         config: The parsed configuration.
         architecture: Its name in config.json.
         tensors: Every tensor of a checkpoint.
-        kv_groups: What the whole model keeps of each token.
+        kv_groups: KV groups of the whole model.
         form: How the linear layers are stored; None if they are unquantized.
-        stored_bytes: The bytes of a tensor as the checkpoint has it; None: by `form` only.
+        stored_bytes: The bytes of a tensor as the checkpoint has it; None means by `form` only.
     """
     counts = elements_by_part(tensors)
     dtype_bytes = DTYPE_BYTES[config.dtype]
@@ -116,7 +116,7 @@ def model_facts(
         "kv_groups": [group.to_json() for group in kv_groups],
         "quantization": None if form is None else form.name,
         "weights_by_part": by_part,
-        **({"weights_at_dtype": at_dtype} if isinstance(form, ScaledForm | Mxfp4) else {}),
+        **({"weights_at_dtype": at_dtype} if isinstance(form, ScaledFormat | Mxfp4) else {}),
     }
 
 
@@ -146,7 +146,7 @@ def _bytes_by_part(
     counts = elements_by_part(tensors)
     if form is None:
         return {part: counts[part] * dtype_bytes for part in PARTS}
-    if isinstance(form, ScaledForm | Mxfp4):
+    if isinstance(form, ScaledFormat | Mxfp4):
         by_part = dict.fromkeys(PARTS, 0)
         for name, tensor in tensors.items():
             stored = quantized_bytes(form, name, tensor) if stored_bytes is None else stored_bytes(name, tensor)
@@ -161,7 +161,7 @@ def _bytes_by_part(
     }
 
 
-def quantized_bytes(form: ScaledForm | Mxfp4, name: str, tensor: StoredTensor) -> int | None:
+def quantized_bytes(form: ScaledFormat | Mxfp4, name: str, tensor: StoredTensor) -> int | None:
     """Return the bytes of a weight with its scales by config.json; None if it is stored unquantized."""
     if isinstance(form, Mxfp4):
         is_small = len(tensor.shape) == 3

@@ -1,13 +1,13 @@
-"""What layers keep of each token: keys and values, per layer and in groups of layers that share one block table.
+"""KV layout of a model: keys and values per layer, and groups of layers that share one block table.
 
-A block is `block_size` tokens of all layers of one group. Blocks of all groups are equally large, so that any block may
-serve any group; what a smaller group keeps leaves part of its blocks empty, so groups are cut to about one size:
+A block is `block_size` tokens of all layers of one group. Blocks of all groups are equally large, so that any block can
+serve any group. A smaller group leaves part of its blocks empty, so groups are made about equally large:
 ```
-layers     0 1 2 3 4 5   6 7 8 9 10 11          w: sees a window, f: sees all
+layers     0 1 2 3 4 5   6 7 8 9 10 11          w: sliding window, f: full attention
 kind       w w w w w f   w w w w w  f
-groups     a b c d e F   a b c d e  F           five groups of windows, one that sees all, two layers in each
+groups     a b c d e F   a b c d e  F           five windowed groups, one full, two layers each
 ```
-A model whose layers are all alike is one group (docs/reference/contract.md, section 5).
+A model with identical layers is one group (docs/reference/contract.md, section 5).
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,34 +20,35 @@ from trimtab_modelspec.partition import Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKV:
-    """What one layer keeps of one token. Sizes count elements."""
+    """KV of one layer per token. Sizes count elements."""
 
     num_kv_heads: int
     key_size: int
-    """One head's key."""
+    """Key elements per head."""
     value_size: int
-    """One head's value; 0 where values are part of the keys, as in a latent vector."""
+    """Value elements per head. 0 if values are part of the keys, as in a latent vector."""
     window: int | None = None
-    """How many tokens a query sees at most, itself included; None: all before it."""
+    """Maximum tokens visible to a query, including itself. None means all preceding ones."""
     is_chunked: bool = False
-    """Whether it sees those of its own chunk of `window` tokens instead of the last so many."""
+    """True if a query attends within its chunk of `window` tokens instead of a sliding window."""
 
     @property
     def num_elements(self) -> int:
         return self.num_kv_heads * (self.key_size + self.value_size)
 
     def on_rank(self, tensor: int) -> "LayerKV":
-        """What one of `tensor` ranks keeps that divide the layer by heads; where there are fewer heads than ranks,
-        several ranks keep the same one."""
+        """Return the KV of one of `tensor` ranks that divide the layer by heads; with fewer heads than ranks, several
+        ranks hold the same head.
+        """
         return replace(self, num_kv_heads=max(1, self.num_kv_heads // tensor))
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that keep alike, under one block table. On a rank that has none of them the table is kept all the same."""
+    """Layers with equal KV under one block table. A rank without any of its layers keeps the table too."""
 
     layers: tuple[Span, ...]
-    """Which layers of the model."""
+    """Layer spans of the model."""
     each: LayerKV
 
     @property
@@ -56,12 +57,12 @@ class KVGroup:
 
     @property
     def num_elements(self) -> int:
-        """One token in all layers of the group."""
+        """Elements per token in all layers of the group."""
         return self.num_layers * self.each.num_elements
 
     @property
-    def sight(self) -> AttentionWindow:
-        """How far back its tokens see."""
+    def attention_window(self) -> AttentionWindow:
+        """Attention window of the group."""
         return AttentionWindow(self.each.window, self.each.is_chunked)
 
     def on_rank(self, stage: Span, tensor: int) -> "KVGroup":
@@ -70,8 +71,8 @@ class KVGroup:
         return KVGroup(tuple(span for span in clipped if span[0] < span[1]), self.each.on_rank(tensor))
 
     def num_blocks(self, num_tokens: int, *, block_size: int, max_num_batched_tokens: int) -> int:
-        """The most blocks that a request holds while it grows to so many tokens."""
-        return self.sight.num_blocks(num_tokens, block_size, max_num_batched_tokens)
+        """Return the maximum blocks that a request holds while it grows to `num_tokens` tokens."""
+        return self.attention_window.num_blocks(num_tokens, block_size, max_num_batched_tokens)
 
     def tokens_read(self, context: float) -> float:
         """Return how many tokens a query at the end of a context of this length attends to."""
@@ -89,7 +90,7 @@ class KVGroup:
 
 
 def uniform_group(num_layers: int, num_kv_heads: int, head_size: int) -> KVGroup:
-    """A group whose keys and values are equally large and see all tokens before."""
+    """Return a group with equally large keys and values and full attention."""
     return KVGroup(((0, num_layers),), LayerKV(num_kv_heads=num_kv_heads, key_size=head_size, value_size=head_size))
 
 
@@ -118,26 +119,27 @@ def covers_all_layers(groups: Iterable[KVGroup], num_layers: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class KVPlace:
-    """Where a layer keeps its tokens: under which group's block tables, and as which of the group's layers on its
-    rank. Layers of several groups share a place in the KV cache's memory, never a block."""
+class KVLayerIndex:
+    """Location of a layer's KV: its group's index, and its index among the group's layers on its rank. Layers of
+    several groups share a location in the KV cache's memory, never a block.
+    """
 
     group: int
     index: int
 
 
-def places_of(groups: Sequence[KVGroup], stage: Span) -> list[KVPlace]:
+def kv_layer_indices(groups: Sequence[KVGroup], stage: Span) -> list[KVLayerIndex]:
     """The place of every layer of a stage, in the order of the layers."""
-    places: dict[int, KVPlace] = {}
+    places: dict[int, KVLayerIndex] = {}
     for number, group in enumerate(groups):
         own = group.on_rank(stage, 1)
         layers = (layer for first, last in own.layers for layer in range(first, last))
-        places |= {layer: KVPlace(number, index) for index, layer in enumerate(layers)}
+        places |= {layer: KVLayerIndex(number, index) for index, layer in enumerate(layers)}
     return [places[layer] for layer in range(*stage)]
 
 
 def _spans(indices: Sequence[int]) -> tuple[Span, ...]:
-    """Ascending numbers as spans of neighbours."""
+    """Return ascending numbers as spans of consecutive ones."""
     starts = [indices[0], *(after for before, after in pairwise(indices) if after != before + 1)]
     ends = [*(before + 1 for before, after in pairwise(indices) if after != before + 1), indices[-1] + 1]
     return tuple(zip(starts, ends, strict=True))

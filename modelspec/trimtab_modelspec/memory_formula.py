@@ -16,9 +16,8 @@ UTILIZATION_STEPS = 10_000  # min_utilization is a multiple of 0.0001: fine enou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFormula:
-    """What is known before the KV cache is made. Sizes are bytes per rank.
-
-    `gpu_memory_utilization` is the decimal that the user wrote, so that 0.29 of 100 bytes is 29, not 30.
+    """Memory sizes known before the KV cache is created, in bytes per rank. `gpu_memory_utilization` is the user's
+    decimal, so that 0.29 of 100 bytes is 29, not 30.
     """
 
     device_bytes: int
@@ -31,14 +30,14 @@ class MemoryFormula:
     graphs_bytes: int
     communicator_bytes: int
     kv_groups: tuple[KVGroup, ...]
-    """What this rank keeps of each token."""
+    """KV groups of this rank."""
     kv_dtype_bytes: int
     block_size: int
     max_model_len: int
     max_num_batched_tokens: int
-    """The most tokens of one step, which a window's blocks must hold at once."""
+    """Maximum tokens of one step, which a window's blocks must hold at once."""
     draft_kv_bytes_per_token: int = 0
-    """Keys and values of one token in all layers of a draft model, which lie in every block."""
+    """KV bytes of one token in all layers of a draft model, included in every block."""
 
     other_ranks: tuple["MemoryFormula", ...] = ()
     """The formulas of the engine's other ranks. All ranks have as many blocks as the tightest."""
@@ -75,7 +74,7 @@ class MemoryFormula:
 
     @property
     def widest_block_bytes(self) -> int:
-        """Bytes of one block on the rank where it is largest: what sizes a number of blocks that all ranks share."""
+        """Bytes of a block on the rank with the largest blocks; determines block counts shared by all ranks."""
         return max(rank.bytes_per_block for rank in (self, *self.other_ranks))
 
     @property
@@ -85,13 +84,13 @@ class MemoryFormula:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks every rank has."""
+        """Number of blocks on every rank."""
         own = self.kv_bytes // self.bytes_per_block
         return min([own, *(other.at(self.gpu_memory_utilization).num_blocks for other in self.other_ranks)])
 
     @property
     def num_tokens(self) -> int:
-        """What fits however short the requests are, so that no window has let go of anything."""
+        """Tokens that fit for requests so short that no window has freed a block."""
         return self.tokens_of(self.num_blocks)
 
     def tokens_of(self, num_blocks: int) -> int:
@@ -99,7 +98,7 @@ class MemoryFormula:
         return num_blocks // len(self.kv_groups) * self.block_size
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Blocks of all groups that one request of so many tokens needs."""
+        """Return the blocks of all groups that one request of `num_tokens` tokens needs."""
         step = self.max_num_batched_tokens
         return sum(
             group.num_blocks(num_tokens, block_size=self.block_size, max_num_batched_tokens=step)
@@ -112,23 +111,26 @@ class MemoryFormula:
         return self.blocks_of(self.max_model_len)
 
     def longest_model_len(self, num_blocks: int) -> int:
-        """The longest request that so many blocks hold, up to max_model_len; 0: not even one token fits."""
+        """Return the longest request that `num_blocks` blocks hold, up to max_model_len. 0 if not one token fits."""
         return bisect_right(range(1, self.max_model_len + 1), num_blocks, key=self.blocks_of)
 
     @property
     def max_concurrency(self) -> float:
-        """How many requests of max_model_len run at once."""
+        """Return how many requests of max_model_len run at once."""
         return self.num_blocks / self.blocks_per_request
 
     @property
     def min_device_bytes(self) -> int:
-        """The smallest device whose whole memory holds one request of max_model_len, on the rank that needs most."""
+        """Return the smallest device whose whole memory holds one request of max_model_len, on the rank that needs
+        most.
+        """
         ranks = (self, *self.other_ranks)
         return max(rank.fixed_bytes + self.blocks_per_request * rank.bytes_per_block for rank in ranks)
 
     @property
     def min_utilization(self) -> str | None:
-        """The smallest multiple of 0.0001 at which one request of max_model_len fits; None: not even at 1.
+        """Return the smallest multiple of 0.0001 at which one request of max_model_len fits. None if it does not fit at
+        1.
 
         ceil(device x k / 10000) >= needed holds exactly when device x k > (needed - 1) x 10000.
         """

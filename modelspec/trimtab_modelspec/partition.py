@@ -1,4 +1,4 @@
-"""How layers, heads and columns are divided among ranks: pure; errors name the numbers that do not divide."""
+"""Division of layers, heads and columns among ranks. Pure. Errors name numbers that do not divide."""
 
 from trimtab_modelspec.errors import ConfigError
 
@@ -7,11 +7,14 @@ Span = tuple[int, int]
 
 
 def layers_of_stages(num_layers: int, num_stages: int, override: tuple[int, ...] | None = None) -> tuple[Span, ...]:
-    """The layers of each pipeline stage.
+    """Return the layers of each pipeline stage.
 
-    Each gets num_layers // num_stages. What remains goes to the stages before the last, from the back: the last also
-    has the lm_head, the first the embeddings (it gets one more only when all others but the last have).
-    `override` says the number of layers of each stage. Raises ConfigError where the numbers do not fit.
+    Each stage gets num_layers // num_stages. The remainder goes to the stages before the last, from the back: the last
+    also has the lm_head, the first the embeddings (it gets one more only if all others but the last have). `override`
+    sets the number of layers per stage.
+
+    Raises:
+        ConfigError: If the numbers do not fit.
     """
     if num_stages > num_layers:
         raise ConfigError(
@@ -36,7 +39,7 @@ def equal_span(total: int, parts: int, index: int, what: str) -> Span:
     """The index-th of equal parts. Raises ConfigError, naming `what` is divided, when they would not be equal."""
     if total % parts:
         divisors = ", ".join(str(n) for n in range(1, parts + 1) if total % n == 0)
-        raise ConfigError(f"{what} {total} cannot be divided by {parts}; what divides it up to there: {divisors}")
+        raise ConfigError(f"{what} {total} cannot be divided by {parts}; divisors up to {parts}: {divisors}")
     each = total // parts
     return index * each, (index + 1) * each
 

@@ -1,10 +1,9 @@
-"""How a model's linear layers are stored: what a checkpoint's config.json says, and what --quantization asks for. Reads
-values, knows no tensor.
+"""Quantization of a model's linear layers: from a checkpoint's config.json, and by --quantization. Values only.
 
-Built are block fp8 (DeepSeek-V3's form, arXiv:2412.19437, section 3.3): float8_e4m3 weights with a float32 scale per
-block of 128 x 128, activations quantised per token and 128 columns as they come; and, where a checkpoint has them,
-integers of 4 bits as AWQ (arXiv:2306.00978) and GPTQ (arXiv:2210.17323) store them, float8 and integers with scales as
-compressed-tensors, AutoFP8 and ModelOpt do, and gpt-oss's experts in mxfp4. Everything else is refused by name.
+Supported: block fp8 (DeepSeek-V3, arXiv:2412.19437, section 3.3): float8_e4m3 weights with a float32 scale per 128 x
+128 block, activations quantized per token and 128 columns at run time. Stored in checkpoints: 4-bit integers of AWQ
+(arXiv:2306.00978) and GPTQ (arXiv:2210.17323), scaled float8 and integers of compressed-tensors, AutoFP8 and ModelOpt,
+and gpt-oss's experts in mxfp4. Everything else is rejected by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,19 +13,19 @@ from typing import Any, ClassVar
 from trimtab_modelspec.compressed_tensors import METHOD as COMPRESSED_TENSORS
 from trimtab_modelspec.compressed_tensors import MODELOPT, compressed_tensors, fp8_by_tensor, modelopt
 from trimtab_modelspec.errors import ConfigError, ModelError, NotSupportedError
-from trimtab_modelspec.four_bit_form import FourBits
-from trimtab_modelspec.scaled_form import Mxfp4, ScaledForm
+from trimtab_modelspec.four_bit_format import FourBits
+from trimtab_modelspec.scaled_format import Mxfp4, ScaledFormat
 
 METHODS = ("fp8",)
-"""What --quantization makes."""
+"""Formats that --quantization produces."""
 FOUR_BIT_METHODS = ("awq", "gptq")
 MXFP4 = "mxfp4"
-StoredForm = FourBits | ScaledForm | Mxfp4
+StoredForm = FourBits | ScaledFormat | Mxfp4
 """Forms that are read as they are and multiplied so by the CPU's compiled products, or restored as they load."""
 BLOCK = 128
 """Rows and columns of a block."""
 SCALE_SUFFIX = "_scale_inv"
-"""Behind a weight's name: its scales, by which it is multiplied to get it back."""
+"""Suffix of a weight's scales, which restore it by multiplication."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,12 @@ class Quantization:
         return 1 + 4 / BLOCK**2
 
 
-def stored_form(config: Mapping[str, Any], where: str) -> Quantization | StoredForm | None:
-    """What `quantization_config` says; None where there is none. Raises ModelError for what is not supported."""
+def stored_format(config: Mapping[str, Any], where: str) -> Quantization | StoredForm | None:
+    """Return the format in `quantization_config`. None without one.
+
+    Raises:
+        ModelError: If it is not supported.
+    """
     scheme = config.get("quantization_config")
     if scheme is None:
         return None
@@ -76,24 +79,26 @@ def stored_form(config: Mapping[str, Any], where: str) -> Quantization | StoredF
 
 
 def check_unquantised(config: Mapping[str, Any], architecture: object, where: str, *, but: str | None = None) -> None:
-    """Raise ModelError where `quantization_config` says anything but the method `but`: for families whose experts lie
-    in one tensor."""
+    """Check that `quantization_config` has no method but `but`, for families with stacked experts.
+
+    Raises:
+        ModelError: For any other method.
+    """
     scheme = config.get("quantization_config")
     if scheme:
         method = scheme.get("quant_method") if isinstance(scheme, Mapping) else scheme
         if method is not None and method == but:
             return
-        also = "" if but is None else f", or in {but} as it is published"
+        also = "" if but is None else f", or the published one in {but}"
         raise ModelError(
             f"{where}: quantization_config: quant_method {method!r} is not supported for {architecture}, whose "
-            f"experts lie "
-            f"in one tensor; use a checkpoint with its weights as they are{also}"
+            f"experts are stacked in one tensor; use an unquantized checkpoint{also}"
         )
 
 
 def check_not_mxfp4(config: Mapping[str, Any], architecture: object, where: str) -> None:
-    """Raise ModelError where a family that stores its experts one by one is said to have them in mxfp4."""
-    if isinstance(stored_form(config, where), Mxfp4):
+    """Raise ModelError if a family with separate experts has mxfp4 experts."""
+    if isinstance(stored_format(config, where), Mxfp4):
         raise ModelError(
             f"{where}: quantization_config: quant_method {MXFP4!r} is not supported for {architecture}, only for "
             f"gpt-oss; "
@@ -103,12 +108,12 @@ def check_not_mxfp4(config: Mapping[str, Any], architecture: object, where: str)
 
 def stored_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
     """The block fp8 of a checkpoint, None where its weights are stored otherwise. Raises ModelError likewise."""
-    form = stored_form(config, where)
+    form = stored_format(config, where)
     return form if isinstance(form, Quantization) else None
 
 
 def _four_bits(method: str, scheme: Mapping[str, Any], where: str) -> FourBits:
-    """AWQ's or GPTQ's, with what transformers takes for granted of each."""
+    """Return AWQ's or GPTQ's format, with transformers' defaults of each."""
     _check_words(scheme, where, (("bits", (4,)),))
     size = scheme.get("group_size", 128)
     if isinstance(size, bool) or not isinstance(size, int) or (size != -1 and size < 1):
@@ -132,7 +137,7 @@ def _four_bits(method: str, scheme: Mapping[str, Any], where: str) -> FourBits:
 
 
 def _check_words(scheme: Mapping[str, Any], where: str, words: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
-    """Raise ModelError for another value than those that are built; the first is what an absent word means."""
+    """Raise ModelError for unsupported values; the first supported value is the default."""
     for key, built in words:
         value = scheme.get(key, built[0])
         if value not in built or isinstance(value, bool) != isinstance(built[0], bool):
@@ -140,8 +145,12 @@ def _check_words(scheme: Mapping[str, Any], where: str, words: Sequence[tuple[st
 
 
 def wanted_quantization(stored: Quantization | None, asked: str | None, *, has_weights: bool) -> Quantization | None:
-    """What the engine runs with: what is stored, else what was asked for. `has_weights`: False for dummy weights, which
-    nothing stores. Raises ConfigError."""
+    """Return the engine's quantization: the stored one, else the requested one. `has_weights`: False for dummy weights,
+    which have no stored format.
+
+    Raises:
+        ConfigError: If both conflict.
+    """
     if asked is not None:
         check_method(asked)
     if stored is None and asked is None:

@@ -1,5 +1,5 @@
-"""What a checkpoint of a decoder holds: names, shapes, and how ranks divide each, by the configuration alone. Families
-whose tensors are others say so in their own files. Knows no tensor and no file.
+"""Tensors of a decoder checkpoint from its configuration: names, shapes, and division among ranks. Families with other
+tensors define them in their own files. No tensor data, no files.
 """
 
 import math
@@ -12,17 +12,17 @@ from trimtab_modelspec.config import ModelConfig
 Part = Literal[
     "embedding", "lm_head", "attention", "kv_projection", "dense_mlp", "experts", "shared_experts", "replicated"
 ]
-"""How ranks divide a tensor (docs/reference/contract.md, section 6, says which part is what)."""
+"""Division of a tensor among ranks (docs/reference/contract.md, section 6, defines the parts)."""
 PARTS: tuple[Part, ...] = get_args(Part)
 LINEAR_PARTS: tuple[Part, ...] = ("attention", "kv_projection", "dense_mlp", "experts", "shared_experts")
-"""What quantization makes smaller."""
+"""Parts that quantization applies to."""
 PROJECTION = ("_proj.weight", "_proj_with_mqa.weight")
-"""How the names of weights that may be quantised end."""
+"""Name suffixes of quantizable weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint."""
+    """A tensor of a checkpoint."""
 
     shape: tuple[int, ...]
     part: Part
@@ -45,7 +45,7 @@ def decoder_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
         tensors[prefix + "input_layernorm.weight"] = StoredTensor((hidden,), "replicated")
         tensors[prefix + "post_attention_layernorm.weight"] = StoredTensor((hidden,), "replicated")
         tensors |= attention_tensors(config, prefix + "self_attn.")
-        tensors |= (mixture_tensors if config.is_moe_layer(layer) else mlp_tensors)(config, prefix + "mlp.")
+        tensors |= (moe_tensors if config.is_moe_layer(layer) else mlp_tensors)(config, prefix + "mlp.")
     return tensors
 
 
@@ -86,7 +86,7 @@ def mlp_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTensor]:
     }
 
 
-def mixture_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTensor]:
+def moe_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTensor]:
     """The router and the experts of a mixture's layer, each expert's projections on their own."""
     assert config.moe is not None
     hidden, wide = config.hidden_size, config.moe.intermediate_size
@@ -100,7 +100,7 @@ def mixture_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTensor]
 
 
 def shared_expert_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTensor]:
-    """The expert that every token passes, beside those that the router chooses."""
+    """Return the tensors of the shared expert."""
     assert config.moe is not None
     hidden, wide = config.hidden_size, config.moe.shared_size
     rows, columns = StoredTensor((wide, hidden), "shared_experts"), StoredTensor((hidden, wide), "shared_experts")
@@ -124,7 +124,7 @@ def _summed(name: str, shape: tuple[int, int], part: Part, has_bias: bool) -> di
 
 
 def num_elements(tensors: Iterable[StoredTensor]) -> int:
-    """How many numbers these tensors hold together."""
+    """Return the total number of elements of these tensors."""
     return sum(tensor.num_elements for tensor in tensors)
 
 

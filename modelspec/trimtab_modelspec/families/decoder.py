@@ -1,4 +1,4 @@
-"""What the layers of a plain decoder keep of each token, by its configuration alone. Knows no tensor."""
+"""KV layout of plain decoders, from the configuration. No tensors."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from trimtab_modelspec.kv_groups import LayerKV
 
 
 def decoder_kv(config: ModelConfig) -> list[LayerKV]:
-    """The `kv` of families whose layers all keep whole heads of keys and values, of a window or of all tokens."""
+    """Return the `kv` of families whose layers all keep whole heads of keys and values, windowed or not."""
     size = config.head_size
     each = LayerKV(num_kv_heads=config.num_kv_heads, key_size=size, value_size=size)
     windows = [config.window(layer) for layer in range(config.num_layers)]

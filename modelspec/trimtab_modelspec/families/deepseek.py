@@ -1,6 +1,5 @@
-"""DeepSeek-V3 and R1 (arXiv:2412.19437): one latent vector per token and layer for all heads, experts chosen by
-sigmoids within the best groups beside shared ones, the first layers dense. The layer that predicts further tokens is
-deepseek_mtp.py's.
+"""DeepSeek-V3 and R1 (arXiv:2412.19437): latent attention (MLA), sigmoid routing within the best expert groups plus
+shared experts, leading dense layers. deepseek_mtp.py has the multi-token prediction layer.
 """
 
 import math
@@ -13,24 +12,24 @@ from trimtab_modelspec.families.family import ModelFamily
 from trimtab_modelspec.kv_groups import LayerKV
 from trimtab_modelspec.tensors import (
     StoredTensor,
-    mixture_tensors,
     mlp_tensors,
+    moe_tensors,
     outer_tensors,
     shared_expert_tensors,
 )
 
-UNSAID = {
+DEFAULTS = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
     "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
     "max_position_embeddings": 4096, "rope_interleave": True, "num_nextn_predict_layers": 1,
 }  # fmt: skip
-"""What config.json leaves out where it is this, as transformers reads it."""
+"""Values of keys missing in config.json, as in transformers."""
 
 
 def parse(words: ConfigReader) -> ModelConfig:
-    """Pairs that are rotated must lie side by side, as in every checkpoint that was released."""
-    words = ConfigReader(UNSAID | dict(words.config), words.generation, words.where)
+    """Parse the configuration. Rotated pairs must be interleaved, as in every released checkpoint."""
+    words = ConfigReader(DEFAULTS | dict(words.config), words.generation, words.where)
     for key, built in (("rope_interleave", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if words.config.get(key, built) != built:
             raise ModelError(
@@ -49,7 +48,7 @@ def parse(words: ConfigReader) -> ModelConfig:
     if latent.rotary_size % 2:
         raise ModelError(f"{words.where}: qk_rope_head_dim {latent.rotary_size} must be even")
     bias = words.flag("attention_bias")
-    config = words.decoder(qkv_bias=bias, output_bias=bias, moe=_mixture(words))
+    config = words.decoder(qkv_bias=bias, output_bias=bias, moe=_moe(words))
     head_size = latent.plain_size + latent.rotary_size
     return replace(
         config,
@@ -61,7 +60,7 @@ def parse(words: ConfigReader) -> ModelConfig:
 
 
 def _sharpening(words: ConfigReader, factor: float) -> float:
-    """By what YaRN multiplies scores, beside what it does to rotations."""
+    """Return YaRN's factor of attention scores, in addition to its scaling of rotations."""
     parameters = dict(words.config.get("rope_scaling") or {}) | dict(words.config.get("rope_parameters") or {})
     if parameters.get("rope_type", parameters.get("type", "default")) == "default" or factor <= 1:
         return 1.0
@@ -69,7 +68,7 @@ def _sharpening(words: ConfigReader, factor: float) -> float:
     return (0.1 * weight * math.log(factor) + 1.0) ** 2 if weight else 1.0
 
 
-def _mixture(words: ConfigReader) -> MoeConfig:
+def _moe(words: ConfigReader) -> MoeConfig:
     num_experts, per_token = words.positive("n_routed_experts"), words.positive("num_experts_per_tok")
     num_groups, num_top_groups = (words.positive(key, default=1) for key in ("n_group", "topk_group"))
     if num_experts % num_groups or num_experts < 2 * num_groups or num_top_groups > num_groups:
@@ -99,7 +98,7 @@ def _mixture(words: ConfigReader) -> MoeConfig:
 
 
 def tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Of the projections down to latent vectors every rank has the whole."""
+    """Return the tensors. Every rank has the whole down-projections to latent vectors."""
     found = outer_tensors(config)
     for layer in range(config.num_layers):
         found |= layer_tensors(config, layer)
@@ -107,7 +106,7 @@ def tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, StoredTensor]:
-    """One layer's."""
+    """Return the tensors of one layer."""
     assert config.moe is not None
     prefix, norm = f"model.layers.{layer}.", StoredTensor((config.hidden_size,), "replicated")
     mlp = prefix + "mlp."
@@ -115,7 +114,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, StoredTensor]:
     found |= _attention_tensors(config, prefix + "self_attn.")
     if not config.is_moe_layer(layer):
         return found | mlp_tensors(config, mlp)
-    found |= mixture_tensors(config, mlp)
+    found |= moe_tensors(config, mlp)
     found[mlp + "gate.e_score_correction_bias"] = StoredTensor((config.moe.num_experts,), "replicated")
     if config.moe.shared_size:
         found |= shared_expert_tensors(config, mlp + "shared_experts.")
@@ -151,7 +150,7 @@ def _attention_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTens
 
 
 def latent_kv(config: ModelConfig) -> list[LayerKV]:
-    """One latent vector per layer, of which values are a part."""
+    """Return one latent vector per layer, which includes the values."""
     assert config.latent is not None
     return [LayerKV(num_kv_heads=1, key_size=config.latent.kept_size, value_size=0)] * config.num_layers
 

@@ -11,15 +11,15 @@ from trimtab_modelspec.tensors import Tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """One family of models, as far as configuration and checkpoint layout go."""
+    """A model family: configuration parser and checkpoint layout."""
 
     architectures: tuple[str, ...]
-    """Its names in config.json."""
+    """Its architecture names in config.json."""
     multimodal: tuple[str, ...] = ()
-    """The architectures whose checkpoints also take images: config.json nests the language model in `text_config`."""
+    """Architectures that also accept images: config.json nests the language model in `text_config`."""
     parse: Callable[[ConfigReader], ModelConfig]
     """Reads config.json. Raises ModelError if a value is missing, malformed or not supported."""
     tensors: Callable[[ModelConfig], Tensors]
     """Every tensor that a checkpoint must hold, and no other."""
     kv: Callable[[ModelConfig], Sequence[LayerKV]]
-    """What each layer keeps of a token."""
+    """KV layout per layer."""

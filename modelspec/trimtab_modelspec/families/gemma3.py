@@ -1,5 +1,5 @@
-"""Gemma 3, text (Gemma team 2025, arXiv:2503.19786): five layers that see a window for each that sees all, norms before
-and behind each half of a layer, whose weights are kept as what they add to 1, and a rotation of its own under windows.
+"""Gemma 3, text (Gemma team 2025, arXiv:2503.19786): five windowed layers per layer with full attention, pre- and
+post-norms whose weights are stored as offsets from 1, and a separate RoPE for windowed layers.
 """
 
 from dataclasses import replace
@@ -11,11 +11,11 @@ from trimtab_modelspec.families.decoder import decoder_kv
 from trimtab_modelspec.families.family import ModelFamily
 from trimtab_modelspec.tensors import StoredTensor, decoder_tensors
 
-UNSAID = {
+DEFAULTS = {
     "head_dim": 256, "tie_word_embeddings": True, "rope_theta": 1e6, "max_position_embeddings": 131072,
     "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208,
 }  # fmt: skip
-"""What config.json leaves out where it is this, as transformers reads it."""
+"""Values of keys missing in config.json, as in transformers."""
 LOCAL_THETA = 10_000.0  # of layers under a window, likewise
 PATTERN = 6  # every sixth layer sees all
 
@@ -25,7 +25,7 @@ def parse(words: ConfigReader) -> ModelConfig:
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if words.config.get(key):
             raise ModelError(f"{words.where}: {key} {words.config[key]} is not supported for {words.architecture}")
-    config = UNSAID | dict(words.config)
+    config = DEFAULTS | dict(words.config)
     ropes = dict(config.pop("rope_parameters", None) or {})
     whole = ConfigReader(config | {"rope_parameters": ropes.get("full_attention")}, words.generation, words.where)
     local = ropes.get("sliding_attention") or {"rope_theta": config.get("rope_local_base_freq", LOCAL_THETA)}

@@ -1,5 +1,5 @@
-"""gpt-oss (OpenAI 2025, arXiv:2508.10925): every other layer sees a window, each head has a sink, and every layer is a
-mixture whose experts have biases and a gate that is cut off. Their weights lie in one tensor per layer.
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925): every other layer is windowed, each head has an attention sink, and every
+layer is an MoE with expert biases and a clamped gate. Experts are stacked in one tensor per layer.
 """
 
 from dataclasses import replace
@@ -12,14 +12,14 @@ from trimtab_modelspec.families.family import ModelFamily
 from trimtab_modelspec.quantization import MXFP4, check_unquantised
 from trimtab_modelspec.tensors import StoredTensor, attention_tensors, outer_tensors
 
-UNSAID = {"head_dim": 64, "rope_theta": 150_000.0, "attention_bias": True}
-"""What config.json leaves out where it is this, as transformers reads it."""
+DEFAULTS = {"head_dim": 64, "rope_theta": 150_000.0, "attention_bias": True}
+"""Values of keys missing in config.json, as in transformers."""
 
 
 def parse(words: ConfigReader) -> ModelConfig:
-    """Released checkpoints keep their experts in mxfp4; those that were restored in bfloat16."""
+    """Parse the configuration. Released checkpoints have mxfp4 experts; restored ones have bfloat16 experts."""
     check_unquantised(words.config, words.architecture, words.where, but=MXFP4)
-    words = ConfigReader(UNSAID | dict(words.config), words.generation, words.where)
+    words = ConfigReader(DEFAULTS | dict(words.config), words.generation, words.where)
     bias = words.flag("attention_bias")
     wide, num_experts = words.positive("intermediate_size"), words.positive("num_local_experts")
     per_token = words.positive("num_experts_per_tok", default=4)

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023, arXiv:2302.13971), with the grouped queries of Llama 2 and 3, and what is like it."""
+"""Llama (Touvron et al. 2023, arXiv:2302.13971), with grouped queries of Llama 2 and 3, and similar models."""
 
 from trimtab_modelspec.config import ModelConfig
 from trimtab_modelspec.config_reader import ConfigReader
@@ -8,7 +8,7 @@ from trimtab_modelspec.tensors import decoder_tensors
 
 
 def parse(words: ConfigReader) -> ModelConfig:
-    """Attention has biases everywhere or nowhere; so has the MLP."""
+    """Parse the configuration. Attention has biases in all projections or in none; so does the MLP."""
     bias = words.flag("attention_bias")
     return words.decoder(qkv_bias=bias, output_bias=bias, mlp_bias=words.flag("mlp_bias"))
 

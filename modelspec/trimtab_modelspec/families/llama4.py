@@ -1,6 +1,5 @@
-"""Llama 4, text (Meta 2025): three layers whose tokens see their own chunk of positions for each that sees all and
-knows no positions; experts chosen by sigmoids beside one that every token passes, in all layers or every other one.
-Its tower is in llama4_vision.py.
+"""Llama 4, text (Meta 2025): three layers with chunked attention per NoPE layer with full attention; sigmoid routing
+plus a shared expert, in all layers or every other one. llama4_vision.py has the vision encoder.
 """
 
 from dataclasses import replace
@@ -20,18 +19,18 @@ from trimtab_modelspec.tensors import (
 )
 
 CHUNKED = "chunked_attention"  # entry of layer_types
-UNSAID = {
+DEFAULTS = {
     "head_dim": 128, "rope_theta": 500_000.0, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
     "intermediate_size": 8192, "intermediate_size_mlp": 16_384, "attention_chunk_size": 8192, "use_qk_norm": True,
     "attn_temperature_tuning": True,
 }  # fmt: skip
-"""What config.json leaves out where it is this, as transformers reads it."""
+"""Values of keys missing in config.json, as in transformers."""
 
 
 def parse(words: ConfigReader) -> ModelConfig:
     """A chunk that no request can leave is none."""
     check_unquantised(words.config, words.architecture, words.where)
-    words = ConfigReader(UNSAID | dict(words.config), words.generation, words.where)
+    words = ConfigReader(DEFAULTS | dict(words.config), words.generation, words.where)
     num_layers = words.num_layers()
     turned = words.listed("no_rope_layers", num_layers)  # of which 1 means that the layer has a rope
     if not turned:
@@ -39,7 +38,7 @@ def parse(words: ConfigReader) -> ModelConfig:
         turned = [int((layer + 1) % interval > 0) for layer in range(num_layers)]
     bias = words.flag("attention_bias")
     config = words.decoder(
-        qkv_bias=bias, output_bias=bias, qk_norm=words.flag("use_qk_norm"), moe=_mixture(words, num_layers)
+        qkv_bias=bias, output_bias=bias, qk_norm=words.flag("use_qk_norm"), moe=_moe(words, num_layers)
     )
     windows = _chunks(words, turned, config.max_model_len)
     temperature = Temperature(words.number("floor_scale", default=8192.0), words.number("attn_scale", default=0.1))
@@ -48,18 +47,18 @@ def parse(words: ConfigReader) -> ModelConfig:
         intermediate_size=words.positive("intermediate_size_mlp"),
         windows=windows if any(windows) else (),
         is_chunked=any(windows),
-        unturned=frozenset(layer for layer in range(num_layers) if not turned[layer]),
+        nope_layers=frozenset(layer for layer in range(num_layers) if not turned[layer]),
         temperature=temperature if words.flag("attn_temperature_tuning") else None,
     )
 
 
 def _chunks(words: ConfigReader, turned: list[int], max_model_len: int) -> tuple[int | None, ...]:
-    """Per layer the size of the chunks of positions; None: it sees all."""
+    """Return the chunk size of each layer. None means full attention."""
     types = words.config.get("layer_types") or [CHUNKED if is_turned else FULL for is_turned in turned]
     if len(types) != len(turned) or not {*types} <= {CHUNKED, FULL}:
         raise ModelError(
             f"{words.where}: layer_types has {len(types)} entries, of {', '.join(sorted(map(str, {*types})))}; "
-            f"built are {len(turned)}, of {FULL} and {CHUNKED}"
+            f"supported are {len(turned)}, of {FULL} and {CHUNKED}"
         )
     if CHUNKED not in types:
         return (None,) * len(turned)
@@ -67,7 +66,7 @@ def _chunks(words: ConfigReader, turned: list[int], max_model_len: int) -> tuple
     return tuple(size if kind == CHUNKED and size < max_model_len else None for kind in types)
 
 
-def _mixture(words: ConfigReader, num_layers: int) -> MoeConfig:
+def _moe(words: ConfigReader, num_layers: int) -> MoeConfig:
     step = words.positive("interleave_moe_layer_step", default=1)
     listed = words.config.get("moe_layers")
     mixtures = range(step - 1, num_layers, step) if listed is None else words.listed("moe_layers")

@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): Llama without biases. Layers of version 0.1 see a window, those of later ones see all."""
+"""Mistral (arXiv:2310.06825): Llama without biases. Version 0.1 has windowed layers, later versions full attention."""
 
 from dataclasses import replace
 
@@ -8,13 +8,13 @@ from trimtab_modelspec.families.decoder import decoder_kv
 from trimtab_modelspec.families.family import ModelFamily
 from trimtab_modelspec.tensors import decoder_tensors
 
-UNSAID_WINDOW = 4096  # of a config.json that does not say sliding_window, as transformers reads it
+DEFAULT_WINDOW = 4096  # default of sliding_window, as in transformers
 
 
 def parse(words: ConfigReader) -> ModelConfig:
     """A window that no request can leave is none."""
     config = words.decoder()
-    window = words.window(default=UNSAID_WINDOW)
+    window = words.window(default=DEFAULT_WINDOW)
     if window is None or window >= config.max_model_len:
         return config
     return replace(config, windows=(window,) * words.num_layers())

@@ -13,17 +13,17 @@ from trimtab_modelspec.families.family import ModelFamily
 from trimtab_modelspec.tensors import decoder_tensors
 
 VISION = "Qwen2_5_VLForConditionalGeneration"
-UNSAID = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_position_embeddings": 32_768}
-"""What config.json of VISION leaves out where it is this, as transformers reads it."""
+DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_position_embeddings": 32_768}
+"""Values of keys missing in a VISION config.json, as in transformers."""
 SEVERAL_POSITIONS = "mrope"  # a rope type
 SECTIONS = "mrope_section"
 
 
 def parse(words: ConfigReader) -> ModelConfig:
-    """config.json does not say that there are biases."""
+    """Parse the configuration. The biases are not in config.json."""
     if words.architecture != VISION:
         return words.decoder(qkv_bias=True)
-    config = UNSAID | dict(words.config)
+    config = DEFAULTS | dict(words.config)
     sections: tuple[int, ...] = ()
     for key in ("rope_scaling", "rope_parameters"):
         said = config.get(key) or {}
@@ -34,7 +34,7 @@ def parse(words: ConfigReader) -> ModelConfig:
 
 
 def _of_one_position(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope of tokens whose positions are all the same."""
+    """Return the RoPE for tokens with equal positions on all axes."""
     return {key: "default" if value == SEVERAL_POSITIONS else value for key, value in rope.items()}
 
 

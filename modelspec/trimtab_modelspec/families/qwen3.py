@@ -8,7 +8,7 @@ from trimtab_modelspec.tensors import decoder_tensors
 
 
 def parse(words: ConfigReader) -> ModelConfig:
-    """Attention has biases everywhere or, as in all that were published, nowhere."""
+    """Parse the configuration. Attention has biases in all projections or, as in all published models, in none."""
     bias = words.flag("attention_bias")
     return words.decoder(qkv_bias=bias, output_bias=bias, qk_norm=True)
 

@@ -11,10 +11,10 @@ from trimtab_modelspec.tensors import decoder_tensors
 def parse(words: ConfigReader) -> ModelConfig:
     """Attention as in the dense models."""
     bias = words.flag("attention_bias")
-    return words.decoder(qkv_bias=bias, output_bias=bias, qk_norm=True, moe=_mixture(words))
+    return words.decoder(qkv_bias=bias, output_bias=bias, qk_norm=True, moe=_moe(words))
 
 
-def _mixture(words: ConfigReader) -> MoeConfig:
+def _moe(words: ConfigReader) -> MoeConfig:
     """The experts, which transformers 5 calls num_local_experts, and the layers that have none."""
     key = "num_experts" if "num_experts" in words.config else "num_local_experts"
     num_layers, num_experts = words.positive("num_hidden_layers"), words.positive(key)

@@ -54,7 +54,7 @@ def test_logits_equal_transformers_at_every_position(checkpoint: tuple[Path, Any
     num_groups = len(runner.facts.kv_groups)
     request = Request.of("r", PROMPTS[2], Sampling(), arrival_time=0.0)
     request.block_tables = [list(range(group, 5 * num_groups, num_groups)) for group in range(num_groups)]
-    request.num_gone = [0] * num_groups
+    request.num_out_of_window = [0] * num_groups
     rows = [runner.execute([ScheduledSequence(request, i, 1, samples=True)]) for i in range(len(PROMPTS[2]))]
     with torch.no_grad():
         expected = reference(torch.tensor([PROMPTS[2]])).logits[0]
@@ -138,7 +138,7 @@ def test_steps_of_a_device_give_them_the_same(
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
         ("gemma3", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
-        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, of full_attention; supported 4"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, of full_attention; supported are 4"),
         ("gpt-oss", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 is above num_local_experts 6"),
         *(
             (
@@ -209,7 +209,7 @@ def test_released_configurations_of_llama_4_are_read_as_transformers_does() -> N
     said = {key: SIZES[key] for key in SIZES if key not in ("head_dim", "sliding_window", "max_position_embeddings")}
     llama = parse_model_config(said | {"architectures": ["Llama4ForCausalLM"], "no_rope_layers": []}, {}, "config.json")
     assert llama.moe is not None
-    assert (llama.windows, llama.is_chunked, llama.unturned) == ((8192, 8192, 8192, None), True, frozenset({3}))
+    assert (llama.windows, llama.is_chunked, llama.nope_layers) == ((8192, 8192, 8192, None), True, frozenset({3}))
     assert (llama.intermediate_size, llama.moe.shared_size, llama.moe.dense_layers) == (16384, 80, frozenset())
     assert (llama.head_size, llama.rope.theta, llama.rms_norm_eps, llama.qk_norm) == (128, 5e5, 1e-5, True)
     assert llama.temperature is not None
@@ -230,12 +230,13 @@ def test_a_draft_model_beside_windows_is_refused_by_name(checkpoint: tuple[Path,
     if not any(group.each.window for group in load_runner(str(checkpoint[0])).facts.kv_groups):
         pytest.skip("it has none")
     from trimtab_engine.device.device import Device
+    from trimtab_engine.runner.loading import load_model_runner
     from trimtab_engine.runner.model_runner import ModelRunner
     from trimtab_engine.speculative.loading import Speculation
 
     folder = str(checkpoint[0])
     drafts = SpeculativeConfig(method="draft_model", num_speculative_tokens=2, model=folder)
     config = EngineConfig(model=folder, speculative=drafts)
-    target = ModelRunner.load(config, Device("cpu"), lambda stage, percent: None)
+    target = load_model_runner(ModelRunner, config, Device("cpu"), lambda stage, percent: None)
     with pytest.raises(NotSupportedError, match="has layers that see a window, which is not supported; use the"):
         Speculation.load(config, Device("cpu"), target)

@@ -1,4 +1,4 @@
-"""How integers of 4 bits lie in a checkpoint, by its config.json: for who parses that and for who reads them."""
+"""Storage format of 4-bit integer weights in a checkpoint, from its config.json."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,20 +9,20 @@ class FourBits:
     """Integers of 4 bits with a scale and a zero point per output and group of inputs: weight = (q - zero) * scale."""
 
     name: str
-    """awq or gptq: how they lie in words of 32 bits (weights/four_bits.py)."""
+    """awq or gptq: packing in 32-bit words (weights/four_bits.py)."""
     group_size: int | None
-    """Inputs of a group; None: all."""
+    """Inputs per group. None means all."""
     is_symmetric: bool = False
     """Every zero point is 8."""
     is_ordered: bool = False
-    """Inputs were quantised in an order of their own (desc_act), so that a group's need not lie side by side."""
+    """True if inputs were quantized in a permuted order (desc_act), so that groups are not contiguous."""
     zero_offset: int = 0
-    """What is added to a stored zero point."""
+    """Offset added to a stored zero point."""
 
     words: ClassVar[str] = "4 bits"
-    """In people's words."""
+    """Description for messages."""
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes per parameter of a linear layer, as it is stored."""
+        """Stored bytes per parameter of a linear layer."""
         return 0.5 if self.group_size is None else 0.5 + 2.5 / self.group_size

@@ -1,6 +1,4 @@
-"""How weights with scales beside them lie in a checkpoint, by its config.json: for who parses that and for who reads
-them.
-"""
+"""Storage formats of scaled quantized weights in a checkpoint, from its config.json."""
 
 import re
 from dataclasses import dataclass
@@ -10,22 +8,22 @@ from typing import ClassVar, Literal
 Numbers = Literal["float", "int"]
 Strategy = Literal["tensor", "channel", "group", "block"]
 SCALE_BYTES = 2
-"""Of a scale, as most checkpoints store them; of one per tensor it says nothing."""
+"""Bytes of a scale in most checkpoints; not for per-tensor scales."""
 LINEAR = "Linear"
 """The class of modules that most targets name."""
 NO_LINEAR = ("embed_tokens", "norm")
-"""How the names of modules end that have weights and are none."""
+"""Name suffixes of modules with weights that are not linear layers."""
 PATTERN = "re:"
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One way in which weights [out, in] are stored: number * scale, or (number - zero point) * scale."""
+    """A format of weights [out, in]: number * scale, or (number - zero point) * scale."""
 
     numbers: Numbers
     bits: int
     strategy: Strategy
-    """What has a scale: all of it, an output, a group of an output's inputs, or a block of both."""
+    """Granularity of scales: tensor, output channel, input group, or block."""
     group_size: int | None = None
     """Inputs of a group."""
     block: tuple[int, int] | None = None
@@ -33,12 +31,12 @@ class Scheme:
     is_symmetric: bool = True
     """There are no zero points."""
     is_packed: bool = False
-    """Integers lie in words of 32 bits."""
+    """True if integers are packed in 32-bit words."""
     is_ordered: bool = False
-    """Inputs were quantised in an order of their own, which weight_g_idx says."""
+    """True if inputs were quantized in the permuted order of weight_g_idx."""
 
     def scales_shape(self, out: int, size: int) -> tuple[int, ...]:
-        """Of the scales of a weight [out, size]."""
+        """Return the shape of the scales of a weight [out, size]."""
         if self.strategy == "tensor":
             return (1,)
         if self.strategy == "block":
@@ -47,7 +45,7 @@ class Scheme:
         return out, 1 if self.group_size is None else -(-size // self.group_size)
 
     def stored_bytes(self, out: int, size: int) -> int:
-        """Of a weight [out, size] with its scales and zero points."""
+        """Return the bytes of a weight [out, size] with scales and zero points."""
         count = 1
         for extent in self.scales_shape(out, size):
             count *= extent
@@ -56,13 +54,13 @@ class Scheme:
 
     @property
     def word(self) -> str:
-        """In people's words."""
+        """Description for messages."""
         return f"{self.numbers}{self.bits} by {self.strategy}"
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledForm:
-    """All ways in which a checkpoint's weights are stored, and whose each is."""
+class ScaledFormat:
+    """Formats of a checkpoint's weights, by module."""
 
     name: str
     """The method, as facts and logs call it."""
@@ -74,13 +72,13 @@ class ScaledForm:
     """Ignored names may have * in them (ModelOpt's)."""
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """By its name; None: it is stored as it is."""
+        """Return a module's format by its name. None if it is not quantized."""
         if any(self._is_ignored(module, entry) for entry in self.ignored):
             return None
         return self.target_of(module)
 
     def target_of(self, module: str) -> Scheme | None:
-        """The same of a module that is not ignored, whatever `ignored` says. Names go before classes."""
+        """Return a module's format regardless of `ignored`. Names take precedence over classes."""
         named = [
             (is_class, scheme)
             for targets, scheme in self.groups
@@ -96,21 +94,21 @@ class ScaledForm:
 
     @property
     def words(self) -> str:
-        """What is stored, in people's words."""
+        """Description for messages."""
         schemes = " and ".join(dict.fromkeys(scheme.word for _, scheme in self.groups))
         return f"{schemes}, activations as they are"
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
-    """gpt-oss's: experts in numbers of 4 bits (e2m1) with a scale (e8m0) per 32 inputs, all else as it is."""
+    """gpt-oss's format: experts in 4-bit numbers (e2m1) with a scale (e8m0) per 32 inputs, the rest unquantized."""
 
     name: str = "mxfp4"
-    words: ClassVar[str] = "4 bits, of experts alone"
+    words: ClassVar[str] = "4 bits, experts only"
 
     @staticmethod
     def stored_bytes(out: int, size: int) -> int:
-        """Of a weight [out, size] with its scales."""
+        """Return the bytes of a weight [out, size] with its scales."""
         return out * size // 2 + out * (size // 32)
 
 
