@@ -412,7 +412,7 @@ async def test_a_turn_that_foresees_nothing_is_taken_at_once_and_any_other_besid
         threads.append(threading.current_thread())
         return plan_reconcile(seen, state)
 
-    monkeypatch.setattr(reconciler_module, "turn", noted)
+    monkeypatch.setattr(reconciler_module, "plan_reconcile", noted)
     loop.state, loop.turn_seconds = cluster.state, last_seconds
     decided = await reconciler._decided(loop, snapshot)
     assert [thread is threading.current_thread() for thread in threads] == [is_here]
