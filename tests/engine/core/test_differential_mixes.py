@@ -19,6 +19,7 @@ import transformers_checkpoint
 import trimtab_engine.models.compiled_layers as compiled_module
 from adapter_folders import EVERY, an_adapter, modules_of
 from calling_recorder import steps_of_a_device
+from draft_heads import save_eagle
 from four_bit_checkpoint import Recipe, quantise
 from request_mixes import BUDGETS, VOCABULARY, Answer, Question, Tally, answer_alone, draw_questions, run_mix
 from safetensors.torch import save_file
@@ -127,9 +128,11 @@ SHORT = {"max_model_len": 48, "max_num_seqs": 6, "max_num_batched_tokens": 48}
 """Of an engine that is started in the interpreter, which computes the largest step once."""
 
 
-def drafts_of_itself(model: Path) -> dict[str, Any]:
-    """A draft model that is the model: it has keys and values of its own in the same blocks."""
-    speculative = SpeculativeConfig(method="draft_model", num_speculative_tokens=3, model=str(model))
+def drafts_of(method: str, model: Path) -> dict[str, Any]:
+    """Return the settings of a draft model that is the model itself, or of a random EAGLE head. Both have keys and
+    values of their own in the blocks of the model."""
+    path = save_eagle(model / "eagle", model) if method == "eagle" else model
+    speculative = SpeculativeConfig(method=method, num_speculative_tokens=3, model=str(path))  # type: ignore[arg-type]
     return NGRAM | {"speculative": speculative}
 
 
@@ -214,7 +217,7 @@ class Series:
     most: int = 24
     """Prompts of a mix, before choices of one prompt."""
     adapters: tuple[str, ...] = ("",)
-    drafts_of_itself: bool = False
+    drafts: str = ""
     questions: int = 120
     expects: tuple[str, ...] = ()
     """Fields of the tally, or kinds of preemption, that are not 0 afterwards."""
@@ -237,7 +240,8 @@ SERIES = {
         "compiled", "llama", 100, TIGHT | OFFLOAD | {"async_scheduling": True}, expects=("host_cached_tokens",)
     ),
     "compiled n-gram": Series("compiled", "llama", 100, TIGHT | NGRAM, expects=("accepted_drafts", "recompute")),
-    "compiled draft model": Series("compiled", "llama", 60, drafts_of_itself=True, expects=("accepted_drafts",)),
+    "compiled draft model": Series("compiled", "llama", 60, drafts="draft_model", expects=("accepted_drafts",)),
+    "compiled eagle": Series("compiled", "llama", 30, drafts="eagle"),
     "compiled adapters": Series("compiled", "llama", 40, adapters=ADAPTERS),
     "compiled whole prompts": Series(
         "compiled", "llama", 60, {"enable_chunked_prefill": False}, budgets=(256, 300, 481, 1024)
@@ -343,11 +347,11 @@ def test_requests_of_random_mixes_equal_each_alone(
         pytest.skip("no compiled operators here")
     model = folders(series.model)
     changes = dict(series.changes)
-    numerics = {key: changes[key] for key in ("dtype", "kv_cache_dtype") if key in changes}
+    numerics: dict[str, Any] = {key: changes[key] for key in ("dtype", "kv_cache_dtype") if key in changes}
     if series.adapters != ("",):
         numerics["adapters"] = changes["adapters"] = request.getfixturevalue("adapters")
-    if series.drafts_of_itself:
-        changes |= drafts_of_itself(model)
+    if series.drafts:
+        changes |= drafts_of(series.drafts, model)
     tally = Tally()
     start_context, serve_context = PATHS[series.path]
     with start_context():

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.messages.admin import PatchConfig
 from trimtab_engine.messages.requests import AddRequest, SequenceOutput, StepStats
-from trimtab_engine.sampling.logprobs import TokenLogprobs
 from trimtab_engine.scheduling.pooling import Pooling
-from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 VOCABULARY = 97
 SLICE_ROWS = 240
@@ -262,10 +260,3 @@ def _compare(name: str, question: Question, found: Answer, expected: Answer, tol
 
 def _is_close(found: list[float], expected: list[float], tolerance: float) -> bool:
     return all(abs(a - b) <= tolerance for a, b in zip(found, expected, strict=True))
-
-
-def without_logprobs(question: Question) -> Question:
-    """Return the question as a request that only wants tokens: chosen in another way where a device samples."""
-    return Question(
-        question.prompt, msgspec.structs.replace(question.sampling, logprobs=None), question.pooling, question.adapter
-    )
