@@ -65,8 +65,8 @@ def replay_day(folder: Path, name: str, seed: int, cold_start: float) -> Gain:
     """Replay *day* under the tuner with that history."""
     (day,) = (scenario for scenario in SCENARIOS if scenario.name == "day")
     experiment = without_timeline(day.experiment(folder, seed=seed, cold_start=cold_start))
-    ours = Trimtab(experiment.setup, history=history(folder, name, seed))
-    judged = experiment.judge(ours.name, experiment.run(ours))
+    policy = Trimtab(experiment.setup, history=history(folder, name, seed))
+    judged = experiment.judge(policy.name, experiment.run(policy))
     return Gain(judged.gpu_hours, judged.attainment)
 
 

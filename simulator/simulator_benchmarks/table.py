@@ -31,7 +31,7 @@ FOREIGN_TITLE = "Trimtab and the best baseline with a target from another trace"
 FOREIGN_HEADING = (
     "| scenario | Trimtab | cheapest baseline that attains the objectives | GPU-hours of Trimtab | seeds |"
 )
-OURS = "trimtab"
+TUNER_POLICY = "trimtab"
 
 
 def fields_of(wanted: Iterable[Key]) -> dict[tuple[str, float], dict[str, list[int]]]:
@@ -73,34 +73,36 @@ def _foreign_target_table(cells: Mapping[Key, Cell], wanted: Sequence[Key]) -> l
     objectives."""
     rows = []
     for (scenario, cold_start), policies in fields_of(wanted).items():
-        ours = {
-            seed: cell for seed in policies.get(OURS, ()) if (cell := cells.get((scenario, seed, cold_start, OURS)))
+        tuner_cells = {
+            seed: cell
+            for seed in policies.get(TUNER_POLICY, ())
+            if (cell := cells.get((scenario, seed, cold_start, TUNER_POLICY)))
         }
-        rivals = {
+        baselines = {
             policy: its
             for policy in policies
             if fixed_on(policy) is not None
-            and (its := [cell for seed in ours if (cell := cells.get((scenario, seed, cold_start, policy)))])
+            and (its := [cell for seed in tuner_cells if (cell := cells.get((scenario, seed, cold_start, policy)))])
         }
-        if rivals:
-            rows.append(_foreign_target_row(scenario, cold_start, ours, rivals))
+        if baselines:
+            rows.append(_foreign_target_row(scenario, cold_start, tuner_cells, baselines))
     return [f"### {FOREIGN_TITLE}", "", FOREIGN_HEADING, "|---|---|---|---|---|", *rows, ""] if rows else []
 
 
 def _foreign_target_row(
-    scenario: str, cold_start: float, ours: Mapping[int, Cell], rivals: Mapping[str, Sequence[Cell]]
+    scenario: str, cold_start: float, tuner_cells: Mapping[int, Cell], baselines: Mapping[str, Sequence[Cell]]
 ) -> str:
     (objective,) = (each.objectives.attain for each in SCENARIOS if each.name == scenario)
-    attaining = {policy: its for policy, its in rivals.items() if _mean(its, "attainment") >= objective}
+    attaining = {policy: its for policy, its in baselines.items() if _mean(its, "attainment") >= objective}
     field = f"| {scenario}, {cold_start:g} s"
     if not attaining:
-        closest = max(rivals, key=lambda policy: _mean(rivals[policy], "attainment"))
-        its = rivals[closest]
-        own = [ours[cell["seed"]] for cell in its]
+        closest = max(baselines, key=lambda policy: _mean(baselines[policy], "attainment"))
+        its = baselines[closest]
+        own = [tuner_cells[cell["seed"]] for cell in its]
         return f"{field} | {_short(own)} | none; closest {closest} {_short(its)} | – | {len(its)} |"
     best = min(attaining, key=lambda policy: _mean(attaining[policy], "gpu_hours"))
     its = attaining[best]
-    own = [ours[cell["seed"]] for cell in its]
+    own = [tuner_cells[cell["seed"]] for cell in its]
     change = _mean(own, "gpu_hours") / _mean(its, "gpu_hours") - 1
     return f"{field} | {_short(own)} | {best} {_short(its)} | {100 * change:+.0f} % | {len(its)} |"
 

@@ -66,14 +66,14 @@ def run_policy(experiment: Experiment, entry: PolicySpec) -> Result:
         case "aimd":
             outcome = experiment.run(Aimd(experiment.settings.machine.max_num_seqs_cap))
         case "trimtab" | "replicas-only":
-            ours = Trimtab(experiment.setup, pinned=entry.name == "replicas-only", name=entry.name)
-            outcome = experiment.run(ours)
-        case rival:
-            target, outcome = _rival(experiment, rival, target)
+            policy = Trimtab(experiment.setup, pinned=entry.name == "replicas-only", name=entry.name)
+            outcome = experiment.run(policy)
+        case baseline:
+            target, outcome = _baseline(experiment, baseline, target)
     return Result(entry, experiment.judge(entry.label, outcome), outcome, start, target)
 
 
-def _rival(experiment: Experiment, name: str, target: float | None) -> tuple[float, SimulationResult]:
+def _baseline(experiment: Experiment, name: str, target: float | None) -> tuple[float, SimulationResult]:
     make = WITH_TARGET[name]
     found = hindsight_target(experiment, name) if target is None else target
     return found, experiment.run(make(found))
@@ -101,12 +101,14 @@ def _recalled_fixed(experiment: Experiment, name: str, search: Search) -> tuple[
     found = search_cache.load_result(key)
     if found is not None:
         parameters: dict[Parameter, Value] = {
-            Parameter(parameter): value for parameter, value in found["knobs"].items()
+            Parameter(parameter): value for parameter, value in found["parameters"].items()
         }
         field = experiment.with_parameters(parameters).with_replicas(found["start"])
         return field, field.run_fixed(name)
     field, outcome = search(experiment)
-    search_cache.store_result(key, {"knobs": dict(field.settings.parameters), "start": field.settings.start_replicas})
+    search_cache.store_result(
+        key, {"parameters": dict(field.settings.parameters), "start": field.settings.start_replicas}
+    )
     return field, outcome
 
 
@@ -144,7 +146,7 @@ def to_json(experiment: Experiment, results: Sequence[Result]) -> dict[str, Any]
             "start_replicas": settings.start_replicas,
             "cold_start_seconds": settings.cold_start_seconds,
             "router": experiment.loop.router.value,
-            "knobs": {parameter.value: value for parameter, value in settings.parameters.items()},
+            "parameters": {parameter.value: value for parameter, value in settings.parameters.items()},
         },
         "policies": [result.to_json() for result in results],
     }

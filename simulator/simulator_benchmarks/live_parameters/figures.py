@@ -24,7 +24,7 @@ class Figure:
     value: float
     bar: float
     higher_is_better: bool = True
-    told: dict[str, float] = field(default_factory=dict)
+    details: dict[str, float] = field(default_factory=dict)
     """Values that it is computed from."""
 
     @property

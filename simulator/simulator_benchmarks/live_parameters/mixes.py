@@ -62,14 +62,14 @@ def shifts(folder: Path, seed: int) -> Iterator[Figure]:
             (PHASE_SECONDS * index, budget_of(best[mix])) for index, mix in enumerate((one, other, one)) if index
         ]
         switched = run(trace, h200(budget_of(best[one])), BOTH, ScheduledPolicy(schedule), seed)
-        ours = run(trace, h200(budget_of(best[one])), BOTH, None, seed)
+        tuned = run(trace, h200(budget_of(best[one])), BOTH, None, seed)
         name = f"{one}, {other}, {one}"
         for index in (1, 2):
             since, until = PHASE_SECONDS * index + SETTLED_SECONDS, PHASE_SECONDS * (index + 1)
-            mine, theirs = (good_tokens(o.served, BOTH, since, until) for o in (ours, switched))
-            told = {
-                "auto": round(mine, 1),
-                "switched": round(theirs, 1),
+            goodput, reference = (good_tokens(o.served, BOTH, since, until) for o in (tuned, switched))
+            details = {
+                "auto": round(goodput, 1),
+                "switched": round(reference, 1),
                 "its budget": float(best[(other, one)[index - 1]]),
             }
             yield Figure(
@@ -77,11 +77,11 @@ def shifts(folder: Path, seed: int) -> Iterator[Figure]:
                 f"{name}: {'second' if index == 1 else 'third'}",
                 seed,
                 "goodput of switched",
-                mine / theirs,
+                goodput / reference,
                 0.98,
-                told=told,
+                details=details,
             )
-        yield reversals_figure("shifts", name, seed, ours.changes)
+        yield reversals_figure("shifts", name, seed, tuned.changes)
 
 
 # --- steady loads -----------------------------------------------------------------------------------------------------
@@ -104,23 +104,23 @@ def steady(folder: Path, seed: int) -> Iterator[Figure]:
     for name, lengths, rate, objectives in STEADY:
         trace = poisson(folder, [Phase(lengths, rate, STEADY_SECONDS)], seed)
 
-        def good(outcome: SimulationResult, promised: Objectives = objectives) -> float:
-            return good_tokens(outcome.served, promised, FOUND_SECONDS, STEADY_SECONDS)
+        def good(outcome: SimulationResult, limits: Objectives = objectives) -> float:
+            return good_tokens(outcome.served, limits, FOUND_SECONDS, STEADY_SECONDS)
 
         budget, best = best_budget(trace, objectives, seed, FOUND_SECONDS)
         default = good(run(trace, h200({}), objectives, Fixed("default"), seed))
         if best - default >= LEAST_GAP * best:
-            ours = run(trace, h200({}), objectives, None, seed)
-            told = {
+            tuned = run(trace, h200({}), objectives, None, seed)
+            details = {
                 "default": round(default, 1),
-                "auto": round(good(ours), 1),
+                "auto": round(good(tuned), 1),
                 "best": round(best, 1),
                 "its budget": budget,
             }
-            closed = (good(ours) - default) / (best - default)
-            yield Figure("defaults", name, seed, "gap closed", closed, 0.8, told=told)
-            yield reversals_figure("defaults", name, seed, ours.changes)
-        ours = run(trace, h200(budget_of(budget)), objectives, None, seed)
-        told = {"auto": round(good(ours), 1), "best": round(best, 1), "its budget": budget}
-        yield Figure("stationary", name, seed, "goodput of static best", good(ours) / best, 0.98, told=told)
-        yield reversals_figure("stationary", name, seed, ours.changes)
+            closed = (good(tuned) - default) / (best - default)
+            yield Figure("defaults", name, seed, "gap closed", closed, 0.8, details=details)
+            yield reversals_figure("defaults", name, seed, tuned.changes)
+        tuned = run(trace, h200(budget_of(budget)), objectives, None, seed)
+        details = {"auto": round(good(tuned), 1), "best": round(best, 1), "its budget": budget}
+        yield Figure("stationary", name, seed, "goodput of static best", good(tuned) / best, 0.98, details=details)
+        yield reversals_figure("stationary", name, seed, tuned.changes)

@@ -58,7 +58,7 @@ def scenes(_: Path, seed: int) -> Iterator[Figure]:
     clients = Clients(CLIENTS, lambda rng: (PROMPT, ANSWER))
     for headroom in (True, False):
         settings = scene_settings(headroom=headroom)
-        for promise, objectives in (("first token", TTFT_OBJECTIVE), ("gaps", ITL_OBJECTIVE)):
+        for objective_name, objectives in (("first token", TTFT_OBJECTIVE), ("gaps", ITL_OBJECTIVE)):
             played = {
                 policy.name: run_clients(settings, policy, clients, seconds=SCENE_SECONDS, seed=seed)
                 for policy in (Fixed("off"), Trimtab(_setup(settings, objectives, seed)))
@@ -67,9 +67,9 @@ def scenes(_: Path, seed: int) -> Iterator[Figure]:
                 name: good_tokens(came.served, objectives, SCENE_WARM_UP, SCENE_SECONDS)
                 for name, came in played.items()
             }
-            name = f"{'headroom' if headroom else 'no headroom'}, {promise} promised"
-            told = {"off": round(good["off"], 2), "auto": round(good["trimtab"], 2)}
-            yield Figure("scenes", name, seed, "goodput of Off's", good["trimtab"] / good["off"], 1.0, told=told)
+            name = f"{'headroom' if headroom else 'no headroom'}, {objective_name} promised"
+            details = {"off": round(good["off"], 2), "auto": round(good["trimtab"], 2)}
+            yield Figure("scenes", name, seed, "goodput of Off's", good["trimtab"] / good["off"], 1.0, details=details)
             yield reversals_figure("scenes", name, seed, played["trimtab"].changes)
 
 

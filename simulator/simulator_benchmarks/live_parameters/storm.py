@@ -73,19 +73,22 @@ def storm(folder: Path, seed: int) -> Iterator[Figure]:
             watched = RecordingPolicy(policy or Trimtab(experiment.setup))
             seen[watched.name] = (watched, experiment.run(watched))
         enough = run(trace, h200(budget_of(1024), ENOUGH_TOKENS), BOTH, Fixed("enough"), seed)
-        (watched, ours), (unwatched, off) = seen["trimtab"], seen["off"]
+        (watched, tuned), (unwatched, off) = seen["trimtab"], seen["off"]
         took, afterwards = time_to_calm(watched.windows)
-        told = {"storm windows": float(count_storm_windows(watched)), "of Off's": float(count_storm_windows(unwatched))}
-        yield Figure("storm", name, seed, "seconds until under 1 %", took, 30.0, False, told)
+        details = {
+            "storm windows": float(count_storm_windows(watched)),
+            "of Off's": float(count_storm_windows(unwatched)),
+        }
+        yield Figure("storm", name, seed, "seconds until under 1 %", took, 30.0, False, details)
         yield Figure("storm", name, seed, "recomputed share from then on", afterwards, CALM_SHARE, False)
         since = CALM_SECONDS + 60.0
-        ttft = {label: first_token(o.served, since) for label, o in (("auto", ours), ("off", off), ("enough", enough))}
-        told = {label: round(1000 * seconds, 1) for label, seconds in ttft.items()}
-        yield Figure("storm", name, seed, "TTFT p50 of Off's", ttft["auto"] / ttft["off"], 1.2, False, told)
+        ttft = {label: first_token(o.served, since) for label, o in (("auto", tuned), ("off", off), ("enough", enough))}
+        details = {label: round(1000 * seconds, 1) for label, seconds in ttft.items()}
+        yield Figure("storm", name, seed, "TTFT p50 of Off's", ttft["auto"] / ttft["off"], 1.2, False, details)
         if headroom:  # without it, only another replica could hold this load
             of_enough = ttft["auto"] / ttft["enough"]
-            yield Figure("storm", name, seed, "TTFT p50 of enough KV's", of_enough, 1.2, False, told)
-        yield reversals_figure("storm", name, seed, ours.changes)
+            yield Figure("storm", name, seed, "TTFT p50 of enough KV's", of_enough, 1.2, False, details)
+        yield reversals_figure("storm", name, seed, tuned.changes)
 
 
 def is_storm(twice: float, computed: float) -> bool:

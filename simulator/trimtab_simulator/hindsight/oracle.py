@@ -48,15 +48,15 @@ class Plan:
 
     def schedule(self, cold_start: float) -> list[tuple[float, int]]:
         """Return replica targets by request time: increases one cold start ahead, decreases when they are due."""
-        asked: list[tuple[float, int, int]] = []
+        targets: list[tuple[float, int, int]] = []
         for index in range(1, len(self.counts)):
             before, count = self.counts[index - 1], self.counts[index]
             at = index * self.seconds
             if count > before:
-                asked.append((max(0.0, at - cold_start), 1, count))
+                targets.append((max(0.0, at - cold_start), 1, count))
             elif count < before:
-                asked.append((at, 0, count))
-        return [(at, count) for at, _, count in sorted(asked)]
+                targets.append((at, 0, count))
+        return [(at, count) for at, _, count in sorted(targets)]
 
 
 @dataclass(frozen=True, slots=True)

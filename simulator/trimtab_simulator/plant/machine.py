@@ -111,9 +111,9 @@ def read_calibration(path: Path, model: str, gpu: str, base: Machine | None) -> 
         raise BadCalibration(
             f"{path} has {', '.join(unknown)}; known are {', '.join((*COEFFICIENTS, *SIZES, 'steps'))}"
         )
-    for name, asked in (("model", model), ("gpu", gpu)):
-        if name in found and str(found[name]).lower() != asked.lower():
-            raise BadCalibration(f"{path} is for {name} {found[name]}, not {asked}; use a matching --{name}")
+    for name, requested in (("model", model), ("gpu", gpu)):
+        if name in found and str(found[name]).lower() != requested.lower():
+            raise BadCalibration(f"{path} is for {name} {found[name]}, not {requested}; use a matching --{name}")
     cost = _fitted(path, found["steps"]) if "steps" in found else _cost(path, found, base)
     sizes = {name: int(_number(path, found, name, least=1)) for name in SIZES if name in found}
     if base is None and "kv_tokens" not in sizes:

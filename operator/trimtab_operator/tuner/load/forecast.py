@@ -78,15 +78,15 @@ class Forecast:
         """Return the forecast with its use decided by comparing its errors with the naive ones of the same times."""
         day = self.season.day_seconds
         recent = {case.at: case.error for case in self.errors.cases if case.at > now - JUDGED_SHARE * day}
-        rivals = {case.at: case.error for case in naive.cases if case.at in recent}
+        naive_errors = {case.at: case.error for case in naive.cases if case.at in recent}
         if not self.season.is_known:
             return replace(self, since=None, own_error=None, naive_error=None)
-        if not rivals or max(rivals) - min(rivals) < LEAST_JUDGED_SHARE * day:
+        if not naive_errors or max(naive_errors) - min(naive_errors) < LEAST_JUDGED_SHARE * day:
             return replace(self, own_error=None, naive_error=None)  # unchanged after a night without requests
-        own = math.sqrt(fmean(recent[at] ** 2 for at in rivals))
-        rival = math.sqrt(fmean(error**2 for error in rivals.values()))
+        own = math.sqrt(fmean(recent[at] ** 2 for at in naive_errors))
+        naive_error = math.sqrt(fmean(error**2 for error in naive_errors.values()))
         if self.since is None:
-            since = now if CLEARLY * own < rival else None
+            since = now if CLEARLY * own < naive_error else None
         else:
-            since = self.since if own <= CLEARLY * rival else None
-        return replace(self, since=since, own_error=own, naive_error=rival)
+            since = self.since if own <= CLEARLY * naive_error else None
+        return replace(self, since=since, own_error=own, naive_error=naive_error)

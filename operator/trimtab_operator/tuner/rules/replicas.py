@@ -58,9 +58,9 @@ class Chosen:
 
 def count_in_bounds(state: TunerState, observation: Observation, scaling: Scaling) -> int:
     """Return the requested count within the spec's bounds; the number of present replicas before any request."""
-    asked = state.scaling.desired
+    requested = state.scaling.desired
     present = [seen for seen in observation.replicas if seen.phase is not Phase.DRAINING]
-    count = len(present) if asked is None else asked
+    count = len(present) if requested is None else requested
     return max(scaling.min_replicas, min(scaling.max_replicas, count))
 
 

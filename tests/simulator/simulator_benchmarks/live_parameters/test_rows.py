@@ -96,7 +96,7 @@ def test_a_shift_is_judged_once_it_has_settled(folder: Path, monkeypatch: pytest
     assert [figure.load for figure in figures] == [
         "conv, code, conv: second", "conv, code, conv: third", "conv, code, conv",
     ]  # fmt: skip
-    assert figures[0].told["switched"] > 0
+    assert figures[0].details["switched"] > 0
 
 
 def test_unknown_row_is_rejected(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
