@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trimtab_engine.bench.serving.traces import Cut, TraceRequest, fit, read_trace
+from trimtab_engine.bench.serving.traces import Cut, TraceRequest, read_trace, scale_to_fit
 from trimtab_engine.engine_client.balancer import CoreBalancer
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.block_manager import BlockManager
@@ -219,7 +219,7 @@ def main() -> int:
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for path in arguments.traces:
         recorded = read_trace(path, cut=Cut(duration=arguments.duration), seed=0)
-        _, fitted = fit(recorded, max_model_len=MAX_MODEL_LEN, scale=1.0)
+        _, fitted = scale_to_fit(recorded, max_model_len=MAX_MODEL_LEN, scale=1.0)
         trace = [TraceRequest(one.timestamp / arguments.speedup, one.input_len, one.output_len) for one in fitted]
         figures = [simulate(trace, policy, arguments.cores) for policy in POLICIES]
         print(report(path.name.partition(".")[0], len(trace), figures), flush=True)

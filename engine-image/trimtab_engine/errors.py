@@ -1,11 +1,11 @@
-"""The engine's named errors. The name says who acts next; the command line makes one line and an exit code of each."""
+"""The engine's exceptions. The command line prints each as one line and maps it to an exit code."""
 
 from trimtab_modelspec.errors import ConfigError, ModelError, NotSupportedError, TrimtabError
 
 __all__ = [
     "ConfigError",
     "EngineDead",
-    "EngineSilent",
+    "EngineUnresponsive",
     "IntegrityError",
     "InvalidRequest",
     "ModelError",
@@ -17,25 +17,25 @@ __all__ = [
 
 
 class InvalidRequest(TrimtabError):
-    """One request is wrong; it alone ends. The client acts. HTTP 4xx."""
+    """A request is invalid; only this request fails. HTTP 4xx."""
 
 
 class EngineDead(TrimtabError):
-    """The engine core has ended; nothing can be served any more. Exit code 1."""
+    """The engine core has ended, so nothing can be served. Exit code 1."""
 
 
-class EngineSilent(EngineDead):
-    """An engine core says nothing any more, but has not ended: it hangs. Whoever watches the probes ends it."""
+class EngineUnresponsive(EngineDead):
+    """An engine core hangs: it sends no messages but has not ended. Failing probes restart the pod."""
 
 
 class WorkerDied(EngineDead):
-    """A rank of the engine has ended; the message names it and the cause. Exit code 1."""
+    """A rank of the engine has ended; the message has its name and the cause. Exit code 1."""
 
 
 class IntegrityError(TrimtabError):
-    """A stated invariant does not hold: a defect of ours. The engine stops rather than serve wrong tokens."""
+    """An invariant is violated, which is a bug. The engine stops instead of serving wrong tokens."""
 
 
 def one_line(error: BaseException) -> str:
-    """What a library's error says, as part of a line of ours; its type where it says nothing."""
+    """Return a library error's message as one line, or its type if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from trimtab_engine import command
-from trimtab_engine.ipc import end
+from trimtab_engine.ipc import process_exit
 
 PROBE = """
 import signal, sys
@@ -47,4 +47,4 @@ def test_signal_during_startup_exits_silently(number: signal.Signals) -> None:
 
 
 def test_ctrl_c_exit_code_is_the_same_before_and_after_imports() -> None:
-    assert command.EXIT_INTERRUPTED == end.EXIT_INTERRUPTED == 130
+    assert command.EXIT_INTERRUPTED == process_exit.EXIT_INTERRUPTED == 130

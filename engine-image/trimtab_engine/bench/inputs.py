@@ -59,6 +59,6 @@ def _check_file(flag: str, path: Path) -> None:
         raise ConfigError(f"{flag} {path}: permission denied; change its permissions, or set another file")
 
 
-def _check_writable(flag: str, asked: Path, place: Path) -> None:
+def _check_writable(flag: str, requested: Path, place: Path) -> None:
     if not os.access(place, os.W_OK):
-        raise ConfigError(f"{flag} {asked}: {place} is not writable; set another path")
+        raise ConfigError(f"{flag} {requested}: {place} is not writable; set another path")

@@ -108,7 +108,7 @@ def _add_search(group: Any) -> None:
         "--min-cache-hit",
         type=types.fraction,
         default=0.0,
-        metavar="SHARE",
+        metavar="FRACTION",
         help="fraction of prompt tokens that must hit the prefix cache; sets the shared prefix of random prompts "
         "(default: 0)",
     )
@@ -127,13 +127,13 @@ def _add_search(group: Any) -> None:
     group.add_argument(
         "--min-utilization",
         type=_utilization,
-        metavar="SHARE",
+        metavar="FRACTION",
         help="lowest gpu_memory_utilization (default: the start value)",
     )
     group.add_argument(
         "--max-utilization",
         type=_utilization,
-        metavar="SHARE",
+        metavar="FRACTION",
         help="highest gpu_memory_utilization (default: the cap)",
     )
     group.add_argument("--all-candidates", action="store_true", help="measure every pair instead of a hill climb")

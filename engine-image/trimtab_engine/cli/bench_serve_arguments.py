@@ -216,7 +216,11 @@ def _add_trace(group: Any) -> None:
         "--trace-duration", type=_above_zero, metavar="SECONDS", help="duration of the trace to replay (default: all)"
     )
     group.add_argument(
-        "--trace-sample", type=share, default=1.0, metavar="SHARE", help="fraction of requests to replay (default: 1)"
+        "--trace-sample",
+        type=share,
+        default=1.0,
+        metavar="FRACTION",
+        help="fraction of requests to replay (default: 1)",
     )
     group.add_argument(
         "--trace-length-scale",

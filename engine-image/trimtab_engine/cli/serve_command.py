@@ -23,7 +23,7 @@ from trimtab_engine.ipc.process_exit import freeze_gc_before_exit
 from trimtab_engine.ipc.shared_secret import SharedSecret
 from trimtab_engine.sources.fetch import Fetched
 from trimtab_engine.sources.progress import Downloaded
-from trimtab_engine.text.shipped_templates import SHIPPED, shipped_template
+from trimtab_engine.text.builtin_templates import BUILTIN_TEMPLATES, builtin_template
 from trimtab_engine.weights.adapter_files import PeftAdapter
 from trimtab_engine.weights.open import check_is_there, model_path
 
@@ -76,19 +76,19 @@ def _with_model(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Fetc
     probes."""
     if not is_remote_model(arguments):
         return arguments, None
-    from trimtab_engine.api.serving.fetching import serve_probes
+    from trimtab_engine.api.serving.download_server import serve_probes
     from trimtab_engine.sources.known import say_errors_alone
 
     say_errors_alone()
     if arguments.node_rank or arguments.headless:
         return local_model(arguments)
     with serve_probes(arguments.host or any_address(), arguments.port) as (state, _):
-        return local_model(arguments, state.note)
+        return local_model(arguments, state.update)
 
 
 def _serve(arguments: argparse.Namespace, downloaded: Downloaded | None) -> int:
     """Serve a local model. `downloaded` describes a download that this start has made."""
-    from trimtab_engine.api.serving.life import Listen, run_server
+    from trimtab_engine.api.serving.lifecycle import Listen, run_server
 
     config, names = _served_config(arguments), served_names(arguments)
     _check_paths_and_ports(arguments, config)
@@ -179,7 +179,7 @@ def chat_template(given: str | None) -> str | None:
     """
     if given is None or any(mark in given for mark in JINJA_MARKS):
         return given
-    shipped = shipped_template(given)
+    shipped = builtin_template(given)
     if shipped is not None:
         return shipped
     try:
@@ -187,7 +187,7 @@ def chat_template(given: str | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
         raise ConfigError(
-            f"--chat-template {given}: {reason}; use the path of a Jinja file, or {' or '.join(SHIPPED)}"
+            f"--chat-template {given}: {reason}; use the path of a Jinja file, or {' or '.join(BUILTIN_TEMPLATES)}"
         ) from None
 
 

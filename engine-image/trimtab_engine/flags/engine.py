@@ -113,11 +113,13 @@ def _add_device_flags(group: Any) -> None:
     group.add_argument(
         "--gpu-memory-utilization",
         default="0.9",
-        metavar="SHARE",
+        metavar="FRACTION",
         help="fraction of device memory to use; live (default: 0.9)",
     )
     group.add_argument(
-        "--gpu-memory-utilization-cap", metavar="SHARE", help="upper bound for live changes (default: the start value)"
+        "--gpu-memory-utilization-cap",
+        metavar="FRACTION",
+        help="upper bound for live changes (default: the start value)",
     )
     group.add_argument(
         "--kv-cache-memory-bytes",
@@ -289,11 +291,11 @@ def named_model(arguments: argparse.Namespace) -> str:
     return path
 
 
-def _device(asked: str) -> tuple[str, int]:
+def _device(requested: str) -> tuple[str, int]:
     """Return "cpu" or "cuda", and the first GPU's memory in bytes. Uses NVML, because this process must not import
     torch."""
-    gpu_bytes = 0 if asked == "cpu" else _first_gpu_bytes()
-    if asked == "cuda" and not gpu_bytes:
+    gpu_bytes = 0 if requested == "cpu" else _first_gpu_bytes()
+    if requested == "cuda" and not gpu_bytes:
         raise ConfigError("--device: no NVIDIA GPU is visible (cuda); use --device cpu")
     return ("cuda" if gpu_bytes else "cpu"), gpu_bytes
 

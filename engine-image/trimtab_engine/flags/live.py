@@ -23,7 +23,7 @@ def add_scheduling_flags(group: Any) -> None:
         "--watermark",
         type=types.fraction,
         default=0.0,
-        metavar="SHARE",
+        metavar="FRACTION",
         help="fraction of KV blocks kept free when admitting a request while others run; live (default: 0)",
     )
     group.add_argument(

@@ -41,9 +41,9 @@ class OfflineAdapters:
         each = [wanted] * count if wanted is None or isinstance(wanted, LoRARequest) else list(wanted)
         if len(each) != count:
             raise InvalidRequest(f"lora_request: {len(each)} for {count} prompts; set one, or one per prompt")
-        asked = dict.fromkeys(one for one in each if one is not None)
-        names = [one.lora_name for one in asked]
-        if asked and self._config is None:
+        request = dict.fromkeys(one for one in each if one is not None)
+        names = [one.lora_name for one in request]
+        if request and self._config is None:
             raise InvalidRequest("lora_request requires an LLM created with enable_lora=True")
         if len(set(names)) < len(names):
             raise InvalidRequest("lora_request: two adapters have the same name; use unique names")
@@ -52,26 +52,26 @@ class OfflineAdapters:
                 f"lora_request names {len(names)} adapters, but max_cpu_loras is {self._config.capacity}; raise it, or "
                 f"use fewer adapters per call"
             )
-        for one in asked:
+        for one in request:
             self._load(one, names)
         return ["" if one is None else one.lora_name for one in each]
 
-    def _load(self, asked: LoRARequest, kept: Collection[str]) -> None:
+    def _load(self, request: LoRARequest, kept: Collection[str]) -> None:
         """Load an adapter. If necessary, evict the least recently used one that is not in `kept`."""
         assert self._config is not None
-        folder = self._folders.pop(asked.lora_name, None)
-        if folder is None and not asked.lora_path:
-            raise InvalidRequest(f"the adapter {asked.lora_name} is not loaded; set its lora_path")
-        if folder is not None and asked.lora_path in ("", folder):
-            self._folders[asked.lora_name] = folder
+        folder = self._folders.pop(request.lora_name, None)
+        if folder is None and not request.lora_path:
+            raise InvalidRequest(f"the adapter {request.lora_name} is not loaded; set its lora_path")
+        if folder is not None and request.lora_path in ("", folder):
+            self._folders[request.lora_name] = folder
             return
         if folder is not None:
-            self._engine.unload_adapter(UnloadLora(asked.lora_name))
+            self._engine.unload_adapter(UnloadLora(request.lora_name))
         elif len(self._folders) == self._config.capacity:
             oldest = next(name for name in self._folders if name not in kept)
             self._engine.unload_adapter(UnloadLora(oldest))
             del self._folders[oldest]
-        status, body = self._engine.load_adapter(LoadLora(asked.lora_name, asked.lora_path))
+        status, body = self._engine.load_adapter(LoadLora(request.lora_name, request.lora_path))
         if status != 200:
             raise InvalidRequest(body["message"])
-        self._folders[asked.lora_name] = asked.lora_path
+        self._folders[request.lora_name] = request.lora_path

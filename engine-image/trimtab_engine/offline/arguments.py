@@ -73,10 +73,10 @@ def _as_flag(parser: OneLineParser, name: str, value: Any) -> list[str]:
         return [f"{flag}={value}"]
     if isinstance(value, list | tuple):
         return [flag, *(json.dumps(each) if isinstance(each, dict) else str(each) for each in value)]
-    return [f"{flag}={json.dumps(value, default=_plain)}"]
+    return [f"{flag}={json.dumps(value, default=_to_plain)}"]
 
 
-def _plain(value: object) -> object:
+def _to_plain(value: object) -> object:
     """Return a configuration object, such as CompilationConfig, as a dict of its set fields."""
     if isinstance(value, msgspec.Struct):
         return {name: field for name, field in msgspec.to_builtins(value).items() if field is not None}

@@ -21,11 +21,11 @@ def split_media(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict
         if not isinstance(content, list | tuple):
             written.append(dict(message))
             continue
-        written.append({**message, "content": [_part(part, pictures) for part in content]})
+        written.append({**message, "content": [_convert_part(part, pictures) for part in content]})
     return written, pictures
 
 
-def _part(part: Any, pictures: dict[str, list[Any]]) -> dict[str, Any]:
+def _convert_part(part: Any, pictures: dict[str, list[Any]]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}

@@ -119,9 +119,9 @@ class LLM:
         every = list_prompts(prompts)
         params = expand_params(SamplingParams() if sampling_params is None else sampling_params, len(every))
         adapters = self._adapters.names_of(lora_request, len(every))
-        asked = [self._make_prompt_request(*each) for each in zip(every, params, adapters, strict=True)]
-        self._run(asked, show_progress=use_tqdm)
-        return [one.output() for one in asked]
+        pending = [self._make_prompt_request(*each) for each in zip(every, params, adapters, strict=True)]
+        self._run(pending, show_progress=use_tqdm)
+        return [one.output() for one in pending]
 
     def chat(
         self,
@@ -160,9 +160,9 @@ class LLM:
         self._require_open()
         every = list_prompts(prompts)
         params = expand_params(PoolingParams() if pooling_params is None else pooling_params, len(every))
-        asked = [self._make_embedding_request(prompt, of) for prompt, of in zip(every, params, strict=True)]
-        self._run(asked, show_progress=use_tqdm)
-        return [one.output() for one in asked]
+        pending = [self._make_embedding_request(prompt, of) for prompt, of in zip(every, params, strict=True)]
+        self._run(pending, show_progress=use_tqdm)
+        return [one.output() for one in pending]
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded at first use."""
@@ -287,19 +287,19 @@ class LLM:
             )
         return self._media
 
-    def _run(self, asked: Sequence[AnyPending], *, show_progress: bool) -> None:
+    def _run(self, pending: Sequence[AnyPending], *, show_progress: bool) -> None:
         """Step until all requests have finished. Leaving early aborts the remaining ones."""
         running: dict[str, tuple[AnyPending, Choice | Vector]] = {}
-        for one in asked:
+        for one in pending:
             choices: Sequence[Choice | Vector] = one.choices
             running |= {add.request_id: (one, choice) for add, choice in zip(one.add, choices, strict=True)}
         rates = Rates(time.monotonic())
         with (
             interrupt_event() as interrupted,
-            progress_bar("Processed prompts", len(asked), enabled=show_progress) as bar,
+            progress_bar("Processed prompts", len(pending), enabled=show_progress) as bar,
         ):
             try:
-                for one in asked:
+                for one in pending:
                     for add in one.add:
                         self._engine.add(add)
                 while running:

@@ -110,10 +110,10 @@ def _grammar(checked: GenerationRequest) -> str | None:
     constraint = checked.constraint()
     if constraint is None:
         return None
-    from trimtab_engine.structured.reasons import in_one_sentence
-    from trimtab_engine.structured.trial import grammar_text  # lazy import: llguidance is only needed for grammars
+    from trimtab_engine.structured.reasons import one_sentence
+    from trimtab_engine.structured.validation import grammar_text  # lazy import: llguidance is only needed for grammars
 
     try:
         return grammar_text(constraint.to_json())
     except ValueError as error:
-        raise InvalidRequest(f"structured_outputs: {in_one_sentence(str(error))}") from None
+        raise InvalidRequest(f"structured_outputs: {one_sentence(str(error))}") from None

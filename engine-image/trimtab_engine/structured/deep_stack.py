@@ -4,8 +4,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 STACK_BYTES = 64 << 20
-"""32 times the stack of a grammar's validation (trial.py), where an overflow only ends a worker process. Only the used
-part is resident."""
+"""32 times the stack of a grammar's validation (validation.py), where an overflow only ends a worker process. Only the
+used part is resident."""
 
 
 def deep_stack_executor(name: str, stack_bytes: int = STACK_BYTES) -> ThreadPoolExecutor:

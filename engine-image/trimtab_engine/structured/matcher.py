@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from trimtab_engine.structured.reasons import in_one_sentence
+from trimtab_engine.structured.reasons import one_sentence
 
 WORD_BYTES = 4  # masks are rows of 32-bit words
 MAX_LEXER_EXPRESSIONS = 200_000  # limits one mask to 0.07 s as measured; llguidance's 1,000,000 gives 0.8 s
@@ -75,7 +75,7 @@ class GrammarMatcher:
             return f"one mask took {self._overrun_seconds:.2f} s of CPU time, above {MAX_MASK_SECONDS} s"
         if not self._matcher.is_error():
             return None
-        return in_one_sentence(self._matcher.get_error().split("\n<")[0]) or "unknown error"
+        return one_sentence(self._matcher.get_error().split("\n<")[0]) or "unknown error"
 
     @property
     def is_complete(self) -> bool:

@@ -26,8 +26,8 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"}
 """Variables that a request cannot override."""
 END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
 """transformers' marker: the template treats it like the end of the last message."""
-TRIAL_MESSAGES = ({"role": "user", "content": "Hello"},)
-TRIAL_TOOLS = (
+CHECK_MESSAGES = ({"role": "user", "content": "Hello"},)
+CHECK_TOOLS = (
     {
         "type": "function",
         "function": {"name": "now", "description": "The time", "parameters": {"type": "object", "properties": {}}},
@@ -97,7 +97,7 @@ class ChatTemplate:
             InvalidRequest: The template rejects the messages or the text exceeds `max_characters`.
         """
         if continue_final_message:
-            messages = _marked(messages)
+            messages = _mark_end(messages)
         values = {**self._special_tokens, **{k: v for k, v in (variables or {}).items() if k not in RESERVED}}
         values |= {"messages": list(messages), "tools": None if tools is None else list(tools), "documents": None}
         parts: list[str] = []
@@ -116,13 +116,13 @@ class ChatTemplate:
                 f"the rendered messages exceed {max_characters} characters, more than the model's context can "
                 f"hold; shorten the messages"
             )
-        return _up_to_mark("".join(parts)) if continue_final_message else "".join(parts)
+        return _cut_at_mark("".join(parts)) if continue_final_message else "".join(parts)
 
     def check(self, tools: Sequence[Json] | None = None) -> None:
         """Render one short conversation. Raises ModelError for a template error; a rejection through raise_exception is
         not one."""
         try:
-            self.render(TRIAL_MESSAGES, tools=tools)
+            self.render(CHECK_MESSAGES, tools=tools)
         except InvalidRequest as error:
             if not isinstance(error.__cause__, jinja2.TemplateError) or isinstance(
                 error.__cause__, jinja2.UndefinedError | jinja2.TemplateNotFound | jinja2.TemplateAssertionError
@@ -133,7 +133,7 @@ class ChatTemplate:
                 raise ModelError(f"{self._name}:{place} cannot render {what}: {reason}") from None
 
 
-def _marked(messages: Sequence[Message]) -> list[Message]:
+def _mark_end(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with END_OF_MESSAGE appended to the last one, as transformers does to find its end."""
     *before, last = messages
     if not last.get("content"):
@@ -147,7 +147,7 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
     return [*before, {**last, "content": [*parts, {**end, "text": end["text"] + END_OF_MESSAGE}]}]
 
 
-def _up_to_mark(text: str) -> str:
+def _cut_at_mark(text: str) -> str:
     """Return the text before the marker. A template that trims messages has trimmed the marker too, so trailing blanks
     are lost."""
     place = text.rfind(END_OF_MESSAGE.rstrip())

@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab_engine.errors import InvalidRequest, ModelError
 from trimtab_engine.ipc.frames import serve_frames
-from trimtab_engine.text.chat_template import TRIAL_TOOLS, ChatTemplate, ChatTemplates
+from trimtab_engine.text.chat_template import CHECK_TOOLS, ChatTemplate, ChatTemplates
 
 MAX_ADDRESS_BYTES = 1 << 30
 Json = dict[str, Any]
@@ -46,7 +46,7 @@ class Rendering:
         plain, for_tools = (self._template(with_tools=with_tools) for with_tools in (False, True))
         plain.check()
         if for_tools.uses_tools:
-            for_tools.check(TRIAL_TOOLS)
+            for_tools.check(CHECK_TOOLS)
         elif for_tools is not plain:
             for_tools.check()
         return for_tools.uses_tools

@@ -20,7 +20,7 @@ OLDER_NAMES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 
 SPLIT_AS_GPT2 = ("default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais")
 """Names of pre-tokenizers that split text as GPT-2 does."""
-DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+SPLIT_DIGITS_FIRST = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 """Pre-tokenizers that split off each digit first: in " 12" both spaces stay together, while GPT-2's joins the second
 one with the digits."""
 
@@ -68,7 +68,7 @@ def read_gguf_tokenizer(file: Path) -> Any:
     _check_split(file, tokenizer)
     architecture = fields["general.architecture"].contents()
     backend, more = convert(architecture, tokenizer)
-    if _is_byte_level(tokenizer) and tokenizer.get("pre_tokenizer_type") in DIGITS_APART:
+    if _is_byte_level(tokenizer) and tokenizer.get("pre_tokenizer_type") in SPLIT_DIGITS_FIRST:
         backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, **{**more, **config})  # type: ignore[no-untyped-call]
 
@@ -88,7 +88,7 @@ def _check_split(file: Path, tokenizer: Mapping[str, Any]) -> None:
     """Raise ModelError for a byte-level vocabulary with a pre-tokenizer unknown to transformers, which would use
     GPT-2's and return wrong tokens."""
     name = tokenizer.get("pre_tokenizer_type")
-    if name is None or not _is_byte_level(tokenizer) or name in (*SPLIT_AS_GPT2, *DIGITS_APART):
+    if name is None or not _is_byte_level(tokenizer) or name in (*SPLIT_AS_GPT2, *SPLIT_DIGITS_FIRST):
         return
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as known

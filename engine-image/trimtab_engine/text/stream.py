@@ -9,7 +9,7 @@ from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class StepText:
     """Result of a step's tokens: their text, and the number of tokens that count. Tokens after a stop string do not."""
 
     text: str
@@ -57,7 +57,7 @@ class TextStream:
                 break
         return texts
 
-    def take(self, token_ids: Sequence[int], finish_reason: str | None, *, ends_with_text: bool = False) -> Taken:
+    def take(self, token_ids: Sequence[int], finish_reason: str | None, *, ends_with_text: bool = False) -> StepText:
         """Return the text of a step's tokens (several with accepted drafts).
 
         With a `finish_reason` held-back text is included. The last token of a sequence that ended by `stop` is the stop
@@ -71,9 +71,9 @@ class TextStream:
             text += self._stop.push(self._detokenizer.push(token_id))
             if self.matched is not None:
                 self._num_tokens += number
-                return Taken(text, number)
+                return StepText(text, number)
         self._num_tokens += len(token_ids)
         if finish_reason is not None:
             text += self._stop.push(self._detokenizer.flush())
             text += self._stop.flush() if self.matched is None else ""
-        return Taken(text, len(token_ids))
+        return StepText(text, len(token_ids))

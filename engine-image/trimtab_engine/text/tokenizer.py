@@ -158,13 +158,13 @@ class Detokenizer:
         try:
             text: str | None = self._stream.step(self._fast, token_id)
         except Exception:  # the library's only type; invalid bytes shrink earlier text of byte-fallback decoders
-            return self._begin_anew(token_id)
+            return self._restart_stream(token_id)
         if text is None:
             return ""
         self._held.clear()
         return text
 
-    def _begin_anew(self, token_id: int) -> str:
+    def _restart_stream(self, token_id: int) -> str:
         """Return the held-back text, with invalid bytes as U+FFFD; a character starting now is still held back."""
         self._stream = DecodeStream(skip_special_tokens=self._skip)
         is_whole = self._stream.step(self._fast, token_id) is not None
@@ -196,15 +196,15 @@ def _load(path: Path) -> Any:
     # 280 MB.
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-    file = path if path.suffix == ".gguf" else _only_gguf(path)
+    file = path if path.suffix == ".gguf" else _single_gguf_file(path)
     if file is not None:
         return read_gguf_tokenizer(file)
     if not (path / TOKENIZER_FILE).exists():
-        raise ModelError(_what_is_missing(path))
+        raise ModelError(_missing_tokenizer_error(path))
     return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
 
 
-def _what_is_missing(path: Path) -> str:
+def _missing_tokenizer_error(path: Path) -> str:
     """Return the error text for a path without tokenizer.json: what is there instead, and the remedy."""
     remedy = "set --tokenizer to a folder with one"
     if path.is_file():
@@ -238,7 +238,7 @@ def _is_json_object(file: Path) -> bool:
         return False
 
 
-def _only_gguf(folder: Path) -> Path | None:
+def _single_gguf_file(folder: Path) -> Path | None:
     """Return the GGUF file that has the tokenizer, in a folder without tokenizer.json."""
     if (folder / TOKENIZER_FILE).exists():
         return None

@@ -133,12 +133,12 @@ def main() -> None:
     added: list[dict[str, object]] = []
     step = 0
     last: list[str] = []
-    told, told_at = EngineState(), 0.0
+    last_state, last_state_at = EngineState(), 0.0
     while True:
         now = state_of(start["config"], len(running))
-        if now != told or time.monotonic() - told_at > 1.0:  # heartbeat, like the real core
-            told, told_at = now, time.monotonic()
-            link.broadcast(told)
+        if now != last_state or time.monotonic() - last_state_at > 1.0:  # heartbeat, like the real core
+            last_state, last_state_at = now, time.monotonic()
+            link.broadcast(last_state)
         for received in link.receive(STEP_MILLISECONDS if running else IDLE_MILLISECONDS):
             match received:
                 case AddRequest() as message:

@@ -303,7 +303,7 @@ TEXT = {"type": "text", "text": "a"}
 
 
 @pytest.mark.parametrize(
-    ("message", "param", "said"),
+    ("message", "param", "expected"),
     [
         ({"content": [TEXT, {"type": "text", "txt": "a"}]}, "messages.0.content.1.text", "Field required"),
         ({"content": [{"type": "text", "text": 5}]}, "messages.0.content.0.text", "should be a valid string"),
@@ -317,25 +317,25 @@ TEXT = {"type": "text", "text": "a"}
     ],
 )
 def test_invalid_message_field_is_named_by_client_path(
-    server: Any, message: dict[str, Any], param: str, said: str
+    server: Any, message: dict[str, Any], param: str, expected: str
 ) -> None:
     role: dict[str, Any] = {} if "rol" in message else {"role": "user"}
     error = error_of(server.http.post(CHAT, json={"model": "stub", "messages": [role | message]}))
     assert error["param"] == param
-    assert said in error["message"]
+    assert expected in error["message"]
 
 
 @pytest.mark.parametrize(
-    ("sent_as", "content", "said"),
+    ("sent_as", "content", "expected"),
     [
         ("application/x-www-form-urlencoded", b'{"prompt": "a"}', "; received application/x-www-form-urlencoded"),
         ("application/json", b"", "; the body is empty"),
         ("application/json", b"[]", "sent with Content-Type: application/json"),
     ],
 )
-def test_non_object_body_error_names_content_type(server: Any, sent_as: str, content: bytes, said: str) -> None:
+def test_non_object_body_error_names_content_type(server: Any, sent_as: str, content: bytes, expected: str) -> None:
     refused = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": sent_as})
-    assert error_of(refused)["message"].endswith(said)
+    assert error_of(refused)["message"].endswith(expected)
 
 
 def test_tls_client_on_plain_port_is_logged(server: Any) -> None:

@@ -215,7 +215,7 @@ def test_pause_abort_ends_running_requests(engine: "RealEngine", client: openai.
 
 
 def test_json_schema_is_enforced_streamed_and_complete(client: openai.OpenAI) -> None:
-    asked: Any = {
+    fields: Any = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "the lamp"}],
         "max_tokens": 200,
@@ -224,7 +224,7 @@ def test_json_schema_is_enforced_streamed_and_complete(client: openai.OpenAI) ->
         "seed": 1,
         "extra_body": {"min_tokens": 150},  # the grammar's end takes precedence
     }
-    whole = client.chat.completions.create(**asked)
+    whole = client.chat.completions.create(**fields)
     texts = [choice.message.content for choice in whole.choices]
     for text in texts:
         lamp = json.loads(text)
@@ -232,7 +232,7 @@ def test_json_schema_is_enforced_streamed_and_complete(client: openai.OpenAI) ->
         assert lamp["level"] in range(10)
     assert {choice.finish_reason for choice in whole.choices} == {"stop"}
     streamed = ["", "", ""]
-    for chunk in client.chat.completions.create(**asked, stream=True):
+    for chunk in client.chat.completions.create(**fields, stream=True):
         for choice in chunk.choices:
             streamed[choice.index] += choice.delta.content or ""
     assert streamed == texts
@@ -293,13 +293,17 @@ def test_required_and_named_tool_choice_are_enforced(
     try:
         with openai.OpenAI(base_url=f"{engine.http.base_url}/v1", api_key="none", max_retries=0) as client:
             for choice in ("required", {"type": "function", "function": {"name": "set"}}):
-                asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "on"}], "tools": [TOOL]}
-                asked |= {"tool_choice": choice, "parallel_tool_calls": False, "seed": 3}
-                answer = client.chat.completions.create(**asked).choices[0]
+                fields: Any = {
+                    "model": "tiny",
+                    "messages": [{"role": "user", "content": "on"}],
+                    "tools": [TOOL],
+                }
+                fields |= {"tool_choice": choice, "parallel_tool_calls": False, "seed": 3}
+                answer = client.chat.completions.create(**fields).choices[0]
                 (call,) = answer.message.tool_calls
                 assert (answer.finish_reason, call.function.name) == ("tool_calls", "set")
                 assert json.loads(call.function.arguments).keys() == {"on", "level"}
-                deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+                deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**fields, stream=True)]
                 parts = [part for delta in deltas for part in delta.tool_calls or []]
                 assert json.loads("".join(part.function.arguments for part in parts)).keys() == {"on", "level"}
     finally:

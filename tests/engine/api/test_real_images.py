@@ -40,7 +40,7 @@ def written(part: Part) -> dict[str, Any]:
     return {"type": "video_url", "video_url": {"url": data_url(a_video(part))}}
 
 
-def ask(engine: "RealEngine", *parts: Part | dict[str, Any], **fields: Any) -> Any:
+def chat(engine: "RealEngine", *parts: Part | dict[str, Any], **fields: Any) -> Any:
     content: Any = [part if isinstance(part, dict) else written(part) for part in parts]
     extra = {"ignore_eos": True, "return_token_ids": True, **fields}
     with openai.OpenAI(base_url=f"{engine.http.base_url}/v1", api_key="none", max_retries=0) as client:
@@ -79,21 +79,21 @@ FRAMES = [a_picture(16, 16, seed=seed) for seed in range(4, 8)]
     ids=["text", "image", "three images", "one image twice", "video", "image and video"],
 )
 def test_tokens_equal_transformers(engine: "RealEngine", seeing: Seeing, parts: tuple[Part, ...]) -> None:
-    answer = ask(engine, *parts)
+    answer = chat(engine, *parts)
     assert tokens(answer) == seeing.says(*parts)
-    assert tokens(ask(engine, *parts)) == tokens(answer)  # the second time from all caches
+    assert tokens(chat(engine, *parts)) == tokens(answer)  # the second time from all caches
 
 
 def test_repeated_image_is_cached_until_reset(engine: "RealEngine") -> None:
     picture = a_picture(20, 20, seed=99)
     queries, hits = looked_up(engine)
-    first = ask(engine, picture, "what?")
+    first = chat(engine, picture, "what?")
     assert looked_up(engine) == (queries + 1, hits)
-    again = ask(engine, picture, "what?")
+    again = chat(engine, picture, "what?")
     assert looked_up(engine) == (queries + 2, hits + 1)
     assert again.usage.prompt_tokens == first.usage.prompt_tokens
     assert engine.admin.post("/admin/v1/reset_mm_cache").json() == {"reset": True}
-    assert tokens(ask(engine, picture, "what?")) == tokens(first)
+    assert tokens(chat(engine, picture, "what?")) == tokens(first)
     assert looked_up(engine) == (queries + 3, hits + 1)
 
 
@@ -102,23 +102,23 @@ def test_image_with_uuid_is_sent_once(engine: "RealEngine", seeing: Seeing) -> N
     part: dict[str, Any] = {**written(picture), "uuid": "the cat"}
     part["image_url"]["detail"] = "high"  # no effect
     expected = seeing.says(picture, "what?")
-    assert tokens(ask(engine, part, "what?")) == expected
+    assert tokens(chat(engine, part, "what?")) == expected
     _, hits = looked_up(engine)
     for short in ({"image_url": None}, {"image_url": {"url": ""}}, {}, {"image_url": written(other)["image_url"]}):
-        assert tokens(ask(engine, {"type": "image_url", "uuid": "the cat", **short}, "what?")) == expected
+        assert tokens(chat(engine, {"type": "image_url", "uuid": "the cat", **short}, "what?")) == expected
     assert looked_up(engine)[1] == hits + 4
     with pytest.raises(openai.BadRequestError, match=r"content\[0\]\.image_url: nothing is known by uuid 'the cat'"):
-        ask(engine, {"type": "image_url", "uuid": "the cat"}, "what?", cache_salt="another")
+        chat(engine, {"type": "image_url", "uuid": "the cat"}, "what?", cache_salt="another")
     engine.admin.post("/admin/v1/reset_mm_cache")
     with pytest.raises(openai.BadRequestError, match="send it with its url"):
-        ask(engine, {"type": "image_url", "uuid": "the cat"}, "what?")
-    assert tokens(ask(engine, {**written(other), "uuid": "the cat"}, "what?")) == seeing.says(other, "what?")
+        chat(engine, {"type": "image_url", "uuid": "the cat"}, "what?")
+    assert tokens(chat(engine, {**written(other), "uuid": "the cat"}, "what?")) == seeing.says(other, "what?")
 
 
 def test_images_above_limit_are_400_with_count_and_limit(engine: "RealEngine") -> None:
     for number, kind, parts in ((4, "images", [CAT] * 4), (2, "videos", [FRAMES] * 2)):
         with pytest.raises(openai.BadRequestError, match=f"the messages have {number} {kind}; the limit is [13]"):
-            ask(engine, *parts, "?")
+            chat(engine, *parts, "?")
 
 
 def as_image(url: str) -> dict[str, Any]:
@@ -146,9 +146,9 @@ def as_image(url: str) -> dict[str, Any]:
 )
 def test_invalid_image_is_400_with_position(engine: "RealEngine", part: Any, words: str) -> None:
     with pytest.raises(openai.BadRequestError, match=words) as refused:
-        ask(engine, "look: ", part) if isinstance(part, dict) else ask(engine, CAT, part)
+        chat(engine, "look: ", part) if isinstance(part, dict) else chat(engine, CAT, part)
     assert refused.value.status_code == 400
-    assert ask(engine, "and text goes on").choices[0].finish_reason == "length"
+    assert chat(engine, "and text goes on").choices[0].finish_reason == "length"
 
 
 def test_ten_thousand_images_are_400_at_once(engine: "RealEngine") -> None:
@@ -182,9 +182,9 @@ def test_servers_and_cores_give_the_same_tokens(
     try:
         expected = seeing.says(CAT, "a", DOG)
         for _ in range(6):
-            assert tokens(ask(engine, CAT, "a", DOG)) == expected
+            assert tokens(chat(engine, CAT, "a", DOG)) == expected
         engine.admin.post("/admin/v1/reset_mm_cache")
-        assert tokens(ask(engine, CAT, "a", DOG)) == expected
+        assert tokens(chat(engine, CAT, "a", DOG)) == expected
     finally:
         engine.end()
 
@@ -194,8 +194,8 @@ def test_zero_limit_serves_language_model_only(seeing: Seeing, real_engine: "typ
     flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--limit-mm-per-prompt")
     engine = real_engine(seeing.folder, tmp_path / "log", *flags, '{"image": 0, "video": 0}')
     try:
-        assert tokens(ask(engine, "only text")) == seeing.says("only text")
+        assert tokens(chat(engine, "only text")) == seeing.says("only text")
         with pytest.raises(openai.BadRequestError, match="content of type image_url is not supported by this model"):
-            ask(engine, CAT, "a")
+            chat(engine, CAT, "a")
     finally:
         engine.end()

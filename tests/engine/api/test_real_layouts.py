@@ -91,12 +91,12 @@ def test_killed_rank_stops_engine_with_its_name_and_5xx(flags: tuple[str, ...], 
     core = max(row["rank"] for row in engine.layout()["ranks"]) if flags[0] == "-pp" else 0
     victim = next(row for row in engine.layout()["ranks"] if row["rank"] != core)
     answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(engine.post("a", max_tokens=250)))
-    asking.start()
+    running = threading.Thread(target=lambda: answers.append(engine.post("a", max_tokens=250)))
+    running.start()
     engine.wait_for(lambda: engine.metric("vllm:num_requests_running") == {"0": 1.0}, "the request to run")
     os.kill(victim["pid"], signal.SIGKILL)
     assert engine.process.wait(DEATH_SECONDS) == 1
-    asking.join(DEADLINE_SECONDS)
+    running.join(DEADLINE_SECONDS)
     assert [answer.status_code // 100 for answer in answers] == [5]
     last = engine.log.read_text().strip().splitlines()[-1]
     assert re.fullmatch(
@@ -115,5 +115,5 @@ def test_server_of_one_rank_numbers_it_globally(serve: Serve, tiny_moe: Path) ->
     assert "use 2 to 2" in engine.post("a", rank="0").text
     for family in ("vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_count", "trimtab_layout_ranks"):
         assert list(engine.metric(family)) == ["2"]
-    with pytest.raises(AssertionError, match="not supported for a mixture of experts, whose cores step together"):
+    with pytest.raises(AssertionError, match="not supported for an MoE model, whose cores step together"):
         serve("-dp", "4", "--data-parallel-rank", "2", model=tiny_moe)

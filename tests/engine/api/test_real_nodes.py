@@ -161,7 +161,7 @@ def test_nodes_with_one_secret_connect_and_others_wait(
         flags[name] = (layout, "2", *two_nodes, "--rendezvous-secret-file", str(tmp_path / name))
     stranger = second_node(*flags["theirs"])
     engine = StartedEngine(lambda: serve(*flags["ours"]))
-    stranger.wait_for_text("is not this node's replica: it was given another secret")
+    stranger.wait_for_text("is not this node's replica: the secrets differ")
     node = second_node(*flags["ours"])
     assert engine.started().texts() == expected
     assert len(engine.started().layout()["ranks"]) == 2
@@ -209,7 +209,7 @@ def test_worker_waits_for_its_signal_after_orderly_engine_exit(
     assert node.process.poll() is None
     node.process.terminate()
     assert node.process.wait(DEATH_SECONDS) == 0
-    assert "the engine core is gone" not in node.text, "the engine's last message was lost"
+    assert "the engine core does not answer" not in node.text, "the engine's last message was lost"
 
 
 def test_worker_waiting_for_core_exits_on_signal(second_node: StartNode, two_nodes: tuple[str, ...]) -> None:
@@ -234,14 +234,12 @@ def test_cores_on_two_nodes_share_work_and_a_kill_stops_all(
     assert stranger.process.wait(DEADLINE_SECONDS) == 2
     assert "node 1 ends: --max-num-seqs is 5 there and 4 on node 0; start all nodes with the same" in stranger.last_line
 
-    asking = RunningRequest(engine, rank="1", num_prompts=64)
+    running = RunningRequest(engine, rank="1", num_prompts=64)
     os.kill(node.pids[0], signal.SIGKILL)
     assert engine.process.wait(DEATH_SECONDS) == 1
     assert node.process.wait(DEATH_SECONDS) == 1
-    assert asking.status() // 100 == 5
-    cause = (
-        rf"engine core 1 \(\S+, pid {rows[1]['pid']}\) ended unexpectedly \(killed by signal 9\): if nobody did so, .*"
-    )
+    assert running.status() // 100 == 5
+    cause = rf"engine core 1 \(\S+, pid {rows[1]['pid']}\) ended unexpectedly \(killed by signal 9\), .*"
     assert re.fullmatch(f"trimtab-engine: {cause}", engine.log.read_text().strip().splitlines()[-1])
     assert re.fullmatch(f"trimtab-engine: node 1 ends: the engine has ended: {cause}", node.last_line)
 
@@ -258,7 +256,7 @@ def test_silent_node_stops_replica_with_its_name_and_5xx(
     assert (answer.status_code // 100, engine.process.wait(DEATH_SECONDS)) == (5, 1)
     last = engine.log.read_text().strip().splitlines()[-1]
     assert re.fullmatch(
-        rf"trimtab-engine: node 1 \(\S+, pid {node.process.pid}\) is gone: it has been silent for 5 s", last
+        rf"trimtab-engine: node 1 \(\S+, pid {node.process.pid}\) is lost: it has been silent for 5 s", last
     )
     os.kill(node.process.pid, signal.SIGCONT)
     assert node.process.wait(DEATH_SECONDS) == 1
@@ -271,12 +269,12 @@ def test_terminated_worker_drains_replica_before_leader_signal(
 ) -> None:
     node = second_node("-dp", "2", *two_nodes)
     engine = serve("-dp", "2", *two_nodes)
-    asking = RunningRequest(engine, rank="1")
+    running = RunningRequest(engine, rank="1")
     node.process.terminate()
     time.sleep(0.3)  # its message has arrived by then, as when all pods of a replica are deleted
     engine.process.terminate()
     assert engine.process.wait(DEADLINE_SECONDS) == 0
-    assert asking.is_whole()
+    assert running.is_whole()
     assert node.process.wait(DEATH_SECONDS) == 0
 
 
@@ -296,4 +294,4 @@ def test_moe_over_two_nodes_equals_one_rank_and_stops_with_node_0(
     assert node.pids == [rows[1]["pid"]]
     engine.process.kill()
     assert node.process.wait(DEATH_SECONDS) == 1
-    assert node.last_line == "trimtab-engine: node 1 ends: node 0, which has the engine, is gone"
+    assert node.last_line == "trimtab-engine: node 1 ends: node 0, which runs the engine, is lost"

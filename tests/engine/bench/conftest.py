@@ -1,4 +1,4 @@
-"""A server of its own for what measures servers: the tiny model with random weights, on free ports of the loopback."""
+"""A server for benchmark tests: the tiny model with random weights, on free loopback ports."""
 
 import os
 import re
@@ -18,7 +18,7 @@ DEADLINE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Ports:
-    """Where a server listens. It may still be loading."""
+    """Ports of a server that may still be loading."""
 
     url: str
     admin_url: str

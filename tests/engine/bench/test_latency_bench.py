@@ -1,4 +1,4 @@
-"""`bench latency` and `bench throughput` on a tiny model: figures under vLLM's names."""
+"""`bench latency` and `bench throughput` on a tiny model: results under vLLM's names."""
 
 import json
 from pathlib import Path

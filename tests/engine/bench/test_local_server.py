@@ -1,4 +1,4 @@
-"""Processor time and memory of a server's processes."""
+"""CPU time and memory of a server's processes."""
 
 import os
 import subprocess

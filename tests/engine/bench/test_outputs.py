@@ -1,4 +1,4 @@
-"""A measurement's files on a disk that is full: one sentence, and what was there before stays."""
+"""Result files on a full disk: a one-line error, and existing files are kept."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from trimtab_engine.bench.outputs import write_file
 from trimtab_engine.errors import TrimtabError
 
-ON_A_FULL_DISK = """
+FULL_DISK_PROGRAM = """
 import resource, sys
 from pathlib import Path
 from trimtab_engine.bench.outputs import write_file
@@ -22,9 +22,9 @@ except Exception as error:
 """  # a process that may write 64 bytes of a file meets the error of a disk that has no more
 
 
-def said_on_a_full_disk(path: Path) -> str:
+def error_on_full_disk(path: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", ON_A_FULL_DISK, str(path)],
+        [sys.executable, "-c", FULL_DISK_PROGRAM, str(path)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -36,13 +36,13 @@ def said_on_a_full_disk(path: Path) -> str:
 def test_existing_file_survives_a_full_disk(tmp_path: Path) -> None:
     path = tmp_path / "runs.json"
     path.write_text("earlier runs")
-    said = said_on_a_full_disk(path)
-    assert said.startswith(f"TrimtabError {path}: cannot write the file: File too large; free space")
+    error = error_on_full_disk(path)
+    assert error.startswith(f"TrimtabError {path}: cannot write the file: File too large; free space")
     assert path.read_text() == "earlier runs"
 
 
 def test_no_partial_file_is_left_on_a_full_disk(tmp_path: Path) -> None:
-    assert "cannot write the file" in said_on_a_full_disk(tmp_path / "new.json")
+    assert "cannot write the file" in error_on_full_disk(tmp_path / "new.json")
     assert list(tmp_path.iterdir()) == []
 
 

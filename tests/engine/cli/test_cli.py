@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trimtab_engine.api.serving.life import Listen
+from trimtab_engine.api.serving.lifecycle import Listen
 from trimtab_engine.cli import _parser, main
 from trimtab_engine.cli.serve_command import chat_template, served_names
 from trimtab_engine.config.engine import EngineConfig
@@ -237,7 +237,7 @@ def test_the_admin_port_is_on_loopback_without_a_token(
         seen.append(listen)
         return 0
 
-    monkeypatch.setattr("trimtab_engine.api.serving.life.run_server", record)
+    monkeypatch.setattr("trimtab_engine.api.serving.lifecycle.run_server", record)
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--device", "cpu", "--admin-port", "8001", *flags]) == 0
     assert seen == [Listen("0.0.0.0", 8000, host, 8001)]
@@ -269,7 +269,7 @@ def test_help_begins_with_how_it_is_used_and_its_examples_are_flags_that_exist(
 
 def test_the_command_line_imports_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, trimtab_engine.api.serving.life, trimtab_engine.cli.serve_command as s\n"
+        "import sys, trimtab_engine.api.serving.lifecycle, trimtab_engine.cli.serve_command as s\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -295,15 +295,18 @@ def test_a_chat_template_is_a_file_or_the_template_itself(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--host", "192.0.2.1"], ["this machine has no such address", "leave --host out"]),
-        (["--host", "localhost:8000"], ["has no port in it, such as 127.0.0.1"]),
+        (["--host", "192.0.2.1"], ["this machine has no such address", "remove --host"]),
+        (["--host", "localhost:8000"], ["without a port, such as 127.0.0.1"]),
         (["--profiler-dir", "/proc/nope"], ["cannot write to --profiler-dir /proc/nope"]),
         (["--port", "8000", "--admin-port", "8000"], ["--admin-port: equals --port (8000); set another port"]),
         (
             ["--speculative-config", '{"model":"/nope","num_speculative_tokens":3}'],
             ["--speculative-config: there is no model at /nope"],
         ),
-        (["--otlp-traces-endpoint", "notaurl"], ["--otlp-traces-endpoint notaurl is no URL", "http://collector:4318"]),
+        (
+            ["--otlp-traces-endpoint", "notaurl"],
+            ["--otlp-traces-endpoint notaurl is not a URL", "http://collector:4318"],
+        ),
     ],
 )
 def test_addresses_and_paths_are_checked_before_start(

@@ -12,12 +12,12 @@ def completed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     line = " ".join(f"'{word}'" for word in ("trimtab-engine", *words))
-    ask = f'COMP_WORDS=({line}); COMP_CWORD={len(words)}; _trimtab_engine; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    command = f'COMP_WORDS=({line}); COMP_CWORD={len(words)}; _trimtab_engine; printf "%s\\n" "${{COMPREPLY[@]}}"'
     bash = shutil.which("bash")
     assert bash is not None
-    told = subprocess.run([bash, "--norc", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
-    assert told.stderr == ""
-    return told.stdout.split()
+    output = subprocess.run([bash, "--norc", "-c", f"{script}\n{command}"], capture_output=True, text=True, check=True)
+    assert output.stderr == ""
+    return output.stdout.split()
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,13 @@ def fields(command: str) -> dict[str, Any]:
     ],
 )
 def test_vllm_node_flags_match_nnodes_and_node_rank(command: str, nnodes: int, node_rank: int) -> None:
-    said = fields(command)
-    assert (said["nnodes"], said["node_rank"]) == (nnodes, node_rank)
+    result = fields(command)
+    assert (result["nnodes"], result["node_rank"]) == (nnodes, node_rank)
 
 
 def test_vllm_address_flags_are_accepted() -> None:
-    said = fields("-dp 2 --data-parallel-address 10.0.0.1 --data-parallel-rpc-port 29550")
-    assert (said["master_addr"], said["master_port"]) == ("10.0.0.1", 29550)
+    result = fields("-dp 2 --data-parallel-address 10.0.0.1 --data-parallel-rpc-port 29550")
+    assert (result["master_addr"], result["master_port"]) == ("10.0.0.1", 29550)
 
 
 @pytest.mark.parametrize(

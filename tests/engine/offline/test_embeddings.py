@@ -61,7 +61,7 @@ def test_prompt_may_fill_the_context(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "said"),
+    ("prompt", "params", "expected"),
     [
         ("", {}, "a prompt has no tokens"),
         ([300], {}, "a token id outside the vocabulary"),
@@ -73,9 +73,9 @@ def test_prompt_may_fill_the_context(llm: LLM) -> None:
     ],
 )
 def test_invalid_embedding_prompt_is_rejected_before_running(
-    llm: LLM, prompt: Any, params: dict[str, Any], said: str
+    llm: LLM, prompt: Any, params: dict[str, Any], expected: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=said):
+    with pytest.raises(InvalidRequest, match=expected):
         llm.embed(prompt, pooling_params=PoolingParams(**params), use_tqdm=False)
 
 

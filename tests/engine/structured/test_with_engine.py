@@ -36,8 +36,8 @@ an_engine = partial(engine_builders.an_engine, max_model_len=256, num_gpu_blocks
 
 
 def make_request(name: str, grammar: str, **sampling: Any) -> AddRequest:
-    asked = {"max_tokens": 200, "grammar": grammar, "temperature": 1.0, "ignore_eos": False, **sampling}
-    return engine_builders.a_new_request(name, b"what", **asked)
+    request_fields = {"max_tokens": 200, "grammar": grammar, "temperature": 1.0, "ignore_eos": False, **sampling}
+    return engine_builders.a_new_request(name, b"what", **request_fields)
 
 
 def serve(engine: Engine, *requests: AddRequest) -> dict[str, list[SequenceOutput]]:

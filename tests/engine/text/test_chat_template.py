@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 from trimtab_engine.errors import InvalidRequest, ModelError
+from trimtab_engine.text.builtin_templates import BUILTIN_TEMPLATES, builtin_template
 from trimtab_engine.text.chat_template import ChatTemplate, ChatTemplates
 from trimtab_engine.text.chat_worker import Rendering
-from trimtab_engine.text.shipped_templates import SHIPPED, shipped_template
 from trimtab_engine.text.tokenizer import Tokenizer
 
 MESSAGES: list[dict[str, Any]] = [
@@ -106,10 +106,10 @@ def test_template_rejecting_the_check_is_valid() -> None:
 
 def test_tools_use_the_tool_template_if_available() -> None:
     rendering = Rendering(ChatTemplates({"default": "plain", "tool_use": "{{ tools | length }} tools"}, {}))
-    asked = {"messages": MESSAGES, "variables": None, "max_characters": 100}
-    asked |= {"add_generation_prompt": True, "continue_final_message": False}
-    assert rendering.answer({**asked, "tools": None}) == {"text": "plain"}
-    assert rendering.answer({**asked, "tools": TOOLS}) == {"text": "1 tools"}
+    request_fields = {"messages": MESSAGES, "variables": None, "max_characters": 100}
+    request_fields |= {"add_generation_prompt": True, "continue_final_message": False}
+    assert rendering.answer({**request_fields, "tools": None}) == {"text": "plain"}
+    assert rendering.answer({**request_fields, "tools": TOOLS}) == {"text": "1 tools"}
     assert rendering.answer({"check": True}) == {"uses_tools": True}
 
 
@@ -124,7 +124,7 @@ RESULTS = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"
 
 
 def hermes() -> ChatTemplate:
-    text = shipped_template("hermes")
+    text = builtin_template("hermes")
     assert text is not None
     return ChatTemplate(text, {})
 
@@ -151,9 +151,9 @@ def test_hermes_without_tools_is_chatml_with_default_system_message() -> None:
     )
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", BUILTIN_TEMPLATES)
 def test_shipped_templates_are_valid_and_support_tools(name: str) -> None:
-    template = ChatTemplate(shipped_template(name) or "", {})
+    template = ChatTemplate(builtin_template(name) or "", {})
     template.check()
     template.check(TOOLS)
     assert template.uses_tools

@@ -15,7 +15,7 @@ from trimtab_engine.text.tokenizer import Tokenizer
 CONTROL, NORMAL = 3, 1  # gguf's token types
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
-DIGITS_APART = {
+SPLIT_DIGITS_FIRST = {
     "  12": ["ĠĠ", "1", "2"],
     "x = 1": ["x", "Ġ", "=", "Ġ", "1"],
     "\n\n1": ["ĊĊ", "1"],
@@ -118,7 +118,7 @@ def test_pre_tokenizers_of_supported_families_are_known(tmp_path: Path, split: s
 @pytest.mark.parametrize("split", ["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"])
 def test_split_digits_keep_preceding_blanks_together(tmp_path: Path, split: str) -> None:
     tokenizer = Tokenizer(str(write_file(tmp_path / "m.gguf", split)))
-    for text, pieces in DIGITS_APART.items():
+    for text, pieces in SPLIT_DIGITS_FIRST.items():
         ids = tokenizer.encode(text)
         assert [tokenizer.token_name(token) for token in ids] == pieces
         assert tokenizer.fast.decode(ids) == text
@@ -131,8 +131,8 @@ def test_unsplit_digits_take_the_preceding_blank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", [261, 2**32 - 1])
 def test_invalid_special_token_is_named_with_file_and_key(tmp_path: Path, end: int) -> None:
-    told = rf"m\.gguf: tokenizer\.ggml\.eos_token_id is {end}; must be the id of one of 261 tokens"
-    with pytest.raises(ModelError, match=told):
+    message = rf"m\.gguf: tokenizer\.ggml\.eos_token_id is {end}; must be the id of one of 261 tokens"
+    with pytest.raises(ModelError, match=message):
         Tokenizer(str(write_file(tmp_path / "m.gguf", end=end)))
 
 

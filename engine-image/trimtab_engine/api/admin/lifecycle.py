@@ -27,7 +27,7 @@ from trimtab_engine.messages.admin import (
     WakeUp,
 )
 
-SETTLE_LOOK_SECONDS = 0.05  # poll interval while waiting for running requests to finish
+SETTLE_POLL_SECONDS = 0.05  # poll interval while waiting for running requests to finish
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 Route = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -39,27 +39,27 @@ def lifecycle_routes(state: ServerState) -> APIRouter:
     router = APIRouter()
 
     async def pause(request: Request) -> Response:
-        asked = await _asked(request, {"mode"})
-        return await _settled(state, Pause(_mode(asked)), "is_paused")
+        parameters = await _read_parameters(request, {"mode"})
+        return await _respond_when_settled(state, Pause(_mode(parameters)), "is_paused")
 
     async def resume(request: Request) -> Response:
-        await _asked(request, set())
+        await _read_parameters(request, set())
         return _response(await _call(state, Resume()))
 
     async def sleep(request: Request) -> Response:
-        asked = await _asked(request, {"level", "mode"})
-        return await _settled(state, Sleep(_level(asked), _mode(asked)), "is_sleeping")
+        parameters = await _read_parameters(request, {"level", "mode"})
+        return await _respond_when_settled(state, Sleep(_level(parameters), _mode(parameters)), "is_sleeping")
 
     async def wake_up(request: Request) -> Response:
-        asked = await _asked(request, {"tags"})
-        return _response(await _call(state, WakeUp(_tags(asked))))
+        parameters = await _read_parameters(request, {"tags"})
+        return _response(await _call(state, WakeUp(_tags(parameters))))
 
     async def reset_prefix_cache(request: Request) -> Response:
-        asked = await _asked(request, {"reset_running_requests"})
-        return _response(await _call(state, _reset(asked)))
+        parameters = await _read_parameters(request, {"reset_running_requests"})
+        return _response(await _call(state, _reset(parameters)))
 
     async def reset_mm_cache(request: Request) -> Response:
-        await _asked(request, set())
+        await _read_parameters(request, set())
         if state.core.ready is None:
             raise ApiError(503, state.not_ready_reason or "the engine is loading")
         state.on_drop_media_cache()
@@ -87,48 +87,48 @@ def lifecycle_routes(state: ServerState) -> APIRouter:
 # --- request parsing ------------------------------------------------------------------------------------------------
 
 
-async def _asked(request: Request, known: set[str]) -> dict[str, Any]:
+async def _read_parameters(request: Request, known: set[str]) -> dict[str, Any]:
     """Return the JSON body, or the query parameters if there is no body. Unknown names are 400."""
     body = await read_json(request) if await request.body() else {}
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     query = {name: request.query_params.getlist(name) for name in request.query_params}
-    asked = {**{name: values if name == "tags" else values[-1] for name, values in query.items()}, **body}
-    unknown = sorted(set(asked) - known)
+    parameters = {**{name: values if name == "tags" else values[-1] for name, values in query.items()}, **body}
+    unknown = sorted(set(parameters) - known)
     if unknown:
         what = f"; allowed: {', '.join(sorted(known))}" if known else "; this call has no parameters"
         raise ApiError(400, f"unknown parameter {shorten(unknown[0])}{what}")
-    return asked
+    return parameters
 
 
-def _mode(asked: dict[str, Any]) -> PauseMode:
+def _mode(parameters: dict[str, Any]) -> PauseMode:
     modes: tuple[PauseMode, ...] = get_args(PauseMode)
-    mode = asked.get("mode", "abort")
+    mode = parameters.get("mode", "abort")
     for known in modes:
         if mode == known:
             return known
     raise ApiError(400, f"mode is {shorten(str(mode))}; must be {', '.join(modes[:-1])} or {modes[-1]}")
 
 
-def _level(asked: dict[str, Any]) -> int:
-    level = asked.get("level", 1)
+def _level(parameters: dict[str, Any]) -> int:
+    level = parameters.get("level", 1)
     for known in SLEEP_LEVELS:
         if level == str(known) or (level == known and not isinstance(level, bool)):
             return known
     raise ApiError(400, f"level is {shorten(str(level))}; must be 0, 1 or 2")
 
 
-def _tags(asked: dict[str, Any]) -> list[str]:
+def _tags(parameters: dict[str, Any]) -> list[str]:
     """Return the tags to wake; default all."""
-    tags = asked.get("tags") or list(WAKE_TAGS)
+    tags = parameters.get("tags") or list(WAKE_TAGS)
     unknown = [tag for tag in tags if tag not in WAKE_TAGS] if isinstance(tags, list) else [tags]
     if unknown:
         raise ApiError(400, f"tags: unknown tag {shorten(str(unknown[0]))}; must be a list of {', '.join(WAKE_TAGS)}")
     return [str(tag) for tag in tags]
 
 
-def _reset(asked: dict[str, Any]) -> ResetPrefixCache:
-    value = asked.get("reset_running_requests", False)
+def _reset(parameters: dict[str, Any]) -> ResetPrefixCache:
+    value = parameters.get("reset_running_requests", False)
     flag = value if isinstance(value, bool) else FLAGS.get(str(value).lower())
     if flag is None:
         raise ApiError(400, f"reset_running_requests is {shorten(str(value))}; must be true or false")
@@ -138,11 +138,11 @@ def _reset(asked: dict[str, Any]) -> ResetPrefixCache:
 # --- responses -----------------------------------------------------------------------------------------------------
 
 
-async def _settled(state: ServerState, call: Call, until: str) -> Response:
+async def _respond_when_settled(state: ServerState, call: Call, until: str) -> Response:
     """Respond once the state `until` is reached, or another call has resumed or woken the engine."""
     reply = await _call(state, call)
     while reply.status == 200 and not reply.body[until] and reply.body["pause_mode"] is not None:
-        await asyncio.sleep(SETTLE_LOOK_SECONDS)
+        await asyncio.sleep(SETTLE_POLL_SECONDS)
         reply = await _call(state, GetLifecycle())
     return _response(reply)
 

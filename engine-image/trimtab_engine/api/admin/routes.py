@@ -11,10 +11,10 @@ from fastapi.responses import JSONResponse
 from trimtab_engine.api.admin.body import read_json
 from trimtab_engine.api.admin.lifecycle import lifecycle_routes
 from trimtab_engine.api.admin.profile import profile_routes
-from trimtab_engine.api.http.body_limit import BodyLimit
 from trimtab_engine.api.http.errors import ApiError, add_error_handlers, shorten
+from trimtab_engine.api.http.middleware import BodyLimit
+from trimtab_engine.api.http.path_errors import PUBLIC_PORT
 from trimtab_engine.api.http.request_identity import bearer_digest
-from trimtab_engine.api.http.wrong_path import PUBLIC_PORT
 from trimtab_engine.api.metrics.request_log import RequestLog
 from trimtab_engine.api.openai.state import ServerState
 from trimtab_engine.errors import EngineDead

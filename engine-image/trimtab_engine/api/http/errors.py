@@ -10,14 +10,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from trimtab_engine.api.http.wrong_path import OtherPort, why_no_method, why_no_path
+from trimtab_engine.api.http.path_errors import OtherPort, unknown_path_message, unsupported_method_message
 from trimtab_engine.errors import EngineDead
 
 TYPE_NAME = re.compile(r"^(str|int|float|bool|none|dict|list)$|[\[\]()-]")
-NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
+NOT_AN_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 """Pydantic's error types for a value that should be an object."""
 JSON = "application/json"
-CLIENT_CLOSED = 499  # nginx's status for it; the client never reads the response
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for it; the client never reads the response
 MAX_ECHO_CHARACTERS = 200  # of a client's own input in an error message
 
 
@@ -46,7 +46,7 @@ class ApiError(Exception):
 Respond = Callable[[ApiError], Response]
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed the connection."""
 
 
@@ -79,7 +79,7 @@ def add_error_handlers(app: FastAPI, other: OtherPort, respond: Respond = ApiErr
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(EngineDead, _on_engine_dead)
-    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(ClientDisconnected, _on_client_disconnected)
     app.add_exception_handler(Exception, _on_internal_error)
 
 
@@ -94,13 +94,13 @@ def validation_error(findings: Any, body: Any = None, sent_as: str = JSON) -> Ap
     """Return the first of pydantic's errors as a 400. `body` is the parsed body, or its text if it is not JSON;
     `sent_as` is its Content-Type."""
     first = findings[0]
-    field, message = _field_and_message(findings)
+    field, message = _first_error(findings)
     if first["type"] == "json_invalid":
         reason = str(first.get("ctx", {}).get("error", message))
         return invalid(f"the body is not valid JSON: {reason}{_where(first['loc'], body)}")
-    if first["loc"] in (("body",), ()) and first["type"] in ("missing", *NO_OBJECT):
-        came = "" if JSON in sent_as.lower() else f"; received {shorten(sent_as)}"
-        return invalid(f"the body must be a JSON object, sent with Content-Type: {JSON}{came or _emptiness(body)}")
+    if first["loc"] in (("body",), ()) and first["type"] in ("missing", *NOT_AN_OBJECT):
+        received = "" if JSON in sent_as.lower() else f"; received {shorten(sent_as)}"
+        return invalid(f"the body must be a JSON object, sent with Content-Type: {JSON}{received or _emptiness(body)}")
     if first["type"] == "extra_forbidden":
         return invalid(f"unrecognized request argument: {shorten(field or '')}", shorten(field or ""))
     wrong = first.get("ctx", {}).get("error")
@@ -121,7 +121,7 @@ def _where(loc: tuple[str | int, ...], body: Any) -> str:
     return f": line {before.count(chr(10)) + 1} column {len(before) - before.rfind(chr(10))} (char {len(before)})"
 
 
-def _field_and_message(findings: Any) -> tuple[str | None, str]:
+def _first_error(findings: Any) -> tuple[str | None, str]:
     """Return the first invalid field and its message. Each type of a union has its own error: the deepest ones belong
     to the intended type; if all have one depth, all are reported."""
     places = [_place(finding["loc"]) for finding in findings]
@@ -135,7 +135,7 @@ def _field_and_message(findings: Any) -> tuple[str | None, str]:
 
 def _message(finding: Any) -> str:
     """Return pydantic's message, unless it mentions Python types."""
-    if finding["type"] in NO_OBJECT:
+    if finding["type"] in NOT_AN_OBJECT:
         return "Input should be a JSON object"
     return str(finding["msg"]).removeprefix("Value error, ")
 
@@ -152,10 +152,10 @@ def _http_error(request: Request, error: HTTPException, other: OtherPort) -> Api
         return invalid(f"the body is not UTF-8 text: {wrong}; send JSON in UTF-8")
     path = shorten(request.url.path)
     if error.status_code == 404:
-        return ApiError(404, why_no_path(path, request.app.openapi()["paths"], other))
+        return ApiError(404, unknown_path_message(path, request.app.openapi()["paths"], other))
     if error.status_code == 405:
         methods = request.app.openapi()["paths"].get(path, ())
-        return ApiError(405, why_no_method(request.method, path, [name.upper() for name in methods]))
+        return ApiError(405, unsupported_method_message(request.method, path, [name.upper() for name in methods]))
     return ApiError(error.status_code, str(error.detail))
 
 
@@ -169,8 +169,8 @@ async def _on_internal_error(_: Request, __: Exception) -> Response:
     return ApiError(500, "internal error; see the server's log").response()
 
 
-async def _on_client_gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED)
+async def _on_client_disconnected(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 def shorten(text: str) -> str:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-ENTRIES_AT_ONCE = 2_000  # of lists and their elements: encoded within a few milliseconds
+MAX_ENTRIES_PER_PIECE = 2_000  # of lists and their elements: encoded within a few milliseconds
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -17,13 +17,13 @@ def long_json(value: Any) -> bytes:
 
 def pieces(value: Any) -> Iterator[str]:
     """Yield the JSON in pieces that each encode quickly."""
-    if isinstance(value, dict) and _weight(value) > ENTRIES_AT_ONCE:
+    if isinstance(value, dict) and _weight(value) > MAX_ENTRIES_PER_PIECE:
         yield "{"
         for number, (key, item) in enumerate(value.items()):
             yield f"{',' if number else ''}{_ENCODER.encode(key)}:"
             yield from pieces(item)
         yield "}"
-    elif isinstance(value, list) and _weight(value) > ENTRIES_AT_ONCE:
+    elif isinstance(value, list) and _weight(value) > MAX_ENTRIES_PER_PIECE:
         yield "["
         for number, run in enumerate(_runs(value)):
             yield "," if number else ""
@@ -39,7 +39,7 @@ def _runs(items: list[Any]) -> Iterator[list[Any]]:
     weight = 0
     for item in items:
         own = _weight(item)
-        if run and weight + own > ENTRIES_AT_ONCE:
+        if run and weight + own > MAX_ENTRIES_PER_PIECE:
             yield run
             run, weight = [], 0
         run.append(item)
@@ -57,6 +57,6 @@ def _weight(value: Any) -> int:
     total = 1
     for item in value:
         total += _weight(item) if isinstance(item, dict | list) else 1
-        if total > ENTRIES_AT_ONCE:
+        if total > MAX_ENTRIES_PER_PIECE:
             break
     return total

@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from trimtab_engine.api.http.errors import ApiError, ClientGone
+from trimtab_engine.api.http.errors import ApiError, ClientDisconnected
 from trimtab_engine.api.http.protocol import FLOW
 from trimtab_engine.errors import EngineDead
 
@@ -101,7 +101,7 @@ class EventStream(StreamingResponse):
             self._until.close()
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
     """Await the work; cancel it and raise ClientGone if the client disconnects first."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(request))
@@ -109,7 +109,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Answer]) -> An
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientDisconnected
     finally:
         for pending in (task, watch):
             pending.cancel()

@@ -182,10 +182,10 @@ class AdapterMetrics:
         )
 
     def on_steps(self, steps: Sequence[StepStats]) -> None:
-        told = next((stats.adapters for stats in reversed(steps) if stats.adapters is not None), None)
-        if told is not None:
+        adapters = next((stats.adapters for stats in reversed(steps) if stats.adapters is not None), None)
+        if adapters is not None:
             self._info.clear()
-            labels = str(told.max_loras), ",".join(told.waiting), ",".join(told.running)
+            labels = str(adapters.max_loras), ",".join(adapters.waiting), ",".join(adapters.running)
             self._info.of(*labels).set(time.time())
 
 

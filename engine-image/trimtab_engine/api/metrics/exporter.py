@@ -94,7 +94,7 @@ class EngineExporter:
             self._of_cores[core].is_gone = True
 
     def add(self, observations: Observations) -> None:
-        observations.tell(self)
+        observations.replay(self)
 
     def first_token(self, seconds: float, engine: int) -> None:
         if self._facts is not None:
@@ -104,11 +104,11 @@ class EngineExporter:
         if self._facts is not None:
             self._metrics_of(engine, self._facts).next_tokens(seconds)
 
-    def finished(self, life: FinishedSequence) -> None:
-        if not life.is_pooled:  # the log only has generation requests, with their times and lengths
-            self.requests.add(life)
+    def finished(self, sequence: FinishedSequence) -> None:
+        if not sequence.is_pooled:  # the log only has generation requests, with their times and lengths
+            self.requests.add(sequence)
         if self._facts is not None:
-            self._metrics_of(life.engine, self._facts).finished(life)
+            self._metrics_of(sequence.engine, self._facts).finished(sequence)
 
     def request_finished(self, n: int, max_num_generation_tokens: int, engine: int) -> None:
         if self._facts is not None:

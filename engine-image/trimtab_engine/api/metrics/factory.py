@@ -24,9 +24,9 @@ Child = TypeVar("Child", Counter, Gauge, "BulkHistogram")
 class LazyRegistry(CollectorRegistry):
     """Registry that calls `before_look` before each scrape, so that frequent events can be counted in batches."""
 
-    def __init__(self, before_look: Callable[[], None]) -> None:
+    def __init__(self, before_collect: Callable[[], None]) -> None:
         super().__init__()
-        self._before_look = before_look
+        self._before_look = before_collect
 
     def collect(self) -> Iterable[Metric]:
         self._before_look()

@@ -38,8 +38,8 @@ ITL_BUCKETS = (
 ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 N_BUCKETS = (1, 2, 5, 10, 20)
-GAPS_AT_ONCE = 1000  # inter-token times counted per batch, within a fraction of a millisecond
-STEPS_AT_ONCE = 100  # steps counted per batch
+ITL_BATCH_SIZE = 1000  # inter-token times counted per batch, within a fraction of a millisecond
+STEP_BATCH_SIZE = 100  # steps counted per batch
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 
 
@@ -101,7 +101,7 @@ class EngineMetrics:
         """Record one step's statistics. Hundreds arrive per second, for dozens of families: they are counted in
         batches."""
         self._steps.append(stats)
-        if len(self._steps) >= STEPS_AT_ONCE:
+        if len(self._steps) >= STEP_BATCH_SIZE:
             self._count_steps()
 
     def _count_all(self) -> None:
@@ -181,39 +181,39 @@ class EngineMetrics:
     def next_tokens(self, seconds: Sequence[float]) -> None:
         """Record inter-token times; one per token, so they are counted in batches."""
         self._gaps += seconds
-        if len(self._gaps) >= GAPS_AT_ONCE:
+        if len(self._gaps) >= ITL_BATCH_SIZE:
             self._count_gaps()
 
     def _count_gaps(self) -> None:
         gaps, self._gaps = self._gaps, []
         self._itl.observe_all(gaps)
 
-    def finished(self, life: FinishedSequence) -> None:
-        self._success.of(life.reason).inc()
-        self._e2e.observe(life.end - life.arrival)
-        self._length_prompt.observe(life.num_prompt_tokens)
-        self._length_computed.observe(life.num_prompt_tokens - life.num_cached_tokens)
-        self._num_preemptions.observe(life.num_preemptions)
-        if life.is_pooled:
-            self._pooled(life)
+    def finished(self, sequence: FinishedSequence) -> None:
+        self._success.of(sequence.reason).inc()
+        self._e2e.observe(sequence.end - sequence.arrival)
+        self._length_prompt.observe(sequence.num_prompt_tokens)
+        self._length_computed.observe(sequence.num_prompt_tokens - sequence.num_cached_tokens)
+        self._num_preemptions.observe(sequence.num_preemptions)
+        if sequence.is_pooled:
+            self._pooled(sequence)
             return
-        self._length_generation.observe(life.num_generation_tokens)
-        self._params_max_tokens.observe(life.max_tokens)
-        if life.scheduled is None or life.first_token is None or life.last_token is None:
+        self._length_generation.observe(sequence.num_generation_tokens)
+        self._params_max_tokens.observe(sequence.max_tokens)
+        if sequence.scheduled is None or sequence.first_token is None or sequence.last_token is None:
             return
-        self._queue.observe(life.scheduled - life.arrival)
-        self._prefill.observe(life.first_token - life.scheduled)
-        self._decode.observe(life.last_token - life.first_token)
-        self._inference.observe(life.last_token - life.scheduled)
-        if life.num_generation_tokens > 1:
-            self._tpot.observe((life.last_token - life.first_token) / (life.num_generation_tokens - 1))
+        self._queue.observe(sequence.scheduled - sequence.arrival)
+        self._prefill.observe(sequence.first_token - sequence.scheduled)
+        self._decode.observe(sequence.last_token - sequence.first_token)
+        self._inference.observe(sequence.last_token - sequence.scheduled)
+        if sequence.num_generation_tokens > 1:
+            self._tpot.observe((sequence.last_token - sequence.first_token) / (sequence.num_generation_tokens - 1))
 
-    def _pooled(self, life: FinishedSequence) -> None:
+    def _pooled(self, sequence: FinishedSequence) -> None:
         """Count a pooling request: only its prefill, because it has no output tokens."""
-        if life.scheduled is not None and life.reason == "stop":
-            self._queue.observe(life.scheduled - life.arrival)
-            self._prefill.observe(life.end - life.scheduled)
-            self._inference.observe(life.end - life.scheduled)
+        if sequence.scheduled is not None and sequence.reason == "stop":
+            self._queue.observe(sequence.scheduled - sequence.arrival)
+            self._prefill.observe(sequence.end - sequence.scheduled)
+            self._inference.observe(sequence.end - sequence.scheduled)
 
     def request_finished(self, n: int, max_num_generation_tokens: int) -> None:
         """Count a finished HTTP request with n sequences; `max_num_generation_tokens` is the longest sequence's

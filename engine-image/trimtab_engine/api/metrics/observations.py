@@ -1,7 +1,7 @@
 """Request observations of API servers for the metrics: one value per event, counted in one place.
 
-A server process collects them and sends them in batches (serving/child_messages.py); a single server passes each to the
-metrics at once.
+A server process collects them and sends them in batches (serving/server_messages.py); a single server passes each to
+the metrics at once.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Observer(Protocol):
     def next_tokens(self, seconds: Sequence[float], engine: int) -> None:
         """Record the seconds between consecutive tokens of one sequence."""
 
-    def finished(self, life: FinishedSequence) -> None:
+    def finished(self, sequence: FinishedSequence) -> None:
         """Record a finished sequence."""
 
     def request_finished(self, n: int, max_num_generation_tokens: int, engine: int) -> None:
@@ -78,15 +78,15 @@ class Observations(msgspec.Struct, tag="observations"):
         seconds = self.first_token_seconds or self.next_token_seconds
         return not (seconds or self.sequences or self.requests or self.rejections or self.media_queries)
 
-    def tell(self, observer: Observer) -> None:
+    def replay(self, observer: Observer) -> None:
         """Replay everything into an observer."""
         for engine, times in self.first_token_seconds.items():
             for seconds in times:
                 observer.first_token(seconds, engine)
         for engine, times in self.next_token_seconds.items():
             observer.next_tokens(times, engine)
-        for life in self.sequences:
-            observer.finished(life)
+        for sequence in self.sequences:
+            observer.finished(sequence)
         for n, longest, engine in self.requests:
             observer.request_finished(n, longest, engine)
         for reason in self.rejections:
@@ -107,8 +107,8 @@ class ObservationBuffer:
     def next_tokens(self, seconds: Sequence[float], engine: int) -> None:
         self._batch.next_token_seconds.setdefault(engine, []).extend(seconds)
 
-    def finished(self, life: FinishedSequence) -> None:
-        self._batch.sequences.append(life)
+    def finished(self, sequence: FinishedSequence) -> None:
+        self._batch.sequences.append(sequence)
 
     def request_finished(self, n: int, max_num_generation_tokens: int, engine: int) -> None:
         self._batch.requests.append((n, max_num_generation_tokens, engine))

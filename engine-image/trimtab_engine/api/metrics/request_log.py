@@ -31,8 +31,8 @@ class RequestLog:
         self._lives: deque[FinishedSequence] = deque(maxlen=keep)
         self._count = 0
 
-    def add(self, life: FinishedSequence) -> None:
-        self._lives.append(life)
+    def add(self, sequence: FinishedSequence) -> None:
+        self._lives.append(sequence)
         self._count += 1
 
     def since(self, after: int, now: float) -> dict[str, Any]:
@@ -46,21 +46,25 @@ class RequestLog:
             "columns": {"finished": FINISHED_COLUMNS, "unfinished": UNFINISHED_COLUMNS},
             "next": self._count,
             "missed": new - len(lives),
-            "finished": [_row(life, now) for life in lives],
+            "finished": [_row(sequence, now) for sequence in lives],
         }
 
 
-def _row(life: FinishedSequence, now: float) -> list[Any]:
-    ttft = None if life.first_token is None else life.first_token - life.arrival
-    decode = None if life.first_token is None or life.last_token is None else life.last_token - life.first_token
+def _row(sequence: FinishedSequence, now: float) -> list[Any]:
+    ttft = None if sequence.first_token is None else sequence.first_token - sequence.arrival
+    decode = (
+        None
+        if sequence.first_token is None or sequence.last_token is None
+        else sequence.last_token - sequence.first_token
+    )
     return [
-        now - life.arrival,
-        life.end - life.arrival,
-        life.num_prompt_tokens,
-        life.num_cached_tokens,
-        life.num_generation_tokens,
+        now - sequence.arrival,
+        sequence.end - sequence.arrival,
+        sequence.num_prompt_tokens,
+        sequence.num_cached_tokens,
+        sequence.num_generation_tokens,
         ttft,
         decode,
-        life.num_preemptions,
-        life.reason,
+        sequence.num_preemptions,
+        sequence.reason,
     ]

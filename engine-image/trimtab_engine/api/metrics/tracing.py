@@ -71,7 +71,7 @@ class Tracer:
         return cls(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS), model_name)
 
     def record(
-        self, request_id: str, life: FinishedSequence, sampling: Sampling | None, n: int, headers: Mapping[str, str]
+        self, request_id: str, sequence: FinishedSequence, sampling: Sampling | None, n: int, headers: Mapping[str, str]
     ) -> None:
         """Create the span of a finished sequence. `headers` are the request's TRACE_HEADERS; `sampling` is None for
         pooling."""
@@ -82,18 +82,18 @@ class Tracer:
             SPAN_NAME,
             context=self._propagator.extract(headers),
             kind=SpanKind.SERVER,
-            start_time=to_wall_clock + int(life.arrival * 1e9),
+            start_time=to_wall_clock + int(sequence.arrival * 1e9),
             attributes={
                 "gen_ai.response.model": self._model_name,
                 "gen_ai.request.id": request_id,
                 **_asked(sampling, n),
-                "gen_ai.response.finish_reasons": (life.reason,),
-                "gen_ai.usage.prompt_tokens": life.num_prompt_tokens,
-                "gen_ai.usage.completion_tokens": life.num_generation_tokens,
-                **_latencies(life),
+                "gen_ai.response.finish_reasons": (sequence.reason,),
+                "gen_ai.usage.prompt_tokens": sequence.num_prompt_tokens,
+                "gen_ai.usage.completion_tokens": sequence.num_generation_tokens,
+                **_latencies(sequence),
             },
         )
-        span.end(to_wall_clock + int(life.end * 1e9))
+        span.end(to_wall_clock + int(sequence.end * 1e9))
 
     def close(self) -> None:
         """Send the remaining spans, for up to CLOSE_SECONDS."""
@@ -113,15 +113,15 @@ def _asked(sampling: Sampling | None, n: int) -> dict[str, float]:
     }
 
 
-def _latencies(life: FinishedSequence) -> dict[str, float]:
+def _latencies(sequence: FinishedSequence) -> dict[str, float]:
     """Return seconds by vLLM's attribute names; phases that were not reached are omitted."""
-    seconds = {"e2e": life.end - life.arrival}
-    if life.scheduled is not None:
-        seconds["time_in_queue"] = life.scheduled - life.arrival
-    if life.first_token is not None:
-        seconds["time_to_first_token"] = life.first_token - life.arrival
-    if life.scheduled is not None and life.first_token is not None and life.last_token is not None:
-        seconds["time_in_model_prefill"] = life.first_token - life.scheduled
-        seconds["time_in_model_decode"] = life.last_token - life.first_token
-        seconds["time_in_model_inference"] = life.last_token - life.scheduled
+    seconds = {"e2e": sequence.end - sequence.arrival}
+    if sequence.scheduled is not None:
+        seconds["time_in_queue"] = sequence.scheduled - sequence.arrival
+    if sequence.first_token is not None:
+        seconds["time_to_first_token"] = sequence.first_token - sequence.arrival
+    if sequence.scheduled is not None and sequence.first_token is not None and sequence.last_token is not None:
+        seconds["time_in_model_prefill"] = sequence.first_token - sequence.scheduled
+        seconds["time_in_model_decode"] = sequence.last_token - sequence.first_token
+        seconds["time_in_model_inference"] = sequence.last_token - sequence.scheduled
     return {f"gen_ai.latency.{name}": value for name, value in seconds.items()}

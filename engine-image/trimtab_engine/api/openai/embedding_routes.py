@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 
 from trimtab_engine.api.http.errors import invalid
 from trimtab_engine.api.http.request_identity import key_salt, request_id_of
-from trimtab_engine.api.http.streaming import unless_gone
+from trimtab_engine.api.http.streaming import cancel_on_disconnect
 from trimtab_engine.api.metrics.tracing import TRACE_HEADERS
 from trimtab_engine.api.openai.admission import QueueFull
 from trimtab_engine.api.openai.embedding import EmbeddingPlan, EmbeddingResult
@@ -46,7 +46,7 @@ def embedding_router(state: ServerState) -> APIRouter:
             plan = await _build_plan(state, serving, body, request)
             if state.options.log_requests:
                 _log(plan)
-            return await unless_gone(request, _answer(state, serving, body, model, plan, until))
+            return await cancel_on_disconnect(request, _answer(state, serving, body, model, plan, until))
 
     return router
 

@@ -13,12 +13,12 @@ LIMITS = WorkerLimits(seconds=2.0, max_workers=2, max_waiting=64)
 MAX_CACHED_RESULTS = 256
 MAX_CACHED_CHARACTERS = 8 << 20
 RETRY_SECONDS = 2
-MODULE = "trimtab_engine.structured.trial"
+MODULE = "trimtab_engine.structured.validation"
 
 
 class GrammarValidator:
     """Cache of validation results. `start` returns the initial message of a worker: the vocabulary
-    (structured/trial.py). The first worker starts with the first grammar."""
+    (structured/validation.py). The first worker starts with the first grammar."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self._make_start = start

@@ -145,7 +145,7 @@ def build_plan(
     serving: Serving,
     request: Request,
     body: GenerationRequest,
-    form: ResponseBuilder,
+    builder: ResponseBuilder,
     prompts: list[list[int]],
     *,
     max_tokens: int | None,
@@ -158,8 +158,8 @@ def build_plan(
     """Return the plan. `max_tokens` None means as many as fit; 0 means one token that is not returned. `spans` are the
     images and videos of a single prompt."""
     vocab_size = serving.facts.vocab_size
-    asked = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"  # field with the number of logprobs
-    for name, count in ((asked, logprobs), ("prompt_logprobs", prompt_logprobs)):
+    requested = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"  # field with the number of logprobs
+    for name, count in ((requested, logprobs), ("prompt_logprobs", prompt_logprobs)):
         if count is not None and count > state.options.max_logprobs:
             raise invalid(f"{name} is {count}; the maximum is {state.options.max_logprobs}", name)
     outside = [token_id for token_id in body.stop_token_ids or () if token_id >= vocab_size]
@@ -182,7 +182,7 @@ def build_plan(
         for index in range(body.n)
     ]
     return GenerationPlan(
-        request_id=form.request_id,
+        request_id=builder.request_id,
         prompts=prompts,
         sampling=sampling,
         stop=body.stop_strings,
@@ -216,14 +216,14 @@ def _check_reported(
 ) -> None:
     """Check the number of reported log-probabilities: choices x positions x width. Streams do not retain those of the
     output; output without max_tokens is counted during generation (respond.py)."""
-    asked = 0
+    requested = 0
     if prompt_logprobs is not None:
-        asked += body.n * sum(len(prompt) - 1 for prompt in prompts) * (1 + prompt_logprobs)
+        requested += body.n * sum(len(prompt) - 1 for prompt in prompts) * (1 + prompt_logprobs)
     if logprobs is not None and max_tokens is not None and not body.stream:
-        asked += body.n * len(prompts) * max_tokens * (1 + logprobs)
-    if asked > MAX_REPORTED:
+        requested += body.n * len(prompts) * max_tokens * (1 + logprobs)
+    if requested > MAX_REPORTED:
         raise invalid(
-            f"the response would have {asked} log-probabilities (choices x positions x tokens per position), above "
+            f"the response would have {requested} log-probabilities (choices x positions x tokens per position), above "
             f"{MAX_REPORTED}; lower n, max_tokens, logprobs or prompt_logprobs",
             "logprobs" if prompt_logprobs is None else "prompt_logprobs",
         )
@@ -264,20 +264,20 @@ def _max_new_tokens(serving: Serving, body: GenerationRequest, prompt: list[int]
     Raises:
         ApiError: 400 if the requested tokens do not fit.
     """
-    limit, asked = serving.facts.max_model_len, len(prompt)
-    if asked >= limit:
+    limit, num_ids = serving.facts.max_model_len, len(prompt)
+    if num_ids >= limit:
         raise invalid(
-            f"This model's maximum context length is {limit} tokens. However, your request has {asked} input tokens, "
+            f"This model's maximum context length is {limit} tokens. However, your request has {num_ids} input tokens, "
             f"and at least one output token is required. Please reduce the length of the input.",
             "prompt",
         )
-    if max_tokens is not None and asked + max_tokens > limit:
+    if max_tokens is not None and num_ids + max_tokens > limit:
         raise invalid(
             f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} output tokens "
-            f"and your prompt contains {asked} input tokens, {asked + max_tokens} in all. Please reduce either.",
+            f"and your prompt contains {num_ids} input tokens, {num_ids + max_tokens} in all. Please reduce either.",
             "max_tokens",
         )
-    room = limit - asked if max_tokens is None else max(max_tokens, 1)
+    room = limit - num_ids if max_tokens is None else max(max_tokens, 1)
     if body.min_tokens > room:
         raise invalid(f"min_tokens is {body.min_tokens}, but only {room} tokens can be generated", "min_tokens")
     return room

@@ -29,7 +29,7 @@ DEFAULT_MAX_TOKENS = 16  # of a completion without max_tokens; OpenAI's default
 class PreparedRequest:
     """One request, ready to run. `constraint` is the constraint of its output, or None."""
 
-    form: ResponseBuilder
+    builder: ResponseBuilder
     plan: GenerationPlan
     echo: Echo | None = None
     constraint: Constraint | None = None
@@ -39,7 +39,7 @@ async def prepare_completion(
     state: ServerState, serving: Serving, body: CompletionRequest, request: Request
 ) -> PreparedRequest:
     arrival = time.monotonic()
-    form = CompletionResponseBuilder(
+    builder = CompletionResponseBuilder(
         state.check_model(body.model),
         serving.tokenizer,
         request_id_of(request, body.request_id),
@@ -52,7 +52,7 @@ async def prepare_completion(
         serving,
         request,
         body,
-        form,
+        builder,
         prompts,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
@@ -61,7 +61,7 @@ async def prepare_completion(
         arrival=arrival,
     )
     echo = None if texts is None else Echo(texts, alone=max_tokens == 0)
-    return PreparedRequest(form, plan, echo, body.constraint())
+    return PreparedRequest(builder, plan, echo, body.constraint())
 
 
 async def prepare_chat(state: ServerState, serving: Serving, body: ChatRequest, request: Request) -> PreparedRequest:
@@ -78,13 +78,13 @@ async def prepare_chat(state: ServerState, serving: Serving, body: ChatRequest, 
     model = state.check_model(body.model)
     salt = cache_salt_of(request, body)
     ids, spans = await chat_prompt(serving, body, use.for_template, max_tokens=max_tokens, salt=salt)
-    form = _chat_response_builder(state, serving, body, request, use, model, ids)
+    builder = _chat_response_builder(state, serving, body, request, use, model, ids)
     plan = build_plan(
         state,
         serving,
         request,
         body,
-        form,
+        builder,
         [ids],
         max_tokens=max_tokens,
         logprobs=body.num_logprobs,
@@ -93,7 +93,7 @@ async def prepare_chat(state: ServerState, serving: Serving, body: ChatRequest, 
         arrival=arrival,
         spans=spans,
     )
-    return PreparedRequest(form, plan, constraint=use.constraint or body.constraint())
+    return PreparedRequest(builder, plan, constraint=use.constraint or body.constraint())
 
 
 def _chat_response_builder(

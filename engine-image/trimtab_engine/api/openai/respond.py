@@ -12,7 +12,7 @@ from fastapi import Request, Response
 
 from trimtab_engine.api.http.errors import ApiError, invalid
 from trimtab_engine.api.http.long_json import long_json
-from trimtab_engine.api.http.streaming import EventStream, EventTemplate, event, unless_gone
+from trimtab_engine.api.http.streaming import EventStream, EventTemplate, cancel_on_disconnect, event
 from trimtab_engine.api.openai.admission import QueueFull, Ticket
 from trimtab_engine.api.openai.generation import GenerationPlan, Piece
 from trimtab_engine.api.openai.logprobs import prompt_logprobs
@@ -37,6 +37,22 @@ class Echo:
 
 
 @dataclass(slots=True)
+class ChoiceStream:
+    """State of one streamed choice."""
+
+    owes_prompt_ids: bool
+    """True until the prompt's token IDs are sent."""
+    has_started: bool = False
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probabilities not sent yet."""
+    token_ids: list[int] = field(default_factory=list)
+    """Token IDs not sent yet."""
+    offset: int = 0
+    """Characters sent so far."""
+    template: EventTemplate | None = None
+
+
+@dataclass(slots=True)
 class ChoiceState:
     """Output of one choice so far."""
 
@@ -47,11 +63,11 @@ class ChoiceState:
     prompt_logprobs: list[TokenLogprobs] | None = None
 
 
-async def answer(
+async def respond(
     state: ServerState,
     request: Request,
     body: GenerationRequest,
-    form: ResponseBuilder,
+    builder: ResponseBuilder,
     plan: GenerationPlan,
     until: ExitStack,
     echo: Echo | None = None,
@@ -59,12 +75,14 @@ async def answer(
     """Return a complete response or a stream. A stream takes ownership of `until`, so that the request counts as active
     until its end."""
     if state.options.log_requests:
-        _log(form, plan)
+        _log(builder, plan)
     plan = replace(plan, ticket=_admit(state, plan, until))
     if body.stream:
-        pieces = ReadAhead(_require(state).generator.run(plan), form.request_id, keeps_ids=bool(body.return_token_ids))
-        return EventStream(_stream(pieces, body, form, plan, echo), until.pop_all(), pieces.begin)
-    return await unless_gone(request, _respond_whole(state, body, form, plan, echo))
+        pieces = ReadAhead(
+            _require(state).generator.run(plan), builder.request_id, keeps_ids=bool(body.return_token_ids)
+        )
+        return EventStream(_stream(pieces, body, builder, plan, echo), until.pop_all(), pieces.begin)
+    return await cancel_on_disconnect(request, _respond_whole(state, body, builder, plan, echo))
 
 
 def _admit(state: ServerState, plan: GenerationPlan, until: ExitStack) -> Ticket:
@@ -83,7 +101,7 @@ def _admit(state: ServerState, plan: GenerationPlan, until: ExitStack) -> Ticket
 
 
 async def _respond_whole(
-    state: ServerState, body: GenerationRequest, form: ResponseBuilder, plan: GenerationPlan, echo: Echo | None
+    state: ServerState, body: GenerationRequest, builder: ResponseBuilder, plan: GenerationPlan, echo: Echo | None
 ) -> Response:
     """Return the complete response, serialized in a thread if it is large, so that other requests' streams continue."""
     serving = _require(state)
@@ -113,99 +131,96 @@ async def _respond_whole(
             usage.num_completion_tokens += piece.num_tokens
     wants_logprobs = plan.sampling[0].logprobs is not None
 
-    def written() -> Response:
+    def build_response() -> Response:
         entries = []
         for choice in choices:
             assert choice.last is not None  # every choice ends with a piece
-            entry = form.choice(choice.last, choice.text, choice.logprobs if wants_logprobs else None)
+            entry = builder.choice(choice.last, choice.text, choice.logprobs if wants_logprobs else None)
             if body.prompt_logprobs is not None:
                 entry["prompt_logprobs"] = prompt_logprobs(serving.tokenizer, choice.prompt_logprobs or [])
             if body.return_token_ids:
                 entry["token_ids"] = choice.token_ids
             entries.append(entry)
-        whole = form.whole(entries, usage)
+        whole = builder.whole(entries, usage)
         if body.return_token_ids:
-            form.add_prompt_ids(whole, [plan.prompt_of(index) for index in range(len(choices))])
+            builder.add_prompt_ids(whole, [plan.prompt_of(index) for index in range(len(choices))])
         return Response(long_json(whole), media_type="application/json")
 
     if body.return_token_ids:
         num_reported += plan.num_prompt_tokens * plan.n // TOKEN_IDS_PER_LOGPROB
     num_reported += sum(len(position.token_ids) for c in choices for position in c.prompt_logprobs or ())
-    return written() if num_reported <= MAX_INLINE_LOGPROBS else await asyncio.to_thread(written)
+    return build_response() if num_reported <= MAX_INLINE_LOGPROBS else await asyncio.to_thread(build_response)
 
 
 async def _stream(
-    ahead: ReadAhead, body: GenerationRequest, form: ResponseBuilder, plan: GenerationPlan, echo: Echo | None
+    ahead: ReadAhead, body: GenerationRequest, builder: ResponseBuilder, plan: GenerationPlan, echo: Echo | None
 ) -> AsyncGenerator[str, None]:
     options = body.stream_options
     includes_usage = options is not None and options.include_usage
-    counts_on = includes_usage and options is not None and options.continuous_usage_stats
+    has_continuous_usage = includes_usage and options is not None and options.continuous_usage_stats
     wants_logprobs = plan.sampling[0].logprobs is not None
-    held: list[list[TokenLogprobs]] = [[] for _ in plan.sampling]
-    held_ids: list[list[int]] = [[] for _ in plan.sampling]
-    offsets = [0] * len(plan.sampling)
-    has_begun = [False] * len(plan.sampling)
-    owed_prompt = [bool(body.return_token_ids)] * len(plan.sampling)
+    choices = [ChoiceStream(owes_prompt_ids=bool(body.return_token_ids)) for _ in plan.sampling]
     usage = Usage(plan.num_prompt_tokens)
 
-    def written(chunk: dict[str, Any], index: int) -> str:
-        if owed_prompt[index]:
-            form.add_prompt_ids(chunk, [plan.prompt_of(index)])
-            owed_prompt[index] = False
+    def write_chunk(chunk: dict[str, Any], index: int) -> str:
+        if choices[index].owes_prompt_ids:
+            builder.add_prompt_ids(chunk, [plan.prompt_of(index)])
+            choices[index].owes_prompt_ids = False
         if includes_usage:
-            chunk["usage"] = usage.to_json() if counts_on else None
+            chunk["usage"] = usage.to_json() if has_continuous_usage else None
         return event(chunk)
 
-    def events_of(piece: Piece) -> str | None:
+    def piece_event(piece: Piece) -> str | None:
         """Return the event of a piece, or None if there is nothing to send yet."""
-        index = piece.index
-        if not has_begun[index]:
+        choice = choices[piece.index]
+        if not choice.has_started:
             _count_prompt(usage, plan, piece)
         if echo is not None:
-            _add_echo(piece, plan, echo, is_first=not has_begun[index])
-        has_begun[index] = True
+            _add_echo(piece, plan, echo, is_first=not choice.has_started)
+        choice.has_started = True
         usage.num_completion_tokens += piece.num_tokens
-        held[index] += piece.logprobs
+        choice.logprobs += piece.logprobs
         if body.return_token_ids:
-            held_ids[index] += piece.token_ids
+            choice.token_ids += piece.token_ids
         if not piece.text and piece.finish_reason is None:
             return None  # characters or a possible stop string are held back
-        positions = held[index] if wants_logprobs else None
-        body_of_piece = form.chunk(piece, positions, offsets[index])
-        if body_of_piece is None:
+        positions = choice.logprobs if wants_logprobs else None
+        chunk = builder.chunk(piece, positions, choice.offset)
+        if chunk is None:
             return None
         if body.return_token_ids:
-            body_of_piece["choices"][0]["token_ids"] = held_ids[index]
-            held_ids[index] = []
-        held[index] = []
-        offsets[index] += len(piece.text)
-        return written(body_of_piece, index)
+            chunk["choices"][0]["token_ids"] = choice.token_ids
+            choice.token_ids = []
+        choice.logprobs = []
+        choice.offset += len(piece.text)
+        return write_chunk(chunk, piece.index)
 
-    def chunk_of(text: str, index: int) -> dict[str, Any]:
-        chunk = form.chunk(Piece(index, text, 1), None, 0)
+    def plain_chunk(text: str, index: int) -> dict[str, Any]:
+        chunk = builder.chunk(Piece(index, text, 1), None, 0)
         assert chunk is not None  # plain formats always return a chunk
         return chunk | ({"usage": None} if includes_usage else {})
 
     # Fast path for chunks that only differ in their text, nearly all of them.
-    are_alike = form.is_plain and not (wants_logprobs or body.return_token_ids or counts_on or echo is not None)
-    templates: dict[int, EventTemplate] = {}
+    is_uniform = builder.is_plain and not (
+        wants_logprobs or body.return_token_ids or has_continuous_usage or echo is not None
+    )
     async with aclosing(ahead) as pieces:
         for index in range(len(plan.sampling)):
-            for chunk in form.opening(index):
-                yield written(chunk, index)
+            for chunk in builder.opening(index):
+                yield write_chunk(chunk, index)
         async for piece in pieces:
-            index = piece.index
-            if are_alike and piece.texts is not None and piece.finish_reason is None and has_begun[index]:
-                if index not in templates:
-                    templates[index] = EventTemplate.of(partial(chunk_of, index=index))
+            choice = choices[piece.index]
+            if is_uniform and piece.texts is not None and piece.finish_reason is None and choice.has_started:
+                if choice.template is None:
+                    choice.template = EventTemplate.of(partial(plain_chunk, index=piece.index))
                 usage.num_completion_tokens += piece.num_tokens
-                events = templates[index].fill(filter(None, piece.texts))
+                events = choice.template.fill(filter(None, piece.texts))
             else:
-                events = "".join(filter(None, map(events_of, piece.split())))
+                events = "".join(filter(None, map(piece_event, piece.split())))
             if events:
                 yield events
     if includes_usage:
-        yield event(form.usage_chunk(usage))
+        yield event(builder.usage_chunk(usage))
 
 
 def _count_prompt(usage: Usage, plan: GenerationPlan, piece: Piece) -> None:
@@ -227,11 +242,11 @@ def _add_echo(piece: Piece, plan: GenerationPlan, echo: Echo, *, is_first: bool)
             piece.logprobs = [first, *piece.prompt_logprobs, *piece.logprobs]
 
 
-def _log(form: ResponseBuilder, plan: GenerationPlan) -> None:
+def _log(builder: ResponseBuilder, plan: GenerationPlan) -> None:
     """Log vLLM's line, without the client's prompt."""
     logger.info(
         "Received request %s: %d prompts of %d tokens, n: %d, priority: %d, params: %s",
-        form.request_id,
+        builder.request_id,
         len(plan.prompts),
         plan.num_prompt_tokens,
         plan.n,

@@ -5,10 +5,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from trimtab_engine.api.http.look import look
+from trimtab_engine.api.http.get_and_head import get_and_head
 from trimtab_engine.api.openai.preparation import prepare_chat, prepare_completion
 from trimtab_engine.api.openai.protocol import ChatRequest, CompletionRequest
-from trimtab_engine.api.openai.respond import answer
+from trimtab_engine.api.openai.respond import respond
 from trimtab_engine.api.openai.state import ServerState
 
 
@@ -19,22 +19,22 @@ def openai_router(state: ServerState) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         serving = state.require_generation()
         with state.track_generation() as until:
-            asked = await prepare_completion(state, serving, body, request)
-            return await answer(state, request, body, asked.form, asked.plan, until, asked.echo)
+            prepared = await prepare_completion(state, serving, body, request)
+            return await respond(state, request, body, prepared.builder, prepared.plan, until, prepared.echo)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         serving = state.require_generation()
         with state.track_generation() as until:
-            asked = await prepare_chat(state, serving, body, request)
-            return await answer(state, request, body, asked.form, asked.plan, until)
+            prepared = await prepare_chat(state, serving, body, request)
+            return await respond(state, request, body, prepared.builder, prepared.plan, until)
 
-    @look(router, "/v1/models")
+    @get_and_head(router, "/v1/models")
     async def models() -> dict[str, Any]:
         names = [*state.options.served_model_names, *(card.name for card in state.adapters)]
         return {"object": "list", "data": [_model(state, name) for name in names]}
 
-    @look(router, "/v1/models/{name:path}")
+    @get_and_head(router, "/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         return _model(state, state.check_model(name))
 

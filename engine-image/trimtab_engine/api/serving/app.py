@@ -7,13 +7,11 @@ from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from trimtab_engine.api.http.body_limit import BodyLimit
-from trimtab_engine.api.http.closing import CloseWhileEnding, CountArrivals
 from trimtab_engine.api.http.errors import add_error_handlers
-from trimtab_engine.api.http.loading_gate import LoadingGate
-from trimtab_engine.api.http.look import look
+from trimtab_engine.api.http.get_and_head import get_and_head
+from trimtab_engine.api.http.middleware import BodyLimit, CloseWhileEnding, CountArrivals, LoadingGate
+from trimtab_engine.api.http.path_errors import ADMIN_PORT
 from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
-from trimtab_engine.api.http.wrong_path import ADMIN_PORT
 from trimtab_engine.api.openai.adapter_routes import adapter_router
 from trimtab_engine.api.openai.embedding_routes import embedding_router
 from trimtab_engine.api.openai.protocol import MAX_BODY_BYTES, MAX_MEDIA_BODY_BYTES
@@ -63,19 +61,19 @@ def _open_paths(options: ServerOptions) -> frozenset[str]:
 def _probes(state: ServerState) -> APIRouter:
     router = APIRouter()
 
-    @look(router, "/livez")
+    @get_and_head(router, "/livez")
     async def livez() -> Response:
         silence = state.core.silence
         if state.core.is_alive and not (silence is not None and silence.is_long):
             return PlainTextResponse("ok")
         return JSONResponse({"reason": state.not_ready_reason}, 503)
 
-    @look(router, "/readyz")
+    @get_and_head(router, "/readyz")
     async def readyz() -> Response:
         reason = state.not_ready_reason
         return PlainTextResponse("ok") if reason is None else JSONResponse({"reason": reason}, 503)
 
-    @look(router, "/startupz")
+    @get_and_head(router, "/startupz")
     async def startupz() -> Response:
         progress = state.core.progress
         ready = state.serving is not None and state.core.is_alive
@@ -85,23 +83,23 @@ def _probes(state: ServerState) -> APIRouter:
             body |= {"message": downloaded.sentence, "downloaded_bytes": downloaded.num_bytes}
         return JSONResponse(body, 200 if ready else 503)
 
-    @look(router, "/health")
+    @get_and_head(router, "/health")
     async def health() -> Response:
         return Response(status_code=200 if state.not_ready_reason is None else 503)
 
-    @look(router, "/version")
+    @get_and_head(router, "/version")
     async def show_version() -> dict[str, Any]:
         return {"version": version("trimtab")}
 
-    @look(router, "/metrics")
+    @get_and_head(router, "/metrics")
     async def metrics() -> Response:
         return Response(await state.exporter.exposition(), media_type=CONTENT_TYPE_LATEST)
 
-    @look(router, "/load")
+    @get_and_head(router, "/load")
     async def load() -> dict[str, int]:
         return {"server_load": await state.exporter.server_load(state.num_http_requests)}
 
-    @look(router, "/ping")
+    @get_and_head(router, "/ping")
     @router.post("/ping")
     async def ping() -> Response:
         return Response(status_code=200 if state.not_ready_reason is None else 503)

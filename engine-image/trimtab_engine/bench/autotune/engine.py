@@ -49,7 +49,7 @@ class LiveEngine:
     set_last: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    async def look(cls, place: EngineAddress) -> "LiveEngine":
+    async def connect(cls, place: EngineAddress) -> "LiveEngine":
         """Read the engine's configuration.
 
         Raises:
@@ -85,7 +85,7 @@ class LiveEngine:
         EngineDead."""
         status, body = await _call(self.place, "PATCH", "/admin/v1/config", values, str(self.generation))
         if status == STALE:
-            raise ConcurrentChange(self._changed(body.get("generation")))
+            raise ConcurrentChange(self._change_message(body.get("generation")))
         if status == 422:
             return _error_text(body)
         if status != 200:
@@ -100,7 +100,7 @@ class LiveEngine:
         if status != 200:
             raise EngineDead(f"{self.place.admin_url}/admin/v1/config: HTTP {status}: {_error_text(config)}")
         if config["generation"] != self.generation:
-            raise ConcurrentChange(self._changed(config["generation"]))
+            raise ConcurrentChange(self._change_message(config["generation"]))
 
     async def reset_prefix_cache(self) -> None:
         """Reset the prefix cache, so that no trial benefits from the previous one.
@@ -118,7 +118,7 @@ class LiveEngine:
             "requests, which would distort the results; use an engine without other clients"
         )
 
-    def _changed(self, generation: int | None) -> str:
+    def _change_message(self, generation: int | None) -> str:
         return (
             f"another client changed the configuration of {self.place.admin_url} (generation {generation}, expected "
             f"{self.generation}); set spec.tuning.mode to Off if an operator tunes it, then repeat the command"

@@ -67,18 +67,18 @@ class Limits:
         """Percentiles to measure."""
         return sorted({limit.percentile for limit in self.latencies} | {DEFAULT_PERCENTILE})
 
-    def misses(self, figures: Figures) -> list[str]:
+    def violations(self, figures: Figures) -> list[str]:
         """Return one phrase per violated limit; empty if all are met."""
-        return [words for words, excess in self._judged(figures) if excess > 1]
+        return [words for words, excess in self._evaluate_all(figures) if excess > 1]
 
     def excess(self, figures: Figures) -> float:
         """Return the worst figure divided by its limit; at most 1 if all are met."""
-        return max((excess for _, excess in self._judged(figures)), default=0.0)
+        return max((excess for _, excess in self._evaluate_all(figures)), default=0.0)
 
-    def _judged(self, figures: Figures) -> list[tuple[str, float]]:
+    def _evaluate_all(self, figures: Figures) -> list[tuple[str, float]]:
         failed = figures.get("failed") or 0
         judged = [(f"{failed:g} requests failed", math.inf if failed else 0.0)]
-        judged += [_judge(limit, figures.get(limit.figure)) for limit in self.latencies]
+        judged += [_evaluate(limit, figures.get(limit.figure)) for limit in self.latencies]
         if self.min_cache_hit:
             hit = figures.get(HIT_RATE) or 0.0
             words = f"prefix cache hit rate {hit:.0%} < {self.min_cache_hit:.0%}"
@@ -91,7 +91,7 @@ class Limits:
         return ", ".join(words) or "none"
 
 
-def _judge(limit: Limit, seen: float | None) -> tuple[str, float]:
+def _evaluate(limit: Limit, seen: float | None) -> tuple[str, float]:
     if seen is None:  # an output of one token has no gap, so the limit is not met
         return f"no {limit.metric.upper()} was measured", math.inf
     return f"{limit.metric.upper()} p{limit.percentile:g} {seen:.4g} ms > {limit.milliseconds:g}", (

@@ -74,7 +74,7 @@ def _plot(limit: Limit, runs: Sequence[Run]) -> str:
     across = _scale(0.0, most * 1.05, LEFT, WIDTH - 10)
     up = _scale(math.log(min(heights) / 1.2), math.log(max(heights) * 1.2), HEIGHT - BOTTOM, TOP)
     dots = "".join(
-        f'<circle cx="{across(x):.1f}" cy="{up(math.log(y)):.1f}" r="4" fill="{_colour(limit, y)}">'
+        f'<circle cx="{across(x):.1f}" cy="{up(math.log(y)):.1f}" r="4" fill="{_color(limit, y)}">'
         f"<title>{escape(str(run.trial.setting.candidate))}: {x:.3g} requests/s, {y:.4g} ms</title></circle>"
         for x, y, run in points
     )
@@ -89,7 +89,7 @@ def _plot(limit: Limit, runs: Sequence[Run]) -> str:
     )
 
 
-def _colour(limit: Limit, value: float) -> str:
+def _color(limit: Limit, value: float) -> str:
     return "#c0392b" if value > limit.milliseconds else "#2a7f4f"
 
 

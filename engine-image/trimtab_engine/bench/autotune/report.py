@@ -40,10 +40,10 @@ def progress_line(run: Run, limits: Limits, *, done: int, likely: int, elapsed: 
 def _seen_words(run: Run, limits: Limits) -> str:
     if run.seen.refused is not None:
         return f"rejected: {run.seen.refused}"
-    misses = "; ".join(limits.misses(run.seen.figures)) if run.trial.purpose is not Purpose.MEMORY else ""
+    violations = "; ".join(limits.violations(run.seen.figures)) if run.trial.purpose is not Purpose.MEMORY else ""
     ttft, itl = (_milliseconds(run.seen.figures.get(name)) for name in SHOWN[:2])
     words = f"{run.seen.throughput:.3g} requests/s, TTFT p99 {ttft}, ITL p99 {itl} ms"
-    return f"{words}; violated: {misses}" if misses else words
+    return f"{words}; violated: {violations}" if violations else words
 
 
 def table(search: Search, facts: dict[str, Any], runs: Sequence[Run]) -> str:

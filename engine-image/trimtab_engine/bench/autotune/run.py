@@ -28,7 +28,7 @@ from trimtab_engine.bench.autotune.trials import ENDED, Interrupted, Trials, che
 from trimtab_engine.bench.inputs import check_folder, check_inputs, check_urls
 from trimtab_engine.bench.local_server import SERVED_NAME, end_on_sigterm, local_server
 from trimtab_engine.bench.serving import server
-from trimtab_engine.bench.serving.run import headers_of
+from trimtab_engine.bench.serving.run import request_headers
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.sources.name import remote_model
 from trimtab_engine.weights.open import model_path
@@ -67,7 +67,7 @@ def run_autotune(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Validate the arguments before a server is started or contacted. Raises ConfigError."""
-    headers_of(arguments)
+    request_headers(arguments)
     check_urls(arguments)
     check_inputs(arguments)
     if is_url(arguments.model):
@@ -91,7 +91,7 @@ async def _tune(arguments: argparse.Namespace, limits: Limits, folder: Path) -> 
     async with _engine(arguments, folder) as place:
         await server.wait_until_ready(place.url, place.headers, arguments.ready_check_timeout_sec)
         model = await server.served_model(place.url, place.headers, arguments.served_model_name)
-        engine = await LiveEngine.look(place)
+        engine = await LiveEngine.connect(place)
         space = _space(arguments, engine)
         _share_prefixes(arguments, limits, int(engine.envelope["block_size"]))
         state = open_state(folder / "state.json", _settings(arguments, limits, engine, model), engine.tuned)
@@ -100,7 +100,7 @@ async def _tune(arguments: argparse.Namespace, limits: Limits, folder: Path) -> 
         kept = not is_url(arguments.model)  # our own server ends, so there is nothing to restore
         try:
             runs = await _search(search, Trials(arguments, limits, model), engine, state, arguments.max_seconds)
-            kept = kept or (arguments.keep and await _keep(engine, search))
+            kept = kept or (arguments.keep and await _apply_best(engine, search))
         finally:
             if not kept:
                 await _restore(engine, state)
@@ -114,7 +114,7 @@ async def _tune(arguments: argparse.Namespace, limits: Limits, folder: Path) -> 
 @asynccontextmanager
 async def _engine(arguments: argparse.Namespace, folder: Path) -> AsyncIterator[EngineAddress]:
     """Yield the address of the server at the URL, or start a server of the model for the duration of the search."""
-    headers = headers_of(arguments)
+    headers = request_headers(arguments)
     token = {"Authorization": f"Bearer {arguments.admin_token}"} if arguments.admin_token else {}
     if is_url(arguments.model):
         yield EngineAddress(arguments.model.rstrip("/"), arguments.admin_url.rstrip("/"), headers, token)
@@ -165,7 +165,7 @@ def _space(arguments: argparse.Namespace, engine: LiveEngine) -> Space:
     )
 
 
-async def _keep(engine: LiveEngine, search: Search) -> bool:
+async def _apply_best(engine: LiveEngine, search: Search) -> bool:
     """Set the engine to the best values. Return False if there are none."""
     setting = report.found(search)
     return setting is not None and await engine.set(setting.values) is None
@@ -203,7 +203,7 @@ async def _search(
         if known is None and max_seconds is not None and time.monotonic() - started > max_seconds:
             print(f"--max-seconds {max_seconds:g} reached; reporting the results so far", file=sys.stderr)
             break
-        run = known or await _new_run(trials, engine, state, trial)
+        run = known or await _run_trial(trials, engine, state, trial)
         answered.append(run)
         line = report.progress_line(
             run,
@@ -226,7 +226,7 @@ def _next_trial(steps: Steps, run: Run) -> Trial | None:
         return None
 
 
-async def _new_run(trials: Trials, engine: LiveEngine, state: State, trial: Trial) -> Run:
+async def _run_trial(trials: Trials, engine: LiveEngine, state: State, trial: Trial) -> Run:
     """Run and record a trial. Raises EngineDead if the engine ended during it, which is recorded too."""
     state.set_last = trial.setting.values
     state.write()  # before the change, so that a resumed search recognizes these values after a crash

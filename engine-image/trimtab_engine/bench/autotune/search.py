@@ -177,8 +177,8 @@ class Search:
         while at != self.best and self.best is not None:
             at = self.best
             for way in DIRECTIONS:
-                if (neighbour := self._from(at, way, 1)) is not None:
-                    yield from self._measure_new(neighbour)
+                if (neighbor := self._neighbor(at, way, 1)) is not None:
+                    yield from self._measure_new(neighbor)
 
     def _line(self, start: Candidate, way: tuple[int, int]) -> Steps:
         """Climb from `start` along a line to its best, in steps that halve. On a plateau the next candidate is tried as
@@ -198,7 +198,7 @@ class Search:
     ) -> Generator[Trial, TrialResult, Candidate | None]:
         """Return the first better candidate. Continues while candidates are as good, or closer to the limits."""
         last = math.inf
-        for other in self._ahead(at, way, distance):
+        for other in self._candidates_along(at, way, distance):
             yield from self._measure_new(other)
             verdict = self.verdicts[other]
             if verdict.rank > self.verdicts[at].rank:
@@ -209,11 +209,11 @@ class Search:
             last = verdict.excess
         return None
 
-    def _ahead(self, at: Candidate, way: tuple[int, int], distance: int) -> list[Candidate]:
+    def _candidates_along(self, at: Candidate, way: tuple[int, int], distance: int) -> list[Candidate]:
         """Return every `distance`-th candidate from `at`, and the last one."""
         one = 1 if distance > 0 else -1
         line: list[Candidate] = []
-        while (other := self._from(at, way, one * (len(line) + 1))) is not None:
+        while (other := self._neighbor(at, way, one * (len(line) + 1))) is not None:
             line.append(other)
         taken = line[abs(distance) - 1 :: abs(distance)]
         return taken if not line or line[-1] in taken else [*taken, line[-1]]
@@ -232,7 +232,7 @@ class Search:
             verdict.outcome is Outcome.MISSES and verdict.excess <= MAX_NEAR_EXCESS
         )
 
-    def _from(self, at: Candidate, way: tuple[int, int], distance: int) -> Candidate | None:
+    def _neighbor(self, at: Candidate, way: tuple[int, int], distance: int) -> Candidate | None:
         """Return the candidate at this distance on the grid, or None."""
         num_seqs, budgets = self.space.num_seqs, self.space.budgets
         s = num_seqs.index(at.max_num_seqs) + way[0] * distance
@@ -319,7 +319,7 @@ class Search:
             return CandidateResult(Outcome.REFUSED, seen.refused)
         excess, at = self.limits.excess(seen.figures), _rate_text(rate)
         if excess > 1:
-            why = f"{at}: {'; '.join(self.limits.misses(seen.figures))}"
+            why = f"{at}: {'; '.join(self.limits.violations(seen.figures))}"
             return CandidateResult(Outcome.MISSES, why, rate, 0.0, excess, seen.figures)
         if (
             (served := _served_rate(seen.figures)) is not None

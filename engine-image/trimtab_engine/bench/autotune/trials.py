@@ -12,7 +12,7 @@ from trimtab_engine.bench.autotune.search import Purpose, Trial, TrialResult
 from trimtab_engine.bench.autotune.state import Run
 from trimtab_engine.bench.serving import report, server
 from trimtab_engine.bench.serving.load import run_load
-from trimtab_engine.bench.serving.run import load_of
+from trimtab_engine.bench.serving.run import build_load
 from trimtab_engine.bench.serving.statistics import METRICS, Goodput, summarize
 from trimtab_engine.errors import ConfigError, EngineDead, TrimtabError
 
@@ -55,7 +55,7 @@ class Trials:
 
     async def _measure(self, engine: LiveEngine, trial: Trial) -> Figures:
         place = engine.place
-        load, _ = load_of(self._arguments_of(trial), place.url, place.headers, self.model)
+        load, _ = build_load(self._arguments_of(trial), place.url, place.headers, self.model)
         before = await server.counters(place.url, place.headers)
         outcome = await run_load(load, lambda result: None, warmups=1)
         if outcome.interrupted:
@@ -63,7 +63,7 @@ class Trials:
         failed = [result.error for result in outcome.results if not result.success]
         if failed:
             print(f"{len(failed)} requests failed:\n{report.errors_line(failed)}", file=sys.stderr)
-        during = server.during(before, await server.counters(place.url, place.headers))
+        during = server.counter_changes(before, await server.counters(place.url, place.headers))
         summary = summarize(outcome, metrics=METRICS[:4], percentiles=self.limits.percentiles, goodput=Goodput({}))
         del summary["interrupted"]
         return {**summary, **during}

@@ -117,14 +117,14 @@ def file_name(*, label: str, rate: float, max_concurrency: int | None, model: st
 def save(result: dict[str, Any], path: Path, *, append: bool) -> None:
     """Write the result as JSON; appending adds it to an existing list."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = [*earlier(path), result] if append and path.exists() else result
+    written = [*read_results(path), result] if append and path.exists() else result
     write_file(path, (json.dumps(written, indent=1) + "\n").encode())
 
 
-def earlier(path: Path) -> list[Any]:
+def read_results(path: Path) -> list[Any]:
     """Return the results in a file. Raises ConfigError if it has other content."""
     try:
         found = json.loads(path.read_text())
     except ValueError:
-        raise ConfigError(f"--append-result: {path} not JSON; set another file, or move it away") from None
+        raise ConfigError(f"--append-result: {path} is not JSON; set another file, or move it away") from None
     return found if isinstance(found, list) else [found]

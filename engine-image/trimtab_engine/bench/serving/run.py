@@ -23,7 +23,7 @@ from trimtab_engine.bench.serving.statistics import (
     parse_percentiles,
     summarize,
 )
-from trimtab_engine.bench.serving.workload import dataset_samples, ramp_of, send_times
+from trimtab_engine.bench.serving.workload import dataset_samples, parse_ramp, send_times
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.offline.progress_bar import progress_bar
 from trimtab_engine.text.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     _metadata(arguments)  # errors are reported before anything is measured
     request_headers(arguments)
     check_urls(arguments)
-    ramp_of(arguments)
+    parse_ramp(arguments)
     check_inputs(arguments)
     _check_result(arguments)
     if arguments.plot:
@@ -242,7 +242,7 @@ def _check_result(arguments: argparse.Namespace) -> None:
         path = folder / arguments.result_filename
         check_target("--result-filename", path)
         if arguments.append_result and path.exists():
-            report.earlier(path)
+            report.read_results(path)
 
 
 def _save(arguments: argparse.Namespace, result: dict[str, Any], outcome: Outcome) -> None:

@@ -61,7 +61,7 @@ def read_trace(path: Path, *, cut: Cut, seed: int, lengths: Path | None = None) 
     elif first.startswith("{") and "hash_ids" in first:
         requests = _mooncake(stream)
     elif first.startswith("client,window_start_s,rate"):
-        return list(_from_zero(_servegen(stream, lengths, cut, seed), cut.start))
+        return list(_shift_to_zero(_servegen(stream, lengths, cut, seed), cut.start))
     else:
         raise ConfigError(
             f"{path} begins with {first[:60]!r}, an unknown trace format; see trimtab-engine bench serve "
@@ -69,10 +69,10 @@ def read_trace(path: Path, *, cut: Cut, seed: int, lengths: Path | None = None) 
         )
     random = np.random.default_rng(seed)
     kept = (one for one in requests if cut.holds(one.timestamp))
-    return list(_from_zero((one for one in kept if cut.fraction >= 1 or random.random() < cut.fraction), cut.start))
+    return list(_shift_to_zero((one for one in kept if cut.fraction >= 1 or random.random() < cut.fraction), cut.start))
 
 
-def fit(
+def scale_to_fit(
     requests: Sequence[TraceRequest], *, max_model_len: int | None, scale: float | None
 ) -> tuple[float, list[TraceRequest]]:
     """Scale the lengths by one factor so that all fit the model, and return the factor. With a given `scale`, requests
@@ -129,7 +129,7 @@ def _open(path: Path) -> io.TextIOBase:
         raise ConfigError(f"cannot read {path}: {error}") from None
 
 
-def _from_zero(requests: Iterator[TraceRequest], start: float) -> Iterator[TraceRequest]:
+def _shift_to_zero(requests: Iterator[TraceRequest], start: float) -> Iterator[TraceRequest]:
     for one in sorted(requests, key=lambda one: one.timestamp):
         yield replace(one, timestamp=one.timestamp - start)
 

@@ -15,7 +15,7 @@ from trimtab_engine.bench.serving.samples import (
     random_samples,
     sharegpt_samples,
 )
-from trimtab_engine.bench.serving.traces import Cut, fit, read_trace, samples_of
+from trimtab_engine.bench.serving.traces import Cut, read_trace, samples_of, scale_to_fit
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.text.tokenizer import Tokenizer
 
@@ -68,12 +68,12 @@ def _trace(
     if arguments.num_prompts_given:
         requests = requests[: arguments.num_prompts]
     limit = arguments.trace_max_model_len or max_model_len
-    scale, fitted = fit(requests, max_model_len=limit, scale=arguments.trace_length_scale)
+    scale, fitted = scale_to_fit(requests, max_model_len=limit, scale=arguments.trace_length_scale)
     samples = samples_of(fitted, words, scale=scale, speedup=arguments.trace_speedup)
     return samples, {"trace": str(path), "trace_length_scale": scale, "trace_speedup": arguments.trace_speedup}
 
 
-def ramp_of(arguments: argparse.Namespace) -> RampUp | None:
+def parse_ramp(arguments: argparse.Namespace) -> RampUp | None:
     """Return the change of the rate, or None if it is constant. Raises ConfigError for a ramp without its ends."""
     if not arguments.ramp_up_strategy:
         return None
@@ -85,7 +85,7 @@ def ramp_of(arguments: argparse.Namespace) -> RampUp | None:
 
 def send_times(arguments: argparse.Namespace, samples: Sequence[Sample]) -> list[float]:
     """Return the send time of each sample, in seconds after the start."""
-    ramp_up = ramp_of(arguments)
+    ramp_up = parse_ramp(arguments)
     rate = arguments.request_rate
     if arguments.dataset_name == "trace" and rate == float("inf") and ramp_up is None:
         return recorded_times(samples)

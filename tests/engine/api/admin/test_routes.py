@@ -4,7 +4,7 @@ import hashlib
 from typing import Any
 
 import pytest
-from trimtab_engine.api.http.wrong_path import ADMIN_PORT, PUBLIC_PORT
+from trimtab_engine.api.http.path_errors import ADMIN_PORT, PUBLIC_PORT
 
 TOKEN = "operator-secret"
 
@@ -48,8 +48,8 @@ def test_the_admin_api_is_not_on_the_public_port(server: Any) -> None:
 
 
 def test_each_port_names_paths_of_the_other(server: Any) -> None:
-    for asked, other in ((server.http, PUBLIC_PORT), (server.admin, ADMIN_PORT)):
-        paths = asked.get("/openapi.json").json()["paths"]
+    for client, other in ((server.http, PUBLIC_PORT), (server.admin, ADMIN_PORT)):
+        paths = client.get("/openapi.json").json()["paths"]
         assert [path for path in paths if not other.has(path)] == []
 
 
@@ -86,9 +86,9 @@ def test_finished_requests_are_reported_once(server: Any) -> None:
     assert server.http.post("/v1/completions", json=body).status_code == 200
     answer = server.admin.get(f"/admin/v1/requests?after={before}").json()
     (row,) = answer["finished"]
-    told = dict(zip(answer["columns"]["finished"], row, strict=True))
-    assert told["output_tokens"] == 3
-    assert 0 <= told["ttft_seconds"] <= told["e2e_seconds"] <= told["age_seconds"]
+    values = dict(zip(answer["columns"]["finished"], row, strict=True))
+    assert values["output_tokens"] == 3
+    assert 0 <= values["ttft_seconds"] <= values["e2e_seconds"] <= values["age_seconds"]
     assert "hello" not in str(answer["finished"])
     assert server.admin.get(f"/admin/v1/requests?after={answer['next']}").json()["finished"] == []
 

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from trimtab_engine.api.http.long_json import ENTRIES_AT_ONCE, long_json, pieces
+from trimtab_engine.api.http.long_json import MAX_ENTRIES_PER_PIECE, long_json, pieces
 
 LIKELY = {f"token {n}": -0.5 * n for n in range(20)}
 ANSWERS: dict[str, Any] = {
@@ -12,7 +12,7 @@ ANSWERS: dict[str, Any] = {
     "empty": {"choices": [], "error": {}},
     "log-probabilities": {"choices": [{"logprobs": {"tokens": ["a"] * 3_000, "top_logprobs": [LIKELY] * 1_000}}] * 3},
     "token ids": {"choices": [{"prompt_token_ids": list(range(100_000))}], "usage": None},
-    "one long entry": {"rows": [{str(n): n for n in range(3 * ENTRIES_AT_ONCE)}, 1]},
+    "one long entry": {"rows": [{str(n): n for n in range(3 * MAX_ENTRIES_PER_PIECE)}, 1]},
     "deep": {"a": [[[list(range(50))] * 60] * 3]},
 }
 
@@ -25,7 +25,7 @@ def test_pieces_equal_json_dumps(name: str) -> None:
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_every_piece_is_short(name: str) -> None:
-    longest = len(json.dumps(LIKELY)) / len(LIKELY) * ENTRIES_AT_ONCE
+    longest = len(json.dumps(LIKELY)) / len(LIKELY) * MAX_ENTRIES_PER_PIECE
     assert max(map(len, pieces(ANSWERS[name]))) <= longest
 
 

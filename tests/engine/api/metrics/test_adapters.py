@@ -8,8 +8,8 @@ from trimtab_engine.messages.requests import AdaptersInUse, StepStats
 
 
 def make_step(running: list[str] | None = None, waiting: list[str] | None = None) -> StepStats:
-    told = None if running is None else AdaptersInUse(2, running, waiting or [])
-    return StepStats(1, 0.0, 0.1, "decode", 1, 0, 1, 4, 4, adapters=told)
+    adapters = None if running is None else AdaptersInUse(2, running, waiting or [])
+    return StepStats(1, 0.0, 0.1, "decode", 1, 0, 1, 4, 4, adapters=adapters)
 
 
 def samples(metrics: EngineMetrics) -> list[str]:

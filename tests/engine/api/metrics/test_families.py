@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from trimtab_engine.api.metrics.families import STEPS_AT_ONCE, EngineMetrics, length_buckets
+from trimtab_engine.api.metrics.families import STEP_BATCH_SIZE, EngineMetrics, length_buckets
 from trimtab_engine.api.metrics.observations import FinishedSequence
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages.requests import StepStats
@@ -108,7 +108,7 @@ def test_length_buckets_end_at_max_model_len() -> None:
     assert length_buckets(60) == [1, 2, 5, 10, 20, 50]
 
 
-@pytest.mark.parametrize("num_steps", [1, STEPS_AT_ONCE - 1, STEPS_AT_ONCE, 2 * STEPS_AT_ONCE + 1])
+@pytest.mark.parametrize("num_steps", [1, STEP_BATCH_SIZE - 1, STEP_BATCH_SIZE, 2 * STEP_BATCH_SIZE + 1])
 def test_scrape_includes_every_step_and_latest_state(metrics: EngineMetrics, num_steps: int) -> None:
     for number in range(1, num_steps + 1):
         metrics.on_step(make_step(num_running=number, num_generation_tokens=2, num_scheduled_tokens=9))

@@ -34,38 +34,38 @@ async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
         await renderer.close()
 
 
-async def say(renderer: ChatRenderer, content: str, **more: Any) -> str:
+async def render(renderer: ChatRenderer, content: str, **more: Any) -> str:
     return await renderer.render([{"role": "user", "content": content}], max_characters=1000, **more)
 
 
 async def test_conversation_is_rendered_by_template(make: Make) -> None:
     renderer = await make("{{ messages[0].content }}{{ tools[0].name }}{{ x }}")
-    assert await say(renderer, "hi", tools=[{"name": "f"}], variables={"x": 1}) == "hif1"
+    assert await render(renderer, "hi", tools=[{"name": "f"}], variables={"x": 1}) == "hif1"
 
 
 async def test_lone_surrogate_becomes_replacement_character(make: Make) -> None:
     renderer = await make("{{ messages[0].content }}")
-    assert await say(renderer, "a\ud800b") == "a\ufffdb"
+    assert await render(renderer, "a\ud800b") == "a\ufffdb"
 
 
 async def test_endless_rendering_is_400_and_others_continue(make: Make) -> None:
     renderer = await make(ENDLESS_ON_DEMAND)
     await renderer.check()
-    endless = asyncio.create_task(say(renderer, "loop"))
-    assert await say(renderer, "hi") == "hi"
+    endless = asyncio.create_task(render(renderer, "loop"))
+    assert await render(renderer, "hi") == "hi"
     assert not endless.done()
     with pytest.raises(ApiError, match=r"failed.*more than 0\.5 s") as refused:
         await endless
     assert refused.value.status == 400
-    assert await say(renderer, "hi again") == "hi again"
+    assert await render(renderer, "hi again") == "hi again"
 
 
 async def test_rendering_above_memory_limit_is_400(make: Make) -> None:
     renderer = await make(GREEDY_ON_DEMAND)
     with pytest.raises(ApiError) as refused:
-        await say(renderer, "grow")
+        await render(renderer, "grow")
     assert refused.value.status == 400
-    assert await say(renderer, "hi") == "hi"
+    assert await render(renderer, "hi") == "hi"
 
 
 @pytest.mark.parametrize(
@@ -86,4 +86,4 @@ async def test_conversation_without_template_is_400() -> None:
     renderer = ChatRenderer(ChatTemplates({}, {}))
     await renderer.check()
     with pytest.raises(ApiError, match="no chat template"):
-        await say(renderer, "hi")
+        await render(renderer, "hi")

@@ -140,7 +140,7 @@ def test_input_may_not_exceed_the_context(server: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said", "param"),
+    ("body", "expected", "param"),
     [
         ({}, "set either input or messages", "input"),
         ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "set either input or messages", "input"),
@@ -167,10 +167,10 @@ def test_input_may_not_exceed_the_context(server: Any) -> None:
     ],
 )
 def test_invalid_embedding_request_is_400_and_names_field(
-    server: Any, body: dict[str, Any], said: str, param: str | None
+    server: Any, body: dict[str, Any], expected: str, param: str | None
 ) -> None:
     message, field = error_of(server, **body)
-    assert said in message
+    assert expected in message
     assert param in (None, field)
 
 

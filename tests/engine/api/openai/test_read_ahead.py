@@ -150,7 +150,7 @@ class Stream:
         events = b"".join(self.sent).decode().split("\n\n")
         return [json.loads(e.removeprefix("data: ")) for e in events if e and e != "data: [DONE]"]
 
-    def told(self, index: int) -> tuple[str, list[Any], Any]:
+    def result(self, index: int) -> tuple[str, list[Any], Any]:
         """Return a choice's text, its log-probabilities and its finish reason."""
         choices = [c for chunk in self.chunks for c in chunk.get("choices", []) if c["index"] == index]
         top = [position for c in choices if c["logprobs"] for position in c["logprobs"]["top_logprobs"]]
@@ -195,8 +195,8 @@ def test_slow_reader_gets_the_same_output(tokenizer: Tokenizer, n: int, logprobs
 
     fast, slow = asyncio.run(both())
     for index in range(n):
-        assert slow.told(index) == fast.told(index)
-        assert slow.told(index)[::2] == ((TEXT * 15)[:700].decode(), "length")
+        assert slow.result(index) == fast.result(index)
+        assert slow.result(index)[::2] == ((TEXT * 15)[:700].decode(), "length")
     assert len(slow.chunks) < len(fast.chunks) / 5, "many deltas become few"
 
 

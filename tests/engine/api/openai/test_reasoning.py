@@ -20,13 +20,13 @@ def thinking(start_shared_server: Any) -> Any:
     )  # fmt: skip
 
 
-def ask(server: Any, content: str, **fields: Any) -> Any:
+def chat(server: Any, content: str, **fields: Any) -> Any:
     body = {"messages": [{"role": "user", "content": content}], **fields}
     return server.http.post("/v1/chat/completions", json=body)
 
 
 def message(server: Any, content: str, **fields: Any) -> dict[str, Any]:
-    answer: dict[str, Any] = ask(server, content, **fields).json()["choices"][0]["message"]
+    answer: dict[str, Any] = chat(server, content, **fields).json()["choices"][0]["message"]
     return answer
 
 
@@ -53,7 +53,7 @@ def test_calls_are_parsed_after_reasoning_only(thinking: Any) -> None:
 
 
 def test_stream_equals_complete_response(thinking: Any) -> None:
-    events = ask(thinking, f"!eoshm</think>yes {CALL}", tools=[LIGHT], stream=True).text.split("\n\n")
+    events = chat(thinking, f"!eoshm</think>yes {CALL}", tools=[LIGHT], stream=True).text.split("\n\n")
     deltas = [
         json.loads(event.removeprefix("data: "))["choices"][0]["delta"]
         for event in events
@@ -72,15 +72,15 @@ def test_grammar_constrained_response_has_no_reasoning(thinking: Any) -> None:
 def test_no_parser_returns_everything_as_content(start_server: Any) -> None:
     server = start_server("--chat-template", ECHO)
     assert message(server, "!eos<think>hm</think>yes")["content"] == "<think>hm</think>yes"
-    refused = ask(server, "a", include_reasoning=False)
+    refused = chat(server, "a", include_reasoning=False)
     assert refused.status_code == 400
     assert "--reasoning-parser" in refused.json()["error"]["message"]
     assert refused.json()["error"]["param"] == "include_reasoning"
 
 
 def test_reasoning_of_earlier_response_reaches_the_template() -> None:
-    said = ChatMessage(role="assistant", content="yes", reasoning="hm")
-    assert said.for_template() == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    expected = ChatMessage(role="assistant", content="yes", reasoning="hm")
+    assert expected.for_template() == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
     older = ChatMessage(role="assistant", content=None, reasoning_content="hm")
     assert older.for_template()["reasoning_content"] == "hm"
     with pytest.raises(ValueError, match="a message of role user has reasoning"):

@@ -53,16 +53,16 @@ def test_stream_sends_each_token_id_once_and_prompt_first(client: openai.OpenAI,
 
 
 def test_chat_response_has_its_prompt_ids_once(client: openai.OpenAI) -> None:
-    asked: Any = {
+    request_fields: Any = {
         "model": "stub",
         "messages": [{"role": "user", "content": "ab"}],
         "max_tokens": 3,
         "extra_body": ASKED,
     }
-    answer = client.chat.completions.create(**asked, n=2)
+    answer = client.chat.completions.create(**request_fields, n=2)
     assert extra(answer, "prompt_token_ids") == AB
     assert [extra(choice, "token_ids") for choice in answer.choices] == [[97, 98, 97]] * 2
-    chunks = list(client.chat.completions.create(**asked, stream=True))
+    chunks = list(client.chat.completions.create(**request_fields, stream=True))
     assert [extra(chunk, "prompt_token_ids") for chunk in chunks] == [AB, *[None] * (len(chunks) - 1)]
     assert joined(extra(chunk.choices[0], "token_ids") or [] for chunk in chunks) == [97, 98, 97]
 

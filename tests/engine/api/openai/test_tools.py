@@ -35,7 +35,7 @@ def client(start_shared_server: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
 
 
-def ask(client: openai.OpenAI, content: str, **fields: Any) -> Any:
+def chat(client: openai.OpenAI, content: str, **fields: Any) -> Any:
     messages: Any = [{"role": "user", "content": content}]
     return client.chat.completions.create(model="stub", messages=messages, **{"tools": [LIGHT, TIME], **fields})
 
@@ -46,10 +46,10 @@ def called(calls: Any) -> list[tuple[str, str]]:
 
 
 def test_calls_and_text_are_separated(client: openai.OpenAI) -> None:
-    choice = ask(client, "!eosOne moment. " + CALL).choices[0]
+    choice = chat(client, "!eosOne moment. " + CALL).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("One moment. ", "tool_calls")
     assert called(choice.message.tool_calls) == [AS_CALL]
-    plain = ask(client, "!eosjust text").choices[0]
+    plain = chat(client, "!eosjust text").choices[0]
     assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == ("just text", None, "stop")
 
 
@@ -57,7 +57,7 @@ def test_streamed_calls_equal_complete_ones(client: openai.OpenAI) -> None:
     text = ""
     calls: list[Any] = []
     reasons: list[str] = []
-    for chunk in ask(client, "!eosOne moment. " + CALL + CALL, stream=True):
+    for chunk in chat(client, "!eosOne moment. " + CALL + CALL, stream=True):
         delta = chunk.choices[0].delta
         text += delta.content or ""
         calls += delta.tool_calls or []
@@ -68,16 +68,16 @@ def test_streamed_calls_equal_complete_ones(client: openai.OpenAI) -> None:
 
 
 def test_parallel_tool_calls_false_keeps_first_call(client: openai.OpenAI) -> None:
-    choice = ask(client, "!eos" + CALL + CALL, parallel_tool_calls=False).choices[0]
+    choice = chat(client, "!eos" + CALL + CALL, parallel_tool_calls=False).choices[0]
     assert called(choice.message.tool_calls) == [AS_CALL]
     deltas = [
-        chunk.choices[0].delta for chunk in ask(client, "!eos" + CALL + CALL, parallel_tool_calls=False, stream=True)
+        chunk.choices[0].delta for chunk in chat(client, "!eos" + CALL + CALL, parallel_tool_calls=False, stream=True)
     ]
     assert called([call for delta in deltas for call in delta.tool_calls or []]) == [AS_CALL]
 
 
 def test_tool_choice_none_parses_no_calls(client: openai.OpenAI) -> None:
-    choice = ask(client, "!eos" + CALL, tool_choice="none").choices[0]
+    choice = chat(client, "!eos" + CALL, tool_choice="none").choices[0]
     assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
 
 

@@ -1,4 +1,4 @@
-"""What limits accept, and when they are kept."""
+"""Parsing and evaluation of limits."""
 
 import pytest
 from trimtab_engine.bench.autotune.limits import Limit, Limits
@@ -39,17 +39,17 @@ def test_limit_checks_the_figure_of_bench_serve(percentile: float) -> None:
 def test_every_limit_applies_and_excess_is_of_the_worst() -> None:
     limits = Limits.parse(["ttft:500", "itl:100"])
     assert limits.excess({"p99_ttft_ms": 400, "p99_itl_ms": 200}) == 2
-    assert limits.misses({"p99_ttft_ms": 400, "p99_itl_ms": 200}) == ["ITL p99 200 ms > 100"]
-    assert limits.misses({"p99_ttft_ms": 500, "p99_itl_ms": 100}) == []
+    assert limits.violations({"p99_ttft_ms": 400, "p99_itl_ms": 200}) == ["ITL p99 200 ms > 100"]
+    assert limits.violations({"p99_ttft_ms": 500, "p99_itl_ms": 100}) == []
 
 
 def test_unmeasured_metric_violates_its_limit() -> None:
     """An output of one token has no gaps."""
-    assert Limits.parse(["itl:100"]).misses({"p99_itl_ms": None}) == ["no ITL was measured"]
+    assert Limits.parse(["itl:100"]).violations({"p99_itl_ms": None}) == ["no ITL was measured"]
 
 
 def test_low_cache_hit_rate_is_a_violation() -> None:
     limits = Limits.parse([], 0.5)
-    assert limits.misses({"prefix_cache_hit_rate": 0.5}) == []
-    assert limits.misses({"prefix_cache_hit_rate": 0.25}) == ["prefix cache hit rate 25% < 50%"]
-    assert limits.misses({}) != []
+    assert limits.violations({"prefix_cache_hit_rate": 0.5}) == []
+    assert limits.violations({"prefix_cache_hit_rate": 0.25}) == ["prefix cache hit rate 25% < 50%"]
+    assert limits.violations({}) != []

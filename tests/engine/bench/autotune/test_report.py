@@ -1,4 +1,4 @@
-"""What a search leaves: a table, JSON, a page and a patch."""
+"""Outputs of a search: a table, JSON, a page and a patch."""
 
 import json
 from html.parser import HTMLParser
@@ -23,7 +23,7 @@ SETTING = Setting(Candidate(64, 2048), 0.93)
 
 
 def make_search(limits: Limits, engine: SyntheticEngine | None = None) -> tuple[Search, list[Run]]:
-    """A whole search, and its runs."""
+    """Return a complete search, and its runs."""
     engine = engine or SyntheticEngine(most_utilization=0.93)
     search, runs = Search(Space((8, 32, 128), (512, 2048, 8192), (90, 98)), limits), []
     steps = search.steps()
@@ -42,12 +42,12 @@ def done() -> tuple[Search, list[Run]]:
 
 
 def test_table_has_candidates_best_and_rejected_values(done: tuple[Search, list[Run]]) -> None:
-    told = table(done[0], FACTS, done[1])
-    assert "gpu_memory_utilization: 0.93 is the largest working value (0.94: out of memory" in told
-    assert sum(line.lstrip()[:1].isdigit() for line in told.splitlines()) == 9
-    assert "<- best" in told
-    assert "limits: TTFT p99 <= 400 ms" in told
-    assert "Final run" in told
+    output = table(done[0], FACTS, done[1])
+    assert "gpu_memory_utilization: 0.93 is the largest working value (0.94: out of memory" in output
+    assert sum(line.lstrip()[:1].isdigit() for line in output.splitlines()) == 9
+    assert "<- best" in output
+    assert "limits: TTFT p99 <= 400 ms" in output
+    assert "Final run" in output
 
 
 def test_json_has_table_values_and_every_run(done: tuple[Search, list[Run]]) -> None:

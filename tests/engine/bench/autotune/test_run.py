@@ -1,4 +1,4 @@
-"""The whole command against a real server: files, resuming, what is put back, refusals."""
+"""The autotune command with a real server: files, resuming, restored values, rejected arguments."""
 
 import json
 import os
@@ -40,7 +40,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(start_server: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A ready server with room above its start values."""
+    """A ready server with headroom above its start values."""
     flags = ["--max-model-len", "128", "--device-memory-bytes", "1Gi", "--gpu-memory-utilization", "0.5"]
     flags += ["--gpu-memory-utilization-cap", "0.52", "--max-num-seqs", "4", "--max-num-batched-tokens", "32"]
     with start_server(tmp_path_factory.mktemp("server"), *flags) as ports:
@@ -133,14 +133,14 @@ def test_failing_requests_end_search_with_reason(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments(server, tmp_path, "--temperature", "-1")) == 2
-    told = capsys.readouterr().err
-    assert "6 × HTTP 400" in told
-    assert "all requests of the first run failed" in told
+    output = capsys.readouterr().err
+    assert "6 × HTTP 400" in output
+    assert "all requests of the first run failed" in output
 
 
 async def test_change_by_another_client_is_detected_and_kept(server: Server) -> None:
     start = server.tuned()
-    engine = await LiveEngine.look(EngineAddress(server.url, server.admin_url, {}, {}))
+    engine = await LiveEngine.connect(EngineAddress(server.url, server.admin_url, {}, {}))
     assert await engine.set(start | {"max_num_seqs": 3}) is None
     await engine.check_unchanged()
     theirs: dict[str, float] = {"max_num_seqs": 2}
@@ -160,7 +160,7 @@ def test_no_run_starts_after_max_seconds(server: Server, tmp_path: Path, capsys:
 
 
 def error_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that a refusal prints."""
+    """Return the single line that a rejected command prints."""
     try:
         code: Any = main(["autotune", *words])
     except SystemExit as end:
@@ -172,7 +172,7 @@ def error_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["http://127.0.0.1:1"], "set --admin-url http://HOST:PORT"),
         (["http://127.0.0.1:1", "--admin-url", "http://127.0.0.1:1", "--serve-flags=--device=cpu"], "--serve-flags"),
@@ -196,10 +196,10 @@ def error_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ],
 )
 def test_invalid_arguments_print_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], said: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], expected: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert said in error_line(capsys, *words)
+    assert expected in error_line(capsys, *words)
     assert list(tmp_path.iterdir()) == [], "no files are left"
 
 

@@ -1,4 +1,4 @@
-"""The search on engines in closed form, whose best setting is known: it finds it, by few runs, whatever the engine."""
+"""The search on closed-form engines with a known best setting: it is found with few runs on any engine."""
 
 import math
 import random
@@ -18,7 +18,7 @@ UTILIZATION = 0.95
 
 
 def drive(steps: Steps, engine: SyntheticEngine) -> list[Trial]:
-    """Answer a search to its end. Returns the runs that it made."""
+    """Drive a search to its end. Return its runs."""
     made = []
     trial = next(steps, None)
     while trial is not None:
@@ -31,7 +31,7 @@ def drive(steps: Steps, engine: SyntheticEngine) -> list[Trial]:
 
 
 def searched(engine: SyntheticEngine, limits: Limits, space: Space = SPACE) -> tuple[Search, int]:
-    """The search over seats and budgets, and how many runs it made."""
+    """Return the search over the grid, and its number of runs."""
     search = Search(space, limits, utilization=UTILIZATION)
     return search, len(drive(search.find_candidate(), engine))
 
@@ -45,7 +45,7 @@ def load(engine: SyntheticEngine, candidate: Candidate, rate: float = math.inf) 
 
 
 def true_best(engine: SyntheticEngine, limits: Limits, space: Space = SPACE) -> float:
-    """The most that any candidate does within the limits, to three digits, from every candidate and rate."""
+    """Return the maximum throughput within the limits, to three digits, over all candidates and rates."""
     best = 0.0
     for candidate in space.candidates():
         top = load(engine, candidate)
@@ -63,7 +63,7 @@ def true_best(engine: SyntheticEngine, limits: Limits, space: Space = SPACE) -> 
 
 
 def runs_of_all(engine: SyntheticEngine, limits: Limits, space: Space = SPACE) -> int:
-    """How many runs it takes to search the rate of every candidate by itself, by the same bisection."""
+    """Return the number of runs of an exhaustive search that bisects the rate of every candidate."""
     total = 0
     for candidate in space.candidates():
         alone = Space((candidate.max_num_seqs,), (candidate.max_num_batched_tokens,), space.utilization)
@@ -72,7 +72,7 @@ def runs_of_all(engine: SyntheticEngine, limits: Limits, space: Space = SPACE) -
 
 
 def make_engine(seed: int) -> SyntheticEngine:
-    """Anything from a laptop to an accelerator, with KV caches for 16 to 2,000 requests."""
+    """Return an engine between a laptop and an accelerator, with KV caches for 16 to 2,000 requests."""
     draw = random.Random(seed)
 
     def between(low: float, high: float) -> float:
@@ -91,7 +91,8 @@ def make_engine(seed: int) -> SyntheticEngine:
 
 
 def limits_for(engine: SyntheticEngine, seed: int, metrics: list[str]) -> Limits:
-    """Limits between what one request alone feels and what all at once do: each of them binds somewhere."""
+    """Return limits between the latency of a single request and that of all at once: each of them is effective
+    somewhere."""
     draw, start = random.Random(seed), Setting(SPACE.largest(), UTILIZATION)
     alone, full = engine.answer(Trial(Purpose.SINGLE_REQUEST, start)).figures, load(engine, SPACE.largest()).figures
 
@@ -114,7 +115,7 @@ def limits_for(engine: SyntheticEngine, seed: int, metrics: list[str]) -> Limits
     ],
 )
 def test_search_finds_near_optimum_with_a_third_of_the_runs(metrics: list[str], share_of_runs: float) -> None:
-    """Of 36 candidates on engines of all kinds; the share is the median over engines."""
+    """36 candidates on engines of all kinds; the fraction is the median over engines."""
     ratios, shares = [], []
     for seed in range(24):
         engine = make_engine(seed)
@@ -152,7 +153,7 @@ def test_search_ends_and_best_meets_limits_on_any_engine(
 @settings(max_examples=20, deadline=None)
 @given(engine=ENGINES, metrics=METRICS, seed=st.integers(0, 1000))
 def test_same_results_lead_to_same_trials(engine: SyntheticEngine, metrics: list[str], seed: int) -> None:
-    """By this a search resumes from what was seen."""
+    """Required for resuming from recorded results."""
     limits = limits_for(engine, seed, metrics)
     once, again = (drive(Search(SPACE, limits).steps(), engine) for _ in range(2))
     assert once == again
@@ -206,7 +207,7 @@ def test_limits_violated_by_single_request_name_closest() -> None:
 
 
 def test_final_run_lowers_rate_until_limits_are_met() -> None:
-    """A short run may hold what a longer one does not."""
+    """A short run may meet limits that a longer one does not."""
     engine = SyntheticEngine()
     limits = limits_for(engine, 3, ["ttft"])
     search, _ = searched(engine, limits)
@@ -222,4 +223,4 @@ def test_final_run_lowers_rate_until_limits_are_met() -> None:
 
 def test_failed_requests_violate_limits() -> None:
     assert Limits().excess({"failed": 1.0}) == math.inf
-    assert Limits().misses({"failed": 1.0}) == ["1 requests failed"]
+    assert Limits().violations({"failed": 1.0}) == ["1 requests failed"]

@@ -1,4 +1,4 @@
-"""The file by which a search goes on: only what was seen under the same settings counts."""
+"""State files: a search resumes only from results with the same settings."""
 
 import json
 import math

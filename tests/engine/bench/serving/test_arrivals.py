@@ -1,4 +1,4 @@
-"""When requests are sent."""
+"""Send times of requests."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""One streamed request as the client sees it, from a server whose bytes come in any pieces."""
+"""One streamed request from the client's view, with response bytes split at any position."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def delta(**fields: Any) -> dict[str, Any]:
 
 
 async def answer_of(pieces: list[bytes], *, status: int = 200) -> RequestResult:
-    """The result of a request that is answered with these pieces, each written on its own."""
+    """Return the result of a request whose response is written in these pieces."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=status)

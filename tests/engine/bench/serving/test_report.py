@@ -1,4 +1,4 @@
-"""The table, the warnings and the file."""
+"""Table, warnings and result file."""
 
 import json
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""The whole command against a real server on a tiny model: figures, files, exit codes, Ctrl-C."""
+"""The bench serve command with a real server and a tiny model: results, files, exit codes, Ctrl-C."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that listens; it may still be loading."""
+    """A listening server that may still be loading."""
     folder = tmp_path_factory.mktemp("server")
     profiles = folder / "profiles"
     flags = ["--max-model-len", "256", "--num-gpu-blocks-override", "60", "--max-num-seqs", "8"]
@@ -146,13 +146,13 @@ def test_profile_of_the_run_is_written_by_server(
 
 
 def num_answered(port: str) -> float:
-    """Requests that the server has answered in its life."""
+    """Return the total number of requests completed by the server."""
     text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_SECONDS).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:request_success_total{"))
 
 
 def test_ctrl_c_prints_partial_results(port: str, tiny_model: Path, tmp_path: Path) -> None:
-    """Two requests come at once, a third after a minute. One is sent at a time: when the second is answered, the first
+    """Two requests arrive at once, a third after a minute, with one at a time: when the second is answered, the first
     has been received."""
     trace = tmp_path / "trace.csv"
     times = ("18:00:00.0", "18:00:00.0", "18:01:00.0")

@@ -1,4 +1,4 @@
-"""What a load consists of."""
+"""Samples of a load."""
 
 import json
 from collections.abc import Callable

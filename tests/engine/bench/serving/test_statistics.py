@@ -1,4 +1,4 @@
-"""The figures of a run: vLLM's names, and what they count."""
+"""Statistics of a run: vLLM's field names and definitions."""
 
 import pytest
 from trimtab_engine.bench.serving.client import RequestResult

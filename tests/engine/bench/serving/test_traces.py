@@ -1,4 +1,4 @@
-"""Recorded loads: the three formats, cuts, scaled lengths, shared prefixes."""
+"""Traces: the three formats, cuts, scaled lengths, shared prefixes."""
 
 import gzip
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from trimtab_engine.bench.serving.samples import Words
-from trimtab_engine.bench.serving.traces import Cut, TraceRequest, fit, read_trace, samples_of
+from trimtab_engine.bench.serving.traces import Cut, TraceRequest, read_trace, samples_of, scale_to_fit
 from trimtab_engine.errors import ConfigError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -65,7 +65,7 @@ def test_equal_leading_hash_ids_give_shared_prefix(tmp_path: Path) -> None:
 
 
 def test_scaled_lengths_keep_shared_prefixes(tmp_path: Path) -> None:
-    scale, requests = fit(mooncake(tmp_path), max_model_len=242, scale=None)
+    scale, requests = scale_to_fit(mooncake(tmp_path), max_model_len=242, scale=None)
     assert scale == pytest.approx(0.2)
     first, second, _ = (sample.prompt for sample in samples_of(requests, Words(None, seed=0), scale=scale, speedup=1.0))
     assert (len(first), len(second)) == (240, 206)
@@ -74,12 +74,12 @@ def test_scaled_lengths_keep_shared_prefixes(tmp_path: Path) -> None:
 
 def test_short_traces_are_not_stretched(tmp_path: Path) -> None:
     requests = mooncake(tmp_path)
-    assert fit(requests, max_model_len=8192, scale=None) == (1.0, requests)
-    assert fit(requests, max_model_len=None, scale=None) == (1.0, requests)
+    assert scale_to_fit(requests, max_model_len=8192, scale=None) == (1.0, requests)
+    assert scale_to_fit(requests, max_model_len=None, scale=None) == (1.0, requests)
 
 
 def test_given_scale_truncates_long_requests() -> None:
-    _, fitted = fit([TraceRequest(0.0, 900, 50), TraceRequest(0.0, 10, 5000)], max_model_len=100, scale=1.0)
+    _, fitted = scale_to_fit([TraceRequest(0.0, 900, 50), TraceRequest(0.0, 10, 5000)], max_model_len=100, scale=1.0)
     assert [(one.input_len, one.output_len) for one in fitted] == [(49, 50), (1, 98)]
 
 

@@ -2,11 +2,11 @@
 
 from importlib.resources import files
 
-SHIPPED = ("hermes",)
+BUILTIN_TEMPLATES = ("hermes",)
 
 
-def shipped_template(name: str) -> str | None:
+def builtin_template(name: str) -> str | None:
     """Return the text of a template, or None if the name is unknown."""
-    if name not in SHIPPED:
+    if name not in BUILTIN_TEMPLATES:
         return None
     return (files("trimtab_engine.text") / "templates" / f"{name}.jinja").read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """One of several API servers: HTTP on an inherited listening socket.
 
-Started as `-m trimtab_engine.api.serving.child LINK_FD`.
+Started as `-m trimtab_engine.api.serving.server_process LINK_FD`.
 
 It has its own event loop, tokenizer and connection to the engine core. Engine-wide state (metrics, readiness, draining,
 shutdown) comes from the first process over the link; it exits when that process does.
@@ -18,18 +18,18 @@ from trimtab_engine.api.metrics.tracing import tracer_of
 from trimtab_engine.api.openai.loading import load_serving
 from trimtab_engine.api.openai.state import ServerState, Serving
 from trimtab_engine.api.serving.app import build_app
-from trimtab_engine.api.serving.child_messages import (
+from trimtab_engine.api.serving.server_messages import (
     AbortAll,
-    Answer,
-    Ask,
+    BecomeNotReady,
     Drain,
+    DropMediaCache,
     End,
     Failed,
     Flush,
     Flushed,
-    ForgetAllMedia,
-    Leave,
     LoadFailed,
+    Query,
+    QueryResult,
     Serve,
     ServerLoaded,
     Start,
@@ -63,7 +63,7 @@ class LinkExporter:
     async def server_load(self, own: int) -> int:
         return int(await self._ask("load"))
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: QueryResult) -> None:
         future = self._asked.pop(answer.ask_id, None)
         if future is not None and not future.done():
             future.set_result(answer.body)
@@ -79,7 +79,7 @@ class LinkExporter:
         ask_id = self._last_id
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._asked[ask_id] = future
-        self._link.send(Ask(ask_id, what))
+        self._link.send(Query(ask_id, what))
         try:
             return await future
         finally:
@@ -115,7 +115,7 @@ class ChildServer:
         self._http.start()
         tasks = [asyncio.create_task(self._load()), asyncio.create_task(self._send_observations())]
         try:
-            return await self._obey()
+            return await self._run_commands()
         finally:
             self._exporter.fail()
             if self._tracer is not None:
@@ -139,7 +139,7 @@ class ChildServer:
         if self._serving is not None:
             self._link.send(ServerLoaded())
 
-    async def _obey(self) -> int:
+    async def _run_commands(self) -> int:
         """Follow the first process' messages until End or its exit. Return the exit code."""
         while True:
             message = await self._link.receive()
@@ -154,11 +154,11 @@ class ChildServer:
                     return 0
                 case Serve():
                     self._state.serving = self._serving
-                case Leave():
+                case BecomeNotReady():
                     self._state.terminating = True
                 case Drain():
                     self._state.begin_drain()
-                case ForgetAllMedia():
+                case DropMediaCache():
                     self._state.drop_media_cache()
                 case AbortAll():
                     self._core.abort_all()
@@ -167,7 +167,7 @@ class ChildServer:
                 case Flush(flush_id):
                     self._flush()
                     self._link.send(Flushed(flush_id, self._core.last_steps))
-                case Answer():
+                case QueryResult():
                     self._exporter.answered(message)
                 case Start():
                     raise AssertionError("Start is sent only once")

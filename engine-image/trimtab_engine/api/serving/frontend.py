@@ -1,7 +1,7 @@
-"""Interface of the servers on --port: one API server in the first process (single.py), or several processes
-(several.py).
+"""Interface of the servers on --port: one API server in the first process (single_server.py), or several processes
+(server_pool.py).
 
-life.py, which controls the engine's lifecycle, uses only this interface.
+lifecycle.py, which controls the engine's lifecycle, uses only this interface.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from typing import Protocol
 from trimtab_engine.messages.lifecycle import CoreFailed
 
 
-class Front(Protocol):
+class ServerFrontend(Protocol):
     """Servers on --port."""
 
     idle: asyncio.Event
@@ -30,7 +30,7 @@ class Front(Protocol):
     async def load(self) -> None:
         """Return when all servers accept requests. Raises ConfigError. Cancelled if the core fails first."""
 
-    def begin_leaving(self) -> None:
+    def become_not_ready(self) -> None:
         """Become not ready, but serve requests that still arrive."""
 
     def begin_drain(self) -> None:

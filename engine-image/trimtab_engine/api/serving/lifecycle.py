@@ -16,9 +16,9 @@ from trimtab_engine.api.admin.routes import build_admin_app
 from trimtab_engine.api.http.server import CLOSE_SECONDS, HttpServer, bind, loop_factory
 from trimtab_engine.api.metrics.exporter import EngineExporter
 from trimtab_engine.api.openai.state import ServerOptions, ServerState
-from trimtab_engine.api.serving.front import Front
-from trimtab_engine.api.serving.several import SeveralServers
-from trimtab_engine.api.serving.single import SingleServer
+from trimtab_engine.api.serving.frontend import ServerFrontend
+from trimtab_engine.api.serving.server_pool import ServerPool
+from trimtab_engine.api.serving.single_server import SingleServer
 from trimtab_engine.config.engine import EngineConfig, set_log_level
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.engine_client.launcher import CoreLauncher
@@ -28,14 +28,14 @@ from trimtab_engine.ipc.shared_secret import SharedSecret
 from trimtab_engine.messages.admin import EngineState
 
 QUIET_SECONDS = 1.0  # without requests: clients have stopped sending to this engine
-QUIET_LOOK_SECONDS = 0.1  # poll interval of arrivals; each poll accepts waiting connections
-SERVE_ON_SHARE = 0.5  # maximum share of the shutdown timeout; the rest is for the last requests
-MOST_SERVE_ON_SECONDS = (
+ARRIVAL_POLL_SECONDS = 0.1  # poll interval of arrivals; each poll accepts waiting connections
+MAX_TERMINATING_SHARE = 0.5  # maximum share of the shutdown timeout; the rest is for the last requests
+MAX_TERMINATING_SECONDS = (
     15.0  # clients that continue longer address this engine directly and would keep it alive forever
 )
 ABORT_GRACE_SECONDS = 2.0  # for the last bytes of aborted requests
-DEAD_ANSWER_SECONDS = 1.0  # after a failure: pending requests get their error, new ones 503
-DEAD_CLOSE_SECONDS = 1  # until connections close; with the core's grace period the exit takes less than 5 s
+FAILURE_RESPONSE_SECONDS = 1.0  # after a failure: pending requests get their error, new ones 503
+FAILURE_CLOSE_SECONDS = 1  # until connections close; with the core's grace period the exit takes less than 5 s
 
 logger = logging.getLogger("trimtab_engine.api")
 
@@ -93,12 +93,12 @@ class _EngineServer:
         self._exporter.silences = self._core.silent_seconds
         self._scaling = CoreScaling(self._core, self._launcher, config)
         self._state = ServerState(options, self._core, self._exporter)
-        self._servers: Front
+        self._servers: ServerFrontend
         if count == 1:
             self._servers = SingleServer(config, self._state, self._exporter, sockets[0])
         else:
             others = self._launcher.addresses[1:]
-            self._servers = SeveralServers(config, options, self._exporter, sockets[0], others, self._core)
+            self._servers = ServerPool(config, options, self._exporter, sockets[0], others, self._core)
         self._state.on_drain = self._servers.begin_drain
         self._state.on_drop_media_cache = self._servers.drop_media_cache
         self._admin = (
@@ -125,11 +125,11 @@ class _EngineServer:
             load = asyncio.create_task(self._load())
             statistics = asyncio.create_task(self._exporter.log_statistics())
             background = [load, statistics]
-            return await self._until_the_end(load, statistics)
+            return await self._wait_for_end(load, statistics)
         finally:
             for task in background:
                 task.cancel()
-            seconds = CLOSE_SECONDS if self._core.is_alive else DEAD_CLOSE_SECONDS
+            seconds = CLOSE_SECONDS if self._core.is_alive else FAILURE_CLOSE_SECONDS
             admin = [self._admin.close(seconds)] if self._admin is not None else []
             await asyncio.gather(*background, *admin, self._servers.close(seconds), return_exceptions=True)
             await self._scaling.close()
@@ -145,7 +145,7 @@ class _EngineServer:
         if self._core.ready is not None and self._core.is_alive:
             logger.info("ready: serving %s", ", ".join(self._options.served_model_names))
 
-    async def _until_the_end(self, load: "asyncio.Task[None]", statistics: "asyncio.Task[None]") -> int:
+    async def _wait_for_end(self, load: "asyncio.Task[None]", statistics: "asyncio.Task[None]") -> int:
         """Wait for the first of a signal, a failed load, or the end of the core."""
         stop = asyncio.create_task(self._stop.wait())
         ended = asyncio.create_task(self._core.ended.wait())
@@ -161,7 +161,7 @@ class _EngineServer:
                 if stop in done:
                     deadline = asyncio.get_running_loop().time() + self._shutdown_timeout
                     if load.done() and not self._was_interrupted:
-                        await self._serve_on()
+                        await self._serve_until_traffic_stops()
                     await self._drain(deadline)
                     return EXIT_INTERRUPTED if self._was_interrupted else 0
         finally:
@@ -173,28 +173,28 @@ class _EngineServer:
         assert failure is not None
         self._servers.fail(failure)
         print(f"trimtab-engine: {' '.join(failure.message.split())}", file=sys.stderr, flush=True)
-        await asyncio.sleep(DEAD_ANSWER_SECONDS)
+        await asyncio.sleep(FAILURE_RESPONSE_SECONDS)
         return failure.exit_code or 1
 
-    async def _serve_on(self) -> None:
+    async def _serve_until_traffic_stops(self) -> None:
         """Become not ready, but serve requests that still arrive: load balancers learn of the shutdown later than the
         engine. Ends after QUIET_SECONDS without arrivals; a draining engine already rejects requests.
 
         Counts polls instead of seconds: on a busy node connections wait until they are accepted.
         """
-        self._servers.begin_leaving()
+        self._servers.become_not_ready()
         quiet_looks, arrivals = 0, self._servers.num_arrivals
-        for _ in range(round(self._serve_on_seconds / QUIET_LOOK_SECONDS)):
-            if await self._first_of(QUIET_LOOK_SECONDS, self._hurry, self._core.ended) or self._state.draining:
+        for _ in range(round(self._max_terminating_seconds / ARRIVAL_POLL_SECONDS)):
+            if await self._wait_for_any(ARRIVAL_POLL_SECONDS, self._hurry, self._core.ended) or self._state.draining:
                 return
             come = self._servers.num_arrivals
             quiet_looks, arrivals = quiet_looks + 1 if come == arrivals else 0, come
-            if quiet_looks * QUIET_LOOK_SECONDS >= QUIET_SECONDS:
+            if quiet_looks * ARRIVAL_POLL_SECONDS >= QUIET_SECONDS:
                 return
 
     @property
-    def _serve_on_seconds(self) -> float:
-        return min(MOST_SERVE_ON_SECONDS, SERVE_ON_SHARE * self._shutdown_timeout)
+    def _max_terminating_seconds(self) -> float:
+        return min(MAX_TERMINATING_SECONDS, MAX_TERMINATING_SHARE * self._shutdown_timeout)
 
     async def _drain(self, deadline: float) -> None:
         """Reject new requests, let running ones finish, and abort the rest at the deadline or at a second signal."""
@@ -204,17 +204,17 @@ class _EngineServer:
         if servers.num_http_requests:
             seconds = max(0.0, deadline - asyncio.get_running_loop().time())
             logger.info("draining: %d running requests, timeout %.0f s", servers.num_http_requests, seconds)
-            await self._until_idle(seconds, self._hurry, self._core.ended)
+            await self._wait_until_idle(seconds, self._hurry, self._core.ended)
         if servers.num_http_requests and self._core.is_alive:
             logger.warning("aborting %d requests after the drain timeout", servers.num_http_requests)
             servers.abort_all()
-            await self._until_idle(ABORT_GRACE_SECONDS)
+            await self._wait_until_idle(ABORT_GRACE_SECONDS)
 
-    async def _until_idle(self, timeout: float, *or_else: asyncio.Event) -> None:
+    async def _wait_until_idle(self, timeout: float, *or_else: asyncio.Event) -> None:
         """Wait until no generation request is in progress, another event is set, or the timeout expires."""
-        await self._first_of(timeout, self._servers.idle, *or_else)
+        await self._wait_for_any(timeout, self._servers.idle, *or_else)
 
-    async def _first_of(self, timeout: float, *events: asyncio.Event) -> bool:
+    async def _wait_for_any(self, timeout: float, *events: asyncio.Event) -> bool:
         """Wait for the first of these events, at most `timeout` seconds. Return False on timeout."""
         waits = [asyncio.create_task(event.wait()) for event in events]
         done, _ = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

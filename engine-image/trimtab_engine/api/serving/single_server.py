@@ -47,7 +47,7 @@ class SingleServer:
     def drop_media_cache(self) -> None:
         self._state.drop_media_cache()
 
-    def begin_leaving(self) -> None:
+    def become_not_ready(self) -> None:
         self._state.terminating = True
 
     def begin_drain(self) -> None:

@@ -26,7 +26,7 @@ class Serve(msgspec.Struct, tag="serve"):
     """All servers have loaded: accept requests."""
 
 
-class Leave(msgspec.Struct, tag="leave"):
+class BecomeNotReady(msgspec.Struct, tag="leave"):
     """Become not ready, but serve requests that still arrive."""
 
 
@@ -34,7 +34,7 @@ class Drain(msgspec.Struct, tag="drain"):
     """Reject new requests; running ones continue."""
 
 
-class ForgetAllMedia(msgspec.Struct, tag="forget_all_media"):
+class DropMediaCache(msgspec.Struct, tag="forget_all_media"):
     """Drop all cached images and videos, here and in the cores."""
 
 
@@ -60,14 +60,14 @@ class Flush(msgspec.Struct, tag="flush"):
     flush_id: int
 
 
-class Answer(msgspec.Struct, tag="answer"):
+class QueryResult(msgspec.Struct, tag="answer"):
     """Answer to an Ask."""
 
     ask_id: int
     body: bytes
 
 
-ToServer = Start | Serve | Leave | Drain | ForgetAllMedia | AbortAll | Failed | End | Flush | Answer
+ToServer = Start | Serve | BecomeNotReady | Drain | DropMediaCache | AbortAll | Failed | End | Flush | QueryResult
 
 # --- server -> first process --------------------------------------------------------------------------------------
 
@@ -89,11 +89,11 @@ class Flushed(msgspec.Struct, tag="flushed"):
     steps: list[int]
 
 
-class Ask(msgspec.Struct, tag="ask"):
+class Query(msgspec.Struct, tag="ask"):
     """Request for engine-wide data: metrics, or load (requests in progress on all servers)."""
 
     ask_id: int
     what: str
 
 
-FromServer = ServerLoaded | LoadFailed | Observations | Flushed | Ask
+FromServer = ServerLoaded | LoadFailed | Observations | Flushed | Query

@@ -275,7 +275,7 @@ def test_hanging_core_fails_readyz_then_livez(start_server: Any, flags: list[str
         server.wait_for(lambda: server.status("/readyz") == 503, "readiness to fail")
         livez = server.status("/livez")
         assert livez == 200 or server.metric("trimtab_core_silence_seconds") >= 2 * SILENCE_SECONDS - 1
-        assert "engine core 0 has said nothing for" in server.http.get("/readyz").json()["reason"]
+        assert "engine core 0 has been silent for" in server.http.get("/readyz").json()["reason"]
         refused = server.http.post("/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
         assert server.admin.get("/admin/v1/memory").status_code == 503
@@ -329,15 +329,15 @@ def test_full_queue_is_503_with_retry_after_and_counted(start_server: Any, flags
     with running_request(server), running_request(server):
         server.wait_for(lambda: server.core_state()["running"] == 2, "both requests")
 
-        def asked() -> httpx.Response:  # on a separate connection
+        def request() -> httpx.Response:  # on a separate connection
             return httpx.post(
                 f"{server.http.base_url}/v1/completions", json={"prompt": "ab"}, timeout=REQUEST_TIMEOUT_SECONDS
             )
 
         server.wait_for(  # every server knows the queue
-            lambda: {asked().status_code for _ in range(4)} == {503}, "refusals"
+            lambda: {request().status_code for _ in range(4)} == {503}, "refusals"
         )
-        refused = asked()
+        refused = request()
         assert server.metric("vllm:admission_rejections_total", reason="max_num_queued_reqs") >= 5
         server.process.send_signal(signal.SIGTERM)
         server.wait_for(lambda: "draining" in server.log.read_text(), "the first signal")  # signals may be merged

@@ -16,19 +16,19 @@ from collections.abc import Sequence
 from trimtab_engine.api.metrics.exporter import EngineExporter
 from trimtab_engine.api.metrics.observations import Observations
 from trimtab_engine.api.openai.state import ServerOptions
-from trimtab_engine.api.serving.child_messages import (
+from trimtab_engine.api.serving.server_messages import (
     AbortAll,
-    Answer,
-    Ask,
+    BecomeNotReady,
     Drain,
+    DropMediaCache,
     End,
     Failed,
     Flush,
     Flushed,
-    ForgetAllMedia,
     FromServer,
-    Leave,
     LoadFailed,
+    Query,
+    QueryResult,
     Serve,
     ServerLoaded,
     Start,
@@ -40,12 +40,12 @@ from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.ipc.stream import StreamLink
 from trimtab_engine.messages.lifecycle import ClientAddresses, CoreFailed
 
-SERVER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.api.serving.child")
+SERVER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.api.serving.server_process")
 FLUSH_SECONDS = 0.5  # timeout of a scrape for a server that is too busy to send its observations
 KILL_SECONDS = 0.5  # after the closing time, before a hanging server is killed
 
 
-class SeveralServers:
+class ServerPool:
     """N servers. An unexpected exit of one fails the engine, like a failure of the core. `core` is this process'
     connection to the core, which receives the statistics."""
 
@@ -85,16 +85,16 @@ class SeveralServers:
         """Wait until every server has loaded, then let all accept requests at once."""
         for server in self._servers:
             await server.loaded
-        self._tell(Serve())
+        self._broadcast(Serve())
 
     def drop_media_cache(self) -> None:
-        self._tell(ForgetAllMedia())
+        self._broadcast(DropMediaCache())
 
-    def begin_leaving(self) -> None:
-        self._tell(Leave())
+    def become_not_ready(self) -> None:
+        self._broadcast(BecomeNotReady())
 
     def begin_drain(self) -> None:
-        self._tell(Drain())
+        self._broadcast(Drain())
 
     async def settle(self) -> None:
         """Wait until every server has sent its observations and the statistics of all steps that it has seen are here,
@@ -106,14 +106,14 @@ class SeveralServers:
             await asyncio.wait_for(self._core.heard_of(newest), FLUSH_SECONDS)
 
     def abort_all(self) -> None:
-        self._tell(AbortAll())
+        self._broadcast(AbortAll())
 
     def fail(self, failure: CoreFailed) -> None:
-        self._tell(Failed(failure))
+        self._broadcast(Failed(failure))
 
     async def close(self, seconds: int) -> None:
         self._closing = True
-        self._tell(End(seconds))
+        self._broadcast(End(seconds))
         await asyncio.gather(*(server.close(seconds + KILL_SECONDS) for server in self._servers))
 
     # --- messages of the servers
@@ -137,7 +137,7 @@ class SeveralServers:
                     server.loaded.set_exception(ConfigError(text))
             case Flushed(flush_id, steps):
                 server.flushed(flush_id, steps)
-            case Ask():
+            case Query():
                 server.pending_answers.add(task := asyncio.create_task(self._answer(server, message)))
                 task.add_done_callback(server.pending_answers.discard)
 
@@ -148,12 +148,12 @@ class SeveralServers:
         cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         self._core.fail(CoreFailed(f"API server {server.index} ended unexpectedly ({cause}); shutting down", 1))
 
-    async def _answer(self, asking: "_Server", ask: Ask) -> None:
+    async def _answer(self, server: "_Server", ask: Query) -> None:
         await self.settle()
         body = self._exporter.text() if ask.what == "metrics" else str(self.num_http_requests).encode()
-        asking.link.send(Answer(ask.ask_id, body))
+        server.link.send(QueryResult(ask.ask_id, body))
 
-    def _tell(self, message: ToServer) -> None:
+    def _broadcast(self, message: ToServer) -> None:
         for server in self._servers:
             server.link.send(message)
 
@@ -170,7 +170,7 @@ class _Server:
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def start(cls, start: Start, owner: SeveralServers) -> "_Server":
+    async def start(cls, start: Start, owner: ServerPool) -> "_Server":
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
@@ -223,9 +223,9 @@ class _Server:
             self.loaded.exception()  # retrieved to avoid asyncio's warning
         self.link.close()
 
-    async def _read(self, owner: SeveralServers) -> None:
+    async def _read(self, owner: ServerPool) -> None:
         while (message := await self.link.receive()) is not None:
             owner.on_message(self, message)
 
-    async def _watch(self, owner: SeveralServers) -> None:
+    async def _watch(self, owner: ServerPool) -> None:
         owner.on_end(self, await self.process.wait())

@@ -4,7 +4,7 @@ import http.client
 import json
 
 import pytest
-from trimtab_engine.api.serving.fetching import FetchState, serve_probes
+from trimtab_engine.api.serving.download_server import DownloadState, serve_probes
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.sources.progress import Progress
 
@@ -12,9 +12,9 @@ PROGRESS = Progress("hf://a/b", 12 * 10**9, 28 * 10**9, 10**9 / 8)
 SENTENCE = "Downloading 43 %, 12.0 GB of 28.0 GB, 2 min left"
 
 
-def make_state() -> FetchState:
-    state = FetchState()
-    state.note(PROGRESS)
+def make_state() -> DownloadState:
+    state = DownloadState()
+    state.update(PROGRESS)
     return state
 
 
@@ -25,7 +25,7 @@ def test_startupz_reports_stage_percent_and_message() -> None:
 
 
 def test_startupz_before_progress_reports_model_request() -> None:
-    assert json.loads(FetchState().answer("/startupz")[2])["message"] == "Asking for the model"
+    assert json.loads(DownloadState().answer("/startupz")[2])["message"] == "Asking for the model"
 
 
 def test_livez_is_ok_and_readyz_is_503() -> None:
@@ -46,7 +46,7 @@ def test_port_responds_at_once_and_is_free_afterwards() -> None:
     from trimtab_engine.api.http.server import bind
 
     with serve_probes("127.0.0.1", 0) as (state, port):
-        state.note(PROGRESS)
+        state.update(PROGRESS)
         for method, wanted in (("GET", SENTENCE), ("POST", SENTENCE), ("HEAD", "")):
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
             connection.request(method, "/readyz")

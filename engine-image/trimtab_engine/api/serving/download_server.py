@@ -19,16 +19,16 @@ from trimtab_engine.sources.progress import Progress
 STAGE = "download"
 RETRY_SECONDS = 10
 IDLE_SECONDS = 5.0  # timeout of a silent client
-CLOSE_LOOK_SECONDS = 0.1
+CLOSE_POLL_SECONDS = 0.1
 
 
-class FetchState:
+class DownloadState:
     """Latest download progress, shared with the probe handler."""
 
     def __init__(self) -> None:
         self._progress = Progress("the model", 0, 0)
 
-    def note(self, progress: Progress) -> None:
+    def update(self, progress: Progress) -> None:
         self._progress = progress
 
     def answer(self, path: str) -> tuple[int, str, str]:
@@ -37,8 +37,8 @@ class FetchState:
         if path == "/livez":
             return HTTPStatus.OK, "text/plain; charset=utf-8", "ok"
         if path == "/startupz":
-            said = {"stage": STAGE, "percent": round(progress.percent, 1), "message": progress.sentence}
-            return HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps(said)
+            body = {"stage": STAGE, "percent": round(progress.percent, 1), "message": progress.sentence}
+            return HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps(body)
         reason = f"the engine is downloading the model: {progress.sentence}"
         if path == "/readyz":
             return HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps({"reason": reason})
@@ -46,10 +46,10 @@ class FetchState:
 
 
 @contextmanager
-def serve_probes(host: str, port: int) -> Iterator[tuple[FetchState, int]]:
+def serve_probes(host: str, port: int) -> Iterator[tuple[DownloadState, int]]:
     """Serve probes until the block ends. Yields the state to update, and the port. Raises ConfigError if the port is in
     use."""
-    state = FetchState()
+    state = DownloadState()
 
     class Handler(BaseHTTPRequestHandler):
         timeout = IDLE_SECONDS
@@ -84,7 +84,7 @@ def serve_probes(host: str, port: int) -> Iterator[tuple[FetchState, int]]:
     server = Server(("", 0), Handler, bind_and_activate=False)
     server.socket.close()
     server.socket = bound
-    thread = threading.Thread(target=server.serve_forever, args=(CLOSE_LOOK_SECONDS,), name="probes", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(CLOSE_POLL_SECONDS,), name="probes", daemon=True)
     thread.start()
     try:
         yield state, int(bound.getsockname()[1])

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from trimtab_engine.ipc.frames import serve_frames
 from trimtab_engine.structured.deep_stack import deep_stack_executor
 from trimtab_engine.structured.matcher import WORD_BYTES, GrammarMatcher, Vocabulary
-from trimtab_engine.structured.reasons import in_one_sentence
+from trimtab_engine.structured.reasons import one_sentence
 
 STACK_BYTES = 2 << 20  # 1/32 of the core's (deep_stack.py)
 NUM_STEPS = 12  # along random allowed tokens
@@ -51,18 +51,18 @@ def _json_options(spec: Mapping[str, Any]) -> Any:
     return {"whitespace_pattern": spec.get("whitespace_pattern") or WHITESPACE, "coerce_one_of": True}
 
 
-def try_grammar(tokenizer: LLTokenizer, spec: Mapping[str, Any]) -> Json:
+def validate_grammar(tokenizer: LLTokenizer, spec: Mapping[str, Any]) -> Json:
     """Return {"grammar": llguidance's JSON} or {"error": reason}."""
     try:
         grammar = grammar_text(spec)
     except ValueError as error:
-        return {"error": in_one_sentence(str(error))}
+        return {"error": one_sentence(str(error))}
     matcher = GrammarMatcher.of(tokenizer, grammar)
-    refusal = matcher.error or _walk(matcher)
+    refusal = matcher.error or _take_steps(matcher)
     return {"grammar": grammar} if refusal is None else {"error": refusal}
 
 
-def _walk(matcher: GrammarMatcher) -> str | None:
+def _take_steps(matcher: GrammarMatcher) -> str | None:
     """Take a few steps. Return the reason of a rejection, or None."""
     row = np.zeros((1, matcher.num_words), dtype=np.int32)
     choose = random.Random(0)
@@ -89,7 +89,7 @@ def start(settings: Json) -> Callable[[Json], Json]:
     vocabulary = Vocabulary(settings["tokenizer_json"], settings["vocab_size"], tuple(settings["eos_token_ids"]))
     tokenizer = vocabulary.build()
     executor = deep_stack_executor("trial", STACK_BYTES)
-    return lambda spec: executor.submit(try_grammar, tokenizer, spec).result()
+    return lambda spec: executor.submit(validate_grammar, tokenizer, spec).result()
 
 
 if __name__ == "__main__":

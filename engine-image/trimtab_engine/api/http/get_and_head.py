@@ -8,7 +8,7 @@ from fastapi import APIRouter
 Handler = Callable[..., Any]
 
 
-def look(router: APIRouter, path: str) -> Callable[[Handler], Handler]:
+def get_and_head(router: APIRouter, path: str) -> Callable[[Handler], Handler]:
     """Register a function for GET and HEAD of a path.
 
     HEAD is a separate route, excluded from /openapi.json: FastAPI gives all methods of one route the same ID there and

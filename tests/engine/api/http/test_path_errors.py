@@ -1,7 +1,12 @@
 """Unknown paths: the error names the right port, path or method."""
 
 import pytest
-from trimtab_engine.api.http.wrong_path import ADMIN_PORT, PUBLIC_PORT, why_no_method, why_no_path
+from trimtab_engine.api.http.path_errors import (
+    ADMIN_PORT,
+    PUBLIC_PORT,
+    unknown_path_message,
+    unsupported_method_message,
+)
 
 PUBLIC_PATHS = ["/v1/chat/completions", "/v1/models", "/v1/models/{name:path}", "/health", "/tokenize"]
 
@@ -25,15 +30,15 @@ PUBLIC_PATHS = ["/v1/chat/completions", "/v1/models", "/v1/models/{name:path}", 
     ],
 )
 def test_unknown_path_error_names_other_port_or_spelling(path: str, message: str) -> None:
-    assert message in why_no_path(path, PUBLIC_PATHS, ADMIN_PORT)
+    assert message in unknown_path_message(path, PUBLIC_PATHS, ADMIN_PORT)
 
 
 def test_admin_port_names_public_port() -> None:
     message = "/v1/models is on the server's public port (--port), not on this port"
-    assert why_no_path("/v1/models", ["/admin/v1/config"], PUBLIC_PORT) == message
+    assert unknown_path_message("/v1/models", ["/admin/v1/config"], PUBLIC_PORT) == message
 
 
 def test_unsupported_method_error_lists_methods() -> None:
     message = "/admin/v1/config does not support POST; use GET or PATCH"
-    assert why_no_method("POST", "/admin/v1/config", ["GET", "PATCH"]) == message
-    assert why_no_method("POST", "/v1/models/x", []) == "/v1/models/x does not support POST"
+    assert unsupported_method_message("POST", "/admin/v1/config", ["GET", "PATCH"]) == message
+    assert unsupported_method_message("POST", "/v1/models/x", []) == "/v1/models/x does not support POST"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from llguidance import LLTokenizer
-from trimtab_engine.structured import trial
+from trimtab_engine.structured import validation
 from trimtab_engine.structured.matcher import GrammarMatcher
 from trimtab_engine.structured.reasons import MAX_CHARACTERS
-from trimtab_engine.structured.trial import try_grammar
+from trimtab_engine.structured.validation import validate_grammar
 from trimtab_engine.structured.vocabulary import read_vocabulary
 
 OBJECT = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
@@ -22,7 +22,7 @@ def tokenizer(tokenizer_folder: Path) -> LLTokenizer:
 
 def allows(tokenizer: LLTokenizer, text: str, **spec: Any) -> bool:
     """Return True if the whole text, followed by the end, matches."""
-    matcher = GrammarMatcher.of(tokenizer, try_grammar(tokenizer, spec)["grammar"])
+    matcher = GrammarMatcher.of(tokenizer, validate_grammar(tokenizer, spec)["grammar"])
     matcher.accept([*text.encode(), 256])
     return matcher.error is None and matcher.is_complete
 
@@ -65,21 +65,21 @@ def test_grammar_matches_expected_text(tokenizer: LLTokenizer, spec: dict[str, A
     ],
 )
 def test_invalid_grammar_is_rejected_with_reason(tokenizer: LLTokenizer, spec: dict[str, Any], reason: str) -> None:
-    assert reason in try_grammar(tokenizer, spec)["error"]
+    assert reason in validate_grammar(tokenizer, spec)["error"]
 
 
 def test_mask_above_time_limit_is_rejected(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "MAX_MASK_SECONDS", 0.0)
-    assert "computing the allowed tokens" in try_grammar(tokenizer, {"kind": "regex", "value": "[a-z]+"})["error"]
+    monkeypatch.setattr(validation, "MAX_MASK_SECONDS", 0.0)
+    assert "computing the allowed tokens" in validate_grammar(tokenizer, {"kind": "regex", "value": "[a-z]+"})["error"]
 
 
 def test_reason_is_one_short_line(tokenizer: LLTokenizer) -> None:
-    error = try_grammar(tokenizer, {"kind": "regex", "value": "(" * 5000})["error"]
+    error = validate_grammar(tokenizer, {"kind": "regex", "value": "(" * 5000})["error"]
     assert len(error) <= MAX_CHARACTERS
     assert "\n" not in error
 
 
 def test_regex_error_has_its_position(tokenizer: LLTokenizer) -> None:
-    assert try_grammar(tokenizer, {"kind": "regex", "value": "ab(c"})["error"] == "unclosed group, at character 3"
-    error = try_grammar(tokenizer, {"kind": "grammar", "value": "start: foo"})["error"]
+    assert validate_grammar(tokenizer, {"kind": "regex", "value": "ab(c"})["error"] == "unclosed group, at character 3"
+    error = validate_grammar(tokenizer, {"kind": "grammar", "value": "start: foo"})["error"]
     assert error == 'unknown name: "foo", at line 1 column 8', "without the caret drawing"

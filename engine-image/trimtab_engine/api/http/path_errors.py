@@ -35,7 +35,7 @@ ADMIN_PORT = OtherPort(
 )  # fmt: skip
 
 
-def why_no_path(path: str, paths: Iterable[str], other: OtherPort) -> str:
+def unknown_path_message(path: str, paths: Iterable[str], other: OtherPort) -> str:
     """Return the message. `paths` are those of this port; a prefix such as / lists all paths below it."""
     if other.has(path):
         return f"{path} is on the server's {other.name} ({other.flag}), not on this port"
@@ -46,6 +46,6 @@ def why_no_path(path: str, paths: Iterable[str], other: OtherPort) -> str:
     return f"unknown path {path}" + (f"; did you mean {meant[0]}?" if meant else "")
 
 
-def why_no_method(method: str, path: str, taken: Sequence[str]) -> str:
+def unsupported_method_message(method: str, path: str, taken: Sequence[str]) -> str:
     """Return the message. `taken` are the path's methods; empty if only its pattern is known."""
     return f"{path} does not support {method}" + (f"; use {' or '.join(taken)}" if taken else "")
