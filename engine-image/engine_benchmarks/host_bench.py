@@ -286,12 +286,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with running_engine(load) as engine:
             measurements.append(measure(engine, load, options.steps))
     if options.output == "json":
-        told: dict[str, Any] = {
+        report: dict[str, Any] = {
             "python": platform.python_version(),
             "torch": torch.__version__,
         }
-        told |= {"random": options.random, "prefix_caching": options.prefix_caching}
-        print(json.dumps(told | {"measurements": [asdict(m) for m in measurements]}, indent=1))
+        report |= {"random": options.random, "prefix_caching": options.prefix_caching}
+        print(json.dumps(report | {"measurements": [asdict(m) for m in measurements]}, indent=1))
     else:
         print(table(measurements))
     return 0

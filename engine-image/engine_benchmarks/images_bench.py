@@ -83,9 +83,9 @@ async def first_token_seconds(session: aiohttp.ClientSession, server: LocalServe
     body = {"model": SERVED_NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 1, "temperature": 0}
     started = time.perf_counter()
     async with session.post(f"{server.url}/v1/chat/completions", json=body) as answer:
-        said = await answer.text()
+        response_text = await answer.text()
         if answer.status != 200:
-            raise EngineDead(f"{answer.status}: {said}")
+            raise EngineDead(f"{answer.status}: {response_text}")
     return time.perf_counter() - started
 
 
@@ -110,18 +110,18 @@ async def first_tokens(model: str, rounds: int) -> dict[str, float]:
             for number in range(-1, rounds):  # the first one warms up
                 url, other = (data_url(picture(SIDE * LARGE_TOKENS, 2 * number + seed)) for seed in (100, 101))
 
-                async def ask(what: str, words: str, url: str = url, number: int = number) -> None:
+                async def send_request(what: str, words: str, url: str = url, number: int = number) -> None:
                     seconds = await first_token_seconds(session, server, f"{words} {number}: ", url)
                     if number >= 0:
                         found.setdefault(what, []).append(1000 * seconds)
 
-                await ask("none", "first")
-                await ask("processor and encoder", "second")
-                await ask("processor, encoder and prefix", "second")
+                await send_request("none", "first")
+                await send_request("processor and encoder", "second")
+                await send_request("processor, encoder and prefix", "second")
                 await reset_processor_caches(session, server)
-                await ask("encoder", "third")
+                await send_request("encoder", "third")
                 await first_token_seconds(session, server, "another ", other)  # replaces it in the encoder's cache
-                await ask("processor", "fourth")
+                await send_request("processor", "fourth")
     return {what: statistics.median(times) for what, times in found.items()}
 
 

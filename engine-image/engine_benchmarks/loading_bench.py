@@ -58,7 +58,7 @@ class Measured:
         pairs = zip(self.read_seconds, self.cold_seconds, strict=True)
         return statistics.median(read / cold for read, cold in pairs)
 
-    def told(self) -> dict[str, object]:
+    def summary(self) -> dict[str, object]:
         rates = {name: self.rate(getattr(self, f"{name}_seconds")) for name in ("read", "cold", "warm")}
         each = {
             name: [round(second, 3) for second in seconds] for name, seconds in asdict(self).items() if "_s" in name
@@ -173,9 +173,9 @@ def main(
 ) -> None:
     """Measure and print JSON."""
     copy = copy_of(model, folder)
-    layouts = [measure(copy, number, rounds, threads).told() for number in ranks or [1]]
-    told = {"model": model.name, "threads": threads, "load_average": os.getloadavg()[0], "layouts": layouts}
-    json.dump(told, sys.stdout, indent=1)
+    layouts = [measure(copy, number, rounds, threads).summary() for number in ranks or [1]]
+    summary = {"model": model.name, "threads": threads, "load_average": os.getloadavg()[0], "layouts": layouts}
+    json.dump(summary, sys.stdout, indent=1)
     print()
 
 

@@ -114,20 +114,20 @@ def llama_cpp(python: Path, file: Path, prompt: list[int], threads: int) -> Iter
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as peer:
-        asked, told = peer.stdin, peer.stdout
-        assert asked is not None
-        assert told is not None
+        stdin, output = peer.stdin, peer.stdout
+        assert stdin is not None
+        assert output is not None
 
         def run() -> Timed:
-            print("go", file=asked, flush=True)
-            for line in told:
+            print("go", file=stdin, flush=True)
+            for line in output:
                 if line.startswith("took "):
                     wall, processor = line.split()[1:]
                     return Timed(NOTHING, Spent(float(wall), float(processor)))
             raise RuntimeError(f"llama.cpp ended with {peer.wait()}")
 
         yield run
-        asked.close()
+        stdin.close()
 
 
 def main(
@@ -147,8 +147,8 @@ def main(
         if peer is not None:
             contenders["llama.cpp"] = stack.enter_context(llama_cpp(peer, file, prompt, threads))
         best = time_alternately(contenders, rounds)
-    told = {name: {key: round(1e3 * value, 3) for key, value in asdict(of).items()} for name, of in best.items()}
-    json.dump({"threads": threads, "ms_per_token": told, "weights_bytes": sizes}, sys.stdout, indent=2)
+    output = {name: {key: round(1e3 * value, 3) for key, value in asdict(of).items()} for name, of in best.items()}
+    json.dump({"threads": threads, "ms_per_token": output, "weights_bytes": sizes}, sys.stdout, indent=2)
     print()
 
 

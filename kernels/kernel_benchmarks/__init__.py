@@ -1,5 +1,6 @@
-"""`make bench-gpu`: every kernel checked and measured on the GPU at hand, beside what else runs there.
+"""Kernel benchmark (`make bench-gpu`): checks and measures every kernel on this machine's GPU, and compares it with
+alternatives.
 
-One file per kernel gives its rows (see row.py); `timing` measures, `limits` finds what the device can do in the same
-run, `report` keeps what was found. Imports torch, triton, numpy and trimtab_kernels, nothing else.
+One file per kernel provides its rows (see row.py); `timing` measures, `limits` determines the device's limits in the
+same run, `report` stores the results. Imports only torch, triton, numpy and trimtab_kernels.
 """

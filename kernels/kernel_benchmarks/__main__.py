@@ -1,8 +1,8 @@
-"""`make bench-gpu [ONLY=paged] [RESUME=1]`: every row checked, timed, and its peers beside it, in one span of time.
+"""`make bench-gpu [ONLY=paged] [RESUME=1]`: checks and times every row and its peers within one time budget.
 
-Our own rows come first: the kernels, then the engine; then what is left of the time goes to the peers that compile for
-long and to the other engines. Each part is a process of its own (supervision.py); the report is written after each
-row. What was not reached is named, and RESUME=1 goes on there.
+Trimtab's rows run first: the kernels, then the engine; the remaining time is used for peers that compile for long and
+for other engines. Each phase is a process (supervision.py); the report is written after each row. Rows that were not
+reached are listed, and RESUME=1 continues with them.
 """
 
 import argparse
@@ -12,30 +12,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernel_benchmarks.engine_peers import SHAPES, note_absent, wanted
+from kernel_benchmarks.engine_peers import SHAPES, note_absent, select_rows
 from kernel_benchmarks.engine_rows import GROUPS
 from kernel_benchmarks.page import write_pages
 from kernel_benchmarks.peers import PEERS
 from kernel_benchmarks.phase import DONE, FAILED, OUT_OF_TIME, RUN_SECONDS, Clock
 from kernel_benchmarks.report import FILE, Report
-from kernel_benchmarks.supervision import run_part
+from kernel_benchmarks.supervision import run_phase
 from kernel_benchmarks.wheels import use_wheels
 
 COMMAND = "make bench-gpu"
 KERNELS_SHARE, ENGINE_SHARE, OURS_SHARE = 0.45, 0.85, 0.92
-"""Of the time: until when kernels, the engine, and kernels that were not reached may begin a row."""
+"""Fractions of the budget after which kernels, the engine, and remaining kernels start no further row."""
 END_SECONDS = 10.0
-"""Kept for the page and the picture."""
+"""Reserved for the page and the plot."""
 RunPart = Callable[..., int]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: its options, as every part is given them."""
+    """One run: its options, as passed to every phase."""
 
     options: argparse.Namespace
     started: float
-    part: RunPart = run_part
+    part: RunPart = run_phase
 
     @property
     def path(self) -> Path:
@@ -53,7 +53,7 @@ class Run:
         return Report(self.path, self.name)
 
     def __call__(self, module: str, *arguments: str, share: float = 1.0) -> int:
-        """Run one part; no row of it is begun after that share of the time. Returns its exit code."""
+        """Run one phase, which starts no row after that fraction of the budget. Returns its exit code."""
         until = self.started + share * (self.deadline - self.started)
         options = self.options
         command = ["--output", str(options.output), "--only", options.only, "--wheels", str(options.wheels)]
@@ -63,7 +63,7 @@ class Run:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m kernel_benchmarks", description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder of gpu.json, .md and .svg")
     parser.add_argument("--only", default="", help="only rows whose name contains this")
@@ -76,24 +76,25 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure_ours(run: Run, seed: int) -> list[int]:
-    """Exit codes of the parts. Kernels that the engine's turn cut off go on behind it."""
+    """Measure kernels and engine; return the phases' exit codes. Kernels that ran out of time continue after the
+    engine."""
     kernels = ("kernel_rows", "--seed", str(seed))
     if run.options.kernels:
         return [run(*kernels)]
     codes = [run(*kernels, share=KERNELS_SHARE)]
     for number, group in enumerate(GROUPS):
-        if group.wanted(run.options.only, run.report().has):
+        if group.select_rows(run.options.only, run.report().has):
             codes.append(run("end_to_end", "--group", str(number), share=ENGINE_SHARE))
     return [run(*kernels, share=OURS_SHARE), *codes[1:]] if codes[0] == OUT_OF_TIME else codes
 
 
 def measure_peers(run: Run, seed: int) -> list[str]:
-    """Whatever time is left for; returns the peers that it did not suffice for."""
+    """Measure peers in the remaining time; return the peers that were not reached."""
     left: list[str] = []
     for peer in PEERS:
         for shape in SHAPES:
             only = run.options.only
-            if note_absent(peer, shape, only, run.report()) or not wanted(peer, shape, only, run.report()):
+            if note_absent(peer, shape, only, run.report()) or not select_rows(peer, shape, only, run.report()):
                 continue
             if run("engine_peers", "--peer", peer.name, "--shape", shape.name) == OUT_OF_TIME:
                 left.append(f"{peer.name}, {shape.name}")
@@ -102,9 +103,9 @@ def measure_peers(run: Run, seed: int) -> list[str]:
     return left
 
 
-def main(arguments: list[str] | None = None, part: RunPart = run_part) -> int:
-    """Exit code 0 when every row of ours ran and is right, 1 when one is not, 2 without a GPU or Triton, 3 when time
-    ran out before all of them. Peers have no say in it."""
+def main(arguments: list[str] | None = None, part: RunPart = run_phase) -> int:
+    """Return exit code 0 if every row ran and is correct, 1 if one is not, 2 without a GPU or Triton, 3 if time ran out
+    before all rows. Peers do not affect it."""
     options = parse(arguments)
     run = Run(options, time.time(), part)
     use_wheels(options.wheels)
@@ -114,21 +115,21 @@ def main(arguments: list[str] | None = None, part: RunPart = run_part) -> int:
     if begun != DONE:
         return begun
     codes = measure_ours(run, seed)
-    run("limits", "--at-end")  # a device that has become warm, or that others use, is slower than at the beginning
+    run("limits", "--at-end")  # a warm or shared device is slower than at the start
     report = run.report()
     failed = [name for name, row in report.rows.items() if "error" in row and options.only in name]
     clock = Clock(run.started, run.deadline, run.deadline)
-    measured = sum("run" in row for row in report.rows.values()) - len(failed)  # a row may have peers alone
-    clock.say(f"our own rows: {measured} measured, {len(failed)} failed")
+    measured = sum("run" in row for row in report.rows.values()) - len(failed)  # a row may have only peers
+    clock.log(f"our own rows: {measured} measured, {len(failed)} failed")
     unmeasured_peers = [] if options.kernels else measure_peers(run, seed)
     if not write_pages(run.report(), options.output):
-        clock.say("no picture: matplotlib is not installed")
+        clock.log("no plot: matplotlib is not installed")
     if OUT_OF_TIME in codes:
-        clock.say("out of time before all rows of ours were measured; RESUME=1 goes on")
+        clock.log("out of time before all rows were measured; RESUME=1 continues")
     if unmeasured_peers:
-        clock.say(f"no time was left for: {'; '.join(unmeasured_peers)}; RESUME=1 goes on")
+        clock.log(f"no time was left for: {'; '.join(unmeasured_peers)}; RESUME=1 continues")
     if failed or FAILED in codes:
-        clock.say(f"failed: {', '.join(failed) or 'a part of the run'}")
+        clock.log(f"failed: {', '.join(failed) or 'a phase of the run'}")
         return FAILED
     return OUT_OF_TIME if OUT_OF_TIME in codes else DONE
 

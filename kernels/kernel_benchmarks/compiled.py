@@ -1,8 +1,8 @@
-"""Kernels that Triton has compiled, carried from one fresh machine to the next: they are a third of what a call takes.
+"""Transfer of Triton's compiled kernels between machines: compilation takes a third of a command's time.
 
-Triton's cache names its files by what they were compiled of, and in an index of each kernel by their whole paths: so it
-lies at the same place on every machine. Only what a launch needs travels (machine code, its description, launchers).
-A kernel that is not there, or was compiled of something else, is compiled as ever.
+Triton's cache names its files by the hash of their inputs, and its index files contain absolute paths, so the cache
+must have the same path on every machine. Only the files that a launch needs are transferred (machine code, metadata,
+launchers). Missing or outdated kernels are compiled as usual.
 """
 
 import tarfile
@@ -16,8 +16,11 @@ NEEDED = frozenset({".json", ".cubin", ".so"})
 
 
 def unpack(archive: Path, folder: Path = FOLDER) -> int:
-    """Into the folder, which is made. Returns the number of files; 0 where there is no archive. Raises
-    tarfile.TarError for one that is none."""
+    """Unpack into the folder, creating it. Returns the number of files; 0 without an archive.
+
+    Raises:
+        tarfile.TarError: the archive is invalid.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not archive.exists():
         return 0
@@ -28,12 +31,12 @@ def unpack(archive: Path, folder: Path = FOLDER) -> int:
 
 
 def pack(archive: Path, folder: Path = FOLDER) -> int:
-    """What a launch needs of the folder. Returns the number of files; without any there is no archive."""
+    """Pack the files that launches need. Returns the number of files; without any, no archive is written."""
     files = [path for path in sorted(folder.rglob("*")) if path.suffix in NEEDED and path.is_file()]
     if files:
-        beside = archive.with_suffix(".part")
-        with tarfile.open(beside, "w:xz", preset=1) as packed:
+        temporary = archive.with_suffix(".part")
+        with tarfile.open(temporary, "w:xz", preset=1) as packed:
             for path in files:
                 packed.add(path, arcname=str(path.relative_to(folder)))
-        beside.replace(archive)
+        temporary.replace(archive)
     return len(files)

@@ -1,4 +1,4 @@
-"""copy_blocks: scattered blocks of Llama-3.1-8B's 64 regions; beside it torch's indexing."""
+"""copy_blocks: scattered blocks of Llama-3.1-8B's 64 regions, compared with torch's indexing."""
 
 from collections.abc import Iterator
 from functools import partial

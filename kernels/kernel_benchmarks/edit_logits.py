@@ -25,7 +25,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
         yield Row(
             f"edit_logits {num_rows}x{vocab}, {name}",
             "copy",
-            (tensors + 2) * 4 * logits.numel(),  # each run edits a copy, which is timed with it
+            (tensors + 2) * 4 * logits.numel(),  # each run edits a copy, and the copy is timed as well
             0.90,
             partial(_edited, edit_logits_triton, logits, edits),
             partial(_edited, edit_logits_reference, logits, edits),

@@ -1,5 +1,5 @@
-"""What is asked of the engine as a whole: models, loads, bars, and the rate that the device would allow. Pure: the
-engine's own measurements (end_to_end.py) and the peers' (peers/) follow the same table.
+"""Rows of the engine benchmark: models, loads, targets, and the device's ideal rate. Pure: the engine's measurements
+(end_to_end.py) and the peers' (peers/) use the same table.
 """
 
 import random
@@ -19,18 +19,18 @@ from kernel_benchmarks.ideal import (
 )
 
 Workload = list[tuple[list[int], int]]
-"""Prompts, and how many tokens each generates."""
+"""Prompts, and the number of tokens each generates."""
 CONTEXT = 1024
-STEPS = 64  # of decode that are measured: the context grows by 6 %
+STEPS = 64  # measured decode steps: the context grows by 6 %
 WARM_UP_STEPS = 8
 PREFILL_PROMPTS = 32
 BUSY_BATCH = 32
 FIRST_TOKEN, TOKENS = 3, 10_000
-"""Prompts are of these token ids, which every vocabulary here has."""
+"""Prompts consist of these token ids, which every vocabulary here has."""
 
 
 class Kind(Enum):
-    """What is measured. DECODE, PREFILL and WORKLOAD are rates in tokens/s, which peers can be asked for too."""
+    """Kind of measurement. DECODE, PREFILL and WORKLOAD are rates in tokens/s, which peers report too."""
 
     DECODE = "decode"
     PREFILL = "prefill"
@@ -41,7 +41,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """One line. `bar` is a share of the limit, or for RESIZE the seconds that are allowed."""
+    """One row. `bar` is the target share of the limit, or for RESIZE the allowed seconds."""
 
     shape: ModelShape
     kind: Kind
@@ -63,7 +63,7 @@ class EngineRow:
 
     @property
     def load(self) -> Workload:
-        """Of a row with peers. Decodes generate so long that none ends before the last has been measured."""
+        """Load of a row with peers. Decodes generate enough tokens that none ends before the last has been measured."""
         if self.kind is Kind.WORKLOAD:
             return nano_vllm_workload()
         if self.kind is Kind.PREFILL:
@@ -71,7 +71,7 @@ class EngineRow:
         return decode_load(self.batch, CONTEXT, STEPS)
 
     def limit(self, limits: Mapping[str, float]) -> float:
-        """Tokens/s that this device allows at best, from the bandwidth and the matrix rate of the same run."""
+        """Return the device's ideal tokens/s, from the bandwidth and the matrix rate of the same run."""
         bandwidth, flops = limits["copy"], limits["bf16"]
         if self.kind is Kind.WORKLOAD:
             best = workload_seconds(self.shape, self.load, bandwidth=bandwidth, flops=flops)
@@ -88,7 +88,7 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 def decode_load(batch: int, context: int, steps: int) -> Workload:
-    """Prompts take a step or more each before all of them decode."""
+    """Return prompts for decodes, including the steps until all of them decode."""
     return [(prompt, steps + WARM_UP_STEPS + 8 + batch) for prompt in prompts(batch, context)]
 
 
@@ -106,7 +106,7 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows that one engine serves, in a process of its own. The resize wants less memory at start."""
+    """Rows that share one engine process. The resize needs less memory at start."""
 
     shape: ModelShape
     resizes: bool
@@ -115,8 +115,8 @@ class Group:
     def rows(self) -> list[EngineRow]:
         return [row for row in ROWS if row.shape == self.shape and (row.kind is Kind.RESIZE) == self.resizes]
 
-    def wanted(self, only: str, has: Callable[[str], bool]) -> list[EngineRow]:
-        """Its rows that were asked for and are not there yet."""
+    def select_rows(self, only: str, has: Callable[[str], bool]) -> list[EngineRow]:
+        """Return the selected rows without a result."""
         return [row for row in self.rows if only in row.name and not has(row.name)]
 
 

@@ -1,4 +1,5 @@
-"""fused_moe at Qwen3-30B-A3B's and, for one of eight ranks, DeepSeek-V3's shapes, the latter in float8 blocks too."""
+"""fused_moe at the shapes of Qwen3-30B-A3B and, for one of eight ranks, DeepSeek-V3, the latter also in float8
+blocks."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,9 +15,9 @@ from trimtab_kernels.w8a8_block_fp8 import dequantize_blocks, quantize_groups_tr
 from kernel_benchmarks.row import Row, tolerance_of
 
 COMPUTE_BOUND_TOKENS = {torch.bfloat16: 128, torch.float32: 128, FLOAT8: 256}
-"""Tokens per expert from where the products, not the weights, take the time: about FLOP/s over bytes/s, halved."""
+"""Tokens per expert from which on the GEMMs, not the weights, take the time: about FLOP/s over bytes/s, halved."""
 FLOAT8_TOLERANCE = 2**-4
-"""An activation between two products may be rounded to either side, by 2**-4 of itself."""
+"""An activation between two GEMMs may be rounded to either side, by 2**-4 of itself."""
 BLOCK = 128
 
 
@@ -31,14 +32,14 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
             x = torch.randn(num_tokens, hidden, device=device, dtype=dtype)
             logits = _logits(num_tokens, num_experts, device, dtype)
             slots = num_tokens * top_k
-            # Experts that some token chose, on average; exact for one token.
+            # Experts chosen by at least one token, on average; exact for one token.
             hit = num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
             is_small = slots / num_experts < COMPUTE_BOUND_TOKENS[kind]
             peers: dict[str, Callable[[], object]] = {}
             if not tiny and kind != FLOAT8 and slots % num_experts == 0:
                 copies = x.repeat_interleave(top_k, dim=0)
                 ends = torch.arange(1, num_experts + 1, device=device, dtype=torch.int32) * (slots // num_experts)
-                peers["torch._grouped_mm, both products, balanced"] = partial(_both_products, copies, w13, w2, ends)
+                peers["torch._grouped_mm, both GEMMs, balanced"] = partial(_both_gemms, copies, w13, w2, ends)
             shape = f"{num_experts} experts {hidden}x{wide}{' float8' if kind == FLOAT8 else ''}"
             yield Row(
                 f"fused_moe {shape}, {num_tokens} tokens",
@@ -47,7 +48,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
                 0.65,
                 partial(fused_moe_triton, x, logits, w13, w2, top_k, True, **scales),
                 partial(_reference, x, logits, w13, w2, top_k, **scales),
-                # Else rounded after each of two products, in another order.
+                # Otherwise rounded after each of two GEMMs, in another order.
                 FLOAT8_TOLERANCE if kind == FLOAT8 else 4 * tolerance_of(dtype),
                 peers,
             )
@@ -56,7 +57,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
 def _weights(
     num_experts: int, rows: int, columns: int, kind: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weights whose products stay near 1, and their scales by blocks, if they have any."""
+    """Return weights whose outputs stay near 1, and their block scales, if any."""
     if kind != FLOAT8:
         return torch.randn(num_experts, rows, columns, device=device, dtype=kind) * columns**-0.5, None
     weights = torch.stack([torch.randn(rows, columns, device=device).to(FLOAT8) for _ in range(num_experts)])
@@ -65,7 +66,7 @@ def _weights(
 
 
 def _logits(num_tokens: int, num_experts: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """No two of a token's are equal: which of equal ones is chosen is nobody's promise, and bfloat16 has few values."""
+    """Return distinct logits per token: the choice among equal ones is undefined, and bfloat16 has few values."""
     order = torch.rand(num_tokens, num_experts, device=device).argsort(dim=-1)
     return (order / 16 - num_experts / 32).to(dtype)
 
@@ -80,31 +81,31 @@ def _reference(
     w13_scales: torch.Tensor | None,
     w2_scales: torch.Tensor | None,
 ) -> torch.Tensor:
-    """float8: with activations rounded as the kernels round them, which has a test of its own."""
+    """Compute the reference. float8: activations are rounded as by the kernels, which a separate test checks."""
     if w13_scales is None or w2_scales is None:
         return fused_moe_reference(x, logits, w13, w2, top_k, True)
     w13, w2 = dequantize_blocks(w13, w13_scales, x.dtype), dequantize_blocks(w2, w2_scales, x.dtype)
     weights, experts = route(logits, top_k, True)
     y = torch.zeros_like(x, dtype=torch.float32)
-    rounded = _rounded(x)
+    rounded = _round_to_float8(x)
     for expert in range(len(w13)):
         tokens, places = torch.where(experts == expert)
         if len(tokens):
             wide = silu_and_mul_reference(F.linear(rounded[tokens], w13[expert]))
             y.index_add_(
-                0, tokens, F.linear(_rounded(wide), w2[expert]).float() * weights[tokens, places, None].float()
+                0, tokens, F.linear(_round_to_float8(wide), w2[expert]).float() * weights[tokens, places, None].float()
             )
     return y
 
 
-def _rounded(rows: torch.Tensor) -> torch.Tensor:
-    """To float8 with a scale per group, and back."""
+def _round_to_float8(rows: torch.Tensor) -> torch.Tensor:
+    """Round to float8 with a scale per group, and convert back."""
     values, scales = quantize_groups_triton(rows)
     return (values.float() * scales.repeat_interleave(BLOCK, dim=1)[:, : rows.shape[1]]).to(rows.dtype)
 
 
-def _both_products(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, ends: torch.Tensor) -> object:
-    """The two products alone: no routing, alignment, activation or combination."""
+def _both_gemms(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, ends: torch.Tensor) -> object:
+    """Compute only the two GEMMs: no routing, alignment, activation or combination."""
     grouped: Any = torch._grouped_mm
     wide = grouped(x, w13.transpose(1, 2), offs=ends)[:, : w2.shape[2]].contiguous()
     return grouped(wide, w2.transpose(1, 2), offs=ends)

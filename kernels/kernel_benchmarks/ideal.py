@@ -1,5 +1,5 @@
-"""How fast a model could be served at best: every weight and every cached key read once per step, or every product made
-at the device's rate, whichever takes longer. Pure.
+"""Ideal serving rate of a model: every weight and every cached key read once per step, or every FLOP at the device's
+peak rate, whichever takes longer. Pure.
 """
 
 import random
@@ -11,7 +11,7 @@ BYTES = 2  # bf16, weights and KV cache
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder; `tied`: the input embedding is the output's, so that it is read in every step."""
+    """A dense decoder; `tied`: the input embedding is also the output's, so that it is read in every step."""
 
     name: str
     layers: int
@@ -26,7 +26,7 @@ class ModelShape:
 
     @property
     def matmul_params(self) -> int:
-        """Weights of products that every token takes."""
+        """Weights of the GEMMs that process every token."""
         attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocabulary * self.hidden
 
@@ -35,7 +35,7 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_size * BYTES
 
     def config(self, max_len: int) -> dict[str, Any]:
-        """As config.json has it."""
+        """Return the model's config.json."""
         return {
             "architectures": ["Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLM"],
             "model_type": "qwen3" if self.qk_norm else "llama",
@@ -62,19 +62,20 @@ QWEN3_8B = ModelShape("qwen3-8b", 36, 4096, 12288, 32, 8, 128, 151936, False, Tr
 
 
 def step_seconds(shape: ModelShape, batch: int, cached_tokens: int, *, bandwidth: float, flops: float) -> float:
-    """One decode step of `batch` sequences with so many cached tokens together. bandwidth in bytes/s."""
+    """Return the seconds of one decode step of `batch` sequences with `cached_tokens` in total. bandwidth in
+    bytes/s."""
     read = shape.matmul_params * BYTES + cached_tokens * shape.kv_bytes_per_token
     return max(read / bandwidth, 2 * shape.matmul_params * batch / flops)
 
 
 def prefill_seconds(shape: ModelShape, prompt: int, *, flops: float) -> float:
-    """A prompt's products, and its causal attention."""
+    """Return the seconds of a prompt's GEMMs and its causal attention."""
     attention = 2 * shape.layers * shape.heads * shape.head_size * prompt
     return prompt * (2 * shape.matmul_params + attention) / flops
 
 
 def nano_vllm_workload() -> list[tuple[list[int], int]]:
-    """nano-vllm's bench.py: 256 prompts and how many tokens each generates, drawn in its order with seed 0."""
+    """Return nano-vllm's bench.py workload: 256 prompts and their output lengths, drawn in its order with seed 0."""
     dice = random.Random(0)
     prompts = [[dice.randint(0, 10000) for _ in range(dice.randint(100, 1024))] for _ in range(256)]
     return [(prompt, count) for prompt, count in zip(prompts, [dice.randint(100, 1024) for _ in prompts], strict=True)]
@@ -83,7 +84,7 @@ def nano_vllm_workload() -> list[tuple[list[int], int]]:
 def workload_seconds(
     shape: ModelShape, workload: list[tuple[list[int], int]], *, bandwidth: float, flops: float
 ) -> float:
-    """All sequences decoding at once, each until its end, and their prompts before that."""
+    """Return the seconds of a workload: all sequences decode at once, each until its end, after their prompts."""
     seconds = sum(prefill_seconds(shape, len(prompt), flops=flops) for prompt, _ in workload)
     for step in range(1, max(count for _, count in workload) + 1):
         cached = [len(prompt) + step for prompt, count in workload if count >= step]

@@ -1,4 +1,4 @@
-"""The part of a run that checks and times every kernel, or (`--peers`) what compiles for long beside them.
+"""Kernel phase of a run: checks and times every kernel, or (`--peers`) the peers that compile for long.
 
 `python -m kernel_benchmarks.kernel_rows`; see __main__.py for the whole run.
 """
@@ -30,7 +30,7 @@ from kernel_benchmarks import (
     w8a8_block_fp8,
 )
 from kernel_benchmarks.phase import DEVICE_LOST, DONE, FAILED, OUT_OF_TIME, Phase, parse_phase
-from kernel_benchmarks.report import Entry, in_words
+from kernel_benchmarks.report import Entry, format_error
 from kernel_benchmarks.row import Row, check
 from kernel_benchmarks.timing import DeviceLost, check_device, seconds_of
 from kernel_benchmarks.wheels import use_wheels
@@ -40,25 +40,25 @@ MODULES = (
     reshape_and_cache, copy_blocks, skinny_gemm, lora, layer, sample, edit_logits, fused_moe, w8a8_block_fp8,
 )  # fmt: skip
 ROW_SECONDS, PEER_SECONDS = 60.0, 120.0
-"""After that a row counts as hung, and a peer as too slow to compile. FlashInfer compiles for a minute."""
+"""After this time, a row counts as hung, and a peer as too slow to compile. FlashInfer compiles for a minute."""
 Seconds = Callable[[Callable[[], object]], float]
 
 
 def all_rows(device: torch.device, *, tiny: bool = False) -> Iterator[Row]:
-    """One at a time: a row's tensors go when the next is made."""
+    """Yield one row at a time, so that a row's tensors are freed before the next one's are created."""
     for module in MODULES:
         yield from module.rows(device, tiny=tiny)
 
 
 def measure(row: Row, limits: dict[str, float], seconds: Seconds) -> Entry:
-    """Check and time. A kernel that is wrong or cannot run is an entry with its error."""
+    """Check and time a row. A kernel that is wrong or cannot run is an entry with its error."""
     entry: Entry = {"limit": row.limit, "bar": row.bar}
     try:
         entry["error_of_result"] = check(row)
         taken = seconds(row.ours)
-    except Exception as error:  # of any kind: the other rows still run, and the exit code tells
+    except Exception as error:  # any error: the other rows still run, and the exit code reports it
         traceback.print_exception(error)
-        return {**entry, "error": in_words(error)}
+        return {**entry, "error": format_error(error)}
     rate = row.amount / taken
     entry |= {"seconds": taken, "rate": rate}
     if limits.get(row.limit):
@@ -67,22 +67,22 @@ def measure(row: Row, limits: dict[str, float], seconds: Seconds) -> Entry:
 
 
 def measure_peer(call: Callable[[], object], seconds: Seconds) -> Entry:
-    """Seconds, or why it does not run here."""
+    """Return seconds, or the reason why the peer does not run here."""
     try:
         return {"seconds": seconds(call)}
-    except Exception as error:  # a peer that this installation lacks, or that this GPU cannot run
-        return {"not_run": in_words(error, 160)}
+    except Exception as error:  # the peer is not installed, or this GPU cannot run it
+        return {"not_run": format_error(error, 160)}
 
 
 def run_row(row: Row, phase: Phase, seconds: Seconds) -> None:
-    """The row, and its peers that are quick to start."""
+    """Run the row and its peers that start quickly."""
     report = phase.report
     report.begin(row.name, seconds=phase.clock.seconds_for(ROW_SECONDS))
     entry = measure(row, report.limits, seconds)
     report.add(row.name, entry)
-    asked = f" of {row.bar:.2f} asked" if row.bar else ""
-    told = entry.get("error") or f"{microseconds(entry)}, share {entry.get('share', 0):.3f}{asked}"
-    phase.clock.say(f"{row.name}: {told}")
+    target = f" of {row.bar:.2f} required" if row.bar else ""
+    text = entry.get("error") or f"{microseconds(entry)}, share {entry.get('share', 0):.3f}{target}"
+    phase.clock.log(f"{row.name}: {text}")
     if "error" in entry:
         check_device()
     if "error" not in entry:
@@ -90,14 +90,14 @@ def run_row(row: Row, phase: Phase, seconds: Seconds) -> None:
 
 
 def run_peers(name: str, peers: dict[str, Callable[[], object]], phase: Phase, seconds: Seconds, most: float) -> None:
-    """Those that are not in the report, while there is time."""
+    """Run the peers without a result, while time remains."""
     for peer, call in peers.items():
         if phase.report.has_peer(name, peer) or phase.clock.is_up:
             continue
         phase.report.begin(name, peer, seconds=phase.clock.seconds_for(most))
         entry = measure_peer(call, seconds)
         phase.report.add_peer(name, peer, entry)
-        phase.clock.say(f"{name}, {peer}: {entry.get('not_run') or microseconds(entry)}")
+        phase.clock.log(f"{name}, {peer}: {entry.get('not_run') or microseconds(entry)}")
         if "not_run" in entry:
             check_device()
 
@@ -107,7 +107,8 @@ def microseconds(entry: Entry) -> str:
 
 
 def run(rows: Iterator[Row], phase: Phase, seconds: Seconds, *, peers: bool) -> list[str]:
-    """Every row (or its compiled peers) that is wanted and not there yet; returns the names that were not reached."""
+    """Run every selected row (or its compiled peers) without a result; return the names of rows that were not
+    reached."""
     left: list[str] = []
     for row in rows:
         done = all(phase.report.has_peer(row.name, peer) for peer in row.compiled) if peers else False
@@ -125,26 +126,27 @@ def run(rows: Iterator[Row], phase: Phase, seconds: Seconds, *, peers: bool) -> 
 def run_modules(
     modules: Sequence[ModuleType], device: torch.device, phase: Phase, seconds: Seconds, *, peers: bool
 ) -> list[str]:
-    """Kernel after kernel. One whose inputs cannot be made is a row with its error, and the next kernel is measured."""
+    """Run one kernel after the other. A kernel whose inputs cannot be created is a row with its error, and the next
+    kernel is measured."""
     left: list[str] = []
     for module in modules:
         try:
             left += run(module.rows(device, tiny=False), phase, seconds, peers=peers)
         except DeviceLost:
             raise
-        except Exception as error:  # of any kind, out of memory first of all
+        except Exception as error:  # any error, most likely out of memory
             name = f"{module.__name__.rpartition('.')[2]}, its inputs"
             if not peers:
-                phase.report.add(name, {"error": in_words(error)})
-            phase.clock.say(f"{name}: {error}")
+                phase.report.add(name, {"error": format_error(error)})
+            phase.clock.log(f"{name}: {error}")
             check_device()
     return left
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 when every row ran and is right, 1 when one is not, 3 out of time, 4 when the device is lost."""
+    """Return exit code 0 if every row ran and is correct, 1 if one is not, 3 out of time, 4 if the device is lost."""
     parser = argparse.ArgumentParser(prog="python -m kernel_benchmarks.kernel_rows", description=__doc__.split("\n")[0])
-    parser.add_argument("--peers", action="store_true", help="what compiles for long, beside rows that are there")
+    parser.add_argument("--peers", action="store_true", help="run the peers that compile for long, for measured rows")
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
     phase = parse_phase(parser, arguments)
     use_wheels(phase.rest.wheels)
@@ -153,10 +155,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         left = run_modules(MODULES, device, phase, lambda call: seconds_of(call, device), peers=phase.rest.peers)
     except DeviceLost as lost:
-        phase.clock.say(f"the device is lost, a new process goes on: {lost}")
+        phase.clock.log(f"the device is lost; a new process continues: {lost}")
         return DEVICE_LOST
     if left:
-        phase.clock.say(f"not reached: {', '.join(left)}")
+        phase.clock.log(f"not reached: {', '.join(left)}")
         return OUT_OF_TIME
     return FAILED if any("error" in row for row in phase.report.rows.values()) else DONE
 

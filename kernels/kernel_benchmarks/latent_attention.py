@@ -1,5 +1,5 @@
-"""latent_decode and latent_prefill at DeepSeek-V3's widths: its heads on one GPU, and over eight tensor ranks. No GPU
-has run them yet, so none has a bar."""
+"""latent_decode and latent_prefill at DeepSeek-V3's widths: its heads on one GPU, and on eight tensor-parallel ranks.
+Without targets, because no GPU had run them when they were written."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +14,7 @@ from kernel_benchmarks.row import Row, tolerance_of
 DECODES = ((16, 128, 4096, 1), (16, 1, 131_072, 1), (16, 64, 4096, 2), (128, 64, 4096, 1))
 """(heads, sequences, tokens of context each, new tokens each)"""
 PROMPTS = ((128, 1, 2048), (16, 2, 4096))
-"""(heads, sequences, tokens): as many as the reference's scores, all of them at once, have room for."""
+"""(heads, sequences, tokens): limited by the memory of the reference's score matrix."""
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -48,7 +48,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
 def _tensors(
     heads: int, num_seqs: int, length: int, query_len: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> Tensors:
-    """Queries, a cache of blocks in random order, block tables and lengths."""
+    """Return queries, a cache of blocks in random order, block tables and lengths."""
     block = 16
     per_sequence = -(-length // block)
     cache = torch.randn(num_seqs * per_sequence, block, 1, width, device=device, dtype=dtype)

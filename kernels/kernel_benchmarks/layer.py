@@ -1,5 +1,5 @@
-"""Layers of Llama-3.1-8B for few rows, six launches each: one after another, and on Hopper and later again with each
-beginning while the one before it ends. One run says whether that is right and what it gains."""
+"""Layers of Llama-3.1-8B for few rows, six launches each: with ordinary launches, and on Hopper and later also with
+dependent launches. One run shows whether the latter are correct and what they gain."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -31,7 +31,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
 
 
 class _Layer:
-    """Weights of one layer, of normal numbers that keep the size of what they multiply, and its cache."""
+    """Weights of one layer, random with a scale that preserves the size of activations, and its cache."""
 
     def __init__(self, device: torch.device, sizes: tuple[int, int, int, int, int], num_blocks: int) -> None:
         hidden, heads, kv_heads, size, wide = sizes

@@ -1,6 +1,6 @@
-"""What the device can do, measured at the start of each run: bytes/s, and FLOP/s of large matrix products.
+"""Device limits, measured at the start of each run: bytes/s, and FLOP/s of large GEMMs.
 
-`python -m kernel_benchmarks.limits` begins a run: which device and versions, and these limits, go into the report.
+`python -m kernel_benchmarks.limits` starts a run and writes the device, the versions and these limits to the report.
 """
 
 import argparse
@@ -18,33 +18,37 @@ from kernel_benchmarks.timing import seconds_of
 
 COPY_BYTES = 1 << 31
 SIDE = 8192
-"""Of the square products. Random values: zeros draw less power and run faster."""
+"""Side of the square GEMMs. Random values: zeros draw less power and run faster."""
 DATA_SHEET = {"H100": 990e12, "H200": 990e12}
-"""FLOP/s of dense bf16 products by the vendor's data sheet: the bar of prefill attention is a share of it."""
+"""FLOP/s of dense bf16 GEMMs from the vendor's data sheet: the target of prefill attention is a share of it."""
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Read and written bytes per second."""
+    """Return the bytes read and written per second by a copy."""
     source = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8, device=device)
     destination = torch.empty_like(source)
     return 2 * COPY_BYTES / seconds_of(lambda: destination.copy_(source), device)
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second that are only read, by a sum: what weights cost that are read once."""
+    """Return the bytes read per second by a sum: the cost of weights that are read once."""
     source = torch.randn(COPY_BYTES // 4, device=device)
     return COPY_BYTES / seconds_of(source.sum, device)
 
 
 def bf16_rate(device: torch.device) -> float:
-    """FLOP/s of a bf16 product."""
+    """Return the FLOP/s of a bf16 GEMM."""
     a, b = (torch.randn(SIDE, SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
     return float(2 * SIDE**3 / seconds_of(lambda: torch.mm(a, b), device))
 
 
 def fp8_rate(device: torch.device, *, is_fast: bool = True) -> float:
-    """FLOP/s of a float8 product with one scale, summed in the matrix unit's own precision (`is_fast`) or moved to
-    float32 sums every few steps. Raises RuntimeError where the GPU has no float8."""
+    """Return the FLOP/s of a float8 GEMM with one scale, summed in the matrix unit's own precision (`is_fast`) or moved
+    to float32 sums every few steps.
+
+    Raises:
+        RuntimeError: the GPU has no float8.
+    """
     a, b = (torch.randn(SIDE, SIDE, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
     call = lambda: torch._scaled_mm(  # noqa: E731
@@ -62,50 +66,50 @@ LIMITS: dict[str, Callable[[torch.device], float]] = {
 }
 
 
-def measured(device: torch.device, say: Callable[[str], None]) -> dict[str, float]:
-    """Every limit by name. What is read counts at least as fast as what is copied: a library's sum may be slower."""
+def measure_limits(device: torch.device, log: Callable[[str], None]) -> dict[str, float]:
+    """Measure every limit by name. Reads count at least as fast as copies: a library's sum may be slower."""
     limits: dict[str, float] = {}
     for name, measure in LIMITS.items():
         try:
             limits[name] = measure(device)
         except RuntimeError as error:  # float8 before Ada
-            say(f"limit {name}: not measured, {str(error)[:120]}")
+            log(f"limit {name}: not measured, {str(error)[:120]}")
             continue
-        say(f"limit {name}: {limits[name] / 1e12:.3g} T/s")
+        log(f"limit {name}: {limits[name] / 1e12:.3g} T/s")
     limits["read"] = max(limits.get("read", 0.0), limits["copy"])
     return limits | data_sheet(torch.cuda.get_device_name(device))
 
 
 def data_sheet(device_name: str) -> dict[str, float]:
-    """The limit `sheet` of a device whose data sheet is known."""
+    """Return the limit `sheet` of a device whose data sheet is known."""
     rates = [rate for name, rate in DATA_SHEET.items() if name in device_name]
     return {"sheet": rates[0]} if rates else {}
 
 
 def identity(device: torch.device, triton_version: str) -> Entry:
-    """Where a figure was measured: rows of another device or version are not mixed."""
+    """Return the device and versions of a measurement: rows of other devices or versions are not mixed."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {"device": name, "torch": torch.__version__, "triton": triton_version, "python": platform.python_version()}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0, or 2 without a GPU or Triton: then nothing is written."""
+    """Return exit code 0, or 2 without a GPU or Triton, and then write nothing."""
     parser = argparse.ArgumentParser(prog="python -m kernel_benchmarks.limits", description=__doc__.split("\n")[0])
-    parser.add_argument("--command", default="python -m kernel_benchmarks.limits", help="as the report shall name it")
+    parser.add_argument("--command", default="python -m kernel_benchmarks.limits", help="command name in the report")
     parser.add_argument("--resume", action="store_true", help="keep the rows of an earlier run on this device")
-    parser.add_argument("--at-end", action="store_true", help="measure again behind the rows: what has drifted since")
+    parser.add_argument("--at-end", action="store_true", help="measure again after the rows, to report the drift")
     phase = parse_phase(parser, arguments)
     if not torch.cuda.is_available() or not HAS_TRITON:
         print("bench-gpu: needs a CUDA device, torch with CUDA and triton; nothing was measured", file=sys.stderr)
         return NO_GPU
     device, report = torch.device("cuda"), phase.report
     if phase.rest.at_end:
-        report.limits_at_end = measured(device, phase.clock.say)
+        report.limits_at_end = measure_limits(device, phase.clock.log)
     else:
         report.start(
             identity(device, triton.__version__), phase.rest.command, keep_rows=phase.rest.resume, only=phase.only
         )
-        report.limits = measured(device, phase.clock.say)
+        report.limits = measure_limits(device, phase.clock.log)
     report.write()
     return DONE
 

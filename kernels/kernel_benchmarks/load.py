@@ -16,18 +16,18 @@ from kernel_benchmarks.ideal import ModelShape
 
 if TYPE_CHECKING:
     from trimtab_engine.core.engine import Engine
-    from trimtab_engine.messages import StepOutputs
+    from trimtab_engine.messages.requests import StepOutputs
 
 MAX_POSITIONS = 4096
 
 
 class Compiled(Exception):
-    """A kernel was compiled while it was measured: the figure says nothing about serving."""
+    """A kernel was compiled during the measurement, which is therefore not representative."""
 
 
 @contextmanager
-def an_engine(shape: ModelShape, *, device: str = "cuda", **changes: Any) -> "Iterator[Engine]":
-    """With random weights; it gives everything back."""
+def running_engine(shape: ModelShape, *, device: str = "cuda", **changes: Any) -> "Iterator[Engine]":
+    """Start an engine with random weights, and close it at the end."""
     from trimtab_engine.config.engine import EngineConfig
     from trimtab_engine.core.startup import start_engine
 
@@ -56,8 +56,8 @@ def an_engine(shape: ModelShape, *, device: str = "cuda", **changes: Any) -> "It
 
 
 def add(engine: "Engine", workload: Workload, *, temperature: float = 0.0) -> None:
-    """Queue requests that generate exactly as many tokens as they say."""
-    from trimtab_engine.messages import AddRequest
+    """Queue requests that generate exactly the given number of tokens."""
+    from trimtab_engine.messages.requests import AddRequest
     from trimtab_engine.scheduling.sampling import Sampling
 
     for number, (prompt, count) in enumerate(workload):
@@ -66,14 +66,18 @@ def add(engine: "Engine", workload: Workload, *, temperature: float = 0.0) -> No
 
 
 def checked(step: "StepOutputs") -> "StepOutputs":
-    """Raises Compiled."""
+    """Run a step.
+
+    Raises:
+        Compiled: a kernel was compiled.
+    """
     if step.stats.kernel_compilations:
         raise Compiled(f"{step.stats.kernel_compilations} kernels were compiled after start-up")
     return step
 
 
 def run_to_end(engine: "Engine") -> int:
-    """Step until nothing is left; returns the tokens that were generated."""
+    """Step until no request is left; return the number of generated tokens."""
     generated = 0
     while engine.has_work:
         generated += tokens_of(checked(engine.step()))
@@ -85,7 +89,7 @@ def tokens_of(step: "StepOutputs") -> int:
 
 
 def drop_all(engine: "Engine") -> None:
-    """Drop what still runs, and let what is in flight land."""
+    """Abort the running requests and drain in-flight steps."""
     engine.abort([str(number) for number in range(1024)])
     while engine.has_work:
         engine.step()

@@ -1,4 +1,4 @@
-"""lora: what adapters add to two products of a layer of Llama-3.1-8B: decodes of four adapters, a prompt of one."""
+"""lora: the adapters' additions to two GEMMs of a layer of Llama-3.1-8B: decodes of four adapters, a prompt of one."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,12 +9,12 @@ from trimtab_kernels.lora import lora_reference, lora_triton
 from kernel_benchmarks.row import Row, tolerance_of
 
 SHAPES = ((6144, 4096, 48), (4096, 14336, 16))
-"""(outputs, inputs, rank): q, k and v together, and down, of adapters of rank 16."""
+"""(outputs, inputs, rank): q, k and v together, and down, with adapters of rank 16."""
 NUM_SLOTS = 4
 
 
 def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
-    # The interpreter multiplies no bfloat16.
+    # The interpreter does not multiply bfloat16.
     dtype = torch.float32 if tiny else torch.bfloat16
     for n, k, rank in ((40, 64, 16),) if tiny else SHAPES:
         for num_rows, num_used in ((3, 2),) if tiny else ((16, 4), (256, 4), (4096, 1)):
@@ -36,7 +36,7 @@ def _row(num_rows: int, num_used: int, n: int, k: int, rank: int, dtype: torch.d
         factors + through,
         0.0,
         partial(lora_triton, y, x, down, up, slots),
-        # y is summed up by every call: what is compared is one call's, of the first rows.
+        # y accumulates over calls: the comparison uses the first rows of one call.
         partial(lora_reference, torch.zeros_like(y[:few]), x[:few], down, up, slots[:few]),
         4 * tolerance_of(dtype),
         {"torch": partial(_by_torch, y, x, down, up, num_used)},
@@ -56,7 +56,7 @@ def _added_alone(
 
 
 def _by_torch(y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, num_used: int) -> object:
-    """Rows of one adapter after the other, which a host that knows them would launch."""
+    """Process the rows of one adapter after the other, as a host that knows them would launch them."""
     for slot in range(num_used):
         y[slot::num_used] += (x[slot::num_used] @ down[slot].t()) @ up[slot].t()
     return y

@@ -1,4 +1,4 @@
-"""docs/results/gpu.md and gpu.svg from gpu.json: what is asked, and what was measured beside it."""
+"""Generation of docs/results/gpu.md and gpu.svg from gpu.json: targets and measurements."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ UNITS = {"copy": "TB/s", "read": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s", "s
 LIMITS = {
     "copy": "copy",
     "read": "read",
-    "bf16": "bf16 products",
-    "fp8": "fp8 products",
-    "fp8 precise": "fp8 products with sums in float32",
+    "bf16": "bf16 GEMMs",
+    "fp8": "fp8 GEMMs",
+    "fp8 precise": "fp8 GEMMs with sums in float32",
     "sheet": "bf16 by the data sheet",
     "model": "the model's, computed from copy and bf16",
     "time": "all the time",
@@ -25,42 +25,42 @@ MEMORY_BOUND = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One line of what is asked: which rows answer it. Rows without a bar are shown and answer nothing."""
+class Target:
+    """One target: its description, and the rows that belong to it. Rows without a bar are shown without a target."""
 
     what: str
     bar: str
     answers: Callable[[str], bool]
 
 
-ASKED = (
-    Asked("paged decode attention, 64k tokens or more in all", "0.85 of copy", lambda n: n.startswith("paged_decode")),
-    Asked(
+TARGETS = (
+    Target("paged decode attention, 64k tokens or more in all", "0.85 of copy", lambda n: n.startswith("paged_decode")),
+    Target(
         "prefill attention, 8k, causal, heads of 128", "0.60 of 990 TFLOP/s", lambda n: n.startswith("paged_prefill")
     ),
-    Asked(
+    Target(
         "memory-bound kernels",
         "0.90 of copy",
         lambda n: n.startswith(MEMORY_BOUND),
     ),
-    Asked("products of 16 rows and fewer, bf16", "0.80 of read", lambda n: n.startswith("skinny_gemm")),
-    Asked("what adapters add to products", "none", lambda n: n.startswith("lora")),
-    Asked("attention over latent vectors", "none", lambda n: n.startswith("latent")),
-    Asked("layers of few rows, one after another and dependent", "0.85 of read", lambda n: " layers of " in n),
-    Asked(
-        "fp8 block product", "0.70 of fp8 from 1024 tokens, 0.80 of read up to 32", lambda n: n.startswith("w8a8_block")
+    Target("GEMMs of up to 16 rows, bf16", "0.80 of read", lambda n: n.startswith("skinny_gemm")),
+    Target("adapters added to GEMMs", "none", lambda n: n.startswith("lora")),
+    Target("attention over latent vectors", "none", lambda n: n.startswith("latent")),
+    Target("layers of few rows, ordinary and dependent launches", "0.85 of read", lambda n: " layers of " in n),
+    Target(
+        "fp8 block GEMM", "0.70 of fp8 from 1024 tokens, 0.80 of read up to 32", lambda n: n.startswith("w8a8_block")
     ),
-    Asked("fused MoE", "0.65 of the binding limit", lambda n: n.startswith("fused_moe")),
-    Asked("Llama-3.1-8B decode, 1, 32, 256 at 1k", "0.90, 0.85, 0.75 of the limit", lambda n: " decode " in n),
-    Asked("Llama-3.1-8B prefill", "0.70 of the limit", lambda n: n.endswith(" prefill")),
-    Asked("nano-vllm's workload, Qwen3-0.6B and 8B", "0.60 of the ideal", lambda n: "workload" in n),
-    Asked("GPU busy at 32 requests", "0.97", lambda n: "GPU busy" in n),
-    Asked("live KV resize of 10 GiB under load", "stall of 200 ms at most", lambda n: "KV resize" in n),
+    Target("fused MoE", "0.65 of the binding limit", lambda n: n.startswith("fused_moe")),
+    Target("Llama-3.1-8B decode, 1, 32, 256 at 1k", "0.90, 0.85, 0.75 of the limit", lambda n: " decode " in n),
+    Target("Llama-3.1-8B prefill", "0.70 of the limit", lambda n: n.endswith(" prefill")),
+    Target("nano-vllm's workload, Qwen3-0.6B and 8B", "0.60 of the ideal", lambda n: "workload" in n),
+    Target("GPU busy at 32 requests", "0.97", lambda n: "GPU busy" in n),
+    Target("live KV resize of 10 GiB under load", "stall of 200 ms at most", lambda n: "KV resize" in n),
 )
 
 
 def meets(row: Entry) -> bool | None:
-    """Whether the bar is met; None where there is none, or no figure."""
+    """Return True if the target is met, False if not, None without a target or a figure."""
     if "error" in row:
         return False
     if row.get("limit") == "seconds":
@@ -71,14 +71,14 @@ def meets(row: Entry) -> bool | None:
 
 
 def write_pages(report: Report, folder: Path) -> bool:
-    """Both files. False where matplotlib is missing: then there is no picture."""
+    """Write both files. Returns False if matplotlib is missing; then there is no plot."""
     drawn = plot(report.rows, folder / "gpu.svg")
-    (folder / "gpu.md").write_text(markdown(report, with_picture=drawn))
+    (folder / "gpu.md").write_text(markdown(report, with_plot=drawn))
     return drawn
 
 
-def markdown(report: Report, *, with_picture: bool) -> str:
-    """The page: summary by what is asked, then each row with its peers."""
+def markdown(report: Report, *, with_plot: bool) -> str:
+    """Return the page: a summary by target, then each row with its peers."""
     about = report.identity
     limits = ", ".join(f"{LIMITS[name]} {value / TERA:.3g} T/s" for name, value in report.limits.items())
     drift = ", ".join(
@@ -96,33 +96,33 @@ def markdown(report: Report, *, with_picture: bool) -> str:
         f"Limits of the newest run: {limits}. Shares are of the limits measured in a row's own run."
         + (f" At its end: {drift}." if drift else ""),
         "",
-        *(["![shares of the limits](gpu.svg)", ""] if with_picture else []),
-        "| what | bar | rows that meet it | shares |",
+        *(["![shares of the limits](gpu.svg)", ""] if with_plot else []),
+        "| measurement | target | rows that meet it | shares |",
         "| --- | --- | --- | --- |",
-        *[_summary(asked, report.rows) for asked in ASKED],
+        *[_summary(target, report.rows) for target in TARGETS],
         _compilations(report.rows),
         "",
-        "| row | ours | share | bar | limit | beside it |",
+        "| row | Trimtab | share | target | limit | peers |",
         "| --- | --- | --- | --- | --- | --- |",
         *[_line(name, row) for name, row in report.rows.items()],
     ]
     return "\n".join(lines) + "\n"
 
 
-def _summary(asked: Asked, rows: dict[str, Entry]) -> str:
-    found = [row for name, row in rows.items() if asked.answers(name)]
+def _summary(target: Target, rows: dict[str, Entry]) -> str:
+    found = [row for name, row in rows.items() if target.answers(name)]
     verdicts = [verdict for row in found if (verdict := meets(row)) is not None]
-    has_bar = asked.bar != "none"
+    has_bar = target.bar != "none"
     shares = [row["share"] for row in found if "share" in row and bool(row.get("bar")) == has_bar]
     spread = f"{min(shares):.2f} to {max(shares):.2f}" if shares else ""
     if not shares:
         spread = ", ".join(_ours(row) for row in found if row.get("limit") == "seconds" and "error" not in row)
     met = f"{sum(verdicts)} of {len(verdicts)}" if verdicts else f"{len(shares)} measured" if shares else "not measured"
-    return f"| {asked.what} | {asked.bar} | {met} | {spread} |"
+    return f"| {target.what} | {target.bar} | {met} | {spread} |"
 
 
 def _compilations(rows: dict[str, Entry]) -> str:
-    """Of the engine's rows: one in which a kernel was compiled is an error that says so."""
+    """Summarise the engine's rows without compilations: a row in which a kernel was compiled is an error."""
     compiled = sum(row.get("error", "").startswith("Compiled") for row in rows.values())
     none = sum("kernel_compilations" in row for row in rows.values())
     met = f"{none} of {none + compiled}" if none + compiled else "not measured"
@@ -153,21 +153,21 @@ def _peer(entry: Entry, row: Entry) -> str:
     if "not_run" in entry:
         return f"not run ({_cell(entry['not_run'])})"
     if "rate" in entry:
-        times = f", ours {row['rate'] / entry['rate']:.2f} times as fast" if "rate" in row else ""
+        times = f", Trimtab {row['rate'] / entry['rate']:.2f} times as fast" if "rate" in row else ""
         return f"{entry['rate']:,.0f} tokens/s{times}"
     if row.get("limit") == "seconds":
         return f"{entry['seconds']:.1f} s"
-    times = f", ours {entry['seconds'] / row['seconds']:.2f} times as fast" if "seconds" in row else ""
+    times = f", Trimtab {entry['seconds'] / row['seconds']:.2f} times as fast" if "seconds" in row else ""
     return f"{1e6 * entry['seconds']:.1f} µs{times}"
 
 
 def _cell(text: str) -> str:
-    """One line without the table's own character."""
+    """Return one line without table separators."""
     return " ".join(text.replace("|", "/").split())
 
 
 def plot(rows: dict[str, Entry], path: Path) -> bool:
-    """Shares of the limit as bars, with the bar that is asked. False where matplotlib is missing."""
+    """Plot shares of the limit as bars, with the targets. Returns False if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -177,7 +177,7 @@ def plot(rows: dict[str, Entry], path: Path) -> bool:
     axes = figure.add_subplot()
     places = range(len(shown))
     axes.barh(places, [share for _, share, _ in shown], color=["#2a7" if s >= b else "#c73" for _, s, b in shown])
-    axes.plot([bar for _, _, bar in shown], places, "k|", markersize=12, label="asked")
+    axes.plot([bar for _, _, bar in shown], places, "k|", markersize=12, label="target")
     axes.set_yticks(list(places), [name for name, _, _ in shown], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("share of the limit measured in the same run")

@@ -1,6 +1,6 @@
-"""paged_decode at Llama-3.1-8B's heads: 64k tokens and more in all, few and many sequences, bf16 and float8 caches.
+"""paged_decode at Llama-3.1-8B's heads: 64k tokens and more in total, few and many sequences, bf16 and float8 caches.
 
-Beside it torch's attention on keys that lie contiguous, which no paged cache has, and those of paged_peers.py.
+Compared with torch's attention over contiguous keys, which no paged cache has, and with the kernels of paged_peers.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,8 +25,8 @@ SHAPES = (
     (256, 1024, LLAMA_CONTEXT),
     (255, 1024, 0),
 )
-"""(sequences, tokens of context each, how many there might be: max_model_len, whose default is the model's, and the
-width of block tables). Where that is 0, one more sequence is as long as Llama's context."""
+"""(sequences, context tokens each, max_model_len, which defaults to the model's and sets the width of block tables). If
+the second is 0, there is one more sequence as long as Llama's context."""
 
 
 def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
@@ -35,7 +35,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
     for num_seqs, length, max_length in ((3, 20, 20), (3, 20, 90), (2, 20, 0)) if tiny else SHAPES:
         many = [] if max_length else [700 if tiny else LLAMA_CONTEXT]
         of_each = [length] * num_seqs + many
-        beside = f" and 1 of {many[0]}" if many else "" if max_length == length else f", {max_length} allowed"
+        variant = f" and 1 of {many[0]}" if many else "" if max_length == length else f", {max_length} allowed"
         for cache_dtype in (dtype,) if tiny else (dtype, FLOAT8):
             num_blocks = sum(-(-tokens // block) for tokens in of_each)
             shape = (num_blocks, block, kv_heads, size)
@@ -56,7 +56,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
                 flashinfer = partial(flashinfer_paged, *tensors[:4], length=length, scale=0.1)
                 compiled["FlashInfer"] = on_first_call(flashinfer)
             yield Row(
-                f"paged_decode {num_seqs} of {length}{beside} {str(cache_dtype).removeprefix('torch.')}",
+                f"paged_decode {num_seqs} of {length}{variant} {str(cache_dtype).removeprefix('torch.')}",
                 "copy",
                 2 * sum(of_each) * kv_heads * size * cache_dtype.itemsize,
                 0.85,
@@ -69,7 +69,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
 
 
 def _tables(lengths: list[int], longest: int, block: int, device: torch.device) -> torch.Tensor:
-    """Block tables as wide as the longest sequence might need, of blocks in random order."""
+    """Return block tables as wide as the longest sequence might need, with blocks in random order."""
     counts = [-(-length // block) for length in lengths]
     order = torch.randperm(sum(counts), device=device).to(torch.int32)
     tables = torch.zeros(len(lengths), -(-longest // block), dtype=torch.int32, device=device)

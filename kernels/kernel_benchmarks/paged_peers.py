@@ -1,6 +1,6 @@
-"""Others that attend over a paged cache, for the benchmark of `paged_decode`.
+"""Other kernels for attention over a paged cache, for the benchmark of `paged_decode`.
 
-Each gets the layout that it likes best: FlexAttention pages of 128 tokens, FlashInfer the same pages as our kernel.
+Each gets its preferred layout: FlexAttention pages of 128 tokens, FlashInfer the same pages as our kernel.
 """
 
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 FLEX_PAGE = 128
-"""Tokens: FlexAttention's default tile, below which it cannot skip."""
+"""Tokens: FlexAttention's default tile, the smallest unit that it can skip."""
 FLASHINFER_WORKSPACE_BYTES = 128 << 20
-"""What its documentation allots."""
+"""The size that its documentation recommends."""
 
 Call = Callable[[], torch.Tensor]
 
@@ -22,7 +22,7 @@ def flex_paged(
     """FlexAttention, one query per sequence, over pages in random order.
 
     query [sequences, heads, size]; keys and values [sequences, length, KV heads, size], length a multiple of 128. The
-    pages are made here, outside of what is timed; all of them are full, so that compiled code computes no mask.
+    pages are created here, outside of the timed call; all of them are full, so that the compiled code computes no mask.
     """
     num_seqs, length = keys.shape[:2]
     if length % FLEX_PAGE:
@@ -55,7 +55,7 @@ def flex_paged(
 
 
 def _paged(cache: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """[1, KV heads, tokens, size]: page i holds what page order[i] held in order of sequences."""
+    """Return [1, KV heads, tokens, size]: page i has the contents of page order[i] in sequence order."""
     num_seqs, length, kv_heads, size = cache.shape
     pages = cache.reshape(-1, FLEX_PAGE, kv_heads, size)[order]
     return pages.reshape(1, num_seqs * length, kv_heads, size).transpose(1, 2).contiguous()
@@ -64,9 +64,12 @@ def _paged(cache: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 def flashinfer_paged(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor, *, length: int, scale: float
 ) -> Call:
-    """FlashInfer's decode over our own blocks; planned here, outside of what is timed. Raises ImportError without it.
+    """FlashInfer's decode over our blocks; planned here, outside of the timed call.
 
     keys and values [blocks, block size, KV heads, size]; tables [sequences, blocks of a sequence] int32.
+
+    Raises:
+        ImportError: FlashInfer is not installed.
     """
     import flashinfer
 
@@ -92,7 +95,8 @@ def flashinfer_paged(
 
 
 def on_first_call(make: Callable[[], Call]) -> Call:
-    """Prepared when it is first called: rows that are not measured pay nothing, and a peer that is missing says so."""
+    """Return a call that is prepared at first use: rows that are not measured cost nothing, and a missing peer is
+    reported."""
     made: list[Call] = []
 
     def call() -> torch.Tensor:

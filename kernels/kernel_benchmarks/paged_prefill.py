@@ -1,5 +1,5 @@
-"""paged_prefill: causal prompts at Llama-3.1-8B's heads, beside torch's dense attention; on Hopper each shape again by
-the warp-specialised kernel, so that one run says which of the two is right and faster."""
+"""paged_prefill: causal prompts at Llama-3.1-8B's heads, compared with torch's dense attention; on Hopper each shape
+also with the warp-specialised kernel, so that one run shows which is correct and faster."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from trimtab_kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton
-from trimtab_kernels.paged_prefill_gluon import paged_prefill_gluon, suits
+from trimtab_kernels.paged_prefill_gluon import is_supported, paged_prefill_gluon
 
 from kernel_benchmarks.row import Row, tolerance_of
 
 BAR = 0.60
-"""Of the data sheet's rate, at 8k tokens. Shorter prompts have no bar."""
+"""Target share of the data sheet's rate, at 8k tokens. Shorter prompts have no target."""
 BAR_TOKENS = 8192
 
 
@@ -46,6 +46,6 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
         name, limit, tolerance = f"paged_prefill {num_seqs} of {length}", "sheet", tolerance_of(dtype)
         ours = partial(paged_prefill_triton, *tensors, max_query_len=length, scale=0.1)
         yield Row(name, limit, flops, bar, ours, reference, tolerance, peers)
-        if suits(query, keys, max_query_len=length):
+        if is_supported(query, keys, max_query_len=length):
             specialised = partial(paged_prefill_gluon, *tensors, scale=0.1)
             yield Row(f"{name}, in Gluon", limit, flops, bar, specialised, reference, tolerance)

@@ -1,4 +1,4 @@
-"""What the parts of one run share: their command line, the clock, and how they end. No torch here."""
+"""Shared by the phases of a run: command line, clock and exit codes. Does not import torch."""
 
 import argparse
 import time
@@ -7,14 +7,14 @@ from pathlib import Path
 
 from kernel_benchmarks.report import FILE, Report
 
-RUN_SECONDS = 540.0  # of a whole run, below the ten minutes that a command may take on machines lent by the hour
+RUN_SECONDS = 540.0  # of a whole run, below the ten-minute command limit of shared machines
 DONE, FAILED, NO_GPU, OUT_OF_TIME, DEVICE_LOST = 0, 1, 2, 3, 4
-"""Exit codes. DEVICE_LOST: a kernel took the CUDA context with it; its row says so, and a new process goes on."""
+"""Exit codes. DEVICE_LOST: a kernel destroyed the CUDA context; its row reports it, and a new process continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Times as time.time() has them, which processes share. No row is begun after `until`; all ends at `deadline`."""
+    """Deadlines in time.time(), which processes share. No row starts after `until`; everything ends at `deadline`."""
 
     started: float
     until: float
@@ -25,18 +25,18 @@ class Clock:
         return time.time() >= self.until
 
     def seconds_for(self, most: float) -> float:
-        """Of a row that takes so long at most: what is left of the run."""
+        """Return the seconds available to a row: `most`, limited by the rest of the run."""
         return max(0.0, min(most, self.deadline - time.time()))
 
-    def say(self, text: str) -> None:
-        """A line of progress."""
+    def log(self, text: str) -> None:
+        """Print a line of progress."""
         now = time.time()
         print(f"[{now - self.started:4.0f} s, {max(0.0, self.deadline - now):4.0f} s left] {text}", flush=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One part: which rows, where they go, and until when."""
+    """One phase: its rows, their report, and its deadlines."""
 
     only: str
     report: Report
@@ -45,7 +45,7 @@ class Phase:
 
 
 def parse_phase(parser: argparse.ArgumentParser, arguments: list[str] | None) -> Phase:
-    """Options of every part; by hand, without those of the run, a part is a run of its own."""
+    """Parse the options of every phase; without those of the run, a phase is a run by itself."""
     parser.add_argument("--output", type=Path, default=Path("docs/results"), help="folder of gpu.json")
     parser.add_argument("--wheels", type=Path, default=Path("build/wheels"), help="folder with wheels that are missing")
     parser.add_argument("--only", default="", help="only rows whose name contains this")

@@ -1,7 +1,7 @@
-"""gpu.json, written after every row so that a run which ends early has kept what it found.
+"""gpu.json, written after every row so that an interrupted run keeps its results.
 
-The processes of one run (`run`, see __main__.py) write it one after the other. What is being measured stands in it
-too, with a time limit: so whoever watches knows which row ended its process, or hangs. No torch here.
+The processes of one run (`run`, see __main__.py) write it one after the other. It also contains the row being measured,
+with a time limit, so that a supervisor knows which row ended its process or hangs. Does not import torch.
 """
 
 import json
@@ -16,8 +16,8 @@ FILE = "gpu.json"
 PATH = re.compile(r"(?:/[\w.+-]+)+/([\w.+-]+)")
 
 
-def in_words(error: BaseException, length: int = 300) -> str:
-    """What went wrong, on one line, without the folders of the machine on which it did."""
+def format_error(error: BaseException, length: int = 300) -> str:
+    """Return the error on one line, without the machine's folders."""
     return f"{type(error).__name__}: {PATH.sub(_last_part, ' '.join(str(error).split()))}"[:length]
 
 
@@ -39,7 +39,7 @@ class Report:
         self.running: Entry | None = found.get("running")
 
     def start(self, identity: Entry, command: str, *, keep_rows: bool, only: str) -> None:
-        """Begin a run: rows of another device or other versions go, and those that shall be measured again."""
+        """Start a run: remove rows of other devices or versions, and rows to be measured again."""
         if identity != self.identity:
             self.rows = {}
         if not keep_rows:
@@ -48,23 +48,22 @@ class Report:
         self.write()
 
     def has(self, name: str) -> bool:
-        """Whether the row was measured, here or before; one that failed is tried again in another run. Peers may stand
-        there before it."""
+        """Return True if the row was measured; a failed one is retried in another run. It may already have peers."""
         row = self.rows.get(name, {})
         return "run" in row and ("error" not in row or row["run"] == self.run)
 
     def has_peer(self, name: str, peer: str) -> bool:
-        """The same of a peer beside a row."""
+        """Return True if a peer of the row was measured."""
         found = self.rows.get(name, {}).get("peers", {}).get(peer)
         return found is not None and ("not_run" not in found or found.get("run") == self.run)
 
     def begin(self, name: str, peer: str = "", *, seconds: float) -> None:
-        """Say what is measured now and how long it may take before it counts as hung."""
+        """Record the row being measured and its time limit, after which it counts as hung."""
         self.running = {"row": name, "peer": peer, "until": time.time() + seconds}
         self.write()
 
     def add(self, name: str, entry: Entry) -> None:
-        """Keep a row, and write the file."""
+        """Store a row, and write the file."""
         peers = self.rows.get(name, {}).get("peers", {})
         date = datetime.now(UTC).date().isoformat()
         self.rows[name] = {"peers": peers, **entry, "date": date, "run": self.run}
@@ -72,13 +71,13 @@ class Report:
         self.write()
 
     def add_peer(self, name: str, peer: str, entry: Entry) -> None:
-        """Keep what a peer brought beside a row."""
+        """Store a peer's result for a row."""
         self.rows.setdefault(name, {}).setdefault("peers", {})[peer] = {**entry, "run": self.run}
         self.running = None
         self.write()
 
     def fail_running(self, why: str) -> bool:
-        """What was being measured failed; False where nothing was."""
+        """Record a failure of the row being measured; return False if there is none."""
         if self.running is None:
             return False
         name, peer = self.running["row"], self.running["peer"]
@@ -89,14 +88,14 @@ class Report:
         return True
 
     def drop_running(self) -> None:
-        """What was being measured was not reached in time: no row."""
+        """Remove the row being measured, which was not reached in time."""
         self.running = None
         self.write()
 
     def write(self) -> None:
-        """Beside and renamed: a reader never sees half a file."""
+        """Replace the file atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".tmp")
+        temporary = self.path.with_suffix(".tmp")
         content = {
             "identity": self.identity,
             "command": self.command,
@@ -104,5 +103,5 @@ class Report:
             "limits_at_end": self.limits_at_end,
             "rows": self.rows,
         }
-        beside.write_text(json.dumps(content | ({"running": self.running} if self.running else {}), indent=1) + "\n")
-        beside.replace(self.path)
+        temporary.write_text(json.dumps(content | ({"running": self.running} if self.running else {}), indent=1) + "\n")
+        temporary.replace(self.path)

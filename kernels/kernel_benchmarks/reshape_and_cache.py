@@ -1,4 +1,4 @@
-"""reshape_and_cache into scattered slots, in bf16 and with quantisation to float8; beside it torch's indexing."""
+"""reshape_and_cache into scattered slots, in bf16 and with quantisation to float8, compared with torch's indexing."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +17,7 @@ from kernel_benchmarks.row import Row, compiled_once, tolerance_of
 def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
     dtype = torch.float32 if tiny else torch.bfloat16
     num_tokens, heads, size, num_blocks = (3, 2, 16, 2) if tiny else (65536, 8, 128, 8192)
-    # What float8 holds exactly, so that both kinds can be compared without an allowance for rounding.
+    # Exactly representable in float8, so that both kinds can be compared without a rounding tolerance.
     key, value = (torch.randn(num_tokens, heads, size, device=device).to(FLOAT8).to(dtype) for _ in range(2))
     slots = torch.randperm(num_blocks * 16, device=device)[:num_tokens]
     for cache_dtype in (dtype, FLOAT8):

@@ -1,5 +1,5 @@
-"""Live KV resize under load: how long requests stand still when the KV cache grows and shrinks again, that none of
-them fails, and that their tokens stay the same. Beside it what the same change costs with a restart.
+"""Live KV resize under load: how long requests stall when the KV cache grows and shrinks again, that none of them
+fails, and that their tokens stay the same. Compared with the duration of a restart.
 """
 
 import math
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 RESIZE_BYTES = 10 << 30
 REQUESTS, CONTEXT, STEPS = 64, 512, 96
 GROW_AT, SHRINK_AT = 0.5, 0.75
-"""Shares of the run's steps after which the cache grows and shrinks: by then all requests decode."""
-UTILIZATION_STEPS = 10_000  # a utilisation has four digits
+"""Fractions of the run's steps after which the cache grows and shrinks: by then all requests decode."""
+UTILIZATION_STEPS = 10_000  # utilization is rounded to four digits
 
 
 class ResizeFailed(Exception):
-    """The cache did not change as it was told, a request failed, or tokens differ."""
+    """The cache did not change as requested, a request failed, or tokens differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """`stalls`: growing, shrinking; seconds beyond a usual step between what came before and what came after."""
+    """`stalls` of growing and shrinking: seconds beyond a usual step between the tokens before and after."""
 
     stalls: tuple[float, float]
     bytes_moved: int
@@ -43,8 +43,12 @@ class _Run:
 def live_resize(
     engine: "Engine", *, num_bytes: int = RESIZE_BYTES, requests: int = REQUESTS, context: int = CONTEXT
 ) -> Resize:
-    """Grow by so many bytes and shrink back while requests decode. Raises ResizeFailed."""
-    from trimtab_engine.messages import PatchConfig
+    """Grow by `num_bytes` and shrink back while requests decode.
+
+    Raises:
+        ResizeFailed: the cache did not change, a request failed, or tokens differ.
+    """
+    from trimtab_engine.messages.admin import PatchConfig
 
     usual = _run(engine, requests, context, {})
     device_bytes = engine.ledger().device_bytes
@@ -65,7 +69,7 @@ def live_resize(
     if min(moved) < 0.99 * num_bytes:
         raise ResizeFailed(f"{num_bytes} bytes were to be mapped and unmapped, but {moved} were")
     if found.tokens != usual.tokens:
-        raise ResizeFailed("the tokens are not those of requests that were left alone")
+        raise ResizeFailed("the tokens differ from those without a resize")
     median = statistics.median(found.step_seconds)
     return Resize((found.step_seconds[grow] - median, found.step_seconds[shrink] - median), min(moved))
 
@@ -77,7 +81,11 @@ def _run(
     changes: dict[int, float],
     to: Callable[[float], None] | None = None,
 ) -> _Run:
-    """The requests to their end; a step's seconds include the change before it. Raises ResizeFailed."""
+    """Run the requests to their end; a step's seconds include the change before it.
+
+    Raises:
+        ResizeFailed: the cache did not change, or a request failed.
+    """
     add(engine, decode_load(requests, context, STEPS))
     tokens: dict[str, list[int]] = {}
     seconds: list[float] = []

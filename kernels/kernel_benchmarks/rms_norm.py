@@ -27,7 +27,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
             {},
             {"torch.compile": partial(compiled, x, weight, 1e-6)},
         )
-        # The residual grows by x with each call: the reference sees what the first one does.
+        # The residual grows by x with each call: the reference uses the first one's.
         yield Row(
             f"rms_norm with residual {num_tokens}x{size}",
             "copy",
@@ -37,11 +37,11 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
             partial(rms_norm_reference, x + residual, weight, 1e-6),
             tolerance_of(dtype),
             {},
-            {"torch.compile": partial(compiled_once(_added), x, residual.clone(), weight)},
+            {"torch.compile": partial(compiled_once(_add_norm), x, residual.clone(), weight)},
         )
 
 
-def _added(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same work: the sum, which is kept, and its norm."""
+def _add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the sum, which is kept, and its norm."""
     total = x + residual
     return rms_norm_reference(total, weight, 1e-6), total

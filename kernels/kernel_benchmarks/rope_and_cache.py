@@ -1,5 +1,5 @@
-"""rope_and_cache on the projections of Llama-3.1-8B and of Qwen3-0.6B, which has norms, beside its parts one after
-another."""
+"""rope_and_cache on the projections of Llama-3.1-8B and of Qwen3-0.6B, which has norms, compared with its separate
+steps."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -26,7 +26,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
             step.run,
             step.reference,
             tolerance_of(step.qkv.dtype),
-            {"in parts": step.run_in_parts},
+            {"in separate steps": step.run_in_parts},
             read=step.written,
         )
 
@@ -63,7 +63,7 @@ class _Step:
         reshape_and_cache_triton(rotary_embedding_triton(key, self.rotation), value, *self.caches, self.slots)
 
     def written(self) -> torch.Tensor:
-        """Query and key in place, key and value in the caches: of the first tokens, side by side."""
+        """Return the written query and key heads and cache entries of the first tokens, concatenated."""
         query, key, _ = split_heads(self.qkv[:CHECKED_TOKENS], *self.caches[0].shape[2:])
         return torch.cat((query, key, *(cache.flatten(0, 1)[self._checked_slots] for cache in self.caches)), dim=1)
 

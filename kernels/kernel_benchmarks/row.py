@@ -1,4 +1,4 @@
-"""One line of the benchmark: what runs, what it must equal, what it moves or computes, and beside whom."""
+"""One row of the benchmark: the call, its reference, its bytes or FLOPs, and its peers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ Call = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`amount` bytes (limits copy, read) or FLOPs (bf16, fp8, sheet) per call; `bar` is the share of the limit that is
-    asked, 0 where none is.
+    """`amount` bytes (limits copy, read) or FLOPs (bf16, fp8, sheet) per call; `bar` is the target share of the limit,
+    0 without a target.
 
-    `ours` and `reference` return what is compared, within `tolerance` of the reference's largest value. Peers return
-    anything; one that cannot run here is reported as such. `compiled` are those that compile for seconds or minutes:
-    they are run when all rows are there. `read`, where there is one, reads what `ours` wrote into its inputs, and is
-    not timed.
+    `ours` and `reference` return tensors that must match within `tolerance` of the reference's largest value. Peers
+    return anything; one that cannot run here is reported as such. `compiled` are peers that compile for seconds or
+    minutes: they run after all rows. `read`, if set, reads the data that `ours` wrote into its inputs, and is not
+    timed.
     """
 
     name: str
@@ -31,14 +31,17 @@ class Row:
     read: Call | None = None
 
 
-class Wrong(Exception):
-    """A kernel's result is not its reference's."""
+class WrongResult(Exception):
+    """A kernel's result differs from its reference."""
 
 
 def check(row: Row) -> float:
-    """The largest error relative to the reference's largest value. Raises Wrong above the tolerance, or for NaN.
+    """Return the largest error relative to the reference's largest value.
 
-    Whatever a kernel allocates is filled with NaN first, so that what it does not write shows.
+    Memory that a kernel allocates is filled with NaN first, so that unwritten output is detected.
+
+    Raises:
+        Wrong: the error exceeds the tolerance or is NaN.
     """
     was_on = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -50,13 +53,13 @@ def check(row: Row) -> float:
     expected = row.reference().float()
     largest = max(float(expected.abs().max()), 1e-30)
     error = float((found - expected).abs().max()) / largest
-    if not error <= row.tolerance:  # also where it is NaN
-        raise Wrong(f"{row.name}: off by {error:.2e} of the largest value; {row.tolerance:.0e} is allowed")
+    if not error <= row.tolerance:  # also true for NaN
+        raise WrongResult(f"{row.name}: off by {error:.2e} of the largest value; {row.tolerance:.0e} is allowed")
     return error
 
 
 def compiled_once(function: Callable[..., object]) -> Callable[..., object]:
-    """torch.compile at the first call, which takes seconds: rows that are not measured do not pay for it."""
+    """Apply torch.compile at the first call, which takes seconds: rows that are not measured do not pay for it."""
     compiled: list[Callable[..., object]] = []
 
     def call(*arguments: object) -> object:
@@ -68,5 +71,5 @@ def compiled_once(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Of results that are rounded once or twice to this dtype."""
+    """Return the tolerance of results that are rounded once or twice to this dtype."""
     return 4 * torch.finfo(dtype).eps

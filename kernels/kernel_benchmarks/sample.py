@@ -1,5 +1,5 @@
-"""Choices over a vocabulary of 128256, out of logits as the lm_head leaves them: greedy, plain temperature, top-k with
-top-p, and top-p of a row so flat that its set is searched in all of it; beside it torch's argmax and sort."""
+"""Sampling over a vocabulary of 128256 from logits of the lm_head: greedy, plain temperature, top-k with top-p, and
+top-p of a row so flat that the whole row is searched; compared with torch's argmax and sort."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,9 +11,9 @@ from trimtab_kernels.sample import sample_reference, sample_triton
 from kernel_benchmarks.row import Row
 
 SPREAD, FLAT = 3.0, 0.5
-"""Of normal logits: at 3, and 0.8 for temperature, the best of 128256 has one or two percent."""
+"""Standard deviation of the logits: with 3, and temperature 0.8, the best of 128256 has one or two percent."""
 MASS_ERROR = 1e-4
-"""How far sums of probabilities may be apart."""
+"""Tolerance of sums of probabilities."""
 
 
 def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
@@ -30,7 +30,7 @@ def _greedy(num_rows: int, vocab: int, device: torch.device) -> Row:
         f"argmax {num_rows}x{vocab}",
         "read",
         logits.numel() * logits.itemsize,
-        0.90 if num_rows > 1 else 0.0,  # of one row a launch is what it costs
+        0.90 if num_rows > 1 else 0.0,  # for one row, the cost is the launch
         lambda: argmax_triton(logits)[1],
         lambda: argmax_reference(logits)[1],
         0.0,
@@ -51,9 +51,9 @@ def _random(num_rows: int, vocab: int, top_k: int, top_p: float, spread: float, 
         f"sample {num_rows}x{vocab}, top_k {top_k}, top_p {top_p}{flat}",
         "read",
         logits.numel() * logits.itemsize,
-        0.0,  # instructions bind, and how many there are hangs on the logits (docs/results/kernel-notes.md)
+        0.0,  # bound by instructions, whose number depends on the logits (docs/results/kernel-notes.md)
         partial(_tokens, draw),
-        partial(tokens_that_may_be_drawn, draw, *limits),
+        partial(mask_invalid_tokens, draw, *limits),
         0.0,
         {"torch.sort": partial(torch.sort, logits, dim=-1)},
     )
@@ -63,7 +63,7 @@ def _tokens(draw: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tens
     return draw()[0]
 
 
-def tokens_that_may_be_drawn(
+def mask_invalid_tokens(
     draw: Callable[[], tuple[torch.Tensor, torch.Tensor]],
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -71,12 +71,12 @@ def tokens_that_may_be_drawn(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """The tokens drawn, and NaN where one may not be. Temperatures are above 0.
+    """Return the drawn tokens, with NaN for tokens that must not be drawn. Temperatures are above 0.
 
-    The reference drops by their order tokens that tie with one that it keeps; the kernel keeps ties, so a token may be
-    drawn whose logit is not below the smallest that the reference keeps. And where the mass of all those is top_p but
-    for MASS_ERROR, the next lower logit of what top-k and min-p leave may be drawn too: the reference sums up to 128256
-    float32 numbers, the kernel integers, and they may differ by a logit in where top_p is reached.
+    The reference drops tokens that tie with a kept one by their order; the kernel keeps ties, so a token may be drawn
+    if its logit is not below the smallest that the reference keeps. If the mass of all those is within MASS_ERROR of
+    top_p, the next lower logit after top-k and min-p may be drawn too: the reference sums up to 128256 float32 numbers,
+    the kernel integers, so they may reach top_p one logit apart.
     """
     tokens = draw()[0].unsqueeze(1)
     limits = (temperature, top_k, top_p, min_p)

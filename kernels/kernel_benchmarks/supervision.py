@@ -1,5 +1,5 @@
-"""Runs the parts of a run as processes: one that hangs in a row is ended, one that dies of a row is started again
-behind it. No torch here: the device is left to the parts.
+"""Runs the phases of a run as processes: a hanging one is killed, and a crashed one is restarted after the failed row.
+Does not import torch: the device is left to the phases.
 """
 
 import os
@@ -16,9 +16,9 @@ POLL_SECONDS = 0.5
 EXPECTED = (DONE, FAILED, NO_GPU, OUT_OF_TIME)
 
 
-def run_part(module: str, arguments: list[str], path: Path, run: str, *, deadline: float) -> int:
-    """`python -m MODULE ARGUMENTS` to its end; returns its exit code (phase.py), OUT_OF_TIME where it was ended at the
-    deadline. `path` is the report's: what was being measured when the process ended stands there."""
+def run_phase(module: str, arguments: list[str], path: Path, run: str, *, deadline: float) -> int:
+    """Run `python -m MODULE ARGUMENTS` to its end and return its exit code (phase.py), OUT_OF_TIME if it was killed at
+    the deadline. `path` is the report's, which contains the row that was being measured."""
     while time.time() < deadline:
         code, why = _watch([sys.executable, "-m", module, *arguments], path, run, deadline)
         report = Report(path, run)
@@ -30,12 +30,12 @@ def run_part(module: str, arguments: list[str], path: Path, run: str, *, deadlin
             return OUT_OF_TIME
         blamed = report.fail_running(why or f"the process ended with exit code {code} in this row")
         if code != DEVICE_LOST and not blamed:
-            return FAILED  # outside of any row: it would end so again
+            return FAILED  # outside of any row: it would fail the same way again
     return OUT_OF_TIME
 
 
 def _watch(command: list[str], path: Path, run: str, deadline: float) -> tuple[int, str]:
-    """Exit code, and why it was ended here, if it was."""
+    """Return the exit code, and the reason why the process was killed, if it was."""
     process = subprocess.Popen(command, start_new_session=True)
     while True:
         try:
@@ -53,5 +53,5 @@ def _why_end(path: Path, run: str, deadline: float) -> str:
         return "the run's time is over"
     running = Report(path, run).running
     if running is not None and now > running["until"]:
-        return "it hung: ended after the time that it may take"
+        return "hung: stopped at its time limit"
     return ""

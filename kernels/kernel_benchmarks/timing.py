@@ -1,4 +1,4 @@
-"""Seconds of a call on the GPU: median of single calls, each with a cold cache."""
+"""Seconds of a call on the GPU: the median of single calls, each with a cold cache."""
 
 import statistics
 import time
@@ -8,19 +8,23 @@ from typing import Any
 import torch
 
 FLUSH_BYTES = 512 << 20
-"""Read before each call: empties the 50 MiB L2 cache, and takes so long that the launch is queued by its end. Written,
-it would leave the cache full of lines whose way to memory falls into the call that is timed."""
+"""Read before each call: empties the 50 MiB L2 cache, and takes long enough that the launch is queued meanwhile.
+Writing would leave dirty cache lines, whose write-back would fall into the timed call."""
 WARM_UP_CALLS = 3
 MIN_CALLS, MAX_CALLS = 5, 50
 SECONDS_PER_WAY = 0.25
 
 
 class DeviceLost(Exception):
-    """The CUDA context is gone: every further call of this process fails."""
+    """The CUDA context is destroyed: every further call of this process fails."""
 
 
 def check_device() -> None:
-    """After an error: raises DeviceLost where the device took it for good."""
+    """Check the device after an error.
+
+    Raises:
+        DeviceLost: the CUDA context is destroyed.
+    """
     if torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
@@ -29,26 +33,27 @@ def check_device() -> None:
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """The faster of launching it and of replaying it from a graph, as an engine does: of several small kernels the
-    host's launches would be timed, and of a single one the graph's. The first call may compile. Raises what it raises.
-    """
+    """Return the faster of launching the call and of replaying it from a graph, as an engine does: with several small
+    kernels, launching would measure the host, and with a single one, replaying would measure the graph. The first call
+    may compile. Raises the call's exceptions."""
     for _ in range(WARM_UP_CALLS):
         call()
     torch.cuda.synchronize()
     flush = torch.zeros(FLUSH_BYTES // 4, device=device)
     taken = _median(call, flush)
-    graph = _captured(call)
+    graph = _try_capture(call)
     return taken if graph is None else min(taken, _median(graph.replay, flush))
 
 
-def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
-    """None where it cannot be captured: it waits for the device, or its library forbids it."""
+def _try_capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+    """Return the captured graph, or None if the call cannot be captured: it waits for the device, or its library
+    forbids it."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             call()
     except RuntimeError:
-        torch.cuda.synchronize()  # raises where more than the capture is lost
+        torch.cuda.synchronize()  # raises if more than the capture is lost
         return None
     return graph
 

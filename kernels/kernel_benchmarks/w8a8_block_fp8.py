@@ -1,5 +1,5 @@
-"""w8a8_block_fp8 at shapes of DeepSeek-V3 and Llama-3.1-8B; beside it torch's float8 product with one scale, and on
-Hopper the warp-specialised kernel for many tokens, so that one run says which of the two is right and faster."""
+"""w8a8_block_fp8 at shapes of DeepSeek-V3 and Llama-3.1-8B, compared with torch's float8 GEMM with one scale, and on
+Hopper with the warp-specialised kernel for many tokens, so that one run shows which is correct and faster."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from trimtab_kernels.launch.device_facts import device_facts
 from trimtab_kernels.w8a8_block_fp8 import quantize_groups_reference, w8a8_block_fp8_reference, w8a8_block_fp8_triton
-from trimtab_kernels.w8a8_block_fp8_gluon import suits, w8a8_block_fp8_gluon
+from trimtab_kernels.w8a8_block_fp8_gluon import is_supported, w8a8_block_fp8_gluon
 
 from kernel_benchmarks.row import Row, tolerance_of
 
@@ -16,7 +16,7 @@ SHAPES = (
     (7168, 16384), (24576, 1536), (36864, 7168), (7168, 18432), (7168, 2048),  # DeepSeek-V3: o, q_b, dense, shared
 )  # fmt: skip
 MEMORY_BOUND_TOKENS, COMPUTE_BOUND_TOKENS = 32, 1024
-"""Up to the first the weights' bytes are the limit, from the second on the products; between them there is no bar."""
+"""Up to the first, the weights' bytes are the limit; from the second on, the FLOPs; between them there is no target."""
 
 
 def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
@@ -38,7 +38,7 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
                 tolerance_of(torch.bfloat16),
                 {"torch._scaled_mm, one scale": partial(_one_scale, padded, b, one)},
             )
-            if device.type == "cuda" and suits(m, k, device_facts(device)):
+            if device.type == "cuda" and is_supported(m, k, device_facts(device)):
                 yield Row(
                     f"w8a8_block_fp8 {n}x{k}, {m} tokens, in Gluon",
                     "fp8",
@@ -51,5 +51,5 @@ def rows(device: torch.device, *, tiny: bool) -> Iterator[Row]:
 
 
 def _one_scale(a: torch.Tensor, b: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-    """No scales by blocks, and 16 rows at least: less work than ours."""
+    """Compute with one scale and at least 16 rows: less work than our kernel's."""
     return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a GPU machine's Python lacks, from a folder of wheels: nothing is installed there.
+"""Packages from a folder of wheels for a GPU machine's Python that lacks them; nothing is installed.
 
 `python -m kernel_benchmarks.wheels FOLDER MODULE [ARGUMENTS]` runs a module (pytest, the tuner) with them.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 
 
 def use_wheels(folder: Path) -> list[str]:
-    """Unpack the wheels whose package is not installed and put them on the path, of child processes too. Returns the
-    names of the packages; none where there is no such folder."""
+    """Unpack the wheels whose package is not installed and add them to the path, including child processes'. Returns
+    the names of the packages; none if the folder does not exist."""
     missing = [wheel for wheel in sorted(folder.glob("*.whl")) if not _is_installed(_package(wheel))]
     if missing:
         target = tempfile.mkdtemp(prefix="wheels-")
@@ -44,7 +44,7 @@ def _is_installed(package: str) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """As `python -m MODULE ARGUMENTS`, with the wheels."""
+    """Run `python -m MODULE ARGUMENTS` with the wheels."""
     if len(arguments) < 2:
         raise SystemExit("usage: python -m kernel_benchmarks.wheels FOLDER MODULE [ARGUMENTS]")
     folder, module, *rest = arguments

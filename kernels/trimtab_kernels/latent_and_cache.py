@@ -102,8 +102,8 @@ def _latent_and_cache(
         weight = tl.load(norm + latents, mask=in_latent, other=0.0).to(tl.float32)
         # Rounded where rms_norm rounds: before and after the weight.
         latent = ((wide * factor).to(vector.dtype).to(tl.float32) * weight).to(vector.dtype)
-        beside = tl.load(row + KV_RANK + columns, mask=in_head, other=0.0)
-        turned_alone = _rotate(tl.reshape(beside.to(tl.float32), (1, BLOCK)), turns, 1, BLOCK)
+        rotary_part = tl.load(row + KV_RANK + columns, mask=in_head, other=0.0)
+        turned_alone = _rotate(tl.reshape(rotary_part.to(tl.float32), (1, BLOCK)), turns, 1, BLOCK)
         shared = tl.reshape(turned_alone, (BLOCK,)).to(vector.dtype)
         tl.store(row + latents, latent, mask=in_latent)
         tl.store(row + KV_RANK + columns, shared, mask=in_head)

@@ -95,9 +95,16 @@ def warm_up_latent_attention(query: torch.Tensor, cache: torch.Tensor, *, kv_ran
     tables = torch.zeros(1, 1, dtype=torch.int32, device=query.device)
     for longest in range(1, MAX_SHARED_TOKENS + 1):
         rows = query.expand(longest, -1, -1).contiguous()
-        for apart in (False, True):
+        for separate_merge in (False, True):
             latent_decode_triton(
-                rows, cache, tables, lengths, query_len=longest, kv_rank=kv_rank, scale=1.0, apart=apart
+                rows,
+                cache,
+                tables,
+                lengths,
+                query_len=longest,
+                kv_rank=kv_rank,
+                scale=1.0,
+                separate_merge=separate_merge,
             )
     for exponent in range(7):  # up to a tile's rows of one head
         latent_prefill_triton(

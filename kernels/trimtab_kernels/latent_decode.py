@@ -59,9 +59,9 @@ def latent_decode_reference(
     )
 
 
-def has_separate_merge(num_seqs: int, programs: int) -> bool:
+def has_separate_merge(num_seqs: int, ctas: int) -> bool:
     """Return True if a separate launch merges the splits of `num_seqs` sequences that `ctas` per row group share."""
-    return num_seqs * MANY_SPLITS <= programs
+    return num_seqs * MANY_SPLITS <= ctas
 
 
 def latent_ctas(num_row_groups: int, tile: LatentTile, facts: DeviceFacts) -> int:
@@ -152,7 +152,7 @@ def _latent_decode(
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     KEYS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    CTAS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     MOST_PARTS: tl.constexpr,
     LENGTHS: tl.constexpr,
@@ -172,7 +172,7 @@ def _latent_decode(
     latents = tl.arange(0, BLOCK_C)
     is_float8: tl.constexpr = cache.dtype.element_ty.is_fp8()
     num_tiles, split_tiles = _split_size(
-        seq_lens, seq_lens, num_seqs, None, None, KEYS, PROGRAMS, MIN_TILES, MOST_PARTS, LENGTHS
+        seq_lens, seq_lens, num_seqs, None, None, KEYS, CTAS, MIN_TILES, MOST_PARTS, LENGTHS
     )
     tile = program * split_tiles
     last_tile = tl.minimum(tile + split_tiles, num_tiles)
@@ -200,8 +200,8 @@ def _latent_decode(
                 KV_RANK, WIDTH, BLOCK_SIZE, BLOCK_C, BLOCK_R, KEYS,
             )  # fmt: skip
         target = output + tokens * output_stride + heads * KV_RANK
-        first_program = before // split_tiles
-        num_splits = (before + tiles - 1) // split_tiles - first_program + 1
+        first_cta = before // split_tiles
+        num_splits = (before + tiles - 1) // split_tiles - first_cta + 1
         if num_splits == 1:
             result = accumulator * (cache_scale / tl.where(total == 0.0, 1.0, total))[:, None]
             inside = is_row[:, None] & (latents < KV_RANK)[None, :]
@@ -209,8 +209,8 @@ def _latent_decode(
         else:
             # Each CTA has at most two partial results: of a sequence that started before its split, and of one that
             # continues after it.
-            first_split = 2 * (group * PROGRAMS + first_program) + 1
-            split = 2 * (group * PROGRAMS + program) + (tile == before).to(tl.int32)
+            first_split = 2 * (group * CTAS + first_cta) + 1
+            split = 2 * (group * CTAS + program) + (tile == before).to(tl.int32)
             split_rows = split * BLOCK_M + members
             places = split_rows[:, None].to(tl.int64) * KV_RANK + latents[None, :]
             tl.store(split_sums + places, accumulator, mask=is_row[:, None] & (latents < KV_RANK)[None, :])
@@ -220,7 +220,7 @@ def _latent_decode(
                 # All threads store before one of them increments the counter; the last CTA reads after it has seen the
                 # full count.
                 tl.debug_barrier()
-                counter = arrivals + group * PROGRAMS + first_program
+                counter = arrivals + group * CTAS + first_cta
                 if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                     merged_highest, totals = _merge_statistics(
                         split_statistics, first_split, num_splits, is_row, BLOCK_M, SPLITS
@@ -255,9 +255,9 @@ def latent_decode_triton(
     scale: float,
     cache_scale: float = 1.0,
     output: torch.Tensor | None = None,
-    programs: int | None = None,
+    ctas: int | None = None,
     facts: DeviceFacts | None = None,
-    apart: bool | None = None,
+    separate_merge: bool | None = None,
 ) -> torch.Tensor:
     """Launch the kernel. `ctas` per row group and `separate_merge` override the defaults.
 
@@ -275,22 +275,22 @@ def latent_decode_triton(
     facts = facts or device_facts(query.device)
     tile = latent_tile(query_len * num_heads, width, query.element_size(), cache.element_size(), facts)
     groups = cdiv(query_len * num_heads, tile.rows)
-    programs = programs or latent_ctas(groups, tile, facts)
-    apart = has_separate_merge(num_seqs, programs) if apart is None else apart
-    min_tiles = cdiv(MIN_SHARE_OF_MANY if apart else MIN_SHARE_TOKENS, tile.keys)
+    ctas = ctas or latent_ctas(groups, tile, facts)
+    separate_merge = has_separate_merge(num_seqs, ctas) if separate_merge is None else separate_merge
+    min_tiles = cdiv(MIN_SHARE_OF_MANY if separate_merge else MIN_SHARE_TOKENS, tile.keys)
     # Upper bound given by the block tables.
     most_tiles = num_seqs * max(1, cdiv(block_tables.shape[1] * block_size, tile.keys))
-    splits = (groups * 2 * programs, tile.rows)
+    splits = (groups * 2 * ctas, tile.rows)
     split_sums = torch.empty(*splits, kv_rank, dtype=torch.float32, device=query.device)
     split_statistics = torch.empty(*splits, 2, dtype=torch.float32, device=query.device)
-    most_parts = programs if apart else MAX_SPLITS
-    _latent_decode[(groups, min(programs, cdiv(most_tiles, min_tiles)))](
+    most_parts = ctas if separate_merge else MAX_SPLITS
+    _latent_decode[(groups, min(ctas, cdiv(most_tiles, min_tiles)))](
         query,
         cache,
         output,
         split_sums,
         split_statistics,
-        arrival_counters(query.device, groups * programs),
+        arrival_counters(query.device, groups * ctas),
         block_tables,
         seq_lens,
         num_seqs,
@@ -308,17 +308,17 @@ def latent_decode_triton(
         BLOCK_R=max(MIN_ROWS, next_power_of_2(width - kv_rank)),
         BLOCK_M=tile.rows,
         KEYS=tile.keys,
-        PROGRAMS=programs,
+        CTAS=ctas,
         MIN_TILES=min_tiles,
         MOST_PARTS=most_parts,
         LENGTHS=SEARCHED_LENGTHS,
         COLUMNS=MERGED_COLUMNS,
         SPLITS=max(1, MERGED_SPLITS * MIN_ROWS * tile.num_warps // (4 * tile.rows)),
-        MERGES=not apart,
+        MERGES=not separate_merge,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if apart:
+    if separate_merge:
         merge_latents(
             split_sums,
             split_statistics,
@@ -327,7 +327,7 @@ def latent_decode_triton(
             query_len=query_len,
             cache_scale=cache_scale,
             tile=tile,
-            programs=programs,
+            ctas=ctas,
             min_tiles=min_tiles,
         )
     return output

@@ -48,7 +48,7 @@ def _latent_merge(
     KV_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     KEYS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    CTAS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     LENGTHS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -57,14 +57,14 @@ def _latent_merge(
     """CTA (row of a sequence, block of columns, sequence)."""
     row = tl.program_id(0)
     sequence = tl.program_id(2)
-    _, split_tiles = _split_size(seq_lens, seq_lens, num_seqs, None, None, KEYS, PROGRAMS, MIN_TILES, PROGRAMS, LENGTHS)
+    _, split_tiles = _split_size(seq_lens, seq_lens, num_seqs, None, None, KEYS, CTAS, MIN_TILES, CTAS, LENGTHS)
     before = _tiles_before(sequence, seq_lens, num_seqs, KEYS, LENGTHS)
     length = tl.load(seq_lens + sequence)
     _, tiles = _tiles_of(length, length, None, None, KEYS)
-    first_program = before // split_tiles
-    num_splits = (before + tiles - 1) // split_tiles - first_program + 1
+    first_cta = before // split_tiles
+    num_splits = (before + tiles - 1) // split_tiles - first_cta + 1
     if num_splits > 1:
-        first_split = 2 * ((row // BLOCK_M) * PROGRAMS + first_program) + 1
+        first_split = 2 * ((row // BLOCK_M) * CTAS + first_cta) + 1
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         sums = tl.zeros([COLUMNS], dtype=tl.float32)
         highest = float("-inf")
@@ -100,7 +100,7 @@ def merge_latents(
     query_len: int,
     cache_scale: float,
     tile: LatentTile,
-    programs: int,
+    ctas: int,
     min_tiles: int,
 ) -> None:
     """Launch the kernel over the results of latent_decode with the same tile, `ctas` and `min_tiles`."""
@@ -120,7 +120,7 @@ def merge_latents(
         KV_RANK=kv_rank,
         BLOCK_M=tile.rows,
         KEYS=tile.keys,
-        PROGRAMS=programs,
+        CTAS=ctas,
         MIN_TILES=min_tiles,
         LENGTHS=SEARCHED_LENGTHS,
         COLUMNS=columns,

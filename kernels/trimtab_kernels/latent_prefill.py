@@ -123,15 +123,15 @@ def latent_queries(
     in_latent = is_row[:, None] & (latents < KV_RANK)[None, :]
     in_rotated = is_row[:, None] & (rotated < WIDTH - KV_RANK)[None, :]
     plain = tl.load(query + places[:, None] + latents[None, :], mask=in_latent, other=0.0)
-    turned = tl.load(query + places[:, None] + KV_RANK + rotated[None, :], mask=in_rotated, other=0.0)
+    rotary = tl.load(query + places[:, None] + KV_RANK + rotated[None, :], mask=in_rotated, other=0.0)
     if IS_FLOAT8 and plain.dtype != tl.float32:
         largest = tl.max(tl.max(tl.abs(plain.to(tl.float32)), 1), 0)
-        largest = tl.maximum(largest, tl.max(tl.max(tl.abs(turned.to(tl.float32)), 1), 0))
+        largest = tl.maximum(largest, tl.max(tl.max(tl.abs(rotary.to(tl.float32)), 1), 0))
         largest = tl.maximum(largest, 1e-30)
         plain = (plain.to(tl.float32) / largest).to(tl.float16)
-        turned = (turned.to(tl.float32) / largest).to(tl.float16)
+        rotary = (rotary.to(tl.float32) / largest).to(tl.float16)
         scale = scale * largest
-    return plain, turned, scale
+    return plain, rotary, scale
 
 
 @jit
@@ -140,7 +140,7 @@ def attend_latents(
     highest: tl.tensor,
     total: tl.tensor,
     plain: tl.tensor,
-    turned: tl.tensor,
+    rotary: tl.tensor,
     limits: tl.tensor,
     cache: tl.tensor,
     table: tl.tensor,
@@ -168,9 +168,9 @@ def attend_latents(
         if BLOCK_R != WIDTH - KV_RANK:
             in_rotated &= (rotated < WIDTH - KV_RANK)[None, :]
         vectors = tl.load(cache + places[:, None] + latents[None, :], mask=in_latent, other=0.0).to(plain.dtype)
-        beside = tl.load(cache + places[:, None] + KV_RANK + rotated[None, :], mask=in_rotated, other=0.0)
+        rotary_part = tl.load(cache + places[:, None] + KV_RANK + rotated[None, :], mask=in_rotated, other=0.0)
         scores = tl.dot(plain, tl.trans(vectors), input_precision="tf32x3")
-        scores = tl.dot(turned, tl.trans(beside.to(plain.dtype)), scores, input_precision="tf32x3")
+        scores = tl.dot(rotary, tl.trans(rotary_part.to(plain.dtype)), scores, input_precision="tf32x3")
         scores = tl.where(positions[None, :] < limits[:, None], scores, float("-inf"))
         # The factor is applied after the maximum, so that scaling and subtracting are one instruction per score.
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
@@ -229,7 +229,7 @@ def _latent_prefill(
         tokens = (first_token + rows // NUM_HEADS).to(tl.int64)
         heads = rows % NUM_HEADS
         is_float8: tl.constexpr = cache.dtype.element_ty.is_fp8()
-        plain, turned, scale = latent_queries(
+        plain, rotary, scale = latent_queries(
             query, tokens * query_stride + heads * WIDTH, is_row, score_scale,
             is_float8, KV_RANK, WIDTH, BLOCK_C, BLOCK_R,
         )  # fmt: skip
@@ -243,7 +243,7 @@ def _latent_prefill(
         # accumulators a second definition, and ptxas then serialises them.
         if last > 0:
             accumulator, highest, total = attend_latents(
-                accumulator, highest, total, plain, turned, limits, cache, table, length * 0, last, scale,
+                accumulator, highest, total, plain, rotary, limits, cache, table, length * 0, last, scale,
                 KV_RANK, WIDTH, BLOCK_SIZE, BLOCK_C, BLOCK_R, KEYS,
             )  # fmt: skip
         result = accumulator * (cache_scale / tl.where(total == 0.0, 1.0, total))[:, None]
@@ -327,8 +327,8 @@ def check_latent_shapes(
     if cache.shape[2:] != (1, width) or query.stride()[1:] != (width, 1) or not 0 < kv_rank < width:
         raise ValueError(
             f"{name}: query {list(query.shape)} and latent vectors of {kv_rank} do not fit the cache "
-            f"{list(cache.shape)}: it has one head of what a query's head has, of which the vector is a part, and a "
-            f"token's heads lie in a row"
+            f"{list(cache.shape)}: the cache needs one head with the query's head size, larger than kv_rank, and "
+            f"the query contiguous heads"
         )
     row_bytes = width * min(cache.element_size(), query.element_size())
     if query.device.type != "cpu" and row_bytes % ROW_BYTES:

@@ -194,7 +194,7 @@ def _split_size(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    CTAS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -206,7 +206,7 @@ def _split_size(
         tiles = _tiles_of_rows(seq_lens, gone, first_row, num_seqs, WINDOW, CHUNK, KEYS, ROWS)
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
-    split_tiles = tl.maximum(tl.cdiv(total, PROGRAMS), tl.cdiv(longest, MAX_SPLITS))
+    split_tiles = tl.maximum(tl.cdiv(total, CTAS), tl.cdiv(longest, MAX_SPLITS))
     return total, tl.maximum(split_tiles, MIN_TILES)
 
 
@@ -301,7 +301,7 @@ def _paged_decode(
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
     KEYS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    CTAS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -330,7 +330,7 @@ def _paged_decode(
     in_half = halves < HEAD_SIZE // 2
     offsets = heads[:, None] * HEAD_SIZE + columns[None, :]
     num_tiles, split_tiles = _split_size(
-        seq_lens, gone, num_seqs, WINDOW, CHUNK, KEYS, PROGRAMS, MIN_TILES, MAX_SPLITS, ROWS
+        seq_lens, gone, num_seqs, WINDOW, CHUNK, KEYS, CTAS, MIN_TILES, MAX_SPLITS, ROWS
     )
     tile = program * split_tiles
     last_tile = tl.minimum(tile + split_tiles, num_tiles)
@@ -406,16 +406,16 @@ def _paged_decode(
             highest = new_highest
         if IN_PAIRS:
             accumulator = tl.reshape(tl.join(even_sums, odd_sums), [BLOCK_M, BLOCK_D])
-        first_program = before // split_tiles
-        num_splits = (before + tiles - 1) // split_tiles - first_program + 1
+        first_cta = before // split_tiles
+        num_splits = (before + tiles - 1) // split_tiles - first_cta + 1
         if num_splits == 1:
             result = accumulator * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
             tl.store(output + row * output_stride + offsets, result.to(output.dtype.element_ty), mask=inside)
         else:
             # Each CTA has at most two partial results: of a sequence that started before its split, and of one that
             # continues after it.
-            first_split = 2 * (kv_head * PROGRAMS + first_program) + 1
-            split = 2 * (kv_head * PROGRAMS + program) + (tile == before).to(tl.int32)
+            first_split = 2 * (kv_head * CTAS + first_cta) + 1
+            split = 2 * (kv_head * CTAS + program) + (tile == before).to(tl.int32)
             split_rows = split * GROUP + places
             tl.store(split_sums + split_rows[:, None] * HEAD_SIZE + columns[None, :], accumulator, mask=inside)
             tl.store(split_statistics + 2 * split_rows, highest, mask=in_group)
@@ -423,7 +423,7 @@ def _paged_decode(
             # All threads store before one of them increments the counter; the last CTA reads after it has seen the full
             # count.
             tl.debug_barrier()
-            counter = arrivals + kv_head * PROGRAMS + first_program
+            counter = arrivals + kv_head * CTAS + first_cta
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                 sums, totals = _merge_splits(
                     split_sums, split_statistics, first_split, num_splits, GROUP, HEAD_SIZE, BLOCK_G, BLOCK_D, SPLITS
@@ -455,7 +455,7 @@ def paged_decode_triton(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     output: torch.Tensor | None = None,
-    programs: int | None = None,
+    ctas: int | None = None,
     facts: DeviceFacts | None = None,
 ) -> torch.Tensor:
     """Launch the kernel. `ctas` per kv head overrides the default.
@@ -474,7 +474,7 @@ def paged_decode_triton(
     facts = facts or device_facts(query.device)
     is_float8 = key_cache.element_size() == 1
     most, registers = decode_ctas(num_kv_heads, group, head_size, facts, is_float8=is_float8)
-    programs = programs or most
+    ctas = ctas or most
     in_pairs = is_float8 and query.element_size() == 2
     if in_pairs and head_size % 2:
         raise ValueError(f"paged_decode: heads of {head_size} in a float8 cache, which is read two values at a time")
@@ -485,9 +485,9 @@ def paged_decode_triton(
     # A matrix instruction sums over at least 16 values; for pairs, over half of a head.
     block_d = max(2 * MIN_ROWS if in_pairs else MIN_ROWS, next_power_of_2(head_size))
     block_g = next_power_of_2(group)
-    splits = torch.empty(num_kv_heads * 2 * programs, group, head_size, dtype=torch.float32, device=query.device)
-    statistics = torch.empty(num_kv_heads * 2 * programs, group, 2, dtype=torch.float32, device=query.device)
-    _paged_decode[(num_kv_heads, min(programs, cdiv(most_tiles, min_tiles)))](
+    splits = torch.empty(num_kv_heads * 2 * ctas, group, head_size, dtype=torch.float32, device=query.device)
+    statistics = torch.empty(num_kv_heads * 2 * ctas, group, 2, dtype=torch.float32, device=query.device)
+    _paged_decode[(num_kv_heads, min(ctas, cdiv(most_tiles, min_tiles)))](
         query,
         key_cache,
         value_cache,
@@ -495,7 +495,7 @@ def paged_decode_triton(
         sinks,
         splits,
         statistics,
-        arrival_counters(query.device, num_kv_heads * programs),
+        arrival_counters(query.device, num_kv_heads * ctas),
         block_tables,
         seq_lens,
         gone,
@@ -513,7 +513,7 @@ def paged_decode_triton(
         BLOCK_M=max(MIN_ROWS, block_g),
         BLOCK_G=block_g,
         KEYS=keys,
-        PROGRAMS=programs,
+        CTAS=ctas,
         MIN_TILES=min_tiles,
         MAX_SPLITS=MAX_SPLITS,
         SPLITS=min(MERGED_SPLITS, max(1, MERGED_VALUES // (block_g * block_d))),

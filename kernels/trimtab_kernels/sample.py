@@ -316,8 +316,8 @@ def _estimate_low(
     reference = tl.full([], 0.0, tl.float32)
     if vocab_size > SAMPLED:
         places = tl.arange(0, SAMPLED)
-        apart = vocab_size // (SAMPLED // TOGETHER) // 16 * 16  # runs start at 16-byte boundaries
-        x = _load_scaled(row, places // TOGETHER * apart + places % TOGETHER, vocab_size, inverse)
+        run_distance = vocab_size // (SAMPLED // TOGETHER) // 16 * 16  # runs start at 16-byte boundaries
+        x = _load_scaled(row, places // TOGETHER * run_distance + places % TOGETHER, vocab_size, inverse)
         keys = _key(tl.where(x == x, x, float("-inf")))
         wanted = tl.minimum(tl.maximum(2 * count, 1200), 3000)
         wanted = tl.where(count < vocab_size, wanted, 1200)

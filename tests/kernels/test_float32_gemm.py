@@ -24,5 +24,5 @@ def test_every_dot_sets_float32_precision() -> None:
     found = products()
     assert found, "the kernels multiply by tl.dot"
     for where, call in found:
-        said = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-        assert said.get("input_precision") == repr(PRECISION), where
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert keywords.get("input_precision") == repr(PRECISION), where

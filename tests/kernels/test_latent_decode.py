@@ -26,7 +26,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
     cache_scale: float = 1.0,
-    programs: int = 1,
+    ctas: int = 1,
 ) -> None:
     """Compare with the reference. Every sequence's blocks are shuffled; slots beyond its length contain NaN."""
     generator = torch.Generator().manual_seed(5)
@@ -45,63 +45,63 @@ def check(
     options = {"query_len": query_len, "kv_rank": kv_rank, "scale": width**-0.5, "cache_scale": cache_scale}
     expected = latent_decode_reference(*tensors, **options)
     tolerance = (64 if dtype == torch.float32 else 16) * torch.finfo(dtype).eps  # float32 is three TF32 on a GPU
-    for apart in (False, True):
-        ours = latent_decode_triton(*tensors, programs=programs, apart=apart, **options)
+    for separate_merge in (False, True):
+        ours = latent_decode_triton(*tensors, ctas=ctas, separate_merge=separate_merge, **options)
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
     tile = latent_tile(query_len * heads, width, query.element_size(), (cache_dtype or dtype).itemsize, H200)
     groups = -(-query_len * heads // tile.rows)
     if query.device.type == "cpu":
-        assert not arrival_counters(query.device, groups * programs).any(), "the next launch counts from 0"
+        assert not arrival_counters(query.device, groups * ctas).any(), "the next launch counts from 0"
 
 
-@pytest.mark.parametrize("programs", [1, 4])
+@pytest.mark.parametrize("ctas", [1, 4])
 @pytest.mark.parametrize("heads", [1, 16, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_latent_decode_all_heads_read_one_vector(heads: int, programs: int, dtype: torch.dtype) -> None:
+def test_latent_decode_all_heads_read_one_vector(heads: int, ctas: int, dtype: torch.dtype) -> None:
     """Heads beyond a tile's rows form row groups; in float32, groups of 16."""
-    check(heads=heads, programs=programs, dtype=dtype)
+    check(heads=heads, ctas=ctas, dtype=dtype)
 
 
-@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("ctas", [1, 5])
 @pytest.mark.parametrize(("query_len", "heads"), [(2, 4), (3, 8), (8, 3), (5, 16)])
-def test_latent_decode_drafts_see_tokens_up_to_their_own(query_len: int, heads: int, programs: int) -> None:
-    check(lengths=[8, 65, 1100, 33, 514], query_len=query_len, heads=heads, programs=programs, dtype=torch.float16)
+def test_latent_decode_drafts_see_tokens_up_to_their_own(query_len: int, heads: int, ctas: int) -> None:
+    check(lengths=[8, 65, 1100, 33, 514], query_len=query_len, heads=heads, ctas=ctas, dtype=torch.float16)
 
 
 def test_split_without_visible_keys_of_a_row_has_no_weight() -> None:
     """The last tile of the second CTA contains only the newest key, which the older of two rows does not see."""
-    check(lengths=[1025], query_len=2, programs=3, dtype=torch.float16)
-    check(lengths=[513, 1026], query_len=3, programs=2)
+    check(lengths=[1025], query_len=2, ctas=3, dtype=torch.float16)
+    check(lengths=[513, 1026], query_len=3, ctas=2)
 
 
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("ctas", [1, 3])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 128])
-def test_latent_decode_every_block_size(block_size: int, programs: int) -> None:
-    check(block_size=block_size, programs=programs, dtype=torch.float16)
+def test_latent_decode_every_block_size(block_size: int, ctas: int) -> None:
+    check(block_size=block_size, ctas=ctas, dtype=torch.float16)
 
 
 @pytest.mark.parametrize(("kv_rank", "rotary"), [(512, 64), (10, 6), (48, 16), (100, 20)])
 def test_latent_decode_widths_with_and_without_padding(kv_rank: int, rotary: int) -> None:
-    check(lengths=[1100, 3], kv_rank=kv_rank, rotary=rotary, dtype=torch.float16, programs=2)
+    check(lengths=[1100, 3], kv_rank=kv_rank, rotary=rotary, dtype=torch.float16, ctas=2)
 
 
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("ctas", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_latent_decode_float8_cache_uses_scale(dtype: torch.dtype, programs: int) -> None:
-    check(dtype=dtype, cache_dtype=FLOAT8, cache_scale=0.5, programs=programs)
+def test_latent_decode_float8_cache_uses_scale(dtype: torch.dtype, ctas: int) -> None:
+    check(dtype=dtype, cache_dtype=FLOAT8, cache_scale=0.5, ctas=ctas)
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 0, 0], [0, 1030, 0], [1030, 0, 0, 0]])
 def test_latent_decode_padding_rows_are_zeros(lengths: list[int]) -> None:
-    check(lengths=lengths, programs=3)
+    check(lengths=lengths, ctas=3)
 
 
 def test_latent_decode_merges_many_splits_in_steps() -> None:
-    check(lengths=[5500, 3, 7000], heads=3, programs=99, dtype=torch.float16)
+    check(lengths=[5500, 3, 7000], heads=3, ctas=99, dtype=torch.float16)
 
 
 def test_latent_decode_partially_filled_tiles() -> None:
-    check(lengths=[1300, 0, 2], kv_rank=200, rotary=20, programs=5, dtype=torch.float16, query_len=2)
+    check(lengths=[1300, 0, 2], kv_rank=200, rotary=20, ctas=5, dtype=torch.float16, query_len=2)
 
 
 def test_latent_merge_writes_only_split_sequences() -> None:
@@ -114,7 +114,7 @@ def test_latent_merge_writes_only_split_sequences() -> None:
         torch.tensor([1280, 60, 0], dtype=torch.int32),
     )
     with record_launches() as launches:
-        latent_decode_triton(*tensors, query_len=1, kv_rank=24, scale=0.2, programs=6, apart=True)
+        latent_decode_triton(*tensors, query_len=1, kv_rank=24, scale=0.2, ctas=6, separate_merge=True)
     first, second = launches
     first.kernel[first.grid](**first.arguments, **first.options)
     output = second.arguments["output"]
@@ -126,14 +126,14 @@ def test_latent_merge_writes_only_split_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "programs", "expected"), [(1, 2, True), (1, 1, False), (8, 33, True), (17, 33, False)]
+    ("num_seqs", "ctas", "expected"), [(1, 2, True), (1, 1, False), (8, 33, True), (17, 33, False)]
 )
-def test_separate_merge_is_used_for_several_ctas_per_sequence(num_seqs: int, programs: int, expected: bool) -> None:
-    assert has_separate_merge(num_seqs, programs) is expected
+def test_separate_merge_is_used_for_several_ctas_per_sequence(num_seqs: int, ctas: int, expected: bool) -> None:
+    assert has_separate_merge(num_seqs, ctas) is expected
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_one_grid_serves_all_lengths(apart: bool) -> None:
+@pytest.mark.parametrize("separate_merge", [False, True])
+def test_one_grid_serves_all_lengths(separate_merge: bool) -> None:
     """Replays as a captured graph does: only the lengths on the device change. Equal inputs give equal outputs."""
     generator = torch.Generator().manual_seed(8)
     cache = torch.randn(129, 16, 1, 32, generator=generator)
@@ -145,14 +145,18 @@ def test_one_grid_serves_all_lengths(apart: bool) -> None:
         results = []
         for _ in range(2):
             output.fill_(float("nan"))
-            latent_decode_triton(*tensors, query_len=1, kv_rank=24, scale=0.2, programs=4, output=output, apart=apart)
+            latent_decode_triton(
+                *tensors, query_len=1, kv_rank=24, scale=0.2, ctas=4, output=output, separate_merge=separate_merge
+            )
             torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
             results.append(output.clone())
         assert results[0].equal(results[1])
     with record_launches() as launches:
         for _ in range(2):
-            latent_decode_triton(*tensors, query_len=1, kv_rank=24, scale=0.2, programs=4, output=output, apart=apart)
-    assert len({launch.grid for launch in launches}) == 1 + apart
+            latent_decode_triton(
+                *tensors, query_len=1, kv_rank=24, scale=0.2, ctas=4, output=output, separate_merge=separate_merge
+            )
+    assert len({launch.grid for launch in launches}) == 1 + separate_merge
 
 
 def test_latent_decode_rejects_wrong_number_of_rows() -> None:
@@ -169,7 +173,7 @@ def test_all_ctas_are_resident_at_once(facts: DeviceFacts, num_rows: int) -> Non
     """Checked with the registers and shared memory of compiled tiles."""
     tile = latent_tile(num_rows, 576, 2, 2, facts)
     groups = -(-num_rows // tile.rows)
-    programs = latent_ctas(groups, tile, facts)
+    ctas = latent_ctas(groups, tile, facts)
     shared = {(16, 32): 56 << 10, (32, 32): 75 << 10, (32, 64): 113 << 10, (64, 64): 217 << 10}[tile.rows, tile.keys]
     room = min(ctas_per_sm(248 if tile.num_warps == 4 else 255, shared, tile.num_warps), facts.shared_bytes // shared)
-    assert 0 < programs * groups <= max(room * facts.num_sms, groups)
+    assert 0 < ctas * groups <= max(room * facts.num_sms, groups)

@@ -34,7 +34,7 @@ def check(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
-    programs: int = 1,
+    ctas: int = 1,
     scale: float = 0.25,
     **options: float | torch.Tensor | None,
 ) -> None:
@@ -54,50 +54,50 @@ def check(
     keys, values = (cache.to(cache_dtype or dtype) for cache in caches)
     query = torch.randn(len(lengths), heads + 1, size, generator=generator).to(dtype)[:, :heads]
     tensors = (query, keys, values, tables, torch.tensor(lengths, dtype=torch.int32))
-    ours = paged_decode_triton(*tensors, scale=scale, programs=programs, **options)  # type: ignore[arg-type]
+    ours = paged_decode_triton(*tensors, scale=scale, ctas=ctas, **options)  # type: ignore[arg-type]
     expected = paged_decode_reference(*tensors, scale=scale, **options)  # type: ignore[arg-type]
     tolerance = (64 if dtype == torch.float32 else 16) * torch.finfo(dtype).eps  # float32 is three TF32 on a GPU
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
-    assert not arrival_counters(query.device, kv_heads * programs).any(), "the next launch counts from 0"
+    assert not arrival_counters(query.device, kv_heads * ctas).any(), "the next launch counts from 0"
 
 
-@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("ctas", [1, 5])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 16), (9, 3, 64), (6, 1, 10), (24, 1, 32)])
-def test_paged_decode_heads_share_kv_head(heads: int, kv_heads: int, size: int, programs: int) -> None:
-    check(heads=heads, kv_heads=kv_heads, size=size, programs=programs)
+def test_paged_decode_heads_share_kv_head(heads: int, kv_heads: int, size: int, ctas: int) -> None:
+    check(heads=heads, kv_heads=kv_heads, size=size, ctas=ctas)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 8])
+@pytest.mark.parametrize("ctas", [1, 3, 8])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 128])
-def test_paged_decode_every_block_size(block_size: int, programs: int) -> None:
-    check(block_size=block_size, programs=programs, dtype=torch.float16)
+def test_paged_decode_every_block_size(block_size: int, ctas: int) -> None:
+    check(block_size=block_size, ctas=ctas, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("size", [80, 128, 192, 256])
 def test_paged_decode_head_sizes(size: int) -> None:
-    check(lengths=[570, 3], size=size, dtype=torch.float16, scale=size**-0.5, programs=4)
+    check(lengths=[570, 3], size=size, dtype=torch.float16, scale=size**-0.5, ctas=4)
 
 
-@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("ctas", [1, 5])
 @pytest.mark.parametrize("window", [1, 5, 64, 1000])
-def test_paged_decode_window_hides_older_keys(window: int, programs: int) -> None:
-    check(lengths=[150, 64, 900, 2, 0], window=window, programs=programs)
+def test_paged_decode_window_hides_older_keys(window: int, ctas: int) -> None:
+    check(lengths=[150, 64, 900, 2, 0], window=window, ctas=ctas)
 
 
 def counts(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("ctas", [1, 5])
 @pytest.mark.parametrize("chunk_size", [1, 5, 64, 300, 1000])
-def test_paged_decode_hides_keys_before_attention_chunk(chunk_size: int, programs: int) -> None:
+def test_paged_decode_hides_keys_before_attention_chunk(chunk_size: int, ctas: int) -> None:
     """Chunks are counted from the start of the sequence, possibly long before the start of its table."""
     gone = counts(0, 16, 304, 2048, 0)
-    check(lengths=[150, 64, 900, 2, 0], chunk_size=chunk_size, gone=gone, programs=programs)
+    check(lengths=[150, 64, 900, 2, 0], chunk_size=chunk_size, gone=gone, ctas=ctas)
 
 
-@pytest.mark.parametrize("programs", [1, 5])
-def test_paged_decode_does_not_read_keys_before_chunk(programs: int) -> None:
+@pytest.mark.parametrize("ctas", [1, 5])
+def test_paged_decode_does_not_read_keys_before_chunk(ctas: int) -> None:
     """Their blocks may belong to another request."""
     caches = [torch.randn(40, 16, 2, 32) for _ in range(2)]
     for cache in caches:
@@ -105,7 +105,7 @@ def test_paged_decode_does_not_read_keys_before_chunk(programs: int) -> None:
     tables = torch.arange(40, dtype=torch.int32).unsqueeze(0)
     query, lengths = torch.randn(1, 4, 32), counts(500)
     tensors = (query, *caches, tables, lengths)
-    ours = paged_decode_triton(*tensors, scale=0.25, chunk_size=300, gone=counts(92), programs=programs)
+    ours = paged_decode_triton(*tensors, scale=0.25, chunk_size=300, gone=counts(92), ctas=ctas)
     begun = (query, *(cache[13:] for cache in caches), tables[:, :27], lengths - 208)
     torch.testing.assert_close(ours, paged_decode_reference(*begun, scale=0.25), rtol=1e-5, atol=1e-5)
 
@@ -121,25 +121,25 @@ def test_paged_decode_rejects_chunks_without_gone(wrong: dict[str, Any], has_gon
         paged_decode_triton(torch.zeros(1, 1, 16), cache, cache, counts(1)[None], counts(3), scale=1.0, **wrong)
 
 
-@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("ctas", [1, 5])
 @pytest.mark.parametrize("window", [None, 30])
-def test_paged_decode_sinks_add_to_softmax_denominator(window: int | None, programs: int) -> None:
+def test_paged_decode_sinks_add_to_softmax_denominator(window: int | None, ctas: int) -> None:
     sinks = torch.tensor([-2.0, 0.0, 1.0, 9.0])
-    check(lengths=[150, 64, 900, 2, 0], window=window, programs=programs, sinks=sinks)
+    check(lengths=[150, 64, 900, 2, 0], window=window, ctas=ctas, sinks=sinks)
 
 
-@pytest.mark.parametrize("programs", [1, 5])
-def test_paged_decode_soft_cap(programs: int) -> None:
-    check(scale=2.0, soft_cap=5.0, programs=programs)
+@pytest.mark.parametrize("ctas", [1, 5])
+def test_paged_decode_soft_cap(ctas: int) -> None:
+    check(scale=2.0, soft_cap=5.0, ctas=ctas)
 
 
-@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("ctas", [1, 5])
 @pytest.mark.parametrize("cache_dtype", [FLOAT8, torch.float8_e5m2])
 @pytest.mark.parametrize("size", [10, 16, 32, 80, 128, 256])
-def test_paged_decode_float8_cache_uses_scales(size: int, cache_dtype: torch.dtype, programs: int) -> None:
+def test_paged_decode_float8_cache_uses_scales(size: int, cache_dtype: torch.dtype, ctas: int) -> None:
     check(
         size=size, dtype=torch.float16, cache_dtype=cache_dtype, scale=size**-0.5, key_scale=0.5, value_scale=2.0,
-        programs=programs,
+        ctas=ctas,
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_paged_decode_float8_cache_uses_scales(size: int, cache_dtype: torch.dty
 def test_paged_decode_float8_cache_with_other_options(options: dict[str, Any], cache_dtype: torch.dtype) -> None:
     if "sinks" in options:
         options = {"sinks": torch.linspace(-1.0, 1.0, 4)}
-    check(dtype=torch.float16, cache_dtype=cache_dtype, programs=3, **options)
+    check(dtype=torch.float16, cache_dtype=cache_dtype, ctas=3, **options)
 
 
 def test_paged_decode_float8_cache_rejects_odd_heads() -> None:
@@ -165,29 +165,29 @@ def test_paged_decode_tiles_fit_shared_memory(facts: DeviceFacts, head_size: int
     assert 2 * keys * stages * (1 << (head_size - 1).bit_length()) * itemsize < facts.shared_bytes
 
 
-@pytest.mark.parametrize("programs", [1, 7])
-def test_paged_decode_lengths_around_block_tile_and_split(programs: int) -> None:
-    check(lengths=[0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 0, 1500], programs=programs)
+@pytest.mark.parametrize("ctas", [1, 7])
+def test_paged_decode_lengths_around_block_tile_and_split(ctas: int) -> None:
+    check(lengths=[0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 0, 1500], ctas=ctas)
 
 
 @pytest.mark.parametrize("length", [0, 1, 16, 256, 257, 1500])
 def test_paged_decode_single_sequence(length: int) -> None:
-    check(lengths=[length], programs=4)
+    check(lengths=[length], ctas=4)
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 0, 0], [0, 513, 0], [513, 0, 0, 0, 0]])
 def test_paged_decode_padding_rows_are_zeros(lengths: list[int]) -> None:
-    check(lengths=lengths, programs=4)
+    check(lengths=lengths, ctas=4)
 
 
 def test_paged_decode_more_sequences_than_read_at_once() -> None:
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, 40, (600,), generator=generator).tolist()
-    check(lengths=[*lengths, 900, 0, 5], heads=2, kv_heads=1, size=16, programs=9)
+    check(lengths=[*lengths, 900, 0, 5], heads=2, kv_heads=1, size=16, ctas=9)
 
 
 def test_paged_decode_merges_many_splits_in_steps() -> None:
-    check(lengths=[5500, 3, 7000], heads=3, kv_heads=1, size=128, programs=99, dtype=torch.float16)
+    check(lengths=[5500, 3, 7000], heads=3, kv_heads=1, size=128, ctas=99, dtype=torch.float16)
 
 
 def launch_again(lengths: list[int], output: torch.Tensor, spoil: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,7 +200,7 @@ def launch_again(lengths: list[int], output: torch.Tensor, spoil: bool = False) 
     query = torch.randn(len(lengths), 4, 16, generator=generator)
     tensors = (query, *caches, tables, torch.tensor(lengths, dtype=torch.int32))
     expected = paged_decode_reference(*tensors, scale=0.25)
-    return paged_decode_triton(*tensors, scale=0.25, programs=4, output=output), expected
+    return paged_decode_triton(*tensors, scale=0.25, ctas=4, output=output), expected
 
 
 def test_paged_decode_one_grid_serves_all_lengths() -> None:
@@ -237,12 +237,12 @@ def test_paged_decode_equal_inputs_give_equal_outputs() -> None:
 def test_paged_decode_all_ctas_are_resident_at_once(
     facts: DeviceFacts, num_kv_heads: int, group: int, head_size: int, is_float8: bool
 ) -> None:
-    programs, registers = decode_ctas(num_kv_heads, group, head_size, facts, is_float8=is_float8)
+    ctas, registers = decode_ctas(num_kv_heads, group, head_size, facts, is_float8=is_float8)
     has_three = is_float8 and facts in (H200, B200) and group <= 16 and head_size <= 128
     assert registers == (168 if has_three else None)
     most = (3 if has_three else 2) * facts.num_sms
-    assert programs == 1 or programs * num_kv_heads <= most < (programs + 1) * num_kv_heads
-    assert programs * num_kv_heads >= MAX_SPLITS, "a single sequence still has many readers"
+    assert ctas == 1 or ctas * num_kv_heads <= most < (ctas + 1) * num_kv_heads
+    assert ctas * num_kv_heads >= MAX_SPLITS, "a single sequence still has many readers"
 
 
 @pytest.mark.parametrize("figures", ["aot.json", "aot-triton-3.6.json"])
@@ -257,5 +257,5 @@ def test_recorded_registers_allow_all_ctas_per_multiprocessor(figures: str) -> N
         entry = compiled[f"paged_decode {heads.name}"]
         room = ctas_per_sm(entry["registers"], entry["shared_bytes"], entry["num_warps"]) * H200.num_sms
         group, is_float8 = heads.num_heads // heads.num_kv_heads, heads.cache_dtype.itemsize == 1
-        programs, _ = decode_ctas(heads.num_kv_heads, group, heads.size, H200, is_float8=is_float8)
-        assert programs * heads.num_kv_heads <= room, heads.name
+        ctas, _ = decode_ctas(heads.num_kv_heads, group, heads.size, H200, is_float8=is_float8)
+        assert ctas * heads.num_kv_heads <= room, heads.name

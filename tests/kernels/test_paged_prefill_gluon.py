@@ -256,6 +256,6 @@ def _launched(chosen: KernelBackends) -> list[str]:
 @pytest.mark.cpu
 def test_step_uses_gluon_if_enabled_and_warm_up_compiles_both() -> None:
     assert "_paged_prefill_gluon" not in _launched(KernelBackends())
-    asked = _launched(KernelBackends(gluon_prefill=True))
-    assert asked[0] == "_paged_prefill_gluon"
-    assert {"_paged_prefill_gluon", "_paged_prefill"} <= set(asked[1:]), "short chunks are left to the other"
+    requested = _launched(KernelBackends(gluon_prefill=True))
+    assert requested[0] == "_paged_prefill_gluon"
+    assert {"_paged_prefill_gluon", "_paged_prefill"} <= set(requested[1:]), "short chunks are left to the other"

@@ -44,9 +44,14 @@ def test_skinny_gemm_applies_norm_bias_and_gate(
     facts: DeviceFacts, n: int, k: int, rows: int, is_gated: bool, has_norm: bool
 ) -> None:
     x, weight, norm, bias, _ = inputs(rows, n, k, is_gated=is_gated)
-    asked: dict[str, Any] = {"norm": norm * 3 if has_norm else None, "bias": bias, "is_gated": is_gated, "eps": 1e-5}
-    y = skinny_gemm_triton(x, weight, **asked, facts=facts)
-    torch.testing.assert_close(y, skinny_gemm_reference(x, weight, **asked), atol=2e-5, rtol=2e-5)
+    options: dict[str, Any] = {
+        "norm": norm * 3 if has_norm else None,
+        "bias": bias,
+        "is_gated": is_gated,
+        "eps": 1e-5,
+    }
+    y = skinny_gemm_triton(x, weight, **options, facts=facts)
+    torch.testing.assert_close(y, skinny_gemm_reference(x, weight, **options), atol=2e-5, rtol=2e-5)
     tiling = tiling_of(has_norm=has_norm, is_gated=is_gated, facts=facts)
     tiles = split_of(n, k, is_gated=is_gated, facts=facts, tiling=tiling).tiles
     assert not arrival_counters(x.device, tiles).any(), "the next launch counts from 0"
@@ -57,9 +62,9 @@ def test_skinny_gemm_applies_norm_bias_and_gate(
 def test_skinny_gemm_adds_to_residual_in_place(n: int, k: int, has_bias: bool) -> None:
     x, weight, _, bias, residual = inputs(3, n, k)
     before = residual.clone()
-    asked: dict[str, Any] = {"bias": bias if has_bias else None}
-    assert skinny_gemm_triton(x, weight, **asked, residual=residual) is residual
-    torch.testing.assert_close(residual, before + skinny_gemm_reference(x, weight, **asked), atol=2e-5, rtol=2e-5)
+    options: dict[str, Any] = {"bias": bias if has_bias else None}
+    assert skinny_gemm_triton(x, weight, **options, residual=residual) is residual
+    torch.testing.assert_close(residual, before + skinny_gemm_reference(x, weight, **options), atol=2e-5, rtol=2e-5)
 
 
 def test_skinny_gemm_normalises_large_16_bit_inputs_after_gemm() -> None:

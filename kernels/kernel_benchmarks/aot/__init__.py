@@ -1,5 +1,5 @@
-"""Ahead-of-time compilation: every (kernel, configuration) that the engine launches, compiled where there is no GPU.
+"""Ahead-of-time compilation: every (kernel, configuration) that the engine launches, compiled without a GPU.
 
-`cases` says what is launched, `specialisation` what Triton makes of it, `compiler` compiles and reads the resources,
-`report` writes them down. `python -m kernel_benchmarks.aot --help`.
+`cases` lists the launches, `specialisation` derives Triton's specialisation, `compiler` compiles and reads the
+resources, `report` writes them. `python -m kernel_benchmarks.aot --help`.
 """

@@ -1,5 +1,5 @@
-"""`make aot` compiles everything and writes docs/results; `--sample`, inside `make test`, compiles a fixed sample for
-sm_90 and whatever differs from the committed figures."""
+"""`make aot` compiles everything and writes docs/results; `--sample`, used by `make test`, compiles a fixed sample for
+sm_90 and all kernels that differ from the committed figures."""
 
 import argparse
 import math
@@ -20,15 +20,15 @@ from kernel_benchmarks.aot.compiler import Compiled, Job, compile_job, load, sto
 from kernel_benchmarks.aot.report import recorded_keys, write_report
 
 _jobs: list[Job] = []
-"""Filled before the workers fork: kernels cannot be sent between processes."""
+"""Filled before the workers fork: kernels cannot be pickled."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m kernel_benchmarks.aot", description=__doc__)
     parser.add_argument("--cache", type=Path, required=True, help="folder of results, by hash of source and choice")
     parser.add_argument("--results", type=Path, help="folder of aot.json and kernels.md: written, or read by --sample")
-    parser.add_argument("--sample", action="store_true", help="sm_90 only: a fixed sample, and what has changed")
+    parser.add_argument("--sample", action="store_true", help="sm_90 only: a fixed sample, and changed kernels")
     parser.add_argument("--targets", type=int, nargs="+", default=[80, 89, 90, 100], help="compute capabilities")
     parser.add_argument(
         "--budget-seconds", type=float, default=math.inf, help="with --sample: begin nothing but the sample after this"
@@ -39,7 +39,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def find_jobs(*, only: str, targets: list[int]) -> list[Job]:
-    """Distinct jobs of the cases whose name contains `only`, in the order of the report."""
+    """Return the distinct jobs of the cases whose name contains `only`, in the order of the report."""
     jobs: dict[str, Job] = {}
     for case in all_cases():
         for facts in TARGETS:
@@ -51,7 +51,7 @@ def find_jobs(*, only: str, targets: list[int]) -> list[Job]:
 
 
 def find_sample(*, only: str, known: set[str]) -> tuple[list[Job], list[Job]]:
-    """(the fixed sample, what is not among the `known` keys), both for sm_90."""
+    """Return (the fixed sample, jobs that are not among the `known` keys), both for sm_90."""
     in_sample = {case.name for case in all_cases() if case.in_sample}
     jobs = find_jobs(only=only, targets=[H200.capability])
     return [j for j in jobs if j.case in in_sample], [j for j in jobs if j.case not in in_sample and j.key not in known]
@@ -61,15 +61,15 @@ def _compile(index: int) -> Compiled:
     return compile_job(_jobs[index])
 
 
-def _in_one_line(error: Exception) -> str:
-    """Triton's errors quote the kernel up to the faulty line: that line and the reason are enough."""
+def _short_error(error: Exception) -> str:
+    """Shorten Triton's errors, which quote the kernel up to the faulty line, to that line and the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
     return f"{type(error).__name__}: {' … '.join(lines[-2:])[:500]}"
 
 
-def finished(futures: set[Future[Compiled]], deadline: float) -> Iterator[Future[Compiled]]:
-    """As they end. Past the deadline those that have not begun are cancelled and never come: `as_completed` would wait
-    for them forever."""
+def completed_futures(futures: set[Future[Compiled]], deadline: float) -> Iterator[Future[Compiled]]:
+    """Yield futures as they end. After the deadline, futures that have not started are cancelled and never yielded:
+    `as_completed` would wait for them forever."""
     while futures:
         ended, futures = wait(futures, return_when=FIRST_COMPLETED)
         yield from ended
@@ -80,24 +80,24 @@ def finished(futures: set[Future[Compiled]], deadline: float) -> Iterator[Future
 def compile_all(
     jobs: list[Job], cache: Path, workers: int, deadline: float = math.inf
 ) -> tuple[list[Compiled], list[str]]:
-    """(results, errors), from the cache where it has them, in the order of the jobs. Past the deadline (of the
-    monotonic clock) nothing more is begun."""
+    """Return (results, errors), from the cache if available, in the order of the jobs. After the deadline (monotonic
+    clock), no further job is started."""
     results = {job.key: found for job in jobs if (found := load(cache, job.key)) is not None}
     _jobs[:] = [job for job in jobs if job.key not in results]
     errors: list[str] = []
     print(f"{len(results)} of {len(jobs)} kernels are in {cache}; compiling {len(_jobs)}", flush=True)
     for target in sorted({job.facts.capability for job in _jobs}):
-        # Each target in processes of its own: triton 3.6 converts float8 as the first target of a process does.
+        # Each target in separate processes: triton 3.6 converts float8 as for the first target of a process.
         of_target = [index for index, job in enumerate(_jobs) if job.facts.capability == target]
         with ProcessPoolExecutor(max_workers=workers, mp_context=get_context("fork")) as pool:
             futures = {pool.submit(_compile, index): _jobs[index] for index in of_target}
-            for done, future in enumerate(finished(set(futures), deadline), start=1):
+            for done, future in enumerate(completed_futures(set(futures), deadline), start=1):
                 job = futures[future]
                 try:
                     results[job.key] = future.result()
                     store(cache, results[job.key])
-                except Exception as error:  # any: one that cannot be compiled must not hide the others
-                    errors.append(f"{job.case} for sm_{target}: {_in_one_line(error)}")
+                except Exception as error:  # any error: one kernel that cannot be compiled must not hide the others
+                    errors.append(f"{job.case} for sm_{target}: {_short_error(error)}")
                     print(f"failed: {errors[-1]}", flush=True)
                 if done % 20 == 0:
                     print(f"{done} of {len(of_target)} for sm_{target}", flush=True)
@@ -105,8 +105,8 @@ def compile_all(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 when every kernel compiles and fits its targets, 1 otherwise, 2 without Triton or when --only names
-    none."""
+    """Return exit code 0 if every kernel compiles and fits its targets, 1 otherwise, 2 without Triton or if --only
+    matches no case."""
     options = parse(arguments)
     if not HAS_TRITON:
         print("aot: triton is not installed; install it (the development extra brings it)", file=sys.stderr)

@@ -1,7 +1,6 @@
-"""What the engine launches: each case calls a launcher with tensors on torch's meta device, shaped as real models are.
+"""The engine's launches: each case calls a launcher with tensors on torch's meta device, shaped as in real models.
 
-A case is called once per target with that device's facts, as a launcher would see them there. `in_sample` marks the
-one that every test run compiles.
+A case is called once per target with that device's facts. `in_sample` marks the cases that every test run compiles.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,7 +46,8 @@ GEMM_SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`launch` calls a launcher; `needs_float8` leaves out generations without the type, `needs_hopper` all but one."""
+    """`launch` calls a launcher; `needs_float8` excludes generations without the type, `needs_hopper` all except
+    Hopper."""
 
     name: str
     launch: Callable[[DeviceFacts], object]
@@ -56,7 +56,7 @@ class Case:
     in_sample: bool = False
 
     def launches(self, facts: DeviceFacts) -> list[Launch]:
-        """What the launcher launches on such a device, in the plain way where the case asks for no other."""
+        """Return the launches on such a device, with the plain backends unless the case selects others."""
         if (self.needs_float8 and not facts.has_float8) or (self.needs_hopper and facts.capability != HOPPER):
             return []
         with override_backends(KernelBackends()), record_launches() as recorded:
@@ -65,7 +65,7 @@ class Case:
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """A tensor that has a shape and no memory."""
+    """Return a tensor with a shape and no memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -137,7 +137,7 @@ def _cache() -> Iterator[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Shapes of a model's attention, and what it does to scores."""
+    """Shapes of a model's attention, and its score modifications."""
 
     num_heads: int
     num_kv_heads: int
@@ -154,7 +154,7 @@ class Heads:
         return self.window is None and self.chunk_size is None
 
     def options(self, num_seqs: int) -> dict[str, Any]:
-        """What their attention is asked for beside the tensors."""
+        """Return the attention options in addition to the tensors."""
         gone = None if self.chunk_size is None else empty(num_seqs, dtype=torch.int32)
         sinks = empty(self.num_heads, dtype=torch.float32) if self.has_sinks else None
         attention_window = {"window": self.window, "chunk_size": self.chunk_size, "gone": gone}
@@ -289,13 +289,13 @@ def _gluon_prefill(heads: Heads, *, in_sample: bool) -> Case:
 
 
 def _latents() -> Iterator[Case]:
-    """DeepSeek-V3's heads on one GPU, and over four and eight: each has one tile's height."""
+    """Yield DeepSeek-V3's heads on one GPU, on four and on eight: each has its own tile height."""
     for heads, query_len, dtype in (
         (128, 1, BF16), (32, 1, BF16), (16, 1, BF16), (16, 2, BF16), (128, 1, FLOAT8), (16, 1, FLOAT8),
     ):  # fmt: skip
         yield _latent_decode(heads, query_len, dtype)
     for heads in (128, 16):
-        yield _latent_decode(heads, 1, BF16, apart=True)
+        yield _latent_decode(heads, 1, BF16, separate_merge=True)
     for heads, max_query_len, dtype in ((128, 8192, BF16), (16, 8192, BF16), (16, 1, BF16), (128, 8192, FLOAT8)):
         yield _latent_prefill(heads, max_query_len, dtype)
     for heads, dtype in ((128, BF16), (16, BF16), (128, FLOAT8)):
@@ -319,7 +319,7 @@ def _latent_and_cache(heads: int, dtype: torch.dtype) -> Case:
     return Case(name, launch, needs_float8=dtype == FLOAT8, in_sample=heads == 16)
 
 
-def _latent_decode(heads: int, query_len: int, dtype: torch.dtype, *, apart: bool = False) -> Case:
+def _latent_decode(heads: int, query_len: int, dtype: torch.dtype, *, separate_merge: bool = False) -> Case:
     def launch(facts: DeviceFacts) -> object:
         return latent_decode_triton(
             empty(NUM_TOKENS * query_len, heads, 576),
@@ -330,12 +330,12 @@ def _latent_decode(heads: int, query_len: int, dtype: torch.dtype, *, apart: boo
             kv_rank=512,
             scale=0.1,
             facts=facts,
-            apart=apart,
+            separate_merge=separate_merge,
         )
 
     name = f"latent_decode {heads} heads" + " float8" * (dtype == FLOAT8) + f", {query_len} tokens" * (query_len > 1)
     is_sampled = heads == 16 and query_len == 1 and dtype == BF16
-    return Case(name + ", merged apart" * apart, launch, needs_float8=dtype == FLOAT8, in_sample=is_sampled)
+    return Case(name + ", separate merge" * separate_merge, launch, needs_float8=dtype == FLOAT8, in_sample=is_sampled)
 
 
 def _latent_prefill(heads: int, max_query_len: int, dtype: torch.dtype) -> Case:
@@ -382,44 +382,44 @@ def _sampling() -> Iterator[Case]:
 
 
 def _eight() -> tuple[torch.Tensor, torch.Tensor]:
-    """Values of eight rows: int32, float32."""
+    """Return values of eight rows: int32, float32."""
     return empty(8, dtype=torch.int32), empty(8, dtype=torch.float32)
 
 
 def _skinny_gemm() -> Iterator[Case]:
-    for n, k, beside in (
+    for n, k, variant in (
         (6144, 4096, "norm"), (4096, 4096, "residual"), (14336, 4096, "gate"), (4096, 14336, "residual"),
         (960, 576, "norm"), (576, 576, "residual"), (1536, 576, "gate"), (576, 1536, "residual"),
     ):  # fmt: skip
-        yield _product_of_few_rows(n, k, beside)
+        yield _skinny_gemm_case(n, k, variant)
 
 
-def _product_of_few_rows(n: int, k: int, beside: str) -> Case:
-    """Of Llama-3.1-8B and SmolLM2-135M, with what stands beside the product in a layer."""
-    is_gated = beside == "gate"
+def _skinny_gemm_case(n: int, k: int, variant: str) -> Case:
+    """Return a case of a GEMM of Llama-3.1-8B or SmolLM2-135M with its prologue or epilogue."""
+    is_gated = variant == "gate"
 
     def launch(facts: DeviceFacts) -> object:
         return skinny_gemm_triton(
             empty(16, k),
             empty(2 * n if is_gated else n, k),
-            norm=None if beside == "residual" else empty(k),
+            norm=None if variant == "residual" else empty(k),
             is_gated=is_gated,
-            residual=empty(16, n) if beside == "residual" else None,
+            residual=empty(16, n) if variant == "residual" else None,
             facts=facts,
         )
 
-    return Case(f"skinny_gemm {n}x{k} {beside}", launch, in_sample=k == 4096)
+    return Case(f"skinny_gemm {n}x{k} {variant}", launch, in_sample=k == 4096)
 
 
 def _lora() -> Iterator[Case]:
     for n, k in ((6144, 4096), (4096, 14336)):  # of Llama-3.1-8B: q, k and v together, and down
         for rank in (16, 64) if k == 14336 else (48, 192):
             for rows in (16, 4096):
-                yield _products_of_adapters(n, k, rank, rows)
+                yield _lora_case(n, k, rank, rows)
 
 
-def _products_of_adapters(n: int, k: int, rank: int, rows: int) -> Case:
-    """Of four adapters beside a product."""
+def _lora_case(n: int, k: int, rank: int, rows: int) -> Case:
+    """Return a case with four adapters."""
 
     def launch(facts: DeviceFacts) -> object:
         y, x, slots = empty(rows, n), empty(rows, k), empty(rows, dtype=torch.int32)
@@ -474,7 +474,7 @@ def _gemm(m: int, n: int, k: int) -> Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class MoeShape:
     """Shapes of a model's experts on one GPU."""
 
     name: str
@@ -489,53 +489,53 @@ class Mixture:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What they have beyond others."""
+        """Return the additional options of a model."""
         e, h, w = self.num_experts, self.hidden, self.wide
         biases = {"w13_bias": empty(e, 2 * w), "w2_bias": empty(e, h)} if self.has_biases else {}
         return {"clamps": self.clamps, "sigmoid": self.sigmoid, **biases}
 
 
 DEEPSEEK_ROUTING = SigmoidRouting(bias=empty(256, dtype=torch.float32), num_groups=8, num_top_groups=4, factor=2.5)
-MIXTURES = (
-    Mixture("Qwen3-30B-A3B", 128, 8, 2048, 768, BF16),
-    Mixture("Qwen3-30B-A3B float8", 128, 8, 2048, 768, FLOAT8),
-    Mixture("DeepSeek-V3 of 8", 32, 8, 7168, 2048, FLOAT8),  # 256 experts over 8 ranks
-    Mixture("gpt-oss-20b", 32, 4, 2880, 2880, BF16, has_biases=True, clamps=(1.702, 7.0)),
-    Mixture("Llama-4-Scout of 2", 16, 1, 5120, 4096, BF16, sigmoid=SigmoidRouting(weighs_inputs=True)),  # by columns
+MOE_SHAPES = (
+    MoeShape("Qwen3-30B-A3B", 128, 8, 2048, 768, BF16),
+    MoeShape("Qwen3-30B-A3B float8", 128, 8, 2048, 768, FLOAT8),
+    MoeShape("DeepSeek-V3 of 8", 32, 8, 7168, 2048, FLOAT8),  # 256 experts on 8 ranks
+    MoeShape("gpt-oss-20b", 32, 4, 2880, 2880, BF16, has_biases=True, clamps=(1.702, 7.0)),
+    MoeShape("Llama-4-Scout of 2", 16, 1, 5120, 4096, BF16, sigmoid=SigmoidRouting(weighs_inputs=True)),  # by columns
 )
 
 
-def _mixture(mixture: Mixture, num_tokens: int) -> Case:
-    e, h, w = mixture.num_experts, mixture.hidden, mixture.wide
+def _moe_case(moe: MoeShape, num_tokens: int) -> Case:
+    e, h, w = moe.num_experts, moe.hidden, moe.wide
 
     def scales(n: int, k: int) -> torch.Tensor | None:
-        return empty(e, n // 128, k // 128, dtype=torch.float32) if mixture.dtype == FLOAT8 else None
+        return empty(e, n // 128, k // 128, dtype=torch.float32) if moe.dtype == FLOAT8 else None
 
     def launch(facts: DeviceFacts) -> object:
         return fused_moe_triton(
             empty(num_tokens, h),
             empty(num_tokens, e),
-            empty(e, 2 * w, h, dtype=mixture.dtype),
-            empty(e, h, w, dtype=mixture.dtype),
-            mixture.top_k,
+            empty(e, 2 * w, h, dtype=moe.dtype),
+            empty(e, h, w, dtype=moe.dtype),
+            moe.top_k,
             True,
             w13_scales=scales(2 * w, h),
             w2_scales=scales(h, w),
-            config=default_moe_config(num_tokens, mixture.top_k, e, mixture.dtype.itemsize, facts),
+            config=default_moe_config(num_tokens, moe.top_k, e, moe.dtype.itemsize, facts),
             facts=facts,
-            **mixture.options,
+            **moe.options,
         )
 
-    is_float8 = mixture.dtype == FLOAT8
-    name = f"fused_moe {mixture.name}, {num_tokens} tokens"
-    in_sample = (num_tokens == 4096 and mixture.hidden == 2048) or (num_tokens == 1 and mixture.sigmoid is not None)
+    is_float8 = moe.dtype == FLOAT8
+    name = f"fused_moe {moe.name}, {num_tokens} tokens"
+    in_sample = (num_tokens == 4096 and moe.hidden == 2048) or (num_tokens == 1 and moe.sigmoid is not None)
     return Case(name, launch, needs_float8=is_float8, in_sample=in_sample)
 
 
-def _mixtures() -> Iterator[Case]:
-    for mixture in MIXTURES:
+def _moe_cases() -> Iterator[Case]:
+    for moe in MOE_SHAPES:
         for num_tokens in (1, 256, 4096):
-            yield _mixture(mixture, num_tokens)
+            yield _moe_case(moe, num_tokens)
     yield Case("route_by_sigmoid 8 of 256 in 4 of 8 groups", _route_in_groups)  # DeepSeek-V3
 
 
@@ -544,7 +544,7 @@ def _route_in_groups(_: DeviceFacts) -> object:
 
 
 def _dependent() -> Iterator[Case]:
-    """A layer's kernels as they are launched while the one before them ends."""
+    """Yield a layer's kernels with dependent launches."""
     llama = HEADS[1]
     products = [case for case in _skinny_gemm() if "4096" in case.name]
     ready = next(case for case in _rope_and_cache(llama))
@@ -559,7 +559,7 @@ def _dependent() -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
-    """Every case, in the order of the report."""
+    """Return every case, in the order of the report."""
     return [
         *_attention(),
         *_latents(),
@@ -570,5 +570,5 @@ def all_cases() -> list[Case]:
         *_lora(),
         *_dependent(),
         *_block_fp8(),
-        *_mixtures(),
+        *_moe_cases(),
     ]

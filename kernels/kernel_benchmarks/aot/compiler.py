@@ -1,8 +1,8 @@
-"""Compiles a specialised kernel for a device that is not there, and reads what it would take of one.
+"""Compilation of a specialised kernel for a device that is not present, and of its resource usage.
 
-Registers, stack and shared memory come from the machine code itself, by the `cuobjdump` that Triton's package carries;
-for Hopper also what its hot loop does. A kernel that no device of its target could start is an error here, not at its
-first launch, and so is one whose warp-group products the assembler made wait for one another.
+Registers, stack and shared memory are read from the machine code by the `cuobjdump` of Triton's package; for Hopper,
+the hot loop is analysed as well. A kernel that no device of its target can start is an error here instead of at its
+first launch, and so is one whose warp-group instructions the assembler serialised.
 """
 
 import hashlib
@@ -19,36 +19,37 @@ from trimtab_kernels.launch.device_facts import H200, DeviceFacts
 from trimtab_kernels.launch.gluon import GluonKernel, source_of
 from trimtab_kernels.launch.jit import Launch, triton
 
-from kernel_benchmarks.aot.async_mma import check_products
+from kernel_benchmarks.aot.async_mma import check_mma
 from kernel_benchmarks.aot.bounds import Bound, bound
 from kernel_benchmarks.aot.machine_code import Loop, hot_loop, instructions_of
 from kernel_benchmarks.aot.specialisation import Specialisation, specialise
 
 REGISTERS_PER_SM = 65536
-"""32-bit registers of a multiprocessor, of every generation here; a thread block's must fit."""
+"""32-bit registers of a multiprocessor, in every supported generation; a thread block's must fit."""
 THREADS_PER_WARP = 32
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 EXPECTED = re.compile(r"mbarrier\.arrive\.expect_tx\S* _, \[\S+\], (\d+);")
-"""In a kernel's PTX: so many bytes are expected of copies by the tensor memory accelerator."""
+"""Matches the bytes expected by the tensor memory accelerator's copies in a kernel's PTX."""
 
 SHARING_ROWS = 128
-"""A tile this tall is for many tokens: programs share its operands in the L2 cache. Lower ones are there for few, and
-read each byte of weights or keys from memory once."""
+"""Tiles at least this tall are for many tokens: CTAs share their operands in the L2 cache. Lower ones are for few
+tokens and read each byte of weights or keys from memory once."""
 
 
 class CannotLaunch(Exception):
-    """The kernel compiles, but no device of the target has what it asks for."""
+    """The kernel compiles, but exceeds the resources of the target's devices."""
 
 
 class Serialised(Exception):
-    """The kernel compiles, but no two of its matrix products can be under way at once."""
+    """The kernel compiles, but its matrix instructions cannot overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel for one target. `spill_bytes` per thread go to local memory; `source` is the hash of kernel code;
-    `hot_loop` is counted for sm_90 alone. Where warps each do one thing (`consumer_groups`), num_warps are all of them,
-    the hot loop is one consumer group's, and `bulk_bytes` is what the tensor memory accelerator copies per pass."""
+    """One kernel for one target. `spill_bytes` per thread use local memory; `source` is the hash of kernel code;
+    `hot_loop` is analysed for sm_90 only. With warp specialisation (`consumer_groups`), num_warps counts all warps,
+    the hot loop is one consumer group's, and `bulk_bytes` are the bytes copied by the tensor memory accelerator per
+    pass."""
 
     case: str
     kernel: str
@@ -68,13 +69,17 @@ class Compiled:
 
     @classmethod
     def of_entry(cls, entry: Mapping[str, Any]) -> "Compiled":
-        """As a file has it. Raises TypeError for one of another version."""
+        """Parse an entry of a results file.
+
+        Raises:
+            TypeError: the entry is of another version.
+        """
         loop = entry.get("hot_loop")
         return cls(**{**entry, "hot_loop": Loop(**loop) if loop else None})
 
     @property
     def bound(self) -> Bound | None:
-        """How fast the hot loop can go at best; None where none was counted."""
+        """Upper bound of the hot loop's speed; None if it was not analysed."""
         if self.hot_loop is None:
             return None
         return bound(
@@ -90,7 +95,7 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to compile. `key` tells jobs apart and is equal where the result must be."""
+    """A compilation. `key` identifies it and is equal for equal results."""
 
     case: str
     facts: DeviceFacts
@@ -108,8 +113,13 @@ class Job:
 
 
 def compile_job(job: Job) -> Compiled:
-    """Compile; seconds. Raises CannotLaunch, UnsafeProduct, Serialised, or whatever Triton raises for a kernel that it
-    cannot compile."""
+    """Compile; takes seconds. Also raises Triton's exceptions.
+
+    Raises:
+        CannotLaunch: the kernel exceeds the target's resources.
+        UnsafeMma: a matrix instruction may be wrong.
+        Serialised: matrix instructions do not overlap.
+    """
     special = job.specialisation
     source = source_of(job.launch.kernel, special.signature, special.constants, special.attributes)
     target = triton.backends.compiler.GPUTarget("cuda", job.facts.capability, THREADS_PER_WARP)
@@ -120,7 +130,7 @@ def compile_job(job: Job) -> Compiled:
     machine_code = _dump(compiled.asm["cubin"], "-sass") if job.facts.capability == H200.capability else None
     consumer_groups = job.launch.kernel.consumer_groups if isinstance(job.launch.kernel, GluonKernel) else 0
     if machine_code:
-        check_products(f"{job.case}: {kernel}", instructions_of(machine_code))
+        check_mma(f"{job.case}: {kernel}", instructions_of(machine_code))
     result = Compiled(
         case=job.case,
         kernel=kernel,
@@ -144,10 +154,14 @@ def compile_job(job: Job) -> Compiled:
 
 
 def check_fits(result: Compiled, facts: DeviceFacts) -> None:
-    """Raises CannotLaunch with the number that is too large."""
+    """Check the resources.
+
+    Raises:
+        CannotLaunch: with the number that is too large.
+    """
     if result.shared_bytes > facts.shared_bytes:
         raise CannotLaunch(
-            f"{result.case}: {result.kernel} for sm_{result.target} asks for {result.shared_bytes} bytes of shared "
+            f"{result.case}: {result.kernel} for sm_{result.target} needs {result.shared_bytes} bytes of shared "
             f"memory; a thread block there has {facts.shared_bytes}. Use smaller tiles or fewer stages"
         )
     needed = result.registers * result.num_warps * THREADS_PER_WARP
@@ -159,17 +173,21 @@ def check_fits(result: Compiled, facts: DeviceFacts) -> None:
 
 
 def check_overlaps(result: Compiled) -> None:
-    """Raises Serialised. The assembler falls back to it in silence when accumulators meet other definitions of their
-    registers (a loop of products that may run zero times) or there are too few registers."""
+    """Check that matrix instructions overlap. The assembler serialises them silently if accumulators have other
+    definitions of their registers (a loop of matrix instructions that may run zero times) or registers are too few.
+
+    Raises:
+        Serialised: they do not overlap.
+    """
     if result.hot_loop is not None and result.hot_loop.is_serialised:
         raise Serialised(
             f"{result.case}: {result.kernel} waits {result.hot_loop.waits} times for {result.hot_loop.products} matrix "
-            f"products. Enter the loop only where it runs at least once, or use smaller tiles or more warps"
+            f"instructions. Enter the loop only if it runs at least once, or use smaller tiles or more warps"
         )
 
 
 def _dump(cubin: bytes, option: str) -> str:
-    """What cuobjdump says of it."""
+    """Return cuobjdump's output."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -178,16 +196,16 @@ def _dump(cubin: bytes, option: str) -> str:
 
 
 def _machine_code_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers per thread, bytes of stack and local memory per thread)."""
+    """Return (registers per thread, bytes of stack and local memory per thread)."""
     text = _dump(cubin, "--dump-resource-usage")
     found = USAGE.search(text)
     if found is None:
-        raise RuntimeError(f"cuobjdump said nothing of resources: {text[:200]}")
+        raise RuntimeError(f"cuobjdump reported no resources: {text[:200]}")
     return int(found[1]), int(found[2]) + int(found[4])
 
 
 def load(cache: Path, key: str) -> Compiled | None:
-    """What an earlier run found for this key; None when there is none, or the file is of another version."""
+    """Return an earlier run's result for this key, or None if there is none or the file is of another version."""
     try:
         entry = json.loads((cache / f"{key}.json").read_text())
         return Compiled.of_entry(entry) if "hot_loop" in entry else None
@@ -196,7 +214,7 @@ def load(cache: Path, key: str) -> Compiled | None:
 
 
 def store(cache: Path, result: Compiled) -> None:
-    """Keep for later runs. Written beside and renamed, so that a reader never sees half a file."""
+    """Store a result for later runs. The file is replaced atomically."""
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=cache, suffix=".tmp", delete=False) as file:
         json.dump(asdict(result), file)

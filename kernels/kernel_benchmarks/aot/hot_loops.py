@@ -1,24 +1,25 @@
-"""The page's table of what hot loops do, counted from machine code."""
+"""Table of hot loops in the results page, counted from machine code."""
 
 from collections.abc import Iterable
 
 from kernel_benchmarks.aot.bounds import BYTES_IN_FLIGHT_NEEDED
 from kernel_benchmarks.aot.compiler import Compiled
 
-INTRODUCTION = """**Counted from machine code, not measured.** Per pass of the innermost loop of one program on sm_90:
-warp-group products and waits for them, what is read, cycles of a multiprocessor's units, programs that share one.
-`chain` is a program's products and then the rest, divided by the programs that fill each other's gaps. The busiest
-unit binds. `share` is what it leaves at best: of the tensor peak for tiles of 128 rows and more, whose operands come
-from the L2 cache; else of 4.3 TB/s, each byte read from memory once, for which a multiprocessor needs {needed:.0f} KiB
-under way (800 ns). Latencies within a pass, bank conflicts and clocks are not counted: a limit, no prediction. Rates
-and their sources are in `aot/bounds.py`, what was tried in [kernel-notes.md](kernel-notes.md)."""
+INTRODUCTION = """**Counted from machine code, not measured.** Per pass of the innermost loop of one CTA on sm_90:
+warp-group matrix instructions and waits for them, bytes read, cycles of a multiprocessor's units, and resident CTAs.
+`chain` is the serial time of a CTA's matrix instructions and the rest, divided by the CTAs that fill each other's gaps.
+The busiest unit is the bottleneck. `share` is the attainable fraction: of the tensor peak for tiles of 128 rows and
+more, whose operands are in the L2 cache; otherwise of 4.3 TB/s, with each byte read from memory once, for which a
+multiprocessor needs {needed:.0f} KiB in flight (800 ns). Latencies within a pass, bank conflicts and clocks are not
+counted: it is a limit, not a prediction. Rates and their sources are in `aot/bounds.py`, experiments in
+[kernel-notes.md](kernel-notes.md)."""
 UNITS = ("tensor", "issue", "special", "integer", "shared")
-READ = ("case", "kernel", "products / waits", "KiB read")
-COLUMNS = (*READ, *UNITS, "from", "chain", "programs", "KiB under way", "binds", "share")
+READ = ("case", "kernel", "MMAs / waits", "KiB read")
+COLUMNS = (*READ, *UNITS, "from", "chain", "CTAs", "KiB in flight", "bottleneck", "share")
 
 
 def hot_loop_table(compiled: Iterable[Compiled]) -> list[str]:
-    """A section of the page; nothing where no loop was counted."""
+    """Return a section of the page; empty if no loop was analysed."""
     rows = [row for entry in compiled if (row := _row(entry))]
     head = [
         "## Hot loops",
@@ -47,7 +48,7 @@ def _row(entry: Compiled) -> str | None:
         *[f"{limit.cycles[unit]:.0f}" for unit in UNITS],
         f"{source} {limit.cycles[source]:.0f}",
         chain,
-        str(limit.programs),
+        str(limit.ctas),
         f"{limit.in_flight / 1024:.0f}",
         limit.unit,
         f"{limit.share:.2f}",

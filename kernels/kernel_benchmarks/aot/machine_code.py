@@ -1,7 +1,7 @@
-"""Counts what the innermost loop of a kernel does, from the text of its machine code (`cuobjdump -sass`).
+"""Counts of the innermost loop of a kernel, from the text of its machine code (`cuobjdump -sass`).
 
-Pure functions over text: nothing here compiles or runs anything. The names of instructions are Hopper's (sm_90); what a
-name is not known for counts as an instruction that is issued, and nothing more.
+Pure functions over text: nothing is compiled or run. The instruction names are Hopper's (sm_90); an unknown name counts
+only as an issued instruction.
 """
 
 import re
@@ -14,18 +14,18 @@ PRODUCT = re.compile(r"^(HGMMA|QGMMA)\.(\d+)x(\d+)x(\d+)\.")
 WARP_PRODUCT = re.compile(r"^(HMMA|QMMA|IMMA)\.(\d{4,5})\.")
 WARP_PRODUCT_FLOPS = {"1688": 2 * 16 * 8 * 8, "16816": 2 * 16 * 8 * 16, "16832": 2 * 16 * 8 * 32}
 WARPS_OF_GROUP = 4
-"""Warps that issue one warp-group product together."""
+"""Warps that issue one warp-group instruction together."""
 LANES = 32
 WIDTHS = {".128": 16, ".64": 8, ".U16": 2, ".S16": 2, ".U8": 1, ".S8": 1}
-"""Bytes per lane by suffix; without one, 4."""
+"""Bytes per lane by suffix; without a suffix, 4."""
 MATRIX_BYTES = 128
-"""Of one 8 x 8 matrix of 16-bit values, as LDSM and STSM move them."""
+"""Bytes of one 8 x 8 matrix of 16-bit values, as moved by LDSM and STSM."""
 HALF_RATE = frozenset({
     "IADD3", "VIADD", "LOP3", "SHF", "LEA", "ISETP", "FSETP", "SEL", "FSEL", "FMNMX", "PRMT", "VIMNMX", "IMNMX", "CSEL",
     "P2R", "R2P", "IABS", "BMSK", "SGXT", "POPC", "IMAD", "F2FP", "HADD2", "HFMA2", "HMUL2", "LOP", "PLOP3",
 })  # fmt: skip
-"""Instructions of which a multiprocessor does 64 lanes a cycle (CUDA programming guide, throughput of compute
-capability 9.0): integers, comparisons, selections, conversions."""
+"""Instructions with a throughput of 64 lanes per cycle (CUDA programming guide, throughput of compute capability 9.0):
+integers, comparisons, selections, conversions."""
 FULL_RATE = frozenset({"FADD", "FMUL", "FFMA"})
 
 
@@ -44,13 +44,13 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """One pass of a loop as one warp sees it; predicated instructions count as executed.
+    """One pass of a loop for one warp; predicated instructions count as executed.
 
-    `flops` are the warp's share of the products, `products` those of warp groups, `waits` the waits for them.
-    `load_bytes` are loads of 8 bytes per lane or more; narrower ones, often one value for all lanes, are counted only.
-    `shared_bytes` include what products read and asynchronous copies write. `copies_ahead`: groups of asynchronous
-    copies still under way when the loop goes on, of `copy_groups` that one pass begins; `products_ahead`: likewise of
-    products.
+    `flops` are the warp's share of the matrix instructions, `products` the warp-group ones, `waits` the waits for them.
+    `load_bytes` are loads of 8 bytes per lane or more; narrower ones, often one value for all lanes, are only counted.
+    `shared_bytes` include reads by matrix instructions and writes by asynchronous copies. `copies_ahead`: groups of
+    asynchronous copies in flight at the end of a pass, of `copy_groups` started in it; `products_ahead`: likewise for
+    matrix instructions.
     """
 
     instructions: int = 0
@@ -76,18 +76,18 @@ class Loop:
 
     @property
     def is_serialised(self) -> bool:
-        """The assembler put a wait behind every single product: none runs while another is issued."""
+        """True if the assembler put a wait after every matrix instruction, so that none overlaps another."""
         return self.products > 1 and self.waits >= self.products
 
 
 def instructions_of(text: str) -> list[Instruction]:
-    """In the order of addresses."""
+    """Return the instructions in the order of addresses."""
     return [Instruction(int(at, 16), name, operands) for at, name, operands in LINE.findall(text)]
 
 
 def loops_of(code: list[Instruction]) -> list[list[Instruction]]:
-    """Bodies of innermost loops: from the target of a branch backwards to the branch. A branch to itself is the
-    padding behind a kernel."""
+    """Return the bodies of innermost loops: from the target of a backward branch to the branch. A branch to itself is
+    padding after the kernel."""
     spans = []
     for instruction in code:
         target = TARGET.search(instruction.operands) if instruction.root == "BRA" else None
@@ -102,8 +102,8 @@ def loops_of(code: list[Instruction]) -> list[list[Instruction]]:
 
 
 def hot_loop(text: str) -> Loop:
-    """The loop that does the most products, then the one that loads most; of equals the shortest, because masked
-    variants of a loop are longer and run less often. A kernel without a loop counts as a whole."""
+    """Return the loop with the most FLOPs, then with the most loads; of equal ones the shortest, because masked
+    variants of a loop are longer and run less often. A kernel without a loop is counted as a whole."""
     code = instructions_of(text)
     counted = [count(body) for body in loops_of(code)]
     worthwhile = [loop for loop in counted if loop.flops or loop.load_bytes or loop.bulk_copies]
@@ -113,28 +113,28 @@ def hot_loop(text: str) -> Loop:
 
 
 def count(code: list[Instruction]) -> Loop:
-    """What these instructions do, each once."""
+    """Count the effects of these instructions, each once."""
     totals = {field.name: 0 for field in fields(Loop)}
     for instruction in code:
         for name, amount in _effects(instruction):
             totals[name] += amount
-    totals["copies_ahead"] = _left_under_way(code, "DEPBAR.LE", "SB0")
-    totals["products_ahead"] = _left_under_way(code, "WARPGROUP.DEPBAR.LE", "gsb0")
+    totals["copies_ahead"] = _left_in_flight(code, "DEPBAR.LE", "SB0")
+    totals["products_ahead"] = _left_in_flight(code, "WARPGROUP.DEPBAR.LE", "gsb0")
     return Loop(**totals)
 
 
-def _left_under_way(code: list[Instruction], name: str, counter: str) -> int:
-    """What the strictest of these waits lets go on."""
+def _left_in_flight(code: list[Instruction], name: str, counter: str) -> int:
+    """Return the number of groups that the strictest of these waits leaves in flight."""
     waits = [i.operands for i in code if i.name == name and i.operands.startswith(counter)]
     return min((int(operands.split("0x")[-1], 16) for operands in waits), default=0)
 
 
 def _effects(instruction: Instruction) -> Iterator[tuple[str, int]]:
-    """(field of Loop, amount) pairs of one instruction."""
+    """Yield the (field of Loop, amount) pairs of one instruction."""
     root, name, operands = instruction.root, instruction.name, instruction.operands
     yield "instructions", 1
     if PRODUCT.match(name) or WARP_PRODUCT.match(name):
-        yield from _product(name, operands)
+        yield from _mma_effects(name, operands)
     elif root == "WARPGROUP" and ".DEPBAR" in name:
         yield "waits", 1
     elif root == "MUFU":
@@ -157,9 +157,9 @@ def _effects(instruction: Instruction) -> Iterator[tuple[str, int]]:
         yield from _access(root, name)
 
 
-def _product(name: str, operands: str) -> Iterator[tuple[str, int]]:
-    """A warp-group product m x n x k reads n x k values of shared memory, and m x k more unless its left operand lies
-    in registers; each of its four warps is charged a quarter."""
+def _mma_effects(name: str, operands: str) -> Iterator[tuple[str, int]]:
+    """Yield the effects of a matrix instruction. A warp-group instruction m x n x k reads n x k values of shared
+    memory, and m x k more unless its left operand is in registers; each of its four warps is charged a quarter."""
     if group := PRODUCT.match(name):
         m, n, k = (int(group[index]) for index in (2, 3, 4))
         itemsize = 1 if group[1] == "QGMMA" else 4 if ".TF32" in name else 2

@@ -1,5 +1,5 @@
-"""Writes what ahead-of-time compilation found into docs/results: aot.json (or, by another Triton than the pinned one, a
-file of its own: other_versions.py) for machines, kernels.md for readers."""
+"""Report of ahead-of-time compilation in docs/results: aot.json (or a file per other Triton version: other_versions.py)
+for programs, kernels.md for readers."""
 
 import json
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ from kernel_benchmarks.aot.hot_loops import hot_loop_table
 from kernel_benchmarks.aot.other_versions import Entry, cell, comparison, file_name, other_runs
 
 COMMAND = "make aot"
-INTRODUCTION = """**Nothing on this page is measured on a device:** registers, spills and shared memory are those of the
-compiled machine code. What a GPU measured (`make bench-gpu`) stands in [gpu.md](gpu.md), and beside the predictions in
+INTRODUCTION = """**Nothing on this page is measured on a device:** registers, spills and shared memory are read from
+the compiled machine code. Measurements (`make bench-gpu`) are in [gpu.md](gpu.md), compared with predictions in
 [gpu-notes.md](gpu-notes.md)."""
 LEGEND = """Per target (sm_80 A100, sm_89 L40, sm_90 H200, sm_100 B200): registers per thread · shared memory in KiB,
-and bytes spilled per thread where there are any. `w` marks warp-group matrix instructions (sm_90).
+and bytes spilled per thread, if any. `w` marks warp-group matrix instructions (sm_90).
 A dash: not compiled for that target, or it lacks float8. A run of some targets (`--targets`) keeps the others' figures,
-which may be of older sources then."""
+which may then belong to older sources."""
 
 
 def recorded_keys(results: Path | None) -> set[str]:
-    """Keys of the committed figures, of this Triton and of others; none when there are none."""
+    """Return the keys of the committed figures, of all Triton versions; empty if there are none."""
     files = sorted(results.glob("aot*.json")) if results else []
     return {entry["key"] for file in files for entry in json.loads(file.read_text())["kernels"]}
 
 
 def write_report(results: Path, compiled: list[Compiled]) -> None:
-    """Write this Triton's file, and the page from the files of all. A run of some targets keeps the others' figures.
-    Equal results give equal files."""
+    """Write this Triton's file, and the page from all files. A run of some targets keeps the others' figures. Equal
+    results give equal files."""
     file = results / file_name(triton.__version__)
     entries = [asdict(entry) for entry in compiled]
     lines = ",\n".join(json.dumps(entry) for entry in [*entries, *_of_other_targets(file, entries)])
@@ -44,14 +44,14 @@ def write_report(results: Path, compiled: list[Compiled]) -> None:
 
 
 def _of_other_targets(file: Path, entries: Sequence[Entry]) -> list[Entry]:
-    """What the file has of targets that this run left out."""
+    """Return the file's entries of targets that this run omitted."""
     targets = {entry["target"] for entry in entries}
     before = json.loads(file.read_text())["kernels"] if file.exists() else []
     return [entry for entry in before if entry["target"] not in targets]
 
 
 def page(version: str, pinned: list[Entry], others: dict[str, list[Entry]]) -> str:
-    """The pinned Triton's figures, its hot loops, and a section for each other one."""
+    """Return the pinned Triton's figures, its hot loops, and a section for each other version."""
     shown = frozenset(case.name for case in all_cases() if case.in_sample)
     sections = [hot_loop_table([Compiled.of_entry(entry) for entry in pinned])]
     sections += [comparison(pinned, other, entries, shown) for other, entries in others.items()]

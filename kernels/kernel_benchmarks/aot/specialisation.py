@@ -1,7 +1,7 @@
-"""From a recorded launch to Triton's key for it: argument types, constants, and what is known to divide by 16.
+"""Triton's specialisation of a recorded launch: argument types, constants, and values divisible by 16.
 
-The same rules as Triton's own launcher (an integer 1 is a constant, pointers and integers that divide by 16 are
-marked so), read from triton/runtime/jit.py. Where they differ, another variant would be compiled than is launched.
+The rules are those of Triton's own launcher (an integer 1 is a constant; pointers and integers divisible by 16 are
+marked), from triton/runtime/jit.py. If they differed, another variant would be compiled than is launched.
 """
 
 import inspect
@@ -12,7 +12,7 @@ import torch
 from trimtab_kernels.launch.jit import Launch
 
 ALIGNMENT = 16
-"""Bytes of a pointer, or value of an integer: what allows vector loads."""
+"""Bytes of a pointer, or value of an integer, that allows vector loads."""
 DIVISIBLE = [["tt.divisibility", ALIGNMENT]]
 POINTERS = {
     torch.float32: "*fp32",
@@ -30,7 +30,7 @@ INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Specialisation:
-    """What `triton.compiler.ASTSource` takes. Indices of constants and attributes are positions of parameters."""
+    """Arguments of `triton.compiler.ASTSource`. Indices of constants and attributes are positions of parameters."""
 
     signature: dict[str, str]
     constants: dict[tuple[int, ...], Any]
@@ -43,7 +43,11 @@ class Specialisation:
 
 
 def specialise(launch: Launch) -> Specialisation:
-    """Raises KeyError where the launch lacks an argument without default, or a dtype is none that kernels take."""
+    """Return the specialisation of a launch.
+
+    Raises:
+        KeyError: an argument without default is missing, or a dtype is not supported.
+    """
     function = launch.kernel.function
     defaults = inspect.signature(getattr(function, "fn", function)).parameters
     result = Specialisation({}, {}, {})
@@ -81,6 +85,6 @@ def _add(result: Specialisation, index: int, name: str, value: Any, is_constant:
 
 
 def _descriptor(value: Any) -> str:
-    """Of a tensor descriptor: nothing of its shape or strides is specialised on."""
+    """Return the type of a tensor descriptor: its shape and strides are not specialised on."""
     box = ", ".join(map(str, value.block_shape))
     return f"tensordesc<{POINTERS[value.base.dtype].removeprefix('*')}[{box}],{value.layout!r}>"

@@ -1,7 +1,7 @@
-"""Other engines beside the engine's rows: same models with random weights, same prompts, same numbers of tokens out.
+"""Other engines on the engine's rows: same models with random weights, same prompts, same numbers of output tokens.
 
-One file per engine says how it is called; it is imported when it runs. What is not installed, or serves no such model,
-is reported as not run, with the reason. No torch here.
+One file per engine contains its calls; it is imported when it runs. Engines that are not installed, or do not support a
+model, are reported as not run, with the reason. Does not import torch.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from kernel_benchmarks.ideal import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """`adapter` is a module here with `start(shape, folder)`. `cannot_serve` says why not, or nothing."""
+    """`adapter` is a module here with `start(shape, folder)`. `cannot_serve` returns the reason, or an empty text."""
 
     name: str
     package: str
@@ -22,7 +22,7 @@ class Peer:
     cannot_serve: Callable[[ModelShape], str]
 
     def why_not(self, shape: ModelShape) -> str:
-        """Why it does not run here; empty where it does."""
+        """Return the reason why it does not run here; empty if it does."""
         if find_spec(self.package) is None:
             return f"{self.package} is not installed"
         return self.cannot_serve(shape)
@@ -47,7 +47,7 @@ def _mini_sglang(shape: ModelShape) -> str:
     except PackageNotFoundError:
         torch = "0"
     newer = tuple(int(part) for part in torch.split("+")[0].split(".")[:2]) >= (2, 10)
-    return f"mini-sglang asks for torch below 2.10; this is {torch}" if newer else ""
+    return f"mini-sglang requires torch below 2.10; this is {torch}" if newer else ""
 
 
 PEERS = (

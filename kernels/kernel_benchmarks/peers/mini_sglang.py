@@ -11,11 +11,11 @@ from kernel_benchmarks.ideal import ModelShape
 from kernel_benchmarks.peers.served import MAX_POSITIONS, model_folder, temperature_of
 
 EXTEND_TOKENS, PAGE_SIZE, GRAPH_BATCH = 16384, 256, 256
-"""Of its benchmark."""
+"""Its benchmark's settings."""
 
 
 class MiniSglang:
-    """It cannot be stepped, only run to the end: decode is the difference of two runs."""
+    """It supports only whole runs, so decode is the difference of two runs."""
 
     def __init__(self, shape: ModelShape, folder: Path) -> None:
         self._llm = LLM(

@@ -1,4 +1,4 @@
-"""nano-vllm, stepped as its own `generate` steps it."""
+"""nano-vllm, stepped as by its own `generate`."""
 
 import time
 from pathlib import Path
@@ -10,12 +10,13 @@ from kernel_benchmarks.engine_rows import STEPS, WARM_UP_STEPS, EngineRow, Kind,
 from kernel_benchmarks.ideal import ModelShape
 from kernel_benchmarks.peers.served import MAX_POSITIONS, model_folder
 
-TEMPERATURE = 0.6  # it refuses greedy sampling
+TEMPERATURE = 0.6  # it rejects greedy sampling
 WEIGHT_SCALE = 0.02
 
 
 class NanoVllm:
-    """With its benchmark's settings. Without a checkpoint its weights are whatever was in memory, so they are drawn."""
+    """With its benchmark's settings. Without a checkpoint its weights are uninitialised memory, so they are drawn
+    here."""
 
     def __init__(self, shape: ModelShape, folder: Path) -> None:
         path = model_folder(shape, folder, with_tokenizer=True)
@@ -26,7 +27,7 @@ class NanoVllm:
         self._run([([5] * 64, 8)])
 
     def rate(self, row: EngineRow) -> float:
-        """See Served. A step returns how many prompt tokens it took, or less than zero: how many sequences decoded."""
+        """See Served. A step returns its number of prompt tokens, or, negative, the number of decoded sequences."""
         if row.kind is Kind.DECODE:
             return self._decode_rate(row)
         seconds = self._run(row.load)

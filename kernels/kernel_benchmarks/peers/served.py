@@ -1,4 +1,4 @@
-"""What every peer offers, and what several need: a folder with a model's configuration, rates from timestamps."""
+"""The interface of every peer, and shared helpers: a folder with a model's configuration, rates from timestamps."""
 
 import json
 from pathlib import Path
@@ -8,17 +8,17 @@ from kernel_benchmarks.engine_rows import EngineRow, Kind
 from kernel_benchmarks.ideal import ModelShape
 
 MAX_POSITIONS = 4096
-WORKLOAD_TEMPERATURE = 0.6  # nano-vllm's benchmark; decode and prefill rows are greedy, as ours are
+WORKLOAD_TEMPERATURE = 0.6  # nano-vllm's benchmark; decode and prefill rows are greedy, like ours
 
 UNKNOWN, PAD, END = "<unk>", "<pad>", "</s>"
 SPECIAL = {UNKNOWN: 0, PAD: 1, END: 2}
 
 
 class Served(Protocol):
-    """A peer with a model, ready."""
+    """A peer with a loaded model."""
 
     def rate(self, row: EngineRow) -> float:
-        """Tokens/s, measured as ours are: of decodes once all of them run, of prompts, of a workload's tokens out."""
+        """Return tokens/s, measured like ours: of decodes once all of them run, of prompts, of a workload's output."""
 
 
 def temperature_of(row: EngineRow) -> float:
@@ -26,7 +26,7 @@ def temperature_of(row: EngineRow) -> float:
 
 
 def model_folder(shape: ModelShape, folder: Path, *, with_tokenizer: bool) -> Path:
-    """config.json, and where it is asked for a tokenizer that nobody uses: prompts are token ids."""
+    """Write config.json and, if requested, an unused tokenizer: prompts are token ids."""
     (folder / "config.json").write_text(json.dumps(shape.config(MAX_POSITIONS)))
     if with_tokenizer:
         from tokenizers import Tokenizer, models
@@ -39,7 +39,7 @@ def model_folder(shape: ModelShape, folder: Path, *, with_tokenizer: bool) -> Pa
 
 
 def decode_rate(timestamps: list[list[float]]) -> float:
-    """Tokens/s between the moment when every request has a token and the moment when the first one ends."""
+    """Return the tokens/s between the time when every request has a token and the time when the first one ends."""
     first, last = max(times[0] for times in timestamps), min(times[-1] for times in timestamps)
     inside = sum(first < time <= last for times in timestamps for time in times)
     if inside <= 0 or last <= first:

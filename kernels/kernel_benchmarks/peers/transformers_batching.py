@@ -1,5 +1,5 @@
 """transformers' continuous batching: the manager behind `generate_batch`, which itself takes one number of new tokens
-for all requests. Attention, CUDA graphs and overlap are what it chooses for what is installed.
+for all requests. Attention, CUDA graphs and overlap are its own choices for the installed packages.
 """
 
 import time
@@ -33,7 +33,7 @@ class TransformersBatching:
         self._config = config
 
     def rate(self, row: EngineRow) -> float:
-        """See Served. The first, small load compiles and captures what it does lazily."""
+        """See Served. A first, small load compiles and captures everything lazy."""
         self.generate(WARM_UP, temperature=temperature_of(row))
         started, outputs = self.generate(row.load, temperature=temperature_of(row))
         times: list[list[float]] = [output.timestamps for output in outputs]
@@ -45,7 +45,11 @@ class TransformersBatching:
         return sum(count for _, count in row.load) / seconds
 
     def generate(self, load: Workload, *, temperature: float = 0.0) -> tuple[float, list[Any]]:
-        """(when the first request was queued, their outputs in order). Raises RuntimeError when one fails."""
+        """Return (time of the first queued request, outputs in order).
+
+        Raises:
+            RuntimeError: a request failed.
+        """
         with self._manager(load, temperature) as manager:
             started = time.perf_counter()
             names = [
@@ -68,7 +72,7 @@ class TransformersBatching:
 
     @contextmanager
     def _manager(self, load: Workload, temperature: float) -> Iterator[Any]:
-        """Sized for this load, as `generate_batch` sizes it."""
+        """Create a manager sized for this load, as `generate_batch` does."""
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
         from transformers.generation.continuous_batching.utils import WorkloadHints

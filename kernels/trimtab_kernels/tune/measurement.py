@@ -56,9 +56,9 @@ def save(path: Path, num_tokens: int, config: GemmConfig) -> None:
     entries[str(num_tokens)] = config.to_json()
     ordered = {m: entries[m] for m in sorted(entries, key=int)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(ordered, indent=4) + "\n")
-    beside.replace(path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(ordered, indent=4) + "\n")
+    temporary.replace(path)
 
 
 def distribute(batch_sizes: list[int], num_gpus: int) -> list[list[int]]:

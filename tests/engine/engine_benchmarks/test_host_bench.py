@@ -31,8 +31,8 @@ def test_every_step_is_queued_ahead_and_replays_a_graph(monkeypatch: pytest.Monk
 
 def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert host_bench.main(["-o", "json", "--steps", "3", "--running", "1", "3", "--context", "20"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [m["running"] for m in told["measurements"]] == [1, 3]
+    report = json.loads(capsys.readouterr().out)
+    assert [m["running"] for m in report["measurements"]] == [1, 3]
 
 
 @pytest.mark.parametrize(

@@ -33,28 +33,28 @@ def test_dropped_files_are_read_from_disk_again(files: list[Path]) -> None:
 
 
 def test_rounds_alternate_and_shares_are_per_round(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
     seconds = iter([4.0, 1.0, 2.0, 1.0, 4.0, 1.0])
 
     def loads(folder: Path, ranks: int, threads: int) -> float:
-        asked.append("load")
+        requested.append("load")
         return next(seconds)
 
     def reads(files: list[Path]) -> float:
-        asked.append("read")
+        requested.append("read")
         return 2.0
 
-    monkeypatch.setattr("engine_benchmarks.loading_bench.make_cold", lambda files: asked.append("drop"))
+    monkeypatch.setattr("engine_benchmarks.loading_bench.make_cold", lambda files: requested.append("drop"))
     monkeypatch.setattr("engine_benchmarks.loading_bench.read_all", reads)
     measured = measure(files[0].parent, 2, 3, 1, loads)
-    assert asked == ["drop", "read", "drop", "load", "load"] * 3
+    assert requested == ["drop", "read", "drop", "load", "load"] * 3
     assert (measured.file_bytes, measured.share) == (2 << 20, 0.5)
-    assert measured.told()["cold_seconds"] == [4.0, 2.0, 4.0]
+    assert measured.summary()["cold_seconds"] == [4.0, 2.0, 4.0]
 
 
 def test_rates_are_of_median_round() -> None:
     measured = Measured(1, 10**9, [1.0, 0.5, 2.0], [1.0, 2.0, 4.0], [0.5, 0.5, 9.0])
-    assert measured.told()["gigabytes_per_second"] == {"read": 1.0, "cold": 0.5, "warm": 2.0}
+    assert measured.summary()["gigabytes_per_second"] == {"read": 1.0, "cold": 0.5, "warm": 2.0}
 
 
 def test_random_checkpoint_has_small_numbers_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

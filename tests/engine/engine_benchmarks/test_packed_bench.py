@@ -27,19 +27,19 @@ def test_disturbed_prompt_time_makes_no_token_faster() -> None:
 
 
 def test_contenders_alternate_and_first_round_is_not_counted() -> None:
-    asked: list[str] = []
+    requested: list[str] = []
 
     def contender(name: str, *wholes: float) -> packed_bench.Round:
         left = list(wholes)
 
         def run() -> Timed:
-            asked.append(name)
+            requested.append(name)
             return Timed(NOTHING, Spent(left.pop(0) * STEPS, 0.0))
 
         return run
 
     best = time_alternately({"a": contender("a", 0.1, 3.0, 2.0), "b": contender("b", 9.0, 4.0, 5.0)}, 2)
-    assert asked == ["a", "b"] * 3
+    assert requested == ["a", "b"] * 3
     assert {name: spent.wall for name, spent in best.items()} == {"a": 2.0, "b": 4.0}
 
 

@@ -1,11 +1,11 @@
-"""Compiled kernels travel from one machine to the next."""
+"""Transfer of compiled kernels between machines."""
 
 from pathlib import Path
 
 from kernel_benchmarks.compiled import ARCHIVE, pack, unpack
 
 
-def test_what_a_launch_needs_comes_back_where_it_was(tmp_path: Path) -> None:
+def test_packed_kernels_are_unpacked_to_same_paths(tmp_path: Path) -> None:
     made, archive = tmp_path / "made", tmp_path / ARCHIVE
     for name in ("AB/kernel.cubin", "AB/kernel.json", "AB/kernel.ttir", "CD/launcher.so"):
         (made / name).parent.mkdir(parents=True, exist_ok=True)
@@ -17,7 +17,7 @@ def test_what_a_launch_needs_comes_back_where_it_was(tmp_path: Path) -> None:
     assert found == {name: name for name in ("AB/kernel.cubin", "AB/kernel.json", "CD/launcher.so")}
 
 
-def test_nothing_is_carried_where_nothing_was_compiled(tmp_path: Path) -> None:
+def test_nothing_is_packed_without_compiled_kernels(tmp_path: Path) -> None:
     assert pack(tmp_path / ARCHIVE, tmp_path / "none") == 0
     assert not (tmp_path / ARCHIVE).exists()
     assert unpack(tmp_path / ARCHIVE, tmp_path / "made") == 0

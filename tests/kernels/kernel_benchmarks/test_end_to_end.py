@@ -1,4 +1,4 @@
-"""The engine's rows without a GPU: the same code on the CPU with a tiny model. Nothing here is a measurement."""
+"""The engine's rows without a GPU: the same code on the CPU with a tiny model. Not a measurement."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from kernel_benchmarks.end_to_end import (
     TooLittleMemory,
-    covered,
+    covered_fraction,
     decode,
     main,
     measure_rows,
@@ -23,10 +23,10 @@ from kernel_benchmarks.end_to_end import (
 )
 from kernel_benchmarks.engine_rows import GROUPS, EngineRow, Group, Kind
 from kernel_benchmarks.ideal import ModelShape
-from kernel_benchmarks.load import Compiled, add, an_engine, checked, drop_all
+from kernel_benchmarks.load import Compiled, add, checked, drop_all, running_engine
 from kernel_benchmarks.phase import DONE, OUT_OF_TIME, Clock, Phase
 from kernel_benchmarks.report import FILE, Entry, Report
-from trimtab_engine.messages import StepOutputs, StepStats
+from trimtab_engine.messages.requests import StepOutputs, StepStats
 
 if TYPE_CHECKING:
     from trimtab_engine.core.engine import Engine
@@ -39,11 +39,9 @@ def a_phase(folder: Path, seconds: float = 60.0) -> Phase:
     return Phase("", report, Clock(now, now + seconds, now + seconds), argparse.Namespace())
 
 
-def test_a_row_for_which_no_time_is_left_behind_the_start_has_not_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = partial(an_engine, device="cpu", device_memory_bytes=4 << 30, num_gpu_blocks_override=200)
-    monkeypatch.setattr("kernel_benchmarks.end_to_end.an_engine", lambda shape, **memory: started(shape))
+def test_row_without_time_after_start_is_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = partial(running_engine, device="cpu", device_memory_bytes=4 << 30, num_gpu_blocks_override=200)
+    monkeypatch.setattr("kernel_benchmarks.end_to_end.running_engine", lambda shape, **memory: started(shape))
     phase = a_phase(tmp_path, -1.0)
     phase.rest.gpu_memory_utilization = "0.9"
     group = Group(TINY, False)
@@ -52,8 +50,8 @@ def test_a_row_for_which_no_time_is_left_behind_the_start_has_not_failed(
     assert not Report(phase.report.path, "1").fail_running("it ended"), "nothing is under way"
 
 
-def test_every_rate_comes_out_of_one_engine(tmp_path: Path) -> None:
-    with an_engine(
+def test_one_engine_measures_every_rate(tmp_path: Path) -> None:
+    with running_engine(
         TINY, device="cpu", max_num_seqs=8, device_memory_bytes=4 << 30, num_gpu_blocks_override=200
     ) as engine:
         assert decode(engine, 3, context=40, steps=4) > 0
@@ -76,31 +74,31 @@ def test_every_rate_comes_out_of_one_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "happened"), [(10, "some were preempted"), (5, "they ended one after the other")])
-def test_a_batch_that_the_kv_cache_does_not_hold_is_an_error(blocks: int, happened: str) -> None:
-    """Each of three requests needs four blocks and more in the end: two find room, or one alone."""
+def test_batch_larger_than_kv_cache_is_an_error(blocks: int, happened: str) -> None:
+    """Each of three requests needs more than four blocks in the end: there is room for two, or for one."""
     changes = {"device_memory_bytes": 4 << 30, "num_gpu_blocks_override": blocks, "max_model_len": 80}
-    with an_engine(TINY, device="cpu", max_num_seqs=8, **changes) as engine:
+    with running_engine(TINY, device="cpu", max_num_seqs=8, **changes) as engine:
         with pytest.raises(TooLittleMemory, match=f"3 requests cannot .*{happened}.* --gpu-memory-utilization"):
             decode(engine, 3, context=40, steps=4)
         drop_all(engine)
 
 
-def test_rows_that_are_there_need_no_engine(tmp_path: Path) -> None:
+def test_measured_rows_need_no_engine(tmp_path: Path) -> None:
     phase = a_phase(tmp_path)
     for row in GROUPS[1].rows:
         phase.report.add(row.name, {"share": 0.5})
-    assert GROUPS[1].wanted("", phase.report.has) == []
-    assert GROUPS[0].wanted("prefill", phase.report.has) == [GROUPS[0].rows[3]]
+    assert GROUPS[1].select_rows("", phase.report.has) == []
+    assert GROUPS[0].select_rows("prefill", phase.report.has) == [GROUPS[0].rows[3]]
     arguments = ["--output", str(tmp_path), "--run", "1", "--group"]
     assert main([*arguments, "1"]) == DONE
     assert main([*arguments, "0", "--until", "0"]) == OUT_OF_TIME
 
 
-def test_the_age_of_this_process_is_known() -> None:
+def test_seconds_since_start_is_process_age() -> None:
     assert 0 < seconds_since_start() < 7 * 24 * 3600
 
 
-def test_a_step_that_compiled_is_no_measurement() -> None:
+def test_step_with_compilation_is_an_error() -> None:
     stats = StepStats(1, 0.0, 0.0, "decode", 1, 0, 0, 0, 0)
     checked(StepOutputs([], stats))
     stats.kernel_compilations = 1
@@ -116,12 +114,12 @@ def test_a_step_that_compiled_is_no_measurement() -> None:
         ([(0.0, 200.0), (100.0, 200.0), (200.0, 400.0)], 1.0),
         ([(0.0, 195.0), (100.0, 105.0), (205.0, 400.0)], 1.0),
     ],
-    ids=["one", "a gap", "overlapping", "what the device takes between two"],
+    ids=["one", "a gap", "overlapping", "the device's gap between two"],
 )
-def test_overlapping_kernels_are_counted_once_and_short_gaps_as_work(
+def test_covered_fraction_counts_overlaps_once_and_short_gaps(
     intervals: list[tuple[float, float]], share: float
 ) -> None:
-    assert covered(intervals) == share
+    assert covered_fraction(intervals) == share
 
 
 REFUSED = (
@@ -139,8 +137,8 @@ REFUSED = (
 )
 
 
-def test_the_engine_starts_with_what_the_wheels_bring(tmp_path: Path) -> None:
-    """The rest of the engine's packages may be missing."""
+def test_engine_starts_with_packages_from_wheels(tmp_path: Path) -> None:
+    """The engine's other packages may be missing."""
     code = (
         "import sys\n"
         "class Missing:\n"

@@ -1,4 +1,4 @@
-"""The limits of serving are those that were worked out by hand for one H200 (4.3 TB/s, 788 TFLOP/s)."""
+"""Serving limits against manual calculations for one H200 (4.3 TB/s, 788 TFLOP/s)."""
 
 import pytest
 from kernel_benchmarks.ideal import (
@@ -25,17 +25,17 @@ BANDWIDTH, FLOPS = 4.3e12, 788e12
         (QWEN3_06B, 256, 35220),
     ],
 )
-def test_decode_reads_every_weight_and_every_key_once(shape: ModelShape, batch: int, rate: float) -> None:
+def test_decode_reads_every_weight_and_key_once(shape: ModelShape, batch: int, rate: float) -> None:
     assert batch / step_seconds(shape, batch, batch * 1024, bandwidth=BANDWIDTH, flops=FLOPS) == pytest.approx(
         rate, rel=0.01
     )
 
 
-def test_prefill_is_bound_by_its_products() -> None:
+def test_prefill_is_bound_by_its_gemms() -> None:
     assert 1024 / prefill_seconds(LLAMA_8B, 1024, flops=FLOPS) == pytest.approx(51_600, rel=0.01)
 
 
-def test_the_workload_is_nano_vllms() -> None:
+def test_workload_equals_nano_vllms() -> None:
     workload = nano_vllm_workload()
     assert sum(len(prompt) for prompt, _ in workload) == 142_827
     assert sum(count for _, count in workload) == 133_966
@@ -43,6 +43,6 @@ def test_the_workload_is_nano_vllms() -> None:
 
 
 @pytest.mark.parametrize(("shape", "seconds"), [(QWEN3_06B, 3.72), (QWEN3_8B, 10.49), (LLAMA_8B, 9.97)])
-def test_the_best_time_of_the_workload(shape: ModelShape, seconds: float) -> None:
+def test_ideal_seconds_of_workload(shape: ModelShape, seconds: float) -> None:
     workload = nano_vllm_workload()
     assert workload_seconds(shape, workload, bandwidth=BANDWIDTH, flops=FLOPS) == pytest.approx(seconds, rel=0.01)

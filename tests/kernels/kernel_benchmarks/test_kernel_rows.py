@@ -1,5 +1,5 @@
-"""The kernels' part of the benchmark without a GPU: every row's check in Triton's interpreter on tiny shapes, what is
-reported, the limit of time. Nothing here is a measurement."""
+"""The kernel phase without a GPU: every row's check in Triton's interpreter on tiny shapes, the report, and the time
+limit. Not a measurement."""
 
 import argparse
 import time
@@ -15,8 +15,8 @@ from kernel_benchmarks.kernel_rows import MODULES, all_rows, measure, run, run_m
 from kernel_benchmarks.paged_peers import flex_paged
 from kernel_benchmarks.phase import Clock, Phase
 from kernel_benchmarks.report import FILE, Report
-from kernel_benchmarks.row import Row, Wrong, check
-from kernel_benchmarks.sample import tokens_that_may_be_drawn
+from kernel_benchmarks.row import Row, WrongResult, check
+from kernel_benchmarks.sample import mask_invalid_tokens
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def absent() -> object:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_every_kernels_rows_pass_their_check(module: Any) -> None:
+def test_rows_of_every_kernel_pass_their_check(module: Any) -> None:
     rows = list(module.rows(CPU, tiny=True))
     assert rows
     for row in rows:
@@ -52,19 +52,19 @@ def test_every_kernels_rows_pass_their_check(module: Any) -> None:
 @pytest.mark.parametrize(
     ("top_k", "top_p", "allowed"),
     [(8, 0.5, 4), (8, 0.7505, 5), (8, 0.74995, 5), (8, 0.7495, 4), (4, 1.0, 4), (4, 0.59995, 4)],
-    ids=["ties", "above the border", "at the border", "below the border", "top-k alone", "of what top-k leaves"],
+    ids=["ties", "above the border", "at the border", "below the border", "top-k only", "of what top-k leaves"],
 )
-def test_a_token_that_ties_with_one_that_is_kept_may_be_drawn(top_k: int, top_p: float, allowed: int) -> None:
-    """Row i draws token i. The next lower one may be drawn only where sums that are rounded may take it in."""
+def test_token_tied_with_kept_one_may_be_drawn(top_k: int, top_p: float, allowed: int) -> None:
+    """Row i draws token i. The next lower token may be drawn only if rounded sums may include it."""
     logits = torch.tensor([0.45, 0.1, 0.1, 0.1, 0.09, 0.08, 0.05, 0.03]).log().repeat(8, 1)
     limits = [torch.full((8,), value) for value in (1.0, top_k, top_p, 0.0)]
-    found = tokens_that_may_be_drawn(lambda: (torch.arange(8), torch.zeros(8)), logits, *limits)
+    found = mask_invalid_tokens(lambda: (torch.arange(8), torch.zeros(8)), logits, *limits)
     assert found[:allowed].tolist() == list(range(allowed))
     assert bool(found[allowed:].isnan().all())
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_is_given_the_sequences_that_our_kernel_has() -> None:
+def test_flex_attention_gets_same_sequences_as_kernel() -> None:
     torch.manual_seed(0)
     query = torch.randn(3, 4, 16)
     keys, values = (torch.randn(3, 256, 2, 16) for _ in range(2))
@@ -74,28 +74,28 @@ def test_flex_attention_is_given_the_sequences_that_our_kernel_has() -> None:
     torch.testing.assert_close(found, expected.squeeze(2))
 
 
-def test_names_differ() -> None:
+def test_row_names_are_distinct() -> None:
     names = [row.name for row in all_rows(CPU, tiny=True)]
     assert len(set(names)) == len(names)
 
 
-def test_a_wrong_or_unwritten_result_is_found() -> None:
+def test_check_detects_wrong_and_unwritten_results() -> None:
     check(a_row(ours=1.005))
-    with pytest.raises(Wrong, match="off by"):
+    with pytest.raises(WrongResult, match="off by"):
         check(a_row(ours=1.02))
     unwritten = Row("kernel", "copy", 1.0, 0.9, lambda: torch.empty(4), lambda: torch.zeros(4), 0.01)
-    with pytest.raises(Wrong):
+    with pytest.raises(WrongResult):
         check(unwritten)
 
 
-def test_a_row_is_a_share_of_the_limit_of_its_run() -> None:
+def test_share_is_relative_to_limit_of_same_run() -> None:
     entry = measure(a_row(), {"copy": 200.0}, half_a_second)
     assert (entry["rate"], entry["share"]) == (200.0, 1.0)
     assert "share" not in measure(a_row(), {}, half_a_second), "without a limit there is no share"
     assert "off by" in measure(a_row(ours=2.0), {"copy": 200.0}, half_a_second)["error"]
 
 
-def test_quick_peers_run_with_their_row_and_those_that_compile_for_long_when_all_rows_are_there(tmp_path: Path) -> None:
+def test_quick_peers_run_with_row_and_compiled_peers_after_all(tmp_path: Path) -> None:
     row = a_row(peers={"quick": lambda: None, "absent": absent}, compiled={"slow": lambda: None})
     assert run(iter((row,)), a_phase(tmp_path), half_a_second, peers=False) == []
     peers = Report(tmp_path / FILE, "1").rows["kernel"]["peers"]
@@ -106,7 +106,7 @@ def test_quick_peers_run_with_their_row_and_those_that_compile_for_long_when_all
     assert Report(tmp_path / FILE).rows["kernel"]["peers"]["slow"]["seconds"] == 0.5
 
 
-def test_rows_that_are_there_are_kept_and_those_not_reached_are_named(tmp_path: Path) -> None:
+def test_measured_rows_are_kept_and_missing_ones_listed(tmp_path: Path) -> None:
     rows = a_row("one"), a_row("two")
     assert run(iter(rows), a_phase(tmp_path, only="one"), half_a_second, peers=False) == []
     late = a_phase(tmp_path, seconds=-1.0)
@@ -114,7 +114,7 @@ def test_rows_that_are_there_are_kept_and_those_not_reached_are_named(tmp_path: 
     assert list(late.report.rows) == ["one"]
 
 
-def test_a_kernel_that_is_wrong_is_a_row_and_is_not_tried_again_in_the_same_run(tmp_path: Path) -> None:
+def test_wrong_kernel_is_recorded_and_not_retried(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def wrong() -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_a_kernel_that_is_wrong_is_a_row_and_is_not_tried_again_in_the_same_run(
     assert len(calls) == 2, "once in each of two runs"
 
 
-def test_a_kernel_whose_inputs_cannot_be_made_costs_its_own_rows(tmp_path: Path) -> None:
+def test_kernel_with_failing_inputs_loses_only_its_rows(tmp_path: Path) -> None:
     def out_of_memory(device: torch.device, *, tiny: bool) -> Iterator[Row]:
         yield a_row("first")
         raise MemoryError("32 GiB")

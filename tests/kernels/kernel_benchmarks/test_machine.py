@@ -1,4 +1,4 @@
-"""What a machine without a GPU, or without torch, is told."""
+"""Messages on a machine without a GPU, or without torch."""
 
 import subprocess
 import sys
@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernel_benchmarks import machine
-from kernel_benchmarks.machine import main, what_is_missing
+from kernel_benchmarks.machine import main, missing_requirement
 
 MAKEFILE = Path(__file__).parents[3] / "Makefile"
 
 
 @pytest.mark.parametrize("absent", ["torch", "triton"])
-def test_what_that_python_lacks_is_named_with_how_to_name_another(
+def test_missing_package_is_named_with_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], absent: str
 ) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: None if name == absent else True)
@@ -25,20 +25,22 @@ def test_what_that_python_lacks_is_named_with_how_to_name_another(
 
 
 @pytest.mark.parametrize(
-    ("cuda", "available", "told"),
-    [(None, False, "is built without CUDA"), ("13.0", False, "finds no CUDA device here"), ("13.0", True, None)],
+    ("cuda", "available", "expected"),
+    [(None, False, "is built without CUDA"), ("13.0", False, "finds no CUDA device"), ("13.0", True, None)],
 )
-def test_a_device_is_looked_for(monkeypatch: pytest.MonkeyPatch, cuda: str | None, available: bool, told: str) -> None:
+def test_missing_device_is_reported(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, available: bool, expected: str
+) -> None:
     monkeypatch.setattr(torch, "version", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(machine, "find_spec", lambda name: True)  # triton comes with torch's CUDA builds
-    missing = what_is_missing()
-    assert missing is None if told is None else told in str(missing)
+    monkeypatch.setattr(machine, "find_spec", lambda name: True)  # triton is part of torch's CUDA builds
+    missing = missing_requirement()
+    assert missing is None if expected is None else expected in str(missing)
 
 
 @pytest.mark.parametrize("target", ["bench-gpu", "test-gpu"])
-def test_make_asks_first(target: str) -> None:
-    """With a Python that has no torch: one line and exit code 2, whatever else is there."""
+def test_make_checks_machine_first(target: str) -> None:
+    """With a Python without torch: one line and exit code 2."""
     command = ["make", "--no-print-directory", target, f"BENCH_PYTHON={sys.executable} -S"]
     ended = subprocess.run(command, cwd=MAKEFILE.parent, capture_output=True, text=True, check=False)
     assert ended.returncode == 2

@@ -1,4 +1,4 @@
-"""One run: the order of its parts, their share of the time, and how it ends."""
+"""One run: the order of its phases, their share of the budget, and the exit code."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from kernel_benchmarks.report import Report
 
 
 class Parts:
-    """Stands for the processes: keeps what would be run, and answers with exit codes by module."""
+    """Fakes the processes: records the phases, and returns exit codes by module."""
 
     def __init__(self, **codes: int | list[int]) -> None:
         self.codes, self.calls = codes, list[tuple[str, list[str], float]]()
@@ -45,7 +45,7 @@ def a_run(folder: Path, parts: Parts, *arguments: str) -> int:
     return main(["--output", str(folder), "--wheels", str(folder / "none"), *arguments], parts)
 
 
-def test_our_own_rows_come_before_the_peers_and_everything_within_the_time(tmp_path: Path) -> None:
+def test_own_rows_run_before_peers_within_budget(tmp_path: Path) -> None:
     parts = Parts()
     assert a_run(tmp_path, parts, "--seed", "3") == DONE
     engines = ["end_to_end"] * len(GROUPS)
@@ -64,26 +64,26 @@ def test_our_own_rows_come_before_the_peers_and_everything_within_the_time(tmp_p
     assert {"gpu.json", "gpu.md", "gpu.svg"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_kernels_that_were_cut_off_go_on_behind_the_engine(tmp_path: Path) -> None:
+def test_interrupted_kernels_continue_after_engine(tmp_path: Path) -> None:
     parts = Parts(kernel_rows=[OUT_OF_TIME, DONE, OUT_OF_TIME])
     assert a_run(tmp_path, parts) == DONE, "that peers were not reached is no failure"
     assert parts.names()[1 + 1 + len(GROUPS)] == "kernel_rows"
     assert "--peers" not in parts.calls[2 + len(GROUPS)][1]
 
 
-def test_a_run_whose_rows_were_not_all_reached_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_with_missing_rows_reports_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert a_run(tmp_path, Parts(end_to_end=OUT_OF_TIME)) == OUT_OF_TIME
-    assert "RESUME=1 goes on" in capsys.readouterr().out
+    assert "RESUME=1 continues" in capsys.readouterr().out
 
 
-def test_a_wrong_kernel_fails_the_run_and_the_engine_is_measured_all_the_same(tmp_path: Path) -> None:
+def test_wrong_kernel_fails_run_but_engine_is_measured(tmp_path: Path) -> None:
     parts = Parts(kernel_rows=FAILED)
     assert a_run(tmp_path, parts) == FAILED
     assert "end_to_end" in parts.names()
     assert "failed: wrong" in (tmp_path / "gpu.md").read_text()
 
 
-def test_a_part_alone_and_resumed(tmp_path: Path) -> None:
+def test_only_and_resume_are_passed_to_phases(tmp_path: Path) -> None:
     parts = Parts()
     assert a_run(tmp_path, parts, "--only", "paged", "--resume", "--seed", "3") == DONE
     assert parts.value(0, "--command") == "make bench-gpu ONLY=paged RESUME=1 (seed 3)"
@@ -92,25 +92,25 @@ def test_a_part_alone_and_resumed(tmp_path: Path) -> None:
     assert parts.names() == ["limits", "kernel_rows", "limits", "kernel_rows"], "no row of the engine is called so"
 
 
-def test_kernels_alone(tmp_path: Path) -> None:
+def test_kernels_only(tmp_path: Path) -> None:
     parts = Parts()
     assert a_run(tmp_path, parts, "--kernels") == DONE
     assert parts.names() == ["limits", "kernel_rows", "limits"]
 
 
-def test_peers_that_are_not_installed_are_noted_without_a_process(tmp_path: Path) -> None:
+def test_absent_peers_are_recorded_without_process(tmp_path: Path) -> None:
     parts = Parts()
     a_run(tmp_path, parts)
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    beside = rows["engine llama-3.1-8b prefill"]["peers"]
-    assert "nanovllm is not installed" in beside["nano-vllm"]["not_run"]
-    assert "minisgl is not installed" in beside["mini-sglang"]["not_run"]
-    asked = [parts.value(n, "--peer") for n, name in enumerate(parts.names()) if name == "engine_peers"]
-    assert set(asked) == {"transformers continuous batching"}
+    peer_results = rows["engine llama-3.1-8b prefill"]["peers"]
+    assert "nanovllm is not installed" in peer_results["nano-vllm"]["not_run"]
+    assert "minisgl is not installed" in peer_results["mini-sglang"]["not_run"]
+    requested = [parts.value(n, "--peer") for n, name in enumerate(parts.names()) if name == "engine_peers"]
+    assert set(requested) == {"transformers continuous batching"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
-def test_without_a_gpu_nothing_is_measured_and_nothing_written(tmp_path: Path) -> None:
+def test_without_gpu_nothing_is_measured_or_written(tmp_path: Path) -> None:
     environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", "kernel_benchmarks", "--output", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -119,6 +119,6 @@ def test_without_a_gpu_nothing_is_measured_and_nothing_written(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_line() -> None:
+def test_parse_command_line() -> None:
     options = parse(["--only", "paged", "--resume", "--seed", "3"])
     assert (options.only, options.resume, options.seed) == ("paged", True, 3)

@@ -1,9 +1,9 @@
-"""The report keeps what was found, whatever ends the process that writes it."""
+"""The report keeps its results, however the writing process ends."""
 
 from pathlib import Path
 
 import pytest
-from kernel_benchmarks.report import FILE, Report, in_words
+from kernel_benchmarks.report import FILE, Report, format_error
 
 HERE = {"device": "one", "torch": "2.11"}
 
@@ -12,7 +12,7 @@ def a_report(folder: Path, run: str = "1") -> Report:
     return Report(folder / FILE, run)
 
 
-def test_the_next_process_finds_what_was_written(tmp_path: Path) -> None:
+def test_report_is_read_back_by_next_process(tmp_path: Path) -> None:
     first = a_report(tmp_path)
     first.start(HERE, "make bench-gpu", keep_rows=False, only="")
     first.limits["copy"] = 2.0
@@ -26,16 +26,16 @@ def test_the_next_process_finds_what_was_written(tmp_path: Path) -> None:
     assert not second.has("another")
 
 
-def test_measuring_a_row_again_keeps_its_peers(tmp_path: Path) -> None:
+def test_remeasured_row_keeps_its_peers(tmp_path: Path) -> None:
     report = a_report(tmp_path)
     report.add_peer("row", "other", {"seconds": 1.0})
-    assert not report.has("row"), "its peer alone is there"
+    assert not report.has("row"), "only its peer is there"
     report.add("row", {"share": 0.5})
     assert report.has("row")
     assert report.has_peer("row", "other")
 
 
-def test_a_run_drops_what_it_measures_again_and_what_another_device_measured(tmp_path: Path) -> None:
+def test_start_drops_remeasured_rows_and_other_devices(tmp_path: Path) -> None:
     report = a_report(tmp_path)
     report.start(HERE, "", keep_rows=False, only="")
     for name in ("paged a", "paged b", "norm"):
@@ -48,7 +48,7 @@ def test_a_run_drops_what_it_measures_again_and_what_another_device_measured(tmp
     assert report.rows == {}
 
 
-def test_failures_are_tried_again_by_another_run_only(tmp_path: Path) -> None:
+def test_failed_rows_are_retried_only_in_another_run(tmp_path: Path) -> None:
     report = a_report(tmp_path)
     report.add("row", {"error": "wrong"})
     report.add_peer("row", "other", {"not_run": "absent"})
@@ -58,7 +58,7 @@ def test_failures_are_tried_again_by_another_run_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("peer", ["", "other"])
-def test_what_was_running_when_the_process_ended_is_blamed(tmp_path: Path, peer: str) -> None:
+def test_running_row_fails_when_process_ends(tmp_path: Path, peer: str) -> None:
     report = a_report(tmp_path)
     report.begin("row", peer, seconds=60.0)
     assert a_report(tmp_path).fail_running("ended")
@@ -68,7 +68,7 @@ def test_what_was_running_when_the_process_ended_is_blamed(tmp_path: Path, peer:
     assert not found.fail_running("again"), "nothing runs any more"
 
 
-def test_what_was_not_reached_in_time_is_no_row(tmp_path: Path) -> None:
+def test_running_row_is_dropped_without_remaining_time(tmp_path: Path) -> None:
     report = a_report(tmp_path)
     report.begin("row", seconds=60.0)
     report.drop_running()
@@ -76,7 +76,7 @@ def test_what_was_not_reached_in_time_is_no_row(tmp_path: Path) -> None:
     assert a_report(tmp_path).running is None
 
 
-def test_errors_are_one_line_without_folders() -> None:
+def test_errors_are_formatted_on_one_line_without_folders() -> None:
     error = ImportError("cannot import name 'core'\n (/tmp/wheels-1/tvm_ffi/__init__.py), 3/4 of it")
-    assert in_words(error) == "ImportError: cannot import name 'core' (__init__.py), 3/4 of it"
-    assert in_words(ValueError("x" * 500), 20) == "ValueError: " + "x" * 8
+    assert format_error(error) == "ImportError: cannot import name 'core' (__init__.py), 3/4 of it"
+    assert format_error(ValueError("x" * 500), 20) == "ValueError: " + "x" * 8

@@ -1,8 +1,8 @@
-"""A live resize under load, on the CPU with a tiny model and few bytes. Nothing here is a measurement."""
+"""A live resize under load, on the CPU with a tiny model and few bytes. Not a measurement."""
 
 import pytest
 from kernel_benchmarks.ideal import ModelShape
-from kernel_benchmarks.load import add, an_engine
+from kernel_benchmarks.load import add, running_engine
 from kernel_benchmarks.resize import ResizeFailed, live_resize
 from trimtab_engine.memory.reserved import RANK_BYTES
 
@@ -15,9 +15,9 @@ def utilization(mib_above_the_reserve: int) -> str:
 
 
 @pytest.mark.parametrize(("cap_mib", "refused"), [(400, ""), (260, "refused")])
-def test_requests_stand_still_for_a_while_and_yield_the_same_tokens(cap_mib: int, refused: str) -> None:
+def test_resize_stalls_requests_and_keeps_their_tokens(cap_mib: int, refused: str) -> None:
     memory = {"gpu_memory_utilization": utilization(258), "gpu_memory_utilization_cap": utilization(cap_mib)}
-    with an_engine(
+    with running_engine(
         TINY, device="cpu", max_num_seqs=8, device_memory_bytes=DEVICE_BYTES, cpu_threads=1, **memory
     ) as engine:
         if refused:

@@ -1,4 +1,4 @@
-"""A part that hangs, dies or loses the device costs the row that it was at, and the run goes on behind it."""
+"""A phase that hangs, crashes or loses the device fails only its current row, and the run continues."""
 
 import json
 import textwrap
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kernel_benchmarks.phase import DEVICE_LOST, DONE, FAILED, OUT_OF_TIME
 from kernel_benchmarks.report import FILE, Report
-from kernel_benchmarks.supervision import run_part
+from kernel_benchmarks.supervision import run_phase
 
 PART = """
 import os, signal, sys, time
@@ -43,46 +43,44 @@ def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def run(part: str, folder: Path, *rows: str, seconds: float = 240.0) -> tuple[int, dict[str, str]]:
     path = folder / FILE
-    code = run_part(part, [str(path), *rows], path, "1", deadline=time.time() + seconds)
-    found = json.loads(path.read_text()) if path.exists() else {"rows": {}}  # it may not even have begun
+    code = run_phase(part, [str(path), *rows], path, "1", deadline=time.time() + seconds)
+    found = json.loads(path.read_text()) if path.exists() else {"rows": {}}  # it may not even have started
     assert "running" not in found
     return code, {name: row.get("error", "") for name, row in found["rows"].items()}
 
 
-def test_a_part_that_does_its_work(part: str, tmp_path: Path) -> None:
+def test_successful_phase_returns_its_exit_code(part: str, tmp_path: Path) -> None:
     assert run(part, tmp_path, "one=is well", "two=is well") == (DONE, {"one": "", "two": ""})
 
 
-@pytest.mark.parametrize(("fate", "told"), [("dies", "exit code -11"), ("hangs", "it hung")])
-def test_a_row_that_ends_its_process_is_blamed_and_the_next_is_measured(
-    part: str, tmp_path: Path, fate: str, told: str
-) -> None:
+@pytest.mark.parametrize(("fate", "expected"), [("dies", "exit code -11"), ("hangs", "hung")])
+def test_row_that_ends_process_fails_and_next_is_measured(part: str, tmp_path: Path, fate: str, expected: str) -> None:
     code, rows = run(part, tmp_path, "one=is well", f"two={fate}", "three=is well")
     assert code == DONE
     assert list(rows) == ["one", "two", "three"]
-    assert told in rows["two"]
+    assert expected in rows["two"]
 
 
-def test_a_lost_device_is_a_new_process(part: str, tmp_path: Path) -> None:
+def test_lost_device_starts_new_process(part: str, tmp_path: Path) -> None:
     code, rows = run(part, tmp_path, "one=loses the device", "two=is well")
     assert (code, rows) == (DONE, {"one": "the device", "two": ""})
     assert DEVICE_LOST not in (DONE, FAILED)
 
 
-def test_an_error_outside_of_what_a_row_catches_ends_the_part(part: str, tmp_path: Path) -> None:
+def test_error_outside_of_rows_ends_phase(part: str, tmp_path: Path) -> None:
     code, rows = run(part, tmp_path, "one=raises", "two=is well")
     assert code == FAILED
     assert "exit code 1" in rows["one"]
 
 
-def test_at_the_deadline_everything_ends(part: str, tmp_path: Path) -> None:
+def test_deadline_ends_phase(part: str, tmp_path: Path) -> None:
     began = time.monotonic()
     code, rows = run(part, tmp_path, "one=takes long", seconds=2.0)
     assert (code, rows) == (OUT_OF_TIME, {})
     assert time.monotonic() - began < LONG_SECONDS
 
 
-def test_a_module_that_does_not_start_is_no_endless_loop(part: str, tmp_path: Path) -> None:
+def test_module_that_does_not_start_is_not_restarted_forever(part: str, tmp_path: Path) -> None:
     path = tmp_path / FILE
-    assert run_part("no_such_part", [], path, "1", deadline=time.time() + 60) == FAILED
+    assert run_phase("no_such_part", [], path, "1", deadline=time.time() + 60) == FAILED
     assert Report(path).rows == {}

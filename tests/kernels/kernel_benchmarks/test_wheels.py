@@ -1,4 +1,4 @@
-"""Wheels stand in for what is not installed, in this process and in those it starts."""
+"""Wheels replace packages that are not installed, in this process and its children."""
 
 import os
 import subprocess
@@ -17,20 +17,20 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A wheel of a package that is nowhere else, and one of a package that is installed."""
+    """Create a wheel of a package that is not installed, and one of an installed package."""
     for name in ("only_in_a_wheel", "PyYAML"):
         with zipfile.ZipFile(tmp_path / f"{name}-1-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}.py", "import sys; print('arguments', *sys.argv[1:])\n")
     return tmp_path
 
 
-def test_a_module_runs_with_the_wheels_that_are_missing(folder: Path) -> None:
+def test_module_runs_with_missing_packages_from_wheels(folder: Path) -> None:
     done = run(str(folder), "only_in_a_wheel", "a", "b")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"from {folder}: only-in-a-wheel", "arguments a b"]
 
 
-def test_children_have_them_too(folder: Path) -> None:
+def test_child_processes_use_wheels(folder: Path) -> None:
     script = folder / "parent.py"
     script.write_text("import subprocess, sys\nsubprocess.run([sys.executable, '-m', 'only_in_a_wheel'], check=True)\n")
     with zipfile.ZipFile(folder / "parent-1-py3-none-any.whl", "w") as wheel:
@@ -38,12 +38,12 @@ def test_children_have_them_too(folder: Path) -> None:
     assert run(str(folder), "parent").stdout.splitlines()[-1] == "arguments"
 
 
-def test_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+def test_missing_wheel_folder_is_no_error(tmp_path: Path) -> None:
     assert "nothing is needed" in run(str(tmp_path / "none"), "this").stdout
     assert "usage" in run().stderr
 
 
-def test_a_module_that_is_nowhere_is_named(folder: Path) -> None:
+def test_missing_module_is_named(folder: Path) -> None:
     done = run(str(folder), "no_such_module")
     assert done.returncode == 1
     assert done.stderr.startswith(f"no_such_module is neither installed for {sys.executable} nor in {folder}: ")

@@ -12,7 +12,7 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Return the (address, bytes) of each request; the fake system rejects all."""
     made: list[tuple[int, int]] = []
 
@@ -27,23 +27,23 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("num_bytes", [4, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES - 4, 8 * HUGE_PAGE_BYTES])
-def test_only_whole_huge_pages_within_tensor_are_requested(asked: list[tuple[int, int]], num_bytes: int) -> None:
+def test_only_whole_huge_pages_within_tensor_are_requested(requested: list[tuple[int, int]], num_bytes: int) -> None:
     tensor = torch.empty(num_bytes // 4)
     advise_huge_pages(tensor)
     first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    for address, length in asked:
+    for address, length in requested:
         assert address % HUGE_PAGE_BYTES == length % HUGE_PAGE_BYTES == 0
         assert first <= address < address + length <= last
         assert tensor.nbytes - length < 2 * HUGE_PAGE_BYTES
-    assert bool(asked) == (first + -first % HUGE_PAGE_BYTES + HUGE_PAGE_BYTES <= last)
+    assert bool(requested) == (first + -first % HUGE_PAGE_BYTES + HUGE_PAGE_BYTES <= last)
 
 
 def test_system_without_huge_pages_gets_no_request(
-    asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    requested: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huge_pages, "ADVICE", None)
     advise_huge_pages(torch.empty(8 * HUGE_PAGE_BYTES))
-    assert asked == []
+    assert requested == []
 
 
 @pytest.mark.skipif(not SETTING.exists() or "[never]" in SETTING.read_text(), reason="this system has none")

@@ -57,22 +57,22 @@ def test_expired_budget_times_only_default() -> None:
 
 
 def test_uncompiled_configurations_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[GemmConfig] = []
+    requested: list[GemmConfig] = []
 
     class Ahead(CompileAhead):
         def __init__(self) -> None:
             """Compiles the first ten items in time, without processes."""
 
         def run(self, task: object, items: object, seconds: float) -> list[object]:  # type: ignore[override]
-            asked.extend(config for _, config in items)  # type: ignore[attr-defined]
+            requested.extend(config for _, config in items)  # type: ignore[attr-defined]
             return list(items)[:10]  # type: ignore[call-overload, no-any-return]
 
     found = tune._candidates(Ahead(), Shape(4096, 4096), [1, 4096], H200, 5.0)
     assert set(found) == {1, 4096}
-    compiled = set(asked[:10])
+    compiled = set(requested[:10])
     for configs in found.values():
         assert set(configs[1:]) <= compiled
-    assert asked[:2] == [configs[0] for configs in found.values()], "defaults come first"
+    assert requested[:2] == [configs[0] for configs in found.values()], "defaults come first"
 
 
 def test_configuration_is_compiled_as_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_configuration_is_compiled_as_launched(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("content", "flags", "told"),
+    ("content", "flags", "expected"),
     [
         (None, (), "No such file or directory; give a folder with a config.json"),
         ("{", (), "is not a model's config.json: "),
@@ -105,14 +105,14 @@ def test_configuration_is_compiled_as_launched(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_unsupported_model_exits_with_code_2_and_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, flags: tuple[str, ...], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, flags: tuple[str, ...], expected: str
 ) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert main([str(tmp_path), "--dry-run", *flags]) == 2
     line = capsys.readouterr().err
     assert line.startswith("tune: ")
-    assert told in line
+    assert expected in line
 
 
 def test_zero_tokens_are_rejected_as_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: the sample really compiles, and a kernel that cannot start is refused."""
+"""Ahead-of-time compilation: the sample compiles, and a kernel that cannot start is rejected."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_benchmarks.aot.__main__ import finished, main
+from kernel_benchmarks.aot.__main__ import completed_futures, main
 from kernel_benchmarks.aot.cases import all_cases
 from kernel_benchmarks.aot.compiler import CannotLaunch, Compiled, Serialised, check_fits, check_overlaps, load, store
 from kernel_benchmarks.aot.machine_code import Loop
@@ -28,7 +28,7 @@ LOOP = Loop(instructions=800, products=12, flops=1 << 19, waits=1, load_bytes=40
 
 
 @pytest.mark.timeout(600)  # 1 minute on 2 idle cores the first time; cached then
-def test_the_sample_and_what_has_changed_compile_for_sm_90() -> None:
+def test_sample_and_changed_kernels_compile_for_sm_90() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(REPOSITORY / "kernels")
     command = [sys.executable, "-m", "kernel_benchmarks.aot", "--sample", "--cache", str(CACHE)]
@@ -37,14 +37,14 @@ def test_the_sample_and_what_has_changed_compile_for_sm_90() -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def test_past_the_deadline_what_has_not_begun_is_left() -> None:
+def test_jobs_not_started_by_deadline_are_cancelled() -> None:
     ended, running, waiting = Future[Compiled](), Future[Compiled](), Future[Compiled]()
     ended.set_result(RESULT)
     assert running.set_running_or_notify_cancel()
-    found = finished({ended, running, waiting}, deadline=time.monotonic())
+    found = completed_futures({ended, running, waiting}, deadline=time.monotonic())
     assert next(found) is ended
     running.set_result(RESULT)
-    # The generator cancels on its way to the next one, so nothing is waited for.
+    # The generator cancels before it yields the next one, so nothing is waited for.
     assert list(found) == [running]
     assert waiting.cancelled()
 
@@ -56,7 +56,7 @@ def _example(
     """Never launched."""
 
 
-def test_a_launch_is_specialised_as_triton_does_it() -> None:
+def test_specialise_follows_tritons_rules() -> None:
     x = torch.empty(64, dtype=torch.bfloat16, device="meta")
     with record_launches() as launches:
         _example[(1,)](x, x[3:], 16, 32, 0.5, N=64, num_warps=8)
@@ -72,14 +72,14 @@ def test_a_launch_is_specialised_as_triton_does_it() -> None:
     assert second.attributes == {(1,): DIVISIBLE}
 
 
-def test_a_launch_without_an_argument_is_refused() -> None:
+def test_specialise_rejects_missing_argument() -> None:
     with record_launches() as launches:
         _example[(1,)](None, None, 1, 1, 0.5)
     with pytest.raises(KeyError, match="without N"):
         specialise(launches[0])
 
 
-def test_a_kernel_that_no_device_of_the_target_can_start_is_an_error() -> None:
+def test_kernel_exceeding_target_resources_is_an_error() -> None:
     check_fits(RESULT, H200)
     with pytest.raises(CannotLaunch, match="shared memory"):
         check_fits(RESULT, A100)
@@ -87,13 +87,13 @@ def test_a_kernel_that_no_device_of_the_target_can_start_is_an_error() -> None:
         check_fits(replace(RESULT, registers=255, num_warps=16), H200)
 
 
-def test_a_kernel_whose_products_wait_for_one_another_is_an_error() -> None:
+def test_serialised_matrix_instructions_are_an_error() -> None:
     check_overlaps(replace(RESULT, hot_loop=LOOP))
     with pytest.raises(Serialised, match="waits 12 times for 12"):
         check_overlaps(replace(RESULT, hot_loop=replace(LOOP, waits=12)))
 
 
-def test_results_are_kept_by_key(tmp_path: Path) -> None:
+def test_results_are_stored_by_key(tmp_path: Path) -> None:
     assert load(tmp_path, "key") is None
     for result in (RESULT, replace(RESULT, hot_loop=LOOP)):
         store(tmp_path, result)
@@ -102,7 +102,7 @@ def test_results_are_kept_by_key(tmp_path: Path) -> None:
     assert load(tmp_path, "key") is None
 
 
-def test_case_names_differ_and_the_sample_covers_every_kernel() -> None:
+def test_case_names_are_distinct_and_sample_covers_every_kernel() -> None:
     cases = all_cases()
     assert len({case.name for case in cases}) == len(cases)
     launched = {launch.kernel.name for case in cases for launch in case.launches(H200)}
@@ -110,19 +110,19 @@ def test_case_names_differ_and_the_sample_covers_every_kernel() -> None:
     assert launched == sampled
 
 
-def test_every_case_says_what_it_launches_on_every_target() -> None:
+def test_every_case_launches_on_its_targets() -> None:
     for case in all_cases():
         assert bool(case.launches(A100)) is not (case.needs_float8 or case.needs_hopper)
         assert case.launches(H200)
 
 
-def test_the_report_shows_spills_and_what_is_not_compiled() -> None:
+def test_report_shows_spills_and_missing_targets() -> None:
     other = replace(RESULT, target=80, registers=255, spill_bytes=64, wgmma=False)
     page = markdown("3.9.0", [asdict(RESULT), asdict(other)])
     assert "| case | kernel | 8, 3 | 255 · 195, spills 64 | – | 128 · 195 w | – |" in page
 
 
-def test_a_part_that_names_no_kernel_is_refused_with_the_names(
+def test_only_without_match_is_rejected_with_valid_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -131,7 +131,7 @@ def test_a_part_that_names_no_kernel_is_refused_with_the_names(
     assert line.startswith("aot: no kernel's name contains 'no such kernel'; they are paged_decode, ")
 
 
-def test_a_run_of_some_targets_keeps_the_figures_of_the_others(tmp_path: Path) -> None:
+def test_run_of_some_targets_keeps_figures_of_others(tmp_path: Path) -> None:
     file = tmp_path / file_name(triton.__version__)
     write_report(tmp_path, [RESULT, replace(RESULT, target=80)])
     write_report(tmp_path, [replace(RESULT, registers=96)])

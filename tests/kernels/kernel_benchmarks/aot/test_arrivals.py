@@ -1,5 +1,5 @@
-"""Who comes last reads what all others have stored. The interpreter cannot show it, for there programs run one by one:
-the order of barriers, counter, stores and loads is read in the code that the device gets."""
+"""The last CTA reads the results that all others have stored. The interpreter runs CTAs one by one, so the order of
+barriers, counter, stores and loads is checked in the compiled code."""
 
 import os
 import re
@@ -35,7 +35,7 @@ INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?(bar\.sync|barrier|atom|st\.global|
         "w8a8_block_fp8 4096x4096, 1 tokens",
     ],
 )
-def test_a_part_is_stored_before_it_is_counted_and_read_after(case: str) -> None:
+def test_split_is_stored_before_count_and_read_after(case: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(trimtab_kernels.__file__).parents[1])
     program = COMPILE.format(case=case)
@@ -49,5 +49,5 @@ def test_a_part_is_stored_before_it_is_counted_and_read_after(case: str) -> None
     stored = len(before) - 1 - before[::-1].index("st.global")
     assert "bar.sync" in before[stored:], "all threads have stored before one of them counts"
     read = after.index("ld.global")
-    assert "bar.sync" in after[:read], "and read after it has heard the count"
-    assert not any(kind == "ld.global" and ".nc" in suffix for kind, suffix in found[at:]), "a stale cache is not asked"
+    assert "bar.sync" in after[:read], "and read after it has the count"
+    assert not any(kind == "ld.global" and ".nc" in suffix for kind, suffix in found[at:]), "a stale cache is not read"

@@ -1,4 +1,4 @@
-"""A kernel that is started ahead touches nothing before it has waited: read in the code that the device gets."""
+"""Dependent kernels access no memory before their wait, checked in the compiled code."""
 
 import os
 import re
@@ -28,7 +28,7 @@ INSTRUCTION = re.compile(
 
 
 def instructions(case: str) -> tuple[str, list[str]]:
-    """(whether it is launched ahead, what touches memory or other kernels, in the order of the code)."""
+    """Return (whether it is launched dependently, accesses to memory or other kernels in the order of the code)."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(trimtab_kernels.__file__).parents[1])
     program = COMPILE.format(case=case)
@@ -47,7 +47,7 @@ def instructions(case: str) -> tuple[str, list[str]]:
         "paged_decode dependent",
     ],
 )
-def test_a_dependent_kernel_touches_nothing_but_weights_before_it_has_waited(case: str) -> None:
+def test_dependent_kernel_only_prefetches_weights_before_wait(case: str) -> None:
     is_ahead, found = instructions(case)
     assert is_ahead == "True"
     assert found.count("griddepcontrol.wait") == 1
@@ -58,7 +58,7 @@ def test_a_dependent_kernel_touches_nothing_but_weights_before_it_has_waited(cas
     assert {"ld.global", "cp.async.cg.shared.global"} & set(found[at:])
 
 
-def test_without_the_way_nothing_of_it_is_there() -> None:
+def test_ordinary_launch_contains_no_dependence_instructions() -> None:
     is_ahead, found = instructions("skinny_gemm 6144x4096")
     assert is_ahead == "False"
     assert not {"griddepcontrol.wait", "griddepcontrol.launch_dependents", "prefetch.global"} & set(found)

@@ -1,4 +1,4 @@
-"""What the committed figures say of kernels whose warps each do one thing."""
+"""The committed figures of warp-specialised kernels."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,12 @@ FIGURES = [
 MIN_PEAK_SHARE = 0.75
 
 
-def test_there_are_some_of_both_kernels() -> None:
+def test_figures_include_both_gluon_kernels() -> None:
     assert {entry.kernel for entry in FIGURES} == {"paged_prefill_gluon", "w8a8_block_fp8_gluon"}
 
 
 @pytest.mark.parametrize("figures", FIGURES, ids=lambda entry: f"{entry.case}, {entry.key[:6]}")
-def test_products_are_not_kept_from_three_quarters_of_the_peak(figures: Compiled) -> None:
+def test_gluon_hot_loops_reach_minimum_peak_share(figures: Compiled) -> None:
     assert figures.target == 90
     assert figures.hot_loop is not None
     assert figures.bound is not None

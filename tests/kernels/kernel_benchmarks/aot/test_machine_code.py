@@ -1,4 +1,4 @@
-"""What a loop does, counted from recorded machine code of Hopper (shortened)."""
+"""Counts of a loop in recorded Hopper machine code (shortened)."""
 
 from kernel_benchmarks.aot.machine_code import hot_loop, instructions_of, loops_of
 
@@ -45,12 +45,12 @@ STRAIGHT = """
 """
 
 
-def test_a_loop_is_what_lies_between_a_branch_back_and_its_target() -> None:
+def test_loops_of_returns_body_between_branch_and_target() -> None:
     (loop,) = loops_of(instructions_of(ATTENTION))
     assert (loop[0].address, loop[-1].address) == (0x14A0, 0x1810), "a branch to itself is padding"
 
 
-def test_products_bytes_and_units_of_a_loop_are_counted_per_warp() -> None:
+def test_loop_counts_instructions_bytes_and_units_per_warp() -> None:
     loop = hot_loop(ATTENTION)
     assert (loop.products, loop.waits, loop.special, loop.full_rate, loop.half_rate) == (2, 1, 1, 1, 1)
     assert loop.flops == 2 * 64 * (64 + 128) * 16 // 4
@@ -58,12 +58,12 @@ def test_products_bytes_and_units_of_a_loop_are_counted_per_warp() -> None:
     assert loop.products_ahead == 0
     assert hot_loop(ATTENTION.replace("gsb0, 0x0", "gsb0, 0x1")).products_ahead == 1
     assert (loop.narrow_loads, loop.copy_groups, loop.copies_ahead, loop.barriers) == (1, 1, 2, 1)
-    products = ((64 + 64) + 128) * 16 * 2 // 4  # the second product's left operand lies in registers
+    products = ((64 + 64) + 128) * 16 * 2 // 4  # the second instruction's left operand is in registers
     assert loop.shared_bytes == products + 32 * 16 + 32 * 4 + 32 * 8 + 4 * 128
     assert not loop.is_serialised
 
 
-def test_a_wait_behind_every_product_means_that_they_are_serialised() -> None:
+def test_wait_after_every_instruction_means_serialised() -> None:
     assert hot_loop(SERIALISED).is_serialised
 
 
@@ -71,12 +71,12 @@ def test_only_innermost_loops_are_counted() -> None:
     assert hot_loop(NESTED).load_bytes == 32 * 8
 
 
-def test_of_equal_loops_the_shorter_one_is_hot() -> None:
+def test_shorter_of_equal_loops_is_hot() -> None:
     longer = SERIALISED.replace("/*00", "/*01").replace("BRA 0x10", "BRA 0x110").replace("EXIT", "NOP")
     unmasked = SERIALISED.replace("        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n", "")
     assert hot_loop(longer + unmasked) == hot_loop(unmasked) == hot_loop(unmasked + longer)
 
 
-def test_a_kernel_without_a_loop_counts_as_a_whole() -> None:
+def test_kernel_without_loop_is_counted_as_a_whole() -> None:
     loop = hot_loop(STRAIGHT)
     assert (loop.instructions, loop.load_bytes, loop.store_bytes, loop.float8_products) == (4, 512, 256, 1)

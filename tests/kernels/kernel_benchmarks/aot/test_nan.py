@@ -1,5 +1,5 @@
-"""NaN stays NaN where values are made float8. The interpreter cannot show it: its clamp keeps NaN in any case, the
-device's only where the code says so."""
+"""NaN stays NaN in conversions to float8. The interpreter's clamp always keeps NaN, the device's only with the right
+instruction, so the compiled code is checked."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ SLOTS = "empty(8, dtype=torch.int64)"
         ),
     ],
 )
-def test_a_clamp_before_float8_keeps_nan(module: str, launcher: str, arguments: str) -> None:
+def test_clamp_before_float8_keeps_nan(module: str, launcher: str, arguments: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(trimtab_kernels.__file__).parents[1])
     program = COMPILE.format(module=module, launcher=launcher, arguments=arguments)

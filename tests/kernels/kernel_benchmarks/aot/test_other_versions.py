@@ -1,4 +1,4 @@
-"""Figures of another Triton stand in a file of their own, and the page says what differs."""
+"""Figures of other Triton versions are in separate files, and the page shows the differences."""
 
 import json
 from pathlib import Path
@@ -14,26 +14,26 @@ def an_entry(case: str = "case", **changes: Any) -> dict[str, Any]:
     return {**entry, "shared_bytes": 1024, "wgmma": False, "num_warps": 4, "num_stages": 3, **changes}
 
 
-def test_the_pinned_triton_is_the_one_of_the_constraints() -> None:
+def test_pinned_triton_equals_constraints() -> None:
     lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
     assert [line for line in lines if line.startswith(f"triton=={PINNED}.")]
 
 
-def test_each_version_has_a_file_of_its_own(tmp_path: Path) -> None:
+def test_each_version_has_own_file(tmp_path: Path) -> None:
     assert (file_name(f"{PINNED}.1"), file_name("3.6.0")) == ("aot.json", "aot-triton-3.6.json")
     for name, version in (("aot.json", "3.9.0"), ("aot-triton-3.6.json", "3.6.0")):
         (tmp_path / name).write_text(json.dumps({"triton": version, "kernels": [an_entry()]}))
     assert other_runs(tmp_path) == {"3.6.0": [an_entry()]}
 
 
-def test_few_registers_more_or_less_are_no_difference() -> None:
+def test_small_register_changes_are_no_difference() -> None:
     assert not differs(an_entry(), an_entry(registers=110))
     assert differs(an_entry(), an_entry(registers=80))
     assert differs(an_entry(), an_entry(spill_bytes=8))
     assert differs(an_entry(wgmma=True), an_entry())
 
 
-def test_the_page_shows_important_cases_and_what_differs() -> None:
+def test_page_shows_important_cases_and_differences() -> None:
     cases = [an_entry("like"), an_entry("asked"), an_entry("other"), an_entry("absent")]
     page = comparison(cases, "3.6.0", [*cases[:2], an_entry("other", spill_bytes=16)], frozenset({"asked"}))
     assert "| asked | kernel | 100 · 1 | 100 · 1 |" in page
@@ -43,13 +43,13 @@ def test_the_page_shows_important_cases_and_what_differs() -> None:
     assert any(line.startswith("3 kernels for sm_90 compile and fit; of these spill: 1 on sm_90.") for line in page)
 
 
-def test_launches_of_one_kernel_in_a_case_are_compared_in_their_order() -> None:
+def test_repeated_launches_of_a_case_are_compared_in_order() -> None:
     pair = [an_entry(), an_entry(registers=200)]
     page = comparison(pair, "3.6.0", [an_entry(), an_entry(registers=100)], frozenset())
     assert "| case | kernel | 200 · 1 | 100 · 1 |" in page
     assert len([line for line in page if line.startswith("| case | kernel | ")]) == 2  # the head, and one row
 
 
-def test_kernels_of_another_configuration_are_not_compared() -> None:
+def test_other_configurations_are_not_compared() -> None:
     page = comparison([an_entry()], "3.6.0", [an_entry(num_warps=8, registers=200)], frozenset({"case"}))
     assert not [line for line in page if line.startswith("| case | kernel | 100")]

@@ -1,4 +1,4 @@
-"""What is compiled ahead of time is what this Triton's own launcher would ask for."""
+"""The specialisation equals that of Triton's own launcher."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from kernel_benchmarks.aot.specialisation import DIVISIBLE, specialise
 from trimtab_kernels.launch.gluon import tensor_descriptor
 from trimtab_kernels.launch.jit import HAS_TRITON, kernel, record_launches, tl
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="asks Triton")
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="requires Triton")
 MEMORY = torch.empty(64, dtype=torch.bfloat16)
 
 
@@ -26,7 +26,7 @@ def _example(specialised: tl.tensor, varying: tl.tensor) -> None:
         2**31, 2**31 + 16,
     ],
 )  # fmt: skip
-def test_types_constants_and_alignment_are_those_of_the_launcher(value: Any) -> None:
+def test_types_constants_and_alignment_equal_launchers(value: Any) -> None:
     with record_launches() as launches:
         _example[(1,)](value, value)
     found = specialise(launches[0])
@@ -37,7 +37,7 @@ def test_types_constants_and_alignment_are_those_of_the_launcher(value: Any) -> 
 
 
 @pytest.mark.parametrize("box", [[1, 16, 64], [64, 64]])
-def test_a_descriptor_is_its_dtype_box_and_layout(box: list[int]) -> None:
+def test_descriptor_type_contains_dtype_box_and_layout(box: list[int]) -> None:
     tensor = torch.empty([4, 64, 64] if len(box) == 3 else [256, 64], dtype=torch.bfloat16)
     descriptor = tensor_descriptor(tensor, list(tensor.shape), list(tensor.stride()), box)
     with record_launches() as launches:
@@ -50,12 +50,12 @@ def test_a_descriptor_is_its_dtype_box_and_layout(box: list[int]) -> None:
 
 
 def without_spaces(text: str) -> str:
-    """Triton 3.6 and 3.9 write lists differently, and read both alike."""
+    """Remove spaces: Triton 3.6 and 3.9 format lists differently, and parse both."""
     return text.replace(" ", "")
 
 
 def of_the_launcher(value: Any, is_specialised: bool) -> tuple[str, object]:
-    """(type, "D" where it divides by 16 or the value of a constant)."""
+    """Return (type, "D" if divisible by 16, or the value of a constant)."""
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.nvidia.compiler import CUDABackend
 

@@ -1,4 +1,4 @@
-"""transformers' continuous batching as it is measured, for real on the CPU with a tiny model."""
+"""transformers' continuous batching on the CPU with a tiny model."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 TINY = ModelShape("tiny", 2, 64, 96, 4, 2, 16, 10_001, False, False)
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # transformers 5.17's name
 SMALL: dict[str, Any] = {PAGE: 16, "num_blocks": 64, "max_batch_tokens": 128}
-"""Its cache, which it would size by the memory of the machine."""
+"""Its cache, which it would otherwise size by the machine's memory."""
 PROMPTS = [[5, 6, 7, 8, 9], [11] * 20, [12, 13]]
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore"),  # of another project's code
+    pytest.mark.filterwarnings("ignore"),  # warnings of another project's code
 ]
 
 
@@ -26,7 +26,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> TransformersBatching:
     return TransformersBatching(TINY, tmp_path_factory.mktemp("model"), device="cpu", **SMALL)
 
 
-def test_it_generates_what_generate_batch_does_and_as_many_tokens_as_each_request_asks(
+def test_generate_equals_generate_batch_with_requested_lengths(
     served: TransformersBatching,
 ) -> None:
     generation: Any = GenerationConfig
