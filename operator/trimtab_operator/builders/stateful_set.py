@@ -26,7 +26,7 @@ from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.canonical_json import compact
 from trimtab_operator.resource.spec import DOWNLOADED, PIN, RESTARTED_AT, InferenceDeployment
 
-GAVE_BACK_ANNOTATION = "trimtab.dev/gave-back"  # on a leader's StatefulSet: see observed/hold.py
+GANG_BACKOFF_ANNOTATION = "trimtab.dev/gang-backoff"  # on a leader's StatefulSet: see observed/hold.py
 REVISION_LENGTH = 10  # hex digits: 40 bits tell the few revisions of one resource apart
 NO_RECORDS: Mapping[str, Record] = {}
 
@@ -95,7 +95,7 @@ def leader_stateful_set(
     made = _stateful_set(wanted, name, ordinal, selector, address)
     made["metadata"]["annotations"] = {RECORD_ANNOTATION: wanted.record.to_text()}
     if held is not None:
-        made["metadata"]["annotations"][GAVE_BACK_ANNOTATION] = held.note
+        made["metadata"]["annotations"][GANG_BACKOFF_ANNOTATION] = held.note
     return _sized(made, 1, held)
 
 

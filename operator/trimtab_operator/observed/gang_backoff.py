@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION
+from trimtab_operator.builders.stateful_set import GANG_BACKOFF_ANNOTATION
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.resource.time import parse_time, timestamp
 
@@ -50,7 +50,7 @@ class GangBackoff:
 
 def gang_backoff_of(group: Group) -> GangBackoff | None:
     """Return the back-off stored at the group; None if there is none or it cannot be parsed."""
-    text = (group.stateful_set["metadata"].get("annotations") or {}).get(GAVE_BACK_ANNOTATION)
+    text = (group.stateful_set["metadata"].get("annotations") or {}).get(GANG_BACKOFF_ANNOTATION)
     if not text:
         return None
     try:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION, Held
+from trimtab_operator.builders.stateful_set import GANG_BACKOFF_ANNOTATION, Held
 from trimtab_operator.observed.gang_backoff import MAX_BACKOFF_SECONDS, GangBackoff, gang_backoff_of
 from trimtab_operator.observed.groups import Group, ObservedChildren, groups_of
 from trimtab_operator.observed.missing_pods import missing_pods_message
@@ -125,7 +125,7 @@ def render_gang_backoffs(groups: Iterable[Group], kept: Mapping[int, GangBackoff
         backoff = kept.get(group.ordinal)
         if backoff is not None:
             found[group.ordinal] = Held(backoff.to_json(), has_pods=not backoff.is_active(now))
-        elif (group.stateful_set["metadata"].get("annotations") or {}).get(GAVE_BACK_ANNOTATION):
+        elif (group.stateful_set["metadata"].get("annotations") or {}).get(GANG_BACKOFF_ANNOTATION):
             found[group.ordinal] = Held("", has_pods=True)
     return found
 

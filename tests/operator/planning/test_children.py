@@ -18,7 +18,7 @@ from operator_cluster import FakeCluster
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, common_labels, group_selector
 from trimtab_operator.builders.meeting_secret import meeting_secret
 from trimtab_operator.builders.service import rendezvous_service
-from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION, Held, rendered
+from trimtab_operator.builders.stateful_set import GANG_BACKOFF_ANNOTATION, Held, rendered
 from trimtab_operator.observed.actions import Apply, Delete
 from trimtab_operator.observed.groups import ObservedChildren, groups_of, is_pod_ready
 from trimtab_operator.planning.children import allowed_down, plan_children, plan_tuning_state
@@ -473,4 +473,4 @@ def test_backed_off_group_has_no_pods_until_retry() -> None:
         cluster.controllers()
         assert len(cluster.pods) == pods
         stored = cluster.objects["StatefulSet", "m-g0"]["metadata"]["annotations"]
-        assert stored[GAVE_BACK_ANNOTATION] == held.note
+        assert stored[GANG_BACKOFF_ANNOTATION] == held.note

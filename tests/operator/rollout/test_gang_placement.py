@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, LEADER, ROLE_LABEL, WORKER
-from trimtab_operator.builders.stateful_set import GAVE_BACK_ANNOTATION
+from trimtab_operator.builders.stateful_set import GANG_BACKOFF_ANNOTATION
 from trimtab_operator.observed.gang_backoff import GangBackoff, gang_backoff_of
 from trimtab_operator.observed.groups import Group, MissingPods
 from trimtab_operator.resource.manifest import Manifest
@@ -49,7 +49,7 @@ def a_group(
     name: str, *nodes: str | None, created: float = 0.0, backoff: GangBackoff | None = None, pods: int = 2
 ) -> Group:
     labels = {DEPLOYMENT_LABEL: name, GROUP_LABEL: "0", ROLE_LABEL: LEADER}
-    annotations = {} if backoff is None else {GAVE_BACK_ANNOTATION: backoff.to_json()}
+    annotations = {} if backoff is None else {GANG_BACKOFF_ANNOTATION: backoff.to_json()}
     metadata = {
         "name": name,
         "namespace": "n",
@@ -167,7 +167,7 @@ def test_a_hold_longer_than_any_back_off_is_none() -> None:
 def test_a_hold_that_an_older_operator_wrote_is_over() -> None:
     text = json.dumps({"count": 2, "retryAt": timestamp(after(600)), "reason": WHY})
     waiting = a_group("a")
-    waiting.stateful_set["metadata"]["annotations"][GAVE_BACK_ANNOTATION] = text
+    waiting.stateful_set["metadata"]["annotations"][GANG_BACKOFF_ANNOTATION] = text
     (ended,) = plan_gang_backoffs([waiting], [], NOW).values()
     assert not ended.is_active(NOW)
 
@@ -208,7 +208,7 @@ def test_backoff_count_is_kept_until_placed() -> None:
 )
 def test_a_note_that_cannot_be_read_is_none(text: str) -> None:
     group = a_group("a", "one", None)
-    group.stateful_set["metadata"]["annotations"][GAVE_BACK_ANNOTATION] = text
+    group.stateful_set["metadata"]["annotations"][GANG_BACKOFF_ANNOTATION] = text
     assert gang_backoff_of(group) is None
 
 
@@ -263,7 +263,7 @@ class Contest:
         bare = a_group(name, *([None] * wanted), created=list(self.sizes).index(name), pods=self.sizes[name])
         backoff = self.held.get(name)
         if backoff is not None:
-            bare.stateful_set["metadata"]["annotations"][GAVE_BACK_ANNOTATION] = backoff.to_json()
+            bare.stateful_set["metadata"]["annotations"][GANG_BACKOFF_ANNOTATION] = backoff.to_json()
         group = Group(0, bare.stateful_set, pods, bare.worker_set)
         is_short = self.by_quota and placed < wanted
         return refused(group, since=self.stuck_since.get(name, now)) if is_short else group
