@@ -1,10 +1,10 @@
 """Counting drafts: sums by position, and vLLM's line."""
 
 from trimtab_engine.api.metrics.stats_line import speculation_line
-from trimtab_engine.messages import SpeculationCounts
+from trimtab_engine.messages.requests import SpeculationCounts
 
 
-def test_what_stood_is_counted_by_position() -> None:
+def test_accepted_drafts_are_counted_by_position() -> None:
     counts = SpeculationCounts()
     counts.note(3, 2)
     counts.note(3, 0)

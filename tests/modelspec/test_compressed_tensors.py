@@ -1,27 +1,27 @@
-"""What compressed-tensors, AutoFP8 and ModelOpt say of a checkpoint: read, or refused by its word."""
+"""Parsing of compressed-tensors, AutoFP8 and ModelOpt configurations; unsupported values are rejected by name."""
 
 from typing import Any
 
 import pytest
 from trimtab_engine.errors import ModelError
-from trimtab_modelspec.quantization import check_unquantised, stored_form, stored_quantization
-from trimtab_modelspec.scaled_form import Mxfp4, ScaledForm, Scheme
+from trimtab_modelspec.quantization import check_unquantised, stored_format, stored_quantization
+from trimtab_modelspec.scaled_format import Mxfp4, ScaledFormat, Scheme
 
 WEIGHTS: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 
 
 def said(weights: Any = None, *, group: dict[str, Any] | None = None, **around: Any) -> dict[str, Any]:
-    """As RedHatAI publishes FP8-dynamic, but for this."""
+    """Return a configuration as published by RedHatAI for FP8-dynamic, with changes."""
     of_group = {"targets": ["Linear"], "input_activations": ACTIVATIONS, "output_activations": None}
     whole = of_group | {"weights": WEIGHTS if weights is None else weights} | (group or {})
     shared = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
     return {**shared, "config_groups": {"group_0": whole}, **around}
 
 
-def parsed(scheme: dict[str, Any]) -> ScaledForm:
-    form = stored_form({"quantization_config": scheme}, "config.json")
-    assert isinstance(form, ScaledForm)
+def parsed(scheme: dict[str, Any]) -> ScaledFormat:
+    form = stored_format({"quantization_config": scheme}, "config.json")
+    assert isinstance(form, ScaledFormat)
     assert stored_quantization({"quantization_config": scheme}, "config.json") is None
     return form
 
@@ -45,7 +45,7 @@ def parsed(scheme: dict[str, Any]) -> ScaledForm:
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, Scheme("float", 8, "tensor")),
     ],
 )  # fmt: skip
-def test_what_is_published_is_read(scheme: dict[str, Any], expected: Scheme) -> None:
+def test_published_configurations_are_parsed(scheme: dict[str, Any], expected: Scheme) -> None:
     assert parsed(scheme).scheme_of("model.layers.0.mlp.up_proj") == expected
 
 
@@ -86,12 +86,12 @@ def test_what_is_published_is_read(scheme: dict[str, Any], expected: Scheme) -> 
         ),
     ],
 )
-def test_what_is_not_built_is_refused_by_its_word(scheme: dict[str, Any], words: str) -> None:
+def test_unsupported_values_are_rejected_by_name(scheme: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        stored_form({"quantization_config": scheme}, "config.json")
+        stored_format({"quantization_config": scheme}, "config.json")
 
 
-def test_modules_are_ignored_by_name_and_by_pattern_and_targets_by_name_go_before_classes() -> None:
+def test_ignored_modules_and_target_precedence() -> None:
     scheme = said(ignore=["lm_head", "re:.*gate$"])
     scheme["config_groups"]["group_1"] = {"targets": ["re:.*down_proj"], "weights": WEIGHTS | {"strategy": "tensor"}}
     form = parsed(scheme)
@@ -107,7 +107,7 @@ def test_modules_are_ignored_by_name_and_by_pattern_and_targets_by_name_go_befor
     assert {module: None if scheme is None else scheme.strategy for module, scheme in found.items()} == expected
 
 
-def test_modelopt_s_names_have_wildcards_and_mean_what_is_below_them() -> None:
+def test_modelopt_names_match_submodules_with_wildcards() -> None:
     names = ["lm_head", "model.layers.0*", "model.layers.1.mlp"]
     form = parsed({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": names})
     modules = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj")
@@ -116,12 +116,13 @@ def test_modelopt_s_names_have_wildcards_and_mean_what_is_below_them() -> None:
 
 def test_mxfp4_is_gpt_oss_s_alone() -> None:
     config = {"quantization_config": {"quant_method": "mxfp4"}}
-    assert stored_form(config, "config.json") == Mxfp4()
+    assert stored_format(config, "config.json") == Mxfp4()
     check_unquantised(config, "GptOssForCausalLM", "config.json", but="mxfp4")
     with pytest.raises(ModelError, match="'mxfp4' is not supported for Llama4ForCausalLM, whose experts"):
         check_unquantised(config, "Llama4ForCausalLM", "config.json")
     with pytest.raises(
-        ModelError, match=r"'awq' is not supported for GptOss.*weights as they are, or in mxfp4 as it is pub"
+        ModelError,
+        match=r"'awq' is not supported for GptOss.*use an unquantized checkpoint, or the published one in mxfp4",
     ):
         check_unquantised(
             {"quantization_config": {"quant_method": "awq"}}, "GptOssForCausalLM", "config.json", but="mxfp4"

@@ -1,9 +1,9 @@
-"""Groups of layers: which layers go together, what a rank has of them, how many blocks a request holds at most."""
+"""KV groups: grouping of layers, shards of ranks, and maximum blocks per request."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trimtab_modelspec.kv_groups import KVGroup, KVPlace, LayerKV, groups_of, places_of, uniform_group
+from trimtab_modelspec.kv_groups import KVGroup, KVLayerIndex, LayerKV, groups_of, kv_layer_indices, uniform_group
 
 ALL = LayerKV(num_kv_heads=8, key_size=64, value_size=64)
 WINDOW = LayerKV(num_kv_heads=8, key_size=64, value_size=64, window=128)
@@ -37,7 +37,7 @@ def test_groups_are_no_larger_than_the_smallest_kind(
 
 
 @given(st.lists(st.sampled_from([ALL, WINDOW, WIDE, LATENT]), min_size=1, max_size=60))
-def test_every_layer_is_in_one_group_and_no_group_is_beyond_the_smallest_kind(layers: list[LayerKV]) -> None:
+def test_layers_are_grouped_up_to_smallest_kind(layers: list[LayerKV]) -> None:
     groups = groups_of(layers)
     members = sorted(layer for group in groups for first, last in group.layers for layer in range(first, last))
     assert members == list(range(len(layers)))
@@ -47,7 +47,7 @@ def test_every_layer_is_in_one_group_and_no_group_is_beyond_the_smallest_kind(la
 
 
 @pytest.mark.parametrize(("tensor", "num_kv_heads"), [(1, 8), (2, 4), (8, 1), (16, 1)])
-def test_ranks_divide_heads_and_share_them_where_there_are_fewer(tensor: int, num_kv_heads: int) -> None:
+def test_ranks_divide_or_share_heads(tensor: int, num_kv_heads: int) -> None:
     group = uniform_group(4, 8, 64).on_rank((0, 4), tensor)
     assert (group.num_layers, group.each.num_kv_heads) == (4, num_kv_heads)
 
@@ -55,15 +55,17 @@ def test_ranks_divide_heads_and_share_them_where_there_are_fewer(tensor: int, nu
 def test_layers_of_several_groups_share_places_in_memory() -> None:
     """On the second stage each group's layers begin at place 0 again."""
     groups = groups_of([WINDOW, WINDOW, ALL, WINDOW, ALL, WINDOW])  # windows 0 and 3, 1 and 5; all 2 and 4
-    assert places_of(groups, (0, 6)) == [KVPlace(*at) for at in ((0, 0), (1, 0), (2, 0), (0, 1), (2, 1), (1, 1))]
-    assert places_of(groups, (3, 6)) == [KVPlace(*at) for at in ((0, 0), (2, 0), (1, 0))]
+    assert kv_layer_indices(groups, (0, 6)) == [
+        KVLayerIndex(*at) for at in ((0, 0), (1, 0), (2, 0), (0, 1), (2, 1), (1, 1))
+    ]
+    assert kv_layer_indices(groups, (3, 6)) == [KVLayerIndex(*at) for at in ((0, 0), (2, 0), (1, 0))]
 
 
 @given(st.lists(st.sampled_from([ALL, WINDOW]), min_size=1, max_size=40), st.data())
-def test_no_two_layers_of_a_stage_have_one_place(layers: list[LayerKV], data: st.DataObject) -> None:
+def test_layers_of_a_stage_have_distinct_indices(layers: list[LayerKV], data: st.DataObject) -> None:
     stage = tuple(sorted(data.draw(st.tuples(st.integers(0, len(layers)), st.integers(0, len(layers))))))
     groups = groups_of(layers)
-    places = places_of(groups, (stage[0], stage[1]))
+    places = kv_layer_indices(groups, (stage[0], stage[1]))
     assert len(set(places)) == len(places) == stage[1] - stage[0]
     most = max((group.on_rank((stage[0], stage[1]), 1).num_layers for group in groups), default=0)
     assert all(place.index < most for place in places)
@@ -90,7 +92,7 @@ def test_a_stage_has_its_layers_of_each_group_or_none() -> None:
 def test_a_windows_blocks_suffice_for_steps_of_any_size(
     window: int, is_chunked: bool, step: int, block_size: int, data: st.DataObject
 ) -> None:
-    """Before a step: the blocks of its own tokens and of all that the first of them sees; others have been freed."""
+    """Needed before a step: blocks of its own tokens and of the first token's window; others are freed."""
     length = data.draw(st.integers(1, 300))
     each = LayerKV(num_kv_heads=1, key_size=1, value_size=1, window=window, is_chunked=is_chunked)
     group = KVGroup(((0, 1),), each)

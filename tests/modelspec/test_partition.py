@@ -1,4 +1,4 @@
-"""How layers, heads, columns and experts are divided."""
+"""Division of layers, heads, columns and experts."""
 
 import pytest
 from trimtab_engine.errors import ConfigError
@@ -31,7 +31,7 @@ def test_stages_are_contiguous_and_cover_all_layers() -> None:
             assert min(last - first for first, last in spans) >= 1
 
 
-def test_a_partition_of_ones_own_is_taken_when_it_sums_up() -> None:
+def test_valid_partition_override_is_used() -> None:
     assert layers_of_stages(8, 3, (1, 3, 4)) == ((0, 1), (1, 4), (4, 8))
     for wrong in ((1, 3, 3), (4, 4), (0, 4, 4)):
         with pytest.raises(ConfigError, match=r"must name 3 stages of 1 layer or more that sum to 8"):
@@ -43,10 +43,10 @@ def test_more_stages_than_layers_are_refused_with_both_numbers() -> None:
         layers_of_stages(8, 9)
 
 
-def test_heads_that_do_not_divide_are_refused_with_what_would() -> None:
+def test_indivisible_heads_are_rejected_with_divisors() -> None:
     with pytest.raises(ConfigError, match=r"num_attention_heads 9 cannot be divided by 2; .*: 1$"):
         equal_span(9, 2, 0, "num_attention_heads")
-    with pytest.raises(ConfigError, match=r"what divides it up to there: 1, 3$"):
+    with pytest.raises(ConfigError, match=r"divisors up to \d+: 1, 3$"):
         equal_span(9, 8, 0, "num_attention_heads")
 
 

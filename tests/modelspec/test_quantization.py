@@ -1,12 +1,12 @@
-"""What is asked for, what is stored, what is refused by name."""
+"""Requested, stored and rejected quantization."""
 
 import pytest
 from trimtab_engine.errors import ConfigError, NotSupportedError
-from trimtab_modelspec.four_bit_form import FourBits
+from trimtab_modelspec.four_bit_format import FourBits
 from trimtab_modelspec.quantization import (
     Quantization,
     check_aligned,
-    stored_form,
+    stored_format,
     stored_quantization,
     wanted_quantization,
 )
@@ -38,7 +38,7 @@ def test_a_checkpoint_in_blocks_of_128_is_taken_as_it_is() -> None:
 )
 def test_integers_of_4_bits_are_known_and_are_no_fp8(scheme: dict[str, object], form: FourBits) -> None:
     config = {"quantization_config": scheme}
-    assert stored_form(config, "config.json") == form
+    assert stored_format(config, "config.json") == form
     assert stored_quantization(config, "config.json") is None
 
 
@@ -52,7 +52,7 @@ def test_integers_of_4_bits_are_known_and_are_no_fp8(scheme: dict[str, object], 
         (True, None, False, False),  # dummy weights of a quantised configuration
     ],
 )
-def test_what_is_stored_goes_before_what_is_asked_for(
+def test_stored_quantization_precedes_requested(
     stored: bool, asked: str | None, has_weights: bool, is_stored: bool | None
 ) -> None:
     found = wanted_quantization(Quantization(True) if stored else None, asked, has_weights=has_weights)

@@ -1,1 +1,1 @@
-"""What the engine is asked to be, from flags to one checked `EngineConfig`; it knows no tensor and no socket."""
+"""Engine configuration: from flags to one validated `EngineConfig`. No tensors, no sockets."""

@@ -9,8 +9,8 @@ import msgspec
 from trimtab_engine.errors import ConfigError, NotSupportedError
 
 FLAG = "--lora-modules"
-MAX_ADAPTERS = 1024  # far beyond what a step or a memory holds, small enough to refuse nonsense at once
-MAX_RANK = 4096  # the width of small models: what has a higher rank is no low-rank adapter
+MAX_ADAPTERS = 1024  # far above any real use; rejects absurd values early
+MAX_RANK = 4096  # the width of small models: a higher rank is not low-rank
 MAX_NAME_CHARACTERS = 256
 
 
@@ -20,7 +20,7 @@ class AdapterModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     name: str
     path: str
     base_model_name: str | None = None
-    """The model's name to show as its parent; None: the first of those that are served."""
+    """Name of the parent model to report. None means the first served name."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -32,7 +32,7 @@ class AdapterModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def folder(self) -> str:
-        """Where its files are."""
+        """Folder of its files."""
         return self.path.removeprefix("file://")
 
 
@@ -44,13 +44,15 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Different ones that a step may have."""
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
-    """How many may be loaded. None: as many as are served from the start, and at least as many as a step may have."""
+    """Maximum number of loaded adapters. None means as many as are served from the start, and at least as many as a step may
+    have.
+    """
     is_updatable: bool = False
-    """Whether clients load and unload some while others are served."""
+    """True if clients may load and unload adapters."""
 
     @property
     def capacity(self) -> int:
-        """How many may be loaded at once."""
+        """Maximum number of loaded adapters."""
         return self.max_cpu_loras or max(self.max_loras, len(self.modules))
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
         names = [module.name for module in self.modules]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ConfigError(f"{FLAG} names the adapter {twice} twice; give each a name of its own")
+            raise ConfigError(f"{FLAG} names the adapter {twice} twice; give each adapter a unique name")
 
 
 def check_name(name: str) -> None:

@@ -4,8 +4,8 @@
 max_model_len > 8192:  16                                            long contexts: small blocks waste least
 otherwise:             next_power_of_2(max_model_len) // 16, 16..256 about 16 blocks per sequence
 ```
-and never so small that the block tables of all sequences outgrow SCALAR_TABLE_BYTES. Imports nothing, so that a command
-line can ask.
+and large enough that the block tables of all sequences fit into SCALAR_TABLE_BYTES. Imports nothing, so that the
+command line can use it.
 """
 
 LONG_CONTEXT_TOKENS = 8192
@@ -17,7 +17,7 @@ TABLE_ENTRY_BYTES = 4
 
 
 def auto_block_size(max_model_len: int, *, max_num_seqs: int = 1) -> int:
-    """Tokens of a block, a power of two in 16..256 unless the block tables need larger ones."""
+    """Return the tokens of a block, a power of two in 16..256 unless the block tables need larger blocks."""
     if max_model_len > LONG_CONTEXT_TOKENS:
         wanted = MIN_BLOCK_SIZE
     else:

@@ -1,7 +1,7 @@
-"""The engine's configuration: one frozen value, complete when built, handed from the command line to every process.
+"""The engine's configuration: one frozen value, passed from the command line to every process.
 
-Nothing outside this file reads the environment. Checks that need only the values live in `EngineConfig.__post_init__`;
-what needs the model or the device is checked where those are read.
+No code outside this file reads the environment. Checks that need only the values are in `EngineConfig.__post_init__`;
+checks that need the model or the device are made where those are read.
 """
 
 import logging
@@ -22,15 +22,15 @@ from trimtab_engine.scheduling.policy import PreemptionMode, QueueOrder
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_BATCHED_TOKENS = 1 << 20  # tokens in a step; 64 times the largest default in the field
-MM_PROCESSOR_CACHE_BYTES = 4 << 30  # of each process that keeps images and videos, where nobody says: the guide's
-MEDIA_CACHE_SHARE = 8  # and no more than one of so many parts of the CPU's memory in all of them together
+MM_PROCESSOR_CACHE_BYTES = 4 << 30  # default per process that caches images and videos: the guide's value
+MEDIA_CACHE_SHARE = 8  # all caches together take at most this fraction (1/n) of CPU memory
 FLAGS = {"swap_space_bytes": "swap-space", "kv_offload_bytes": "kv-offload-size"}
 """The flag of a field where it is not the field's name."""
-MIN_STATS_INTERVAL_SECONDS = 1.0  # below, the line would say little and cost much
+MIN_STATS_INTERVAL_SECONDS = 1.0  # a shorter interval costs much and shows little
 MAX_STATS_INTERVAL_SECONDS = 3600.0
-MAX_WATERMARK = 0.9  # above it next to nothing would be admitted beside what runs
-MIN_TTFT_TARGET = 0.001  # of the policy deadline: nobody can keep less
-MAX_TTFT_TARGET = 86_400.0  # seconds, and likewise what a token of the prompt adds: nobody waits as long
+MAX_WATERMARK = 0.9  # above it almost nothing would be admitted while requests run
+MIN_TTFT_TARGET = 0.001  # of the policy deadline: less is not attainable
+MAX_TTFT_TARGET = 86_400.0  # seconds, also per prompt token: no client waits longer
 MAX_QUEUE_LIMIT = 1_000_000_000  # of requests or tokens: no queue is as long
 RANGES: dict[str, tuple[float, float]] = {
     "long_prefill_token_threshold": (0, MAX_BATCHED_TOKENS),
@@ -41,12 +41,12 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_num_queued_tokens": (0, MAX_QUEUE_LIMIT),
     "stats_interval_seconds": (MIN_STATS_INTERVAL_SECONDS, MAX_STATS_INTERVAL_SECONDS),
 }
-"""Fields whose bounds no other value moves."""
+"""Fields with fixed bounds."""
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 EncoderMode = Literal["weights", "data"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOOPBACK_INTERFACE = "lo"
-MAX_RANKS = 4096  # of one degree: far beyond any machine, small enough to refuse nonsense at once
+MAX_RANKS = 4096  # per degree: far above any machine; rejects absurd values early
 CORE_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
 """Rounds that the model's threads spin before they sleep, where the container sets nothing. By default they spin so
 long that decode all but stops when other processes want the same CPUs; this costs about an eighth when none do.
@@ -54,9 +54,9 @@ long that decode all but stops when other processes want the same CPUs; this cos
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine core is started with. Sizes in bytes per rank, lengths in tokens. None: decided at start-up.
+    """Start-up configuration of the engine core. Sizes in bytes per rank, lengths in tokens. None means decided at start-up.
 
-    The caps are the envelope: what start-up reserves. The starts lie inside it and are live
+    The caps are the envelope that start-up reserves. Initial values lie inside it and are live parameters
     (docs/reference/contract.md). `gpu_memory_utilization` is a decimal string, so that 0.29 of 100 bytes is 29 bytes.
     """
 
@@ -64,20 +64,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None = None
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     runner: Runner = "auto"
-    """What is done with prompts. auto: what the checkpoint is made for."""
+    """Task of the engine. auto: by the checkpoint."""
     pooler: PoolerConfig = PoolerConfig()
-    """How they become vectors, where that is not as the checkpoint says."""
+    """Pooling overrides of the checkpoint's settings."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
     device_memory_bytes: int | None = None
     cpu_threads: int | None = None
     max_model_len: int | Literal["auto"] | None = None
-    """None: the model's. auto: the longest of which one request fits into the KV cache."""
+    """None means the model's maximum. auto: the longest request that fits into the KV cache."""
     block_size: int = 16
     kv_cache_dtype: KVCacheDtype = "auto"
     """auto: the model's dtype. fp8: fp8_e4m3."""
     quantization: Literal["fp8"] | None = None
-    """Quantise the layers' projections as they load. None: as the checkpoint has them."""
+    """Quantize linear layers while loading. None means as stored in the checkpoint."""
     gpu_memory_utilization: str = "0.9"
     gpu_memory_utilization_cap: str = "0.9"
     kv_cache_memory_bytes: int | None = None
@@ -91,27 +91,28 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     watermark: float = 0.0
     scheduling_policy: QueueOrder = "fcfs"
     ttft_target: float = 0.0
-    """Seconds within which requests shall have their first token, under the policy `deadline`."""
+    """TTFT target in seconds under the policy `deadline`."""
     ttft_target_per_prompt_token: float = 0.0
-    """What each token of a prompt adds to them."""
+    """Seconds added to the target per prompt token."""
     preemption_mode: PreemptionMode = "recompute"
     swap_space_bytes: int = 0
     swap_space_bytes_cap: int = 0
     kv_offload_bytes: int = 0
-    """Host memory for what the KV cache evicts; 0: it is forgotten."""
+    """Host memory for blocks evicted from the KV cache; 0: none."""
     kv_offload_bytes_cap: int = 0
     mm_processor_cache_bytes: int | None = None
-    """Of images and videos that were processed: kept by each API server, and again by each engine core. 0: none; None:
-    as `processor_cache_bytes` says."""
+    """Cache of processed images and videos in each API server and again in each engine core. 0: none; None means see
+    `processor_cache_bytes`.
+    """
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
-    """Schedule the next step while the device works on one. None: on CUDA."""
+    """Schedule the next step while the device computes one. None means on CUDA."""
     speculative: SpeculativeConfig | None = None
-    """How drafts are made; None: no speculation, and its depth is 0."""
+    """Speculative decoding. None means no speculation; the depth is 0."""
     num_speculative_tokens: int = 0
     num_speculative_tokens_cap: int = 0
     adapters: AdapterConfig | None = None
-    """Which low-rank adapters are served beside the model; None: none can be."""
+    """LoRA adapters. None means not served."""
     max_num_queued_reqs: int = 0
     """0: no limit; likewise for the tokens."""
     max_num_queued_tokens: int = 0
@@ -122,22 +123,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     data_parallel_size_cap: int | None = None
-    """How many cores there may be, live. None: as many as at the start."""
+    """Maximum live number of cores. None means the initial number."""
     data_parallel_first_rank: int = 0
-    """Rank of this API's first core in a world in which other cores have APIs of their own, and a balancer of
-    theirs."""
+    """Rank of this API's first core in a world whose other cores have their own APIs and an external load balancer."""
     data_parallel_world_size: int | None = None
-    """Cores of that world. None: this API's are all."""
+    """Cores of that world. None means only this API's."""
     data_parallel_rank: int = 0
-    """Which of the data-parallel cores this one is; set by whoever starts them, with the place where they meet."""
+    """Rank of this data-parallel core; set by the process that starts the cores, with their rendezvous."""
     data_parallel_rendezvous: str | None = None
-    """As executor/rendezvous.py has it: file:PATH on one node, tcp:HOST:PORT over several."""
+    """Rendezvous as in executor/rendezvous.py: file:PATH on one node, tcp:HOST:PORT over several."""
     enable_expert_parallel: bool = False
     expert_placement_strategy: Literal["linear", "round_robin"] = "linear"
     eplb: EplbConfig | None = None
-    """How the load of experts is balanced over their ranks; None: it is not."""
+    """Expert load balancing. None means disabled."""
     pipeline_layer_partition: tuple[int, ...] | None = None
-    """Layers of each pipeline stage. None: divided evenly."""
+    """Layers of each pipeline stage. None means divided evenly."""
     nnodes: int = 1
     """Nodes over which the ranks are spread evenly, whole engine cores where there are several; this one is
     `node_rank`."""
@@ -148,26 +148,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     optimization_level: int = DEFAULT_LEVEL
     compilation: CompilationConfig = CompilationConfig()
     limit_mm_per_prompt: dict[str, int] = {}
-    """Images and videos that a prompt may have, by kind; where all are 0, or none is said, no tower is loaded."""
+    """Maximum images and videos per prompt, by kind; if all are 0 or none is given, no vision encoder is loaded."""
     mm_encoder_tp_mode: EncoderMode = "weights"
-    """What tensor-parallel ranks do with images and videos. weights: each has a share of the tower's, and all compute
-    each item together; data: each has the whole tower, and computes some of the items."""
+    """Parallelism of the vision encoder over tensor-parallel ranks. weights: each rank has a shard, and all compute
+    each item together; data: each rank has the whole encoder and computes some of the items.
+    """
     max_num_encoder_input_tokens: int | None = None
-    """Of images and videos that a step computes. None: as many as of the largest one, or as a step computes of text."""
+    """Maximum image and video tokens computed per step. None means those of the largest item, or the token budget."""
     encoder_cache_size: int | None = None
-    """Tokens of images and videos whose embeddings are kept. None: likewise."""
+    """Image and video tokens whose embeddings are cached. None means the same default."""
     api_server_count: int = 0
     """Processes that serve HTTP before this engine. 0: none, it is used from Python."""
     rendezvous_id: str = ""
-    """Ranks of different ids never form one engine: the revision of a group, say."""
+    """Ranks with different ids never form one engine, for example different revisions of a group."""
     rendezvous_secret_file: str | None = None
-    """Where this node finds the secret that all nodes prove to each other; None: whoever reaches them is believed."""
+    """File with the nodes' shared secret. None means peers are not authenticated."""
     seed: int = 0
     profiler_dir: str | None = None
 
     @property
     def max_cores(self) -> int:
-        """Engine cores that there may be, live."""
+        """Maximum live number of engine cores."""
         return self.data_parallel_size_cap or self.data_parallel_size
 
     @property
@@ -182,17 +183,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks_per_node(self) -> int:
-        """How many ranks one engine core has on each node."""
+        """Ranks of one engine core per node."""
         return self.tensor_parallel_size * self.pipeline_parallel_size // self.nodes_per_core
 
     @property
     def num_local_ranks(self) -> int:
-        """How many ranks all engine cores may have on one node together: its device is divided among so many."""
+        """Maximum ranks of all engine cores on one node: its device is divided among them."""
         return self.max_cores // (self.nnodes // self.nodes_per_core) * self.ranks_per_node
 
     @property
     def first_local_rank(self) -> int:
-        """This core's first rank among those of its node."""
+        """Index of this core's first rank among its node's."""
         return self.data_parallel_rank * self.ranks_per_node % self.num_local_ranks
 
     @property
@@ -213,8 +214,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def processor_cache_bytes(self) -> int:
-        """How much of images and videos each API server keeps, and each engine core. Where nobody says and the device's
-        memory is the host's, all of them together take a share of it at most."""
+        """Image and video cache of each API server and each engine core. By default, if device memory is host memory,
+        all of them together take at most a share of it.
+        """
         if not self.modalities:
             return 0
         if self.mm_processor_cache_bytes is not None:
@@ -226,12 +228,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def media_cache_bytes(self) -> int:
-        """How much of images and videos a core keeps for each API server: its cache is divided among them."""
+        """Image and video cache of a core per API server: its cache is divided among them."""
         return self.processor_cache_bytes // max(1, self.api_server_count)
 
     @property
     def has_first_process(self) -> bool:
-        """Whether this node has a process that only looks after the others. A single API server does so itself."""
+        """True if this node has a process that only manages the others. A single API server does so itself."""
         return self.api_server_count > 0 and self.num_local_api_servers != 1
 
     @property
@@ -241,7 +243,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_redundant_experts(self) -> int | None:
-        """None: experts do not move."""
+        """None if experts do not move."""
         return None if self.eplb is None else self.eplb.num_redundant_experts
 
     def __post_init__(self) -> None:
@@ -275,8 +277,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"--{flag} is {value}; it must be between {low:g} and {high:.10g}")
         if self.scheduling_policy == "deadline" and self.ttft_target < MIN_TTFT_TARGET:
             raise ConfigError(
-                f"--scheduling-policy is deadline, but --ttft-target is {self.ttft_target:g}; set it to the seconds "
-                f"within which a first token shall come, {MIN_TTFT_TARGET:g} or more"
+                f"--scheduling-policy is deadline, but --ttft-target is {self.ttft_target:g}; set it to the "
+                f"TTFT target in seconds, {MIN_TTFT_TARGET:g} or more"
             )
         if self.max_num_batched_tokens_cap > MAX_BATCHED_TOKENS:
             raise ConfigError(
@@ -307,7 +309,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.rendezvous_secret_file is not None and self.nnodes == 1:
             raise ConfigError(
-                "--rendezvous-secret-file is what nodes that share a replica prove to each other; with --nnodes 1 "
+                "--rendezvous-secret-file authenticates the nodes of one replica to each other; with --nnodes 1 "
                 "there are no others: leave it out"
             )
         self._check_external()
@@ -322,7 +324,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if ranks % self.nodes_per_core:
             raise ConfigError(
                 f"--nnodes is {self.nnodes}, but tensor x pipeline parallel = {ranks} ranks cannot be divided evenly "
-                f"among so many nodes; set a divisor of {ranks}"
+                f"among that many nodes; set a divisor of {ranks}"
             )
         if not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(f"--node-rank is {self.node_rank}; with --nnodes {self.nnodes} it must be below that")
@@ -336,7 +338,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.expert_placement_strategy != "linear":
             raise ConfigError(
-                f"--expert-placement-strategy {self.expert_placement_strategy} says where experts stay, --enable-eplb "
+                f"--expert-placement-strategy {self.expert_placement_strategy} fixes expert placement, --enable-eplb "
                 f"moves them; leave one of the two out"
             )
 
@@ -358,7 +360,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def modalities(self) -> list[Modality]:
-        """What prompts may have besides text."""
+        """Allowed modalities besides text."""
         return [modality for modality in MODALITIES if self.limit_mm_per_prompt.get(modality)]
 
     def _check_speculation(self) -> None:
@@ -372,7 +374,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             self._check_hidden_states(self.speculative.method)
 
     def _check_adapters(self) -> None:
-        """Raise NotSupportedError where adapters are not served yet."""
+        """Raise NotSupportedError where adapters are not supported yet."""
         if self.adapters is None:
             return
         if self.adapters.is_updatable and self.max_cores > self.data_parallel_size:
@@ -383,13 +385,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def _check_hidden_states(self, method: str) -> None:
-        """Raise NotSupportedError where the hidden states that drafts are made of are not at hand, or not all that
-        they are made of."""
+        """Raise NotSupportedError where the hidden states needed for drafts are not available."""
         if self.modalities:
             raise NotSupportedError(
-                f"--speculative-config: method {method} beside images and videos is not supported, as what drafts "
-                f"would "
-                f"read tokens where the model sees; use ngram or draft_model, or --limit-mm-per-prompt with 0 each"
+                f"--speculative-config: method {method} is not supported with images and videos, because the "
+                f"draft would read their placeholder tokens; use ngram or draft_model, or --limit-mm-per-prompt with 0 each"
             )
         degrees = (
             ("--tensor-parallel-size", self.tensor_parallel_size),
@@ -423,7 +423,9 @@ def _above_cap(flag: str, value: Any, cap: Any) -> ConfigError:
 
 
 def first_visible_gpu() -> int | str | None:
-    """The first GPU that CUDA shows to this process's children, by index or UUID, as NVML has them; None: none."""
+    """Return the first GPU that CUDA shows to this process's children, by index or UUID, as in NVML.
+    None without one.
+    """
     written = os.environ.get("CUDA_VISIBLE_DEVICES")
     if written is None:
         return 0
@@ -434,12 +436,12 @@ def first_visible_gpu() -> int | str | None:
 
 
 def c_compiler() -> str | None:
-    """With which Triton builds what launches its kernels: CC, else gcc or clang. None: there is none."""
+    """Return the compiler with which Triton builds its launchers: CC, else gcc or clang. None without one."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def core_environment() -> dict[str, str]:
-    """The engine core's environment: this process's, and what only the core needs where it says nothing."""
+    """Return the engine core's environment: this process's, and core-specific defaults."""
     return {**CORE_ENVIRONMENT, **os.environ}
 
 
@@ -450,7 +452,7 @@ def set_core_environment() -> None:
 
 
 def use_interface_between_ranks(name: str | None) -> None:
-    """The ranks' connections stay on this interface, unless the environment says otherwise. None: they choose."""
+    """Restrict the ranks' connections to this interface unless the environment sets another. None means no restriction."""
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if name != LOOPBACK_INTERFACE:
@@ -458,5 +460,5 @@ def use_interface_between_ranks(name: str | None) -> None:
 
 
 def set_log_level(level: LogLevel) -> None:
-    """How much this process logs from now on: of its own lines only, as libraries have levels of their own."""
+    """Set the log level of this process's own loggers; libraries have their own levels."""
     logging.getLogger("trimtab_engine").setLevel(level.upper())

@@ -14,19 +14,19 @@ from trimtab_engine.errors import ConfigError, NotSupportedError
 FLAG = "--eplb-config"
 MAX_STEPS = 1_000_000_000  # of a window or interval: a year of steps; refuses nonsense
 MAX_REDUNDANT = 4096  # spare slots, over all ranks: as many as there may be ranks
-HARMLESS: dict[str, tuple[object, ...]] = {
+IGNORED_FIELDS: dict[str, tuple[object, ...]] = {
     "use_async": (None, False),
     "policy": (None, "default"),
     "communicator": (None,),
 }
-"""Further fields of vLLM's, and the values that ask for what is built anyway."""
+"""Further fields of vLLM's, and the values that match the built-in behavior."""
 
 
 class EplbConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Expert parallel load balancing. Steps are those of the ranks, padding ones included."""
+    """Expert parallel load balancing. Steps are those of the ranks, including padding ones."""
 
     window_size: int = 1000
-    """Steps whose load a rearrangement looks at."""
+    """Number of steps whose load a rearrangement uses."""
     step_interval: int = 3000
     """Steps between two rearrangements."""
     num_redundant_experts: int = 0
@@ -49,7 +49,7 @@ def parse_eplb_json(text: str) -> dict[str, Any]:
 def eplb_config(values: Mapping[str, Any]) -> EplbConfig:
     """Judge the fields. Raises ConfigError, NotSupportedError for what vLLM has and we do not."""
     fields = {name: value for name, value in values.items() if value is not None}
-    for name, harmless in HARMLESS.items():
+    for name, harmless in IGNORED_FIELDS.items():
         if fields.pop(name, None) not in harmless:
             why = "; experts are rearranged between two steps" if name == "use_async" else ""
             raise NotSupportedError(f"{FLAG}: {name} {values[name]!r} is not supported{why}; leave it out")

@@ -1,10 +1,8 @@
-"""--compilation-config as a typed value. Names are vLLM's, of its present version (mode) and of its guides (level).
+"""--compilation-config as a typed value, with vLLM's names of the current version (mode) and its guides (level).
 
-No mode uses torch.compile: what Inductor would fuse, the engine's kernels are written fused, and what remains of the
-host's work is taken by CUDA graphs (ADR-0009). Mode 0 and mode 3 therefore differ
-in nothing; modes 1 and 2, which are torch.compile and nothing else, are refused by name.
-
-Knows no tensor: the API server's process reads it as well.
+No mode uses torch.compile: the engine's kernels are already fused, and CUDA graphs remove the remaining host work
+(ADR-0009). Modes 0 and 3 are therefore equal; modes 1 and 2, which only select torch.compile, are rejected. No tensors:
+the API server's process reads it as well.
 """
 
 from collections.abc import Mapping
@@ -17,7 +15,7 @@ from trimtab_engine.config.json_flags import convert_fields, read_json
 from trimtab_engine.errors import ConfigError, NotSupportedError
 
 FLAG = "--compilation-config"
-MAX_CAPTURE_SIZE = 1 << 16  # tokens; far above any batch whose launches still show
+MAX_CAPTURE_SIZE = 1 << 16  # tokens; far above any batch with noticeable launch cost
 MAX_CAPTURE_SIZES = 1024  # each takes time at start-up and memory for good
 
 
@@ -40,10 +38,10 @@ class CompilationLevel(IntEnum):
 
 
 class CUDAGraphMode(Enum):
-    """Which steps replay graphs."""
+    """Steps that replay graphs."""
 
     NONE = "none"
-    """None: every step is eager."""
+    """Every step is eager."""
     PIECEWISE = "piecewise"
     """Every step that is small enough; attention stays outside, so any mix of prefill and decode fits."""
     FULL = "full"
@@ -55,12 +53,12 @@ class CUDAGraphMode(Enum):
 
     @property
     def has_full(self) -> bool:
-        """Whether decode steps are one graph each."""
+        """True if decode steps are one graph each."""
         return self in (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
 
     @property
     def has_piecewise(self) -> bool:
-        """Whether mixed steps replay graphs between their attention calls."""
+        """True if mixed steps replay graphs between their attention calls."""
         return self in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE)
 
 
@@ -70,7 +68,7 @@ MODES_BY_LEVEL = {
     2: CUDAGraphMode.FULL_AND_PIECEWISE,
     3: CUDAGraphMode.FULL_AND_PIECEWISE,
 }
-"""What -O0 to -O3 give where cudagraph_mode says nothing."""
+"""Default cudagraph_mode of -O0 to -O3."""
 DEFAULT_LEVEL = 2
 BUILT_MODES = tuple(mode for mode in CUDAGraphMode if mode is not CUDAGraphMode.FULL)
 NOT_BUILT_FIELDS: dict[str, tuple[object, ...]] = {
@@ -93,13 +91,12 @@ NOT_BUILT_FIELDS: dict[str, tuple[object, ...]] = {
     "use_inductor": (None, False),
     "use_inductor_graph_partition": (None, False),
 }
-"""Further fields of vLLM's, and the values that ask for nothing here."""
+"""Further fields of vLLM's, and the values without effect here."""
 
 
 class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What is compiled and captured. None: the optimisation level's, or the default of plan.py.
-
-    `level` is an older name of `mode`.
+    """Compilation and capture settings. None means the optimization level's value, or the default of plan.py. `level` is an
+    older name of `mode`.
     """
 
     mode: int | None = None
@@ -112,7 +109,7 @@ class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_written_sizes(self) -> bool:
-        """Whether the user said which sizes there are, or where they end."""
+        """True if the user set the sizes or their maximum."""
         return self.cudagraph_capture_sizes is not None or self.max_cudagraph_capture_size is not None
 
     def __post_init__(self) -> None:
@@ -123,7 +120,7 @@ class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise NotSupportedError(
                     f"{FLAG}: {name} {int(mode)} ({CompilationMode(mode).name}) is torch.compile, which is not "
                     f"supported: "
-                    f"the engine's kernels are fused by hand; use 0 or 3, and cudagraph_mode for graphs"
+                    f"the engine's kernels are already fused; use 0 or 3, and cudagraph_mode for graphs"
                 )
         if None not in (self.mode, self.level) and self.mode != self.level:
             raise ConfigError(f"{FLAG}: mode is {self.mode}, but level, its older name, is {self.level}; give one")

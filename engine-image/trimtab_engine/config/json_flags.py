@@ -1,6 +1,5 @@
-"""Flags whose value is a JSON object of fields, as vLLM has them: the reading of the text, and the typed value of it.
-
-What each field may be is the module's that owns the flag. Knows no tensor: the API server's process reads flags too.
+"""Parsing of flags whose value is a JSON object, as in vLLM. Each flag's module defines its fields. No tensors: the API
+server's process reads flags too.
 """
 
 import json
@@ -14,7 +13,11 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 def read_json(flag: str, text: str, example: str) -> object:
-    """The text's value, whatever it is. Raises ConfigError, which names the flag and shows the example."""
+    """Return the text's value of any type.
+
+    Raises:
+        ConfigError: With the flag and an example.
+    """
     try:
         value: object = json.loads(text)
     except ValueError as error:
@@ -31,7 +34,11 @@ def read_json_object(flag: str, text: str, example: str) -> dict[str, Any]:
 
 
 def convert_fields(flag: str, fields: dict[str, Any], kind: type[Fields]) -> Fields:
-    """The typed value of the fields. Raises ConfigError: that of the type's own checks, or what is of another type."""
+    """Return the typed value of the fields.
+
+    Raises:
+        ConfigError: From the type's own checks, or for a wrong type.
+    """
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

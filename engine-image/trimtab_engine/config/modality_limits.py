@@ -1,4 +1,4 @@
-"""How many images and videos one prompt may have: `--limit-mm-per-prompt '{"image": 2, "video": 0}'`, vLLM's flag."""
+"""Maximum images and videos per prompt: `--limit-mm-per-prompt '{"image": 2, "video": 0}'`, vLLM's flag."""
 
 import difflib
 from typing import Any
@@ -9,15 +9,19 @@ from trimtab_engine.errors import ConfigError, NotSupportedError
 FLAG = "--limit-mm-per-prompt"
 EXAMPLE = """'{"image": 2, "video": 0}'"""
 UNLIMITED = {"image": 999, "video": 999}
-"""vLLM's numbers where nothing is said."""
+"""vLLM's defaults."""
 OTHERS = ("audio", "vision_chunk")
 """vLLM's, of which no model here takes any."""
 MAX_COUNT = 10_000
 
 
 def parse_modality_limits(text: str) -> dict[str, int]:
-    """The most of each kind in one prompt, 0: none. Raises ConfigError for what is no JSON or is called otherwise,
-    NotSupportedError for what vLLM knows besides."""
+    """Return the maximum per kind in one prompt, 0: none.
+
+    Raises:
+        ConfigError: For invalid JSON or unknown names.
+        NotSupportedError: For other modalities and options of vLLM's.
+    """
     fields = read_json_object(FLAG, text, EXAMPLE)
     counts = {name: _count(name, value) for name, value in fields.items()}
     return UNLIMITED | {name: count for name, count in counts.items() if name in UNLIMITED}
@@ -32,7 +36,7 @@ def _count(name: str, value: Any) -> int:
         others = sorted(value.keys() - {"count"})
         if others:
             raise NotSupportedError(
-                f"{FLAG}: {name}.{others[0][:50]} is not supported yet; give the count alone: {EXAMPLE}"
+                f"{FLAG}: {name}.{others[0][:50]} is not supported yet; give only the count: {EXAMPLE}"
             )
         value = value.get("count", UNLIMITED.get(name, 0))
     if type(value) is not int or not 0 <= value <= MAX_COUNT:

@@ -1,6 +1,6 @@
-"""What an engine does with prompts, tokens or vectors: --runner and --pooler-config as typed values, and what comes of
-them. Names are vLLM's; what is not supported is refused by name. Knows no tensor: the API server's process reads it as
-well.
+"""Tasks of an engine, generation or pooling: --runner and --pooler-config as typed values.
+
+Names are vLLM's; other values are rejected as not supported. No tensors: the API server's process reads it as well.
 """
 
 from collections.abc import Mapping
@@ -15,25 +15,25 @@ from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 FLAG = "--pooler-config"
 Runner = Literal["auto", "generate", "pooling"]
 METHODS: dict[str, PoolingMethod] = {"LAST": "last", "MEAN": "mean"}
-"""By vLLM's names."""
+"""Supported methods by vLLM's names."""
 NO_CLS = (
-    "the first token of a decoder sees no other one, so its hidden state says nothing of the prompt; models that pool "
-    "it see all tokens from each, and such encoders are not supported"
+    "the first token of a decoder attends to no other one, so its hidden state has no information on the "
+    "prompt; models that pool it have bidirectional attention, and such encoders are not supported"
 )
-WHY_NOT = {
+NOT_SUPPORTED_REASONS = {
     "CLS": NO_CLS,
     "ALL": "vectors of all tokens are not given; one of the whole prompt is",
     "STEP": "models that reward steps are not served",
     "RANK": "models that rank are not served",
 }
-"""Why the other methods of vLLM's are not here."""
+"""Reasons why vLLM's other methods are not supported."""
 SAME = {"seq_pooling_type": "pooling_type", "use_activation": "normalize"}
 """Other names that vLLM has for a field."""
 EXAMPLE = '{"pooling_type": "MEAN", "normalize": false}'
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How prompts are pooled where the request does not say. None: as the checkpoint does."""
+    """Pooling defaults of requests. None means as the checkpoint."""
 
     pooling_type: Literal["LAST", "MEAN"] | None = None
     normalize: bool | None = None
@@ -51,7 +51,7 @@ def parse_pooler_json(text: str) -> PoolerConfig:
     for name, value in values.items():
         field = SAME.get(name, name)
         if fields.get(field, value) != value:
-            raise ConfigError(f"{FLAG} says {field} twice, and differently; give one")
+            raise ConfigError(f"{FLAG}: {field} is given twice with different values; give one")
         fields[field] = value
     unknown = sorted(fields.keys() - {field.name for field in msgspec.structs.fields(PoolerConfig)})
     if unknown:
@@ -64,10 +64,13 @@ def parse_pooler_json(text: str) -> PoolerConfig:
 
 
 def check_is_built(method: str, where: str) -> None:
-    """Raise NotSupportedError, with the reason, for a method by vLLM's name that is not among METHODS. `where`: who
-    says it."""
+    """Check that a method, by vLLM's name, is supported. `where` names its source in the error.
+
+    Raises:
+        NotSupportedError: With the reason.
+    """
     if method not in METHODS:
-        reason = f": {WHY_NOT[method]}" if method in WHY_NOT else ""
+        reason = f": {NOT_SUPPORTED_REASONS[method]}" if method in NOT_SUPPORTED_REASONS else ""
         raise NotSupportedError(
             f"{where}: pooling type {method[:40]} is not supported{reason}; supported are {', '.join(METHODS)}, "
             f"which {FLAG} "
@@ -76,46 +79,50 @@ def check_is_built(method: str, where: str) -> None:
 
 
 class Pooler(msgspec.Struct, frozen=True):
-    """How this engine pools where a request does not say. `hidden_size`: dimensions that there are."""
+    """Pooling defaults of this engine. `hidden_size`: number of available dimensions."""
 
     method: PoolingMethod
     normalize: bool
     dimensions: int | None
-    """None: all of them."""
+    """None means all dimensions."""
     hidden_size: int
 
     def pooling(self, *, dimensions: int | None = None, normalize: bool | None = None) -> Pooling:
-        """What is asked of one prompt."""
+        """Return the pooling parameters of one prompt."""
         cut = self.dimensions if dimensions is None else dimensions
         return Pooling(self.method, cut, self.normalize if normalize is None else normalize)
 
 
 class Tasks(msgspec.Struct, frozen=True):
-    """What is done with prompts here: each is, or there is a reason why not, in words for clients."""
+    """Supported tasks: the pooler, or the reason for clients why a task is not supported."""
 
     pooler: Pooler
     no_pooling: str = ""
     no_generation: str = ""
 
 
-GENERATES_ALONE = Tasks(Pooler("last", normalize=True, dimensions=None, hidden_size=0), "prompts are not pooled here")
-"""An engine core that says nothing of it."""
+GENERATE_ONLY = Tasks(Pooler("last", normalize=True, dimensions=None, hidden_size=0), "prompts are not pooled here")
+"""Default of an engine core that reports no tasks."""
 
 
-class OfCheckpoint(msgspec.Struct, frozen=True):
-    """What a checkpoint says of pooling. `where` names the file that says so; None: none does."""
+class CheckpointPooling(msgspec.Struct, frozen=True):
+    """Pooling settings of a checkpoint. `where` names their file; None without one."""
 
     method: str = "LAST"
-    """By vLLM's name."""
+    """Method by vLLM's name."""
     normalize: bool = True
     where: str | None = None
 
 
 def tasks_of(
-    runner: Runner, config: PoolerConfig, said: OfCheckpoint, hidden_size: int, *, has_output_layer: bool
+    runner: Runner, config: PoolerConfig, said: CheckpointPooling, hidden_size: int, *, has_output_layer: bool
 ) -> Tasks:
-    """What an engine does with prompts. Raises ConfigError where it could do nothing that is asked for,
-    NotSupportedError for a method that is not supported."""
+    """Return the engine's tasks.
+
+    Raises:
+        ConfigError: If no requested task is possible.
+        NotSupportedError: If the method is not supported.
+    """
     if runner == "generate" and not has_output_layer:
         raise ConfigError(
             "--runner generate: the checkpoint has no output layer, so it gives hidden states and no tokens; leave the "
@@ -133,17 +140,20 @@ def tasks_of(
     return Tasks(pooler, no_pooling, _no_generation(runner, said, has_output_layer) if only_pools else "")
 
 
-def _no_generation(runner: Runner, said: OfCheckpoint, has_output_layer: bool) -> str:
+def _no_generation(runner: Runner, said: CheckpointPooling, has_output_layer: bool) -> str:
     if runner == "pooling":
         return "this engine was started with --runner pooling: it embeds, at /v1/embeddings"
     if not has_output_layer:
         return "this model has no output layer: it embeds, at /v1/embeddings"
-    return "this model embeds, at /v1/embeddings, as its checkpoint says; an engine with --runner generate generates"
+    return "this engine serves embeddings at /v1/embeddings, by its checkpoint; to generate, use --runner generate"
 
 
 def sentence_transformers_method(words: Mapping[str, Any], where: str) -> str:
-    """The method that a Pooling module's config.json names, by vLLM's name where it has one. Raises
-    NotSupportedError for several at once, and where instructions are left out."""
+    """Return the method in a Pooling module's config.json, by vLLM's name if it has one.
+
+    Raises:
+        NotSupportedError: For several methods at once, and if instructions are excluded.
+    """
     named = words.get("pooling_mode")
     modes = [named] if isinstance(named, str) else list(named) if isinstance(named, list) else []
     modes += [
@@ -160,4 +170,4 @@ def sentence_transformers_method(words: Mapping[str, Any], where: str) -> str:
 
 
 _METHOD_NAMES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST", "last": "LAST"}
-"""sentence-transformers' modes, without what their names end with."""
+"""sentence-transformers' mode names without their common suffix."""

@@ -1,6 +1,5 @@
-"""--speculative-config as a typed value. Names and defaults are vLLM's; what is not supported is refused by name.
-
-Knows no tensor: the API server's process reads it as well.
+"""--speculative-config as a typed value, with vLLM's names and defaults; other values are rejected as not supported. No
+tensors: the API server's process reads it as well.
 """
 
 from collections.abc import Mapping
@@ -20,19 +19,19 @@ METHODS_NOT_BUILT = (
 SAME_AS_MTP = ("deepseek_mtp",)
 """Names that vLLM knows for layers of a family's own checkpoint, where that family's are built."""
 MAX_SPECULATIVE_TOKENS = 128  # vLLM's
-MAX_LOOKUP_TOKENS = 1024  # a longer n-gram says nothing more, and each of its tokens is one look at the text
+MAX_LOOKUP_TOKENS = 1024  # longer n-grams do not help, and each of their tokens costs one scan of the text
 DEFAULT_LOOKUP_TOKENS = 5  # vLLM's, for both ends
-HARMLESS: dict[str, tuple[object, ...]] = {
+IGNORED_FIELDS: dict[str, tuple[object, ...]] = {
     "draft_tensor_parallel_size": (None, 1),
     "enforce_eager": (None, True),
     "quantization": (None,),
     "rejection_sample_method": (None, "standard", "strict"),
 }
-"""Further fields of vLLM's, and the values that ask for what is built anyway."""
+"""Further fields of vLLM's, and the values that match the built-in behavior."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How drafts are made. `num_speculative_tokens` is where the live depth starts, and its cap."""
+    """Draft settings. `num_speculative_tokens` is the initial live depth and its cap."""
 
     method: Literal["ngram", "draft_model", "eagle", "mtp"]
     num_speculative_tokens: int
@@ -54,9 +53,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.method == "eagle" and not self.model:
             raise ConfigError(f"{FLAG}: method eagle needs model, the folder of a head that was trained for this model")
         if self.method in ("ngram", "mtp") and self.model:
-            raise ConfigError(
-                f"{FLAG}: method {self.method} has no model of its own, but model is {self.model}; leave it out"
-            )
+            raise ConfigError(f"{FLAG}: method {self.method} takes no model, but model is {self.model}; leave it out")
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= MAX_LOOKUP_TOKENS:
             raise ConfigError(
                 f"{FLAG}: prompt_lookup_min {self.prompt_lookup_min} and prompt_lookup_max {self.prompt_lookup_max} "
@@ -65,7 +62,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reads_hidden_states(self) -> bool:
-        """Whether drafts are made of what the model has computed."""
+        """True if drafts use the model's hidden states."""
         return self.method in ("eagle", "mtp")
 
 
@@ -78,7 +75,7 @@ def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
     """Judge the fields of --speculative-config. Raises ConfigError, NotSupportedError for what vLLM has and we do
     not."""
     fields = {name: value for name, value in values.items() if value is not None}
-    for name, harmless in HARMLESS.items():
+    for name, harmless in IGNORED_FIELDS.items():
         if fields.pop(name, None) not in harmless:
             raise NotSupportedError(f"{FLAG}: {name} {values[name]!r} is not supported; leave it out")
     unknown = sorted(fields.keys() - {field.name for field in msgspec.structs.fields(SpeculativeConfig)})
@@ -111,7 +108,7 @@ def _method(method: object, model: object) -> str:
 
 
 def _fill_lookup(fields: dict[str, Any]) -> None:
-    """One end of the n-gram lengths alone stands for both."""
+    """Set both n-gram lengths if only one is given."""
     low, high = fields.get("prompt_lookup_min"), fields.get("prompt_lookup_max")
     if low is None and high is not None:
         fields["prompt_lookup_min"] = high

@@ -1,47 +1,51 @@
-"""What a tower is in numbers: a checkpoint's `vision_config` as a typed value."""
+"""Configuration of a vision encoder: a checkpoint's `vision_config` as a typed value."""
 
 import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Windows:
-    """How a tower of Qwen2.5-VL's kind looks at a picture: patches see their window, in some layers the whole."""
+class VisionWindows:
+    """Windowed attention of Qwen2.5-VL's encoder: patches attend within their window, in some layers to the whole
+    image.
+    """
 
     size: int
     """Pixels along a side of a window."""
     whole_layers: frozenset[int]
-    """Layers whose patches see all of their time step."""
+    """Layers with full attention within a time step."""
     tokens_per_second: int
-    """How far apart positions over time are, of a video."""
+    """Distance of time positions in a video."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
-    """How a tower of Llama 4's kind looks at a picture: as tiles of one size, each for itself."""
+class TileLayout:
+    """Tiling of Llama 4's encoder: an image is split into tiles of one size, each encoded separately."""
 
     size: int
     """Pixels along a side of a tile."""
     projector_size: int
-    """Width of what the adapter makes of a token, before it becomes an embedding of the text half."""
+    """Width of the adapter's output, before it becomes an embedding of the language model."""
     rope_theta: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Squares:
-    """How a tower that transformers' code computes looks at a picture: as squares of one size, each for itself."""
+class FixedResolution:
+    """Fixed-resolution input of an encoder that runs on transformers' code: images of one size, each encoded
+    separately.
+    """
 
     size: int
     """Pixels along a side of a square."""
     num_tokens: int
-    """What becomes of each."""
+    """Tokens per fixed-resolution image."""
     transformers_config: str
     """config.json as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """What computes images and videos."""
+    """Configuration of the encoder of images and videos."""
 
     hidden_size: int
     intermediate_size: int
@@ -52,34 +56,37 @@ class VisionConfig:
     """Pixels along a side of a patch."""
     frames_per_patch: int
     merge_size: int
-    """Patches along a side of what becomes one token."""
+    """Side of the square of patches merged into one token."""
     output_size: int
     """The text half's hidden size."""
-    windows: Windows | None = None
-    """None: it has none, but tiles or squares. Its text half then counts positions over time, height and width."""
-    tiles: Tiles | None = None
-    squares: Squares | None = None
-    """What comes to such a tower is a square as one row of pixels."""
+    windows: VisionWindows | None = None
+    """None for encoders with tiles or fixed resolution. With windows, the language model counts positions over time,
+    height and width.
+    """
+    tiles: TileLayout | None = None
+    fixed_resolution: FixedResolution | None = None
+    """Input of such an encoder: one image as one row of pixels."""
 
     @property
     def row_size(self) -> int:
-        """Numbers per row of what comes: a patch, or a square."""
-        side = self.patch_size if self.squares is None else self.squares.size
+        """Numbers per input row: a patch or a fixed-resolution image."""
+        side = self.patch_size if self.fixed_resolution is None else self.fixed_resolution.size
         return self.num_channels * self.frames_per_patch * side**2
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int | None:
-        """What becomes of an item with this grid; None: it is none of this tower's."""
-        if self.squares is not None:
-            return self.squares.num_tokens if grid == (1, 1, 1) else None
+        """Return the tokens of an item with this grid. None if the grid is invalid for this encoder."""
+        if self.fixed_resolution is not None:
+            return self.fixed_resolution.num_tokens if grid == (1, 1, 1) else None
         time, height, width = grid
         if height % self.merge_size or width % self.merge_size:
             return None
         return time * height * width // self.patches_per_token
 
     def extreme_grids(self, most_tokens: int) -> list[tuple[int, int, int]]:
-        """Those of the smallest and the largest item of at most so many tokens; nothing where even the smallest has
-        more."""
-        if self.squares is not None:
+        """Return the grids of the smallest and the largest item of at most `most_tokens` tokens. Empty if even the
+        smallest has more.
+        """
+        if self.fixed_resolution is not None:
             grids = [(1, 1, 1)]
         elif self.tiles is not None:
             side = self.tiles.size // self.patch_size
@@ -105,14 +112,14 @@ class VisionConfig:
 
     @property
     def largest_item_tokens(self) -> int | None:
-        """Of what is computed at once; None: as large as the picture."""
-        if self.squares is not None:
-            return self.squares.num_tokens
+        """Maximum tokens computed at once. None if it depends on the image."""
+        if self.fixed_resolution is not None:
+            return self.fixed_resolution.num_tokens
         return None if self.tiles is None else (self.tiles.size // self.patch_size // self.merge_size) ** 2
 
 
-def windows_of(vision: VisionConfig) -> Windows:
-    """Those of a tower that has some."""
+def windows_of(vision: VisionConfig) -> VisionWindows:
+    """Return the windows of an encoder that has some."""
     assert vision.windows is not None
     return vision.windows
 
@@ -122,13 +129,13 @@ def tokens_per_window(vision: VisionConfig) -> int:
     return windows_of(vision).size // vision.patch_size // vision.merge_size
 
 
-def squares_of(vision: VisionConfig) -> Squares:
-    """Those of a tower that transformers' code computes."""
-    assert vision.squares is not None
-    return vision.squares
+def fixed_resolution_of(vision: VisionConfig) -> FixedResolution:
+    """Return the fixed-resolution input of an encoder that runs on transformers' code."""
+    assert vision.fixed_resolution is not None
+    return vision.fixed_resolution
 
 
-def tiles_of(vision: VisionConfig) -> Tiles:
-    """Those of a tower that looks at tiles."""
+def tiles_of(vision: VisionConfig) -> TileLayout:
+    """Return the tiling of an encoder that uses tiles."""
     assert vision.tiles is not None
     return vision.tiles

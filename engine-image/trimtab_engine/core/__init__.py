@@ -1,1 +1,1 @@
-"""The engine core: one loop that schedules, runs and samples, and the process in which it lives."""
+"""The engine core: its process and the loop that schedules, runs and samples."""

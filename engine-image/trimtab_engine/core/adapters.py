@@ -1,11 +1,11 @@
-"""Which adapters a core serves, by the names that requests ask for them with, and which slot is whose."""
+"""Registry of the adapters that a core serves: names and slots."""
 
 import logging
 from collections.abc import Callable, Iterable
 
 from trimtab_engine.config.adapters import AdapterConfig, check_name
 from trimtab_engine.errors import ConfigError, InvalidRequest
-from trimtab_engine.messages import AdapterCard
+from trimtab_engine.messages.admin import AdapterCard
 from trimtab_engine.runner.adapters import LoadedAdapter
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.adapter import Adapter
@@ -14,22 +14,26 @@ logger = logging.getLogger("trimtab_engine.core")
 
 
 class AdapterRegistry:
-    """Those that new requests may ask for. One that is unloaded stays in its slot while requests use it."""
+    """Adapters available to new requests. An unloaded adapter keeps its slot while requests use it."""
 
     def __init__(self, config: AdapterConfig | None, runner: ModelRunner, in_use: Callable[[], set[Adapter]]) -> None:
-        """`in_use`: those that requests have which have not ended."""
+        """Load the configured adapters. `in_use` returns the adapters of unfinished requests."""
         self._config, self._runner, self._in_use = config, runner, in_use
         self.max_loras = None if config is None else config.max_loras
-        """How many different ones a step may have; None: adapters are not served."""
+        """Maximum number of different adapters in a step. None if adapters are not served."""
         parents = {} if config is None else {module.name: module.base_model_name for module in config.modules}
         self._parents: dict[str, str | None] = parents
         self._served = {loaded.adapter.name: loaded for loaded in runner.adapters}
         self.cards: tuple[AdapterCard, ...] = ()
-        """What servers are to know of them."""
+        """Adapter descriptions for the API servers."""
         self._tell()
 
     def of(self, name: str) -> Adapter | None:
-        """The one of this name; None for no name. Raises InvalidRequest when it is not there (any more)."""
+        """Return the adapter of this name; None for an empty name.
+
+        Raises:
+            InvalidRequest: If the adapter is not loaded.
+        """
         if not name:
             return None
         loaded = self._served.get(name)
@@ -54,7 +58,11 @@ class AdapterRegistry:
         self._tell()
 
     def unload(self, name: str) -> None:
-        """Serve it to no new request. Those that have it go on with it. Raises ConfigError when it is not there."""
+        """Make the adapter unavailable to new requests; current ones continue.
+
+        Raises:
+            ConfigError: If the adapter is not loaded.
+        """
         if name not in self._served:
             raise ConfigError(f"the adapter {name[:100]} is not loaded; loaded are {_listed(self._served)}")
         del self._served[name]
@@ -64,7 +72,7 @@ class AdapterRegistry:
         self.sweep()
 
     def sweep(self) -> None:
-        """Forget what was unloaded and nobody uses any more: it is not to be read again with the weights."""
+        """Forget unloaded adapters that no request uses, so that reloading weights skips them."""
         kept = self._taken()
         for slot in [loaded.adapter.slot for loaded in self._runner.adapters if loaded.adapter.slot not in kept]:
             self._runner.forget_adapter(slot)

@@ -1,4 +1,4 @@
-"""The engine core's side of its clients: what they ask comes from all, what it brought goes to the one who asked."""
+"""The engine core's connections to its clients (API servers): receives from all, routes outputs to the requester."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,19 +9,17 @@ import zmq
 from trimtab_engine.errors import IntegrityError, InvalidRequest
 from trimtab_engine.ipc.network import is_ipv6_url, is_on_network
 from trimtab_engine.ipc.shared_secret import SharedSecret
-from trimtab_engine.messages import (
+from trimtab_engine.messages.channel import FromCore, ToCore
+from trimtab_engine.messages.lifecycle import ClientAddresses, CoreFailed
+from trimtab_engine.messages.requests import (
     REFUSED,
     AbortRequests,
     AddRequest,
-    ClientAddresses,
     ClientOutputs,
-    CoreFailed,
     ForgetMedia,
-    FromCore,
     PlainTokens,
     SequenceOutput,
     StepOutputs,
-    ToCore,
 )
 from trimtab_engine.multimodal.mirror import Receiver
 
@@ -30,7 +28,7 @@ LINGER_MILLISECONDS = 2000  # for the last message to leave before the process e
 
 @dataclass(frozen=True, slots=True)
 class _PlainShare:
-    """One client's part of a step's plain tokens: whose they are, and where they are among all."""
+    """One client's part of a step's plain tokens: request ids and their indices among all."""
 
     request_ids: list[str]
     places: list[int]
@@ -39,8 +37,10 @@ class _PlainShare:
         return token_ids if len(self.places) == len(token_ids) else [token_ids[place] for place in self.places]
 
 
-def last_word(clients: Sequence[ClientAddresses], failure: CoreFailed, secret: SharedSecret | None = None) -> None:
-    """Tell every client why this process ends, from any thread: over sockets of its own."""
+def send_final_message(
+    clients: Sequence[ClientAddresses], failure: CoreFailed, secret: SharedSecret | None = None
+) -> None:
+    """Send the reason for this process's end to every client. Callable from any thread: it opens its own sockets."""
     context = zmq.Context()
     body = msgspec.msgpack.encode(failure)
     for client in clients:
@@ -57,7 +57,7 @@ def _open_to(socket: "zmq.Socket[bytes]", address: str, secret: SharedSecret | N
     """Make a socket ready to be connected to this address."""
     socket.setsockopt(zmq.IPV6, is_ipv6_url(address))
     if secret is not None and is_on_network(address):
-        secret.guard_caller(socket)
+        secret.set_curve_client(socket)
 
 
 class Clients:
@@ -76,9 +76,9 @@ class Clients:
             self._inbox.connect(client.to_core)
         self._outboxes = [self._connect(client.from_core) for client in clients]
         self._client_of: dict[str, int] = {}
-        """Who asked, of the live requests that are not client 0's."""
+        """The client index of live requests that are not client 0's."""
         self._plain = [_PlainShare([], []) for _ in clients]
-        """What each got of the last plain tokens."""
+        """Each client's share of the last plain tokens."""
         self._plain_ids: list[str] = []
         """The requests of those."""
         self._encoder = msgspec.msgpack.Encoder()
@@ -96,35 +96,36 @@ class Clients:
         self._outboxes[client_index].send(self._encoder.encode(message))
 
     def broadcast(self, message: FromCore) -> None:
-        """To every client."""
+        """Send to every client."""
         for index in range(len(self._outboxes)):
             self.send(message, index)
 
     def refuse(self, request: AddRequest) -> None:
-        """A request that was not to queue is somebody else's."""
+        """Reject a request that must not queue: the client tries another core."""
         self._client_of.pop(request.request_id, None)
         self.send(ClientOutputs([SequenceOutput(request.request_id, [], REFUSED)]), request.client_index)
 
     def send_step(self, step: StepOutputs) -> None:
-        """The statistics to client 0, each request's output to the one who asked."""
+        """Send the statistics to client 0 and each request's output to its requester."""
         plain = {} if step.plain is None else self._shares_of(step.plain)
-        told: dict[int, list[SequenceOutput]] = {0: []}
+        request_outputs: dict[int, list[SequenceOutput]] = {0: []}
         if self._client_of:
-            for output in step.told:
+            for output in step.request_outputs:
                 index = self._client_of.get(output.request_id, 0)
-                told.setdefault(index, []).append(output)
+                request_outputs.setdefault(index, []).append(output)
                 if output.finish_reason is not None:
                     self._client_of.pop(output.request_id, None)
         else:
-            told[0] = step.told
-        self.send(StepOutputs(told.pop(0), step.stats, plain.pop(0, None)))
-        for index in sorted({*told, *plain}):
-            outputs = ClientOutputs(told.get(index, []), step.stats.step, step.stats.time, plain.get(index))
+            request_outputs[0] = step.request_outputs
+        self.send(StepOutputs(request_outputs.pop(0), step.stats, plain.pop(0, None)))
+        for index in sorted({*request_outputs, *plain}):
+            outputs = ClientOutputs(request_outputs.get(index, []), step.stats.step, step.stats.time, plain.get(index))
             self.send(outputs, index)
 
     def _shares_of(self, plain: PlainTokens) -> dict[int, PlainTokens]:
-        """Each client's part of them. Requests are named when they are others than before; the engine says that they
-        are the same by the same list."""
+        """Split plain tokens by client. Request ids are included only if they changed; the engine passes the same list
+        object while they stay the same.
+        """
         are_known = plain.request_ids is self._plain_ids
         if not are_known:
             self._plain_ids = plain.request_ids or []
@@ -155,7 +156,7 @@ class Clients:
         return messages
 
     def _is_completed(self, message: AddRequest) -> bool:
-        """Whether the request has all its placeholders and patches now; else it has ended."""
+        """Return True if the request has all its placeholders and patches now; otherwise end it with an error."""
         try:
             message.prompt_token_ids, message.spans = self._media[message.client_index].completed(
                 message.prompt_token_ids, message.spans

@@ -1,7 +1,7 @@
-"""One step of serving, and what may change between two of them: schedule, run, sample, update; add, abort, re-trim.
+"""The engine: runs one step at a time (schedule, run, sample, update) and applies changes between steps.
 
-The engine owns the scheduler, the model runner and the KV cache and knows neither sockets nor HTTP; the clock is
-handed in. How it comes to be is startup.py's, who talks to it is process.py's.
+The engine owns the scheduler, the model runner and the KV cache. It uses no sockets and no HTTP; the clock is a
+parameter. startup.py builds it, process.py connects it to clients.
 """
 
 import logging
@@ -18,35 +18,37 @@ from trimtab_modelspec.memory_formula import MemoryFormula
 from trimtab_engine.config.adapters import AdapterConfig
 from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.config.live.patch import LiveConfig
-from trimtab_engine.config.live.reading import Refusal
+from trimtab_engine.config.live.reading import FieldError
 from trimtab_engine.core.adapters import AdapterRegistry
-from trimtab_engine.core.execution import Execution, Flight, PreparedStep, StepResult
-from trimtab_engine.core.intake import check_items, check_task, check_token_ids, rope_of
-from trimtab_engine.core.lifecycle import Lifecycle, Refused, RemainingWork
-from trimtab_engine.core.preemption_watch import PreemptionWatch
+from trimtab_engine.core.execution import Execution, InFlightStep, PreparedStep, StepResult
+from trimtab_engine.core.lifecycle import Lifecycle, LifecycleRejected, RemainingWork
+from trimtab_engine.core.preemption_monitor import PreemptionMonitor
+from trimtab_engine.core.request_checks import check_items, check_task, check_token_ids, rope_of
 from trimtab_engine.core.step_stats import note_graphs, step_stats
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVCache
 from trimtab_engine.errors import ConfigError, IntegrityError, InvalidRequest
 from trimtab_engine.memory.formula import Ledger, total_of
 from trimtab_engine.memory.plan import PlanBase, plan_memory
-from trimtab_engine.messages import (
-    AdaptersInUse,
-    AddRequest,
+from trimtab_engine.messages.admin import (
     EngineState,
     LifecycleCall,
     LoadLora,
     PatchConfig,
     Pause,
-    PlainTokens,
     PreparePatch,
     Resume,
-    SequenceOutput,
     Sleep,
-    StepOutputs,
-    StepStats,
     UnloadLora,
     WakeUp,
+)
+from trimtab_engine.messages.requests import (
+    AdaptersInUse,
+    AddRequest,
+    PlainTokens,
+    SequenceOutput,
+    StepOutputs,
+    StepStats,
 )
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.rank_ledger import rank_ledger
@@ -59,7 +61,7 @@ from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler, adapters_of
 from trimtab_engine.structured.compiler import GrammarCompiler
 
-REPORT_SECONDS = 1.0  # how often the ledger and the live values are sent when nothing changed
+REPORT_SECONDS = 1.0  # interval of ledger and live values without changes
 NAN_ERROR = "the model's logits are not numbers (NaN) for this request"
 NAN_POOLED_ERROR = "the model's hidden states are not numbers (NaN, or beyond its dtype) for this request"
 NOTHING_LEFT_ERROR = (
@@ -75,7 +77,7 @@ logger = logging.getLogger("trimtab_engine.core")
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What start-up built and measured. `layout` is the body of GET /admin/v1/layout."""
+    """Components built and measured by start-up. `layout` is the body of GET /admin/v1/layout."""
 
     device: Device
     runner: ModelRunner
@@ -103,7 +105,7 @@ class Engine:
         self._kv_cache = parts.kv_cache
         self._scheduler = parts.scheduler
         self._formula = parts.formula
-        self._block_bytes = parts.formula.block_bytes_of_all_ranks  # whatever the utilisation
+        self._block_bytes = parts.formula.block_bytes_of_all_ranks  # independent of the utilization
         self._live = parts.live
         self._plan = parts.plan
         self._layout = parts.layout
@@ -111,34 +113,34 @@ class Engine:
         self._adapters = AdapterRegistry(parts.adapters, parts.runner, self._adapters_in_use)
         self._execution = parts.execution
         self._clock = clock
-        self._flights: deque[Flight] = deque()
-        """In the order in which they land. Several only with pipeline stages."""
+        self._in_flight: deque[InFlightStep] = deque()
+        """Dispatched steps in order of completion. More than one only with pipeline stages."""
         self._ready: list[SequenceOutput] = []
         """Outputs that the next step() reports."""
         self._plain: PlainTokens | None = None
         """The others that it reports: of the one step that has landed since the last report."""
         self._plain_before: tuple[list[Request], list[str]] = ([], [])
         """Requests of a step that were all plain, and their ids."""
-        self._num_landed = 0
+        self._num_processed_steps = 0
         """Steps since the last report."""
-        self._preemption = PreemptionWatch(parts.scheduler)
+        self._preemption = PreemptionMonitor(parts.scheduler)
         self._announced: set[str] = set()
         self._failed: dict[str, int] = {}
         """Requests that no token could be chosen for since the last report, by Failure."""
         self._last_report = -REPORT_SECONDS
         self._drain_deadline: float | None = None
         self._is_prepared = False
-        """Blocks may be mapped that are nobody's yet: a PATCH over several cores has been judged, and is to come."""
+        """True while blocks may be mapped for a PATCH over several cores that was validated and not yet applied."""
         self._tokens_per_second = 0.0
         self._longest_step = 0.0
-        """In whole seconds."""
+        """Longest step so far, in whole seconds."""
         self._lifecycle = Lifecycle(
             scheduler=self._scheduler,
             kv_cache=self._kv_cache,
             weights=parts.weights,
             is_idle=lambda: self._scheduler.is_idle and not self.is_building,
             abort_all=self._abort_everything,
-            settle=self._settle,
+            drain_in_flight=self._drain_in_flight,
             clock=self._clock,
         )
 
@@ -148,21 +150,27 @@ class Engine:
     def has_work(self) -> bool:
         can_run = not self._scheduler.is_idle and not self._lifecycle.is_frozen
         return (
-            bool(self._ready) or self._plain is not None or bool(self._flights) or can_run or self._execution.is_needed
+            bool(self._ready)
+            or self._plain is not None
+            or bool(self._in_flight)
+            or can_run
+            or self._execution.is_needed
         )
 
     @property
     def is_building(self) -> bool:
-        """Requests wait for their grammar: look again soon."""
+        """True while requests wait for their grammar: poll again soon."""
         return self._grammars.num_waiting > 0
 
     @property
     def is_empty(self) -> bool:
-        """No request is here in any state, and nothing is left to tell."""
+        """True if no request is present in any state and no output is left to report."""
         return self._scheduler.is_idle and not self.has_work and not self.is_building
 
     def has_room_for(self, message: AddRequest) -> bool:
-        """Whether the next step would run it at once: nothing waits, and there are a seat and blocks."""
+        """Return True if the next step would run the request: nothing waits, and a sequence slot and
+        blocks are free.
+        """
         try:
             adapter = self._adapters.of(message.adapter)
         except InvalidRequest:
@@ -170,8 +178,8 @@ class Engine:
         return self._scheduler.has_room_for(len(message.prompt_token_ids), adapter)
 
     def add(self, message: AddRequest) -> None:
-        """Queue a request; one that can never run ends at the next step with finish_reason error, alone."""
-        if not self._lifecycle.accepts:  # its server had not heard yet
+        """Queue a request. A request that can never run ends at the next step with finish_reason error."""
+        if not self._lifecycle.accepts:  # its server does not know of the pause yet
             self._ready.append(SequenceOutput(message.request_id, [], RequestStatus.FINISHED_ABORTED.value))
             return
         try:
@@ -207,11 +215,11 @@ class Engine:
             self._refuse(request.request_id, error)
 
     def _refuse(self, request_id: str, error: InvalidRequest) -> None:
-        """The next report says that it ended, and why."""
+        """Report the request as ended with this error in the next report."""
         self._ready.append(SequenceOutput(request_id, [], RequestStatus.FINISHED_ERROR.value, error=str(error)))
 
     def abort(self, request_ids: list[str]) -> None:
-        """Free these requests' blocks now. The one who aborts knows: no output is sent."""
+        """Free these requests' blocks now. No output is sent for them."""
         self._grammars.forget(request_ids)
         self._scheduler.abort(request_ids)
         self._announced.difference_update(request_ids)
@@ -221,29 +229,30 @@ class Engine:
     def step(self, take_in: Callable[[], None] = lambda: None) -> StepOutputs:
         """Run one step and report it. An engine without work reports only its state.
 
-        When steps overlap, it returns with the next one in flight. Where that is scheduled when this one has landed,
-        `take_in` is called before: it may add and abort, so that who came meanwhile need not wait for one step more.
+        With overlapping steps, it returns with the next step in flight. If that step is scheduled after this one's
+        output, `take_in` is called first: it may add and abort requests, so that new ones do not wait for one more
+        step.
         """
         started = self._clock()
         for request in self._grammars.take_ready():
             self._queue(request)
         self._abort_past_drain_deadline(started)
         self._fill_pipeline(started)
-        if not self._flights:
+        if not self._in_flight:
             return self.report()
-        flight = self._flights.popleft()
+        in_flight = self._in_flight.popleft()
         ahead = self._prepare(self._clock()) if self._schedules_ahead else None
-        flight.choose()
-        follower = self._follow(ahead, flight)
-        result = flight.result()
-        self._land(flight, result)
-        step, seconds = flight.step, self._clock() - flight.started
-        del flight  # and the logits that it was computed from: the next step needs their room
-        if self._schedules_at_landing:
+        in_flight.choose()
+        follower = self._dispatch_follower(ahead, in_flight)
+        result = in_flight.result()
+        self._process_output(in_flight, result)
+        step, seconds = in_flight.step, self._clock() - in_flight.started
+        del in_flight  # and the logits that it was computed from: the next step needs their room
+        if self._schedules_after_output:
             take_in()
             ahead = self._prepare(self._clock())
         if follower is None:
-            self._take_off(ahead)
+            self._dispatch(ahead)
         else:
             self._execution.begin_masks(follower)
             follower.started = self._clock()  # until now the device was busy with the step before
@@ -251,11 +260,11 @@ class Engine:
 
     def _fill_pipeline(self, now: float) -> None:
         """Have a step in flight, or as many as there are pipeline stages, while there is something to run."""
-        while len(self._flights) < self._execution.num_stages:
+        while len(self._in_flight) < self._execution.num_stages:
             step = self._prepare(now) or self._execution.prepare_idle()
             if step is None:
                 return
-            self._take_off(step)
+            self._dispatch(step)
 
     @property
     def _schedules_ahead(self) -> bool:
@@ -263,9 +272,9 @@ class Engine:
         return self._execution.overlaps and not self._scheduler.policy.num_speculative_tokens
 
     @property
-    def _schedules_at_landing(self) -> bool:
-        """With speculation the device computes beside what is left: reporting, sending, and taking in requests."""
-        return self._execution.begins_at_once and self._scheduler.policy.num_speculative_tokens > 0
+    def _schedules_after_output(self) -> bool:
+        """True with speculation on an asynchronous device: it computes while the host reports, sends and receives."""
+        return self._execution.begins_asynchronously and self._scheduler.policy.num_speculative_tokens > 0
 
     def _prepare(self, now: float) -> PreparedStep | None:
         """The next step's batch; None when nothing can run."""
@@ -278,34 +287,34 @@ class Engine:
             return None
         return self._execution.prepare(batch, depth=self._scheduler.policy.num_speculative_tokens)
 
-    def _follow(self, step: PreparedStep | None, flight: Flight) -> Flight | None:
-        """Queue a step behind the one that is being computed, where that is possible: the device then never idles."""
-        if step is None or not self._execution.can_follow(step, flight):
+    def _dispatch_follower(self, step: PreparedStep | None, in_flight: InFlightStep) -> InFlightStep | None:
+        """Queue a step after the one that is being computed, if possible, so that the device never idles."""
+        if step is None or not self._execution.can_follow(step, in_flight):
             return None
-        follower = self._execution.begin_behind(step, self._clock(), flight)
-        self._flights.append(follower)
+        follower = self._execution.begin_after(step, self._clock(), in_flight)
+        self._in_flight.append(follower)
         return follower
 
-    def _take_off(self, step: PreparedStep | None) -> None:
+    def _dispatch(self, step: PreparedStep | None) -> None:
         if step is not None:
-            self._flights.append(self._execution.begin(step, self._clock()))
+            self._in_flight.append(self._execution.begin(step, self._clock()))
 
-    def _land(self, flight: Flight, result: StepResult) -> None:
-        """Give the requests what the step brought."""
-        batch, now = flight.step.batch, self._clock()
+    def _process_output(self, in_flight: InFlightStep, result: StepResult) -> None:
+        """Deliver a completed step's tokens to its requests."""
+        batch, now = in_flight.step.batch, self._clock()
         scores = iter(result.prompt_logprobs)
-        for request, position, count in flight.step.scoring:
+        for request, position, count in in_flight.step.scoring:
             request.note_prompt_logprobs(position, list(islice(scores, count)))
-        if flight.step.speculates:
+        if in_flight.step.speculates:
             for request, tokens in zip(batch.sampling, result.token_ids, strict=True):
                 if request.grammar is not None and isinstance(tokens, list):
                     _end_with_grammar(request.grammar, tokens)
         failed = {batch.sampling[place]: failure for place, failure in result.failed.items()}
-        self._end_failed(failed | self._add_up_pooled(flight.step, result))
+        self._end_failed(failed | self._accumulate_pooled(in_flight.step, result))
         pooled = [request for request in batch.pooling if not request.status.is_finished]
-        notable = self._scheduler.land(batch, result.token_ids, now)
-        self._preemption.measure(flight, result, now)
-        self._tell(batch.sampling, result, notable)
+        notable = self._scheduler.process_output(batch, result.token_ids, now)
+        self._preemption.measure(in_flight, result, now)
+        self._report_tokens(batch.sampling, result, notable)
         self._ready += map(_pooled_output, pooled)
         if self._execution.proposes:
             self._execution.propose_next(
@@ -313,8 +322,8 @@ class Engine:
                 self._scheduler.policy.num_speculative_tokens,
             )
 
-    def _add_up_pooled(self, step: PreparedStep, result: StepResult) -> dict[Request, Failure]:
-        """Let requests that pool keep what the step has brought them. Returns those that got what is no number."""
+    def _accumulate_pooled(self, step: PreparedStep, result: StepResult) -> dict[Request, Failure]:
+        """Add the step's hidden states to pooling requests. Return requests whose result is not a number."""
         if result.pooled is None:
             return {}
         failed: dict[Request, Failure] = {}
@@ -325,20 +334,26 @@ class Engine:
                 failed[tokens[0]] = Failure.NAN
         return failed
 
-    def _tell(self, sampling: list[Request], result: StepResult, notable: Mapping[int, Sampled]) -> None:
-        """Report what these requests got. Nearly all have one token more and nothing else to tell: those go in columns,
-        unless another step has landed since the last report: what it brought to a request must come first."""
-        self._num_landed += 1
-        if self._num_landed > 1:
-            self._name_plain_tokens()
+    def _report_tokens(self, sampling: list[Request], result: StepResult, notable: Mapping[int, Sampled]) -> None:
+        """Report the new tokens of these requests. Nearly all have one more token and nothing else: those go in
+        columns, unless another step completed since the last report, because its outputs must come first.
+        """
+        self._num_processed_steps += 1
+        if self._num_processed_steps > 1:
+            self._flush_plain_tokens()
         before, ids = self._plain_before
-        if sampling and self._num_landed == 1 and not notable and before == sampling:
+        if sampling and self._num_processed_steps == 1 and not notable and before == sampling:
             self._plain = PlainTokens(_single(result.token_ids), ids)
             return
         ids, places, announced = [], [], self._announced
         for place, (request, new) in enumerate(zip(sampling, result.token_ids, strict=True)):
             entry = notable.get(place)
-            if entry is None and request.is_plain and request.request_id in announced and self._num_landed == 1:
+            if (
+                entry is None
+                and request.is_plain
+                and request.request_id in announced
+                and self._num_processed_steps == 1
+            ):
                 ids.append(request.request_id)
                 places.append(place)
                 continue
@@ -350,9 +365,9 @@ class Engine:
             self._plain = PlainTokens(_single([result.token_ids[place] for place in places]), ids)
 
     def _end_failed(self, failed: Mapping[Request, Failure]) -> None:
-        """End the requests that no token could be chosen for, and let nobody find what they computed."""
+        """End requests for which no token could be chosen, and remove their blocks from the prefix cache."""
         if failed:
-            self._name_plain_tokens()
+            self._flush_plain_tokens()
         for request, failure in failed.items():
             if request.status.is_finished:
                 continue
@@ -361,7 +376,7 @@ class Engine:
             request.error = request.error if request.pooling is None else NAN_POOLED_ERROR
             logger.log(logging.ERROR if is_ours else logging.INFO, "request %s: %s", request.request_id, request.error)
             if is_ours:
-                self._scheduler.disown(request)
+                self._scheduler.invalidate_blocks(request)
             self._scheduler.abort([request.request_id], RequestStatus.FINISHED_ERROR)
             self._announced.discard(request.request_id)
             self._failed[failure.value] = self._failed.get(failure.value, 0) + 1
@@ -377,27 +392,29 @@ class Engine:
                 )
             )
 
-    def _name_plain_tokens(self) -> None:
-        """Tell of each by itself, before what comes to the same requests now: a report is read so."""
+    def _flush_plain_tokens(self) -> None:
+        """Convert plain tokens to single outputs before further outputs of the same requests, to keep their order."""
         if self._plain is not None:
             self._ready += self._plain.as_outputs()
             self._plain = None
 
-    def _settle(self) -> None:
-        """Land what is in flight: what moves blocks or weights needs a quiet device."""
-        while self._flights:
-            flight = self._flights.popleft()
-            self._land(flight, flight.result())
+    def _drain_in_flight(self) -> None:
+        """Complete all steps in flight: moving blocks or weights needs an idle device."""
+        while self._in_flight:
+            in_flight = self._in_flight.popleft()
+            self._process_output(in_flight, in_flight.result())
 
     def report(self) -> StepOutputs:
-        """The state as it is, and what has landed that nobody was told: of no step."""
+        """Return the current state and all unreported outputs, without a step."""
         return self._report(None, StepResult(), 0.0)
 
     def _report(self, step: PreparedStep | None, result: StepResult, seconds: float) -> StepOutputs:
-        """What has landed, by a step that took so long: until it landed, as the next one may have begun since."""
+        """Report completed outputs of a step and its duration, measured until its output was processed because the next
+        step may have started since.
+        """
         self._lifecycle.on_step_end()
-        told, self._ready = self._ready, []
-        plain, self._plain, self._num_landed = self._plain, None, 0
+        request_outputs, self._ready = self._ready, []
+        plain, self._plain, self._num_processed_steps = self._plain, None, 0
         now = self._clock()
         stats = step_stats(step, result, self._scheduler, self._kv_cache, self._block_bytes)
         stats.time, stats.step_seconds = now, seconds
@@ -415,7 +432,7 @@ class Engine:
             if self._adapters.max_loras is not None:
                 stats.adapters = AdaptersInUse(self._adapters.max_loras, *self._scheduler.adapter_names())
         self._note_rate(stats)
-        return StepOutputs(told, stats, plain)
+        return StepOutputs(request_outputs, stats, plain)
 
     def _follow_grammar(self, sampled: Sampled) -> Sampled:
         """Move a request's grammar on by its new token. Its end ends the request, also before min_tokens; an error too,
@@ -426,7 +443,7 @@ class Engine:
             return sampled
         grammar.accept(as_list(token_ids))
         if grammar.error is not None:
-            request.error = _why_stuck(request.sampling, grammar.error)
+            request.error = _grammar_error_message(request.sampling, grammar.error)
             logger.warning("request %s ends: %s", request.request_id, request.error)
             ended = RequestStatus.FINISHED_ERROR
         elif grammar.is_complete:
@@ -468,8 +485,8 @@ class Engine:
             self._abort_everything()
 
     def _abort_everything(self) -> None:
-        """End all requests; the next report says so."""
-        self._name_plain_tokens()
+        """End all requests; the next report contains their outputs."""
+        self._flush_plain_tokens()
         unbuilt = self._grammars.forget(self._grammars.waiting_request_ids())
         aborted = self._scheduler.abort(self._scheduler.unfinished_request_ids())
         self._announced.clear()
@@ -493,7 +510,7 @@ class Engine:
             applied_at_step=self._scheduler.next_step,
         )
         if after is not before:
-            refusal = self._map_ahead(after)
+            refusal = self._map_additional_blocks(after)
             if refusal is not None:
                 return 422, refusal.to_json()
             self._live = after
@@ -503,21 +520,23 @@ class Engine:
         return status, answer
 
     def prepare_patch(self, call: PreparePatch) -> tuple[int, dict[str, Any]]:
-        """Judge a PATCH and map what it needs, so that it cannot fail any more. HTTP status and body as for a PATCH."""
+        """Validate a PATCH and map the memory that it needs, so that it can no longer fail. Return HTTP status and body
+        as for a PATCH.
+        """
         after, status, answer = self._live.patch(
             call.values, if_match=call.if_match, dry_run=False, change_id="", applied_at_step=0
         )
-        refusal = self._map_ahead(after) if after is not self._live else None
+        refusal = self._map_additional_blocks(after) if after is not self._live else None
         if refusal is not None:
             return 422, refusal.to_json()
         self._is_prepared = status == 200
         return status, answer
 
     def abandon_patch(self) -> None:
-        """Give back what a PATCH that does not come after all would have needed."""
+        """Unmap the memory of a prepared PATCH that is not applied."""
         self._is_prepared = False
         if self._lifecycle.has_kv_cache and self._kv_cache.num_blocks > self._scheduler.num_blocks_total:
-            self._settle()
+            self._drain_in_flight()
             self._kv_cache.unmap_above(self._scheduler.num_blocks_total)
 
     def adopt_config(self, values: dict[str, Any], generation: int) -> tuple[int, dict[str, Any]]:
@@ -540,10 +559,11 @@ class Engine:
             self._resize_kv(min(formula.num_blocks, self._live.envelope.num_blocks_cap))
             self._formula = formula
 
-    def _map_ahead(self, after: LiveConfig) -> Refusal | None:
-        """Map what this configuration gives more, on every rank or on none. It alone can fail, so it comes before
-        everything else. No step is in flight afterwards."""
-        self._settle()
+    def _map_additional_blocks(self, after: LiveConfig) -> FieldError | None:
+        """Map the additional blocks of this configuration on every rank or on none. Only this part can fail, so it runs
+        first. No step is in flight afterwards.
+        """
+        self._drain_in_flight()
         wanted = min(self._formula.at(after.values.gpu_memory_utilization).num_blocks, after.envelope.num_blocks_cap)
         fixed = after.envelope.kv_fixed_by is not None
         if not self._lifecycle.has_kv_cache or fixed or wanted <= self._kv_cache.num_blocks:
@@ -551,8 +571,8 @@ class Engine:
         try:
             self._kv_cache.map_blocks(wanted)
         except MemoryError as error:
-            name, message = "gpu_memory_utilization", f"the device has no memory for that: {error}; nothing changed"
-            return Refusal(name, after.numbers()[name], message, nearest=self._live.numbers()[name])
+            name, message = "gpu_memory_utilization", f"not enough device memory ({error}); nothing changed"
+            return FieldError(name, after.numbers()[name], message, nearest=self._live.numbers()[name])
         return None
 
     def _resize_kv(self, num_blocks: int) -> None:
@@ -574,11 +594,11 @@ class Engine:
         self._runner.close()
 
     def set_swap_space(self, num_bytes: int) -> None:
-        """Live: how much of the reserved swap space is used. The caller has settled what is in flight."""
+        """Set how much of the reserved swap space is used. The caller has drained steps in flight."""
         self._scheduler.resize_swap_space(num_bytes // self._formula.widest_block_bytes)
 
     def lifecycle(self, call: LifecycleCall) -> tuple[int, dict[str, Any]]:
-        """Pause, resume, sleep, wake up, or say what that has led to: HTTP status and body."""
+        """Pause, resume, sleep, wake up, or report the state. Return HTTP status and body."""
         lifecycle = self._lifecycle
         self._adapters.sweep()
         try:
@@ -591,7 +611,7 @@ class Engine:
                     lifecycle.sleep(level, mode)
                 case WakeUp(tags):
                     lifecycle.wake_up(tags)
-        except Refused as refusal:
+        except LifecycleRejected as refusal:
             return 409, {"message": str(refusal)}
         self._last_report = -REPORT_SECONDS
         return 200, lifecycle.to_json()
@@ -600,7 +620,7 @@ class Engine:
         """Serve another adapter, on every rank or on none. HTTP status and body."""
         if not self._lifecycle.has_weights:
             return 409, {"message": "the engine sleeps and has no weights: wake it up first"}
-        self._settle()
+        self._drain_in_flight()
         try:
             self._adapters.load(call.name, call.folder)
         except ConfigError as error:
@@ -616,28 +636,34 @@ class Engine:
         return 200, {}
 
     def _adapters_in_use(self) -> set[Adapter]:
-        """Those of all requests that have not ended."""
+        """Return the adapters of all unfinished requests."""
         return adapters_of([*self._scheduler.unfinished(), *self._grammars.waiting_requests()])
 
     def reset_prefix_cache(self, *, reset_running_requests: bool) -> tuple[int, dict[str, Any]]:
-        """Forget all cached blocks: while some are in use only if what runs may be preempted. HTTP status and body."""
-        self._settle()
+        """Forget all cached blocks. While blocks are in use, this requires `reset_running_requests`, which preempts.
+        Return HTTP status and body.
+        """
+        self._drain_in_flight()
         if reset_running_requests:
             self._scheduler.preempt_all(self._clock())
         in_use = self._scheduler.num_blocks_used
         if in_use:
-            message = f"{in_use} KV blocks are in use; set reset_running_requests to preempt what runs, or wait"
+            message = f"{in_use} KV blocks are in use; set reset_running_requests to preempt running requests, or wait"
             return 409, {"message": message, "reset": False}
         self._scheduler.reset_prefix_cache()
         return 200, {"reset": True}
 
     def follow_waves(self, announce: Callable[[int], None]) -> None:
-        """`announce` tells the other data-parallel cores of a wave that this one begins (parallel/wave.py)."""
+        """Set the callback that announces a wave that this core begins to the other data-parallel cores
+        (parallel/wave.py).
+        """
         if self._runner.wave is not None:
             self._runner.wave.announce = announce
 
     def finish_wave(self) -> None:
-        """Before this core ends: drop what runs, and take part in the wave that is on until it is over for all."""
+        """Before this core ends: abort all requests and take part in the current wave until it is over
+        for all cores.
+        """
         if self._execution.is_needed:
             self._scheduler.abort(self._scheduler.unfinished_request_ids())
         while self._execution.is_needed:
@@ -656,8 +682,9 @@ class Engine:
         return self._layout
 
     def unfinished(self) -> dict[str, Any]:
-        """What waits or runs, in numbers: age in seconds, prompt, cached and output tokens of each request that is to
-        have tokens."""
+        """Return waiting and running requests as numbers: age in seconds, prompt, cached and output tokens of each
+        generating request.
+        """
         now = self._clock()
         return {
             "unfinished": [
@@ -668,9 +695,8 @@ class Engine:
         }
 
     def drain(self, deadline_seconds: float) -> dict[str, Any]:
-        """Let what runs finish until the deadline, counted from now; abort the rest then. Reports what remains.
-
-        Called again it reports the progress; the deadline may come nearer, but not move away.
+        """Let running requests finish until the deadline, counted from now, then abort the rest. Return the remaining
+        work. Later calls report progress; they may shorten the deadline but not extend it.
         """
         now, scheduler = self._clock(), self._scheduler
         self._drain_deadline = min(now + deadline_seconds, self._drain_deadline or math.inf)
@@ -694,7 +720,7 @@ class Engine:
         }
 
     def state(self) -> EngineState:
-        """What every API server obeys."""
+        """Return the engine state that API servers follow."""
         values = self._live.values
         return EngineState(
             num_running=self._scheduler.num_running,
@@ -712,17 +738,17 @@ class Engine:
             sleep_level=self._lifecycle.sleep_level,
         )
 
-    # --- what it tells --------------------------------------------------------------------------------------------
+    # --- reports --------------------------------------------------------------------------------------------------
 
     def ledger(self) -> Ledger:
-        """Who owns the device's bytes now, beside what the driver counts."""
+        """Return the device memory by owner and the driver's count."""
         return rank_ledger(
             self._formula,
             self._device,
             self._kv_cache,
             blocks_used=self._scheduler.num_blocks_used,
             has_weights=self._lifecycle.has_weights,
-            # Only on the CPU does it lie in the device's memory; to look at its pages takes milliseconds.
+            # Only on the CPU is it in device memory; checking its pages takes milliseconds.
             untouched_swap_bytes=self._execution.untouched_swap_bytes if self._device.kind == "cpu" else 0,
         )
 
@@ -730,7 +756,7 @@ class Engine:
         """The body of GET /admin/v1/memory: the core's own rank, and all of them."""
         own = self.ledger()
         if self._runner.drives_others:
-            self._settle()  # they answer when they have done what they were sent
+            self._drain_in_flight()  # they answer after finishing earlier messages
         ledgers = self._runner.ledgers(own)
         return own.to_json() | {
             "total": total_of(list(ledgers.values())),
@@ -738,7 +764,7 @@ class Engine:
         }
 
     def memory_plan(self, body: Any) -> tuple[int, dict[str, Any]]:
-        """What another configuration would give: HTTP status and body."""
+        """Return HTTP status and body with the memory plan of another configuration."""
         return plan_memory(replace(self._plan, formula=self._formula), body)
 
     def _note_rate(self, stats: StepStats) -> None:
@@ -778,8 +804,10 @@ def as_list(value: Item | list[Item]) -> list[Item]:
     return value if isinstance(value, list) else [value]
 
 
-def _why_stuck(sampling: Sampling, error: str) -> str:
-    """Where other restrictions leave none of the tokens that a grammar allows, those are what the client can change."""
+def _grammar_error_message(sampling: Sampling, error: str) -> str:
+    """Return the error for a stuck grammar. If other restrictions exclude all tokens that the grammar allows, the
+    message names them, because the client can change them.
+    """
     others = {
         "allowed_token_ids": sampling.allowed_token_ids,
         "bad_words": sampling.bad_words,
@@ -796,7 +824,7 @@ def _single(token_ids: Sequence[int | list[int]]) -> list[int]:
 
 
 def _end_with_grammar(grammar: Grammar, token_ids: list[int]) -> None:
-    """Take off what was sampled behind a draft that completed the grammar: without drafts the request ends there."""
+    """Remove tokens sampled after a draft that completed the grammar: without drafts the request ends there."""
     if len(token_ids) > 1:
         ahead = grammar.copy()
         ahead.accept(token_ids[:-1])

@@ -1,10 +1,10 @@
-"""Carrying out a batch: copy swapped blocks, run the model, sample. So that the caller can schedule the next step
-meanwhile, in a worker thread on the CPU; on CUDA the device itself works on, and nobody waits before the result is
-asked for.
+"""Execution of batches: copies swapped blocks, runs the model and samples, so that the caller can schedule meanwhile.
 
-A batch takes off with everything that it needs, as plain values: the scheduler may use its sequences again at once.
-On CUDA it may take off before the one before it has landed: tokens that only the device knows are fed there. Where a
-grammar must see the newest token first, the forward pass is queued so, and the choice behind it when masks are there.
+On the CPU a worker thread computes; on CUDA the device computes asynchronously, and the host waits only for results. A
+step is dispatched with all its inputs as plain values: the scheduler may reuse its sequences immediately. On CUDA a
+step may be dispatched before the previous one has completed: tokens known only on the device are fed there. If a
+grammar must see the newest token first, the forward pass is queued, and sampling is queued after it when the masks are
+ready.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from trimtab_engine.device.swap_cache import NOTHING_SWAPPED, Pairs, SwapCache, Swapped
-from trimtab_engine.messages import SpeculationCounts
+from trimtab_engine.messages.requests import SpeculationCounts
 from trimtab_engine.runner.decode_step import DecodeStep
 from trimtab_engine.runner.graphs.device_steps import TokensInFlight
 from trimtab_engine.runner.graphs.step_buffers import Feed
@@ -38,14 +38,14 @@ from trimtab_engine.structured.masks import MaskedRows, MaskMaker
 
 @dataclass(slots=True)
 class StepResult:
-    """What a batch brought: for each request of batch.sampling its new token, or a list of them after drafts."""
+    """Result of a batch: for each request of batch.sampling its new token, or a list of tokens after drafts."""
 
     token_ids: list[int | list[int]] = field(default_factory=list)
     logprobs: list[TokenLogprobs | list[TokenLogprobs] | None] = field(default_factory=list)
     swapped: Swapped = NOTHING_SWAPPED
     """Copies that have ended, of this step or of one before."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """For each entry of step.scoring as many as it says."""
+    """For each entry of step.scoring as many as it requests."""
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     failed: dict[int, Failure] = field(default_factory=dict)
     """Requests that no token could be chosen for, by their place in batch.sampling. Their token_ids mean nothing."""
@@ -54,19 +54,19 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class BesideTokens:
-    """What a step brings besides tokens, perhaps still on its way."""
+class ExtraOutputs:
+    """Outputs of a step other than tokens, possibly still being copied."""
 
     scores: ScoresInFlight | None
     pooled: PooledInFlight | None
 
     @classmethod
-    def of(cls, runner: ModelRunner) -> "BesideTokens":
-        """Of the step that it has just run, or begun to run."""
+    def of(cls, runner: ModelRunner) -> "ExtraOutputs":
+        """Return the extra outputs of the step that the runner has just run or started."""
         return cls(runner.take_scores(), runner.take_pooled())
 
     def put_into(self, result: StepResult) -> StepResult:
-        """Wait for it, where there is any."""
+        """Store the outputs in `result`, waiting for copies."""
         result.prompt_logprobs = [] if self.scores is None else self.scores.result()
         result.pooled = None if self.pooled is None else self.pooled.result()
         return result
@@ -84,13 +84,13 @@ class PreparedStep:
     inputs: StepInputs | DecodeStep
     unknown: list[Unknown]
     scoring: list[tuple[Request, int, int]]
-    """(request, position, how many): prompt tokens whose successors are judged, from that position on."""
+    """(request, position, count): prompt tokens whose successors are scored, from that position on."""
     pooling: list[TokensOfRequest]
     speculates: bool = False
-    """Its drafts are made final as it begins, and its inputs from them."""
+    """True if its drafts, and so its inputs, are made when it starts."""
 
     def fill_in(self) -> None:
-        """The step before has landed: put its tokens in. A request that ended in it computes something nobody reads."""
+        """Insert the tokens of the previous, completed step. A request that ended in it computes an unused token."""
         if isinstance(self.inputs, DecodeStep):
             self.inputs.fill_in()
             return
@@ -100,54 +100,55 @@ class PreparedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is asked of the tokens of some requests, all taken together."""
+class SamplingFeatures:
+    """Sampling features needed by some requests together."""
 
     sampling: list[Request]
     is_plain: bool
-    takes_likeliest: bool
+    is_greedy: bool
     has_grammar: bool
 
     @classmethod
-    def of(cls, sampling: list[Request]) -> "Asked":
-        likeliest = False not in [request.takes_likeliest for request in sampling]
+    def of(cls, sampling: list[Request]) -> "SamplingFeatures":
+        likeliest = False not in [request.is_greedy for request in sampling]
         plain = likeliest or False not in [request.is_plain for request in sampling]
         has_grammar = not plain and any(request.grammar is not None for request in sampling)
         return cls(sampling, plain, likeliest, has_grammar)
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """A step that is being computed. Times are the engine's clock."""
 
     step: PreparedStep
     started: float
     result: Callable[[], StepResult]
-    """Waits for it."""
+    """Wait for the step and return its result."""
     feeds: bool = False
-    """Its tokens come to be on the device: once choose() was called the next step may begin, before this one lands."""
-    late: "LateChoice | None" = None
-    """How its tokens are chosen; None: that was queued with it."""
+    """True if its tokens stay on the device: after choose() the next step may start before this one completes."""
+    late: "DeferredSampling | None" = None
+    """Deferred sampling. None if sampling was queued with the step."""
 
     def choose(self) -> None:
-        """Have the choice of its tokens queued."""
+        """Queue the sampling of its tokens."""
         if self.late is not None:
             self.late.choose()
 
 
 @dataclass(slots=True)
-class LateChoice:
-    """The choice of a step's tokens where grammars must see the newest ones first. The forward pass is queued, and the
-    device computes while the masks are made; then this is queued behind it, once."""
+class DeferredSampling:
+    """Sampling for a step whose grammars must see the newest tokens first. The forward pass is queued, and the device
+    computes while the masks are built; then sampling is queued once.
+    """
 
     queue: Callable[[TokenMasks | None], TokensInFlight] | None
-    """It holds the logits, and is gone once it was asked."""
+    """Callback that holds the logits; cleared after its single call."""
     masks: Future[TokenMasks] | None = None
-    """None: no request with a grammar goes on."""
+    """None if no unfinished request has a grammar."""
     tokens: TokensInFlight | None = None
 
     def choose(self) -> TokensInFlight:
-        """Wait for the masks, not for the device. What was chosen from is not kept."""
+        """Wait for the masks, not for the device, and queue sampling. The logits are released."""
         if self.tokens is None:
             assert self.queue is not None
             self.tokens = self.queue(None if self.masks is None else self.masks.result())
@@ -159,9 +160,9 @@ class Execution:
     """Runs batches in order. `swap_cache` holds swapped-out blocks; None without swap space. `proposer` makes the
     drafts that batches verify.
 
-    `on_stream`: the device works beside the host, so begin() only begins. With several pipeline stages as many steps
-    can be in flight: one is sent to the first stage at once, and this rank, which is of the last stage, computes its
-    part when the result is asked for.
+    `on_stream`: the device works asynchronously, so begin() only starts work. With several pipeline stages several
+    steps can be in flight: each is sent to the first stage immediately, and this rank, of the last stage, computes its
+    part when the result is read.
     """
 
     def __init__(
@@ -180,39 +181,39 @@ class Execution:
         self._depth = 0
         self._swap_cache = swap_cache
         self._masks = MaskMaker()
-        self._asked = Asked.of([])
+        self._features = SamplingFeatures.of([])
         self._on_stream = on_stream
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="execution") if in_thread else None
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step works while the next one is scheduled."""
+        """True if a step runs while the next one is scheduled."""
         return self._thread is not None or self._on_stream
 
     @property
-    def begins_at_once(self) -> bool:
-        """Whether begin() leaves the work to the device, whatever the step: all that it reads of requests is read, and
-        no drafts are waited for."""
+    def begins_asynchronously(self) -> bool:
+        """True if begin() leaves any step to the device: all request state has been read and no drafts are awaited."""
         return self._on_stream and (self._proposer is None or not self._proposer.waits_for_device)
 
     @property
     def untouched_swap_bytes(self) -> int:
-        """Swap space that nobody has written yet, which the kernel does not count as used."""
+        """Swap space that was never written, which the kernel does not count as used."""
         return 0 if self._swap_cache is None else self._swap_cache.untouched_bytes
 
     def prepare_idle(self) -> PreparedStep | None:
-        """A step without a batch, where data-parallel cores in lockstep need this one's part; None: nobody does."""
+        """Return a step without a batch if data-parallel cores in lockstep need this core's part. None otherwise."""
         wave = self._runner.wave
         return self.prepare(Batch(0, [], 0, [])) if wave is not None and wave.is_on else None
 
     @property
     def is_needed(self) -> bool:
-        """Whether others wait for this core's part of a step."""
+        """True if other cores wait for this core's part of a step."""
         return self._runner.wave is not None and self._runner.wave.is_on
 
     def prepare(self, batch: Batch, *, depth: int = 0) -> PreparedStep:
-        """The batch's inputs. Tokens that a step in flight samples are left open. `depth` is the live number of drafts
-        per request; above 0 no step may be in flight."""
+        """Return the batch's inputs. Tokens that a step in flight samples are left open. `depth` is the live number of
+        drafts per request; above 0 no step may be in flight.
+        """
         speculates = self._proposer is not None and depth > 0
         inputs, unknown = (NO_INPUTS, []) if speculates else self._runner.lay_out(batch)
         if isinstance(inputs, DecodeStep):
@@ -235,36 +236,39 @@ class Execution:
         num_requests = len(batch.sequences)
         return PreparedStep(batch, kind, num_requests, context, attended, inputs, unknown, scoring, pooling, speculates)
 
-    def can_follow(self, step: PreparedStep, flight: Flight) -> bool:
-        """Whether its forward pass may begin before the flight has landed: all that it needs of that is its tokens,
-        which are on the device."""
-        return flight.feeds and not step.speculates and self._samples_on_device(step.batch)
+    def can_follow(self, step: PreparedStep, in_flight_step: InFlightStep) -> bool:
+        """Return True if its forward pass may start before the step in flight completes: it needs only that step's
+        tokens, which are on the device.
+        """
+        return in_flight_step.feeds and not step.speculates and self._samples_on_device(step.batch)
 
     def _samples_on_device(self, batch: Batch) -> bool:
         steps = self._runner.steps
         if steps is None or steps.sampler is None:
             return False
-        return self._asked_by(batch).is_plain or steps.sampler.can_sample(batch.sampling)
+        return self._sampling_features_of(batch).is_plain or steps.sampler.can_sample(batch.sampling)
 
-    def _asked_by(self, batch: Batch) -> Asked:
+    def _sampling_features_of(self, batch: Batch) -> SamplingFeatures:
         """Kept from step to step while the requests stay the same."""
-        if self._asked.sampling != batch.sampling:
-            self._asked = Asked.of(batch.sampling)
-        return self._asked
+        if self._features.sampling != batch.sampling:
+            self._features = SamplingFeatures.of(batch.sampling)
+        return self._features
 
     def _rows(self, step: PreparedStep, in_flight: Sequence[Request] = ()) -> "Rows":
-        """Whose tokens are chosen on the device. `in_flight`: whose newest token a step samples that has not landed."""
-        asked = self._asked_by(step.batch)
-        if asked.takes_likeliest:
+        """Return the rows sampled on the device. `in_flight`: requests whose newest token is sampled by an incomplete
+        step.
+        """
+        asked = self._sampling_features_of(step.batch)
+        if asked.is_greedy:
             return None
         if asked.is_plain:
             return PlainRows(step.batch.sampling, _ends(step.inputs))
         places = {request: row for row, request in enumerate(in_flight)}
         return [DeviceRow(request, places.get(request)) for request in step.batch.sampling]
 
-    def begin_behind(self, step: PreparedStep, started: float, flight: Flight) -> Flight:
-        """Start computing behind a flight that it can follow."""
-        sampled = flight.step.batch.sampling
+    def begin_after(self, step: PreparedStep, started: float, in_flight_step: InFlightStep) -> InFlightStep:
+        """Start a step after a step in flight that it can follow."""
+        sampled = in_flight_step.step.batch.sampling
         feed: list[tuple[int, int]] = []
         if isinstance(step.inputs, DecodeStep):
             step.inputs.feed_from(sampled)
@@ -275,81 +279,84 @@ class Execution:
         self._runner.send(step.inputs, feed)
         return self._launch(step, started, feed, sampled)
 
-    def begin_masks(self, flight: Flight) -> None:
-        """All steps before it have landed: find out what its grammars allow now."""
-        if flight.late is not None:
-            flight.late.masks = self._masks.begin(_masked_requests(flight.step.batch.sampling))
+    def begin_masks(self, in_flight_step: InFlightStep) -> None:
+        """Compute the allowed tokens of its grammars. All previous steps have completed."""
+        if in_flight_step.late is not None:
+            in_flight_step.late.masks = self._masks.begin(_masked_requests(in_flight_step.step.batch.sampling))
 
-    def begin(self, step: PreparedStep, started: float) -> Flight:
+    def begin(self, step: PreparedStep, started: float) -> InFlightStep:
         """Start computing; all steps before it have landed."""
         step.fill_in()
         self._announce_swap(step.batch.swap_out, step.batch.swap_in)
         if self._on_stream:
             return (
-                Flight(step, started, self._speculate(step))
+                InFlightStep(step, started, self._speculate(step))
                 if step.speculates
                 else self._begin_on_stream(step, started)
             )
         if not step.speculates:  # else its inputs are made when the drafts are known
             self._runner.send(step.inputs)
         if self.num_stages > 1:
-            return Flight(step, started, partial(self._compute_and_score, step))
+            return InFlightStep(step, started, partial(self._compute_and_score, step))
         if self._thread is None:
             result = self._compute_and_score(step)
-            return Flight(step, started, lambda: result)
+            return InFlightStep(step, started, lambda: result)
         future: Future[StepResult] = self._thread.submit(self._compute_and_score, step)
-        return Flight(step, started, future.result)
+        return InFlightStep(step, started, future.result)
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=True)
 
-    def _begin_on_stream(self, step: PreparedStep, started: float) -> Flight:
-        """Begin, and sample at once where that needs no host; else when the result is asked for."""
+    def _begin_on_stream(self, step: PreparedStep, started: float) -> InFlightStep:
+        """Start the step. Sample immediately if that needs no host work, otherwise when the result is read."""
         batch = step.batch
         self._runner.send(step.inputs)
         if self._samples_on_device(batch):
-            flight = self._launch(step, started)
-            self.begin_masks(flight)
-            return flight
+            in_flight_step = self._launch(step, started)
+            self.begin_masks(in_flight_step)
+            return in_flight_step
         masks = self._masks.begin(_masked_requests(batch.sampling))
         self._copy_swapped(batch, step.inputs)
         logits = self._runner.run(step.inputs)
-        beside = BesideTokens.of(self._runner)
+        beside = ExtraOutputs.of(self._runner)
 
-        def land() -> StepResult:
+        def wait_for_result() -> StepResult:
             return beside.put_into(self._sample(batch, logits, masks))
 
-        return Flight(step, started, land)
+        return InFlightStep(step, started, wait_for_result)
 
-    def _launch(self, step: PreparedStep, started: float, feed: Feed = (), in_flight: Sequence[Request] = ()) -> Flight:
-        """Queue a step on the device, and the choice of its tokens, unless that must wait for masks. `in_flight`: whose
-        newest token a step samples that has not landed; a choice that waits knows them."""
+    def _launch(
+        self, step: PreparedStep, started: float, feed: Feed = (), in_flight: Sequence[Request] = ()
+    ) -> InFlightStep:
+        """Queue a step on the device, and its sampling unless that must wait for masks. `in_flight`: requests whose
+        newest token is sampled by an incomplete step; deferred sampling knows those tokens.
+        """
         batch, steps = step.batch, self._runner.steps
         assert steps is not None
         self._copy_swapped(batch, step.inputs)
-        late: LateChoice | None = None
+        late: DeferredSampling | None = None
         tokens: TokensInFlight | None = None
         with torch.inference_mode():
             logits = self._runner.run(step.inputs, feed)
             assert logits is not None  # the engine holds a rank of the last stage
-            beside = BesideTokens.of(self._runner)
-            if self._asked_by(batch).has_grammar:
-                late = LateChoice(lambda masks: steps.sample(logits, self._rows(step), masks))
+            beside = ExtraOutputs.of(self._runner)
+            if self._sampling_features_of(batch).has_grammar:
+                late = DeferredSampling(lambda masks: steps.sample(logits, self._rows(step), masks))
             elif batch.sampling:
                 tokens = steps.sample(logits, self._rows(step, in_flight))
 
-        def land() -> StepResult:
+        def wait_for_result() -> StepResult:
             chosen = tokens if late is None else late.choose()
             return beside.put_into(self._of(SampledTokens([], []) if chosen is None else chosen.result()))
 
-        return Flight(step, started, land, feeds=True, late=late)
+        return InFlightStep(step, started, wait_for_result, feeds=True, late=late)
 
     def _compute_and_score(self, step: PreparedStep) -> StepResult:
         if step.speculates:
             return self._speculate(step)()
         result = self._compute(step.batch, step.inputs)
-        return BesideTokens.of(self._runner).put_into(result)
+        return ExtraOutputs.of(self._runner).put_into(result)
 
     def _compute(self, batch: Batch, inputs: StepInputs | DecodeStep) -> StepResult:
         masks = self._masks.begin(_masked_requests(batch.sampling))
@@ -373,21 +380,22 @@ class Execution:
 
     @property
     def proposes(self) -> bool:
-        """Whether there may be drafts."""
+        """True if there may be drafts."""
         return self._proposer is not None
 
     def propose_next(self, requests: list[Request], depth: int) -> None:
-        """A step has landed: give the requests that got a token and go on what the next step may verify."""
+        """Propose drafts for the next step to continuing requests that got a token in the completed step."""
         if self._proposer is not None and (depth or self._depth):
             self._proposer.prepare(requests, depth)
             self._depth = depth
 
     def _speculate(self, step: PreparedStep) -> Callable[[], StepResult]:
-        """Propose drafts and begin to compute them; a draft model reads what was swapped in. Returns what waits for the
-        logits, verifies and brings the result."""
+        """Propose drafts and start computing them; a draft model reads swapped-in blocks. Return a callable that waits
+        for the logits, verifies, and returns the result.
+        """
         assert self._proposer is not None
         batch = step.batch
-        self._copy_swapped(batch, None)  # what a draft model writes is known to itself
+        self._copy_swapped(batch, None)  # the draft model tracks its own writes
         proposals = self._proposer.propose(batch)
         masks = self._masks.begin(_masked_rows([sequence for sequence in batch.sequences if sequence.samples]))
         inputs, _ = self._runner.flatten(batch.sequences)
@@ -395,12 +403,12 @@ class Execution:
         self._runner.send(inputs)
         logits = self._runner.run(inputs)
         assert logits is not None  # the engine holds a rank of the last stage
-        beside = BesideTokens.of(self._runner)
+        beside = ExtraOutputs.of(self._runner)
 
-        def land() -> StepResult:
+        def wait_for_result() -> StepResult:
             return beside.put_into(self._verify(batch, inputs, logits, proposals, masks))
 
-        return land
+        return wait_for_result
 
     def _verify(
         self,
@@ -410,7 +418,7 @@ class Execution:
         proposals: Proposals,
         masks: Future[TokenMasks] | None,
     ) -> StepResult:
-        """Judge a step's drafts, and let the proposer learn from what stands."""
+        """Verify a step's drafts and pass the accepted tokens to the proposer."""
         assert self._proposer is not None
         sampling = [sequence for sequence in batch.sequences if sequence.samples]
         if not sampling:
@@ -443,7 +451,7 @@ class Execution:
             self._swap_cache.announce(swap_out, swap_in)
 
     def _copy_swapped(self, batch: Batch, inputs: StepInputs | DecodeStep | None) -> None:
-        """This rank's part of it, before the step with these inputs (None: they are not known yet)."""
+        """Run this rank's swap copies before the step with these inputs (None means not known yet)."""
         assert self._swap_cache is not None or not batch.swap_out + batch.swap_in  # else the swap space has no blocks
         if self._swap_cache is not None:
             slots = None if inputs is None else inputs.written_slots(self._runner.kv_cache.block_size)
@@ -454,17 +462,17 @@ class Execution:
 
 
 Rows = Sequence[DeviceRow] | PlainRows | None
-"""Whose tokens a step chooses on the device; None: nothing but the likeliest is asked for."""
+"""Rows that a step samples on the device. None if all take the argmax."""
 
 
 def _add_items(inputs: StepInputs, batch: Batch) -> None:
-    """What has to be dropped and computed of images and videos, before anything else."""
+    """Set the images and videos to drop and compute before the step."""
     if batch.displaced or batch.missing:
         inputs.displaced, inputs.missing = batch.displaced, batch.missing
 
 
 def _ends(inputs: StepInputs | DecodeStep) -> Array:
-    """At which position each sampled token will be."""
+    """Return the position of each sampled token."""
     if isinstance(inputs, DecodeStep):
         return inputs.ends
     return np.array([inputs.positions[index] + 1 for index in inputs.sampled], np.int64)

@@ -1,9 +1,8 @@
-"""Pausing and sleeping: an engine that could work and does not, and what it gives back meanwhile. vLLM's names.
+"""Pause and sleep, with vLLM's names.
 
-A pause ends requests (abort), lets them finish (wait) or freezes them where they are (keep). Sleep is a pause that
-gives memory back: level 0 nothing, level 1 the KV cache, level 2 the weights as well. A frozen request keeps its tokens
-and is computed again after the wake-up, so it yields what it would have. The engine asks before each step whether to
-work.
+A pause ends requests (abort), lets them finish (wait) or freezes them (keep). Sleep is a pause that releases memory:
+level 0 nothing, level 1 the KV cache, level 2 the weights as well. A frozen request keeps its tokens and is recomputed
+after wake-up, so its output does not change. The engine checks is_frozen before each step.
 """
 
 from collections.abc import Callable, Collection
@@ -12,74 +11,81 @@ from typing import Any
 
 from trimtab_engine.device.kv_cache import KVCache
 from trimtab_engine.errors import TrimtabError
-from trimtab_engine.messages import PauseMode
+from trimtab_engine.messages.admin import PauseMode
 from trimtab_engine.runner.weights import Weights
 from trimtab_engine.scheduling.scheduler import Scheduler
 
 
-class Refused(TrimtabError):
+class LifecycleRejected(TrimtabError):
     """This cannot be done now, in the state that the engine is in. HTTP 409."""
 
 
 @dataclass(slots=True)
 class Lifecycle:
-    """What the engine rests from. `is_idle`: no request is left; `abort_all` ends every one; `settle` lands the step in
-    flight."""
+    """Pause and sleep state. `is_idle`: no request is left; `abort_all` ends every request; `drain_in_flight` completes
+    steps in flight.
+    """
 
     scheduler: Scheduler
     kv_cache: KVCache
     weights: Weights
     is_idle: Callable[[], bool]
     abort_all: Callable[[], None]
-    settle: Callable[[], None]
+    drain_in_flight: Callable[[], None]
     clock: Callable[[], float]
     pause_mode: PauseMode | None = None
-    """None: it is not paused, and is not about to be."""
+    """None if not paused and no pause is pending."""
     sleep_level: int | None = None
-    """None: it is awake. 0 has given nothing back."""
+    """None if awake. Level 0 has released nothing."""
     has_weights: bool = True
     has_kv_cache: bool = True
     _falls_asleep: int | None = None
-    """The level to go to once what runs has finished."""
+    """The sleep level to enter once running requests have finished."""
 
     @property
     def accepts(self) -> bool:
-        """Whether new requests are queued."""
+        """True if new requests are queued."""
         return self.pause_mode in (None, "keep")
 
     @property
     def is_frozen(self) -> bool:
-        """Whether no step runs. While `wait` lets requests finish, steps do."""
+        """True if no step runs. While `wait` lets requests finish, steps run."""
         return self.pause_mode is not None and not self._is_finishing
 
     @property
     def _is_finishing(self) -> bool:
         return self.pause_mode == "wait" and not self.is_idle()
 
-    # --- what is asked --------------------------------------------------------------------------------------------
+    # --- calls -----------------------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop working. Raises Refused while asleep."""
+        """Stop working. Raises LifecycleRejected while asleep."""
         if self.sleep_level is not None:
-            raise Refused(f"the engine sleeps at level {self.sleep_level}: wake it up first")
-        self.settle()
+            raise LifecycleRejected(f"the engine sleeps at level {self.sleep_level}: wake it up first")
+        self.drain_in_flight()
         self.pause_mode = mode
         if mode == "abort":
             self.abort_all()
 
     def resume(self) -> None:
-        """Work again. Raises Refused while asleep."""
+        """Work again. Raises LifecycleRejected while asleep."""
         if self.sleep_level is not None:
-            raise Refused(f"the engine sleeps at level {self.sleep_level}: wake it up, which resumes it too")
+            raise LifecycleRejected(f"the engine sleeps at level {self.sleep_level}: wake it up, which resumes it too")
         self.pause_mode = self._falls_asleep = None
 
     def sleep(self, level: int, mode: PauseMode) -> None:
-        """Pause, then give memory back: at once, or with mode wait when what runs has finished. From a level only to a
-        deeper one. Raises Refused."""
+        """Pause, then release memory: immediately, or in mode wait after running requests have finished. The level can
+        only increase.
+
+        Raises:
+            LifecycleRejected: If the current state does not allow it.
+        """
         if self.sleep_level is not None and level < self.sleep_level:
-            raise Refused(f"the engine sleeps at level {self.sleep_level}: wake it up before it sleeps at {level}")
+            raise LifecycleRejected(
+                f"the engine sleeps at level {self.sleep_level}: wake it up before it sleeps at {level}"
+            )
         if level == 2 and not self.weights.can_drop_weights:
-            raise Refused(
+            raise LifecycleRejected(
                 "level 2 is not supported for data-parallel cores of a mixture of experts, which step together; use "
                 "level 1"
             )
@@ -89,22 +95,26 @@ class Lifecycle:
         self.on_step_end()
 
     def wake_up(self, tags: Collection[str]) -> None:
-        """Bring back what the tags name; all of it resumes the engine. Raises Refused where the order is wrong."""
+        """Restore the parts named by the tags; restoring all of them resumes the engine.
+
+        Raises:
+            LifecycleRejected: If parts are restored in the wrong order.
+        """
         if self.sleep_level is None and self._falls_asleep is None:
-            raise Refused("the engine is awake")
+            raise LifecycleRejected("the engine is awake")
         self._falls_asleep = None
         if "weights" in tags and not self.has_weights:
             try:
                 self.weights.reload_weights()
             except MemoryError as error:
                 message = f"the device has no memory for the weights: {error}; free some, and wake it up again"
-                raise Refused(message) from error
+                raise LifecycleRejected(message) from error
             self.has_weights = True
         if "kv_cache" in tags and not self.has_kv_cache:
             try:
                 self.kv_cache.map_blocks(self.scheduler.num_blocks_total)
             except MemoryError as error:
-                raise Refused(
+                raise LifecycleRejected(
                     f"the device has no memory for {self.scheduler.num_blocks_total} KV blocks: {error}; free some, or "
                     f"lower gpu_memory_utilization, and wake it up again"
                 ) from error
@@ -113,16 +123,16 @@ class Lifecycle:
             return
         if not (self.has_weights and self.has_kv_cache):
             missing = "weights" if not self.has_weights else "kv_cache"
-            raise Refused(f"{missing} must be woken before scheduling: leave the tags out to wake everything")
+            raise LifecycleRejected(f"{missing} must be woken before scheduling: leave the tags out to wake everything")
         self.sleep_level = self.pause_mode = None
 
     def on_step_end(self) -> None:
-        """Fall asleep if that is due and nothing runs any more."""
+        """Enter a pending sleep if no request runs any more."""
         level = self._falls_asleep
         if level is None or self._is_finishing:
             return
         self._falls_asleep = None
-        self.settle()  # a step scheduled ahead may still run, for requests that have ended
+        self.drain_in_flight()  # a step scheduled ahead may still run, for requests that have ended
         self.sleep_level = level
         if level >= 1 and self.has_kv_cache:
             self.scheduler.preempt_all(self.clock())
@@ -133,10 +143,12 @@ class Lifecycle:
             self.weights.drop_weights()
             self.has_weights = False
 
-    # --- what it tells --------------------------------------------------------------------------------------------
+    # --- reports --------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """The answer to every call. A pause or sleep has settled when `is_paused` or `is_sleeping` says so."""
+        """Return the state that answers every call. A pause or sleep is complete when `is_paused` or `is_sleeping` is
+        true.
+        """
         return {
             "is_paused": self.is_frozen,
             "pause_mode": self.pause_mode,
@@ -149,7 +161,7 @@ class Lifecycle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemainingWork:
-    """What a drain still waits for. Tokens are at most: a request may end before."""
+    """Work that a drain still waits for. Token counts are upper bounds: a request may end earlier."""
 
     num_running: int
     num_waiting: int
@@ -160,9 +172,8 @@ class RemainingWork:
     """Prompt tokens of the requests that wait."""
 
     def eta_seconds(self, tokens_per_second: float, prompt_seconds_per_token: float) -> float | None:
-        """How long it takes at the present pace; None: there is none yet.
-
-        Requests run side by side, so the longest one counts as well as the sum: it gets its share of the pace.
+        """Return the time to finish at the current rate; None without a rate. Requests run concurrently, so the longest
+        one counts as well as the sum: it gets its share of the rate.
         """
         if self.num_running + self.num_waiting == 0:
             return 0.0

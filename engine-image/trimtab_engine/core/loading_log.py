@@ -1,4 +1,4 @@
-"""What loading says in the log: each stage as it begins, and now and then how far a long one is."""
+"""Log lines of the loading progress: one per stage, and periodic ones within a long stage."""
 
 import logging
 from collections.abc import Callable
@@ -9,7 +9,7 @@ logger = logging.getLogger("trimtab_engine.core")
 
 
 class LoadingLog:
-    """Told of every bit of progress, writes few lines. `clock` is in seconds."""
+    """Logs few lines of frequent progress updates. `clock` is in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -21,6 +21,6 @@ class LoadingLog:
         now = self._clock()
         if stage == self._stage and now - self._said < SAY_SECONDS:
             return
-        if stage not in ("starting", "ready"):  # the line before and the line after say these
+        if stage not in ("starting", "ready"):  # covered by the lines before and after
             logger.info("loading: %s, %.0f%%", stage, percent)
         self._stage, self._said = stage, now

@@ -1,8 +1,8 @@
 """The engine core's process, `-m trimtab_engine.core.process`: one loop between the sockets of its API servers.
 
-It reads its configuration from stdin (JSON), says how far loading is, then serves: drain the inbox (waiting only when
-idle), run one step, send what it brought. It ends when it is told to, when the API server dies, or with one CoreFailed
-line when it cannot go on.
+It reads its configuration from stdin (JSON) and reports loading progress. Then it serves: drain the inbox (waiting only
+when idle), run one step, send the outputs. It ends on request, when the API server dies, or with a CoreFailed message
+on a fatal error.
 """
 
 import logging
@@ -17,29 +17,21 @@ from typing import Any
 import msgspec
 
 from trimtab_engine.config.engine import EngineConfig, set_log_level
-from trimtab_engine.core.clients import Clients, last_word
+from trimtab_engine.core.clients import Clients, send_final_message
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import Progress, start_engine
 from trimtab_engine.device.profiler import Profiler
 from trimtab_engine.errors import ConfigError, TrimtabError
-from trimtab_engine.ipc.end import leave
-from trimtab_engine.ipc.garbage import keep_what_is_there
+from trimtab_engine.ipc.gc_freeze import freeze_startup_objects
+from trimtab_engine.ipc.parent_death import exit_with_parent
+from trimtab_engine.ipc.process_exit import exit_process
 from trimtab_engine.ipc.shared_secret import SharedSecret
-from trimtab_engine.ipc.tie import end_with_parent
-from trimtab_engine.messages import (
+from trimtab_engine.messages.admin import (
     AbandonPatch,
-    AbortRequests,
-    AddRequest,
     AdminCall,
     AdminReply,
     AdoptConfig,
     Call,
-    CoreBusy,
-    CoreFailed,
-    CoreLoaded,
-    CoreReady,
-    CoreRetiring,
-    CoreStart,
     DrainCore,
     EngineState,
     GetConfig,
@@ -48,7 +40,6 @@ from trimtab_engine.messages import (
     GetMemory,
     GetRequests,
     LoadLora,
-    LoadProgress,
     PatchConfig,
     Pause,
     PlanMemory,
@@ -56,19 +47,29 @@ from trimtab_engine.messages import (
     ResetPrefixCache,
     Resume,
     Retire,
-    RetireSeen,
-    Shutdown,
     Sleep,
     StartProfile,
-    StartWave,
     StopProfile,
-    ToCore,
     UnloadLora,
     WakeUp,
 )
+from trimtab_engine.messages.channel import ToCore
+from trimtab_engine.messages.lifecycle import (
+    CoreBusy,
+    CoreFailed,
+    CoreLoaded,
+    CoreReady,
+    CoreRetiring,
+    CoreStart,
+    LoadProgress,
+    RetireSeen,
+    Shutdown,
+    StartWave,
+)
+from trimtab_engine.messages.requests import AbortRequests, AddRequest
 
 IDLE_REPORT_MILLISECONDS = 1000  # an idle engine reports its state this often, so that gauges stay true
-SIGN_OF_LIFE_SECONDS = 1.0  # how often every client hears from a core that serves, at least
+HEARTBEAT_SECONDS = 1.0  # maximum interval between messages from a serving core
 WEIGHTS_SECONDS, TRACE_SECONDS = 1800.0, 600.0  # for which moving weights, or writing a trace, may keep the loop
 BUILDING_MILLISECONDS = 10  # how soon an idle engine looks again at a grammar that is being built
 
@@ -98,7 +99,7 @@ def serve(
                     if (seconds := busy_seconds(call)) is not None:
                         clients.broadcast(CoreBusy(seconds))
                     reply = answer(engine, profiler, call, call_id)
-                    # First, so that who reads the answer finds it in force, in the metrics too.
+                    # First, so that the change is visible in the metrics when the reply arrives.
                     reporter.report()
                     clients.send_step(engine.report())
                     clients.send(reply, index)
@@ -114,13 +115,13 @@ def serve(
 
 
 class Inbox:
-    """What clients ask, in the order in which it came."""
+    """Client messages in order of arrival."""
 
     def __init__(self, engine: Engine, clients: Clients, membership: "Membership", clock: Callable[[], float]) -> None:
         self._engine, self._clients, self._membership, self._clock = engine, clients, membership, clock
         self._held: list[ToCore] = []
         self.read_at = 0.0
-        """What was sent before that has been handed over, or is about to be before anybody is told."""
+        """Time of the last read: earlier messages have been handed over, or will be before the next report."""
 
     def take(self, timeout_milliseconds: int) -> list[ToCore]:
         """All that is there; waits for the first message up to the timeout."""
@@ -130,7 +131,7 @@ class Inbox:
         return messages
 
     def hand_over(self, message: AddRequest | AbortRequests) -> None:
-        """A request that comes, or requests that end."""
+        """Add or abort requests."""
         match message:
             case AbortRequests():
                 self._engine.abort(message.request_ids)
@@ -140,8 +141,9 @@ class Inbox:
                 self._engine.add(message)
 
     def hand_over_requests(self) -> None:
-        """In the middle of a step: what came of requests up to the first message of another kind, which has to wait for
-        the step's end, and all behind it with it."""
+        """Within a step, hand over request messages up to the first message of another kind, which waits for the end of
+        the step with all later messages.
+        """
         before, messages = self.read_at, self.take(0)
         for place, message in enumerate(messages):
             if not isinstance(message, AddRequest | AbortRequests):
@@ -154,10 +156,10 @@ class Inbox:
 
 
 class Membership:
-    """How this core begins to serve beside others, and how it leaves them: no request is lost on the way.
+    """Joining and retirement of this core among others, without losing a request.
 
-    A client that has seen that it retires sends nothing further, and what it sent before is refused, so that the client
-    asks another core. When all have seen it and nothing runs, it may leave.
+    A client that has acknowledged the retirement sends no further request; earlier ones are rejected, so that the
+    client tries another core. When all clients have acknowledged and nothing runs, the core may leave.
     """
 
     def __init__(self, clients: Clients, num_clients: int, ready: CoreReady) -> None:
@@ -188,8 +190,7 @@ class Membership:
 
 
 class StateReporter:
-    """Tells all API servers the engine's state when it is another than they know, or when they have heard nothing for
-    SIGN_OF_LIFE_SECONDS."""
+    """Sends the engine state to all API servers when it changes, and at least every HEARTBEAT_SECONDS."""
 
     def __init__(self, engine: Engine, clients: Clients, clock: Callable[[], float], inbox: Inbox) -> None:
         self._engine, self._clients, self._clock, self._inbox = engine, clients, clock, inbox
@@ -197,18 +198,18 @@ class StateReporter:
         self._told_at = 0.0
 
     def forget(self) -> None:
-        """Whoever begins to listen now knows nothing."""
+        """Send the full state next time: new listeners know nothing."""
         self._told = None
 
     def report(self) -> None:
         state, now = self._engine.state(), self._clock()
-        if state != self._told or now - self._told_at >= SIGN_OF_LIFE_SECONDS:
+        if state != self._told or now - self._told_at >= HEARTBEAT_SECONDS:
             self._told, self._told_at = state, now
             self._clients.broadcast(msgspec.structs.replace(state, time=self._inbox.read_at))
 
 
 def busy_seconds(call: Call) -> float | None:
-    """For how long the call may keep the loop; None: for less than a step."""
+    """Return for how long the call may block the loop. None if shorter than a step."""
     match call:
         case Sleep() | WakeUp() | LoadLora():
             return WEIGHTS_SECONDS
@@ -218,7 +219,7 @@ def busy_seconds(call: Call) -> float | None:
             return None
 
 
-def what_changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def changed_state(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """The fields that have another value now, as "max_num_seqs 32 → 9"."""
     changed = [f"{name} {before.get(name)} → {value}" for name, value in after.items() if before.get(name) != value]
     return ", ".join(changed) or "the same values"
@@ -235,7 +236,7 @@ def answer(engine: Engine, profiler: Profiler, call: Call, call_id: str) -> Admi
             before = engine.config()
             status, body = engine.patch_config(call)
             if status == 200 and body["generation"] != before["generation"]:
-                changes = what_changed(before["desired"], body["desired"])
+                changes = changed_state(before["desired"], body["desired"])
                 logger.info("configuration generation %s: %s", body["generation"], changes)
         case PreparePatch():
             status, body = engine.prepare_patch(call)
@@ -271,8 +272,8 @@ def answer(engine: Engine, profiler: Profiler, call: Call, call_id: str) -> Admi
 
 def main() -> int:
     """Read the start message from stdin, load, serve. Returns the exit code."""
-    end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API server tells us what to do
+    exit_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API server decides
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     start = msgspec.json.decode(sys.stdin.readline(), type=CoreStart)
     clients = Clients(start.clients, _secret(start), media_cache_bytes=start.media_cache_bytes)
@@ -282,7 +283,7 @@ def main() -> int:
         progress: Progress = lambda stage, percent: clients.broadcast(LoadProgress(stage, percent))  # noqa: E731
         clock: Callable[[], float] = lambda: time.monotonic() + start.clock_offset  # noqa: E731
         engine, ready = start_engine(config, progress, clock, partial(_end_with_rank, start))
-        keep_what_is_there()
+        freeze_startup_objects()
         if start.joins:
             clients.send(CoreLoaded())
         else:
@@ -306,15 +307,15 @@ def main() -> int:
 
 
 def _end_with_rank(start: CoreStart, cause: str, exit_code: int) -> None:
-    """End this process because one of its ranks has: the main thread may wait for that rank for ever."""
-    last_word(start.clients, CoreFailed(cause, exit_code), _secret(start))
+    """End this process because one of its ranks ended: the main thread may wait for that rank forever."""
+    send_final_message(start.clients, CoreFailed(cause, exit_code), _secret(start))
     os._exit(exit_code)
 
 
 def _secret(start: CoreStart) -> SharedSecret | None:
-    """What this node shares with that of the API servers, if they are two."""
+    """Return the secret shared with the API servers' node. None if both are the same node."""
     return SharedSecret.read(start.config.get("rendezvous_secret_file"))
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

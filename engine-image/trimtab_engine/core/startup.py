@@ -1,5 +1,7 @@
-"""From configuration to a serving engine: weights, profiling (which also warms up), the number of KV blocks, the
-envelope. In that order, so that what is measured is there when it is counted.
+"""Start-up of an engine: weights, profiling (which also warms up), the number of KV blocks, the envelope of live
+values.
+
+The order matters: each part is measured after everything that it must be measured with exists.
 """
 
 import logging
@@ -15,7 +17,7 @@ from trimtab_modelspec.memory_formula import MemoryFormula
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.live.patch import LiveConfig
-from trimtab_engine.config.live.values import Envelope, LiveValues, RigidCores
+from trimtab_engine.config.live.values import Envelope, FixedCoreCount, LiveValues
 from trimtab_engine.core.engine import Engine, EngineParts
 from trimtab_engine.core.execution import Execution
 from trimtab_engine.core.loading_log import LoadingLog
@@ -28,7 +30,7 @@ from trimtab_engine.executor.workers import OnDeath
 from trimtab_engine.memory.encoder import EncoderLimits
 from trimtab_engine.memory.plan import PlanBase
 from trimtab_engine.memory.sizing import KVSize, longest_that_fits, out_of_memory, size_kv_cache, what_is_too_much
-from trimtab_engine.messages import CoreReady
+from trimtab_engine.messages.lifecycle import CoreReady
 from trimtab_engine.models.registry import kv_groups_of, tower_of
 from trimtab_engine.multimodal.items import Modality
 from trimtab_engine.runner.model_runner import ModelRunner
@@ -58,10 +60,14 @@ def start_engine(
     clock: Callable[[], float],
     on_rank_death: OnDeath | None = None,
 ) -> tuple[Engine, CoreReady]:
-    """Load the model, measure, size the KV cache, warm up. Raises ConfigError with the numbers and what to set.
+    """Load the model, profile, size the KV cache, warm up, and start the processes of other ranks.
 
-    With several ranks their processes are started here. `on_rank_death` is called from another thread when one dies,
-    even while this one waits for it; without it the next step raises WorkerDied.
+    Args:
+        on_rank_death: Called from another thread when a rank dies, even while this thread waits for it. Without it the
+        next step raises WorkerDied.
+
+    Raises:
+        ConfigError: With the numbers and the flags to change.
     """
     stage = "starting"
     log = LoadingLog(time.monotonic)
@@ -111,7 +117,7 @@ def _build(
     progress("kv_cache", KV_CACHE_PERCENT)
     runner.init_kv_cache(size.cap_blocks, None if speculation is None else speculation.kv_layers)
     formula = start_steps(config, rank, formula, progress)
-    # Whatever is measured from here on makes the formula's blocks fewer: the addresses stay, the cap is lowered.
+    # Memory measured from here on reduces the formula's blocks: the addresses stay, the cap is lowered.
     size = size_kv_cache(config, formula)
     runner.kv_cache.limit(size.cap_blocks)
     runner.kv_cache.map_blocks(size.num_blocks)
@@ -137,8 +143,9 @@ def _build(
 
 
 def start_steps(config: EngineConfig, rank: LoadedRank, formula: MemoryFormula, progress: Progress) -> MemoryFormula:
-    """On CUDA: fixed inputs for steps, kernels compiled, graphs captured, on every rank. Returns the formula with what
-    they take; where steps stay as they are, as it is."""
+    """On CUDA, on every rank: allocate fixed step inputs, compile kernels, capture graphs. Return the formula with
+    their memory; unchanged on the CPU.
+    """
     low, high = GRAPHS_PERCENT
     return rank.start_steps(config, formula, lambda percent: progress(GRAPHS_STAGE, low + percent / 100 * (high - low)))
 
@@ -157,7 +164,7 @@ def _scheduler(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula
             size.cap_blocks,
             config.block_size,
             swap_space,
-            sights=[group.sight for group in runner.facts.kv_groups],
+            attention_windows=[group.attention_window for group in runner.facts.kv_groups],
             max_num_batched_tokens=config.max_num_batched_tokens_cap,
         ),
         _start_values(config).policy(),
@@ -171,7 +178,7 @@ def _scheduler(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula
 
 
 def _encoder_cache(config: EngineConfig, runner: ModelRunner) -> EncoderCache | None:
-    """What is kept of images and videos; None: none are computed."""
+    """Return the cache for images and videos. None if none are computed."""
     if runner.facts.vision is None:
         return None
     limits = EncoderLimits.of(config, runner.facts.max_model_len)
@@ -192,9 +199,9 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
         kv_offload_bytes_cap=config.kv_offload_bytes_cap,
         num_speculative_tokens_cap=config.num_speculative_tokens_cap,
         data_parallel_size_cap=config.max_cores,
-        rigid_cores=_rigid_cores(config, runner),
+        fixed_core_count=_rigid_cores(config, runner),
         kv_fixed_by=size.fixed_by,
-        kv_memory="mapped" if runner.kv_cache.gives_memory_back else "allocated",
+        kv_memory="mapped" if runner.kv_cache.releases_memory else "allocated",
         restart_fields=(
             ("model", config.model),
             ("dtype", runner.facts.dtype),
@@ -210,8 +217,8 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
     return LiveConfig(envelope, _start_values(config))
 
 
-def _rigid_cores(config: EngineConfig, runner: ModelRunner) -> RigidCores | None:
-    """Why engine cores neither join nor retire. None: they do."""
+def _rigid_cores(config: EngineConfig, runner: ModelRunner) -> FixedCoreCount | None:
+    """Return the reason why engine cores cannot join or retire. None if they can."""
     size, moe = config.data_parallel_size, runner.facts.whole.moe
     if moe is not None and config.enable_expert_parallel:
         num_places = moe.num_experts + (config.num_redundant_experts or 0)
@@ -221,16 +228,16 @@ def _rigid_cores(config: EngineConfig, runner: ModelRunner) -> RigidCores | None
             f"with data_parallel_size {{asked}} there would be {{places}} places, which needs {{redundant}} redundant "
             f"experts (below 0: not all would have room); start the engine again to change it"
         )
-        return RigidCores(size, reason, moe.num_experts, places)
+        return FixedCoreCount(size, reason, moe.num_experts, places)
     if moe is not None:
-        return RigidCores(size, "every expert's width is split over all ranks; start the engine again to change it")
+        return FixedCoreCount(size, "every expert's width is split over all ranks; start the engine again to change it")
     if config.nnodes > 1:
-        return RigidCores(size, "the cores are spread over nodes; start the engine again to change it")
+        return FixedCoreCount(size, "the cores are spread over nodes; start the engine again to change it")
     return None
 
 
 def _start_values(config: EngineConfig) -> LiveValues:
-    """Where the live values start: they are fields of the configuration, by the same names."""
+    """Return the initial live values: configuration fields of the same names."""
     return LiveValues(**{field.name: getattr(config, field.name) for field in fields(LiveValues)})
 
 
@@ -256,7 +263,7 @@ def _plan_base(config: EngineConfig, runner: ModelRunner, formula: MemoryFormula
 
 
 def _layout(config: EngineConfig, ranks: list[RankReport]) -> dict[str, Any]:
-    """What really runs: every row comes from the rank itself."""
+    """Return the actual layout; every row comes from the rank itself."""
     return {
         "world_size": len(ranks),
         "tensor_parallel_size": config.tensor_parallel_size,
@@ -291,7 +298,7 @@ def num_stages(config: EngineConfig, runner: ModelRunner) -> int:
 
 
 def _grammars(config: EngineConfig, runner: ModelRunner) -> GrammarCompiler:
-    """The tokenizer is read when the first grammar comes: without grammars the core needs none."""
+    """Return the grammar compiler. The tokenizer is read when the first grammar arrives."""
     facts = runner.facts
     path = config.tokenizer or config.model
     return GrammarCompiler(partial(read_vocabulary, path, facts.vocab_size, facts.eos_token_ids))
@@ -322,7 +329,7 @@ def _ready(
 
 
 def _modalities(config: EngineConfig, runner: ModelRunner) -> list[Modality]:
-    """What prompts may have besides text: what the tower computes, and what is allowed of it."""
+    """Return the supported modalities besides text, limited by the configuration."""
     kind = tower_of(runner.facts.whole)
     if kind is None or runner.facts.vision is None:
         return []
@@ -330,8 +337,7 @@ def _modalities(config: EngineConfig, runner: ModelRunner) -> list[Modality]:
 
 
 def _warn_of_little_room(config: EngineConfig, formula: MemoryFormula, size: KVSize) -> None:
-    """Warn where others leave less than the engine may come to use; a node's first engine core does so for all of
-    them."""
+    """Warn if other processes leave less memory than the engine may use. Only a node's first engine core warns."""
     if config.device == "cpu" and config.first_local_rank == 0:
         first_process = os.getppid() if config.api_server_count else os.getpid()
         warning = what_is_too_much(config, formula, size, room_bytes(family_bytes(first_process)))

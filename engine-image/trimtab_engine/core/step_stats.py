@@ -1,8 +1,8 @@
-"""What a step brought, in numbers, as the API servers get it."""
+"""Step statistics in the form that API servers receive."""
 
 from trimtab_engine.core.execution import PreparedStep, StepResult
 from trimtab_engine.device.kv_cache import KVCache
-from trimtab_engine.messages import StepStats
+from trimtab_engine.messages.requests import StepStats
 from trimtab_engine.runner.graphs.device_steps import GraphCounts
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.scheduler import Scheduler
@@ -13,10 +13,13 @@ NO_BATCH = Batch(0, [], 0, [])
 def step_stats(
     step: PreparedStep | None, result: StepResult, scheduler: Scheduler, kv_cache: KVCache, block_bytes: int
 ) -> StepStats:
-    """The scheduler's counts since the last call, and its state. `step` None: nothing was computed.
+    """Return the scheduler's counts since the last call and its state.
 
-    `block_bytes`: of a block on all ranks together. Times and what others know (grammars, configuration, ranks) are the
-    caller's to fill in.
+    Args:
+        step: None if nothing was computed.
+        block_bytes: Bytes of a block on all ranks together.
+
+    The caller fills in times, grammar, configuration and rank values.
     """
     counts = scheduler.take_stats()
     batch = step.batch if step is not None else NO_BATCH
@@ -70,7 +73,7 @@ def step_stats(
 
 
 def note_graphs(stats: StepStats, counts: GraphCounts) -> None:
-    """Add what steps replayed."""
+    """Add the graph counts of the step."""
     stats.graph_steps, stats.eager_steps = counts.steps, counts.eager
     stats.graph_padding_tokens, stats.graph_captures = counts.padding_tokens, counts.captures
     stats.kernel_compilations = counts.compilations

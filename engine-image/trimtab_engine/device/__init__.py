@@ -1,1 +1,1 @@
-"""The device and its memory: what it holds, how the KV cache is mapped on it, copies and swaps beside the steps."""
+"""The device and its memory: accounting, KV cache mapping, asynchronous copies and swaps."""

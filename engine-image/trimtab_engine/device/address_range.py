@@ -1,11 +1,10 @@
-"""Addresses that a KV cache's tensors lie at, and how much of them has memory behind it. What lies where is
-kv_cache.py's.
+"""Address ranges of KV cache tensors and the memory mapped in them. kv_cache.py defines their layout.
 
 ```
-range    | region 0: used | given back … | region 1: used | given back … | …       a region: one layer's keys, or values
+range    | region 0: used | released …   | region 1: used | released …   | …       a region: one layer's keys, or values
 ```
-Three kinds: the machine's memory (one anonymous mapping: a page becomes resident when it is written, and goes back by
-madvise), one plain allocation of a device, and a device's mapped pages (mapped_range.py).
+Three kinds: host memory (one anonymous mapping: a page becomes resident when written, and is released by madvise), one
+plain allocation of a device, and a device's mapped pages (mapped_range.py).
 """
 
 import contextlib
@@ -18,19 +17,19 @@ from typing import Any, Protocol
 import torch
 
 MAP_NORESERVE = 0x4000  # <asm/mman.h>; the mmap module names it only in later Pythons
-MADV_NOHUGEPAGE = 15  # likewise: a huge page would make blocks resident that nobody wrote
+MADV_NOHUGEPAGE = 15  # a huge page would make unwritten blocks resident
 
 Span = tuple[int, int]
 """Bytes [first, last) of the range."""
 Pin = Callable[[int, int], Callable[[], None]]
-"""Makes (address, bytes) readable and writable for a device, and returns what ends that."""
+"""Makes (address, bytes) accessible to a device, and returns the function that undoes it."""
 
 
 class AddressRange(Protocol):
-    """A range whose addresses never change. Its regions begin and end on pages of `page_bytes`."""
+    """A range with fixed addresses. Its regions are aligned to pages of `page_bytes`."""
 
     is_live: bool
-    """Whether memory comes and goes with keep(); else it is all taken from the beginning."""
+    """True if keep() maps and unmaps memory. False if all of it is allocated from the start."""
 
     @property
     def whole(self) -> torch.Tensor:
@@ -38,20 +37,24 @@ class AddressRange(Protocol):
         ...
 
     def keep(self, used: Sequence[int]) -> None:
-        """Have memory for the first used[i] bytes of region i, and give back the whole pages behind them, whose
-        content is lost. Either no region grows or none shrinks. Raises MemoryError, and then nothing has changed."""
+        """Provide memory for the first used[i] bytes of region i, and release whole pages after them, whose content is
+        lost. Either no region grows or none shrinks.
+
+        Raises:
+            MemoryError: If memory is insufficient. Nothing has changed.
+        """
         ...
 
     def resident_bytes(self) -> int:
-        """What really takes memory now, in whole pages."""
+        """Return the bytes that actually take memory now, in whole pages."""
         ...
 
 
 class AddressSpace(Protocol):
-    """Where ranges come from: a device, or the machine's own memory."""
+    """Source of ranges: a device, or the host's memory."""
 
     def page_bytes(self, num_regions: int) -> int:
-        """What the regions of a range are multiples of."""
+        """Return the alignment of regions."""
         ...
 
     def reserve(self, regions: Sequence[Span], page_bytes: int) -> AddressRange:
@@ -60,8 +63,9 @@ class AddressSpace(Protocol):
 
 
 class HostMemory:
-    """The machine's own memory, whatever the engine's device is. With `pin` a CUDA device can read and write it, and
-    all of it is resident from the beginning."""
+    """The host's memory, whatever the engine's device is. With `pin` a CUDA device can access it, and all of it is
+    resident from the start.
+    """
 
     def __init__(self, pin: Pin | None = None) -> None:
         self._pin = pin
@@ -74,8 +78,11 @@ class HostMemory:
 
 
 def pin_for_cuda(address: int, num_bytes: int) -> Callable[[], None]:
-    """Lock these pages in memory, at addresses that devices use as well; returns what unlocks them. Raises MemoryError
-    where that is refused."""
+    """Pin these pages, at addresses that devices use as well. Return the function that unpins them.
+
+    Raises:
+        MemoryError: If pinning fails.
+    """
     runtime: Any = torch.cuda.cudart  # torch types it not
     error = int(runtime().cudaHostRegister(address, num_bytes, 0))
     if error != 0:
@@ -88,9 +95,11 @@ def pin_for_cuda(address: int, num_bytes: int) -> Callable[[], None]:
 
 
 class HostRange:
-    """An anonymous private mapping: growing costs nothing, shrinking is exact to a page. Where it is pinned, it is
-    unpinned when the last tensor of it has gone, before its addresses are given to somebody else: the driver would
-    refuse to pin them again, or the device would go on reading the old pages."""
+    """An anonymous private mapping: growing costs nothing, shrinking is exact to a page.
+
+    A pinned range is unpinned when its last tensor is freed, before its addresses are reused: otherwise the driver
+    would refuse to pin them again, or the device would continue to read the old pages.
+    """
 
     is_live = True
 
@@ -100,11 +109,11 @@ class HostRange:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._mapping = mmap.mmap(-1, self._size, flags=flags)
         with contextlib.suppress(OSError):  # a kernel without huge pages
-            # What is pinned is resident anyway, and pinned page by page: the larger they are, the sooner it is done.
+            # Pinned memory is resident anyway and pinned page by page: larger pages are faster.
             self._mapping.madvise(MADV_NOHUGEPAGE if pin is None else mmap.MADV_HUGEPAGE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         memory = (ctypes.c_ubyte * self._size).from_address(address)
-        # The finalizer holds the mapping, the tensors hold what is finalized.
+        # The finalizer holds the mapping; the tensors hold the finalized object.
         unpin = None if pin is None else pin(address, self._size)
         weakref.finalize(memory, _release, self._mapping, unpin).atexit = False
         self.whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -126,13 +135,13 @@ class HostRange:
 
 
 def _release(mapping: mmap.mmap, unpin: Callable[[], None] | None) -> None:
-    """The mapping goes with this call's last reference to it."""
+    """Unpin; the mapping is freed with this call's last reference to it."""
     if unpin is not None:
         unpin()
 
 
 class AllocatedRange:
-    """One allocation for all regions, taken at once: what is used of it is a limit in the engine's books only."""
+    """One allocation for all regions, made at once: limits exist only in the engine's bookkeeping."""
 
     is_live = False
 
@@ -140,7 +149,7 @@ class AllocatedRange:
         self.whole = torch.zeros(regions[-1][1], dtype=torch.uint8, device=device)
 
     def keep(self, used: Sequence[int]) -> None:
-        """Nothing comes or goes."""
+        """Do nothing: all memory is allocated."""
 
     def resident_bytes(self) -> int:
         return self.whole.numel()

@@ -1,8 +1,8 @@
-"""What torch allocates on the CPU, counted call by call.
+"""Counter of torch's CPU allocations.
 
-The kernel's figures for a process (resident memory, its high-water mark) differ by some hundred KiB from start to
-start: heaps grow in steps, threads bring arenas, pages are rounded. What the code asks torch for is the same every
-time. The number of KV blocks is computed from it, and so it is the same (ADR-0017).
+The kernel's figures for a process (resident memory, its high-water mark) differ by some hundred KiB between starts:
+heaps grow in steps, threads add arenas, pages are rounded. Requests to torch are deterministic. The number of KV blocks
+is computed from them and is therefore deterministic too (ADR-0017).
 """
 
 from collections.abc import Iterator
@@ -19,22 +19,23 @@ MEMORY_EVENT = "memory_alloc"
 
 @dataclass(slots=True)
 class Growth:
-    """What a block of code took beyond what was there before it, in bytes; final when the `with` block ends."""
+    """Memory growth of a block of code in bytes; final when the `with` block ends."""
 
     kept: int = 0
-    """What it still holds at its end."""
+    """Bytes still held at the end."""
     peak: int = 0
-    """The most that it held at once."""
+    """Maximum bytes held at once."""
 
 
 @contextmanager
 def count_allocations() -> Iterator[Growth]:
-    """Count what this thread allocates and frees through torch on the CPU. Such blocks do not nest.
+    """Count this thread's CPU allocations and frees through torch. Blocks cannot be nested. Memory allocated before
+    does not count, nor does its freeing. A file mapped by torch counts like an allocation: map it before.
 
-    What was there before does not count, nor does its end. A file that torch maps counts like an allocation: map it
-    before. This is the profiler that torch had before Kineto:
-    it starts at once, writes nothing to the terminal, and its events carry the sizes. Raises ConfigError where the
-    caller profiles already, as torch has one profiler for each thread.
+    Uses torch's legacy profiler: it starts immediately, prints nothing, and its events carry sizes.
+
+    Raises:
+        ConfigError: If the caller is already profiling; torch has one profiler per thread.
     """
     growth = Growth()
     try:

@@ -1,7 +1,7 @@
-"""The CUDA driver's calls for virtual memory, as plain functions of addresses and sizes. Which pages there are is
-mapped_range.py's.
+"""CUDA driver calls for virtual memory, as plain functions of addresses and sizes.
 
-The bindings (`cuda-bindings`, extra `cuda`) are handed in, so that tests record what is called with what.
+mapped_range.py manages pages. The bindings (`cuda-bindings`, extra `cuda`) are a parameter, so that tests can record
+calls.
 """
 
 import importlib
@@ -22,8 +22,12 @@ def load_bindings() -> ModuleType | None:
 
 
 class CudaDriver:
-    """One device's. Every call raises MemoryError where the device has no memory left, else RuntimeError, with the
-    driver's own word for it."""
+    """Driver calls of one device.
+
+    Raises:
+        MemoryError: If the device has no memory left.
+        RuntimeError: For other errors, with the driver's message.
+    """
 
     def __init__(self, bindings: Any, device_index: int) -> None:
         self._cuda = bindings
@@ -36,21 +40,21 @@ class CudaDriver:
             location.id = device_index
 
     def granularity(self) -> int:
-        """What every size and address is a multiple of: 2 MiB on today's devices."""
+        """Return the alignment of sizes and addresses: 2 MiB on current devices."""
         smallest = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         size = self._call("cuMemGetAllocationGranularity", self._properties, smallest)
         return int(size)
 
     def reserve(self, num_bytes: int, alignment: int) -> int:
-        """An address range without memory behind it."""
+        """Reserve an address range without memory and return its address."""
         return int(self._call("cuMemAddressReserve", num_bytes, alignment, 0, 0))
 
     def free_range(self, address: int, num_bytes: int) -> None:
-        """Give a range back. Nothing is mapped in it any more."""
+        """Free a range in which nothing is mapped."""
         self._call("cuMemAddressFree", address, num_bytes)
 
     def map(self, address: int, num_bytes: int) -> None:
-        """Put new memory behind these addresses. It is freed when they are unmapped, and has no access yet."""
+        """Map new memory at these addresses. It is freed when unmapped, and has no access rights yet."""
         handle: Handle = self._call("cuMemCreate", num_bytes, self._properties, 0)
         try:
             self._call("cuMemMap", address, num_bytes, 0, handle, 0)

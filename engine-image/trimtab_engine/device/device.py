@@ -1,4 +1,4 @@
-"""The device as the engine sees it: how large it is, what is in use, and what a block of code takes of it.
+"""The device of the engine: its size, memory in use, and the memory of a block of code.
 
 The CPU is a device like any other. Its size is `--device-memory-bytes`, else the container's memory limit, else a share
 of the machine's memory (host_memory.py).
@@ -29,15 +29,14 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LOADING_MMAP_THRESHOLD_BYTES = 1 << 20
 """While weights load, every larger allocation is its own mapping, so that temporary copies really go back."""
 SERVING_MMAP_THRESHOLD_BYTES = 32 << 20
-"""glibc's maximum. While serving, activations are reused from the heap instead of being mapped and faulted in anew."""
+"""glibc's maximum. While serving, activations reuse heap memory instead of being mapped and faulted in again."""
 SERVING_TRIM_THRESHOLD_BYTES = (1 << 31) - 1
 
 
 class Device:
-    """One rank's device. `memory_bytes` overrides its size; `cpu_threads` the threads of CPU operators.
-
-    With several ranks on this node the CPU, its memory and its threads, is divided among them; GPUs are dealt out, and
-    shared when there are fewer.
+    """One rank's device. `memory_bytes` overrides its size; `cpu_threads` the threads of CPU operators. With several
+    ranks on this node, CPU memory and threads are divided among them; GPUs are assigned in turn, and shared if there
+    are fewer.
     """
 
     def __init__(
@@ -65,15 +64,15 @@ class Device:
         self.num_threads = cpu_threads or max(1, allowed_cpus() // local_count)
         self.total_bytes = memory_bytes or self._own_size()
         self.memory: AddressSpace = HostMemory()
-        """Where its KV cache lies."""
+        """Memory of the KV cache."""
         self.swap_memory: AddressSpace = HostMemory() if kind == "cpu" else HostMemory(pin_for_cuda)
-        """Where swapped-out blocks lie: on CUDA pinned, so that the device copies them itself."""
+        """Memory of swapped-out blocks: pinned on CUDA, so that the device copies them itself."""
         if kind == "cpu":
             torch.set_num_threads(self.num_threads)
         else:
             self.memory = open_cuda_memory(self.torch, self.total_bytes)
         self.scratch: AddressSpace = self.memory if kind == "cpu" else CudaMemory(self.torch, self.total_bytes, None)
-        """Where a KV cache lies that is soon dropped: torch frees it."""
+        """Memory of short-lived KV caches, freed by torch."""
 
     def _own_size(self) -> int:
         if self.kind == "cuda":
@@ -82,22 +81,23 @@ class Device:
 
     @property
     def limit_bytes(self) -> int | None:
-        """This rank's part of what the kernel lets the container use, whatever size the device is given; None: no
-        limit, or CUDA."""
+        """This rank's share of the container's memory limit, whatever size the device is given. None means no limit, or
+        CUDA.
+        """
         limit = cgroup_memory_limit() if self.kind == "cpu" else None
         return None if limit is None else limit // self._local_count
 
     def kv_rounding_bytes(self, num_regions: int) -> int:
-        """What a KV cache of so many regions may take beyond its blocks, because its memory comes in pages. The CPU's
-        pages are too small to count."""
+        """Return the bytes that a KV cache of so many regions may take beyond its blocks, because memory is allocated
+        in pages. CPU pages are too small to count.
+        """
         is_mapped = isinstance(self.memory, CudaMemory) and self.memory.is_mapped
         return num_regions * self.memory.page_bytes(num_regions) if is_mapped else 0
 
     def used_bytes(self) -> int:
-        """What the driver says is in use.
-
-        CUDA: the whole device. CPU: the container's anonymous and shared memory when its control group has a limit,
-        else that of this process and its parent (the API server); this process's alone with several ranks.
+        """Return the memory in use. CUDA: the whole device, by the driver. CPU: the container's anonymous and shared
+        memory if its control group has a limit, else that of this process and its parent (the API server); only this
+        process's with several ranks.
         """
         if self.kind == "cuda":
             free, total = torch.cuda.mem_get_info()
@@ -110,12 +110,13 @@ class Device:
 
     @contextmanager
     def measure(self) -> Iterator[Growth]:
-        """Measure what the block takes. CPU: what torch is asked for, which is the same every time. CUDA: what the
-        driver counts, as kernels and libraries take some without torch."""
+        """Measure the memory of the block. CPU: torch allocations, which are deterministic. CUDA: the driver's count,
+        because kernels and libraries allocate without torch.
+        """
         if self.kind == "cpu":
             with count_allocations() as growth:
                 yield growth
-            _trim()  # the count's own notes lie between what was allocated
+            _trim()  # the counter's own objects lie between the allocations
             return
         growth = Growth()
         torch.cuda.synchronize()
@@ -128,7 +129,7 @@ class Device:
         growth.kept, growth.peak = max(0, grown), max(0, grown + given_back)
 
     def settle(self) -> None:
-        """CUDA: wait for what was begun, and give back what the allocator keeps for later."""
+        """On CUDA, wait for the device and release the allocator's cached memory."""
         if self.kind == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -149,7 +150,7 @@ class Device:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. Torch says so for the CPU in words only."""
+    """Return True if an allocation failed. For the CPU torch reports it only in the message."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):

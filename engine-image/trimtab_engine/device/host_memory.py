@@ -1,7 +1,8 @@
-"""The host's memory and CPUs as the kernel tells of them: the container's limits and use, processes, the machine.
+"""Host memory and CPUs by the kernel's accounting: container limits and usage, processes, the machine. No torch: the
+server's first process uses it as well.
 
-What is "in use" is what the kernel cannot drop: anonymous and shared memory. File pages (the weights' files, the
-interpreter) are page cache: they go when memory gets short. No torch here: the server's first process asks as well.
+Memory "in use" is memory that the kernel cannot reclaim: anonymous and shared memory. File pages (weight files, the
+interpreter) are page cache, which is dropped under pressure.
 """
 
 import logging
@@ -16,10 +17,11 @@ from trimtab_engine.config.engine import EngineConfig
 NO_LIMIT_BYTES = 1 << 60
 """Control groups write "no limit" as a number near 2^63; no machine has this much."""
 MACHINE_SHARE = 2
-"""Without a limit an engine's device is 1/MACHINE_SHARE of the machine's memory: the desktop, the page cache and a
-second engine are to live, too."""
+"""Without a limit an engine's device is 1/MACHINE_SHARE of the machine's memory, to leave room for the desktop, the
+page cache and a second engine.
+"""
 AVAILABLE_STEP_BYTES = 256 << 20
-"""Where even that is not available, what is available is taken in steps of this size."""
+"""If that is not available, available memory is rounded down to this step."""
 GIB = 1 << 30
 
 logger = logging.getLogger("trimtab_engine.memory")
@@ -27,28 +29,30 @@ logger = logging.getLogger("trimtab_engine.memory")
 
 @dataclass(frozen=True, slots=True)
 class DeviceDefault:
-    """How large the CPU's device is where nobody says: bytes of all ranks of this machine, and whether that is less
-    than a start on an idle machine would give."""
+    """Default size of the CPU device: bytes of all ranks of this machine, and whether that is less than on an idle
+    machine.
+    """
 
     num_bytes: int
     is_cut_short: bool = False
 
 
 def default_device() -> DeviceDefault:
-    """The container's limit; without one half of the machine's memory, or what is available if that is less."""
+    """Return the container's limit, or without one half of the machine's memory, or less if less is available."""
     limit = cgroup_memory_limit()
     return DeviceDefault(limit) if limit is not None else share_of_machine(machine_bytes(), available_bytes())
 
 
 def with_device_memory(config: EngineConfig) -> EngineConfig:
-    """The configuration with the size of the CPU's device in it, per rank: decided once, before any process starts, as
-    what is available then changes with every process. On CUDA each rank asks its GPU."""
+    """Return the configuration with the CPU device's size per rank, decided once before any process starts, because
+    available memory changes with every process. On CUDA each rank queries its GPU.
+    """
     if config.device == "cuda" or config.device_memory_bytes is not None:
         return config
     default = default_device()
     if default.is_cut_short:
         logger.warning(
-            "the device is %.2f GiB, which is what is available now, instead of half the machine's memory (%.2f GiB): "
+            "the device is %.2f GiB, the memory available now, instead of half the machine's memory (%.2f GiB): "
             "the next start may find another size; set --device-memory-bytes to have the same each time",
             default.num_bytes / GIB,
             machine_bytes() / MACHINE_SHARE / GIB,
@@ -70,13 +74,14 @@ def machine_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """What the kernel could give to new processes without swapping, by its own estimate."""
+    """Return the kernel's estimate of memory available to new processes without swapping."""
     return _status_bytes(Path("/proc/meminfo"), ("MemAvailable",))
 
 
 def room_bytes(own_bytes: int) -> int:
-    """What processes that hold `own_bytes` now may come to hold beside all that others hold: on the machine, and in
-    each control group that limits them."""
+    """Return the maximum memory of processes that hold `own_bytes` now, given all others: on the machine, and in each
+    limiting control group.
+    """
     rooms = [available_bytes() + own_bytes]
     for folder in _cgroups("memory"):
         limit, used = _limit_of(folder), _used_in(folder)
@@ -124,7 +129,7 @@ def cgroup_used_bytes() -> int | None:
 
 
 def allowed_cpus() -> int:
-    """CPUs that this process may use at once: its affinity, and its control group's quota rounded up."""
+    """Return the CPUs usable at once: the affinity, and the control group's quota rounded up."""
     count = len(os.sched_getaffinity(0))
     for folder in _cgroups("cpu"):
         quota, period = _cpu_quota(folder)
@@ -188,7 +193,7 @@ def _cgroups(controller: str) -> list[Path]:
 
 
 def _read_int(path: Path) -> int | None:
-    """The file's number; None when it is absent or says "max"."""
+    """Return the file's number. None if it is absent or contains "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Nothing is trained here: what computes a step runs in torch's inference mode, which is entered once for all of it."""
+"""torch's inference mode for steps, entered once per step."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,9 +10,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def inferring(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` in inference mode. To enter it takes the host as long as to launch a kernel, so whoever is in it
-    already does not enter it again."""
+def in_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap `function` to run in inference mode. Entering it takes the host as long as launching a kernel, so it is
+    skipped if already active.
+    """
     entering = torch.inference_mode()(function)
 
     @wraps(function)

@@ -1,16 +1,15 @@
-"""The KV cache's memory: one reserved address range, of which the first blocks are in use. Which request owns which
-block is the block manager's business.
+"""The KV cache's memory: one reserved address range whose first blocks are in use. The block manager assigns blocks.
 
-Addresses are reserved once and never move; memory comes and goes behind the blocks that may be used, on the CPU and,
+Addresses are reserved once and never move; memory is mapped and unmapped for usable blocks on the CPU and,
 with the driver's bindings, on CUDA (address_range.py, mapped_range.py).
 
 ```
 range    | layer 0 keys: block 0 | 1 | 2 | … | reserved | pad | layer 0 values: … | layer 1 keys: …
                        |-- num_blocks --|---- cap ----|
 ```
-Where values are part of the keys, as in latent vectors, a layer has the keys' region alone.
+If values are part of the keys, as in latent vectors, a layer has only the keys' region.
 A region (one layer's keys, or values) starts on a page, so regions share none. A draft model's layers follow the
-target's, under the same block ids: what happens to a block happens to both.
+target's, under the same block ids: every block operation applies to both.
 """
 
 from collections.abc import Callable
@@ -30,15 +29,16 @@ BUS_PROGRAMS = 64  # of a copy over the bus: 16 KiB each on their way are ten ti
 
 @dataclass(frozen=True, slots=True)
 class KVLayers:
-    """The largest group of one model's layers, whose keys and values are equally large, or values part of the keys, and
-    the dtype of both. Layers of its other groups lie in the same places: a block is one group's at a time."""
+    """The largest KV group of one model, whose keys and values are equally large, or values are part of the keys, and
+    the dtype of both. Layers of its other groups use the same memory: a block belongs to one group at a time.
+    """
 
     group: KVGroup
     dtype: torch.dtype
 
     @property
     def regions_per_layer(self) -> int:
-        """Keys and values lie apart, where there are both."""
+        """Number of regions per layer: 2 if keys and values are separate, else 1."""
         return 2 if self.group.each.value_size else 1
 
     @property
@@ -48,12 +48,12 @@ class KVLayers:
 
     @property
     def bytes_per_token(self) -> int:
-        """One token in one region."""
+        """Bytes of one token in one region."""
         return self.group.num_elements * self.dtype.itemsize // self.num_regions
 
 
 class KVTensors(Protocol):
-    """What a model reads and writes: a whole KV cache, or one model's part of it."""
+    """Keys and values that a model reads and writes: a whole KV cache, or one model's part of it."""
 
     @property
     def keys(self) -> list[torch.Tensor]: ...
@@ -71,14 +71,12 @@ class LayerTensors:
 
 
 HOST: AddressSpace = HostMemory()
-"""The machine's own memory, whatever the engine's device is."""
+"""The host's memory, whatever the engine's device is."""
 
 
 class KVCache:
     """Keys and values of as many layers as the largest group has. `num_blocks` of `cap_blocks` may be used; addresses
-    never change.
-
-    `reserved_num_blocks` is what the tensors have addresses for: the cap may be set lower once it is known (limit()).
+    never change. `reserved_num_blocks` is the number of blocks with addresses: the cap may be lowered later (limit()).
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class KVCache:
         self.mirror: Callable[[KvChange], None] | None = None
         """Told of each change before it is made, so that other ranks make it too."""
         self.failures_elsewhere: Callable[[], list[str]] = list
-        """Waits until all other ranks have mapped what they were told to, and says what kept some of them from it."""
+        """Waits until all other ranks have mapped their blocks, and returns their failures."""
         models = [layers, *([draft] if draft else [])]
         self._page = page = memory.page_bytes(sum(model.num_regions for model in models))
         self._regions = _lay_out(models, cap_blocks, block_size, page)
@@ -122,7 +120,7 @@ class KVCache:
         """Like keys; the keys themselves, of which values are the first elements, where a layer has no others."""
         self.device = whole.device
         self.block_words = [_as_words(whole, self._regions[first:last]) for first, last in _runs(models)]
-        """Per model: [regions, blocks, block_bytes // 8] int64, for moving blocks whatever their dtype."""
+        """Per model: [regions, blocks, block_bytes // 8] int64, for moving blocks of any dtype."""
         self.draft = LayerTensors(*(part[layers.group.num_layers :] for part in (self.keys, self.values)))
         """The draft model's layers; none without one."""
 
@@ -138,17 +136,17 @@ class KVCache:
 
     @property
     def mapped_bytes(self) -> int:
-        """What the blocks that may be used take when all are written."""
+        """Bytes of all usable blocks when written."""
         return self.num_blocks * self.bytes_per_block
 
     @property
     def rounding_bytes(self) -> int:
-        """What the last pages of all regions may take beyond mapped_bytes."""
+        """Bytes that the last pages of all regions may take beyond mapped_bytes."""
         return self._page * len(self._regions) if self.releases_memory else 0
 
     @property
     def releases_memory(self) -> bool:
-        """Whether memory comes and goes with the blocks; else num_blocks is a limit in the books only."""
+        """True if memory is mapped and unmapped with the blocks. False if num_blocks is only a limit in bookkeeping."""
         return self._range.is_live
 
     def limit(self, cap_blocks: int) -> None:
@@ -205,16 +203,14 @@ class KVCache:
         copy_across(self, self, pairs)
 
     def resident_bytes(self) -> int:
-        """What is really in memory now, in whole pages. One allocation: all of it."""
+        """Return the bytes in memory now, in whole pages; all of it for a plain allocation."""
         return self._range.resident_bytes()
 
 
 def copy_across(source: KVCache, destination: KVCache, pairs: list[tuple[int, int]]) -> None:
     """Copy whole blocks (of source, of destination) between caches of one layout, over all layers. No destination is
-    also a source.
-
-    On CUDA it is ordered with the kernels of the current stream, before and after, and nobody waits here; a copy over
-    the bus leaves most of the device to who computes beside it.
+    also a source. On CUDA copies are ordered with the kernels of the current stream, without host waits; a copy over
+    the bus leaves most of the device to concurrent work.
     """
     if not pairs:
         return
@@ -234,12 +230,12 @@ class _Region:
     block_bytes: int
     start: int
     used_end: int
-    """Behind the last block; what follows is padding."""
+    """End of the last block; the rest is padding."""
     end: int
 
 
 def _runs(models: list[KVLayers]) -> list[tuple[int, int]]:
-    """Each model's regions [first, last): equally large, at equal distances."""
+    """Return each model's regions [first, last): equally large, at equal distances."""
     ends = [sum(model.num_regions for model in models[: n + 1]) for n in range(len(models))]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 

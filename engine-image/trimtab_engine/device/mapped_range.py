@@ -3,11 +3,11 @@ mapped behind the first bytes of each region.
 
 ```
 region   |-- page 0 --|-- page 1 --|-- page 2 --|............ reserved only ............|
-used     |---------------------------..^                       the last page is shared with blocks that are not used
+used     |---------------------------..^                       the last page also covers unused blocks
 ```
-A page here is one map of the driver, some of its 2 MiB: a map can only be undone as a whole, so a page is as large as
-the rounding allows, so that a resize takes few calls (`page_bytes_for`). Growing costs three calls per page (create,
-map, release) and one per region (access), shrinking one per page.
+A page here is one mapping of the driver, a multiple of 2 MiB. A mapping can only be removed as a whole; pages are as
+large as rounding allows, so that a resize takes few calls (`page_bytes_for`). Growing costs three calls per page
+(create, map, release) and one per region (access), shrinking one per page.
 """
 
 import logging
@@ -35,7 +35,7 @@ def page_bytes_for(device_bytes: int, num_regions: int, granularity: int) -> int
 
 
 class Owner:
-    """What every tensor over a range keeps alive: when the last one has gone, so does the range."""
+    """Object kept alive by every tensor over a range; the range is freed with the last one."""
 
 
 class _ArrayAt:
@@ -53,7 +53,7 @@ class _ArrayAt:
 
 
 class _Pages:
-    """What is mapped of the regions of one reservation."""
+    """Mapped pages of the regions of one reservation."""
 
     def __init__(
         self, regions: Sequence[Span], page_bytes: int, driver: CudaDriver, synchronize: Callable[[], None]
@@ -89,7 +89,7 @@ class _Pages:
             self._driver.allow_access(first, added)
 
     def _shrink(self, sizes: Sequence[int]) -> None:
-        """Unmap what lies behind the first sizes[i] bytes. Kernels in flight may still read it: they end first."""
+        """Unmap pages after the first sizes[i] bytes. Waits for kernels in flight, which may still read them."""
         ends = [min(size, mapped) for size, mapped in zip(sizes, self.mapped, strict=True)]
         if ends == self.mapped:
             return
@@ -102,8 +102,9 @@ class _Pages:
 
 
 class MappedRange:
-    """Regions of one reservation, which goes with the last tensor over it. `tensor_at` makes one of an address and a
-    size that keeps its third argument alive; `synchronize` waits until the device has finished all it was given."""
+    """Regions of one reservation, freed with the last tensor over it. `tensor_at` makes a tensor of an address and a
+    size that keeps its third argument alive; `synchronize` waits until the device has finished all work.
+    """
 
     is_live = True
 
@@ -120,7 +121,7 @@ class MappedRange:
         owner = Owner()
         self._close = weakref.finalize(owner, pages.close)
         self._close.atexit = False  # then the driver takes everything back, perhaps before
-        # torch asks the driver whose the first address is, and the driver knows only of addresses that are mapped.
+        # torch queries the driver for the first address's device, and the driver knows only mapped addresses.
         self.keep([1] + [0] * (len(regions) - 1))
         self.whole = tensor_at(pages.address, pages.size, owner)
 
@@ -131,19 +132,19 @@ class MappedRange:
         return sum(self._pages.mapped)
 
     def close(self) -> None:
-        """Give memory and addresses back now. The tensors must not be used any more."""
+        """Release memory and addresses now. The tensors must not be used any more."""
         self._close()
 
 
 class CudaMemory:
-    """A CUDA device's memory for KV caches. `driver` None: it cannot be mapped page by page."""
+    """A CUDA device's memory for KV caches. `driver` None means it cannot be mapped page by page."""
 
     def __init__(self, device: torch.device, device_bytes: int, driver: CudaDriver | None) -> None:
         self._device, self._device_bytes, self._driver = device, device_bytes, driver
 
     @property
     def is_mapped(self) -> bool:
-        """Whether addresses can be reserved without memory."""
+        """True if addresses can be reserved without memory."""
         return self._driver is not None
 
     def page_bytes(self, num_regions: int) -> int:
@@ -164,7 +165,9 @@ class CudaMemory:
 
 
 def open_cuda_memory(device: torch.device, device_bytes: int) -> CudaMemory:
-    """With the driver's bindings mapped page by page, without them one allocation, which is said once."""
+    """Return memory mapped page by page with the driver's bindings; without them plain allocations, which is logged
+    once.
+    """
     bindings = load_bindings()
     if bindings is None:
         logger.warning(

@@ -1,7 +1,7 @@
 """torch.profiler around running steps: started and stopped on request, one Chrome trace per recording.
 
-Recording costs time and memory with each operator, so it ends by itself after MAX_STEPS steps; the trace is then
-written when it is asked for. Open it in chrome://tracing or https://ui.perfetto.dev.
+Recording costs time and memory with each operator, so it ends after MAX_STEPS steps; the trace is then written on
+request. Open it in chrome://tracing or https://ui.perfetto.dev.
 """
 
 import logging
@@ -30,7 +30,7 @@ def check_profiler_dir(folder: Path) -> None:
 
 
 class Profiler:
-    """Records what the engine's process does. `folder` None: profiling is off, and starting it is refused."""
+    """Records the engine process's steps. `folder` None means profiling is disabled, and starting it is rejected."""
 
     def __init__(self, folder: str | None) -> None:
         self._folder = None if folder is None else Path(folder)
@@ -87,7 +87,7 @@ class Profiler:
 
 
 def _new_profile() -> Any:
-    """All threads: the model may run in one of its own."""
+    """Return a profile of all threads: the model may run in a separate one."""
     from torch import profiler
     from torch._C._profiler import _ExperimentalConfig
 

@@ -1,6 +1,7 @@
-"""Between host and device without waiting: pinned memory, copies that are only begun, marks that say when one ended.
+"""Asynchronous transfers between host and device: pinned memory, started copies, and completion marks.
 
-The only places of a decode step that touch both sides. On the CPU a copy is done when it returns, and marks are void.
+These are the only places of a decode step that touch both sides. On the CPU copies are synchronous, and marks do
+nothing.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ def pinned_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def copy_to_device(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Begin to copy from pinned memory. The source must stay as it is until a later mark is reached."""
+    """Start a copy from pinned memory. The source must not change until a later mark is reached."""
     destination.copy_(source, non_blocking=True)
 
 
@@ -28,8 +29,7 @@ def copy_to_host(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class Leading:
-    """The first rows of a tensor that stays where it is, as steps want them: the view is made anew when another number
-    is wanted, which is seldom."""
+    """Cached view of the first rows of a fixed tensor; rebuilt only when the number of rows changes, which is rare."""
 
     __slots__ = ("_count", "_view", "_whole")
 
@@ -66,8 +66,7 @@ def write(destination: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def receive(values: torch.Tensor) -> torch.Tensor:
-    """Begin to bring values that are not changed any more to the host, where they must not be read before a later mark
-    is reached."""
+    """Start copying values, which must not change, to the host. Read the result only after a later mark is reached."""
     if not values.is_cuda:
         return values
     received = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -84,12 +83,12 @@ class Mark:
         self._is_set = False
 
     def set(self) -> None:
-        """Here: after everything that was begun so far."""
+        """Mark this point: after everything started so far."""
         self._is_set = True
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        """Until the device has come to the place that was marked last; at once when none was."""
+        """Wait until the device has reached the last mark. Return immediately if there is none."""
         if self._event is not None and self._is_set:
             self._event.synchronize()

@@ -1,19 +1,19 @@
-"""Which of several engine cores gets the next request: the one with the least to do, as far as is known here.
+"""Load balancing of requests over engine cores: chooses the least loaded core, by local knowledge. Pure.
 
-A guess only chooses whom to ask first: a core that cannot run the request at once says so, and the next one is asked
-(client.py). Where all say so, the request queues with the least loaded. Pure.
+The choice only determines the first candidate: a core that cannot run the request immediately rejects it, and the next
+one is tried (client.py). If all reject it, the request queues on the least loaded core.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-WAITING_WEIGHT = 6.0  # vLLM's: how much a waiting request counts on a core whose KV cache is full
+WAITING_WEIGHT = 6.0  # vLLM's: weight of a waiting request on a core with a full KV cache
 USAGE_FLOOR = 0.5  # below this much KV cache in use, waiting requests wait for something else
 
 
 @dataclass(slots=True)
 class CoreLoad:
-    """What is known of one core: what this client has sent, and what the core last reported to it."""
+    """Known load of one core: requests sent by this client, and the core's last report."""
 
     num_sent: int = 0
     num_running: int = 0
@@ -21,7 +21,9 @@ class CoreLoad:
     kv_usage: float = 0.0
 
     def score(self, num_clients: int) -> float:
-        """Requests to count: a report may be older than what was sent, and other clients send about as much."""
+        """Return the load as a number of requests. A report may be older than sent requests, and other clients send
+        about as much.
+        """
         known = max(num_clients * self.num_sent, self.num_running + self.num_waiting)
         return known + self.num_waiting * WAITING_WEIGHT * max(0.0, self.kv_usage - USAGE_FLOOR)
 
@@ -35,8 +37,9 @@ class CoreBalancer:
         self._turn = 0
 
     def choose(self, without: frozenset[int] = frozenset(), among: Collection[int] | None = None) -> int:
-        """The least loaded core that is not in `without`; of all cores when every one is. `among`: the cores there are,
-        at least one; None: all."""
+        """Return the least loaded core not in `without`, or of all cores if every core is in it. `among`: the available
+        cores, at least one; None means all.
+        """
         num_cores = len(self._loads)
         order = [(self._turn + offset) % num_cores for offset in range(num_cores)]
         if among is not None:
@@ -53,7 +56,7 @@ class CoreBalancer:
         self._loads[core].num_sent -= 1
 
     def forget(self, core: int) -> None:
-        """Its process is another from now on."""
+        """Reset the load reported by a replaced process."""
         self._loads[core] = CoreLoad(num_sent=self._loads[core].num_sent)
 
     def report(self, core: int, *, num_running: int, num_waiting: int, kv_usage: float) -> None:

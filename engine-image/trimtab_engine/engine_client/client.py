@@ -1,8 +1,8 @@
-"""An API server's side of the engine: two sockets to each core, and who waits for which answer.
+"""The API server's client of the engine cores: sockets, requests and pending replies. Never imports torch.
 
-There is one core, or one per data-parallel rank: then each request goes to one of them, each admin call to all. Cores
-may join and retire while others serve (scaling.py). The sockets are bound where the launcher says, and one task
-reads each core. It never imports torch. The cores' processes are launcher.py's.
+There is one core, or one per data-parallel rank: then each request goes to one of them, and each admin call to all.
+Cores may join and retire while others serve (scaling.py). The sockets are bound at the launcher's addresses, and one
+task reads each core. launcher.py owns the processes.
 """
 
 import asyncio
@@ -19,51 +19,54 @@ import zmq
 import zmq.asyncio
 
 from trimtab_engine.engine_client.balancer import CoreBalancer
-from trimtab_engine.engine_client.mailbox import Mailbox, PlainRun
+from trimtab_engine.engine_client.core_registry import CoreRegistry
+from trimtab_engine.engine_client.liveness import LivenessTracker, Silence
+from trimtab_engine.engine_client.output_queue import OutputQueue, PlainRun
 from trimtab_engine.engine_client.replies import merge_replies, merge_states
-from trimtab_engine.engine_client.roster import CoreRoster
-from trimtab_engine.engine_client.vital_signs import Silence, VitalSigns
-from trimtab_engine.errors import EngineDead, EngineSilent, InvalidRequest
+from trimtab_engine.errors import EngineDead, EngineUnresponsive, InvalidRequest
 from trimtab_engine.ipc.network import is_ipv6_url, is_on_network
 from trimtab_engine.ipc.shared_secret import SharedSecret
-from trimtab_engine.messages import (
-    REFUSED,
+from trimtab_engine.messages.admin import (
     AbandonPatch,
-    AbortRequests,
-    AddRequest,
     AdminCall,
     AdminReply,
     Call,
+    EngineState,
+    LoadLora,
+    PatchConfig,
+    PreparePatch,
+    Sleep,
+    UnloadLora,
+    WakeUp,
+)
+from trimtab_engine.messages.channel import FromCore, ToCore
+from trimtab_engine.messages.lifecycle import (
     ClientAddresses,
-    ClientOutputs,
     CoreBusy,
     CoreFailed,
     CoreLoaded,
     CoreReady,
     CoreRetiring,
-    EngineState,
-    ForgetMedia,
-    FromCore,
-    LoadLora,
     LoadProgress,
-    PatchConfig,
-    PlainTokens,
-    PreparePatch,
     RetireSeen,
-    SequenceOutput,
     Shutdown,
-    Sleep,
     StartWave,
+)
+from trimtab_engine.messages.requests import (
+    REFUSED,
+    AbortRequests,
+    AddRequest,
+    ClientOutputs,
+    ForgetMedia,
+    PlainTokens,
+    SequenceOutput,
     StepOutputs,
     StepStats,
-    ToCore,
-    UnloadLora,
-    WakeUp,
 )
 from trimtab_engine.multimodal.mirror import Sender
 
 MESSAGES_AT_ONCE = 64  # of a core, before the loop does something else
-SILENCE_LOOK_SECONDS = 1.0  # how often who waits for an admin call looks whether its core still lives
+SILENCE_LOOK_SECONDS = 1.0  # interval of liveness checks while waiting for an admin call
 
 logger = logging.getLogger("trimtab_engine.api")
 
@@ -73,19 +76,22 @@ class _Asked:
     """A request that a core works on: which one, and where its outputs go."""
 
     core: int
-    outputs: Mailbox = field(default_factory=Mailbox)
+    outputs: OutputQueue = field(default_factory=OutputQueue)
 
 
 class CoreClient:
-    """One line to each core.
+    """A connection to each core.
 
-    `addresses`: one entry per core that there can be, data-parallel ranks from `first_rank` on; the first `num_initial`
-    are started with the engine. `on_ready` is called when all of these are ready, then
-    `on_step` with the statistics of each step, in order; only client 0 gets those. `on_state` is called whenever the
-    state of all cores together is another, `on_gone` with the rank of a core that has retired, or could not join.
-    `silence_timeout`: seconds after which a core that says nothing counts as hung; 0: never. `secret`: what cores on
-    other nodes have to know. `media_cache_bytes`: how much each core keeps of this client's images and videos, as it
-    was told when it was started.
+    Args:
+        addresses: One entry per possible core: data-parallel ranks from `first_rank` on; the first `num_initial` are
+        started with the engine.
+        on_ready: Called when all initial cores are ready.
+        on_step: Called in order with the statistics of each step; only client 0 receives them.
+        on_state: Called when the merged state of all cores changes.
+        on_gone: Called with the rank of a core that has retired or could not join.
+        silence_timeout: Seconds without a message after which a core counts as hung; 0: never.
+        secret: Shared secret for cores on other nodes.
+        media_cache_bytes: Bytes of this client's images and videos that each core caches, as configured at its start.
     """
 
     def __init__(
@@ -105,8 +111,8 @@ class CoreClient:
         on_gone: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self._addresses, self._client_index, self.first_rank = addresses, client_index, first_rank
-        self.roster = CoreRoster(len(addresses), num_initial or len(addresses))
-        self._vital_signs = VitalSigns(silence_timeout)
+        self.roster = CoreRegistry(len(addresses), num_initial or len(addresses))
+        self._vital_signs = LivenessTracker(silence_timeout)
         self._secret = secret
         self._media = [Sender(media_cache_bytes) for _ in addresses]
         self._media_cache_bytes = media_cache_bytes
@@ -123,19 +129,19 @@ class CoreClient:
         self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
         self._readers: list[asyncio.Task[None]] = []
         self._requests: dict[str, _Asked] = {}
-        self._plain: list[list[Mailbox]] = [[] for _ in addresses]
-        """Whom the plain tokens of each core are for."""
-        self._nobody = Mailbox()
-        """Stands for those of them that were aborted meanwhile."""
+        self._plain: list[list[OutputQueue]] = [[] for _ in addresses]
+        """Queues of the requests with plain tokens, per core."""
+        self._nobody = OutputQueue()
+        """Placeholder queue for requests among them that were aborted."""
         self._calls: dict[str, asyncio.Future[AdminReply]] = {}
         self._closing = False
         self._stepped = asyncio.Event()
         self.last_steps = [0] * len(addresses)
-        """The newest step of each core that anything has been heard of."""
+        """The newest step received from each core."""
         self._progress = [LoadProgress("starting", 0.0) for _ in addresses]
         self._facts: CoreReady | None = None
         self.ready: CoreReady | None = None
-        """What the first core said when it was ready, once all are."""
+        """The first core's CoreReady, once all are ready."""
         self.failure: CoreFailed | None = None
         self.loaded = asyncio.Event()
         """Set when all cores are ready, or one has failed."""
@@ -143,7 +149,7 @@ class CoreClient:
         """Set when a core has failed or its process has ended: one lost, everything ends."""
 
     def open(self) -> None:
-        """Bind the sockets and read what comes."""
+        """Bind the sockets and start reading."""
         for index, (inbox, outbox, address) in enumerate(
             zip(self._inboxes, self._outboxes, self._addresses, strict=True)
         ):
@@ -151,7 +157,7 @@ class CoreClient:
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.IPV6, is_ipv6_url(address.to_core))
                 if self._secret is not None and is_on_network(address.to_core):
-                    self._secret.guard_listener(socket)
+                    self._secret.set_curve_server(socket)
             outbox.setsockopt(zmq.SNDHWM, 0)
             inbox.setsockopt(zmq.RCVHWM, 0)
             outbox.bind(address.to_core)
@@ -165,7 +171,7 @@ class CoreClient:
 
     @property
     def progress(self) -> LoadProgress:
-        """How far the core has come that is furthest behind, among those that start with the engine."""
+        """Return the lowest load progress among cores that start with the engine."""
         needed = [self._progress[core] for core in self.roster.cores("loading", "serving")]
         return min(needed, key=lambda progress: progress.percent)
 
@@ -178,11 +184,11 @@ class CoreClient:
 
     @property
     def silence(self) -> Silence | None:
-        """The words on a core that has said nothing for too long."""
+        """Return a core that has been silent for too long. None if there is none."""
         return self._vital_signs.silence(time.monotonic())
 
     def silent_seconds(self) -> dict[int, float]:
-        """Seconds since anything was heard of each core that serves, by data-parallel rank."""
+        """Return the seconds since the last message of each serving core, by data-parallel rank."""
         return {self.first_rank + core: s for core, s in self._vital_signs.seconds(time.monotonic()).items()}
 
     @property
@@ -193,9 +199,11 @@ class CoreClient:
     # --- requests -------------------------------------------------------------------------------------------------
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[SequenceOutput | PlainRun, None]:
-        """One sequence's outputs; the last has a finish_reason. Leaving early aborts. EngineDead if a core ends.
+        """Yield one sequence's outputs; the last has a finish_reason. Closing the generator aborts the request. With
+        several cores each is tried in turn for immediate execution; the last one must queue it.
 
-        With several cores those are asked in turn who can run it at once; the last one has to queue it.
+        Raises:
+            EngineDead: If a core ends.
         """
         request_id = request.request_id
         request.client_index = self._client_index
@@ -270,8 +278,12 @@ class CoreClient:
             self._requests[request_id].outputs.put(SequenceOutput(request_id, [], "abort"))
 
     async def call(self, call: Call) -> AdminReply:
-        """One admin call, answered between two steps. EngineDead if a core ends first. With several cores a change is
-        tried on all before it is made on any."""
+        """Send one admin call, answered between two steps. With several cores a change is validated on all before it is
+        applied to any.
+
+        Raises:
+            EngineDead: If a core ends first.
+        """
         if len(self.roster.serving) > 1:
             match call:
                 case PatchConfig(dry_run=False):
@@ -283,7 +295,7 @@ class CoreClient:
         return await self._call_all(call)
 
     async def _patch_all(self, call: PatchConfig) -> AdminReply:
-        """On all cores or on none: each judges the change and maps what it needs, then all make it, or give that up."""
+        """Apply a PATCH to all cores or none: each validates it and maps memory, then all apply or abandon it."""
         cores = self.roster.serving
         prepare = PreparePatch(call.values, call.if_match)
         replies = await asyncio.gather(*(self.call_one(prepare, core) for core in cores))
@@ -297,7 +309,7 @@ class CoreClient:
         return reply
 
     async def _wake_all(self, call: WakeUp, level: int) -> AdminReply:
-        """All cores get back what they gave up, or none does; then all work again at once."""
+        """Wake up all cores or none; then all resume together."""
         memory = [tag for tag in call.tags if tag != "scheduling"]
         if memory:
             cores = self.roster.serving
@@ -332,7 +344,7 @@ class CoreClient:
         return merge_replies(call, await asyncio.gather(*(self.call_one(call, core) for core in cores)))
 
     async def call_one(self, call: Call, core: int) -> AdminReply:
-        """One admin call to one core."""
+        """Send one admin call to one core."""
         self._raise_if_dead()
         call_id = uuid.uuid4().hex
         future: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
@@ -344,15 +356,19 @@ class CoreClient:
             self._calls.pop(call_id, None)
 
     async def _answer(self, future: "asyncio.Future[AdminReply]") -> AdminReply:
-        """EngineSilent when a core hangs: nobody would answer."""
+        """Wait for a reply.
+
+        Raises:
+            EngineSilent: If a core hangs.
+        """
         while not future.done():
             await asyncio.wait({future}, timeout=SILENCE_LOOK_SECONDS)
             if not future.done() and (silence := self.silence) is not None:
-                raise EngineSilent(str(silence))
+                raise EngineUnresponsive(str(silence))
         return future.result()
 
     async def heard_of(self, steps: Sequence[int]) -> None:
-        """Return when these steps, one number per core, have been heard of."""
+        """Return when these steps, one number per core, have been received."""
         while any(map(operator.lt, self.last_steps, steps)):
             self._stepped.clear()
             await self._stepped.wait()
@@ -360,16 +376,19 @@ class CoreClient:
     # --- cores that join and retire (client 0) ----------------------------------------------------------------------
 
     def expect(self, core: int) -> "asyncio.Future[None]":
-        """A core that is about to be started beside those that serve: done when it has loaded, EngineDead when it ends
-        before."""
+        """Register a core about to join. The future is done when the core has loaded, and fails with EngineDead if it
+        ends before.
+        """
         self.roster.joins(core)
-        self._media[core] = Sender(self._media_cache_bytes)  # another process, which has nothing yet
+        self._media[core] = Sender(self._media_cache_bytes)  # a new process without any state
         self._progress[core] = LoadProgress("starting", 0.0)
         future = self._joining[core] = asyncio.get_running_loop().create_future()
         return future
 
     def core_ended(self, core: int, failure: CoreFailed | None) -> None:
-        """A core's process has ended; None: as it was told. Unless it was needed, the others go on."""
+        """Handle the end of a core's process; `failure` is None if it was requested. The others continue unless the
+        core was required.
+        """
         if failure is not None and self.roster.is_needed(core):
             self.fail(failure)
             return
@@ -403,8 +422,8 @@ class CoreClient:
             self._send(message, core)
 
     def _send(self, message: ToCore, core: int) -> None:
-        """Hand a message to the socket, in order. It is not waited for: when the core has just died there is nobody to
-        take it, and what tells the waiting is its end, not this socket.
+        """Queue a message on the socket, in order, without waiting. If the core has just died, waiting callers learn it
+        from its end, not from this socket.
         """
         self._outboxes[core].send(self._encoder.encode(message))
 
@@ -418,13 +437,13 @@ class CoreClient:
         try:
             while True:
                 self._take(await inbox.recv(), core)
-                with contextlib.suppress(zmq.Again):  # what else has come costs no future each
+                with contextlib.suppress(zmq.Again):  # read further messages without one future each
                     for _ in range(MESSAGES_AT_ONCE):
                         self._take(ready.recv(zmq.NOBLOCK), core)
                     await asyncio.sleep(0)
-        except Exception as error:  # a defect of ours; without this every request would wait for ever
-            logger.exception("cannot read what the engine core sends")
-            self.fail(CoreFailed(f"cannot read what the engine core sends: {type(error).__name__}: {error}", 1))
+        except Exception as error:  # an internal error; otherwise every request would hang
+            logger.exception("failed to read a message from the engine core")
+            self.fail(CoreFailed(f"failed to read a message from the engine core: {type(error).__name__}: {error}", 1))
 
     def _take(self, body: bytes, core: int) -> None:
         try:
@@ -441,7 +460,7 @@ class CoreClient:
         match message:
             case StepOutputs():
                 self._note_step(message.stats.step, core)
-                self._deliver(message.told, core, message.stats.time)
+                self._deliver(message.request_outputs, core, message.stats.time)
                 self._deliver_plain(message.plain, core, message.stats.time)
                 self._note_load(message.stats, core)
                 if self._on_step is not None and self.roster.is_needed(core):
@@ -479,7 +498,8 @@ class CoreClient:
             case StartWave():
                 self._send_to((other for other in self.roster.present if other != core), message)
             case CoreFailed(text, exit_code):
-                is_one_of_many = len(self._addresses) > 1 and exit_code != 2  # 2: what is wrong is so for all cores
+                # 2: a configuration error affects all cores
+                is_one_of_many = len(self._addresses) > 1 and exit_code != 2
                 self.core_ended(
                     core, CoreFailed(f"engine core {core}: {text}", exit_code) if is_one_of_many else message
                 )
@@ -526,7 +546,7 @@ class CoreClient:
         self._nobody.clear()
 
     def fail(self, failure: CoreFailed) -> None:
-        """The engine serves no more: whoever waits gets EngineDead. The first failure is the cause and stays."""
+        """Mark the engine as failed: all waiting callers get EngineDead. The first failure is kept as the cause."""
         if self.failure is not None:
             return
         self.failure = failure

@@ -17,7 +17,7 @@ from trimtab_engine.engine_client.nodes.messages import CoreEnded
 from trimtab_engine.engine_client.started_core import DEAD_GRACE_SECONDS, StartedCore, cause_of_end
 from trimtab_engine.ipc.network import ReservedPorts, in_url, own_address
 from trimtab_engine.ipc.private_folder import PrivateFolder
-from trimtab_engine.messages import ClientAddresses, CoreFailed, CoreStart
+from trimtab_engine.messages.lifecycle import ClientAddresses, CoreFailed, CoreStart
 
 
 class CoreLauncher:
@@ -44,7 +44,7 @@ class CoreLauncher:
         self._closing = False
 
     def _rendezvous(self) -> str:
-        """Where the ranks of a mixture of experts that spans the cores meet."""
+        """Return the rendezvous of the ranks of an MoE model that spans the cores."""
         if self._ports is None:
             return f"file:{self._folder}/store"
         return f"tcp:{self._ports.address}:{self._ports.take()}"
@@ -63,13 +63,16 @@ class CoreLauncher:
 
     @property
     def process(self) -> asyncio.subprocess.Process | None:
-        """The first core's process, once it was started."""
+        """The first core's process. None before it was started."""
         return self.processes[0] if self._cores else None
 
     async def start(self, client: CoreClient, on_stop: Callable[[], None] = lambda: None) -> None:
-        """Start this node's cores, and let the other nodes join and start theirs; `client` learns of an unexpected end,
-        `on_stop` is called when another node is told to end. Loading goes on in the background. Raises EngineDead when
-        there can be no process, ConfigError when the port cannot be had where nodes meet.
+        """Start this node's cores, and let other nodes join and start theirs. Loading continues in the background.
+        `client` is notified of an unexpected end; `on_stop` is called when another node is asked to stop.
+
+        Raises:
+            EngineDead: If a process cannot be started.
+            ConfigError: If the port for other nodes is not available.
         """
         if self._ports is not None:
             self._hub = Hub(
@@ -85,7 +88,11 @@ class CoreLauncher:
             await self.start_core(index, client)
 
     async def start_core(self, index: int, client: CoreClient, *, joins: bool = False) -> None:
-        """Start one of this node's cores. `joins`: beside cores that serve already. Raises EngineDead."""
+        """Start one of this node's cores. `joins`: True if others already serve.
+
+        Raises:
+            EngineDead: If the process cannot be started.
+        """
         start = self._core_start(index)
         start.joins = joins
         core = self._cores[index] = await StartedCore.start(index, start)
@@ -135,7 +142,7 @@ class CoreLauncher:
         self._private.remove()
 
     async def _tell_the_end(self, core: StartedCore, client: CoreClient) -> None:
-        """Notice that the process has ended, even when it could not say so."""
+        """Report the end of the process, even if it could not report it itself."""
         code = await core.process.wait()
         if self._closing:
             return
@@ -156,7 +163,7 @@ class CoreLauncher:
 
 
 def core_configs(config: EngineConfig, rendezvous: str) -> list[EngineConfig]:
-    """One per data-parallel rank. Their ranks meet there when a mixture of experts spans them."""
+    """Return one configuration per data-parallel rank. `rendezvous` is used by MoE models that span the cores."""
     if config.max_cores == 1:
         return [config]
     return [

@@ -1,11 +1,11 @@
-"""One admin answer of several engine cores, which all got the same call. Pure."""
+"""Merging of the engine cores' replies to one admin call. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from trimtab_engine.messages import (
+from trimtab_engine.messages.admin import (
     AdminReply,
     Call,
     DrainCore,
@@ -48,7 +48,7 @@ def merge_replies(call: Call, replies: list[AdminReply]) -> AdminReply:
 
 
 def _merge_layouts(bodies: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ranks of independent cores are numbered one core after the other; those of one world are already."""
+    """Merge layouts. Ranks of independent cores are numbered consecutively by core; those of one world already are."""
     rows: list[dict[str, Any]] = []
     for index, body in enumerate(bodies):
         own = body["ranks"]
@@ -59,7 +59,9 @@ def _merge_layouts(bodies: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _merge_ledgers(bodies: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each core has a device, or a share of one, of its own. Ranks are numbered as in a layout of independent cores."""
+    """Merge ledgers. Each core has its own device or share of one. Ranks are numbered as in a layout of independent
+    cores.
+    """
     rows: list[dict[str, Any]] = []
     for body in bodies:
         own = body.get("ranks", [])
@@ -76,8 +78,9 @@ def _merge_ledgers(bodies: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def merge_states(states: Sequence[EngineState]) -> EngineState:
-    """What all cores together are: counts and seats add up, the oldest look at an inbox counts, adapters are those that
-    all have, and the configuration is the same in all."""
+    """Merge the states of all cores: counts and sequence slots are summed, the oldest inbox time counts, adapters are
+    those of all cores, and the configuration is equal in all.
+    """
     return msgspec.structs.replace(
         states[0],
         time=min(state.time for state in states),

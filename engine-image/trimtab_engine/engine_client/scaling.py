@@ -1,8 +1,9 @@
-"""Engine cores join and retire while others serve: what a changed data_parallel_size leads to, in the first process.
+"""Live scaling of engine cores (data_parallel_size), run by the first process.
 
-Cores judge the change like any other (config/live/fields.py); here it is carried out. A core that joins loads beside
-the others, takes over the configuration in force, and serves. The highest ranks retire: they take nothing new, finish
-what runs, and end. A core that cannot join leaves everything as it was, and the desired size falls back to what serves.
+Cores validate the change like any other (config/live/fields.py); this module carries it out. A joining core loads while
+others serve, adopts the configuration in force, and serves. The highest ranks retire: they take no new request, finish
+running ones, and end. If a core cannot join, the others continue, and the desired size falls back to the number of
+serving cores.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.engine_client.launcher import CoreLauncher
 from trimtab_engine.errors import EngineDead
-from trimtab_engine.messages import AdminReply, AdoptConfig, Call, GetConfig, GetLayout, PatchConfig, Retire
+from trimtab_engine.messages.admin import AdminReply, AdoptConfig, Call, GetConfig, GetLayout, PatchConfig, Retire
 
 FIELD = "data_parallel_size"
 
@@ -22,7 +23,7 @@ logger = logging.getLogger("trimtab_engine.api")
 
 
 class CoreScaling:
-    """Answers what concerns the configuration and the layout as a whole, and follows data_parallel_size."""
+    """Answers admin calls about the configuration and the layout as a whole, and applies data_parallel_size."""
 
     def __init__(self, client: CoreClient, launcher: CoreLauncher, config: EngineConfig) -> None:
         self._client, self._launcher, self._config = client, launcher, config
@@ -32,7 +33,7 @@ class CoreScaling:
         """The tasks of the cores that join or retire, by core."""
 
     async def call(self, call: Call) -> AdminReply:
-        """One admin call to the engine."""
+        """Send one admin call to the engine."""
         match call:
             case GetConfig():
                 return self._as_it_is(await self._client.call(call))
@@ -83,7 +84,7 @@ class CoreScaling:
         return body | {"data_parallel_rank": first}
 
     def _scaling(self) -> dict[str, Any]:
-        """How many cores serve, which join, with their progress, and which finish what they have."""
+        """Return the number of serving cores, joining ones with progress, and retiring ones."""
         roster = self._client.roster
         joining = [(core, self._client.progress_of(core)) for core in roster.cores("joining")]
         return {
@@ -98,7 +99,7 @@ class CoreScaling:
     # --- carrying it out --------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Start what is missing, retire what is too much. What is under way is looked at again when it is done."""
+        """Start missing cores, retire excess ones. Operations in progress are checked again when done."""
         roster = self._client.roster
         for core in range(self._desired):
             if roster[core] == "absent":
@@ -122,7 +123,7 @@ class CoreScaling:
             self._follow()
 
     async def _join(self, core: int) -> None:
-        logger.info("engine core %d is started beside %d", core, len(self._client.roster.serving))
+        logger.info("engine core %d is starting; %d others serve", core, len(self._client.roster.serving))
         try:
             loaded = self._client.expect(core)
             await self._launcher.start_core(core, self._client, joins=True)
@@ -146,14 +147,14 @@ class CoreScaling:
         logger.info("engine core %d serves", core)
 
     async def _fall_back(self, core: int, error: EngineDead) -> None:
-        """Wish for no more than what there is."""
+        """Set the desired size to the number of present cores."""
         if core >= self._desired:
             return
         logger.error("engine core %d could not join: %s; %s falls back to %d", core, error, FIELD, core)
         await self._patch(PatchConfig({FIELD: max(1, core)}))
 
     async def _retire(self, core: int) -> None:
-        logger.info("engine core %d retires: it finishes what it has", core)
+        logger.info("engine core %d retires after its running requests", core)
         await self._client.call_one(Retire(), core)
         await self._launcher.wait_for_end(core)
         logger.info("engine core %d has ended", core)

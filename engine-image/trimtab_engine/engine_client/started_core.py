@@ -1,4 +1,4 @@
-"""An engine core's process as the one sees it that starts it: start, why it ended, orderly end."""
+"""Process of an engine core from its parent's view: start, cause of an unexpected end, orderly shutdown."""
 
 import asyncio
 import contextlib
@@ -10,12 +10,12 @@ import msgspec
 
 from trimtab_engine.config.engine import core_environment
 from trimtab_engine.errors import EngineDead
-from trimtab_engine.ipc.tie import tied_environment
-from trimtab_engine.messages import CoreStart
+from trimtab_engine.ipc.parent_death import environment_with_parent
+from trimtab_engine.messages.lifecycle import CoreStart
 
 CORE_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.core.process")
 SHUTDOWN_SECONDS = 5.0  # for the core to leave its loop before it is killed
-DEAD_GRACE_SECONDS = 0.5  # for the core's last message, which says why, to arrive after its process has ended
+DEAD_GRACE_SECONDS = 0.5  # for the core's last message with the cause to arrive after its exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +27,22 @@ class StartedCore:
 
     @classmethod
     async def start(cls, index: int, start: CoreStart) -> "StartedCore":
-        """Raises EngineDead when there can be no process."""
+        """Start the process.
+
+        Raises:
+            EngineDead: If it cannot be started.
+        """
         try:
             process = await asyncio.create_subprocess_exec(
                 *CORE_COMMAND,
                 stdin=asyncio.subprocess.PIPE,
-                env=tied_environment(core_environment()),
+                env=environment_with_parent(core_environment()),
                 start_new_session=True,  # Ctrl-C is for the first process, which ends this one in order
             )
         except OSError as error:
             raise EngineDead(f"the engine core's process cannot be started: {error}") from error
         assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has ended already: whoever waits for its end hears so
+        with contextlib.suppress(ConnectionError):  # it has ended already; waiting for its end reports that
             process.stdin.write(msgspec.json.encode(start) + b"\n")
             await process.stdin.drain()
         return cls(index, process)
@@ -53,8 +57,9 @@ class StartedCore:
 
 
 def cause_of_end(name: str, code: int, loading_stage: str | None) -> str:
-    """Words for an end that a core could not tell of itself. `loading_stage`: of a core that was not ready yet. The
-    kernel kills what exceeds the container's memory."""
+    """Return an error message for a core that could not report its end. `loading_stage`: set if it was not ready yet.
+    The kernel kills processes that exceed the container's memory limit.
+    """
     if code == -signal.SIGKILL and loading_stage is not None:
         return (
             f"{name} was killed (signal 9) in stage {loading_stage} of loading, most likely because "
@@ -63,14 +68,14 @@ def cause_of_end(name: str, code: int, loading_stage: str | None) -> str:
         )
     if code == -signal.SIGKILL:
         return (
-            f"{name} ended unexpectedly (killed by signal 9): if nobody did so, memory ran out (the kernel's log says "
-            f"so: dmesg, or OOMKilled in the pod's status); lower --gpu-memory-utilization or --device-memory-bytes, "
-            f"or raise the container's limit"
+            f"{name} ended unexpectedly (killed by signal 9), most likely because memory ran out (the kernel's log has "
+            f"the details: dmesg, or OOMKilled in the pod's status); lower --gpu-memory-utilization or "
+            f"--device-memory-bytes, or raise the container's limit"
         )
     if code == -signal.SIGBUS:
         return (
-            f"{name} ended unexpectedly (killed by signal 7): most likely a file of the model was cut or written over "
-            f"while it was served, or the disk that has it is gone; replace files by renaming others to their names"
+            f"{name} ended unexpectedly (killed by signal 7): most likely a model file was truncated or overwritten "
+            f"while it was in use, or its disk was removed; replace files by renaming new files over them"
         )
     cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return f"{name} ended unexpectedly ({cause})"

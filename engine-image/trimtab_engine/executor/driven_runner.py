@@ -1,24 +1,24 @@
-"""The engine core's own rank, with the others at its side: what it computes, it has them compute as well."""
+"""Runner of the engine core's rank, which mirrors its operations to all other ranks."""
 
 import torch
 
 from trimtab_engine.device.kv_cache import KVLayers
 from trimtab_engine.device.swap_cache import SwapCache
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.executor.block_table_deltas import TableTeller
+from trimtab_engine.executor.block_table_deltas import BlockTableSender
 from trimtab_engine.executor.messages import (
     AdapterLoaded,
-    AskLedger,
     DropWeights,
     ForgetAdapter,
+    GetLedger,
     InitKvCache,
     InitSwapSpace,
+    LedgerReport,
     LoadAdapter,
     Mapped,
     Reloaded,
     ReloadWeights,
     Step,
-    ToldLedger,
 )
 from trimtab_engine.executor.workers import Workers
 from trimtab_engine.memory.formula import Ledger
@@ -31,7 +31,7 @@ from trimtab_engine.scheduling.step_inputs import StepInputs, StepShape
 
 
 class DrivenRunner(ModelRunner):
-    """A ModelRunner whose steps and KV cache operations reach every rank. drive() comes before the first of them."""
+    """A ModelRunner whose steps and KV cache operations reach every rank. Call drive() first."""
 
     drives_others = True
 
@@ -39,19 +39,19 @@ class DrivenRunner(ModelRunner):
         """Take the other ranks along from now on, in step with the cores that this one's are in lockstep with. A step
         has at most `max_num_seqs` sequences."""
         self.workers, self._meter = workers, groups.meter
-        self.teller = TableTeller(len(self.facts.kv_groups), max_num_seqs, self._block_size)
+        self.teller = BlockTableSender(len(self.facts.kv_groups), max_num_seqs, self._block_size)
         self.wave = None if groups.lockstep is None else Wave(groups.lockstep)
-        # A core that sleeps computes padding for those that are still awake, and for that it needs its weights.
+        # A sleeping core computes padding for awake ones, which needs its weights.
         self.can_drop_weights = self.wave is None
 
     def take_wire_bytes(self) -> dict[str, int]:
-        """What went over this rank's wire since the last call, by kind of collective."""
+        """Return the bytes sent by this rank since the last call, by kind of collective."""
         return self._meter.take()
 
     def ledgers(self, own: Ledger) -> dict[int, Ledger]:
-        """The ledgers of every rank of this core, by rank. Each answers when it has done what it was sent before."""
-        self.workers.send(AskLedger(own.blocks_used))
-        told = {answer.rank: answer.ledger for answer in self.workers.answers(ToldLedger)}
+        """Return the ledgers of all ranks of this core, by rank. Each rank answers after its earlier messages."""
+        self.workers.send(GetLedger(own.blocks_used))
+        told = {answer.rank: answer.ledger for answer in self.workers.answers(LedgerReport)}
         return {self.workers.rank: own} | told
 
     def close(self) -> None:
@@ -60,8 +60,8 @@ class DrivenRunner(ModelRunner):
         self.workers.close()
 
     def send(self, inputs: StepInputs | DecodeStep, feed: Feed = ()) -> None:
-        """The other ranks begin at once. Stages before this one's run ahead of it."""
-        assert isinstance(inputs, StepInputs)  # lay_out() makes nothing else for what drives others
+        """Start the step on the other ranks immediately. Earlier pipeline stages run ahead of this one."""
+        assert isinstance(inputs, StepInputs)  # lay_out() returns StepInputs when it drives other ranks
         if self.wave is not None:
             try:
                 inputs.agreed = self._agree(self.wave, inputs)
@@ -72,7 +72,9 @@ class DrivenRunner(ModelRunner):
         self.workers.send(Step(*self.teller.tell(inputs), list(feed)))
 
     def _agree(self, wave: Wave, inputs: StepInputs) -> StepShape:
-        """With the other cores. One that sleeps has no block that the padding of a uniform step could read."""
+        """Agree on a step shape with the other cores. A sleeping core has no block that the padding of a uniform step
+        could read.
+        """
         own = inputs.shape
         if self.steps is None:
             own = StepShape(self.padded_rows(inputs), own.tokens_per_sequence)
@@ -93,8 +95,12 @@ class DrivenRunner(ModelRunner):
         super().drop_weights()
 
     def reload_weights(self) -> None:
-        """Every rank reads its own again, all at once. Raises ModelError, or the failure of a rank; MemoryError, which
-        names the ranks and with no weights on any, where a device has no room for them."""
+        """Reload the weights on every rank at the same time.
+
+        Raises:
+            ModelError: If this rank's source cannot be read, or another rank's failure.
+            MemoryError: If some devices have no room; names the ranks and leaves no weights on any.
+        """
         self.workers.send(ReloadWeights())
         own: MemoryError | None = None
         try:
@@ -111,8 +117,11 @@ class DrivenRunner(ModelRunner):
         raise MemoryError("; ".join(failures))
 
     def load_adapter(self, slot: int, name: str, folder: str) -> bytes:
-        """Every rank reads it. Raises ConfigError where one cannot, or finds other files than this one; the slot is
-        then nobody's, as before."""
+        """Load the adapter on every rank.
+
+        Raises:
+            ConfigError: If a rank cannot read it or finds different files. The slot stays unused.
+        """
         self.workers.send(LoadAdapter(slot, name, folder))
         own: ConfigError | None = None
         try:
@@ -138,7 +147,7 @@ class DrivenRunner(ModelRunner):
         super().forget_adapter(slot)
 
     def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
-        """Reserve it on every rank; later changes follow. A draft model's layers are on this rank alone."""
+        """Reserve the KV cache on every rank and mirror later changes. A draft model's layers are on this rank only."""
         self.workers.send(InitKvCache(cap_blocks))
         super().init_kv_cache(cap_blocks, draft)
         self.kv_cache.mirror = self.workers.send
@@ -148,7 +157,7 @@ class DrivenRunner(ModelRunner):
         return [f"rank {answer.rank}: {answer.error}" for answer in self.workers.answers(Mapped) if answer.error]
 
     def new_swap_cache(self, num_blocks: int) -> SwapCache:
-        """As many host blocks on every rank, which swaps its own part of each."""
+        """Allocate as many host blocks on every rank; each swaps its own part of a block."""
         self.workers.send(InitSwapSpace(num_blocks))
         swap_cache = super().new_swap_cache(num_blocks)
         swap_cache.mirror = self.workers.send

@@ -1,10 +1,11 @@
-"""torch's TCP store for those alone who know the replica's secret. The store itself asks nobody who they are.
+"""Authenticated access to torch's TCP store, which has no authentication of its own. Only ranks that know the replica's
+secret can reach it.
 
     rank ── its store client ── loopback ── caller's relay ══ network ══ listener's relay ── loopback ── the store
-                                            (proof, then sealed frames)
+                                            (proof, then authenticated frames)
 
-So the store listens on the loopback interface of the node that serves it, and is reached through relays. They carry
-what ranks write once when they meet and next to nothing afterwards, in a thread with an event loop of its own.
+The store listens on the loopback interface of the node that serves it, and is reached through relays. They carry the
+ranks' rendezvous data and little afterwards, in a separate thread with its own event loop.
 """
 
 import asyncio
@@ -17,17 +18,17 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from trimtab_engine.ipc.shared_secret import (
-    NothingSaid,
-    NotProven,
-    Seals,
+    AuthenticationFailed,
+    ClosedBeforeHandshake,
+    ConnectionAuthenticator,
     SharedSecret,
-    prove_as_caller,
-    prove_as_listener,
+    authenticate_as_caller,
+    authenticate_as_listener,
 )
 from trimtab_engine.ipc.stream import read_frame, write_frame
 
 CHUNK_BYTES = 64 << 10
-CONNECT_SECONDS = 3.0  # an address whose node is gone swallows packets
+CONNECT_SECONDS = 3.0  # packets to the address of a lost node are dropped
 LOOPBACK = "127.0.0.1"
 
 logger = logging.getLogger("trimtab_engine.rendezvous")
@@ -53,7 +54,7 @@ class Relay:
         self._thread.start()
 
     def close(self) -> None:
-        """Accept nobody any more, and end what there is."""
+        """Stop accepting and close all connections."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join()
@@ -77,12 +78,12 @@ class Relay:
         try:
             await self._join(reader, writer)
         except (OSError, TimeoutError):
-            pass  # the other end is not there: who asked sees the end of its connection
-        except (NotProven, msgspec.DecodeError) as error:
-            if str(error) != self._told:  # who is refused tries again
+            pass  # the other end is absent: the caller's connection closes
+        except (AuthenticationFailed, msgspec.DecodeError) as error:
+            if str(error) != self._told:  # a rejected rank retries
                 self._told = str(error)
                 logger.warning("a connection to the ranks' store was ended: %s", error)
-        except asyncio.CancelledError:  # close() ends it: nobody waits for this task, so it just ends
+        except asyncio.CancelledError:  # cancelled by close(); no task awaits this one
             pass
         finally:
             self._connections.discard(task)
@@ -90,12 +91,12 @@ class Relay:
 
 
 def guard_store(listener: socket.socket, store_port: int, secret: SharedSecret) -> Relay:
-    """Lead whoever comes to `listener` and proves that it knows the secret to the store on the loopback interface."""
+    """Relay connections to `listener` that prove knowledge of the secret to the store on the loopback interface."""
 
     async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            seals = await prove_as_listener(secret, reader, writer)
-        except NothingSaid:
+            seals = await authenticate_as_listener(secret, reader, writer)
+        except ClosedBeforeHandshake:
             return
         store = await asyncio.open_connection(LOOPBACK, store_port)
         await _pump_both(store, (reader, writer), seals)
@@ -106,14 +107,14 @@ def guard_store(listener: socket.socket, store_port: int, secret: SharedSecret) 
 def reach_store(host: str, port: int, secret: SharedSecret) -> Relay:
     """Listen on the loopback interface for this process's store client, and lead it to the guarded store.
 
-    Raises NotProven when there is another one, OSError when there is none. Looked at beforehand, as torch's client only
-    knows that it has to try again.
+    Raises AuthenticationFailed when there is another one, OSError when there is none. Looked at beforehand, as torch's
+    client only knows that it has to try again.
     """
 
-    async def connect() -> tuple[Streams, Seals]:
+    async def connect() -> tuple[Streams, ConnectionAuthenticator]:
         far = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_SECONDS)
         try:
-            return far, await prove_as_caller(secret, *far)
+            return far, await authenticate_as_caller(secret, *far)
         except BaseException:
             far[1].close()
             raise
@@ -133,7 +134,7 @@ def reach_store(host: str, port: int, secret: SharedSecret) -> Relay:
     return Relay(socket.create_server((LOOPBACK, 0)), join)
 
 
-async def _pump_both(near: Streams, far: Streams, seals: Seals) -> None:
+async def _pump_both(near: Streams, far: Streams, seals: ConnectionAuthenticator) -> None:
     """Carry bytes between the loopback side and the sealed side until either ends."""
     ways = {
         asyncio.create_task(_seal_all(near[0], far[1], seals)),
@@ -150,13 +151,13 @@ async def _pump_both(near: Streams, far: Streams, seals: Seals) -> None:
         near[1].close()
 
 
-async def _seal_all(near: asyncio.StreamReader, far: asyncio.StreamWriter, seals: Seals) -> None:
+async def _seal_all(near: asyncio.StreamReader, far: asyncio.StreamWriter, seals: ConnectionAuthenticator) -> None:
     while chunk := await near.read(CHUNK_BYTES):
         write_frame(far, chunk, seals)
         await far.drain()
 
 
-async def _open_all(far: asyncio.StreamReader, near: asyncio.StreamWriter, seals: Seals) -> None:
+async def _open_all(far: asyncio.StreamReader, near: asyncio.StreamWriter, seals: ConnectionAuthenticator) -> None:
     while (chunk := await read_frame(far, seals)) is not None:
         near.write(chunk)
         await near.drain()

@@ -1,11 +1,11 @@
-"""What the engine core and the workers of its ranks say to each other: msgspec structs over ZMQ, never pickle."""
+"""Messages between the engine core and its workers: msgspec structs over ZMQ, never pickle."""
 
 import msgspec
 from trimtab_modelspec.memory_formula import MemoryFormula
 
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.device.changes import CopyBlocks, MapBlocks, SwapBlocks, UnmapAbove
-from trimtab_engine.executor.block_table_deltas import ToldTables
+from trimtab_engine.device.kv_commands import CopyBlocks, MapBlocks, SwapBlocks, UnmapAbove
+from trimtab_engine.executor.block_table_deltas import BlockTableDelta
 from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.scheduling.step_inputs import StepInputs
@@ -30,12 +30,12 @@ class WorkerStart(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome"):
-    """The answer to Hello: the rank is yours. What all ranks do comes from `steps`, first Join."""
+    """Answer to Hello: the rank is assigned. Commands to all ranks follow from `steps`, first Join."""
 
     steps: str
 
 
-class Taken(msgspec.Struct, tag="taken"):
+class RankTaken(msgspec.Struct, tag="taken"):
     """The other answer to Hello: `holder` has this rank."""
 
     holder: str
@@ -60,16 +60,15 @@ class InitSwapSpace(msgspec.Struct, tag="init_swap"):
 
 
 class StartSteps(msgspec.Struct, tag="start_steps"):
-    """Make this device's steps: fixed inputs, and graphs, which all ranks capture at once. Answer with StartedSteps.
-
-    `max_model_len` is what is served: the core may have cut it to what fits.
+    """Create this device's steps: fixed inputs, and graphs, which all ranks capture at the same time. Answered with
+    StartedSteps. `max_model_len` is the served length, which the core may have reduced.
     """
 
     max_model_len: int
 
 
 class DropWeights(msgspec.Struct, tag="drop_weights"):
-    """Give their memory back. No step comes before ReloadWeights."""
+    """Release the weights' memory. No step follows before ReloadWeights."""
 
 
 class ReloadWeights(msgspec.Struct, tag="reload_weights"):
@@ -77,7 +76,7 @@ class ReloadWeights(msgspec.Struct, tag="reload_weights"):
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter"):
-    """Read an adapter into a slot that nobody uses, and answer with AdapterLoaded."""
+    """Read an adapter into an unused slot. Answered with AdapterLoaded."""
 
     slot: int
     name: str
@@ -85,22 +84,23 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter"):
 
 
 class ForgetAdapter(msgspec.Struct, tag="forget_adapter"):
-    """Nobody uses the slot's adapter any more."""
+    """Mark the slot as unused."""
 
     slot: int
 
 
 class Step(msgspec.Struct, tag="step"):
-    """`inputs` without block tables, which `tables` tell of, a group each. `feed`: (index in token_ids, row) of the
-    tokens that the step before sampled, which the core's rank hands to the others on the device."""
+    """A step: `inputs` without block tables, and `tables` with one delta per KV group. `feed`: (index in token_ids,
+    row) of tokens sampled by the previous step, which the core's rank sends on the device.
+    """
 
     inputs: StepInputs
-    tables: list[ToldTables]
+    tables: list[BlockTableDelta]
     feed: list[tuple[int, int]] = []
 
 
-class AskLedger(msgspec.Struct, tag="ask_ledger"):
-    """Answer with ToldLedger. The core knows how many KV blocks are in use."""
+class GetLedger(msgspec.Struct, tag="ask_ledger"):
+    """Answer with LedgerReport. The core knows how many KV blocks are in use."""
 
     blocks_used: int
 
@@ -109,7 +109,7 @@ class Stop(msgspec.Struct, tag="stop"):
     """Leave; nothing is answered."""
 
 
-ToHello = Welcome | Taken
+ToHello = Welcome | RankTaken
 ToWorker = (
     Join
     | Profile
@@ -125,7 +125,7 @@ ToWorker = (
     | LoadAdapter
     | ForgetAdapter
     | Step
-    | AskLedger
+    | GetLedger
     | Stop
 )
 
@@ -134,7 +134,7 @@ ToWorker = (
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What one rank really is and holds: a row of GET /admin/v1/layout. Layers are [first, last]."""
+    """Actual placement and shard of one rank: a row of GET /admin/v1/layout. Layers are [first, last]."""
 
     rank: int
     host: str
@@ -150,7 +150,7 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """The worker runs and asks for its rank."""
+    """The worker runs and requests its rank."""
 
     rank: int
     host: str
@@ -167,7 +167,7 @@ class Profiled(msgspec.Struct, tag="profiled"):
 
 
 class StartedSteps(msgspec.Struct, tag="started_steps"):
-    """What fixed inputs and graphs take of this rank's device, in bytes."""
+    """Device memory of this rank's fixed inputs and graphs, in bytes."""
 
     rank: int
     buffer_bytes: int
@@ -197,7 +197,7 @@ class AdapterLoaded(msgspec.Struct, tag="adapter_loaded"):
     error: str = ""
 
 
-class ToldLedger(msgspec.Struct, tag="ledger"):
+class LedgerReport(msgspec.Struct, tag="ledger"):
     rank: int
     ledger: Ledger
 
@@ -224,7 +224,7 @@ FromWorker = (
     | Mapped
     | Reloaded
     | AdapterLoaded
-    | ToldLedger
+    | LedgerReport
     | WorkerFailed
     | RankAlive
 )

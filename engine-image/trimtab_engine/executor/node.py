@@ -1,4 +1,4 @@
-"""A node beside that of the only engine core: it starts its ranks' processes, and ends with them."""
+"""Entry point of a node that only runs workers of the single engine core. It ends with them."""
 
 import signal
 import sys
@@ -13,7 +13,7 @@ OWN_WORD_SECONDS = 5.0  # for SIGTERM to reach this node, too, when the engine e
 
 
 def run_node(config: EngineConfig) -> int:
-    """Run this node's workers until one ends. Returns 0 when all ended as they were told, else 1."""
+    """Run this node's workers until one ends. Return 0 if all ended on request, else 1."""
     layout = Layout.of(config, is_moe=False)  # one engine core: there are no others to share experts with
     count = config.ranks_per_node
     numbers = range(config.node_rank * count, (config.node_rank + 1) * count)
@@ -43,7 +43,8 @@ def run_node(config: EngineConfig) -> int:
         return 0
     if not any(codes):
         deadline = time.monotonic() + OWN_WORD_SECONDS
-        while not signals and time.monotonic() < deadline:  # or its container would start anew, and have to end again
+        # otherwise its container would restart and have to end again
+        while not signals and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return 0
     print(f"trimtab-engine: node {config.node_rank} ends: a rank of the engine has ended", file=sys.stderr, flush=True)

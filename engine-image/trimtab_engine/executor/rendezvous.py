@@ -1,9 +1,9 @@
-"""How the ranks of an engine find each other, and the process groups that they make of it.
+"""Rendezvous of an engine's ranks and the creation of their process groups.
 
-One node: a file in a private folder, and gloo on the loopback interface, so that nothing listens on the network.
-Several: torch's TCP store on --master-addr and --master-port, which the node of the engine core serves; ranks and
-messages then use the nodes' own addresses towards it. With a secret of the nodes the store is behind relays that ask
-for it (guarded_store.py); without one, and for what gloo and NCCL send, the network between the nodes is trusted
+On one node: a file in a private folder, and gloo on the loopback interface, so that no port is open on the network. On
+several nodes: torch's TCP store on --master-addr and --master-port, served by the engine core's node; ranks and
+messages use the nodes' addresses towards it. With a secret the store is behind authenticating relays
+(guarded_store.py); without one, and for gloo and NCCL traffic, the network between the nodes is trusted
 (docs/concepts/parallelism.md).
 """
 
@@ -22,15 +22,15 @@ from trimtab_engine.config.engine import LOOPBACK_INTERFACE, EngineConfig, use_i
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.executor.guarded_store import LOOPBACK, Relay, guard_store, reach_store
 from trimtab_engine.ipc.network import family_of, interface_of, own_address
-from trimtab_engine.ipc.shared_secret import NotProven, SharedSecret
+from trimtab_engine.ipc.shared_secret import AuthenticationFailed, SharedSecret
 from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
 from trimtab_engine.parallel.ranks import Layout
 
-STORE_TIMEOUT = timedelta(minutes=10)  # for what every rank writes once all are there
+STORE_TIMEOUT = timedelta(minutes=10)  # for keys that every rank writes after all have joined
 ASK_SECONDS = 15.0  # for the core to answer, which takes milliseconds
-KEY_TIMEOUT = timedelta(seconds=10)  # for what the core writes as soon as it serves the store
+KEY_TIMEOUT = timedelta(seconds=10)  # for keys that the core writes when it serves the store
 STEP_TIMEOUT = timedelta(minutes=10)  # a stage waits for the one before it: as long as its longest step
-CONNECT_SECONDS = 3.0  # an address whose node is gone swallows packets: try again, it may lead elsewhere by then
+CONNECT_SECONDS = 3.0  # packets to a lost node are dropped: retry, the address may have moved
 RETRY_SECONDS = 1.0
 ID_KEY = "rendezvous-id"
 
@@ -38,8 +38,9 @@ logger = logging.getLogger("trimtab_engine.rendezvous")
 
 
 def open_store(rendezvous: str, *, serves: bool, secret: SharedSecret | None = None) -> Store:
-    """The store of the world's ranks. `serves`: this process holds it (the first engine core), on this node's own
-    address. `secret`: the nodes', without which nobody reaches it."""
+    """Open the store of the world's ranks. `serves`: this process (the first engine core) serves it on this node's
+    address. `secret`: the nodes' secret; with it, unauthenticated access is rejected.
+    """
     kind, _, address = rendezvous.partition(":")
     if kind == "file":
         return FileStore(address)
@@ -83,12 +84,12 @@ def _relayed_client(host: str, port: int, secret: SharedSecret) -> Store:
 
 
 def _close_with(store: Store, relay: Relay) -> None:
-    """End the relay when nobody holds the store any more; at the process's end nothing needs to be ended."""
+    """Close the relay when the store is garbage collected; at process exit nothing needs to be closed."""
     weakref.finalize(store, relay.close).atexit = False
 
 
 def announce_core(store: Store, config: EngineConfig, control: str) -> None:
-    """Say where the core's control socket is, and whose core it is."""
+    """Publish the address and identity of the core's control socket."""
     store.set(_control_key(config), control)
     store.set(ID_KEY, config.rendezvous_id)
 
@@ -97,16 +98,17 @@ def find_core(rendezvous: str, config: EngineConfig) -> tuple[Store, str]:
     """The store of this rank's core, and its control address. Waits as long as it takes for one with the same id."""
     told = False
     while True:
-        secret = SharedSecret.read(config.rendezvous_secret_file)  # anew: nodes may be given theirs at different times
+        # resolve again: nodes may get their addresses at different times
+        secret = SharedSecret.read(config.rendezvous_secret_file)
         if not rendezvous.startswith("file:"):
             _await_listener(*_host_and_port(rendezvous))
         answer = _ask(rendezvous, config, secret)
-        if isinstance(answer, NotProven):
+        if isinstance(answer, AuthenticationFailed):
             if not told:
                 logger.warning("%s is not this node's replica: %s; waiting for one with the same", rendezvous, answer)
                 told = True
         elif isinstance(answer, Exception):
-            logger.info("the engine core could not be asked (%s); asking again", str(answer).partition("\n")[0])
+            logger.info("the engine core did not answer (%s); retrying", str(answer).partition("\n")[0])
         else:
             store, found, control = answer
             if found == config.rendezvous_id:
@@ -123,10 +125,8 @@ def find_core(rendezvous: str, config: EngineConfig) -> tuple[Store, str]:
 
 
 def _ask(rendezvous: str, config: EngineConfig, secret: SharedSecret | None) -> tuple[Store, str, str] | Exception:
-    """The store, the core's id and its control address; or why there is no answer.
-
-    In a thread of its own: on a node that stands still the kernel accepts connections for a core that answers none, and
-    torch's client then waits whatever its timeout is.
+    """Return the store, the core's id and its control address, or the reason for no answer. Run in a separate thread:
+    on a frozen node the kernel accepts connections that no core answers, and torch's client then ignores its timeout.
     """
     answers: queue.SimpleQueue[tuple[Store, str, str] | Exception] = queue.SimpleQueue()
 
@@ -135,7 +135,8 @@ def _ask(rendezvous: str, config: EngineConfig, secret: SharedSecret | None) -> 
             store = open_store(rendezvous, serves=False, secret=secret)
             store.wait([ID_KEY, _control_key(config)], KEY_TIMEOUT)
             answers.put((store, store.get(ID_KEY).decode(), store.get(_control_key(config)).decode()))
-        except (RuntimeError, OSError, NotProven) as error:  # torch's: the core went while it was asked
+        # torch's error: the core ended during the request
+        except (RuntimeError, OSError, AuthenticationFailed) as error:
             answers.put(error)
 
     threading.Thread(target=ask, name="ask-core", daemon=True).start()
@@ -146,7 +147,9 @@ def _ask(rendezvous: str, config: EngineConfig, secret: SharedSecret | None) -> 
 
 
 def _await_listener(host: str, port: int) -> None:
-    """Return when somebody listens there. Resolves and connects anew each time: the address may change its owner."""
+    """Return when a listener accepts connections. Resolves and connects again each time: the address may move to
+    another node.
+    """
     told = False
     while True:
         try:
@@ -175,7 +178,7 @@ def _host_and_port(rendezvous: str) -> tuple[str, int]:
 
 
 def _interface(rendezvous: str) -> str | None:
-    """Over which the ranks talk; None: the one that the host name leads to."""
+    """Return the interface for traffic between ranks. None means the one that the host name resolves to."""
     return LOOPBACK_INTERFACE if rendezvous.startswith("file:") else interface_of(own_address_at(rendezvous))
 
 

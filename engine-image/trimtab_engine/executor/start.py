@@ -1,4 +1,4 @@
-"""What every rank does at start-up, the engine core's and the others alike: measure its memory, say what it holds."""
+"""Start-up steps of every rank, including the engine core's: memory measurement and rank reports."""
 
 import os
 import socket
@@ -23,9 +23,10 @@ from trimtab_engine.executor.workers import OnDeath, Workers
 from trimtab_engine.memory.encoder import EncoderLimits
 from trimtab_engine.memory.sizing import reserved_for_processes
 from trimtab_engine.models.registry import open_model, parse_model_config
-from trimtab_engine.parallel.groups import ALONE, RankGroups
+from trimtab_engine.parallel.groups import SINGLE_RANK, RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import check_layout
+from trimtab_engine.runner.loading import load_model_runner
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.start import GraphMemory, Report, has_device_steps, start_device_steps
 
@@ -34,8 +35,9 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class BeforeWeights:
-    """What a GPU's driver counts before the weights, in bytes. On the CPU, where processes are still coming to their
-    size by then, a rule takes its place (memory/reserved.py)."""
+    """Memory in use on a GPU before the weights are loaded, in bytes. On the CPU, where process sizes are not final
+    yet, a rule is used instead (memory/reserved.py).
+    """
 
     other_bytes: int = 0
     communicator_bytes: int = 0
@@ -44,7 +46,7 @@ class BeforeWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """The engine core's rank with its weights, and what all ranks said of themselves."""
+    """The engine core's loaded rank, and the reports of all ranks."""
 
     device: Device
     runner: ModelRunner
@@ -53,7 +55,7 @@ class LoadedRank:
     reports: list[RankReport]
 
     def measure(self, config: EngineConfig) -> MemoryFormula:
-        """The memory formula of all ranks, which profile at once."""
+        """Return the memory formula of all ranks, which profile at the same time."""
         if self.workers is None:
             return measure(config, self.device, self.runner, self.before)
         self.workers.send(Profile())
@@ -62,8 +64,9 @@ class LoadedRank:
         return replace(own, other_ranks=tuple(answer.formula for answer in others))
 
     def start_steps(self, config: EngineConfig, formula: MemoryFormula, progress: Report) -> MemoryFormula:
-        """On CUDA: fixed inputs and graphs on all ranks, which capture at once, for their collectives meet. Returns the
-        formula with what these take of each rank. progress gets percent of it."""
+        """On CUDA, create fixed inputs and graphs on all ranks at the same time, because their collectives meet. Return
+        the formula with their memory. `progress` receives percent of it.
+        """
         if self.workers is not None and has_device_steps(self.device):
             self.workers.send(StartSteps(self.runner.facts.max_model_len))
         own = start_device_steps(config, self.device, self.runner, progress)
@@ -84,8 +87,8 @@ def load_rank(config: EngineConfig, progress: Progress, on_rank_death: OnDeath |
     layout = _layout_of(config)
     if layout.world_size == 1:
         device = _own_device(config)
-        before = connect(ALONE, device)
-        runner = ModelRunner.load(config, device, progress, layout=layout)
+        before = connect(SINGLE_RANK, device)
+        runner = load_model_runner(ModelRunner, config, device, progress, layout=layout)
         return LoadedRank(device, runner, before, None, [rank_report(runner, device, layout, 0)])
     workers = Workers(config, layout, on_rank_death)
     try:
@@ -112,9 +115,8 @@ def _layout_of(config: EngineConfig) -> Layout:
     model = parse_model_config(source.config, source.generation_config, source.where)
     if model.moe is not None and config.data_parallel_world_size not in (None, config.data_parallel_size):
         raise NotSupportedError(
-            "--data-parallel-rank and --data-parallel-hybrid-lb are not supported for a mixture of experts, whose "
-            "cores "
-            "step together: use --data-parallel-size with --nnodes, behind one API"
+            "--data-parallel-rank and --data-parallel-hybrid-lb are not supported for an MoE model, whose "
+            "cores step together; use --data-parallel-size with --nnodes and one API"
         )
     layout = Layout.of(config, is_moe=model.moe is not None)
     check_layout(model, layout, config.pipeline_layer_partition, config.num_redundant_experts)
@@ -126,7 +128,7 @@ def _load_driven(config: EngineConfig, layout: Layout, workers: Workers, progres
     progress("ranks", 0.0)
     groups = workers.join()
     before = connect(groups, device)
-    runner = DrivenRunner.load(config, device, progress, layout=layout, rank=workers.rank, groups=groups)
+    runner = load_model_runner(DrivenRunner, config, device, progress, layout=layout, rank=workers.rank, groups=groups)
     assert isinstance(runner, DrivenRunner)
     runner.drive(workers, groups, config.max_num_seqs_cap)
     reports = [answer.report for answer in workers.answers(RankLoaded)]
@@ -134,7 +136,9 @@ def _load_driven(config: EngineConfig, layout: Layout, workers: Workers, progres
 
 
 def connect(groups: RankGroups, device: Device) -> BeforeWeights:
-    """Make the connections of a rank's groups, which all ranks do at once, and look at a GPU before and after."""
+    """Open the connections of a rank's groups, on all ranks at the same time, and measure GPU memory
+    before and after.
+    """
     if device.kind == "cpu":
         groups.connect(device.torch)
         return BeforeWeights()
@@ -145,7 +149,7 @@ def connect(groups: RankGroups, device: Device) -> BeforeWeights:
 
 
 def measure(config: EngineConfig, device: Device, runner: ModelRunner, before: BeforeWeights) -> MemoryFormula:
-    """Run the largest steps and fill in the memory formula. All ranks do so at once: their collectives meet."""
+    """Run the largest steps and fill in the memory formula. All ranks run at the same time: their collectives meet."""
     facts, on_cpu = runner.facts, device.kind == "cpu"
     encoder = EncoderLimits.of(config, facts.max_model_len)
     other_bytes = reserved_for_processes(config, facts.vocab_size) if on_cpu else before.other_bytes
@@ -156,7 +160,7 @@ def measure(config: EngineConfig, device: Device, runner: ModelRunner, before: B
         weights_bytes=facts.weights_bytes,
         activations_peak_bytes=runner.profile(config.max_num_batched_tokens_cap, config.max_num_sampled_rows, encoder)
         + runner.items_bytes(encoder, config.max_num_batched_tokens_cap),
-        # On the CPU the swap space and the host cache lie in the same memory as the KV cache.
+        # On the CPU the swap space and the host cache share memory with the KV cache.
         workspace_bytes=runner.kv_rounding_bytes
         + (config.swap_space_bytes_cap + config.kv_offload_bytes_cap if on_cpu else 0),
         graphs_bytes=0,
@@ -170,7 +174,7 @@ def measure(config: EngineConfig, device: Device, runner: ModelRunner, before: B
 
 
 def rank_report(runner: ModelRunner, device: Device, layout: Layout, rank: int) -> RankReport:
-    """What this rank really is and holds."""
+    """Return the actual placement and shard of this rank."""
     place, shard = layout.place(rank), runner.shard
     return RankReport(
         rank=rank,

@@ -1,8 +1,7 @@
-"""One rank beside the engine core's, `-m trimtab_engine.executor.worker`: does as it is told, until it is told to end.
+"""Worker process of one rank, `-m trimtab_engine.executor.worker`. It executes the engine core's commands.
 
-It reads its start from stdin (JSON), joins the groups, loads its shard, then carries out what the core sends. A thread
-of its own exchanges heartbeats with the core; when the core is gone the process ends, even in the middle of a
-collective.
+It reads its start from stdin (JSON), joins the groups, loads its shard, then serves commands. A separate thread
+exchanges heartbeats with the core; when the core is lost the process ends, even in the middle of a collective.
 """
 
 import logging
@@ -19,23 +18,24 @@ from typing import Any
 import msgspec
 import zmq
 
-from trimtab_engine.device.changes import CopyBlocks, MapBlocks, SwapBlocks, UnmapAbove
 from trimtab_engine.device.device import Device
+from trimtab_engine.device.kv_commands import CopyBlocks, MapBlocks, SwapBlocks, UnmapAbove
 from trimtab_engine.device.swap_cache import SwapCache
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.executor.block_table_deltas import TableReader
+from trimtab_engine.executor.block_table_deltas import BlockTableReceiver
 from trimtab_engine.executor.messages import (
     HEARTBEAT_SECONDS,
     SILENCE_SECONDS,
     AdapterLoaded,
-    AskLedger,
     DropWeights,
     ForgetAdapter,
     FromWorker,
+    GetLedger,
     Hello,
     InitKvCache,
     InitSwapSpace,
     Join,
+    LedgerReport,
     LoadAdapter,
     Mapped,
     Profile,
@@ -49,7 +49,6 @@ from trimtab_engine.executor.messages import (
     Step,
     Stop,
     ToHello,
-    ToldLedger,
     ToWorker,
     Welcome,
     WorkerFailed,
@@ -58,10 +57,11 @@ from trimtab_engine.executor.messages import (
 from trimtab_engine.executor.rendezvous import RETRY_SECONDS, find_core, join_groups
 from trimtab_engine.executor.start import connect, measure, rank_report
 from trimtab_engine.executor.workers import uses_nccl
-from trimtab_engine.ipc.garbage import keep_what_is_there
+from trimtab_engine.ipc.gc_freeze import freeze_startup_objects
 from trimtab_engine.ipc.network import is_ipv6_url, is_on_network
+from trimtab_engine.ipc.parent_death import exit_with_parent
 from trimtab_engine.ipc.shared_secret import SharedSecret
-from trimtab_engine.ipc.tie import end_with_parent
+from trimtab_engine.runner.loading import load_model_runner
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.rank_ledger import rank_ledger
 from trimtab_engine.runner.start import start_device_steps
@@ -88,10 +88,8 @@ class Worker:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def _be_welcomed(self) -> str:
-        """Wait for a core that gives this rank to this process; the address of its steps.
-
-        Until then SIGTERM ends the process. From then on the core, which may be draining, says when it has done with
-        it: it ends by Stop, or when the core is gone.
+        """Wait for a core that assigns this rank to this process and return the address of its commands. SIGTERM ends
+        the process only until then. Afterwards the core, which may be draining, ends it by Stop, or its loss does.
         """
         hello = msgspec.msgpack.encode(Hello(self.rank, socket.gethostname(), os.getpid()))
         decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToHello)
@@ -103,7 +101,7 @@ class Worker:
             while True:
                 self._control.send(hello)
                 if not self._control.poll(int(SILENCE_SECONDS * 1000)):
-                    break  # it has gone; there may be another by now
+                    break  # the core ended; another one may have started
                 answer: ToHello = decoder.decode(self._control.recv())
                 if isinstance(answer, Welcome):
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -119,7 +117,7 @@ class Worker:
         connected.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         connected.setsockopt(zmq.IPV6, is_ipv6_url(address))
         if self._secret is not None and is_on_network(address):
-            self._secret.guard_caller(connected)
+            self._secret.set_curve_client(connected)
         connected.connect(address)
         return connected
 
@@ -127,7 +125,7 @@ class Worker:
         self._control.send(msgspec.msgpack.encode(message))
 
     def await_others(self) -> bool:
-        """Whether every rank came. The core ends instead when it cannot start."""
+        """Return True if every rank has joined. False if the core ended because it cannot start."""
         return isinstance(self._next(), Join)
 
     def load(self) -> None:
@@ -143,17 +141,17 @@ class Worker:
         nccl = uses_nccl(config)
         groups = join_groups(self._store, self.layout, self.rank, uses_nccl=nccl, rendezvous=start.rendezvous)
         self._before = connect(groups, device)
-        self._runner = ModelRunner.load(
-            config, device, lambda stage, percent: None, layout=self.layout, rank=self.rank, groups=groups
+        self._runner = load_model_runner(
+            ModelRunner, config, device, lambda stage, percent: None, layout=self.layout, rank=self.rank, groups=groups
         )
         self._device = device
         self.tell(RankLoaded(rank_report(self._runner, device, self.layout, self.rank)))
 
     def serve(self) -> None:
-        """Carry out what the core sends, in its order, until Stop."""
+        """Execute the core's commands in order, until Stop."""
         runner = self._runner
         swap_cache: SwapCache | None = None
-        tables = TableReader()
+        tables = BlockTableReceiver()
         has_weights = True
         while True:
             message = self._next()
@@ -174,7 +172,7 @@ class Worker:
                 case Profile():
                     formula = measure(self._config, self._device, runner, self._before)
                     self.tell(Profiled(self.rank, formula))
-                case AskLedger():
+                case GetLedger():
                     ledger = rank_ledger(
                         formula,
                         self._device,
@@ -182,7 +180,7 @@ class Worker:
                         blocks_used=message.blocks_used,
                         has_weights=has_weights,
                     )
-                    self.tell(ToldLedger(self.rank, ledger))
+                    self.tell(LedgerReport(self.rank, ledger))
                 case InitKvCache():
                     runner.init_kv_cache(message.cap_blocks)
                 case StartSteps():
@@ -223,25 +221,25 @@ class Worker:
         self._control.close()
 
     def _beat(self) -> None:
-        """Say that this rank lives, and end the process when the core does not answer any more."""
+        """Send heartbeats, and end the process when the core no longer answers."""
         line = self._connect(zmq.DEALER, self._control_address)
         body = msgspec.msgpack.encode(RankAlive(self.rank))
-        unanswered = 0  # counted, not timed: while this process itself stands still, nobody else has been silent
+        unanswered = 0  # counted, not timed: while this process itself is suspended, silence does not count
         while unanswered * HEARTBEAT_SECONDS < SILENCE_SECONDS:
             line.send(body)
             if line.poll(int(HEARTBEAT_SECONDS * 1000)):
-                while line.poll(0):  # late answers as well: none may speak for a core that has gone since
+                while line.poll(0):  # drain late answers: they must not count for a core that ended since
                     line.recv()
                 unanswered = 0
                 time.sleep(HEARTBEAT_SECONDS)
             else:
                 unanswered += 1
-        print(f"trimtab-engine: rank {self.rank} ends: the engine core is gone", file=sys.stderr, flush=True)
+        print(f"trimtab-engine: rank {self.rank} ends: the engine core does not answer", file=sys.stderr, flush=True)
         os._exit(1)
 
 
 def _error_of(work: Callable[[], None]) -> str:
-    """Why the device has no memory for this; empty: it had, and the work is done."""
+    """Return why the device has no memory for this work. Empty on success."""
     try:
         work()
     except MemoryError as error:
@@ -251,14 +249,14 @@ def _error_of(work: Callable[[], None]) -> str:
 
 def main() -> int:
     """Read the start message from stdin, load, serve. Returns the exit code."""
-    end_with_parent()
+    exit_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     worker = Worker(msgspec.json.decode(sys.stdin.readline(), type=WorkerStart))
     try:
         if worker.await_others():
             worker.load()
-            keep_what_is_there()
+            freeze_startup_objects()
             worker.serve()
     except ConfigError as error:
         worker.tell(WorkerFailed(worker.rank, str(error), exit_code=2))

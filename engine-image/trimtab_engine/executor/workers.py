@@ -1,4 +1,4 @@
-"""The other ranks of an engine, seen from its core: their processes, what is sent to all of them, their answers."""
+"""The other ranks of an engine from the core's side: processes, commands to all of them, answers."""
 
 import contextlib
 import logging
@@ -18,24 +18,24 @@ from trimtab_engine.config.engine import EngineConfig, core_environment
 from trimtab_engine.errors import ConfigError, WorkerDied
 from trimtab_engine.executor.messages import FromWorker, Hello, Join, Stop, ToWorker, WorkerFailed, WorkerStart
 from trimtab_engine.executor.rendezvous import announce_core, join_groups, leave_groups, open_store, own_address_at
-from trimtab_engine.executor.watch import Watch
+from trimtab_engine.executor.worker_monitor import WorkerMonitor
 from trimtab_engine.ipc.network import in_url, is_ipv6_url
+from trimtab_engine.ipc.parent_death import environment_with_parent
 from trimtab_engine.ipc.private_folder import PrivateFolder
 from trimtab_engine.ipc.shared_secret import SharedSecret
-from trimtab_engine.ipc.tie import tied_environment
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.ranks import Layout
 
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.executor.worker")
 STOP_SECONDS = 3.0  # for a worker to leave before it is killed
 STOP_LINGER_MILLISECONDS = 1000  # for Stop to leave before this process ends
-CAUSE_SECONDS = 3.0  # for the watch to name the rank whose connection broke
+CAUSE_SECONDS = 3.0  # for the monitor to report the rank whose connection broke
 POLL_MILLISECONDS = 100
 START_SECONDS = 600.0  # for a process on this node to start: it imports torch
 LOAD_SECONDS = 3600.0  # for the slowest rank's weights
-SAY_SECONDS = 30.0  # between lines about ranks of other nodes that have not come
+SAY_SECONDS = 30.0  # between log lines about missing ranks of other nodes
 OnDeath = Callable[[str, int], None]
-"""Called from a thread of its own with the line that names the rank and the cause, and an exit code."""
+"""Called from a separate thread with a message that names the rank and the cause, and an exit code."""
 Answer = TypeVar("Answer", bound=FromWorker)
 
 logger = logging.getLogger("trimtab_engine.core")
@@ -52,7 +52,7 @@ class Workers:
         self._private = PrivateFolder()
         self._folder = self._private.path
         self._rendezvous = rendezvous_of(config, layout, self._folder)
-        """Where all ranks of the world meet; those of this core may be on one node where the world is not."""
+        """Rendezvous of all ranks of the world; it may span nodes even if this core's ranks do not."""
         self._core_is_on_one_node = config.nodes_per_core == 1
         self._context = zmq.Context()
         control = self._context.socket(zmq.ROUTER)
@@ -70,35 +70,39 @@ class Workers:
         self._processes = start_processes(config, layout, range(1, config.ranks_per_node), self._rendezvous)
         by_rank = {layout.rank_of_process(index, data): process for index, process in self._processes.items()}
         tell = None if on_death is None else (lambda failure: on_death(_line(failure), failure.exit_code))
-        self._watch = Watch(control, by_rank, self.rank, addresses, tell)
+        self._watch = WorkerMonitor(control, by_rank, self.rank, addresses, tell)
         self._control = control
         announce_core(self._store, config, control_address)
 
     def join(self) -> RankGroups:
-        """Wait for all ranks and make the groups. Raises WorkerDied when one ends before.
+        """Wait for all ranks and create the groups. On other nodes ranks may have to be scheduled and pull their image
+        first, so there is no timeout.
 
-        On other nodes they may have to be scheduled first and to pull their image: that takes what it takes.
+        Raises:
+            WorkerDied: If a rank ends before.
         """
         self.answers(Hello, START_SECONDS if self._core_is_on_one_node else None)
         for steps in self._steps:
-            while not steps.poll(POLL_MILLISECONDS, zmq.POLLOUT):  # welcomed, and not connected yet
+            while not steps.poll(POLL_MILLISECONDS, zmq.POLLOUT):  # welcomed but not connected yet
                 self.check()
         self.send(Join())
         return join_groups(self._store, self.layout, self.rank, uses_nccl=self._uses_nccl, rendezvous=self._rendezvous)
 
     def send(self, message: ToWorker) -> None:
-        """To every worker, in the order of the calls. Never waits."""
+        """Send to every worker, in call order. Never waits."""
         body = self._encoder.encode(message)
         for steps in self._steps:
             try:
                 steps.send(body, zmq.DONTWAIT)
-            except zmq.Again:  # nobody is connected: the rank has died
+            except zmq.Again:  # not connected: the rank has died
                 raise self.cause_of(WorkerDied("a rank does not take messages")) from None
 
     def answers(self, kind: type[Answer], timeout: float | None = LOAD_SECONDS) -> list[Answer]:
-        """One message of this kind from every worker, by rank. Raises WorkerDied or ConfigError with a rank's cause.
+        """Return one message of this kind from every worker, by rank. Without a timeout it logs periodically how many
+        are missing.
 
-        Without a timeout it says from time to time how many it waits for.
+        Raises:
+            WorkerDied, ConfigError: With a rank's cause.
         """
         answers: dict[int, Answer] = {}
         began = said = time.monotonic()
@@ -131,7 +135,9 @@ class Workers:
             raise _error(failure)
 
     def cause_of(self, error: Exception) -> Exception:
-        """Why a collective failed: the rank that died, which the watch names soon, else the error itself."""
+        """Return the cause of a failed collective: the dead rank if the monitor reports one soon, else the error
+        itself.
+        """
         self._watch.failed.wait(CAUSE_SECONDS)
         failure = self._watch.failure
         return WorkerDied(f"a collective failed: {error}") if failure is None else _error(failure)
@@ -151,7 +157,7 @@ class Workers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for steps in self._steps:  # the last word goes to other nodes, too: there nobody waits for the process to end
+        for steps in self._steps:  # the message must reach other nodes, whose processes are not awaited here
             steps.close(linger=0 if self._watch.failed.is_set() else STOP_LINGER_MILLISECONDS)
         self._control.close(linger=0)
         self._context.term()
@@ -167,12 +173,14 @@ class Workers:
         url = f"tcp://{in_url(own_address_at(self._rendezvous))}"
         socket.setsockopt(zmq.IPV6, is_ipv6_url(url))
         if self._secret is not None:
-            self._secret.guard_listener(socket)
+            self._secret.set_curve_server(socket)
         return f"{url}:{socket.bind_to_random_port(url)}"
 
 
 def rendezvous_of(config: EngineConfig, layout: Layout, folder: Path | None) -> str:
-    """Where the ranks meet. On one node it is a file: in the core's own folder, or in that of data-parallel cores."""
+    """Return the rendezvous of the ranks. On one node it is a file: in the core's own folder, or in that of
+    data-parallel cores.
+    """
     if config.data_parallel_rendezvous is not None and layout.data > 1:
         return config.data_parallel_rendezvous
     return f"file:{folder}/store" if config.nodes_per_core == 1 else f"tcp:{config.master_addr}:{config.master_port}"
@@ -189,7 +197,7 @@ def start_processes(
         worker = subprocess.Popen(
             WORKER_COMMAND,
             stdin=subprocess.PIPE,
-            env=tied_environment(core_environment()),
+            env=environment_with_parent(core_environment()),
             start_new_session=True,  # Ctrl-C is for the first process, which ends this one in order
         )
         assert worker.stdin is not None
@@ -202,7 +210,9 @@ def start_processes(
 
 
 def uses_nccl(config: EngineConfig) -> bool:
-    """One GPU per rank of this node. With fewer, ranks share GPUs and talk through host memory by gloo."""
+    """Return True if every rank of this node has its own GPU. Otherwise ranks share GPUs and communicate through host
+    memory by gloo.
+    """
     if config.device != "cuda":
         return False
     import torch

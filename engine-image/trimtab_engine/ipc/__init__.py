@@ -1,1 +1,1 @@
-"""Processes and the pipes between them: who ends with whom, frames on a stream, workers with a time limit."""
+"""Inter-process helpers: process lifetimes, framed streams, workers with a time limit, shared secrets."""

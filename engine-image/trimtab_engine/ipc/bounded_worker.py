@@ -16,33 +16,33 @@ import msgspec
 from trimtab_engine.ipc.frames import MAX_FRAME_BYTES, PREFIX, encode_frame
 
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""A worker computes one thing at a time; threads for every CPU would take its address space."""
-START_SECONDS = 60.0  # for a process to start and read what it needs; about half a second on an idle machine
+"""A worker is single-threaded; one thread per CPU would take its address space."""
+START_SECONDS = 60.0  # for a process to start and load its data; about 0.5 s on an idle machine
 
 
 class WorkerError(Exception):
     """A call brought no answer."""
 
 
-class TookTooLong(WorkerError):
-    """It ran past its limit and was ended."""
+class WorkerTimeout(WorkerError):
+    """The call exceeded its time limit and the worker was killed."""
 
 
 class WorkerEnded(WorkerError):
-    """Its process ended: it crashed, or took too much memory."""
+    """The worker process ended: it crashed, or exceeded its memory limit."""
 
 
-class NotText(WorkerError):
-    """The request holds half of a surrogate pair, which UTF-8 cannot say. No process was asked."""
+class InvalidText(WorkerError):
+    """The request contains a lone surrogate, which UTF-8 cannot encode. No process was called."""
 
 
-class AllBusy(WorkerError):
+class WorkersBusy(WorkerError):
     """Too many calls wait already."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """`seconds` of wall time for one call, once it runs; how many run at once, and how many may wait for that."""
+    """Limits: `seconds` of wall time for one running call, the number of concurrent calls, and of waiting calls."""
 
     seconds: float
     max_workers: int
@@ -65,9 +65,9 @@ class WorkerPool:
         try:
             frame = encode_frame(request)
         except UnicodeEncodeError:
-            raise NotText("it holds half of a surrogate pair, which is no text") from None
+            raise InvalidText("it holds half of a surrogate pair, which is no text") from None
         if self._num_waiting >= self._limits.max_waiting:
-            raise AllBusy
+            raise WorkersBusy
         self._num_waiting += 1
         try:
             await self._free.acquire()
@@ -133,7 +133,7 @@ class _Worker:
         try:
             return await asyncio.wait_for(self._exchange(frame), seconds)
         except TimeoutError:
-            raise TookTooLong(f"it took more than {seconds:g} s") from None
+            raise WorkerTimeout(f"it took more than {seconds:g} s") from None
         except (ConnectionError, asyncio.IncompleteReadError):
             raise WorkerEnded("its process ended") from None
 

@@ -1,7 +1,7 @@
 """The worker's side of bounded_worker.py: length-prefixed msgpack frames on stdin and stdout, one answer each.
 
-A worker does what may never end, take all memory or crash: it is there to be killed, and it is the first that the
-kernel takes when memory runs out.
+A worker runs untrusted work that may hang, exhaust memory or crash. It may be killed at any time and is the first
+victim of the kernel's OOM killer.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from trimtab_engine.ipc.tie import end_with_parent
+from trimtab_engine.ipc.parent_death import exit_with_parent
 
 PREFIX = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20  # a tokenizer of 250,000 tokens is a tenth of it
@@ -30,13 +30,12 @@ def encode_frame(body: Any) -> bytes:
 
 
 def serve_frames(start: Callable[[Any], Callable[[Any], Any]], *, max_address_bytes: int = MAX_ADDRESS_BYTES) -> None:
-    """Answer until stdin ends. The first frame is `start`'s argument; what it returns answers the others.
-
-    `start` answers {"ready": True}. What the handler raises is an answer, too: {"failed": its text}.
+    """Answer frames until stdin ends. The first frame is `start`'s argument; its result handles the others. `start` is
+    answered with {"ready": True}, exceptions of the handler with {"failed": text}.
     """
     _be_expendable(max_address_bytes)
     reader, writer = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # whatever prints, prints there: the pipe is for frames
+    sys.stdout = sys.stderr  # stdout is the frame pipe: prints go to stderr
     first = _read(reader)
     if first is None:
         return
@@ -50,7 +49,7 @@ def serve_frames(start: Callable[[Any], Callable[[Any], Any]], *, max_address_by
             return
         try:
             body = handle(request)
-        except Exception as error:  # whatever a template or a grammar makes of us is the answer to it
+        except Exception as error:  # every failure caused by a template or a grammar is an answer
             body = {"failed": f"{type(error).__name__}: {error}"}
 
 
@@ -63,7 +62,7 @@ def _read(reader: Any) -> Any:
 
 
 def _be_expendable(max_address_bytes: int) -> None:
-    end_with_parent()
+    exit_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends us
     resource.setrlimit(resource.RLIMIT_AS, (max_address_bytes, max_address_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

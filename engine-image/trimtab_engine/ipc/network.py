@@ -11,7 +11,7 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 INTERFACE_NAME_BYTES = 256
 ADDRESS_BYTES = slice(20, 24)  # of struct ifreq: sin_addr
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # lines of: address in hex, four numbers, interface
-ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # nobody's, by RFC 5737 and 3849
+ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # documentation addresses (RFC 5737 and 3849)
 ANY_IPV4, ANY = "0.0.0.0", "::"
 
 
@@ -21,23 +21,24 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def in_url(address: str) -> str:
-    """A host as it stands before `:PORT`: an IPv6 address in brackets."""
+    """Return the host in URL form: an IPv6 address in brackets."""
     return f"[{address}]" if ":" in address else address
 
 
 def is_on_network(url: str) -> bool:
-    """Whether a ZMQ address can be reached from elsewhere: other processes of this node meet in folders."""
+    """Return True if a ZMQ address is reachable from other nodes: processes of one node use socket files."""
     return url.startswith("tcp://")
 
 
 def is_ipv6_url(url: str) -> bool:
-    """Whether `tcp://ADDRESS:PORT` is of IPv6, of which ZMQ wants to be told."""
+    """Return True if `tcp://ADDRESS:PORT` uses IPv6, which ZMQ must enable explicitly."""
     return "://[" in url
 
 
 def any_address() -> str:
-    """What to listen on to be reached by everybody: `::` takes both families, and is chosen on a machine without IPv4
-    only, since others may have IPv6 switched off."""
+    """Return the address that accepts all connections. `::` accepts both families; `0.0.0.0` is used only on a machine
+    without IPv6.
+    """
     reached = {family for family, host in ELSEWHERE.items() if _own_address_towards(family, (host, 9)) is not None}
     return ANY if reached == {socket.AF_INET6} else ANY_IPV4
 
@@ -84,8 +85,9 @@ def interface_of(address: str) -> str | None:
 
 
 class ReservedPorts:
-    """Ports on one address that the kernel gives to nobody else until they are released: sockets that are bound and do
-    not listen. Whoever was told of a port listens on it with SO_REUSEADDR, as ZMQ and servers do."""
+    """Ports on one address that are reserved in the kernel until released: bound sockets that do not listen. Users
+    listen on a reserved port with SO_REUSEADDR, as ZMQ and servers do.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address

@@ -1,6 +1,6 @@
-"""A folder for one process's sockets and meeting points, which the next process removes if this one cannot.
+"""A private folder for one process's sockets and rendezvous files, removed by a later process after a crash.
 
-A lock on a file in it is held as long as the process lives, however it dies: who gets the lock may remove the folder.
+The process holds a lock on a file in the folder for its lifetime; a process that gets the lock may remove the folder.
 """
 
 import fcntl
@@ -14,7 +14,7 @@ LOCK_NAME = "lock"
 
 
 class PrivateFolder:
-    """Only this user can enter it (mode 0700). Making one removes what processes that crashed have left behind."""
+    """A folder accessible only to this user (mode 0700). Creating one removes folders of crashed processes."""
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = parent or Path(tempfile.gettempdir())
@@ -28,7 +28,7 @@ class PrivateFolder:
             os.close(self._lock)
 
     def remove(self) -> None:
-        """Safe to call again."""
+        """Remove the folder. Safe to call again."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -36,16 +36,16 @@ class PrivateFolder:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders in `parent` whose processes have ended without doing so."""
+    """Remove the folders in `parent` whose processes ended without removing them."""
     for lock_file in parent.glob(f"{PREFIX}*/{LOCK_NAME}"):
         try:
             lock = os.open(lock_file, os.O_RDWR)
-        except OSError:  # another user's, or just gone
+        except OSError:  # another user's, or just removed
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock_file.parent, ignore_errors=True)
         except BlockingIOError:
-            pass  # its process lives
+            pass  # its process is alive
         finally:
             os.close(lock)

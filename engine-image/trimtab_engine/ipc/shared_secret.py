@@ -1,9 +1,8 @@
-"""What the nodes of one replica prove to each other before a word counts: that they were given the same secret.
+"""Mutual authentication of a replica's nodes with a shared secret.
 
-A stream begins with a handshake in which each side answers the other's random number, and every message after it
-carries a code that only the two can make, over a count, so that none is changed, repeated or slipped in. ZMQ's sockets
-use CURVE, whose long-term keys are derived from the secret: only who knows it can greet the listener, and only who
-knows it can be one. The secret itself never travels.
+A stream begins with a challenge-response handshake, and every later message carries a MAC over a counter and the
+message, so that none is changed, replayed or injected. ZMQ sockets use CURVE with long-term keys derived from the
+secret, so both ends must know it. The secret itself is never sent.
 """
 
 import asyncio
@@ -20,22 +19,22 @@ from trimtab_engine.errors import ConfigError
 
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
-GREETING = b"TRIMTAB1"  # what a listener that asks for proof says first
+GREETING = b"TRIMTAB1"  # first bytes of an authenticating listener
 NONCE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
-PROOF_SECONDS = 5.0  # for the other side's proof: it has nothing to do but to compute a hash
+PROOF_SECONDS = 5.0  # for the peer's proof, which takes one hash
 
 
-class NotProven(Exception):
-    """The other side does not know the secret, or is no node at all."""
+class AuthenticationFailed(Exception):
+    """The peer does not know the secret, or is not a node."""
 
 
-class NothingSaid(NotProven):
-    """The other side has left without a word, as somebody does who only looks whether anybody listens."""
+class ClosedBeforeHandshake(AuthenticationFailed):
+    """The peer closed the connection without sending data, as a port check does."""
 
 
 class SharedSecret:
-    """A secret that all nodes of a replica were given. Several purposes have keys of their own."""
+    """A secret given to all nodes of a replica. Each purpose derives its own key."""
 
     __slots__ = ("_secret",)
 
@@ -44,9 +43,10 @@ class SharedSecret:
 
     @classmethod
     def read(cls, path: str | None) -> "SharedSecret | None":
-        """The content of the file, without the blanks around it; None without a file.
+        """Return the stripped content of the file. None without a file.
 
-        Raises ConfigError for one that cannot be read or says too little.
+        Raises:
+            ConfigError: If the file cannot be read or is too short.
         """
         if path is None:
             return None
@@ -64,37 +64,41 @@ class SharedSecret:
         return cls(secret)
 
     def key(self, purpose: bytes, *nonces: bytes) -> bytes:
-        """32 bytes that nobody can make without the secret, others for every purpose."""
+        """Return a 32-byte key derived for this purpose."""
         return hmac.new(self._secret, b"\0".join((b"trimtab", purpose, *nonces)), hashlib.sha256).digest()
 
-    def guard_listener(self, socket: "zmq.Socket[Any]") -> None:
-        """Let a ZMQ socket, before it is bound, hear those alone who know the secret."""
+    def set_curve_server(self, socket: "zmq.Socket[Any]") -> None:
+        """Make a ZMQ socket, before bind, accept only peers that know the secret."""
         socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(self.key(b"listener")))
         socket.setsockopt(zmq.CURVE_SERVER, 1)
 
-    def guard_caller(self, socket: "zmq.Socket[Any]") -> None:
-        """Let a ZMQ socket, before it is connected, reach those alone who know the secret."""
+    def set_curve_client(self, socket: "zmq.Socket[Any]") -> None:
+        """Make a ZMQ socket, before connect, reach only peers that know the secret."""
         own = z85.encode(self.key(b"caller"))
         socket.setsockopt(zmq.CURVE_SECRETKEY, own)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(own))
         socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(z85.encode(self.key(b"listener"))))
 
 
-class Seal:
-    """Codes for the messages that go one way, in their order."""
+class MessageAuthenticator:
+    """Message authentication codes for one direction, in message order."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
     def close(self, message: bytes) -> bytes:
-        """The message behind its code."""
+        """Return the message with its code prepended."""
         return self._code(message) + message
 
     def open(self, sealed: bytes) -> bytes:
-        """The message of what close() made on the other side. Raises NotProven for anything else."""
+        """Verify and return the message made by close() on the other side.
+
+        Raises:
+            AuthenticationFailed: If the code is wrong.
+        """
         code, message = sealed[:PROOF_BYTES], sealed[PROOF_BYTES:]
         if not hmac.compare_digest(code, self._code(message)):
-            raise NotProven("a message whose code is wrong")
+            raise AuthenticationFailed("message with a wrong authentication code")
         return message
 
     def _code(self, message: bytes) -> bytes:
@@ -103,41 +107,59 @@ class Seal:
         return code
 
 
-class Seals:
-    """Both ways of one connection, as one of its sides sees them."""
+class ConnectionAuthenticator:
+    """Authenticators for both directions of a connection, from one side's view."""
 
     __slots__ = ("incoming", "outgoing")
 
-    def __init__(self, incoming: Seal, outgoing: Seal) -> None:
+    def __init__(self, incoming: MessageAuthenticator, outgoing: MessageAuthenticator) -> None:
         self.incoming, self.outgoing = incoming, outgoing
 
 
-async def prove_as_listener(secret: SharedSecret, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Seals:
-    """Say the first word, and go on once the caller has proven that it knows the secret. Raises NotProven."""
+async def authenticate_as_listener(
+    secret: SharedSecret, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> ConnectionAuthenticator:
+    """Send the challenge and verify that the caller knows the secret.
+
+    Raises:
+        AuthenticationFailed: If it does not.
+    """
     own = secrets.token_bytes(NONCE_BYTES)
     writer.write(GREETING + own)
     answer = await _read(reader, NONCE_BYTES + PROOF_BYTES)
     nonces = own, answer[:NONCE_BYTES]
     if not hmac.compare_digest(answer[NONCE_BYTES:], secret.key(b"caller's proof", *nonces)):
-        raise NotProven("it was given another secret")
+        raise AuthenticationFailed("the secrets differ")
     writer.write(secret.key(b"listener's proof", *nonces))
-    return Seals(Seal(secret.key(b"to listener", *nonces)), Seal(secret.key(b"to caller", *nonces)))
+    return ConnectionAuthenticator(
+        MessageAuthenticator(secret.key(b"to listener", *nonces)),
+        MessageAuthenticator(secret.key(b"to caller", *nonces)),
+    )
 
 
-async def prove_as_caller(secret: SharedSecret, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Seals:
-    """Answer the listener, and go on once it has proven that it knows the secret, too. Raises NotProven."""
+async def authenticate_as_caller(
+    secret: SharedSecret, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> ConnectionAuthenticator:
+    """Answer the listener's challenge and verify that it knows the secret.
+
+    Raises:
+        AuthenticationFailed: If it does not.
+    """
     greeting = await _read(reader, len(GREETING) + NONCE_BYTES)
     if not greeting.startswith(GREETING):
-        raise NotProven("it does not ask for the secret")
+        raise AuthenticationFailed("the peer does not request authentication")
     nonces = greeting[len(GREETING) :], secrets.token_bytes(NONCE_BYTES)
     writer.write(nonces[1] + secret.key(b"caller's proof", *nonces))
     try:
         proof = await _read(reader, PROOF_BYTES)
-    except NothingSaid:
+    except ClosedBeforeHandshake:
         proof = b""
     if not hmac.compare_digest(proof, secret.key(b"listener's proof", *nonces)):
-        raise NotProven("it was given another secret")
-    return Seals(Seal(secret.key(b"to caller", *nonces)), Seal(secret.key(b"to listener", *nonces)))
+        raise AuthenticationFailed("the secrets differ")
+    return ConnectionAuthenticator(
+        MessageAuthenticator(secret.key(b"to caller", *nonces)),
+        MessageAuthenticator(secret.key(b"to listener", *nonces)),
+    )
 
 
 async def _read(reader: asyncio.StreamReader, num_bytes: int) -> bytes:
@@ -145,8 +167,8 @@ async def _read(reader: asyncio.StreamReader, num_bytes: int) -> bytes:
         async with asyncio.timeout(PROOF_SECONDS):
             return await reader.readexactly(num_bytes)
     except TimeoutError:
-        raise NotProven(f"it did not prove within {PROOF_SECONDS:g} s that it was given the secret") from None
+        raise AuthenticationFailed(f"no proof of the secret within {PROOF_SECONDS:g} s") from None
     except (asyncio.IncompleteReadError, OSError) as error:
-        ended = "it ended the connection instead of proving that it was given the same secret"
+        ended = "the peer closed the connection before proving that it has the secret"
         partial = error.partial if isinstance(error, asyncio.IncompleteReadError) else b""
-        raise (NotProven if partial else NothingSaid)(ended) from None
+        raise (AuthenticationFailed if partial else ClosedBeforeHandshake)(ended) from None

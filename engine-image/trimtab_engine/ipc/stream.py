@@ -1,6 +1,5 @@
-"""A stream socket between two processes of the engine: msgpack with a length before each message, never pickle.
-
-The end of either side is noticed at once by the other, however a process dies.
+"""Stream sockets between the engine's processes: length-prefixed msgpack messages, never pickle. Each side detects the
+end of the other immediately, even after a crash.
 """
 
 import asyncio
@@ -9,23 +8,25 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from trimtab_engine.ipc.shared_secret import NotProven, Seals
+from trimtab_engine.ipc.shared_secret import AuthenticationFailed, ConnectionAuthenticator
 
 LENGTH_BYTES = 4
-MAX_MESSAGE_BYTES = 256 << 20  # far above any batch of observations; what claims to be longer is no message of ours
+MAX_MESSAGE_BYTES = 256 << 20  # far above any batch of observations; anything longer is not a valid message
 
 Received = TypeVar("Received")
 
 
 class StreamLink(Generic[Received]):
-    """One end. `received` is the union of the messages that come to this end; `seals` those of a proven connection."""
+    """One end of a stream. `received` is the union of message types received at this end; `seals` authenticates a
+    proven connection.
+    """
 
     def __init__(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         received: Any,
-        seals: Seals | None = None,
+        seals: ConnectionAuthenticator | None = None,
     ) -> None:
         self._reader, self._writer, self._seals = reader, writer, seals
         self._encoder = msgspec.msgpack.Encoder()
@@ -44,10 +45,14 @@ class StreamLink(Generic[Received]):
         write_frame(self._writer, self._encoder.encode(message), self._seals)
 
     async def receive(self) -> Received | None:
-        """The next message; None when the other side has ended. Raises msgspec.DecodeError for what is no message."""
+        """Return the next message. None if the peer has closed the connection.
+
+        Raises:
+            msgspec.DecodeError: If the message is invalid.
+        """
         try:
             body = await read_frame(self._reader, self._seals)
-        except NotProven as error:
+        except AuthenticationFailed as error:
             raise msgspec.DecodeError(str(error)) from None
         return None if body is None else self._decoder.decode(body)
 
@@ -55,15 +60,16 @@ class StreamLink(Generic[Received]):
         self._writer.close()
 
 
-def write_frame(writer: asyncio.StreamWriter, body: bytes, seals: Seals | None) -> None:
+def write_frame(writer: asyncio.StreamWriter, body: bytes, seals: ConnectionAuthenticator | None) -> None:
     if seals is not None:
         body = seals.outgoing.close(body)
     writer.write(len(body).to_bytes(LENGTH_BYTES, "big") + body)
 
 
-async def read_frame(reader: asyncio.StreamReader, seals: Seals | None) -> bytes | None:
-    """The next frame's body; None at the end. Raises DecodeError for one that is too long, NotProven for a stranger's
-    on a sealed connection."""
+async def read_frame(reader: asyncio.StreamReader, seals: ConnectionAuthenticator | None) -> bytes | None:
+    """The next frame's body; None at the end. Raises DecodeError for one that is too long, AuthenticationFailed for a
+    stranger's on a sealed connection.
+    """
     try:
         length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
         if length > MAX_MESSAGE_BYTES:

@@ -1,1 +1,1 @@
-"""How bytes become KV blocks: the formula that the operator knows too, sizes at start, plans for other values."""
+"""From bytes to KV blocks: memory formula, sizes at start-up, plans for other values."""

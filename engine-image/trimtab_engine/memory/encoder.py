@@ -1,12 +1,11 @@
-"""What images and videos take of a device: how many tokens of them are kept and computed at once, and their bytes.
-Pure."""
+"""Memory of images and videos on a device: cached tokens, tokens computed at once, and their bytes. Pure."""
 
 from dataclasses import dataclass
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.vision import VisionConfig
 
-LARGEST_ITEM_TOKENS = 16_384  # what the published processors make of their largest picture, 12.8 megapixels
+LARGEST_ITEM_TOKENS = 16_384  # tokens of the largest image of published processors, 12.8 megapixels
 ROWS_AT_ONCE = 12  # hidden states of all patches that a layer of the tower has alive, at most
 PROJECTED_ROWS = 3  # embeddings of all tokens that a projector of two products has alive, at most
 FLOAT32_BYTES = 4
@@ -14,41 +13,42 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class EncoderLimits:
-    """Of images and videos, in their tokens: what is kept of them, and what a step computes."""
+    """Limits in image and video tokens: cached, and computed per step."""
 
     num_kept_tokens: int
     step_budget: int
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int) -> "EncoderLimits":
-        """Where nobody says, a step's worth of text, or the largest item."""
+        """Return the configured limits. Defaults are one step's worth of text tokens, or the largest item."""
         most = max(config.max_num_batched_tokens_cap, min(max_model_len - 1, LARGEST_ITEM_TOKENS))
         return cls(config.encoder_cache_size or most, config.max_num_encoder_input_tokens or most)
 
     @property
     def largest_item(self) -> int:
-        """The most that is computed at once, where the tower itself knows no limit."""
+        """Maximum tokens computed at once, if the vision encoder itself has no limit."""
         return min(self.num_kept_tokens, self.step_budget)
 
     def num_bytes(self, vision: VisionConfig, dtype_bytes: int) -> int:
-        """What they take of a device at most, beside the tower's weights, by a rule."""
+        """Return the maximum device bytes besides the vision encoder's weights, by a rule."""
         largest = min(self.largest_item, vision.largest_item_tokens or self.largest_item)
         return kept_bytes(vision, self.num_kept_tokens, dtype_bytes) + tower_peak_bytes(vision, largest, dtype_bytes)
 
 
 def kept_bytes(vision: VisionConfig, num_tokens: int, dtype_bytes: int) -> int:
-    """Of so many tokens' embeddings."""
+    """Return the bytes of cached embeddings."""
     return num_tokens * vision.output_size * dtype_bytes
 
 
 def tower_peak_bytes(vision: VisionConfig, num_tokens: int, dtype_bytes: int) -> int:
-    """What the tower takes while it computes one item of so many tokens, estimated from above: hidden states of all its
-    patches, the rows that they come from, and the embeddings that they become. Attention and MLP take a slice at a
-    time; not so in transformers' code, which may also keep what each layer made."""
+    """Return an upper bound of the vision encoder's memory for one item of `num_tokens` tokens: hidden states of all
+    patches, input rows, and output embeddings. Attention and MLP work in slices, except in transformers' code, which
+    may also keep each layer's output.
+    """
     wide_bytes = max(dtype_bytes, FLOAT32_BYTES)
     embedding_bytes = num_tokens * vision.output_size * wide_bytes
-    if vision.squares is not None:
-        num_patches = (vision.squares.size // vision.patch_size) ** 2 + 1
+    if vision.fixed_resolution is not None:
+        num_patches = (vision.fixed_resolution.size // vision.patch_size) ** 2 + 1
         rows = ROWS_AT_ONCE + vision.num_layers + -(-2 * vision.intermediate_size // vision.hidden_size)
         hidden_bytes = num_patches * rows * vision.hidden_size * wide_bytes
         return hidden_bytes + 2 * vision.row_size * FLOAT32_BYTES + PROJECTED_ROWS * embedding_bytes

@@ -1,6 +1,7 @@
-"""Where the device's bytes go: the memory formula of docs/reference/contract.md section 5, and the ledger. Values only.
+"""Start-up checks on the memory formula (docs/reference/contract.md section 5), and the memory ledger. Values only;
+callers measure.
 
-The operator has the same formula; both are tested against tests/golden/memory_formula.json. Measuring is the caller's.
+The operator uses the same formula; both are tested against tests/golden/memory_formula.json.
 """
 
 import math
@@ -24,12 +25,17 @@ def check_before_loading(
     tower_bytes: int = 0,
     remedies: Sequence[str] = (),
 ) -> None:
-    """Raise ConfigError, with the numbers and what to set, where the weights cannot fit: before they are read.
+    """Check that the weights fit before they are read. `formula` has the weights of the model facts and only `other`
+    measured, so passing is not a guarantee.
 
-    `formula` has the weights as the model's facts give them and nothing measured but `other`, so what passes may still
-    not fit. `fixed_by` is the flag that fixes the KV cache; the utilisation has no say then. `limit_bytes` is what the
-    container may use, whatever the device's size is said to be. `tower_bytes`: how much of the weights computes images
-    and videos; `remedies`: what else would help.
+    Args:
+        fixed_by: The flag that fixes the KV cache; the utilization is then ignored.
+        limit_bytes: The container's memory limit, whatever the device size is.
+        tower_bytes: The part of the weights that computes images and videos.
+        remedies: Further advice.
+
+    Raises:
+        ConfigError: With the numbers and the flags to change.
     """
     of_tower = f" (the tower's {_gib(tower_bytes)} among them)" if tower_bytes else ""
     held = f"the weights take {_gib(formula.weights_bytes)}{of_tower}, and {_gib(formula.other_bytes)} is in use before"
@@ -67,8 +73,15 @@ def _listed(remedies: Sequence[str]) -> str:
 def check_one_request_fits(
     formula: MemoryFormula, host_space: Mapping[str, int] = NONE_ON_DEVICE, also: Sequence[str] = ()
 ) -> None:
-    """Raise ConfigError, with what to set, when the KV cache does not hold one request of max_model_len. `host_space`:
-    bytes of host memory that lie on the device, as on the CPU, by what sets them; `also`: what else would help."""
+    """Check that the KV cache holds one request of max_model_len.
+
+    Args:
+        host_space: Bytes of host memory on the device, as on the CPU, by flag.
+        also: Further advice.
+
+    Raises:
+        ConfigError: With the flags to change.
+    """
     if formula.num_blocks >= formula.blocks_per_request:
         return
     minimum = formula.min_utilization
@@ -90,17 +103,16 @@ def check_one_request_fits(
 
 
 def check_one_request_fits_fixed(formula: MemoryFormula, num_blocks: int, flag: str) -> None:
-    """The same where `flag` fixes the number of blocks and the utilisation has no say. Nor may it exceed the device.
-
-    `flag` is --kv-cache-memory-bytes or --num-gpu-blocks-override.
+    """Check the same if `flag` (--kv-cache-memory-bytes or --num-gpu-blocks-override) fixes the number of blocks and
+    the utilization is ignored, and that the blocks fit on the device.
     """
     needed = formula.blocks_per_request
-    # Without what others hold: they may let go of it, weights and KV cache never do.
+    # Without other processes' memory: they may free it, weights and KV cache stay.
     room = formula.device_bytes - formula.weights_bytes
     if num_blocks * formula.bytes_per_block > max(room, needed * formula.bytes_per_block):
         most = room // formula.bytes_per_block if flag == "--num-gpu-blocks-override" else room
         raise ConfigError(
-            f"{flag} asks for a KV cache of {_gib(num_blocks * formula.bytes_per_block)}, but beside the weights the "
+            f"{flag} requires a KV cache of {_gib(num_blocks * formula.bytes_per_block)}, but besides the weights the "
             f"device of {_gib(formula.device_bytes)} has {_gib(max(0, room))} left; lower it to {max(0, most)} or less"
         )
     if num_blocks >= needed:
@@ -111,7 +123,7 @@ def check_one_request_fits_fixed(formula: MemoryFormula, num_blocks: int, flag: 
 
 
 def _does_not_fit(formula: MemoryFormula, available: int, num_blocks: int, remedies: list[str]) -> str:
-    """vLLM's words, then what to set."""
+    """Return vLLM's error message, with advice."""
     longest = formula.longest_model_len(num_blocks)
     needed = formula.blocks_per_request * formula.bytes_per_block
     if longest > 0:
@@ -131,18 +143,18 @@ def _gib(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Who owns the device's bytes at one moment, checked against what the driver counts.
+    """Device memory by owner at one moment, compared with the driver's count.
 
-    `kinds` are the owners, disjoint, in bytes: other, weights, kv_mapped, activations_peak, workspace, graphs,
-    communicator. `kv_used` is the part of kv_mapped that tables hold, reported beside them.
+    `kinds` are disjoint owners in bytes: other, weights, kv_mapped, activations_peak, workspace, graphs, communicator.
+    `kv_used` is the part of kv_mapped held by block tables, reported in addition.
     """
 
     device_bytes: int
     driver_used_bytes: int
-    """What the driver, on the CPU the container's memory accounting, counts as used."""
+    """Bytes in use by the driver's count; on the CPU by the container's memory accounting."""
     kinds: Mapping[str, int]
     untouched_bytes: int
-    """Bytes of owners that the driver does not count yet: mapped KV pages that nobody has written."""
+    """Bytes of owners that the driver does not count yet: mapped KV pages that were never written."""
     block_size: int
     bytes_per_block: int
     blocks_total: int
@@ -155,12 +167,14 @@ class Ledger:
 
     @property
     def unattributed_bytes(self) -> int:
-        """What the driver counts beyond what the owners have touched: near 0 unless something is not accounted for."""
+        """Bytes that the driver counts beyond the touched bytes of owners: near 0 unless some memory is not accounted
+        for.
+        """
         return self.driver_used_bytes - (sum(self.kinds.values()) - self.untouched_bytes)
 
     @property
     def free_bytes(self) -> int:
-        """What no owner claims: the device less the owners. Never below 0."""
+        """Bytes claimed by no owner: device size minus owners, at least 0."""
         return max(0, self.device_bytes - sum(self.kinds.values()))
 
     def by_kind(self) -> dict[str, int]:
@@ -187,7 +201,7 @@ class Ledger:
 
 
 def total_of(ledgers: Sequence[Ledger]) -> dict[str, object]:
-    """What several ranks have together, in bytes."""
+    """Return the sum over several ranks, in bytes."""
     kinds: dict[str, int] = {}
     for ledger in ledgers:
         for kind, size in ledger.by_kind().items():

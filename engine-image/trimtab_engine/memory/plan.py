@@ -1,8 +1,8 @@
-"""POST /admin/v1/memory/plan: what another configuration would give, before anybody restarts for it. Pure.
+"""POST /admin/v1/memory/plan: the memory of another configuration, before a restart. Pure.
 
-It starts from what this engine has measured and changes what the question changes. Each kind of memory says where its
-number comes from: `measured` here, as it is; `scaled` from what was measured, to another size; `computed` by formula;
-`unmeasured`, when this layout has none of it and the planned one will.
+It starts from this engine's measurements and applies the requested changes. Each kind of memory reports the source of
+its number: `measured` here; `scaled` from a measurement; `computed` by formula; `unmeasured`, if this layout has none
+of it and the planned one will.
 """
 
 import math
@@ -18,11 +18,11 @@ from trimtab_engine.config.engine import BLOCK_SIZES, MAX_BATCHED_TOKENS
 from trimtab_engine.config.live.reading import (
     Bound,
     Bounds,
+    FieldError,
+    InvalidValue,
     Json,
     Kind,
     Number,
-    Refusal,
-    Unreadable,
     Value,
     clamp,
     in_words,
@@ -40,12 +40,12 @@ LEAST_UTILIZATION = 0.0001  # the step of min_utilization
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBase:
-    """What this engine runs with and has measured. Heads and layers are the whole model's."""
+    """Configuration and measurements of this engine. Heads and layers are the whole model's."""
 
     formula: MemoryFormula
     """Per rank, in the present layout."""
     max_num_seqs: int
-    """With max_num_batched_tokens: the caps, which the activations were measured at."""
+    """With max_num_batched_tokens: the caps at which the activations were measured."""
     max_num_batched_tokens: int
     num_layers: int
     num_attention_heads: int
@@ -53,7 +53,7 @@ class PlanBase:
     kv_groups: tuple[KVGroup, ...]
     vocab_size: int
     model_max_len: int
-    """What the model's positions allow."""
+    """Maximum length of the model's positions."""
     dtype: str
     """The model's: what kv_cache_dtype auto means."""
     kv_cache_dtype: str
@@ -66,7 +66,7 @@ class PlanBase:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One thing that can be asked. `low` and `high` are bounds, or `choices` the values."""
+    """A plannable field. `low` and `high` are bounds, or `choices` the values."""
 
     kind: Kind
     low: Number = 0
@@ -89,13 +89,13 @@ FIELDS: Mapping[str, _Field] = {
 
 
 def plan_memory(base: PlanBase, asked: object) -> tuple[int, Json]:
-    """HTTP status and body. `asked` is a flat object of FIELDS; what it leaves out stays as it is here."""
+    """Return HTTP status and body. `asked` is a flat object of FIELDS; missing fields keep their current value."""
     if not isinstance(asked, dict) or any(isinstance(value, dict | list) for value in asked.values()):
         return 400, {"message": 'the body must be a flat JSON object, such as {"gpu_memory_utilization": 0.95}'}
     values = _present(base)
     for name, value in asked.items():
         wanted = _read(base, str(name), value)
-        if isinstance(wanted, Refusal):
+        if isinstance(wanted, FieldError):
             return 422, wanted.to_json()
         values[str(name)] = wanted
     refusal = _contradiction(base, values)
@@ -118,41 +118,43 @@ def _present(base: PlanBase) -> dict[str, Value]:
     }
 
 
-def _read(base: PlanBase, name: str, value: object) -> Value | Refusal:
+def _read(base: PlanBase, name: str, value: object) -> Value | FieldError:
     field = FIELDS.get(name)
     if field is None:
         shown = name[:100]
-        return Refusal(shown, value, f"{shown} cannot be planned; what can be asked: {', '.join(FIELDS)}")
+        return FieldError(shown, value, f"{shown} cannot be planned; plannable fields: {', '.join(FIELDS)}")
     if name == "max_model_len" and value == "auto":
         return "auto"
     if field.kind == "choice":
         wanted = read(field.kind, name, value, choices=field.choices(base))
         return (
-            Refusal(name, value, wanted.message, nearest=wanted.nearest) if isinstance(wanted, Unreadable) else wanted
+            FieldError(name, value, wanted.message, nearest=wanted.nearest)
+            if isinstance(wanted, InvalidValue)
+            else wanted
         )
     low, high = field.low, field.high(base)
     bounds: Bounds = (Bound(low, ""), Bound(high, ""))
     wanted = read(field.kind, name, value, bounds=bounds)
-    if isinstance(wanted, Unreadable):
-        return Refusal(name, value, wanted.message, low, high, wanted.nearest)
+    if isinstance(wanted, InvalidValue):
+        return FieldError(name, value, wanted.message, low, high, wanted.nearest)
     assert not isinstance(wanted, str)
     if not low <= wanted <= high:
         message = f"{name} is {in_words(wanted)}; it must be between {low} and {high}"
-        return Refusal(name, value, message, low, high, clamp(wanted, low, high))
+        return FieldError(name, value, message, low, high, clamp(wanted, low, high))
     return wanted
 
 
-def _contradiction(base: PlanBase, values: Mapping[str, Value]) -> Refusal | None:
-    """What could not start whatever the memory."""
+def _contradiction(base: PlanBase, values: Mapping[str, Value]) -> FieldError | None:
+    """Return an error for values that could not start with any memory. None if there is none."""
     block_size, seqs, tokens = (_int(values, name) for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"))
     if block_size not in BLOCK_SIZES:
         nearest = min(BLOCK_SIZES, key=lambda size: abs(size - block_size))
         sizes = ", ".join(map(str, BLOCK_SIZES))
         message = f"block_size is {block_size}; it must be one of {sizes}"
-        return Refusal("block_size", block_size, message, min(BLOCK_SIZES), max(BLOCK_SIZES), nearest)
+        return FieldError("block_size", block_size, message, min(BLOCK_SIZES), max(BLOCK_SIZES), nearest)
     if tokens < seqs:
         message = f"max_num_batched_tokens is {tokens}: it must be at least max_num_seqs, {seqs}; lower that as well"
-        return Refusal("max_num_batched_tokens", tokens, message, seqs, MAX_BATCHED_TOKENS, seqs)
+        return FieldError("max_num_batched_tokens", tokens, message, seqs, MAX_BATCHED_TOKENS, seqs)
     ranks, heads, kv_heads = _int(values, "tensor_parallel_size"), base.num_attention_heads, base.num_kv_heads
     allowed = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
     if ranks not in allowed:
@@ -161,7 +163,7 @@ def _contradiction(base: PlanBase, values: Mapping[str, Value]) -> Refusal | Non
             f"tensor_parallel_size is {ranks}: it must divide the model's {heads} attention heads, and divide its "
             f"{kv_heads} key and value heads or be a multiple of them"
         )
-        return Refusal("tensor_parallel_size", ranks, message, 1, max(allowed), nearest)
+        return FieldError("tensor_parallel_size", ranks, message, 1, max(allowed), nearest)
     return None
 
 
@@ -201,9 +203,8 @@ def _answer(base: PlanBase, values: Mapping[str, Value]) -> Json:
 
 
 def _planned(base: PlanBase, values: Mapping[str, Value]) -> tuple[MemoryFormula, dict[str, str]]:
-    """The formula under these values, and where each kind of memory's number comes from.
-
-    In the present layout every rank is planned; in another one, the rank that holds most.
+    """Return the formula under these values and the source of each kind of memory. In the current layout every rank is
+    planned; in another one, the rank with the most memory.
     """
     ranks = (replace(base.formula, other_ranks=()), *base.formula.other_ranks)
     layout = _int(values, "tensor_parallel_size"), _int(values, "pipeline_parallel_size")
@@ -229,7 +230,7 @@ def _num_layers(rank: MemoryFormula) -> int:
 
 
 def _with_values(base: PlanBase, rank: MemoryFormula, values: Mapping[str, Value]) -> MemoryFormula:
-    """One rank under everything that is asked but the layout."""
+    """Return one rank's formula under all requested values except the layout."""
     workspace = _int(values, "swap_space_bytes") - base.swap_space_bytes if base.swap_is_on_device else 0
     length, kv_dtype = values["max_model_len"], str(values["kv_cache_dtype"])
     return replace(

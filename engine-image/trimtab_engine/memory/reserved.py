@@ -1,8 +1,7 @@
-"""What an engine on the CPU sets aside for its own processes: `other` of the memory formula.
+"""Memory reserved for an engine's processes on the CPU: `other` of the memory formula.
 
-A rule instead of a measurement: what a process holds depends on how far it has come, and the number of KV blocks must
-not. The sizes are what the processes hold while they serve, rounded up (docs/concepts/kv-memory.md has the table
-and what is not in it).
+A rule is used instead of a measurement, because process sizes vary over time and the number of KV blocks must not. The
+sizes are those of serving processes, rounded up (docs/concepts/kv-memory.md has the table and the exclusions).
 """
 
 import math
@@ -11,18 +10,17 @@ from fractions import Fraction
 
 MIB = 1 << 20
 RANK_BYTES = 176 * MIB
-"""What every rank's process holds: the interpreter, torch, the scheduler, the sockets' buffers."""
+"""Bytes of every rank's process: interpreter, torch, scheduler, socket buffers."""
 API_SERVER_BYTES = 80 * MIB
-"""What every API server holds: the interpreter, the HTTP server, requests on their way, the process that renders
-chats."""
+"""Bytes of every API server: interpreter, HTTP server, pending requests, and the chat rendering process."""
 TOKENIZER_BYTES_PER_TOKEN = 1024
-"""What the tokenizer of every API server holds for each token of the vocabulary."""
+"""Tokenizer bytes of every API server per vocabulary token."""
 MEDIA_WORKERS_BYTES = 4 * 32 * MIB
-"""What the processes hold that decode images and videos for an API server: the interpreter, Pillow, a photograph."""
+"""Bytes of the processes that decode images and videos for an API server: interpreter, Pillow, a photograph."""
 FIRST_PROCESS_BYTES = 48 * MIB
-"""What a node's first process holds where it serves no requests itself: it starts the others and has the admin API."""
+"""Bytes of a node's first process if it serves no requests: it starts the others and has the admin API."""
 ACTIVATION_MARGIN = Fraction(5, 4)
-"""What a step holds of the heap for each byte that it asks for: what is free lies in pieces."""
+"""Heap bytes of a step per requested byte, because free memory is fragmented."""
 ROW_SIZE_BYTES = 4 * MIB
 """Code that oneDNN compiles for each number of rows of a product, where products are its own."""
 
@@ -34,22 +32,22 @@ class Processes:
     num_ranks: int
     num_api_servers: int
     has_first_process: bool
-    """Whether one more only looks after the others."""
+    """True if a separate process manages the others."""
     media_cache_bytes: int | None = None
-    """What each API server and each engine core keeps of images and videos; None: the model takes text alone."""
+    """Image and video cache bytes of each API server and each engine core. None for a text-only model."""
     num_media_caches: int = 0
-    """How many of them keep so much."""
+    """Number of such caches."""
 
 
 def reserved_bytes(processes: Processes, vocab_size: int) -> int:
-    """What one rank's device sets aside: for its own process, and its part of what all ranks have in common."""
+    """Return the bytes reserved on one rank's device: for its own process, and its share of common processes."""
     servers = processes.num_api_servers * (API_SERVER_BYTES + TOKENIZER_BYTES_PER_TOKEN * vocab_size)
     shared = servers + FIRST_PROCESS_BYTES * processes.has_first_process + _media_bytes(processes)
     return RANK_BYTES - (-shared // processes.num_ranks)
 
 
 def _media_bytes(processes: Processes) -> int:
-    """Of images and videos, in all processes of the node."""
+    """Return the image and video bytes of all processes of the node."""
     if processes.media_cache_bytes is None:
         return 0
     kept = processes.num_media_caches * processes.media_cache_bytes
@@ -57,6 +55,7 @@ def _media_bytes(processes: Processes) -> int:
 
 
 def cpu_activation_bytes(asked_bytes: int, num_row_sizes: int) -> int:
-    """What steps take on the CPU that ask torch for so much at once. `num_row_sizes`: for how many numbers of rows
-    oneDNN compiles code; 0 where the products are not its own."""
+    """Return the CPU memory of steps that request `asked_bytes` from torch at once. `num_row_sizes`: number of row
+    counts for which oneDNN compiles code; 0 without oneDNN matmuls.
+    """
     return math.ceil(asked_bytes * ACTIVATION_MARGIN) + num_row_sizes * ROW_SIZE_BYTES

@@ -1,6 +1,6 @@
-"""How large the KV cache starts and may become, and whether the model fits at all, from configuration and measurement.
+"""KV cache size and memory checks at start-up, from configuration and measurements.
 
-The formula is formula.py's; here are the flags that steer it, and the errors that name them.
+formula.py has the formula; this module has the flags that control it, and the errors that name them.
 """
 
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger("trimtab_engine.core")
 
 @dataclass(frozen=True, slots=True)
 class KVSize:
-    """How many KV blocks to start with, how many there may ever be, and the flag that fixes them, if one does."""
+    """Initial and maximum number of KV blocks, and the flag that fixes them, if any."""
 
     num_blocks: int
     cap_blocks: int
@@ -47,16 +47,16 @@ def reserved_for_processes(config: EngineConfig, vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unmeasured:
-    """What is known before the weights are read. Sizes are bytes per rank."""
+    """Values known before the weights are read. Sizes are bytes per rank."""
 
     device_bytes: int
     other_bytes: int
     limit_bytes: int | None
-    """What the container may use; None: no limit."""
+    """The container's memory limit. None means no limit."""
     weights_bytes: int
-    """Without the tower's."""
+    """Bytes of the weights without the vision encoder's."""
     tower_bytes: int
-    """Of what computes images and videos; 0: there is none."""
+    """Bytes of the vision encoder. 0 without one."""
     kv_groups: tuple[KVGroup, ...]
     """This rank's."""
     kv_dtype_bytes: int
@@ -91,7 +91,9 @@ def check_weights_fit(config: EngineConfig, known: Unmeasured) -> None:
 
 
 def longest_that_fits(config: EngineConfig, formula: MemoryFormula) -> MemoryFormula:
-    """--max-model-len auto. Where not one block fits, the length stays, and size_kv_cache says what is missing."""
+    """Apply --max-model-len auto. If no block fits, the length is unchanged, and size_kv_cache reports the missing
+    memory.
+    """
     num_blocks, _ = fixed_blocks(config, formula) or (formula.num_blocks, "")
     longest = formula.longest_model_len(num_blocks)
     if not config.enable_chunked_prefill:
@@ -103,7 +105,11 @@ def longest_that_fits(config: EngineConfig, formula: MemoryFormula) -> MemoryFor
 
 
 def size_kv_cache(config: EngineConfig, formula: MemoryFormula) -> KVSize:
-    """How large the KV cache starts and may become. Raises ConfigError when not one request would fit."""
+    """Return the initial and maximum size of the KV cache.
+
+    Raises:
+        ConfigError: If not one request would fit.
+    """
     fixed = fixed_blocks(config, formula)
     if fixed is None:
         check_one_request_fits(formula, _host_space(config), media_remedies(config))
@@ -114,7 +120,7 @@ def size_kv_cache(config: EngineConfig, formula: MemoryFormula) -> KVSize:
 
 
 def _host_space(config: EngineConfig) -> dict[str, int]:
-    """What of host memory lies on the device, by the flag that sets it: on the CPU it is the same memory."""
+    """Return host memory that counts as device memory, by flag: on the CPU both are the same memory."""
     if config.device != "cpu":
         return {}
     swap = "--swap-space" if config.swap_space_bytes == config.swap_space_bytes_cap else "--swap-space-cap"
@@ -123,8 +129,9 @@ def _host_space(config: EngineConfig) -> dict[str, int]:
 
 
 def media_remedies(config: EngineConfig) -> list[str]:
-    """What would give back memory that is there for images and videos; nothing where the model takes text alone. On the
-    CPU the caches of all processes are part of this memory."""
+    """Return advice for freeing memory of images and videos; empty for a text-only model. On the CPU the caches of all
+    processes are part of this memory.
+    """
     if not config.modalities:
         return []
     remedies = []
@@ -139,13 +146,12 @@ def media_remedies(config: EngineConfig) -> list[str]:
             "lower --max-num-encoder-input-tokens, of as many tokens as which an image is computed at start"
         )
     kinds = ", ".join(f'"{kind}": 0' for kind in MODALITIES)
-    return [*remedies, f"serve text alone with --limit-mm-per-prompt '{{{kinds}}}', which drops the tower"]
+    return [*remedies, f"serve text only with --limit-mm-per-prompt '{{{kinds}}}', which drops the vision encoder"]
 
 
 def what_is_too_much(config: EngineConfig, formula: MemoryFormula, size: KVSize, room_bytes: int) -> str | None:
-    """A warning where this node's ranks may come to use more than there is beside what others hold; None: they may not.
-
-    Only a warning: what others hold comes and goes, and the number of KV blocks is not to depend on it.
+    """Return a warning if this node's ranks may exceed the memory left by other processes. None otherwise. Only a
+    warning: other processes' memory varies, and the number of KV blocks must not depend on it.
     """
     most = formula.fixed_bytes + size.cap_blocks * formula.bytes_per_block
     claimed = most * config.num_local_ranks
@@ -156,8 +162,8 @@ def what_is_too_much(config: EngineConfig, formula: MemoryFormula, size: KVSize,
     if size.fixed_by is None:
         remedy = f"set --device-memory-bytes {math.floor(rest / Fraction(config.gpu_memory_utilization_cap))} or less"
     return (
-        f"this engine may come to use {claimed / GIB:.2f} GiB here, but beside what other processes hold there are "
-        f"{room_bytes / GIB:.2f} GiB: under load the kernel would kill it; {remedy}, or end what else runs"
+        f"this engine may use up to {claimed / GIB:.2f} GiB here, but other processes leave only "
+        f"{room_bytes / GIB:.2f} GiB: under load the kernel would kill it; {remedy}, or stop other processes"
     )
 
 
@@ -174,9 +180,9 @@ REMEDIES = {
     "weights": "use a larger device, a smaller model or --dtype bfloat16",
     "profile": "lower --max-num-batched-tokens, --max-num-seqs (and caps) or --max-model-len, or use a larger device",
     "graphs": "capture fewer sizes (--cudagraph-capture-sizes), set --enforce-eager, or use a larger device",
-    "kv_cache": "lower --gpu-memory-utilization (with its cap) or what fixes the KV cache, or use a larger device",
+    "kv_cache": "lower --gpu-memory-utilization (with its cap) or the KV cache size flag, or use a larger device",
 }
-"""What to set when memory ran out, by the stage of start-up."""
+"""Advice after running out of memory, by start-up stage."""
 
 
 def out_of_memory(config: EngineConfig, stage: str) -> str:

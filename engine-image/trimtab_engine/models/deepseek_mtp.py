@@ -9,7 +9,7 @@ import torch
 from trimtab_kernels.rms_norm import rms_norm
 from trimtab_modelspec.config import ModelConfig
 from trimtab_modelspec.families import deepseek
-from trimtab_modelspec.kv_groups import KVPlace, LayerKV
+from trimtab_modelspec.kv_groups import KVLayerIndex, LayerKV
 from trimtab_modelspec.tensors import StoredTensor
 
 from trimtab_engine.errors import NotSupportedError
@@ -19,7 +19,7 @@ from trimtab_engine.models.decoder import Decoder
 from trimtab_engine.models.deepseek_layer import DeepseekLayer
 from trimtab_engine.models.draft_head import DraftHead, HeadKind
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.parallel.groups import ALONE
+from trimtab_engine.parallel.groups import SINGLE_RANK
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.weights.source import WeightSource
@@ -86,7 +86,7 @@ class MtpJoin:
 def build(config: ModelConfig, load: Loader, target: Decoder) -> DraftHead:
     """The head on the target's device."""
     prefix, eps = _prefix(config), config.rms_norm_eps
-    layer = DeepseekLayer(config, config.num_layers, KVPlace(0, 0), shard_model(config, Layout(), 0), ALONE, load)
+    layer = DeepseekLayer(config, config.num_layers, KVLayerIndex(0, 0), shard_model(config, Layout(), 0), SINGLE_RANK, load)
     join = MtpJoin(
         load.joined(prefix, {"eh_proj": (0, config.hidden_size)}),
         load.copy(prefix + "enorm.weight"),

@@ -11,7 +11,7 @@ from trimtab_modelspec.config import ModelConfig
 from trimtab_modelspec.config_reader import ConfigReader
 from trimtab_modelspec.families import llama
 from trimtab_modelspec.families.decoder import decoder_kv
-from trimtab_modelspec.kv_groups import KVPlace
+from trimtab_modelspec.kv_groups import KVLayerIndex
 from trimtab_modelspec.tensors import StoredTensor, attention_tensors, mlp_tensors
 
 from trimtab_engine.errors import ConfigError, NotSupportedError
@@ -19,7 +19,7 @@ from trimtab_engine.layers.quantized import Projection
 from trimtab_engine.models.decoder import Decoder, DecoderLayer
 from trimtab_engine.models.draft_head import DraftHead, HeadKind
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.parallel.groups import ALONE
+from trimtab_engine.parallel.groups import SINGLE_RANK
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.weights.source import WeightSource
@@ -95,7 +95,7 @@ class EagleJoin:
 def build(config: ModelConfig, load: Loader, target: Decoder) -> DraftHead:
     """The head on the target's device."""
     shard = shard_model(config, Layout(), 0)
-    layers = [EagleLayer(config, n, KVPlace(0, n), shard, ALONE, load) for n in range(config.num_layers)]
+    layers = [EagleLayer(config, n, KVLayerIndex(0, n), shard, SINGLE_RANK, load) for n in range(config.num_layers)]
     join = load.joined("model.", {"fc": (0, config.hidden_size)}, has_bias=config.has_join_bias)
     return DraftHead(config, target, layers, EagleJoin(join), target.logits_of, load.device)
 

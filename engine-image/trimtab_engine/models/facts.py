@@ -8,7 +8,7 @@ from typing import Any
 from trimtab_modelspec.config import ModelConfig
 from trimtab_modelspec.facts import DTYPE_BYTES, is_quantizable
 from trimtab_modelspec.facts import model_facts as modelspec_facts
-from trimtab_modelspec.quantization import stored_form
+from trimtab_modelspec.quantization import stored_format
 from trimtab_modelspec.tensors import StoredTensor, num_elements
 
 from trimtab_engine.errors import ModelError
@@ -48,7 +48,7 @@ def model_facts(model: str, *, load_format: str = "auto") -> dict[str, Any]:
 def _supported(source: WeightSource, config: ModelConfig) -> dict[str, Any]:
     if source.shapes():  # dummy weights are what the configuration says
         check_counts(config, source)
-    form = stored_form(source.config, source.where)
+    form = stored_format(source.config, source.where)
     facts = modelspec_facts(
         config,
         architecture=architecture_of(source.config, source.where),

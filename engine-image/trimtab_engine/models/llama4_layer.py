@@ -35,7 +35,7 @@ class Llama4Layer(DecoderLayer):
         prefix, size = f"model.layers.{layer}.self_attn.", config.head_size
         heads, kv_heads = head_rows(shard.heads, size), head_rows(shard.kv_heads, size)
         ones = torch.ones(size, dtype=load.dtype, device=load.device)
-        is_normalised = config.qk_norm and layer not in config.unturned
+        is_normalised = config.qk_norm and layer not in config.nope_layers
         return Attention(
             load.joined(prefix, {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}, has_bias=config.qkv_bias),
             load.summed(prefix + "o_proj", heads, groups.tensor, has_bias=config.output_bias),

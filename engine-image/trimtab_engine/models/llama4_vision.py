@@ -15,7 +15,7 @@ from trimtab_modelspec.config import ModelConfig
 from trimtab_modelspec.config_reader import ConfigReader
 from trimtab_modelspec.tensors import StoredTensor, Tensors
 
-from trimtab_engine.config.vision import Tiles, VisionConfig, tiles_of
+from trimtab_engine.config.vision import TileLayout, VisionConfig, tiles_of
 from trimtab_engine.errors import ModelError
 
 if TYPE_CHECKING:
@@ -53,14 +53,14 @@ def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
     vision = VisionConfig(
         hidden_size=own.positive("hidden_size"),
         intermediate_size=own.positive("intermediate_size"),
-        num_layers=own.tower_layers("num_hidden_layers"),
+        num_layers=own.vision_layers("num_hidden_layers"),
         num_heads=own.positive("num_attention_heads"),
         num_channels=own.positive("num_channels"),
         patch_size=own.positive("patch_size"),
         frames_per_patch=1,
         merge_size=MERGE_SIZE,
         output_size=text.hidden_size,
-        tiles=Tiles(
+        tiles=TileLayout(
             size=own.positive("image_size"), projector_size=own.positive("projector_output_dim"), rope_theta=theta
         ),
     )

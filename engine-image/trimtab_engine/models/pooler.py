@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab_engine.config.pooling import EXAMPLE, FLAG, OfCheckpoint, sentence_transformers_method
+from trimtab_engine.config.pooling import EXAMPLE, FLAG, CheckpointPooling, sentence_transformers_method
 from trimtab_engine.errors import ModelError, NotSupportedError
 from trimtab_engine.weights.gguf_file import GgufSource
 from trimtab_engine.weights.source import CONFIG_FILE, WeightSource, read_json
@@ -17,13 +17,13 @@ MODEL, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"
 """The modules that are built, by the last part of their types."""
 
 
-def pooling_of_checkpoint(model: Path, method: str | None = None) -> OfCheckpoint:
+def pooling_of_checkpoint(model: Path, method: str | None = None) -> CheckpointPooling:
     """What the folder of a checkpoint says; of one that says nothing, and of a single file, the defaults of decoders.
     `method`: what a flag says instead of the Pooling module, by vLLM's name. Raises ModelError for files that cannot be
     read, NotSupportedError for modules that are not supported."""
     path = model / MODULES_FILE
     if not model.is_dir() or not path.is_file():
-        return OfCheckpoint()
+        return CheckpointPooling()
     modules = _modules(path)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     unknown = [kind for kind in kinds if kind not in (MODEL, POOLING, NORMALIZE)]
@@ -34,19 +34,19 @@ def pooling_of_checkpoint(model: Path, method: str | None = None) -> OfCheckpoin
             f"are {POOLING} and {NORMALIZE}; --runner generate leaves them all out"
         )
     if POOLING not in kinds:
-        return OfCheckpoint()
+        return CheckpointPooling()
     config = model / str(modules[kinds.index(POOLING)].get("path", "")) / CONFIG_FILE
     if method is None:
         method = sentence_transformers_method(_words(config, path), str(config))
-    return OfCheckpoint(method, NORMALIZE in kinds, str(path))
+    return CheckpointPooling(method, NORMALIZE in kinds, str(path))
 
 
-def pooling_of(model: Path, source: WeightSource, method: str | None = None) -> OfCheckpoint:
+def pooling_of(model: Path, source: WeightSource, method: str | None = None) -> CheckpointPooling:
     """What an opened checkpoint says. `method`, and what it raises: as pooling_of_checkpoint()."""
     if not isinstance(source, GgufSource):
         return pooling_of_checkpoint(model, method)
     stored = source.pooling_type
-    return OfCheckpoint() if stored is None else OfCheckpoint(method or stored, normalize=True, where=source.where)
+    return CheckpointPooling() if stored is None else CheckpointPooling(method or stored, normalize=True, where=source.where)
 
 
 def _words(config: Path, modules: Path) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from trimtab_modelspec.config import ModelConfig
 from trimtab_modelspec.config_reader import ConfigReader
 from trimtab_modelspec.tensors import StoredTensor, Tensors
 
-from trimtab_engine.config.vision import VisionConfig, Windows, tokens_per_window, windows_of
+from trimtab_engine.config.vision import VisionConfig, VisionWindows, tokens_per_window, windows_of
 from trimtab_engine.errors import ModelError
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
     vision = VisionConfig(
         hidden_size=own.positive("hidden_size", default=3584),
         intermediate_size=own.positive("intermediate_size", default=3420),
-        num_layers=own.tower_layers("depth", default=32),
+        num_layers=own.vision_layers("depth", default=32),
         num_heads=own.positive("num_heads", default=16),
         num_channels=own.positive("in_channels", default=own.positive("in_chans", default=3)),
         patch_size=own.positive("patch_size", default=14),
         frames_per_patch=own.positive("temporal_patch_size", default=2),
         merge_size=own.positive("spatial_merge_size", default=2),
         output_size=own.positive("out_hidden_size", default=3584),
-        windows=Windows(
+        windows=VisionWindows(
             size=own.positive("window_size", default=112),
             whole_layers=frozenset(own.listed("fullatt_block_indexes") or FULL_LAYERS),
             tokens_per_second=own.positive("tokens_per_second", default=4),

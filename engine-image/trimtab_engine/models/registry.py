@@ -9,10 +9,10 @@ from typing import Any
 from trimtab_modelspec.config import ModelConfig
 from trimtab_modelspec.config_reader import ConfigReader
 from trimtab_modelspec.families.registry import language_model_config
-from trimtab_modelspec.four_bit_form import FourBits
+from trimtab_modelspec.four_bit_format import FourBits
 from trimtab_modelspec.kv_groups import KVGroup, groups_of
-from trimtab_modelspec.quantization import stored_form
-from trimtab_modelspec.scaled_form import Mxfp4, ScaledForm
+from trimtab_modelspec.quantization import stored_format
+from trimtab_modelspec.scaled_format import Mxfp4, ScaledFormat
 
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import ModelError
@@ -74,7 +74,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     if architecture in seeing.ARCHITECTURES:
         words = seeing.text_words(config, where)
         parsed = parse_model_config(words, generation, where)
-        return replace(parsed, has_transformers_tower=True)
+        return replace(parsed, has_transformers_vision=True)
     family = family_of(architecture)
     words = language_model_config(config) if architecture in family.multimodal else config
     parsed = family.parse(ConfigReader(words, generation, where))
@@ -94,7 +94,7 @@ def _check_is_causal(words: Mapping[str, Any], architecture: str, where: str) ->
 
 def tower_of(config: ModelConfig) -> TowerKind | None:
     """What computes the images and videos of this text half; None: nothing."""
-    return seeing.TOWER if config.has_transformers_tower else family_of(config.architecture).tower
+    return seeing.TOWER if config.has_transformers_vision else family_of(config.architecture).tower
 
 
 def parse_vision_config(source: WeightSource, config: ModelConfig) -> VisionConfig | None:
@@ -102,7 +102,7 @@ def parse_vision_config(source: WeightSource, config: ModelConfig) -> VisionConf
     kind = tower_of(config)
     if kind is None or "vision_config" not in source.config:
         return None
-    words = source.config if config.has_transformers_tower else language_model_config(source.config)
+    words = source.config if config.has_transformers_vision else language_model_config(source.config)
     return kind.parse(ConfigReader(words, source.generation_config, source.where), config)
 
 
@@ -137,10 +137,10 @@ def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> Weigh
     if family is None or source.format != "safetensors":
         return source
     whole = text_half(source) if family.multimodal else source
-    form = stored_form(source.config, source.where)
+    form = stored_format(source.config, source.where)
     if isinstance(form, FourBits):
         return FourBitsSource(whole, form)
-    if isinstance(form, ScaledForm):
+    if isinstance(form, ScaledFormat):
         return ScaledSource(whole, form, whole.stored_module if isinstance(whole, Half) else str)
     return Mxfp4Source(whole, form) if isinstance(form, Mxfp4) else whole
 

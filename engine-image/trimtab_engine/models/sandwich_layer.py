@@ -9,7 +9,7 @@ from trimtab_kernels.native.decoder import LayerWeights
 from trimtab_kernels.paged_attention import AttentionMetadata
 from trimtab_kernels.rms_norm import rms_norm
 from trimtab_modelspec.config import ModelConfig
-from trimtab_modelspec.kv_groups import KVPlace
+from trimtab_modelspec.kv_groups import KVLayerIndex
 
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.layers.rotary import Turn
@@ -23,7 +23,7 @@ class SandwichLayer(DecoderLayer):
     """`post_attention_layernorm` is of what attention yields; the MLP has norms of its own before and behind it."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, place: KVPlace, shard: ModelShard, groups: RankGroups, load: Loader
+        self, config: ModelConfig, layer: int, place: KVLayerIndex, shard: ModelShard, groups: RankGroups, load: Loader
     ) -> None:
         super().__init__(config, layer, place, shard, groups, load)
         prefix = f"model.layers.{layer}."

@@ -26,7 +26,7 @@ class TowerShare:
     def of(cls, vision: VisionConfig, group: RankGroup | None) -> "TowerShare":
         """Raises ConfigError for a tower that so many ranks cannot share."""
         size, index = (1, 0) if group is None else (group.size, group.index)
-        if size > 1 and vision.squares is not None:
+        if size > 1 and vision.fixed_resolution is not None:
             raise ConfigError(
                 "--mm-encoder-tp-mode weights: the tower of this model is transformers', which ranks cannot share; "
                 "give each the whole of it, with --mm-encoder-tp-mode data"

@@ -31,7 +31,7 @@ SQUEEZING = ("SiglipImageProcessor",)
 CROPPING = ("CLIPImageProcessor", "LlavaImageProcessor")
 ENDINGS = ("", "Fast", "Pil")
 KNOWN_TYPES = tuple(kind + ending for kind in (*CUTTING, *FITTING, *SQUEEZING, *CROPPING) for ending in ENDINGS)
-ALONE, SHUFFLED = "llava", "internvl"  # model_type
+SINGLE_RANK, SHUFFLED = "llava", "internvl"  # model_type
 WITH_CLASS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Towers of LLaVA's kind, and their rows beside those of patches."""
 BICUBIC, LANCZOS = 3, 1  # Pillow's numbers for them, which checkpoints have
@@ -183,7 +183,7 @@ class SquareProcessor:
         return tall, math.ceil(int(tall * ratio) / side) * side
 
     def grid(self, num_frames: int, height: int, width: int) -> Grid:
-        """Squares of a picture of this size, the whole picture among them."""
+        """FixedResolution of a picture of this size, the whole picture among them."""
         rows, columns = self.tiles(height, width) or (1, 1)
         return num_frames * (rows * columns + (rows * columns > 1)), 1, 1
 
@@ -293,7 +293,7 @@ def _shuffled(config: Mapping[str, Any], along: int, where: str) -> int:
 
 def is_alone(config: Mapping[str, Any]) -> bool:
     """Whether a picture is one square, with nothing written around it."""
-    return config.get("model_type") == ALONE
+    return config.get("model_type") == SINGLE_RANK
 
 
 def side_of(words: Mapping[str, Any], name: str, where: str) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_engine.errors import InvalidRequest
-from trimtab_engine.ipc.bounded_worker import TookTooLong, WorkerEnded, WorkerLimits, WorkerPool
+from trimtab_engine.ipc.bounded_worker import WorkerTimeout, WorkerEnded, WorkerLimits, WorkerPool
 from trimtab_engine.multimodal.decoding import FRAME_LIST, DecodeLimits
 from trimtab_engine.multimodal.fetching import Content, FetchLimits, MediaFetcher
 from trimtab_engine.multimodal.items import Modality, MultiModalItem, Patches
@@ -37,7 +37,7 @@ class Processors:
 
 
 class MediaReader:
-    """Images and videos of one model's requests. AllBusy leaves it when too many wait."""
+    """Images and videos of one model's requests. WorkersBusy leaves it when too many wait."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class MediaReader:
     async def _process(self, modality: Modality, request: Json, content_hash: bytes) -> MultiModalItem:
         try:
             answer: Json = await self._pool.call(request)
-        except TookTooLong:
+        except WorkerTimeout:
             raise InvalidRequest(f"decoding it took more than {self._workers.seconds:g} s") from None
         except WorkerEnded:
             raise InvalidRequest(f"decoding it took more than {MAX_ADDRESS_BYTES} bytes, or crashed") from None

@@ -1,1 +1,1 @@
-"""Several ranks that serve one model: who is who (ranks, shards, experts), how they talk, the workers' processes."""
+"""Parallel layouts of one model: ranks, shards, experts, process groups and collectives."""

@@ -1,4 +1,4 @@
-"""Which physical expert is a copy of which logical one, so that the ranks of an expert group have equal work: pure.
+"""Placement of expert copies that balances the load of an expert group's ranks. Pure.
 
 The published greedy idea (DeepSeek-AI's EPLB, 2025; own code): give each spare slot to a further copy of the expert
 with the most load per copy, then pack the copies, heaviest first, each onto the least loaded rank with a free slot.
@@ -23,7 +23,9 @@ def first_placement(num_experts: int, num_redundant: int) -> Placement:
 
 
 def replicate(loads: Sequence[int], num_slots: int) -> list[int]:
-    """Copies of each expert, at least one, together `num_slots`: the next goes where a copy has most to do."""
+    """Return the number of copies of each expert, at least one, in total `num_slots`: each further copy goes to the
+    expert with the most load per copy.
+    """
     copies = [1] * len(loads)
     heaviest = [(-float(load), expert) for expert, load in enumerate(loads)]
     heapq.heapify(heaviest)
@@ -35,8 +37,9 @@ def replicate(loads: Sequence[int], num_slots: int) -> list[int]:
 
 
 def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """The experts of each rank, equally many. Among equally loaded ranks one that has no copy of the expert comes
-    first."""
+    """Return the experts of each rank, equally many. Among equally loaded ranks one without a copy of the expert is
+    preferred.
+    """
     parts = [(loads[expert] / count, expert) for expert, count in enumerate(copies) for _ in range(count)]
     parts.sort(key=lambda part: (-part[0], part[1]))
     room = len(parts) // num_ranks
@@ -53,7 +56,7 @@ def pack(loads: Sequence[int], copies: Sequence[int], num_ranks: int) -> list[li
 
 
 def rank_loads(loads: Sequence[int], placement: Placement, num_ranks: int) -> list[float]:
-    """What each rank would have to do, copies sharing evenly."""
+    """Return the load of each rank, with copies sharing evenly."""
     each = len(placement) // num_ranks
     copies = _copies(placement, len(loads))
     shares = [loads[expert] / copies[expert] for expert in placement]
@@ -108,16 +111,15 @@ def _settled(packs: list[list[int]], present: Placement) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One expert's weights, from a slot of the old placement into one of the new."""
+    """Move of one expert's weights from a slot of the old placement to one of the new."""
 
     source: int
     target: int
 
 
 def moves(old: Placement, new: Placement, num_ranks: int) -> list[Move]:
-    """What must be copied, by target slot. From the same rank where it has a copy, else the holders take turns.
-
-    All sources are read before any target is written.
+    """Return the copies to make, by target slot. Sources are on the same rank if possible, otherwise the holders
+    alternate. All sources are read before any target is written.
     """
     each = len(old) // num_ranks
     holders: dict[int, list[int]] = {}

@@ -1,8 +1,8 @@
-"""Expert parallel load balancing while serving: measure, decide, move, between two steps and on every rank at once.
+"""Expert parallel load balancing while serving: measures, decides and moves between two steps, on every rank.
 
-All ranks of an expert group run the same steps, so each counts them for itself and rearranges after the same one. They
-decide alike because they decide from one sum of all their measurements (expert_balance.py). A token's answer does not
-depend on where its experts are: only the order in which the ranks' parts are summed may change.
+All ranks of an expert group run the same steps, so each counts them itself and rearranges after the same one. Decisions
+are equal because they use one sum of all measurements (expert_balance.py). Expert placement does not change results,
+except for the order in which the ranks' parts are summed.
 """
 
 import logging
@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from trimtab_engine.config.experts import EplbConfig
-from trimtab_engine.messages import ExpertBalance
+from trimtab_engine.messages.requests import ExpertBalance
 from trimtab_engine.parallel.expert_balance import Move, balancedness, moves, rebalance
 from trimtab_engine.parallel.expert_slots import ExpertSlots
 from trimtab_engine.parallel.groups import RankGroup
@@ -27,7 +27,7 @@ logger = logging.getLogger("trimtab_engine.eplb")
 
 
 class BalancedLayer(Protocol):
-    """A mixture whose experts can move. `expert_tensors` have one entry per slot of this rank, contiguous."""
+    """An MoE layer whose experts can move. `expert_tensors` have one entry per slot of this rank, contiguous."""
 
     @property
     def slots(self) -> ExpertSlots: ...
@@ -59,12 +59,12 @@ class ExpertBalancer:
         self._num_steps = 0
         self._steps_of_part = 0
         self._news = ExpertBalance()
-        self._news_lock = threading.Lock()  # steps may run in a thread of their own
+        self._news_lock = threading.Lock()  # steps may run in a separate thread
 
     @torch.inference_mode()
     def on_step(self) -> None:
         """A step was run: all ranks of the group call this after the same one."""
-        if self._num_steps == 0:  # what start-up ran to measure and to warm up is nobody's load
+        if self._num_steps == 0:  # profiling and warm-up steps do not count as load
             for layer in self._layers:
                 layer.slots.take_load()
         self._num_steps += 1
@@ -76,7 +76,7 @@ class ExpertBalancer:
             self._rearrange()
 
     def take_news(self) -> ExpertBalance | None:
-        """What has been measured and moved since the last call; None: nothing."""
+        """Return measurements and moves since the last call. None if there are none."""
         with self._news_lock:
             news, self._news = self._news, ExpertBalance()
         return None if news == ExpertBalance() else news
@@ -140,7 +140,7 @@ class ExpertBalancer:
         return summed
 
     def _move(self, layer: BalancedLayer, made: list[Move]) -> int:
-        """Carry out this rank's part of the moves. Returns the bytes that came from other ranks."""
+        """Carry out this rank's part of the moves. Return the bytes received from other ranks."""
         each, own = layer.slots.each, self._group.index
         sending: dict[int, list[int]] = {}
         receiving: dict[int, list[int]] = {}

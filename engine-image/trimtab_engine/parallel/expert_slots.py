@@ -1,8 +1,7 @@
-"""One layer's experts on one rank of an expert group, where copies may move: which slot a token's expert is in, and how
-many tokens each slot was given.
+"""Expert slots of one layer on one rank whose expert copies may move: slot of each expert, and tokens per slot.
 
-Every rank sees the tokens of all, so every rank knows the load of every slot. What it computes from is a tensor that is
-changed in place: whatever holds on to its address, as a CUDA graph does, sees a new placement.
+Every rank sees all tokens, so every rank knows the load of every slot. The map is a tensor changed in place, so that
+users of its address, such as a CUDA graph, see a new placement.
 """
 
 import torch
@@ -23,12 +22,12 @@ class ExpertSlots:
         patterns = 1 if len(placement) == num_experts else PATTERNS
         self._slot_of = torch.zeros(patterns, num_experts, dtype=torch.int64, device=device)
         self.expert_map = torch.zeros_like(self._slot_of)
-        """[patterns, num_experts]: what the kernel reads: a slot of this rank, -1 for those of others."""
+        """[patterns, num_experts], read by the kernel: a slot of this rank, or -1 for experts of other ranks."""
         self._load = torch.zeros(len(placement), dtype=torch.int64, device=device)
         self.place(placement)
 
     def place(self, placement: Placement) -> None:
-        """From now on the slots hold these experts."""
+        """Set the experts of the slots."""
         self.placement = placement
         places: list[list[int]] = [[] for _ in range(self._num_experts)]
         for slot, expert in enumerate(placement):

@@ -1,4 +1,4 @@
-"""Which rank holds which experts of a mixture: pure tables."""
+"""Placement of an MoE model's experts on ranks. Pure tables."""
 
 from typing import Literal
 
@@ -8,10 +8,12 @@ PlacementStrategy = Literal["linear", "round_robin"]
 
 
 def place_experts(num_experts: int, num_ranks: int, placement: PlacementStrategy) -> tuple[tuple[int, ...], ...]:
-    """The experts of each rank of an expert-parallel group.
+    """Return the experts of each rank of an expert-parallel group.
 
-    linear: contiguous, the first ranks holding one more when they do not divide. round_robin: rank, rank + ranks, ….
-    Raises ConfigError when a rank would hold none.
+    linear: contiguous, the first ranks have one more if the number does not divide. round_robin: rank, rank + ranks, ….
+
+    Raises:
+        ConfigError: If a rank would have none.
     """
     if num_ranks > num_experts:
         raise ConfigError(
@@ -26,6 +28,6 @@ def place_experts(num_experts: int, num_ranks: int, placement: PlacementStrategy
 
 
 def expert_map(num_experts: int, held: tuple[int, ...]) -> list[int]:
-    """Per expert its index among those that are held, -1 for the others: the table that the kernel reads."""
+    """Return each expert's index among `held`, or -1: the table that the kernel reads."""
     local = {expert: index for index, expert in enumerate(held)}
     return [local.get(expert, -1) for expert in range(num_experts)]

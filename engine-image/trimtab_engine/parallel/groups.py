@@ -1,13 +1,13 @@
-"""Groups of ranks that compute together: collectives over torch.distributed, counted in bytes on the wire.
+"""Process groups of ranks: collectives over torch.distributed, with counts of the bytes sent.
 
 gloo on the CPU, NCCL on CUDA; a group whose backend knows only host memory stages a device's tensors through it. Such
-a group cannot be part of a CUDA graph; NCCL's can, in all but what goes from one rank to one other
-(ADR-0014).
-Counted is what a rank sends in a ring, whatever the backend's own algorithm, for n ranks with s bytes each; and at both
-ends what goes one way only:
+a group cannot be part of a CUDA graph; NCCL's can, except for point-to-point transfers (ADR-0014).
+
+The counts are the bytes that a rank sends in a ring algorithm, independent of the backend's own one, for n ranks with
+s bytes each; one-way transfers count at both ends:
 
 all_reduce 2 s (n-1)/n · all_gather s (n-1) · reduce_scatter s (n-1)/n of the whole s · point to point s · gather s,
-on the rank that gathers s (n-1) · broadcast s (n-1), on the rank that has it
+on the rank that gathers s (n-1) · broadcast s (n-1), on the sender
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ class WireMeter:
         self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + num_bytes
 
     def take(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """Return the bytes counted since the last call."""
         sent, self.sent_bytes = self.sent_bytes, {}
         return sent
 
@@ -46,7 +46,7 @@ class WireMeter:
 
     @contextmanager
     def apart(self) -> Iterator[dict[str, int]]:
-        """What is counted inside goes into the yielded dictionary, not to the others."""
+        """Count the bytes of the block in the yielded dictionary instead."""
         before = self.take()
         inside: dict[str, int] = {}
         try:
@@ -57,7 +57,7 @@ class WireMeter:
 
 
 class RankGroup:
-    """One process group as one of its ranks sees it. `ranks` are global; `index` is this rank's place among them."""
+    """One process group from one rank's view. `ranks` are global; `index` is this rank's index among them."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, meter: WireMeter) -> None:
         self._group, self._ranks, self._meter = group, ranks, meter
@@ -65,12 +65,12 @@ class RankGroup:
         self._stages_on_host = dist.get_backend(group) == "gloo"
 
     def stages(self, device: torch.device) -> bool:
-        """Whether tensors of this device travel through host memory, which the host waits for."""
+        """Return True if tensors of this device are sent through host memory, which the host waits for."""
         return self._stages_on_host and device.type != "cpu"
 
     @property
     def device(self) -> str:
-        """Where a tensor best lies that is made to be sent."""
+        """Best device for tensors to send."""
         return "cpu" if self._stages_on_host else "cuda"
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,14 +109,14 @@ class RankGroup:
         return torch.cat(parts, dim=1).to(x.device)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """What the first rank has, in place; x is returned."""
+        """Broadcast the first rank's tensor in place and return it."""
         self._meter.add("broadcast", 0 if self.index else x.nbytes * (self.size - 1))
         wire = self._to_wire(x)
         dist.broadcast(wire, self._ranks[0], group=self._group)
         return x if wire is x else x.copy_(wire)
 
     def send(self, x: torch.Tensor, index: int) -> None:
-        """To the rank at this place of the group."""
+        """Send to the rank at this index of the group."""
         self._meter.add("point_to_point", x.nbytes)
         dist.send(self._to_wire(x), self._ranks[index], group=self._group)
 
@@ -128,8 +128,9 @@ class RankGroup:
         return x if wire is x else x.copy_(wire)
 
     def exchange(self, outgoing: dict[int, torch.Tensor], sizes: dict[int, tuple[int, int]]) -> dict[int, torch.Tensor]:
-        """Bytes to and from other places of the group, all at once. `sizes`: what comes from whom. Every rank that one
-        names must name it as well."""
+        """Exchange bytes with other ranks of the group at the same time. `sizes`: bytes to receive by sender. Both
+        sides must name each other.
+        """
         incoming = {index: torch.empty(size, dtype=torch.uint8, device=self.device) for index, size in sizes.items()}
         work = [
             dist.P2POp(dist.isend, self._to_wire(x), self._ranks[index], self._group) for index, x in outgoing.items()
@@ -147,7 +148,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroups:
-    """The groups that one rank belongs to; None where it would be alone."""
+    """The groups of one rank. None where it would be the only member."""
 
     tensor: RankGroup | None = None
     pipeline: RankGroup | None = None
@@ -156,17 +157,20 @@ class RankGroups:
     expert: RankGroup | None = None
     """Ranks that share whole experts: all data x tensor ranks of a stage, with expert parallelism."""
     lockstep: RankGroup | None = None
-    """The ranks of `data` through host memory: what their cores agree on before a step must not wait for a device."""
+    """The ranks of `data` through host memory: cores agree before a step without waiting for a device."""
     meter: WireMeter = field(default_factory=WireMeter)
     """Counts for all of them."""
 
     def can_capture(self, device: torch.device) -> bool:
-        """Whether a step's collectives can be part of a CUDA graph; what passes from stage to stage never is."""
+        """Return True if a step's collectives can be part of a CUDA graph. Transfers between pipeline
+        stages never are.
+        """
         return not any(group is not None and group.stages(device) for group in (self.tensor, self.data))
 
     def connect(self, device: torch.device) -> None:
-        """Use every connection that a step may use, so that none is made, and takes memory, later: not while a graph is
-        captured, above all. All ranks call this at once."""
+        """Use every connection that a step may use, so that none is opened, and takes memory, later, in particular
+        during graph capture. All ranks call this at the same time.
+        """
         sizes = (1,) if device.type == "cpu" else CONNECT_SIZES
         for group, size in product((self.tensor, self.data, self.expert), sizes):
             if group is not None and not group.stages(device):
@@ -186,4 +190,4 @@ class RankGroups:
         self.meter.take()
 
 
-ALONE = RankGroups()
+SINGLE_RANK = RankGroups()

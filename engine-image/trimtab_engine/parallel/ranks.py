@@ -1,6 +1,6 @@
-"""Who is who among the ranks: pure tables, as vLLM lays ranks out.
+"""Numbering of ranks in a parallel layout, as in vLLM. Pure tables.
 
-ranks = external DP x DP x PP x TP, the tensor-parallel rank running fastest:
+ranks = external DP x DP x PP x TP, the tensor-parallel rank varies fastest:
 ```
 TP2 PP2 DP2   DP 0: stage 0 |0 1| stage 1 |2 3|      DP 1: stage 0 |4 5| stage 1 |6 7|
 ```
@@ -15,7 +15,7 @@ RanksByGroup = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankCoordinates:
     """A rank's coordinates."""
 
     external: int
@@ -24,7 +24,7 @@ class Place:
     tensor: int
 
 
-Key = Callable[[Place], tuple[int, ...]]
+Key = Callable[[RankCoordinates], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ class Layout:
 
     @classmethod
     def of(cls, config: EngineConfig, *, is_moe: bool) -> "Layout":
-        """The world of ranks that one engine core belongs to. Data-parallel cores share one only for a mixture of
-        experts; those of a dense model know nothing of each other.
+        """Return the layout of the world that one engine core belongs to. Data-parallel cores share a world only for
+        MoE models; cores of a dense model are independent.
         """
         return cls(
             tensor=config.tensor_parallel_size,
@@ -58,13 +58,13 @@ class Layout:
         """Ranks that one engine core drives."""
         return self.pipeline * self.tensor
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankCoordinates:
         rest, tensor = divmod(rank, self.tensor)
         rest, pipeline = divmod(rest, self.pipeline)
         external, data = divmod(rest, self.data)
-        return Place(external, data, pipeline, tensor)
+        return RankCoordinates(external, data, pipeline, tensor)
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: RankCoordinates) -> int:
         return ((place.external * self.data + place.data) * self.pipeline + place.pipeline) * self.tensor + place.tensor
 
     def tensor_groups(self) -> RanksByGroup:
@@ -91,12 +91,12 @@ class Layout:
         return tuple(tuple(ranks) for ranks in groups.values())
 
     def data_rank(self, config: EngineConfig) -> int:
-        """Which of its world's data-parallel cores this one is; a dense model's is the only one of its world."""
+        """Return this core's index among its world's data-parallel cores; 0 for a dense model."""
         return config.data_parallel_rank if self.data > 1 else 0
 
     def driver(self, data: int = 0) -> int:
         """The rank in the engine core's own process: of the last stage, which has the logits and samples."""
-        return self.rank(Place(0, data, self.pipeline - 1, 0))
+        return self.rank(RankCoordinates(0, data, self.pipeline - 1, 0))
 
     def rank_of_process(self, process: int, data: int = 0) -> int:
         """Processes are counted over the nodes of one engine, 0 being the engine core's; ranks follow cyclically.

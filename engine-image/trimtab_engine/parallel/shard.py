@@ -1,4 +1,4 @@
-"""What one rank holds of a model: pure spans, computed from the model's numbers and the layout, refused by number."""
+"""Shard of a model on one rank: pure spans, computed from the model's configuration and the layout."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from trimtab_engine.parallel.ranks import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShard:
-    """Spans [first, last) of what a rank holds. `mlp` and `expert_mlp` are rows of gate and up."""
+    """Spans [first, last) of a rank's shard. `mlp` and `expert_mlp` are rows of gate and up."""
 
     layers: Span
     heads: Span
@@ -23,13 +23,14 @@ class ModelShard:
     experts: tuple[int, ...]
     """Expert ids, one per slot; empty for a dense model."""
     expert_placement: Placement | None
-    """With load balancing: the experts in the slots of all ranks of the group, at start; then an expert may be in
-    several."""
+    """With load balancing: the initial experts in the slots of all ranks of the group; an expert may then be in several
+    slots.
+    """
     expert_index: int
     """This rank's place in its expert group."""
     expert_mlp: Span
     shared_mlp: Span
-    """Rows of gate and up of what every token passes beside its experts."""
+    """Rows of gate and up of the shared expert."""
     is_first_stage: bool
     is_last_stage: bool
 
@@ -94,17 +95,17 @@ def shard_model(
 
 def _check_division(config: ModelConfig, division: Division, layout: Layout) -> None:
     """Raise NotSupportedError for ranks that transformers' code of a model is not divided over."""
-    who = f"{config.architecture} has no family of its own, and what transformers' own code computes is"
+    model = f"{config.architecture} runs on transformers' own code, which is"
     for flag, is_asked in (
         ("--pipeline-parallel-size", layout.pipeline > 1),
         ("--enable-expert-parallel", layout.expert),
     ):
         if is_asked:
-            raise NotSupportedError(f"{flag}: {who} not divided by it; leave it out, or start more replicas")
+            raise NotSupportedError(f"{flag}: {model} not divided by it; leave it out, or start more replicas")
     if layout.tensor not in division.degrees:
         fitting = ", ".join(map(str, division.degrees))
         raise NotSupportedError(
-            f"--tensor-parallel-size: {who} not divided over {layout.tensor} ranks: {division.reason}; set one of "
+            f"--tensor-parallel-size: {model} not divided over {layout.tensor} ranks: {division.reason}; set one of "
             f"{fitting}, or start more replicas"
         )
 

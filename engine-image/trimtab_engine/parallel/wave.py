@@ -1,15 +1,15 @@
-"""Data-parallel cores in lockstep: those of a mixture of experts, whose ranks hold the experts together.
+"""Lockstep of data-parallel cores of an MoE model, whose ranks hold the experts together.
 
-A wave is a run of steps that all cores make together, from the first request until none of them has one. In each step
-they agree on its shape; a core without requests computes padding of that shape, so that all replay one graph. A core
-that gets a request between two waves announces the next one to the others (by way of the API server) and waits for
-them in its first step.
+A wave is a sequence of steps that all cores run together, from the first request until no core has one. In each step
+they agree on a shape; a core without requests computes padding of that shape, so that all replay one graph. A core
+that gets a request between two waves announces the next one to the others (through the API server) and waits for them
+in its first step.
 ```
 core 0   |== request ==|== request ==|    wave 7 is over    |announce 8|== request ==|
 core 1   |-- padding --|== request ==|      (both idle)     |  join 8  |-- padding --|
 ```
-Waves are counted, so that an announcement that arrives while the wave before it still runs is not lost: it is joined
-when that one has ended. Stale announcements have a lower number.
+Waves are numbered, so that an announcement that arrives during the previous wave is not lost: that wave is joined
+afterwards. Stale announcements have a lower number.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Wave:
 
     @property
     def is_on(self) -> bool:
-        """Whether this core has to take part in a step now, with work or without."""
+        """True if this core must take part in a step now, with or without requests."""
         return self._runs or self._announced >= self._number
 
     def join(self, number: int) -> None:

@@ -1,8 +1,9 @@
-"""A rank's adapters: the projections that may have some, room for as many as may be loaded, and their factors.
+"""Adapter slots of a rank: adapted projections, memory for the loadable adapters, and their factors.
 
-Those that are served from the start take what they need; for kernels all of them as much as the one of the highest
-rank, in every projection that one of them adapts. Where clients load some, room for as many as may be loaded, of the
-highest rank and in every projection, is set aside with the weights: what comes later takes no more of the device.
+Adapters served from the start take the memory that they need; on devices whose kernels read slots, all take as much as
+the one of highest rank in every projection that any of them adapts. If clients may load adapters, memory for the
+maximum number at maximum rank in every projection is allocated with the weights, so that later loads take no more
+device memory.
 """
 
 import logging
@@ -27,26 +28,25 @@ logger = logging.getLogger("trimtab_engine.core")
 
 
 def reads_slots(device: torch.device) -> bool:
-    """Whether kernels read each row's slot there."""
+    """Return True if kernels on this device read an adapter slot per row."""
     return device.type == "cuda"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """What is in a slot, and where it was read."""
+    """An adapter in a slot, and the folder it was read from."""
 
     adapter: Adapter
     folder: str
 
 
 class AdapterSlots:
-    """The adapters of one rank. A slot's content is replaced only when nobody uses it any more: that is the core's to
-    know."""
+    """The adapters of one rank. The core replaces a slot's content only when no request uses it."""
 
     def __init__(
         self, config: AdapterConfig, tensors: Tensors, shard: ModelShard, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`tensors`: all of the model's; what this rank has of them the shard says."""
+        """Allocate slots. `tensors` are those of the whole model; `shard` selects this rank's part."""
         self._is_stacked = reads_slots(device)
         self.rows = AdapterRows(device if self._is_stacked else None)
         self._config, self._tensors, self._shard = config, tensors, shard
@@ -56,7 +56,7 @@ class AdapterSlots:
 
     @property
     def loaded(self) -> list[LoadedAdapter]:
-        """What the slots have, in their order."""
+        """The loaded adapters in slot order."""
         return [self._loaded[slot] for slot in sorted(self._loaded)]
 
     # --- as the model loads -----------------------------------------------------------------------------------------
@@ -75,8 +75,7 @@ class AdapterSlots:
         that it had. Raises ConfigError, or MemoryError."""
         if not self._projections:
             raise NotSupportedError(
-                f"--enable-lora is not supported for {model}: none of its products has room for "
-                f"adapters"
+                f"--enable-lora is not supported for {model}: none of its products has room for adapters"
             )
         before = self._loaded
         wanted = (
@@ -91,7 +90,11 @@ class AdapterSlots:
                 raise ModelError(f"adapter {name} ({folder}): is another one than when it was loaded; load it again")
 
     def _make_rooms(self, folders: Sequence[str]) -> None:
-        """What is taken before adapters are read: for those that clients load, and for kernels. Raises ConfigError."""
+        """Allocate memory before adapters are read: for client-loaded adapters, and for kernels.
+
+        Raises:
+            ConfigError: If an adapter cannot be served.
+        """
         if self._config.is_updatable:
             for projection in self._projections:
                 _make_rooms(projection, self._config.capacity, self._config.max_lora_rank, self._like)
@@ -104,7 +107,7 @@ class AdapterSlots:
                     _make_rooms(projection, len(folders), rank, self._like)
 
     def close(self) -> None:
-        """Let the weights go; what was loaded is read again by open()."""
+        """Release the weights; open() reads loaded adapters again."""
         self._projections.clear()
 
     # --- while it serves --------------------------------------------------------------------------------------------
@@ -129,11 +132,15 @@ class AdapterSlots:
         return opened.digest
 
     def forget(self, slot: int) -> None:
-        """Nobody uses what is in the slot any more: it is not read again with the weights."""
+        """Mark the slot as unused: its adapter is not read again with the weights."""
         self._loaded.pop(slot, None)
 
     def _own_modules(self, name: str, adapter: PeftAdapter) -> list[str]:
-        """Those that this rank has. Raises NotSupportedError for one of its layers' that has no room for adapters."""
+        """Return the adapted modules of this rank.
+
+        Raises:
+            NotSupportedError: If a layer does not support adapters.
+        """
         adapted = {part.name for projection in self._projections for part in projection.parts}
         first, last = self._shard.layers
         layers = tuple(f"model.layers.{layer}." for layer in range(first, last))
@@ -146,14 +153,15 @@ class AdapterSlots:
         return [module for module in adapter.modules if module in adapted]
 
     def _factors(self, adapter: PeftAdapter, module: str) -> Factors:
-        """In the computing dtype; the scale is multiplied in before that is rounded to."""
+        """Return the factors in the computing dtype, with the scale multiplied in before rounding."""
         down, up = adapter.factors(module)
         up = up.float() * adapter.modules[module].scale
         return Factors(down.to(self._like), up.to(self._like))
 
     def rehearsed(self) -> Adapter | None:
-        """One to profile with: the largest step with adapters has it in every row. Of those that are loaded it is that
-        of the most numbers; where others may be loaded, room that nobody has filled. None: there is neither."""
+        """Return an adapter for profiling, used by every row of the largest step: the loaded one with the most
+        parameters, or an empty slot if clients may load adapters. None if there is neither.
+        """
         slots = {slot for projection in self._projections for slot in projection.sizes}
         sizes = {slot: sum(projection.sizes.get(slot, 0) for projection in self._projections) for slot in slots}
         return Adapter("", max(sizes, key=sizes.__getitem__), b"") if sizes else None

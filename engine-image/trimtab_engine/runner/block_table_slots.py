@@ -1,13 +1,13 @@
-"""Who knows which block tables how far: so that only what is new of them is told, step by step.
+"""Slots for block tables whose reader keeps a copy, so that each step sends only new blocks.
 
-A table is known by the list that holds it, which is only ever appended to (scheduling/block_manager.py). While it is
-read, and until its place is wanted, it has a seat, the same one in every step; whoever is told keeps tables by seats:
+A table is identified by its append-only list (scheduling/block_manager.py). It keeps one slot from step to step until
+the slot is needed for another table; receivers store tables by slot:
 
 ```
-seat     |-- told before --|== new ==|-- later --|
+slot     |-- sent before --|== new ==|-- later --|
          0               first      last
 ```
-What telling costs depends on the sequences of a step and on their new blocks, not on how long their tables are.
+The cost depends on the number of sequences and new blocks of a step, not on the length of the tables.
 """
 
 from collections.abc import Sequence
@@ -17,74 +17,79 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-FREED_AT_ONCE = 8  # one in so many seats, when all are taken: a table whose seat went is told anew
+FREED_SHARE = 8  # share of slots freed when all are taken; a table that lost its slot is sent again
 
 
-class New(NamedTuple):
-    """Blocks [first, last) of the table at `place` in the step, which has this seat. From 0 on where the seat was
-    another table's before."""
+class TableUpdate(NamedTuple):
+    """Blocks [first, last) of the table at index `place` of the step, in its slot. `first` is 0 if the slot held
+    another table before.
+    """
 
     place: int
-    seat: int
+    table_slot: int
     first: int
     last: int
 
 
-class Seats:
-    """Seats for the tables of at least as many sequences as a step may have."""
+class BlockTableSlots:
+    """Slots for the tables of at least as many sequences as a step may have."""
 
-    def __init__(self, num_seats: int) -> None:
-        self._num_known = np.zeros(num_seats, np.int64)
+    def __init__(self, num_table_slots: int) -> None:
+        self._num_known = np.zeros(num_table_slots, np.int64)
         self._by_id: dict[int, int] = {}
-        """Seats by their tables' ids, which `_tables` keep alive."""
-        self._tables: list[list[int] | None] = [None] * num_seats
-        self._free = list(range(num_seats - 1, -1, -1))
+        """Slots by the ids of their tables, which `_tables` keep alive."""
+        self._tables: list[list[int] | None] = [None] * num_table_slots
+        self._free = list(range(num_table_slots - 1, -1, -1))
         self._step = 0
-        self._last_steps = np.zeros(num_seats, np.int64)
-        """When a seat's table was read last."""
+        self._last_steps = np.zeros(num_table_slots, np.int64)
+        """The step in which each slot's table was last read."""
         self._last: tuple[Sequence[list[int]], Array] = ((), np.zeros(0, np.int64))
-        """The tables of the step before, and their seats."""
+        """The tables of the previous step and their slots."""
 
-    def seat(self, tables: Sequence[list[int]], counts: Array) -> tuple[Array, list[New]]:
-        """The seats of a step's tables, and what must be told before their first `counts` blocks are read: the caller
-        tells it."""
+    def table_slot(self, tables: Sequence[list[int]], counts: Array) -> tuple[Array, list[TableUpdate]]:
+        """Return the slots of a step's tables and the updates to send before their first `counts` blocks are read. The
+        caller must send them.
+        """
         self._step += 1
-        seats = self._seats_of(tables)
-        self._last = tables, seats
-        self._last_steps[seats] = self._step
-        known = self._num_known[seats]
+        table_slots = self._table_slots_of(tables)
+        self._last = tables, table_slots
+        self._last_steps[table_slots] = self._step
+        known = self._num_known[table_slots]
         behind = np.flatnonzero(known < counts)
         if not len(behind):
-            return seats, []
-        self._num_known[seats[behind]] = counts[behind]
-        columns = (behind, seats[behind], known[behind], counts[behind])
-        return seats, [New(*row) for row in zip(*[column.tolist() for column in columns], strict=True)]
+            return table_slots, []
+        self._num_known[table_slots[behind]] = counts[behind]
+        columns = (behind, table_slots[behind], known[behind], counts[behind])
+        return table_slots, [TableUpdate(*row) for row in zip(*[column.tolist() for column in columns], strict=True)]
 
-    def _seats_of(self, tables: Sequence[list[int]]) -> Array:
-        before, seats = self._last
+    def _table_slots_of(self, tables: Sequence[list[int]]) -> Array:
+        before, table_slots = self._last
         if len(tables) == len(before) and all(map(is_, tables, before)):
-            return seats  # the same tables as in the step before, which nobody has put off their seats
+            return table_slots  # same tables as in the previous step; their slots are unchanged
         found = list(map(self._by_id.get, map(id, tables)))
         if None in found:
-            self._last_steps[[seat for seat in found if seat is not None]] = self._step
-            found = [self._take(table) if seat is None else seat for table, seat in zip(tables, found, strict=True)]
+            self._last_steps[[table_slot for table_slot in found if table_slot is not None]] = self._step
+            found = [
+                self._take(table) if table_slot is None else table_slot
+                for table, table_slot in zip(tables, found, strict=True)
+            ]
         return np.array(found, np.int64)
 
     def _take(self, table: list[int]) -> int:
         if not self._free:
             self._free_some()
-        seat = self._free.pop()
-        self._by_id[id(table)] = seat
-        self._tables[seat] = table
-        self._num_known[seat] = 0
-        self._last_steps[seat] = self._step
-        return seat
+        table_slot = self._free.pop()
+        self._by_id[id(table)] = table_slot
+        self._tables[table_slot] = table
+        self._num_known[table_slot] = 0
+        self._last_steps[table_slot] = self._step
+        return table_slot
 
     def _free_some(self) -> None:
-        """Those that were not read for longest; none of this step's."""
-        most = -(-len(self._tables) // FREED_AT_ONCE)
-        for seat in np.argsort(self._last_steps, kind="stable")[:most].tolist():
-            if self._last_steps[seat] < self._step:
-                del self._by_id[id(self._tables[seat])]
-                self._tables[seat] = None
-                self._free.append(seat)
+        """Free the least recently used slots, but none of this step's."""
+        most = -(-len(self._tables) // FREED_SHARE)
+        for table_slot in np.argsort(self._last_steps, kind="stable")[:most].tolist():
+            if self._last_steps[table_slot] < self._step:
+                del self._by_id[id(self._tables[table_slot])]
+                self._tables[table_slot] = None
+                self._free.append(table_slot)

@@ -1,13 +1,13 @@
-"""A step of nothing but decodes, in columns: the commonest by far where a device works beside the host.
+"""A decode-only step in column format: by far the most frequent step on an asynchronous device.
 
-Its requests are mostly those of the step before, one token further. So what depends on who they are, their order, is
-kept while they stay the same, and of each nothing is asked but where it is and which table it has.
+Its requests are mostly those of the previous step, one token further. Values that depend only on the set of requests
+are therefore cached, and each request is read only for its position and its table.
 
 ```
 batch.sampling     a  b  c  d        as scheduled: the order of the rows of logits
-order              2  0  3  1        longest first: the order of the tokens
+order              2  0  3  1        longest first: token order
 requests           c  a  d  b
-sampled            1  3  0  2        where each one's token is
+sampled            1  3  0  2        index of each request's token
 ```
 """
 
@@ -35,10 +35,11 @@ class Order:
     order: Array
     sampled: Array
     rope_deltas: Array | None
-    """How far behind its place among the tokens a rope takes each one's to be, in the order of the tokens; None: for
-    all of them where it is. Images make a difference, of prompts that have some."""
+    """Offset of each token's RoPE position from its index, in token order. None if all are 0. Only prompts with images
+    have other offsets.
+    """
     adapters: Array | None = None
-    """The slot of each one's adapter, or -1, in the order of the tokens; None: nobody has one."""
+    """Adapter slot of each token, or -1, in token order. None if no request has one."""
 
     @classmethod
     def of(cls, sampling: list[Request], starts: Array) -> "Order":
@@ -63,8 +64,9 @@ def _adapters(requests: list[Request]) -> Array | None:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """What the layers of one KV group read and write, in the order of the tokens. `gone`: how many tokens lie before
-    each table; None: before none."""
+    """Tables that the layers of one KV group read and write, in token order. `gone`: number of tokens before each
+    table; None if all are 0.
+    """
 
     tables: list[list[int]]
     gone: Array | None = None
@@ -72,14 +74,15 @@ class DecodeGroup:
 
 @dataclass(slots=True)
 class DecodeStep:
-    """It reads like StepInputs, for who computes it in this process. `token_ids` and `sources` mean something once it
-    has begun: fill_in() or feed_from()."""
+    """A decode-only step with the reading interface of StepInputs, for use in this process. `token_ids` and `sources`
+    are valid after fill_in() or feed_from().
+    """
 
     by: Order
     groups: list[DecodeGroup]
     """Per KV group, at least one."""
     positions: Array
-    """In the order of the tokens, as all that follows."""
+    """Positions in token order, as all following attributes."""
     token_ids: Array
     sources: Array
     """Rows of the tokens that the step before sampled, or KNOWN."""
@@ -92,7 +95,7 @@ class DecodeStep:
 
     @property
     def rope_positions(self) -> Array:
-        """Where a rope takes the tokens to be, on each of its axes."""
+        """Return RoPE positions, on each axis."""
         deltas = self.by.rope_deltas
         return self.positions if deltas is None else self.positions + deltas
 
@@ -110,17 +113,17 @@ class DecodeStep:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens whose keys and values it reads, the new ones included."""
+        """Number of tokens whose keys and values the step reads, including new ones."""
         return int(self.positions.sum()) + len(self.positions)
 
     @property
     def ends(self) -> Array:
-        """At which position the token is that each row of logits is for."""
+        """Return the position of the token sampled from each row of logits."""
         ends: Array = self.positions[self.by.sampled] + 1
         return ends
 
     def fill_in(self) -> None:
-        """All steps before it have landed. A request that ended in one computes something nobody reads."""
+        """Insert the tokens of completed steps. A request that ended in one computes an unused token."""
         self.sources.fill(KNOWN)
         positions = self.positions.tolist()
         known = [request.token_ids for request in self.by.requests]
@@ -129,7 +132,7 @@ class DecodeStep:
         ]
 
     def feed_from(self, sampling: Sequence[Request]) -> None:
-        """It begins behind a step that samples for these requests, and that has not landed."""
+        """Take tokens on the device from the incomplete previous step, which samples for these requests."""
         if sampling == self.by.sampling:
             self.sources[:] = self.by.order
             return
@@ -140,7 +143,7 @@ class DecodeStep:
                 self.sources[index] = rows[request]
 
     def written_slots(self, block_size: int) -> Iterator[int]:
-        """Slots of all groups that it writes; found only when they are asked for."""
+        """Yield the slots of all groups that the step writes. Computed on demand."""
         for group in self.groups:
             places = self.positions if group.gone is None else self.positions - group.gone
             for table, place in zip(group.tables, places.tolist(), strict=True):
@@ -148,11 +151,11 @@ class DecodeStep:
 
 
 class DecodeLayout:
-    """Lays out one such step after another, for KV groups that see so far."""
+    """Lays out consecutive decode steps for KV groups with these attention windows."""
 
-    def __init__(self, block_size: int, sights: Sequence[AttentionWindow] = (FULL_ATTENTION,)) -> None:
+    def __init__(self, block_size: int, attention_windows: Sequence[AttentionWindow] = (FULL_ATTENTION,)) -> None:
         self._last: Order | None = None
-        self._block_size, self._sights = block_size, sights
+        self._block_size, self._attention_windows = block_size, attention_windows
 
     def lay_out(self, batch: Batch) -> DecodeStep:
         """`batch` has only decodes."""
@@ -160,13 +163,13 @@ class DecodeLayout:
         by = self._last
         if by is None or by.sampling != batch.sampling:
             by = self._last = Order.of(batch.sampling, starts)
-        groups = [self._group(group, by.requests) for group in range(len(self._sights))]
+        groups = [self._group(group, by.requests) for group in range(len(self._attention_windows))]
         token_ids, sources = np.zeros((2, len(starts)), np.int64)
         return DecodeStep(by, groups, starts[by.order], token_ids, sources)
 
     def _group(self, group: int, requests: list[Request]) -> DecodeGroup:
         tables = [request.block_tables[group] for request in requests]
-        if self._sights[group].window is None:
+        if self._attention_windows[group].window is None:
             return DecodeGroup(tables)
-        gone = np.array([request.num_gone[group] for request in requests], np.int64)
+        gone = np.array([request.num_out_of_window[group] for request in requests], np.int64)
         return DecodeGroup(tables, gone * self._block_size)

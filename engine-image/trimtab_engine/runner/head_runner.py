@@ -1,5 +1,5 @@
-"""A head that drafts, at work: its weights beside the model's, its part of the KV cache, rows to hidden states and
-logits. One rank has all of it, on the CPU; what is drafted, and for whom, it does not know.
+"""Runner of a draft head: weights, its part of the KV cache, hidden states and logits. One CPU rank holds all of it. It
+does not decide what is drafted for which request.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class HeadRunner:
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         (group,) = groups_of(kind.kv(config))
         self.kv_layers = KVLayers(group, target.kv_dtype)
-        """What the head needs of the KV cache."""
+        """KV cache layers of the head."""
         self._num_heads = config.num_attention_heads
         self._block_size = target.block_size
 
@@ -78,8 +78,9 @@ class HeadRunner:
         return cls(open_head()[1], build, kind, target, device)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-        """Run the largest steps once; returns what they take, in bytes, with the hidden states that the target leaves
-        for them."""
+        """Run the largest steps once. Return their memory in bytes, including the hidden states that the target keeps
+        for them.
+        """
         scratch = KVCache(layers=self.kv_layers, cap_blocks=1, block_size=self._block_size, memory=self._device.scratch)
         scratch.map_blocks(1)
         self._kv_tensors = scratch
@@ -95,12 +96,12 @@ class HeadRunner:
 
     @property
     def kept_row_bytes(self) -> int:
-        """What is kept of each running request besides keys and values: the head's newest row."""
+        """Bytes kept per running request besides keys and values: the head's newest row."""
         return self.hidden_size * self._dtype.itemsize
 
     @property
     def kv_rounding_bytes(self) -> int:
-        """What pages of the KV cache's memory may take beyond its blocks."""
+        """Bytes that pages of KV cache memory may take beyond its blocks."""
         return self._device.kv_rounding_bytes(self.kv_layers.num_regions)
 
     def use_draft_layers_of(self, kv_cache: KVCache) -> None:
@@ -113,7 +114,11 @@ class HeadRunner:
         self._device.after_weights()
 
     def reload_weights(self) -> None:
-        """Read them again, behind the target's, whose embeddings are used. Raises ModelError."""
+        """Read the weights again, after the target's, whose embeddings are shared.
+
+        Raises:
+            ModelError: If the checkpoint cannot be read.
+        """
         self._head = self._build()
 
     def flatten(self, sequences: list[ScheduledSequence]) -> StepInputs:
@@ -127,8 +132,9 @@ class HeadRunner:
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, before: torch.Tensor) -> torch.Tensor:
-        """Compute a step: ids are of the tokens behind those whose positions and hidden states are given. before [rows,
-        hidden_size] may have rows of padding behind -> hidden states, as many rows."""
+        """Compute a step. Token ids are those after the tokens whose positions and hidden states are given. `before`
+        [rows, hidden_size] may end with padding rows. Return hidden states, as many rows.
+        """
         padding = [0] * (before.shape[0] - len(inputs.token_ids))
         own, device = inputs.groups[0], self._device.torch
         keys = self._kv_tensors.keys[0]
@@ -156,7 +162,7 @@ class HeadRunner:
         return self._head.logits(padded)[:rows]
 
     def padded(self, rows: int) -> int:
-        """How many rows to compute for so many."""
+        """Return the number of rows to compute for `rows` rows."""
         return padded_rows(rows) if self._head.pads_rows and rows else rows
 
     @property
@@ -165,10 +171,14 @@ class HeadRunner:
 
 
 def decoder_of(target: ModelRunner) -> Decoder:
-    """The model of a runner. Raises NotSupportedError for one that is no decoder of ours."""
+    """Return the runner's decoder.
+
+    Raises:
+        NotSupportedError: If the model runs on transformers' code.
+    """
     if not isinstance(target.model, Decoder):
         raise NotSupportedError(
-            f"--speculative-config: heads that draft beside {target.facts.whole.architecture}, which transformers' own "
-            f"code computes, are not supported; use ngram or draft_model"
+            f"--speculative-config: draft heads are not supported for {target.facts.whole.architecture}, "
+            f"which runs on transformers' own code; use ngram or draft_model"
         )
     return target.model

@@ -1,7 +1,8 @@
-"""Images and videos on one rank: what a step has to compute of them, and the embeddings that it keeps for later steps.
-What is computed when, and what goes, the scheduler says (scheduling/encoder_cache.py).
+"""Vision encoder runs and cached embeddings of images and videos on one rank.
+The scheduler decides what is computed and evicted (scheduling/encoder_cache.py).
 
-Ranks that have the tower whole can divide a step's items, each of which is then computed once; all keep all of them:
+Ranks with the whole vision encoder can divide a step's items, so that each is computed once; every rank keeps all
+results:
 
 ```
 patches        9 | 4 | 4 | 1            two ranks: 9, and 4 + 4 + 1
@@ -29,8 +30,9 @@ Grid = tuple[int, int, int]
 
 
 class ItemEncoder:
-    """Embeddings by key. They outlive the tower, whose weights may go and come back. `group`: the ranks that divide
-    items among them; None: this one computes all. On CUDA nothing is waited for."""
+    """Embeddings by key. They outlive the encoder, whose weights may be dropped and reloaded. `group`: the ranks that
+    divide items; None means this rank computes all. On CUDA it never waits for the device.
+    """
 
     def __init__(self, device: torch.device, group: RankGroup | None = None) -> None:
         self._device, self._group = device, group
@@ -38,18 +40,18 @@ class ItemEncoder:
 
     @property
     def are_divided(self) -> bool:
-        """Whether other ranks compute some of a step's items."""
+        """True if other ranks compute some of a step's items."""
         return self._group is not None
 
     def warm_up(self, tower: Tower, most_tokens: int) -> None:
-        """Compute the smallest and the largest item that there may be, of nothing: so that their memory is seen, and
-        what they launch is compiled. The largest first, so that the other one fits into what it leaves."""
+        """Compute the largest and the smallest possible item with dummy pixels, so that memory is measured and kernels
+        are compiled. The largest runs first, so that the smaller one fits into its memory.
+        """
         for grid in reversed(tower.vision.extreme_grids(most_tokens)):
             self._computed(_black(grid, tower.vision), tower)
 
     def place(self, inputs: StepInputs, tower: Tower) -> Placed | None:
-        """Drop and compute what the step says. Returns the embeddings of its tokens that are no text; None: it has
-        none."""
+        """Drop and compute the step's items. Return the embeddings of its non-text tokens. None if it has none."""
         for key in inputs.displaced:
             del self._kept[key]
         items = [item for _, item in inputs.missing]
@@ -88,7 +90,7 @@ class ItemEncoder:
 
 
 def shares(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank of each item: the costliest first, to the rank that has least so far."""
+    """Return the rank of each item: the costliest first, to the rank with the least cost so far."""
     loads, owners = [0] * num_ranks, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
         owner = loads.index(min(loads))
@@ -107,7 +109,7 @@ def looked_up(patches: Patches, device: torch.device, dtype: torch.dtype) -> tor
 
 
 def _black(grid: Grid, vision: VisionConfig) -> MultiModalItem:
-    """An item whose pixels are all 0."""
+    """Return an item whose pixels are all 0."""
     patches = Patches(
         vision.row_size, bytes(math.prod(grid) * vision.row_size), bytes(MEANINGS_BYTES * vision.num_channels)
     )

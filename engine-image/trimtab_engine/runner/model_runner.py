@@ -1,7 +1,6 @@
-"""From a batch to logits: input tensors, the KV cache's tensors and their dtype, the forward pass. It knows no
-scheduling policy.
+"""Model runner: input tensors, KV cache tensors, and the forward pass from a batch to logits. No scheduling policy.
 
-Start-up order: ModelRunner.load → profile → (the engine computes the blocks) → init_kv_cache.
+Start-up order: load_model_runner (loading.py) → profile → (the engine computes the blocks) → init_kv_cache.
 """
 
 import logging
@@ -16,56 +15,29 @@ from trimtab_kernels.paged_batch import warm_up_attention
 from trimtab_modelspec.attention_window import AttentionWindow
 from trimtab_modelspec.config import ModelConfig
 from trimtab_modelspec.kv_groups import KVGroup
-from trimtab_modelspec.quantization import Quantization, stored_quantization, wanted_quantization
-from trimtab_modelspec.tensors import num_elements
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.experts import EplbConfig
-from trimtab_engine.config.pooling import OfCheckpoint, Tasks, tasks_of
+from trimtab_engine.config.pooling import Tasks
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.device.address_range import AddressSpace
 from trimtab_engine.device.device import Device
-from trimtab_engine.device.inference import inferring
+from trimtab_engine.device.inference import in_inference_mode
 from trimtab_engine.device.kv_cache import KVCache, KVLayers, KVTensors, copy_across
 from trimtab_engine.device.swap_cache import SwapCache
 from trimtab_engine.device.transfer import Mark, send
-from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.layers.linear import padded_rows, row_sizes
 from trimtab_engine.memory.encoder import EncoderLimits, kept_bytes
 from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.memory.reserved import cpu_activation_bytes
-from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, reserved_for_processes
-from trimtab_engine.models.adapter_fit import bytes_of_adapters
-from trimtab_engine.models.checkpoint import (
-    KV_SCALE_SUFFIXES,
-    check_tensors,
-    check_tower,
-    expected_shapes,
-    expected_tensors,
-)
 from trimtab_engine.models.decoder import Decoder
 from trimtab_engine.models.family import Model, Tower
-from trimtab_engine.models.held_bytes import bytes_to_hold
-from trimtab_engine.models.loading import Loader, packed_source
-from trimtab_engine.models.pooler import pooling_of
-from trimtab_engine.models.registry import (
-    architecture_of,
-    family_of,
-    has_output_layer,
-    kv_groups_of,
-    open_model,
-    open_tower,
-    parse_model_config,
-    parse_vision_config,
-    tower_of,
-)
-from trimtab_engine.models.tower_share import TowerShare
 from trimtab_engine.parallel.expert_balancer import ExpertBalancer
-from trimtab_engine.parallel.groups import ALONE, RankGroups
+from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.ranks import Layout
-from trimtab_engine.parallel.shard import ModelShard, shard_model
+from trimtab_engine.parallel.shard import ModelShard
 from trimtab_engine.parallel.wave import Wave
-from trimtab_engine.runner.adapters import AdapterSlots, LoadedAdapter, reads_slots
+from trimtab_engine.runner.adapters import AdapterSlots, LoadedAdapter
 from trimtab_engine.runner.decode_step import DecodeLayout, DecodeStep
 from trimtab_engine.runner.graphs.device_steps import AttentionShape, DeviceSteps, GraphCounts, StepLimits
 from trimtab_engine.runner.graphs.plan import GraphPlan
@@ -81,50 +53,45 @@ from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.step_inputs import StepInputs, Unknown, flatten
-from trimtab_engine.weights.dummy import DummySource
-from trimtab_engine.weights.four_bits import FourBitsSource
-from trimtab_engine.weights.mxfp4 import Mxfp4Source
-from trimtab_engine.weights.open import model_path
-from trimtab_engine.weights.scaled import ScaledSource
-from trimtab_engine.weights.source import WeightSource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 logger = logging.getLogger("trimtab_engine.core")
 KV_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-FLOAT8_E4M3_CAPABILITY = (8, 9)  # from which compute capability on Triton converts this format
 ONE_RANK = Layout()
 GREEDY = Sampling(temperature=0.0)
 COSTLIEST_SAMPLING = Sampling(top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1)
 Progress = Callable[[str, float], None]
 ReadModel = tuple[Model, Tower | None]
-"""What is read of a checkpoint: the tower only where this rank computes images and videos."""
+"""Model and vision encoder read from a checkpoint; the encoder only if this rank computes images and videos."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the engine needs to know of the loaded model. Heads are this rank's."""
+    """Properties of the loaded model. Heads are this rank's."""
 
     vocab_size: int
     max_model_len: int
-    """What is served, up to what the model's positions allow."""
+    """Maximum served length, at most the model's positions."""
     eos_token_ids: tuple[int, ...]
     num_attention_heads: int
     head_size: int
     kv_groups: tuple[KVGroup, ...]
-    """What this rank keeps of each token: keys and values of one size in all groups, or latent vectors."""
+    """KV layout of this rank: keys and values of one size in all groups, or latent vectors."""
     dtype: str
     kv_cache_dtype: str
     kv_dtype_bytes: int
     quantization: str | None
-    """How the layers' projections are stored; None: in dtype."""
+    """Format of the layers' projections. None if stored in dtype."""
     weights_bytes: int
-    """What loading them took of the device."""
+    """Device memory taken by loading."""
     whole: ModelConfig
-    """The whole model's facts."""
+    """Configuration of the whole model."""
     tasks: Tasks
-    """What is done with prompts."""
+    """Supported tasks."""
     vision: VisionConfig | None = None
-    """The tower's; None: images and videos are not computed. Only ranks of the first stage have it."""
+    """Configuration of the vision encoder. None if images and videos are not computed. Only ranks of the first stage
+    have it.
+    """
 
 
 class ModelRunner:
@@ -134,11 +101,11 @@ class ModelRunner:
     _kv_tensors: KVTensors
     _draft_layers: KVLayers | None
     steps: DeviceSteps | None = None
-    """Steps with inputs at fixed places and, perhaps, graphs: on CUDA, once the KV cache has its addresses."""
+    """Steps with inputs at fixed addresses and, optionally, graphs: on CUDA, once the KV cache has its addresses."""
     can_drop_weights = True
     drives_others = False
     kept_row_bytes = 0
-    """What it keeps of each running request besides keys and values."""
+    """Bytes kept per running request besides keys and values."""
 
     def __init__(
         self,
@@ -156,13 +123,17 @@ class ModelRunner:
         divides_items: bool = False,
         adapters: AdapterSlots | None = None,
     ) -> None:
-        """`divides_items`: the ranks of the tensor-parallel group compute some of the images and videos each.
-        `adapters`: those of the model's projections; None: it serves none."""
+        """Create the runner of a loaded model.
+
+        Args:
+            divides_items: The ranks of the tensor-parallel group divide images and videos among them.
+            adapters: Adapter slots of the model's projections; None if it serves no adapters.
+        """
         self.facts = facts
         (self._model, self._tower), self._rebuild, self.shard, self.groups = loaded, rebuild, shard, groups
         self._items = ItemEncoder(device.torch, groups.tensor if divides_items else None)
         self._device, self._block_size, self._dtype = device, block_size, dtype
-        self._decodes = DecodeLayout(block_size, self._sights)
+        self._decodes = DecodeLayout(block_size, self._attention_windows)
         self._kv_dtype = kv_dtype
         self._scores: ScoresInFlight | None = None
         self._pooled: PooledInFlight | None = None
@@ -170,134 +141,17 @@ class ModelRunner:
         self._eplb = eplb
         self._adapters = adapters
         self.balancer = self._new_balancer()
-        """Balances the experts' load; None: they do not move."""
-
-    @classmethod
-    def load(
-        cls,
-        config: EngineConfig,
-        device: Device,
-        progress: Progress,
-        *,
-        layout: Layout = ONE_RANK,
-        rank: int = 0,
-        groups: RankGroups = ALONE,
-    ) -> "ModelRunner":
-        """Read one rank's weights. progress gets ("weights", percent of them). Raises ModelError or ConfigError."""
-        torch.manual_seed(config.seed)  # requests that bring no seed of their own draw from this generator
-        source, model_config = _open(config)
-        tasks = _tasks(config, source, model_config)
-        vision = _vision(config, source, model_config)
-        max_model_len = _max_model_len(config, model_config)
-        shard = shard_model(
-            model_config,
-            layout,
-            rank,
-            placement=config.expert_placement_strategy,
-            layer_partition=config.pipeline_layer_partition,
-            num_redundant_experts=config.num_redundant_experts,
-        )
-        _check_device(model_config, device)
-        kv_groups = _kv_groups(model_config, shard, layout)
-        dtype = DTYPES[_dtype_name(config, model_config, device)]
-        kv_dtype_name = _kv_dtype_name(config, dtype, device)
-        kv_dtype = KV_DTYPES[kv_dtype_name]
-        stored = stored_quantization(source.config, source.where)
-        quantization = wanted_quantization(stored, config.quantization, has_weights=not isinstance(source, DummySource))
-        tensors = expected_tensors(model_config)
-        shares = layout.tensor if config.mm_encoder_tp_mode == "weights" else 1
-        if vision is not None and shares > 1:
-            TowerShare.of(vision, groups.tensor)  # what ranks cannot share is refused before any weight is read
-        tower_bytes = _tower_bytes(vision, model_config, dtype) // shares if shard.is_first_stage else 0
-        num_parameters = -(
-            -num_elements(tensors.values()) // layout.ranks_per_engine
-        )  # about: ranks are not quite equal
-        adapters_bytes = 0
-        if config.adapters is not None:
-            are_of_one_rank = reads_slots(device.torch)
-            adapters_bytes = bytes_of_adapters(
-                config.adapters, tensors, dtype.itemsize, are_of_one_rank=are_of_one_rank
-            )
-        unmeasured = Unmeasured(
-            device_bytes=device.total_bytes,
-            other_bytes=(
-                reserved_for_processes(config, model_config.vocab_size) if device.kind == "cpu" else device.used_bytes()
-            ),
-            limit_bytes=device.limit_bytes,
-            weights_bytes=(
-                bytes_to_hold(source, tensors, quantization, dtype, device.torch, config=model_config, shard=shard)
-                + adapters_bytes
-            )
-            // layout.ranks_per_engine,
-            tower_bytes=tower_bytes,
-            kv_groups=kv_groups,
-            kv_dtype_bytes=kv_dtype.itemsize,
-            max_model_len=max_model_len,
-        )
-        check_weights_fit(config, unmeasured)
-        adapters = None
-        if config.adapters is not None:
-            adapters = AdapterSlots(config.adapters, tensors, shard, dtype=dtype, device=device.torch)
-
-        def build(source: WeightSource, report: Callable[[int], None]) -> ReadModel:
-            device.before_weights()
-            with torch.inference_mode():
-                load = Loader(source, dtype, device.torch, report, quantization, adapters)
-                model = family_of(model_config.architecture).build(model_config, load, shard, groups)
-                if adapters is not None:
-                    adapters.open(model_config.architecture)
-                tower = _load_tower(config, model_config, vision, load, groups) if shard.is_first_stage else None
-            device.after_weights()
-            say_what_was_restored(load)
-            return model, tower
-
-        _say_how_it_is_held(source, quantization, dtype, device.torch)
-        _say_what_kv_scales_are_for(source, kv_dtype)
-        progress("weights", 0.0)
-        source.map_files()  # before, so that what is measured is what the model keeps
-        with device.measure() as growth:
-            loaded = build(source, _percent("weights", num_parameters, progress))
-        facts = ModelFacts(
-            vocab_size=model_config.vocab_size,
-            max_model_len=max_model_len,
-            eos_token_ids=model_config.eos_token_ids,
-            num_attention_heads=shard.num_heads,
-            head_size=model_config.head_size,
-            kv_groups=kv_groups,
-            dtype=str(dtype).removeprefix("torch."),
-            kv_cache_dtype=kv_dtype_name,
-            kv_dtype_bytes=kv_dtype.itemsize,
-            quantization=_quantization_name(source, quantization),
-            weights_bytes=max(0, growth.kept),
-            whole=model_config,
-            tasks=tasks,
-            vision=vision,
-        )
-        rebuild = lambda: build(_open(config)[0], lambda count: None)  # noqa: E731
-        return cls(
-            loaded,
-            rebuild,
-            facts,
-            shard,
-            groups,
-            device,
-            config.block_size,
-            dtype,
-            kv_dtype,
-            config.eplb,
-            divides_items=config.mm_encoder_tp_mode == "data",
-            adapters=adapters,
-        )
+        """Expert load balancer. None if experts do not move."""
 
     def _new_balancer(self) -> ExpertBalancer | None:
-        """A balancer of experts that are where they were loaded."""
+        """Return a balancer for experts in their loaded placement. None without balancing."""
         moe, group, mixtures = self.facts.whole.moe, self.groups.expert, self._model.mixtures
         if self._eplb is None or moe is None or group is None or not mixtures:
             return None
         return ExpertBalancer(self._eplb, mixtures, moe.num_experts, group)
 
     def drop_weights(self) -> None:
-        """Give the weights' memory back. Nothing runs until reload_weights()."""
+        """Release the weights' memory. Nothing runs until reload_weights()."""
         if self.steps is not None:
             self.steps.drop_model()
         self.balancer = None
@@ -307,8 +161,12 @@ class ModelRunner:
         self._device.after_weights()
 
     def reload_weights(self) -> None:
-        """Read them again, from where they were read. Raises ModelError; MemoryError, without weights, where the device
-        has no room for them."""
+        """Read the weights again from the same source.
+
+        Raises:
+            ModelError: If the source cannot be read.
+            MemoryError: If the device has no room; the weights are then absent.
+        """
         try:
             self._model, self._tower = self._rebuild()
         except torch.OutOfMemoryError as error:
@@ -319,27 +177,30 @@ class ModelRunner:
 
     @property
     def adapters(self) -> list[LoadedAdapter]:
-        """What is loaded, in the order of its slots."""
+        """Loaded adapters in slot order."""
         return [] if self._adapters is None else self._adapters.loaded
 
     def load_adapter(self, slot: int, name: str, folder: str) -> bytes:
-        """Read an adapter into a slot that nobody uses; no step is in flight. Returns the digest of its files. Raises
-        ConfigError, and then nothing has changed."""
+        """Read an adapter into an unused slot and return the digest of its files. No step is in flight.
+
+        Raises:
+            ConfigError: If the adapter is invalid. Nothing has changed.
+        """
         assert self._adapters is not None  # else it was refused
         with torch.inference_mode():
             return self._adapters.load(slot, name, folder)
 
     def forget_adapter(self, slot: int) -> None:
-        """Nobody uses it any more: it is not read again with the weights."""
+        """Mark the slot as unused: its adapter is not read again with the weights."""
         assert self._adapters is not None
         self._adapters.forget(slot)
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int, encoder: EncoderLimits | None = None) -> int:
-        """Run the largest step of the envelope and every row size once; returns what steps take, in bytes.
+        """Run the largest step of the envelope and every row size once. Return the memory of steps in bytes, including
+        what stays: code that oneDNN compiles per row size, and the allocator's reserve.
 
-        It includes what stays: code that oneDNN compiles per row size, and the allocator's reserve. The largest come
-        first, so that the smaller ones fit into memory that the allocator already has. On CUDA images and videos within
-        the limits of `encoder` are among them, which also compiles what the tower launches.
+        The largest steps run first, so that smaller ones fit into memory that the allocator already holds. On CUDA this
+        includes images and videos within the limits of `encoder`, which also compiles the vision encoder's kernels.
         """
         sizes = row_sizes() if self._model.pads_rows else []
         max_len = self.facts.max_model_len
@@ -358,8 +219,9 @@ class ModelRunner:
         return growth.peak if self._device.kind == "cuda" else cpu_activation_bytes(growth.peak, len(sizes))
 
     def items_bytes(self, limits: EncoderLimits, max_num_batched_tokens: int) -> int:
-        """What images and videos take of this rank's device beside text, at most. On CUDA what the tower takes is
-        measured by profile()."""
+        """Return the maximum device bytes of images and videos on this rank. On CUDA profile() measures the vision
+        encoder's part.
+        """
         vision, dtype_bytes = self.facts.vision, self._dtype.itemsize
         if vision is None or self._tower is None:
             return 0
@@ -369,8 +231,9 @@ class ModelRunner:
         return kept_bytes(vision, limits.num_kept_tokens + max(summed, max_num_batched_tokens), dtype_bytes)
 
     def init_kv_cache(self, cap_blocks: int, draft: KVLayers | None = None) -> None:
-        """Reserve the KV cache's address range, with a draft model's layers in it, and map block 0: attention, which on
-        CUDA is compiled here, reads it. Further blocks are the engine's to map."""
+        """Reserve the KV cache's address range, including a draft model's layers, and map block 0, which attention
+        reads when it is compiled on CUDA. The engine maps further blocks.
+        """
         self._draft_layers = draft
         self.kv_cache = self._new_kv_cache(cap_blocks, draft=draft)
         self.kv_cache.map_blocks(1)
@@ -393,25 +256,26 @@ class ModelRunner:
                 warm_up_latent_attention(query, self._kv_tensors.keys[0], kv_rank=latent.kv_rank)
                 return
             sinks = torch.zeros(num_heads, device=self._device.torch) if self.facts.whole.has_sinks else None
-            for sight in {group.sight for group in self.facts.kv_groups if group.layers}:
+            for attention_window in {group.attention_window for group in self.facts.kv_groups if group.layers}:
                 warm_up_attention(
                     query,
                     self._kv_tensors.keys[0],
                     self._kv_tensors.values[0],
-                    window=None if sight.is_chunked else sight.window,
-                    chunk_size=sight.window if sight.is_chunked else None,
+                    window=None if attention_window.is_chunked else attention_window.window,
+                    chunk_size=attention_window.window if attention_window.is_chunked else None,
                     sinks=sinks,
                 )
 
     def _warm_up_copies(self, other: KVCache) -> None:
-        """On CUDA copies to and from the KV cache are compiled here, not when the first block moves; and host memory
-        that the device does not reach is found out. Block 0 is mapped, and nobody's yet."""
+        """On CUDA, compile copies to and from the KV cache before the first block moves, and detect host memory that
+        the device cannot reach. Block 0 is mapped and unused.
+        """
         if self._device.kind == "cuda":
             copy_across(other, self.kv_cache, [(0, 0)])
             copy_across(self.kv_cache, other, [(0, 0)])
 
     def use_device_steps(self, config: EngineConfig, plan: GraphPlan, recorder: Recorder) -> DeviceSteps:
-        """From now on inputs lie at fixed places, and steps replay the plan's graphs once these are captured."""
+        """Switch to inputs at fixed addresses; steps replay the plan's graphs once captured."""
         whole, facts = self.facts.whole, self.facts
         limits = StepLimits(
             max_num_batched_tokens=config.max_num_batched_tokens_cap,
@@ -420,7 +284,7 @@ class ModelRunner:
             max_model_len=facts.max_model_len,
             block_size=self._block_size,
             num_axes=1 if facts.vision is None else facts.vision.num_axes,
-            sights=self._sights,
+            attention_windows=self._attention_windows,
             with_adapters=self._adapters is not None,
         )
         latent = whole.latent
@@ -448,18 +312,18 @@ class ModelRunner:
         return self.steps
 
     @property
-    def _sights(self) -> tuple[AttentionWindow, ...]:
-        """How far the tokens of each KV group see."""
-        return tuple(group.sight for group in self.facts.kv_groups)
+    def _attention_windows(self) -> tuple[AttentionWindow, ...]:
+        """Attention window of each KV group."""
+        return tuple(group.attention_window for group in self.facts.kv_groups)
 
     @property
     def kv_rounding_bytes(self) -> int:
-        """What pages of the KV cache's memory may take beyond its blocks."""
+        """Bytes that pages of KV cache memory may take beyond its blocks."""
         return self._device.kv_rounding_bytes(self.kv_layers.num_regions)
 
     @property
     def kv_layers(self) -> KVLayers:
-        """What the model needs of a KV cache: blocks as large as the largest group's."""
+        """KV cache layers of the model: blocks as large as the largest group's."""
         return KVLayers(max(self.facts.kv_groups, key=lambda group: group.num_layers), self._kv_dtype)
 
     def new_swap_cache(self, num_blocks: int) -> SwapCache:
@@ -489,7 +353,7 @@ class ModelRunner:
         return scores
 
     def take_pooled(self) -> PooledInFlight | None:
-        """What the last step was to pool, in the order of StepInputs.pooled; None without any."""
+        """Return the last step's pooled hidden states, in the order of StepInputs.pooled. None without any."""
         pooled, self._pooled = self._pooled, None
         return pooled
 
@@ -500,12 +364,12 @@ class ModelRunner:
 
     @property
     def weights_bytes(self) -> int:
-        """What the weights took of the device."""
+        """Device memory taken by the weights."""
         return self.facts.weights_bytes
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens it has logits for."""
+        """Number of tokens with logits."""
         return self.facts.vocab_size
 
     @property
@@ -515,44 +379,46 @@ class ModelRunner:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of what the KV cache keeps."""
+        """Data type of the KV cache."""
         return self._kv_dtype
 
     def keep_hidden(self) -> None:
-        """From now on each step's hidden states are kept until the next one: heads that draft begin with them."""
+        """Keep each step's hidden states until the next step, as inputs of draft heads."""
         self._keeps_hidden = True
 
     def take_hidden(self) -> torch.Tensor:
-        """The last step's hidden states behind the last norm, a row for each of its tokens, padding included."""
+        """Return the last step's hidden states after the final norm, one row per token including padding."""
         hidden, self._hidden = self._hidden, torch.empty(0)
         return hidden
 
     def ledgers(self, own: Ledger) -> dict[int, Ledger]:
-        """The ledgers of this rank and of every one that it drives, by rank: alone it has only its own."""
+        """Return the ledgers of this rank and of every rank that it drives, by rank."""
         return {0: own}
 
     def take_wire_bytes(self) -> dict[str, int]:
-        """What went over this rank's wire since the last call, by kind of collective: alone it has none."""
+        """Return the bytes sent by this rank since the last call, by kind of collective. Empty for a single rank."""
         return {}
 
     def take_graph_counts(self) -> GraphCounts:
-        """What steps replayed since the last call, and what was compiled for them."""
+        """Return the counts of graph replays and compilations since the last call."""
         return GraphCounts() if self.steps is None else self.steps.take_counts()
 
     def close(self) -> None:
-        """End what belongs to this runner."""
+        """Release the runner's resources."""
         if self.steps is not None:
             self.steps.drop_graphs()
 
     def lay_out(self, batch: Batch) -> tuple[StepInputs | DecodeStep, list[Unknown]]:
-        """As flatten(), in columns where that is enough: on a device beside the host, with no other rank to tell."""
+        """Lay out a batch as flatten() does, in column format if possible: on an asynchronous device with a single
+        rank.
+        """
         in_columns = batch.only_decodes and batch.sequences and self.steps is not None and not self.drives_others
         if in_columns and not (batch.displaced or batch.missing):
             return self._decodes.lay_out(batch), []
         return self.flatten(batch.sequences)
 
     def flatten(self, sequences: list[ScheduledSequence]) -> tuple[StepInputs, list[Unknown]]:
-        """The batch as plain values, and which of its tokens are not known yet."""
+        """Return the batch as plain values, and its unknown tokens."""
         longest = max_decode_tokens(self._device.torch)
         num_groups = len(self.facts.kv_groups)
         return flatten(
@@ -565,7 +431,7 @@ class ModelRunner:
         )
 
     wave: Wave | None = None
-    """The steps that data-parallel cores make together; None: this core is on its own."""
+    """Lockstep of data-parallel cores. None if this core runs independently."""
 
     def padded_rows(self, inputs: StepInputs) -> int:
         """Rows that this rank would compute for these tokens."""
@@ -573,11 +439,12 @@ class ModelRunner:
         return padded_rows(num_tokens) if self._model.pads_rows and num_tokens else num_tokens
 
     def send(self, inputs: StepInputs | DecodeStep, feed: Feed = ()) -> None:
-        """Let the other ranks begin a step; run() computes this rank's part. One rank alone has nobody to tell."""
+        """Start a step on the other ranks; run() computes this rank's part. Does nothing for a single rank."""
 
     def run(self, inputs: StepInputs | DecodeStep, feed: Feed = ()) -> torch.Tensor | None:
-        """Compute a step. Logits of the sampled tokens on the rank that samples, None on the others. `feed`: tokens
-        that the device alone knows, where it works beside the host, which then waits for nothing."""
+        """Compute a step. Return logits of the sampled tokens on the rank that samples, None on the others. `feed`:
+        tokens known only on an asynchronous device; the host then waits for nothing.
+        """
         if self.steps is not None:
             logits = self._run_beside_host(inputs, feed)
         else:
@@ -591,11 +458,11 @@ class ModelRunner:
         if self.balancer is not None:
             self.balancer.on_step()
 
-    @inferring
+    @in_inference_mode
     def _run_beside_host(self, inputs: StepInputs | DecodeStep, feed: Feed) -> torch.Tensor | None:
         assert self.steps is not None
         placed = None
-        if self._tower is not None and isinstance(inputs, StepInputs):  # a DecodeStep has text alone
+        if self._tower is not None and isinstance(inputs, StepInputs):  # a DecodeStep is text-only
             placed = self._items.place(inputs, self._tower)
         hidden, wanted = self.steps.run(inputs, feed, placed)
         return self._logits(hidden, wanted, inputs)
@@ -693,9 +560,8 @@ class ModelRunner:
         )
 
     def _dummy_step(self, spans: list[tuple[int, int]], sampling: Sampling, adapter: Adapter | None = None) -> None:
-        """One step of sequences (tokens before, tokens now) that all share one KV block, and an adapter.
-
-        Up to the first layer of each KV group only: the others have the same shapes and reuse the same memory.
+        """Run a step of sequences (tokens before, tokens now) that share one KV block and an adapter. It runs only up
+        to the first layer of each KV group: the others have the same shapes and reuse the same memory.
         """
         sequences = dummy_sequences(spans, sampling, self._block_size, num_groups=len(self.facts.kv_groups))
         for sequence in sequences:
@@ -713,194 +579,20 @@ class ModelRunner:
 def dummy_sequences(
     spans: list[tuple[int, int]], sampling: Sampling, block_size: int, *, num_groups: int = 1
 ) -> list[ScheduledSequence]:
-    """Sequences (tokens before, tokens now) that all share one KV block."""
+    """Return sequences (tokens before, tokens now) that all share one KV block."""
     longest = max(before + now for before, now in spans)
     sequences = []
     for index, (before, now) in enumerate(spans):
         request = Request.of(f"profile-{index}", [0] * (before + now), sampling, arrival_time=0.0)
         request.block_tables = [[0] * -(-longest // block_size) for _ in range(num_groups)]
-        request.num_gone = [0] * num_groups
+        request.num_out_of_window = [0] * num_groups
         sequences.append(ScheduledSequence(request, before, now, samples=True))
     return sequences
 
 
 def envelope_spans(max_num_batched_tokens: int, max_len: int) -> list[tuple[int, int]]:
-    """(tokens before, tokens now) of the largest step: whole prompts, and a rest at the end of a long context."""
+    """Return (tokens before, tokens now) of the largest step: whole prompts, and a rest at the end of a
+    long context.
+    """
     whole, rest = divmod(max_num_batched_tokens, max_len)
     return [(0, max_len)] * whole + ([(max_len - rest, rest)] if rest else [])
-
-
-def _open(config: EngineConfig) -> tuple[WeightSource, ModelConfig]:
-    """The checkpoint, found complete. Raises ModelError."""
-    source = open_model(config.model, config.load_format, seed=config.seed)
-    model_config = parse_model_config(source.config, source.generation_config, source.where)
-    if isinstance(source, DummySource):
-        source.device = config.device
-        source.expect(expected_shapes(model_config))
-    check_tensors(model_config, source)
-    return source, model_config
-
-
-def _tasks(config: EngineConfig, source: WeightSource, model: ModelConfig) -> Tasks:
-    """What is done with prompts. Raises ModelError, ConfigError, and NotSupportedError for what follows the model in a
-    checkpoint that pools."""
-    said = OfCheckpoint()
-    if config.runner != "generate":
-        said = pooling_of(model_path(config.model), source, config.pooler.pooling_type)
-    return tasks_of(config.runner, config.pooler, said, model.hidden_size, has_output_layer=has_output_layer(source))
-
-
-def _vision(config: EngineConfig, source: WeightSource, model: ModelConfig) -> VisionConfig | None:
-    """The tower that is to compute images and videos; None: there is none, or none is wanted. Raises ModelError, and
-    NotSupportedError where it is not supported."""
-    kind = tower_of(model)
-    if kind is None or not config.modalities or "vision_config" not in source.config:
-        return None
-    if config.device == "cuda" and kind.not_on_cuda:
-        name = architecture_of(source.config, source.where)
-        raise NotSupportedError(
-            f"images and videos are not supported on CUDA for {name}: {kind.not_on_cuda}; serve its text "
-            f"""alone, with --limit-mm-per-prompt '{{"image": 0, "video": 0}}', or use --device cpu"""
-        )
-    return parse_vision_config(source, model)
-
-
-def _tower_bytes(vision: VisionConfig | None, model: ModelConfig, dtype: torch.dtype) -> int:
-    """What a whole tower takes."""
-    kind = tower_of(model)
-    return 0 if kind is None or vision is None else num_elements(kind.tensors(vision).values()) * dtype.itemsize
-
-
-def _load_tower(
-    config: EngineConfig, model: ModelConfig, vision: VisionConfig | None, text: Loader, groups: RankGroups
-) -> Tower | None:
-    """The tower, or this rank's share of it, in the dtype of the text half and never quantised."""
-    kind = tower_of(model)
-    if kind is None or vision is None:
-        return None
-    source = open_tower(config.model, config.load_format, seed=config.seed)
-    shapes = {name: tensor.shape for name, tensor in kind.tensors(vision).items()}
-    if isinstance(source, DummySource):
-        source.device = config.device
-        source.expect(shapes)
-    if not kind.renames_tensors:
-        check_tower(shapes, source)
-    group = groups.tensor if config.mm_encoder_tp_mode == "weights" else None
-    return kind.build(vision, Loader(source, text.dtype, text.device, lambda count: None), group)
-
-
-def _check_device(model: ModelConfig, device: Device) -> None:
-    """Raise NotSupportedError for a family whose layers this device's kernels do not have."""
-    if device.kind == "cuda" and (lacking := family_of(model.architecture).not_on_cuda):
-        raise NotSupportedError(f"{model.architecture} is not supported on CUDA: {lacking}; use --device cpu")
-
-
-def _kv_groups(model: ModelConfig, shard: ModelShard, layout: Layout) -> tuple[KVGroup, ...]:
-    """What this rank keeps of each token. Raises NotSupportedError for another geometry than those that attention
-    and the KV cache have: keys and values of one size in all groups, or latent vectors that are both."""
-    groups = kv_groups_of(model)
-    said = ", ".join(map(_in_words, groups))
-    if len({replace(group.each, window=None, is_chunked=False) for group in groups}) > 1 or any(
-        group.each.value_size not in (group.each.key_size, 0) for group in groups
-    ):
-        raise NotSupportedError(
-            f"the KV cache of {model.architecture} is not supported: {said}; supported are keys and values of one "
-            f"size, or "
-            f"latent vectors"
-        )
-    return tuple(group.on_rank(shard.layers, layout.tensor) for group in groups)
-
-
-def _in_words(group: KVGroup) -> str:
-    each = group.each
-    sight = "that see all"
-    if each.window is not None:
-        sight = f"of {'chunks' if each.is_chunked else 'a window'} of {each.window}"
-    return f"{group.num_layers} layers {sight}, keys of {each.key_size} and values of {each.value_size}"
-
-
-def _quantization_name(source: WeightSource, quantization: Quantization | None) -> str | None:
-    """How the weights are quantised, in people's words."""
-    if quantization is not None:
-        return quantization.name
-    return source.form.name if isinstance(source, FourBitsSource | ScaledSource | Mxfp4Source) else None
-
-
-def _say_how_it_is_held(
-    source: WeightSource, quantization: Quantization | None, dtype: torch.dtype, device: torch.device
-) -> None:
-    """What is computed of weights that are stored smaller, in the log."""
-    if not isinstance(source, FourBitsSource | ScaledSource | Mxfp4Source):
-        return
-    if packed_source(source, dtype, device, quantization) is None:
-        how = f"restored to {str(dtype).removeprefix('torch.')} as they load"
-    else:
-        how = "multiplied as they are stored; what cannot be is restored as it loads, and named then"
-    logger.info("weights: %s, %s, %s", source.form.name, source.form.words, how)
-
-
-def _say_what_kv_scales_are_for(source: WeightSource, kv_dtype: torch.dtype) -> None:
-    """In the log, where a checkpoint has scales of keys and values that are of no use."""
-    if kv_dtype.itemsize > 1 and any(name.endswith(KV_SCALE_SUFFIXES) for name in source.shapes()):
-        logger.info("KV cache: the checkpoint's scales of keys and values are for --kv-cache-dtype fp8 alone")
-
-
-def say_what_was_restored(load: Loader) -> None:
-    """What is held larger than it is stored, in the log."""
-    if load.restored:
-        dtype = str(load.dtype).removeprefix("torch.")
-        logger.info("weights: restored to %s as they loaded: %s", dtype, ", ".join(load.restored))
-
-
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """The longest request, before what fits is known. Raises ConfigError, before any weight is read."""
-    if config.max_model_len == "auto":  # cut to what fits once that is known (startup.py)
-        return model.max_model_len
-    longest = model.max_model_len if config.max_model_len is None else config.max_model_len
-    if not 1 <= longest <= model.max_model_len:
-        raise ConfigError(f"--max-model-len is {longest}; the model's positions allow 1 to {model.max_model_len}")
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < longest:
-        raise ConfigError(
-            f"--no-enable-chunked-prefill admits whole prompts only, but --max-num-batched-tokens "
-            f"{config.max_num_batched_tokens} is below max_model_len {longest}; raise it to {longest} or more, or "
-            f"lower --max-model-len"
-        )
-    return longest
-
-
-def _kv_dtype_name(config: EngineConfig, dtype: torch.dtype, device: Device) -> str:
-    """The KV cache's dtype by its name on the command line: auto is the model's, fp8 is fp8_e4m3."""
-    name: str = config.kv_cache_dtype
-    if name == "auto":
-        return str(dtype).removeprefix("torch.")
-    name = "fp8_e4m3" if name == "fp8" else name
-    if name == "fp8_e4m3" and device.kind == "cuda":
-        capability = torch.cuda.get_device_capability(device.torch)
-        if capability < FLOAT8_E4M3_CAPABILITY:
-            raise ConfigError(
-                f"--kv-cache-dtype {config.kv_cache_dtype} needs a GPU of compute capability 8.9 or later, this one "
-                f"has {capability[0]}.{capability[1]}; use fp8_e5m2, or auto"
-            )
-    return name
-
-
-def _dtype_name(config: EngineConfig, model: ModelConfig, device: Device) -> str:
-    """auto: float32 on the CPU, which multiplies it fastest; the checkpoint's on CUDA."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if device.kind == "cpu" else model.dtype
-
-
-def _percent(stage: str, total: int, progress: Progress) -> Callable[[int], None]:
-    """Turns counts of elements into percent of a stage, reported when a further whole percent is reached."""
-    done, reported = 0, 0
-
-    def add(count: int) -> None:
-        nonlocal done, reported
-        done += count
-        percent = min(100, 100 * done // total)
-        if percent > reported:
-            reported = percent
-            progress(stage, float(percent))
-
-    return add

@@ -1,4 +1,4 @@
-"""The ledger of one rank, the engine core's or another: what its formula says, beside what its device counts now."""
+"""Memory ledger of one rank: the formula's values compared with the device's current counts."""
 
 from trimtab_modelspec.memory_formula import MemoryFormula
 
@@ -16,7 +16,7 @@ def rank_ledger(
     has_weights: bool = True,
     untouched_swap_bytes: int = 0,
 ) -> Ledger:
-    """Who owns the device's bytes now."""
+    """Return the device's memory by owner."""
     rounding = 0 if device.kind == "cpu" else kv_cache.rounding_bytes  # the formula's workspace holds it
     return Ledger(
         device_bytes=formula.device_bytes,

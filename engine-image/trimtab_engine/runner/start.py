@@ -1,5 +1,5 @@
-"""Start-up of steps on CUDA, after the KV cache has its addresses: fixed inputs, kernels compiled, graphs captured, and
-what all that took of the device's memory. With several ranks all do so at once, in one order.
+"""Start-up of steps on CUDA after the KV cache has its addresses: fixed inputs, kernel compilation, graph capture, and
+their memory. With several ranks all do this at the same time, in one order.
 """
 
 import logging
@@ -21,7 +21,7 @@ from trimtab_engine.runner.model_runner import ModelRunner
 GRAPHS_STAGE = "graphs"
 """The stage's name at /startupz."""
 MEASURED_FIRST = 2  # graphs from which the memory of the others is estimated
-LEAST_GRAPH_BYTES = 1 << 20  # of a further graph, however small what it recorded; vLLM's
+LEAST_GRAPH_BYTES = 1 << 20  # minimum bytes of a further graph; vLLM's value
 Report = Callable[[float], None]
 
 logger = logging.getLogger("trimtab_engine.core")
@@ -29,7 +29,7 @@ logger = logging.getLogger("trimtab_engine.core")
 
 @dataclass(frozen=True, slots=True)
 class GraphMemory:
-    """What fixed inputs and graphs take, in bytes. Lazily captured graphs are estimated, the others measured."""
+    """Bytes of fixed inputs and graphs. Lazily captured graphs are estimated, the others measured."""
 
     buffer_bytes: int
     graphs_bytes: int
@@ -44,20 +44,21 @@ class GraphMemory:
 
 
 def recorder_of(device: Device) -> Recorder | None:
-    """How steps are recorded on this device; None where the host computes them itself."""
+    """Return the graph recorder of this device. None if the host computes steps."""
     return CudaRecorder(device.torch) if device.kind == "cuda" else None
 
 
 def has_device_steps(device: Device) -> bool:
-    """Whether it works beside the host."""
+    """Return True if the device works asynchronously."""
     return recorder_of(device) is not None
 
 
 def start_device_steps(
     config: EngineConfig, device: Device, runner: ModelRunner, progress: Report
 ) -> GraphMemory | None:
-    """Make this rank's steps those of a device that works beside the host. None on the CPU. progress gets percent of
-    this stage."""
+    """Switch this rank to device steps. Return their memory; None on the CPU. `progress` receives percent of this
+    stage.
+    """
     recorder = recorder_of(device)
     if recorder is None:
         _note_without_graphs(config)
@@ -86,7 +87,7 @@ def plan_for(config: EngineConfig, *, can_capture: bool) -> GraphPlan:
         return plan
     logger.warning(
         "there are fewer GPUs than ranks, so these talk through host memory, which no CUDA graph can contain: every "
-        "step is eager; give each rank a GPU, or say --enforce-eager"
+        "step is eager; give each rank a GPU, or set --enforce-eager"
     )
     return NO_GRAPHS
 
@@ -107,7 +108,9 @@ def _capture(steps: DeviceSteps, plan: GraphPlan, device: Device, progress: Repo
 
 
 def estimated_bytes(grown: list[int], num_graphs: int) -> int:
-    """Memory of so many graphs from what the first ones took: the first makes the pool, the others add to it."""
+    """Estimate the memory of `num_graphs` graphs from the first ones: the first allocates the pool, further ones add to
+    it.
+    """
     if not grown:
         return 0
     further = grown[1] if len(grown) > 1 else 0
@@ -115,7 +118,7 @@ def estimated_bytes(grown: list[int], num_graphs: int) -> int:
 
 
 def _note_without_graphs(config: EngineConfig) -> None:
-    """Say so where graphs were asked for and there cannot be any."""
+    """Log a warning if graphs were requested but are not possible."""
     default = EngineConfig(model=config.model)
     is_asked = (config.optimization_level, config.compilation) != (default.optimization_level, default.compilation)
     if is_asked and not config.enforce_eager:

@@ -1,13 +1,13 @@
-"""What goes and comes back when an engine sleeps deeply and wakes up."""
+"""Interface of weights that deep sleep drops and wake-up reloads."""
 
 from typing import Protocol
 
 
 class Weights(Protocol):
-    """A model whose weights can go and come back: a ModelRunner."""
+    """A model whose weights can be dropped and reloaded: a ModelRunner."""
 
     can_drop_weights: bool
-    """Data-parallel cores in lockstep cannot, yet."""
+    """False for data-parallel cores in lockstep, which do not support it yet."""
 
     def drop_weights(self) -> None: ...
 

@@ -1,15 +1,15 @@
-"""A low-rank adapter as the scheduler sees it: who it is, and where the device keeps it. A value, without weights."""
+"""Low-rank adapters as plain values for the scheduler: name, slot and content digest, without weights."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One that is loaded. Two of the same content are the same to the prefix cache, whatever they are called."""
+    """A loaded adapter. Adapters with equal content share prefix cache entries, whatever their names are."""
 
     name: str
-    """By which requests ask for it."""
+    """The name that requests use."""
     slot: int
-    """Its place in the device's memory, the same on every rank, until nobody uses it any more."""
+    """Its slot in device memory, the same on every rank, until no request uses the adapter."""
     digest: bytes
-    """SHA-256 of its files: what it adds to the model depends on nothing else."""
+    """SHA-256 of its files. Its effect on the model depends on nothing else."""

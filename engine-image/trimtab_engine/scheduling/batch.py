@@ -1,4 +1,4 @@
-"""One step's work, as the scheduler hands it to the model runner: plain values, no policy, no tensor."""
+"""The work of one step, passed from the scheduler to the model runner: plain values, no policy, no tensor."""
 
 from dataclasses import dataclass, field
 
@@ -27,12 +27,13 @@ class ScheduledSequence:
     samples: bool
     draft_token_ids: list[int] = field(default_factory=list)
     quiet_until: int = 0
-    """While it begins before this position, the next step computes its newest token and nothing else comes up: no block
-    is wanted or full, and it does not end. The scheduler's note."""
+    """Position up to which the next steps only compute the newest token: the sequence needs no block, fills no block
+    and does not end. Set by the scheduler.
+    """
 
     @property
     def ends_pooling(self) -> bool:
-        """Whether it is the end of a prompt that is pooled."""
+        """Return True if it reaches the end of a pooled prompt."""
         request = self.request
         return request.pooling is not None and self.start + self.num_tokens == request.num_prompt_tokens
 
@@ -50,9 +51,8 @@ class Preempted:
 
 @dataclass(slots=True)
 class Batch:
-    """What one step computes. Its sequences are used again by the next schedule(): read them before.
-
-    Before it is computed, `swap_out` (device, host) and then `swap_in` (host, device) blocks are copied.
+    """The sequences that one step computes. The next schedule() reuses the sequence objects: read them before. Copy
+    `swap_out` (device, host) and then `swap_in` (host, device) blocks before computing the step.
     """
 
     step: int
@@ -60,23 +60,25 @@ class Batch:
     num_tokens: int
     preempted: list[Preempted]
     scheduled_at: float = 0.0
-    """The time that schedule() was told."""
+    """The time passed to schedule()."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     num_offloaded: int = 0
-    """How many of `swap_out` go to the host cache; the others are of preempted requests."""
+    """Number of `swap_out` blocks that go to the host cache; the others belong to preempted requests."""
     num_restored: int = 0
-    """How many of `swap_in` come from there."""
+    """Number of `swap_in` blocks restored from the host cache."""
     only_decodes: bool = False
-    """Known without a look at them: each of its sequences computes the one newest token of an output, and samples."""
+    """True if every sequence computes exactly the newest token of an output and samples. Known without iterating over
+    them.
+    """
     computes_prompts: bool = False
-    """Some of its sequences compute a prompt, or what was lost of one; verifying guesses is no prompt."""
+    """True if some sequence computes a prompt, or recomputes lost tokens. Verifying drafts does not count."""
     sampling: list[Request] = field(default_factory=list)
     """Requests that get a token, in the order of the sequences."""
     pooling: list[Request] = field(default_factory=list)
-    """Requests that pool, and whose prompt ends in this step, in that order."""
+    """Pooling requests whose prompt ends in this step, in sequence order."""
     displaced: list[bytes] = field(default_factory=list)
-    """Keys of embeddings that are kept no more: they go before `missing` are computed."""
+    """Keys of embeddings to drop before `missing` are computed."""
     missing: list[tuple[bytes, MultiModalItem]] = field(default_factory=list)
     """Images and videos to compute before the tokens, each by the key that its embeddings are kept by."""
 
@@ -94,7 +96,9 @@ class Batch:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens whose keys and values the step reads: how long each of its sequences is when it has run."""
+        """Return the number of tokens whose keys and values the step reads: the sum of sequence lengths
+        after the step.
+        """
         return sum([s.start + s.num_tokens for s in self.sequences])
 
     @property

@@ -1,27 +1,25 @@
-"""Which KV block belongs to which requests, and what freed blocks still hold. Ids only: bytes are the caller's.
+"""KV block allocation: block tables of requests and the cached content of free blocks. Works on ids, not on bytes.
 
-A model's layers are one KV group or several, each with a block table of its own (trimtab_modelspec/kv_groups.py).
-Any block
-serves any group. All tables of a request reach over the same blocks of tokens; a group that sees a window lets go of
-the first ones.
+A model's layers form one or more KV groups, each with its own block table (trimtab_modelspec/kv_groups.py). Any block
+can serve any group. All tables of a request cover the same blocks of tokens; a group with an attention window frees the
+leading ones.
 
 ```
 block ids   0 ............ num_total ............ cap
             |-- mapped: used or free ---|-- reserved, not mapped --|
-used        in the table of one request, or of several that share a beginning: full blocks only, which nobody writes
-free        empty:  a stack that hands out low ids first, so what is in use stays near the bottom
-            cached: full blocks that nobody uses but whose content has a hash; evicted when no empty block is left,
-                    the least recently used first, and of one request its last block first
+used        in the table of one request, or of several that share a prefix: full, read-only blocks only
+free        empty:  a stack that returns low ids first, so that used blocks stay near the bottom
+            cached: full unused blocks whose content has a hash; evicted when no empty block is left, the least
+                    recently used first, and the last block of a request first
 ```
-Growing appends ids; shrinking evicts the top ones, after what is used there has moved below. What is evicted goes to
-the host cache, where there is one (swap_space.py), and comes back when a request begins with it.
+Growing appends ids; shrinking evicts the top ones, after their used content has moved below. Evicted content goes to
+the host cache, if there is one (swap_space.py), and is restored when a request starts with it.
 
-The list of a table is only ever appended to: what else becomes of a table is another list. So a step in flight may
-still read the one that it was given, and who was told of a list needs only what came after
-(runner/block_table_slots.py).
+A table's list is append-only: any other change creates a new list. A step in flight may therefore still read its list,
+and a receiver of a list needs only the appended part (runner/block_table_slots.py).
 
-A beginning of a request is found only where all groups have what they need to go on from there: those that see all have
-every block of it, those with a window the blocks in sight of the next token.
+A cached prefix counts only if every group can continue from it: groups with full attention need all of its blocks,
+groups with a window need the blocks inside the window of the next token.
 """
 
 from collections import OrderedDict
@@ -41,9 +39,8 @@ Copies = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class ShrinkPlan:
-    """How to give up the blocks from `num_blocks` on. Copy each source block's KV to its destination, then apply.
-
-    Every source is at or above `num_blocks`, every destination is free and below it: any order of copying is right.
+    """Plan for removing the blocks from `num_blocks` on. Copy each source block's KV to its destination, then apply.
+    Every source is at or above `num_blocks`, every destination is free and below it, so copies may run in any order.
     """
 
     num_blocks: int
@@ -52,31 +49,31 @@ class ShrinkPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksShort:
-    """What is in use does not fit below the new top: this many blocks must be freed first."""
+class InsufficientBlocks:
+    """The blocks in use do not fit below the new limit: this many blocks must be freed first."""
 
     num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """What holds the first `num_blocks` blocks of a request's tokens: per group the keys of those that it still sees,
-    after `num_gone` that it does not."""
+    """Cached blocks that hold the first `num_blocks` blocks of a request's tokens: per group the keys of the blocks
+    inside its attention window, after `num_out_of_window` blocks before it.
+    """
 
     num_blocks: int
     keys: list[list[bytes]]
-    num_gone: list[int]
+    num_out_of_window: list[int]
     blocks: list[int]
-    """Those of them that are on the device; the others are in the host cache."""
+    """Device blocks by key; the other keys are in the host cache."""
     num_host_blocks: int
-    """For how many of the `num_blocks` something comes from the host cache."""
+    """Number of the `num_blocks` for which the host cache provides some content."""
 
 
 class BlockManager:
-    """Hands out KV blocks of `block_size` tokens. `cap_blocks` is how far it may ever grow.
-
-    `sights` has an entry per KV group. `max_num_batched_tokens` bounds what a step adds to what a window holds; None: a
-    window is counted as if nothing left it.
+    """Allocates KV blocks of `block_size` tokens. `cap_blocks` is the maximum pool size. `attention_windows` has one
+    entry per KV group. `max_num_batched_tokens` bounds the tokens that a step adds to a window; with None a window is
+    counted as if no block ever leaves it.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class BlockManager:
         block_size: int,
         swap_space: SwapSpace | None = None,
         *,
-        sights: Sequence[AttentionWindow] = (FULL_ATTENTION,),
+        attention_windows: Sequence[AttentionWindow] = (FULL_ATTENTION,),
         max_num_batched_tokens: int | None = None,
     ) -> None:
         if block_size < 1:
@@ -94,18 +91,20 @@ class BlockManager:
         if not 0 < num_blocks <= cap_blocks:
             raise ValueError(f"num_blocks is {num_blocks}; it must be above 0 and at most cap_blocks {cap_blocks}")
         self.block_size = block_size
-        self.sights = tuple(sights)
+        self.attention_windows = tuple(attention_windows)
         self.swap_space = swap_space or SwapSpace(0, 0)
         self._max_num_batched_tokens = max_num_batched_tokens
-        groups = tuple(enumerate(self.sights))
-        self._full = tuple(group for group, sight in groups if sight.window is None)
-        self._windowed = tuple((group, sight) for group, sight in groups if sight.window is not None)
+        groups = tuple(enumerate(self.attention_windows))
+        self._full = tuple(group for group, attention_window in groups if attention_window.window is None)
+        self._windowed = tuple(
+            (group, attention_window) for group, attention_window in groups if attention_window.window is not None
+        )
         self.has_windows = bool(self._windowed)
         self._is_one_group = len(groups) == 1 and not self._windowed
         """All layers see all: nearly every model."""
         self._widest = self._full[0] if self._full else 0
         self._suffixes = tuple(group.to_bytes(2, "big") if group else b"" for group, _ in groups)
-        """Per group: what follows the hash of a block's content in the key by which it is found."""
+        """Per group: the suffix that makes a content hash the group's lookup key."""
         self._num_evicted = 0
         self._cap = cap_blocks
         self._num_total = num_blocks
@@ -126,7 +125,7 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Free blocks whose content can still be found."""
+        """Number of free blocks whose content can still be found."""
         return len(self._cached)
 
     @property
@@ -143,19 +142,20 @@ class BlockManager:
         return evicted
 
     def take_offloaded(self) -> Copies:
-        """What must be copied (device, host), before anything else is written, of what was evicted since the last
-        call."""
+        """Return copies (device, host) of blocks evicted since the last call. Run them before any other write."""
         offloaded, self._offloaded = self._offloaded, []
         return offloaded
 
     def blocks_for(self, num_tokens: int, num_requests: int = 1) -> int:
-        """The most blocks of all groups that so many requests hold while they grow to so many tokens together."""
-        spans = -(-num_tokens // self.block_size) + num_requests - 1  # at most: each begins a block of its own
+        """Return the maximum number of blocks in all groups that `num_requests` requests hold while they grow to
+        `num_tokens` tokens in total.
+        """
+        spans = -(-num_tokens // self.block_size) + num_requests - 1  # upper bound: a new block each
         blocks = spans * len(self._full)
-        for _, sight in self._windowed:
+        for _, attention_window in self._windowed:
             each = spans
             if self._max_num_batched_tokens is not None:
-                each = sight.num_blocks(num_tokens, self.block_size, self._max_num_batched_tokens)
+                each = attention_window.num_blocks(num_tokens, self.block_size, self._max_num_batched_tokens)
             blocks += min(spans, num_requests * each)
         return blocks
 
@@ -163,11 +163,12 @@ class BlockManager:
 
     def new_tables(self) -> list[list[int]]:
         """The tables of a request without blocks."""
-        return [[] for _ in self.sights]
+        return [[] for _ in self.attention_windows]
 
     def can_allocate(self, num_tokens: int, cached: Sequence[int] = (), *, spare: int = 0) -> bool:
-        """Whether a request without blocks could be given room for that many tokens now, `cached` of them being there
-        already, and `spare` blocks would still be free."""
+        """Return True if a request without blocks can get room for `num_tokens` tokens now, of which `cached` are
+        already present, while `spare` blocks stay free.
+        """
         taken = sum(1 for block in cached if not self._num_users[block])
         return self.blocks_for(num_tokens) - len(cached) + taken + spare <= len(self._empty) + len(self._cached)
 
@@ -192,16 +193,16 @@ class BlockManager:
         request.num_blocks = num_blocks
         return True
 
-    def let_go(self, request: Request, position: int) -> None:
+    def free_out_of_window(self, request: Request, position: int) -> None:
         """Take back the blocks that no token from `position` on sees: where all groups see all, none."""
-        for group, sight in self._windowed:
-            num_gone = sight.first_seen(position) // self.block_size
-            count = num_gone - request.num_gone[group]
+        for group, attention_window in self._windowed:
+            num_out_of_window = attention_window.first_seen(position) // self.block_size
+            count = num_out_of_window - request.num_out_of_window[group]
             if count > 0:
                 table = request.block_tables[group]
                 self._release(table[:count])
                 request.block_tables[group] = table[count:]
-                request.num_gone[group] = num_gone
+                request.num_out_of_window[group] = num_out_of_window
 
     def _take(self) -> int:
         if self._empty:
@@ -214,8 +215,9 @@ class BlockManager:
         return block
 
     def share(self, request: Request, cached: CachedPrefix) -> Copies:
-        """Start the request's empty tables with what was found (by find_cached): what must be copied (host, device).
-        Ask can_allocate first."""
+        """Start the request's empty tables with the result of find_cached(). Return the copies (host, device) to run.
+        Call can_allocate() first.
+        """
         for block in cached.blocks:
             self._use(block)  # before any eviction below
         missing = [key for keys in cached.keys for key in keys if key not in self._by_hash]
@@ -223,12 +225,12 @@ class BlockManager:
         copies = [(host, self._restored(key)) for host, key in zip(hosts, missing, strict=True)]
         for keys, own in zip(cached.keys, request.block_tables, strict=True):
             own.extend([self._by_hash[key] for key in keys])
-        request.num_gone = list(cached.num_gone)
-        request.num_blocks = request.num_offered_blocks = cached.num_blocks
+        request.num_out_of_window = list(cached.num_out_of_window)
+        request.num_blocks = request.num_prefix_cached_blocks = cached.num_blocks
         return copies
 
     def _restored(self, key: bytes) -> int:
-        """A block that is found by this key, for what comes from the host cache."""
+        """Return a block registered under this key, as the destination of a copy from the host cache."""
         block = self._take()
         self._hashes[block] = key
         self._by_hash[key] = block
@@ -244,17 +246,19 @@ class BlockManager:
         for table in request.block_tables:
             self._release(reversed(table))
         request.block_tables = self.new_tables()
-        request.num_gone = [0] * len(self.sights)
-        request.num_blocks = request.num_offered_blocks = 0
+        request.num_out_of_window = [0] * len(self.attention_windows)
+        request.num_blocks = request.num_prefix_cached_blocks = 0
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """Take back the blocks at the end of the tables that `num_tokens` tokens do not need."""
         keep = -(-num_tokens // self.block_size)
         if request.num_blocks <= keep:
             return
-        for group, (table, num_gone) in enumerate(zip(request.block_tables, request.num_gone, strict=True)):
-            self._release(reversed(table[keep - num_gone :]))
-            request.block_tables[group] = table[: keep - num_gone]
+        for group, (table, num_out_of_window) in enumerate(
+            zip(request.block_tables, request.num_out_of_window, strict=True)
+        ):
+            self._release(reversed(table[keep - num_out_of_window :]))
+            request.block_tables[group] = table[: keep - num_out_of_window]
         request.num_blocks = keep
 
     def _release(self, blocks: Iterable[int]) -> None:
@@ -282,8 +286,9 @@ class BlockManager:
     # --- prefix cache ---------------------------------------------------------------------------------------------
 
     def find_cached(self, request: Request) -> CachedPrefix:
-        """What holds the longest known beginning of the request's tokens: full blocks, all but its last token at most,
-        since that one must be computed to sample from."""
+        """Return the longest cached prefix of the request's tokens. It has full blocks only and excludes at least the
+        last token, which must be computed for sampling.
+        """
         num_tokens = len(request.token_ids) - 1
         self._extend_hashes(request, num_tokens)
         hashes = request.block_hashes[: num_tokens // self.block_size]
@@ -291,25 +296,25 @@ class BlockManager:
         for group in self._full:
             num_blocks = self._length_of_run(hashes[:num_blocks], group)
         if self._windowed:
-            num_blocks = self._longest_in_sight(hashes[:num_blocks])
-        num_gone = [0] * len(self.sights)
-        for group, sight in self._windowed:
-            num_gone[group] = sight.first_seen(num_blocks * self.block_size) // self.block_size
+            num_blocks = self._longest_in_window(hashes[:num_blocks])
+        num_out_of_window = [0] * len(self.attention_windows)
+        for group, attention_window in self._windowed:
+            num_out_of_window[group] = attention_window.first_seen(num_blocks * self.block_size) // self.block_size
         keys = [
             [block_hash + suffix for block_hash in hashes[first:num_blocks]]
-            for first, suffix in zip(num_gone, self._suffixes, strict=True)
+            for first, suffix in zip(num_out_of_window, self._suffixes, strict=True)
         ]
         blocks = [block for run in keys for key in run if (block := self._by_hash.get(key)) is not None]
-        num_host = 0 if len(blocks) == sum(map(len, keys)) else self._num_host_blocks(keys, num_gone)
-        return CachedPrefix(num_blocks, keys, num_gone, blocks, num_host)
+        num_host = 0 if len(blocks) == sum(map(len, keys)) else self._num_host_blocks(keys, num_out_of_window)
+        return CachedPrefix(num_blocks, keys, num_out_of_window, blocks, num_host)
 
-    def _num_host_blocks(self, keys: list[list[bytes]], num_gone: list[int]) -> int:
-        """For how many blocks of tokens some group has what it needs in the host cache alone."""
-        runs = zip(keys, num_gone, strict=True)
+    def _num_host_blocks(self, keys: list[list[bytes]], num_out_of_window: list[int]) -> int:
+        """Return the number of token blocks for which some group has its content only in the host cache."""
+        runs = zip(keys, num_out_of_window, strict=True)
         return len({i for run, first in runs for i, key in enumerate(run, first) if key not in self._by_hash})
 
     def _length_of_run(self, hashes: Sequence[bytes], group: int) -> int:
-        """How many of these hashes the group has blocks of, up to the first that is nowhere."""
+        """Return how many leading hashes the group has cached blocks for."""
         suffix, on_device, on_host = self._suffixes[group], self._by_hash, self.swap_space.findable
         for number, block_hash in enumerate(hashes):
             key = block_hash + suffix
@@ -317,14 +322,14 @@ class BlockManager:
                 return number
         return len(hashes)
 
-    def _longest_in_sight(self, hashes: Sequence[bytes]) -> int:
+    def _longest_in_window(self, hashes: Sequence[bytes]) -> int:
         """The most of these blocks after which every group with a window has all that the next token sees."""
         num_blocks, agreed = len(hashes), 0
         on_device, on_host = self._by_hash, self.swap_space.findable
         while num_blocks and agreed < len(self._windowed):
             agreed = 0
-            for group, sight in self._windowed:
-                first = sight.first_seen(num_blocks * self.block_size) // self.block_size
+            for group, attention_window in self._windowed:
+                first = attention_window.first_seen(num_blocks * self.block_size) // self.block_size
                 suffix = self._suffixes[group]
                 keys = ((i, hashes[i] + suffix) for i in range(num_blocks - 1, first - 1, -1))
                 missing = (i for i, key in keys if key not in on_device and key not in on_host)
@@ -335,31 +340,33 @@ class BlockManager:
                     num_blocks = shorter
         return num_blocks
 
-    def offer(self, request: Request, num_tokens: int) -> None:
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Let others find the full blocks of the request's first `num_tokens` tokens, which are computed and known.
 
         When a block of the same content is known already, that one stays the one to be found.
         """
         last = min(num_tokens // self.block_size, request.num_blocks)
-        first = request.num_offered_blocks
+        first = request.num_prefix_cached_blocks
         if last <= first:
             return
         self._extend_hashes(request, num_tokens)
         if last == first + 1 and self._is_one_group:  # nearly always: a decode has filled a block
-            self._offer(request.block_tables[0][first], request.block_hashes[first])
-            request.num_offered_blocks = last
+            self._cache_blocks(request.block_tables[0][first], request.block_hashes[first])
+            request.num_prefix_cached_blocks = last
             return
-        for table, num_gone, suffix in zip(request.block_tables, request.num_gone, self._suffixes, strict=True):
-            for index in range(max(first, num_gone), last):
-                self._offer(table[index - num_gone], request.block_hashes[index] + suffix)
-        request.num_offered_blocks = last
+        for table, num_out_of_window, suffix in zip(
+            request.block_tables, request.num_out_of_window, self._suffixes, strict=True
+        ):
+            for index in range(max(first, num_out_of_window), last):
+                self._cache_blocks(table[index - num_out_of_window], request.block_hashes[index] + suffix)
+        request.num_prefix_cached_blocks = last
 
-    def _offer(self, block: int, key: bytes) -> None:
+    def _cache_blocks(self, block: int, key: bytes) -> None:
         if self._hashes[block] is None and key not in self._by_hash:
             self._hashes[block] = key
             self._by_hash[key] = block
 
-    def disown(self, request: Request) -> None:
+    def invalidate_blocks(self, request: Request) -> None:
         """Forget the content of all blocks of the request's tables, wherever it is. Others that share them keep what
         they have."""
         for table in request.block_tables:
@@ -381,7 +388,7 @@ class BlockManager:
         )
 
     def reset_cache(self) -> None:
-        """Forget all content, the host cache's too. What is in use stays in use; it is found no more."""
+        """Forget all cached content, including the host cache. Blocks in use stay in use but are no longer found."""
         self.swap_space.forget_all()
         self._offloaded = []
         self._empty.extend(sorted(self._cached, reverse=True))
@@ -390,7 +397,7 @@ class BlockManager:
         self._hashes = [None] * self._cap
 
     def _evict(self, block: int) -> None:
-        """Find its content here no more; the host cache keeps it, where there is one."""
+        """Remove the block's content from the index; the host cache keeps it if there is one."""
         block_hash = self._hashes[block]
         if block_hash is not None and (host := self.swap_space.offload(block_hash)) is not None:
             self._offloaded.append((block, host))
@@ -405,9 +412,8 @@ class BlockManager:
     # --- swapping -------------------------------------------------------------------------------------------------
 
     def swap_out(self, request: Request) -> Copies | None:
-        """Move the request's blocks to the swap space: what must be copied (device, host). None: there is no room.
-
-        The device blocks are free at once: copy before the next step writes.
+        """Move the request's blocks to the swap space. Return the copies (device, host), or None if there is no room.
+        The device blocks are free immediately: copy before the next step writes.
         """
         blocks = [block for table in request.block_tables for block in table]
         hashes = [self._hashes[block] for block in blocks]
@@ -419,21 +425,20 @@ class BlockManager:
             request.host_block_ids.append(host)
             if is_new:
                 copies.append((block, host))
-        num_gone = request.num_gone
+        num_out_of_window = request.num_out_of_window
         self.free(request)
-        request.num_gone = num_gone
+        request.num_out_of_window = num_out_of_window
         return copies
 
     def find_swapped(self, request: Request) -> list[int]:
-        """Device blocks that still hold part of what a swapped-out request sees."""
+        """Return device blocks that still hold part of the swapped-out request's attention window."""
         hashes = (self.swap_space.hash_of(host) for _, host in self._seen_of_swapped(request))
         return [block for h in hashes if h is not None and (block := self._by_hash.get(h)) is not None]
 
     def swap_in(self, request: Request) -> Copies:
-        """Give a swapped-out request its tables back: what must be copied (host, device). Ask can_allocate first.
-
-        What its next token does not see stays away: a block that was given back in the step that copies into it could
-        be another request's by then.
+        """Restore a swapped-out request's tables. Return the copies (host, device). Call can_allocate() first. Blocks
+        outside the window of the next token are not restored: a block freed in the step that copies into it could be
+        reallocated before the copy.
         """
         copies: Copies = []
         seen = self._seen_of_swapped(request)
@@ -448,32 +453,32 @@ class BlockManager:
                 copies.append((host, block))
             request.block_tables[group].append(block)
         request.num_blocks = self._num_blocks_of_swapped(request)
-        request.num_gone = self._num_gone_of_swapped(request)
+        request.num_out_of_window = self._num_gone_of_swapped(request)
         self.swap_space.release(request.host_block_ids)
-        request.num_offered_blocks = 0  # the copies are found again once they are offered
+        request.num_prefix_cached_blocks = 0  # the copies are found again once they are offered
         return copies
 
     def _seen_of_swapped(self, request: Request) -> list[tuple[int, int]]:
         """The (group, host block) pairs of a swapped-out request that its next token sees."""
         hosts, num_blocks = iter(request.host_block_ids), self._num_blocks_of_swapped(request)
-        num_gone = self._num_gone_of_swapped(request)
+        num_out_of_window = self._num_gone_of_swapped(request)
         return [
             (group, host)
-            for group, first in enumerate(request.num_gone)
+            for group, first in enumerate(request.num_out_of_window)
             for index, host in zip(range(first, num_blocks), hosts, strict=False)
-            if index >= num_gone[group]
+            if index >= num_out_of_window[group]
         ]
 
     def _num_blocks_of_swapped(self, request: Request) -> int:
-        return (len(request.host_block_ids) + sum(request.num_gone)) // len(self.sights)
+        return (len(request.host_block_ids) + sum(request.num_out_of_window)) // len(self.attention_windows)
 
     def _num_gone_of_swapped(self, request: Request) -> list[int]:
-        """Per group the blocks at the beginning that a swapped-out request will not see any more."""
-        num_gone = list(request.num_gone)
-        for group, sight in self._windowed:
-            first_seen = sight.first_seen(request.num_computed_tokens) // self.block_size
-            num_gone[group] = max(num_gone[group], first_seen)
-        return num_gone
+        """Return per group the number of leading blocks that a swapped-out request no longer sees."""
+        num_out_of_window = list(request.num_out_of_window)
+        for group, attention_window in self._windowed:
+            first_seen = attention_window.first_seen(request.num_computed_tokens) // self.block_size
+            num_out_of_window[group] = max(num_out_of_window[group], first_seen)
+        return num_out_of_window
 
     # --- size -----------------------------------------------------------------------------------------------------
 
@@ -485,12 +490,12 @@ class BlockManager:
         self._empty[:0] = range(num_blocks - 1, self._num_total - 1, -1)
         self._num_total = num_blocks
 
-    def plan_shrink(self, num_blocks: int, running: Iterable[Request]) -> ShrinkPlan | BlocksShort:
+    def plan_shrink(self, num_blocks: int, running: Iterable[Request]) -> ShrinkPlan | InsufficientBlocks:
         """Plan to keep only ids below `num_blocks`. `running` are all requests that hold blocks. Changes nothing."""
         if not 0 < num_blocks <= self._num_total:
             raise ValueError(f"cannot shrink from {self._num_total} to {num_blocks} blocks")
         if self.num_used > num_blocks:
-            return BlocksShort(self.num_used - num_blocks)
+            return InsufficientBlocks(self.num_used - num_blocks)
         used = {block for request in running for table in request.block_tables for block in table}
         sources = sorted(block for block in used if block >= num_blocks)
         empty = sorted(block for block in self._empty if block < num_blocks)
@@ -524,9 +529,14 @@ class BlockManager:
     # --- invariants -----------------------------------------------------------------------------------------------
 
     def check_integrity(self, requests: Sequence[Request]) -> None:
-        """Raise IntegrityError unless tables and free blocks account for all blocks, users and hashes.
+        """Check that tables and free blocks account for all blocks, users and hashes, and that tables reach exactly as
+        far as computed tokens need.
 
-        `requests` are all that live. Tables reach exactly as far as their computed tokens need.
+        Args:
+            requests: All live requests.
+
+        Raises:
+            IntegrityError: If an invariant is violated.
         """
         owners: dict[int, list[_Holder]] = {block: [] for block in (*self._empty, *self._cached)}
         if len(owners) != self.num_free:
@@ -572,20 +582,24 @@ class BlockManager:
         if request.host_block_ids and any(request.block_tables):
             raise IntegrityError(f"request {request.request_id} has blocks on the device and in the swap space")
         needed = -(-request.num_computed_tokens // self.block_size)
-        in_sight = [needed - num_gone for num_gone in request.num_gone]
+        in_sight = [needed - num_out_of_window for num_out_of_window in request.num_out_of_window]
         held = [len(table) for table in request.block_tables]
         if request.host_block_ids:
             held, in_sight = [len(request.host_block_ids)], [sum(in_sight)]
         elif request.num_blocks != needed:
-            held = [request.num_blocks - num_gone for num_gone in request.num_gone]
-        for own, least, sight, num_gone in zip(held, in_sight, self.sights, request.num_gone, strict=False):
+            held = [request.num_blocks - num_out_of_window for num_out_of_window in request.num_out_of_window]
+        for own, least, attention_window, num_out_of_window in zip(
+            held, in_sight, self.attention_windows, request.num_out_of_window, strict=False
+        ):
             if own != least:
                 raise IntegrityError(
                     f"request {request.request_id} has {own} blocks, but its {request.num_computed_tokens} computed "
                     f"tokens need {least}"
                 )
-            if num_gone > sight.first_seen(request.num_computed_tokens) // self.block_size:
-                raise IntegrityError(f"request {request.request_id} let go of {num_gone} blocks, and still sees them")
+            if num_out_of_window > attention_window.first_seen(request.num_computed_tokens) // self.block_size:
+                raise IntegrityError(
+                    f"request {request.request_id} freed {num_out_of_window} blocks inside its attention window"
+                )
 
     def _check_hashes(self) -> None:
         hashed = {block: h for block, h in enumerate(self._hashes) if h is not None}
@@ -605,12 +619,14 @@ class _Holder:
 
 
 def _contents_before(end: int, request: Request) -> list[tuple[int, bytes]]:
-    """Where the request's items begin and what they are, of those that have tokens before `end`."""
+    """Return the start and content hash of each item of the request that has tokens before `end`."""
     return [(span.offset, span.item.content_hash) for span in request.spans if span.offset < end]
 
 
 def _holders(request: Request) -> Iterator[tuple[_Holder, int]]:
     """Every place in the request's tables, with its block."""
-    for group, (table, num_gone) in enumerate(zip(request.block_tables, request.num_gone, strict=True)):
-        for index, block in enumerate(table, num_gone):
+    for group, (table, num_out_of_window) in enumerate(
+        zip(request.block_tables, request.num_out_of_window, strict=True)
+    ):
+        for index, block in enumerate(table, num_out_of_window):
             yield _Holder(request, group, index), block

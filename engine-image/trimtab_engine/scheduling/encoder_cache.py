@@ -1,15 +1,15 @@
-"""Which images' and videos' embeddings are on the device, who still reads them, and what a step may still compute.
+"""Encoder cache for image and video embeddings: device residency, readers, and the encoder budget of a step.
 
-An item is computed in the step that schedules the first of its tokens, whole, and kept while a request stands in the
-middle of it. What nobody reads any more stays until its room is needed, the least recently read goes first. So an image
-is computed once for all requests that come with it, as long as it is not displaced.
+An item is computed as a whole in the step that schedules its first token, and held while a request is in the middle of
+it. Unheld items stay until their room is needed, evicted in LRU order. An image is therefore computed once for all
+requests that contain it, unless it is displaced.
 
 ```
-capacity, in tokens     |---- held: some request stands in it ----|---- idle ----|---- free ----|
+capacity, in tokens     |---- held by some request ---------------|---- idle ----|---- free ----|
 budget of a step        |---- items computed in this step ----|---- left ----|
 ```
-Two rules keep it from standing still. Who stands in an item needs no room to leave it. And whoever found no room closes
-the cache to all that come after it in the same step, so that what is held dwindles until it finds some.
+Two rules guarantee progress. A request in the middle of an item needs no further room to finish it. And a request that
+finds no room blocks all later ones in the same step, so that held items decrease until it fits.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ Named = tuple[bytes, MultiModalItem]
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """How far a request's tokens can be computed in this step, and which items it then stands in or passes."""
+class ItemReach:
+    """How far a request's tokens can be computed in this step, and which items that range covers."""
 
     end: int
     found: tuple[bytes, ...] = ()
-    """Keys of those that are on the device."""
+    """Keys of covered items that are on the device."""
     missing: tuple[Named, ...] = ()
-    """What the step has to compute first."""
+    """Items that the step must compute first."""
 
 
 class EncoderCache:
@@ -45,9 +45,9 @@ class EncoderCache:
             raise ValueError(f"capacity is {capacity} and step_budget {step_budget}; both must be 1 or more")
         self.capacity, self.step_budget = capacity, step_budget
         self._sizes: dict[bytes, int] = {}
-        """Of all that is kept."""
+        """Sizes of all cached items, in tokens."""
         self._num_holders: dict[bytes, int] = {}
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # the first one goes next
+        self._idle: OrderedDict[bytes, None] = OrderedDict()  # evicted in this order
         self._held_by: dict[Request, set[bytes]] = {}
         self._num_held_tokens = 0
         self._num_kept_tokens = 0
@@ -65,16 +65,17 @@ class EncoderCache:
         return min(self.capacity, self.step_budget)
 
     def begin_step(self) -> None:
-        """Another step: what was passed in the last one is held no more, and its budget is whole."""
+        """Start a step: release items passed in the last step and reset the encoder budget."""
         self._num_spent, self._is_closed = 0, False
         for request in list(self._held_by):
             computed = request.num_computed_tokens
             inside = {key_of(request, s.item) for s in request.spans if s.offset < computed < s.end}
             self._let_go(request, self._held_by[request] - inside)
 
-    def reach(self, request: Request, start: int, end: int) -> Reach:
-        """How far the request's tokens from `start` on can be computed, up to `end`. Changes nothing but for this: when
-        an item finds no room, nobody after it in this step takes any."""
+    def reach(self, request: Request, start: int, end: int) -> ItemReach:
+        """Return how far the request's tokens from `start` can be computed, up to `end`. If an item finds no room,
+        requests after it in this step get no new room either; nothing else changes.
+        """
         own = self._held_by.get(request, set())
         found: dict[bytes, None] = {}
         missing: dict[bytes, MultiModalItem] = {}
@@ -91,16 +92,17 @@ class EncoderCache:
             num_spent += 0 if is_kept else num_tokens
             if self._is_closed or num_held > self.capacity or num_spent > self.step_budget:
                 self._is_closed = True
-                return Reach(max(start, span.offset), tuple(found), tuple(missing.items()))
+                return ItemReach(max(start, span.offset), tuple(found), tuple(missing.items()))
             if is_kept:
                 found[key] = None
             else:
                 missing[key] = span.item
-        return Reach(end, tuple(found), tuple(missing.items()))
+        return ItemReach(end, tuple(found), tuple(missing.items()))
 
-    def take(self, request: Request, reach: Reach) -> list[Named]:
-        """Hold what the request reaches: what this step has to compute for it. Nothing may have been taken since
-        reach() was asked."""
+    def take(self, request: Request, reach: ItemReach) -> list[Named]:
+        """Hold the items in `reach` and return those that this step must compute. No other take() may happen between
+        reach() and this call.
+        """
         if not reach.found and not reach.missing:
             return []
         own = self._held_by.setdefault(request, set())
@@ -117,18 +119,18 @@ class EncoderCache:
         return list(reach.missing)
 
     def release(self, request: Request) -> None:
-        """The request left the device, or ended: it reads nothing any more."""
+        """Release all items of a request that left the device or ended."""
         if request in self._held_by:
             self._let_go(request, set(self._held_by[request]))
 
-    def disown(self, request: Request) -> None:
-        """Forget the embeddings of all its items that nobody else reads: they may not be numbers."""
+    def invalidate_blocks(self, request: Request) -> None:
+        """Drop the embeddings of all its items that no other request reads: they may contain NaN."""
         self.release(request)
         for key in {key_of(request, span.item) for span in request.spans} & self._idle.keys():
             self._displace(key)
 
     def take_displaced(self) -> list[bytes]:
-        """What must be dropped, before anything is computed, of what was displaced since the last call."""
+        """Return keys displaced since the last call. Drop them before any item is computed."""
         displaced, self._displaced = self._displaced, []
         return displaced
 
@@ -161,7 +163,7 @@ class EncoderCache:
         self._displaced.append(key)
 
     def check_integrity(self, running: Iterable[Request]) -> None:
-        """Raise IntegrityError unless what is kept fits, is held or idle, and only requests that run hold any."""
+        """Raise IntegrityError unless cached items fit, each is held or idle, and only running requests hold items."""
         runs = set(running)
         holders: dict[bytes, int] = {}
         for request, keys in self._held_by.items():
@@ -172,11 +174,11 @@ class EncoderCache:
             for key in keys:
                 holders[key] = holders.get(key, 0) + 1
         if holders != self._num_holders or holders.keys() & self._idle.keys():
-            raise IntegrityError("the items that are held are not those that requests hold")
+            raise IntegrityError("the held items differ from the items that requests hold")
         if holders.keys() | self._idle.keys() != self._sizes.keys():
             raise IntegrityError("an item is kept, but neither held nor idle")
         if self._num_held_tokens != sum(self._sizes[key] for key in holders):
-            raise IntegrityError(f"{self._num_held_tokens} tokens of items are not what is held")
+            raise IntegrityError(f"{self._num_held_tokens} held item tokens differ from the sum of held items")
         if not self._num_kept_tokens == sum(self._sizes.values()) <= self.capacity:
             raise IntegrityError(f"{self._num_kept_tokens} tokens of items are kept; the capacity is {self.capacity}")
 
@@ -187,7 +189,7 @@ def spans_between(spans: Iterable[Span], start: int, end: int) -> Iterator[Span]
 
 
 def key_of(request: Request, item: MultiModalItem) -> bytes:
-    """By which the request finds the item's embeddings."""
+    """Return the key under which the request's item embeddings are cached."""
     return _salted(request.cache_salt, item.content_hash) if request.cache_salt else item.content_hash
 
 

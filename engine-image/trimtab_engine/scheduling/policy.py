@@ -1,5 +1,6 @@
-"""What steers the scheduler. A value: it is replaced as a whole between two steps (docs/reference/contract.md
-section 2)."""
+"""Scheduling parameters as one immutable value, replaced as a whole between two steps (docs/reference/contract.md
+section 2).
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,33 +8,40 @@ from typing import Literal
 QueueOrder = Literal["fcfs", "priority", "deadline"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 LATEST_START = 0.75  # of a request's allowance, before any step has shown how long computing its prompt takes
-EARLIEST_LATE = 0.5  # of an allowance: nobody is late before that, however long a step has taken
+EARLIEST_LATE = 0.5  # share of the TTFT allowance: no request is late earlier, however long a step took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingPolicy:
-    """The live values that the scheduler reads, with vLLM's names. Raises ValueError when they contradict."""
+    """Live values that the scheduler reads, with vLLM's names.
+
+    Raises:
+        ValueError: If values contradict each other.
+    """
 
     max_num_seqs: int
-    """Requests that run at once. Lowering it drains down: what runs goes on, nothing is admitted."""
+    """Maximum number of running requests. After lowering it, running requests continue and nothing is admitted until
+    enough have finished.
+    """
     max_num_batched_tokens: int
     """Tokens of one step, over all requests."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one request's prefill in a step while others could use them too; 0: no limit, and none without
     chunked prefill."""
     watermark: float = 0.0
-    """Part of the KV blocks that admission leaves free while something runs, so that what runs has room to grow."""
+    """Fraction of KV blocks that admission leaves free while requests run, so that they can grow."""
     scheduling_policy: QueueOrder = "fcfs"
-    """fcfs: by arrival. priority: by the request's priority, the lowest number first, then by arrival. deadline: by
-    arrival, and behind all others those who cannot have their first token in time any more."""
+    """Queue order. fcfs: by arrival. priority: lowest request priority number first, then by arrival. deadline: by
+    arrival, with requests that can no longer meet their TTFT target after all others.
+    """
     ttft_target: float = 0.0
-    """Under deadline: seconds within which a request shall have its first token; elsewhere without effect."""
+    """TTFT target in seconds, used by the deadline policy only."""
     ttft_target_per_prompt_token: float = 0.0
     """Seconds that each token of its prompt adds."""
     preemption_mode: PreemptionMode = "recompute"
-    """What becomes of a preempted request's KV cache: computed again, moved to host memory, or the cheaper of both."""
+    """Handling of a preempted request's KV cache: recompute, swap to host memory, or the cheaper of both."""
     enable_prefix_caching: bool = True
-    """Whether requests share the blocks of equal beginnings."""
+    """True if requests share the blocks of equal prefixes."""
     num_speculative_tokens: int = 0
     """Draft tokens per request and step, at most; 0: no speculation."""
 
@@ -53,8 +61,9 @@ class SchedulingPolicy:
             raise ValueError("scheduling_policy is deadline, but ttft_target is 0; set ttft_target as well")
 
     def is_too_late(self, waited: float, num_prompt_tokens: int, prompt_seconds: float) -> bool:
-        """Whether the first token of a request that has waited for so many seconds cannot come in time any more:
-        computing its prompt takes `prompt_seconds`; 0: that is not known yet."""
+        """Return True if a request that has waited `waited` seconds can no longer meet its TTFT target.
+        `prompt_seconds` is the time to compute its prompt; 0 if unknown.
+        """
         allowance = self.ttft_target + self.ttft_target_per_prompt_token * num_prompt_tokens
         if not prompt_seconds:
             return waited > LATEST_START * allowance

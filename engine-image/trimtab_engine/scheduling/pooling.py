@@ -1,17 +1,17 @@
-"""What a request asks of its prompt's hidden states instead of tokens: plain values that travel in messages."""
+"""Pooling parameters of a request, as plain values that are sent in messages."""
 
 from typing import Literal
 
 import msgspec
 
 PoolingMethod = Literal["last", "mean"]
-"""Whose hidden states, behind the last norm, become the vector: the last token's, or the mean of all tokens'."""
+"""Pooled hidden states, taken after the final norm: those of the last token, or the mean over all tokens."""
 
 
 class Pooling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a prompt becomes one vector. Of that the leading `dimensions` values are kept (None: all), as models are
-    trained for whose vectors may be cut (matryoshka, arXiv:2205.13147); with `normalize` it is then divided by its
-    length."""
+    """How a prompt becomes one vector. The leading `dimensions` values are kept (None means all), for models trained
+    with truncatable vectors (matryoshka, arXiv:2205.13147). With `normalize` the result is scaled to unit length.
+    """
 
     method: PoolingMethod = "last"
     dimensions: int | None = None
@@ -19,5 +19,5 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether every token of the prompt must be computed, whatever the prefix cache has."""
+        """Return True if every prompt token must be computed, regardless of the prefix cache."""
         return self.method == "mean"

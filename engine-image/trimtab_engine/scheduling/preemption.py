@@ -1,8 +1,7 @@
-"""What preempting a request costs, and which one to preempt: pure.
+"""Preemption cost model and victim selection. Pure.
 
-A victim's KV cache is either computed again, which costs compute per token, or moved to host memory and back, which
-costs copies per block. What other requests share with it, or what lies in the swap space already, costs nothing and
-frees nothing.
+A victim's KV cache is either recomputed, which costs compute per token, or swapped to host memory and back, which costs
+copies per block. Blocks shared with other requests or already in the swap space cost nothing and free nothing.
 """
 
 from collections.abc import Sequence
@@ -17,21 +16,21 @@ VICTIM_CANDIDATES = 8  # of the requests last in line: looking at all costs more
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCosts:
-    """Measured while serving. The defaults are for an engine that has measured nothing yet."""
+    """Costs measured while serving. The defaults apply before the first measurement."""
 
     recompute_seconds_per_token: float = 1e-3
     swap_seconds_per_block: float = 1e-4
-    """One way."""
+    """Seconds for one direction."""
 
 
 def recompute_seconds(request: Request, blocks: BlockManager, costs: PreemptionCosts) -> float:
-    """To compute again what would be lost."""
+    """Return the seconds to recompute what preemption would lose."""
     num_tokens = max(0, request.num_computed_tokens - blocks.num_shared_tokens(request))
     return num_tokens * costs.recompute_seconds_per_token
 
 
 def swap_seconds(request: Request, blocks: BlockManager, costs: PreemptionCosts) -> float:
-    """To move out, and in again, what only this request holds."""
+    """Return the seconds to swap out and in the blocks that only this request holds."""
     return 2 * blocks.num_exclusive(request) * costs.swap_seconds_per_block
 
 
@@ -49,9 +48,8 @@ def cheaper_mode(
 def choose_victim(
     candidates: Sequence[Request], blocks: BlockManager, costs: PreemptionCosts, mode: PreemptionMode
 ) -> Request:
-    """The candidate with the lowest cost per block that it would free; among equals the one served last.
-
-    They are in the order in which they are served. One that would free nothing goes only when all are like that.
+    """Return the candidate with the lowest cost per freed block; on a tie the last one in `candidates`, which are in
+    scheduling order. A candidate that would free nothing is chosen only if all would free nothing.
     """
     best, best_cost = candidates[-1], float("inf")
     for request in reversed(candidates):

@@ -1,11 +1,11 @@
-"""Names for the content of full KV blocks, so that equal beginnings of requests find each other's blocks.
+"""Hash chain over full KV blocks, which lets requests with equal prefixes find each other's blocks.
 
-The hash of block i covers all tokens up to its end: H(i) = sha256(H(i-1) + tokens of block i), and the chain starts at
-a root that depends on the request's salt and on the content of its adapter. So equal hashes mean equal prefixes under
-equal salts and adapters, and requests with different ones share nothing (vLLM V1's scheme; the bytes that are hashed
-are our own). An adapter that is loaded again under the same name with other weights finds nothing of the old one.
+The hash of block i covers all tokens up to its end: H(i) = sha256(H(i-1) + tokens of block i). The chain starts at a
+root that depends on the request's salt and on the content of its adapter. Equal hashes therefore mean equal prefixes
+under equal salts and adapters (vLLM V1's scheme with a different byte encoding). An adapter reloaded under the same
+name with other weights does not find the old blocks.
 
-Placeholders of two images are the same tokens. So what the items that touch a block are, and where they begin, is
+Placeholders of two images are the same tokens. The content and start of each item that touches a block is therefore
 hashed with its tokens.
 """
 
@@ -23,8 +23,9 @@ NONE_HASH = hashlib.sha256(b"trimtab-none-hash").digest()
 
 @lru_cache(maxsize=1024)
 def chain_root(cache_salt: str, adapter: Adapter | None = None) -> bytes:
-    """What stands in for the hash before the first block. An adapter's is of 71 bytes that begin as no hash does:
-    neither tokens nor a salt, which are hashed behind one, read like it."""
+    """Return the value that precedes the hash of the first block. An adapter's root is 71 bytes with a prefix that no
+    hash has, so neither tokens nor a salt, which are hashed after one, can equal it.
+    """
     root = hashlib.sha256(NONE_HASH + cache_salt.encode()).digest() if cache_salt else NONE_HASH
     return root if adapter is None else hashlib.sha256(b"adapter" + adapter.digest + root).digest()
 
@@ -51,8 +52,9 @@ def extend_block_hashes(
 
 
 def _name(span: Span) -> bytes:
-    """What the keys and values of its tokens, and the positions of those behind it, depend on beside the tokens. Its
-    length comes first, so that no other bytes read the same."""
+    """Return the bytes besides token ids that determine the keys and values of the span's tokens and the positions
+    after it. Its length comes first, so that encodings are unambiguous.
+    """
     item = span.item
     place = struct.pack("<q3qd", span.offset, *item.grid, item.seconds_per_step)
     named = b"item" + item.modality.encode() + b"\0" + place + item.content_hash

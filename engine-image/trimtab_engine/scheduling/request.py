@@ -1,4 +1,4 @@
-"""One request as the engine core sees it: its tokens and its state. It knows no scheduler and no tensor."""
+"""A request in the engine core: its tokens and its state. Independent of scheduler and tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
 
 class RequestStatus(Enum):
-    """Where a request stands. FINISHED_* values are OpenAI's finish reasons."""
+    """State of a request. FINISHED_* values are OpenAI's finish reasons."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -24,19 +24,19 @@ class RequestStatus(Enum):
     FINISHED_ERROR = "error"
 
     def __init__(self, _: str) -> None:
-        # An attribute: it is asked for each request several times a step.
+        # An attribute, not a property: read for each request several times a step.
         self.is_finished = self.name.startswith("FINISHED")
 
 
 class Grammar(Protocol):
-    """Where a request's output stands in what it must match (structured/matcher.py)."""
+    """Progress of a request's output within the grammar that it must match (structured/matcher.py)."""
 
     num_words: int
-    """32-bit words of one mask."""
+    """Number of 32-bit words in one mask."""
 
     @property
     def error(self) -> str | None:
-        """Why it cannot go on."""
+        """The reason why the grammar cannot continue; None if it can."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class Grammar(Protocol):
         ...
 
     def num_acceptable(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first, may come one after the other. Nothing changes."""
+        """Return how many leading tokens the grammar accepts in sequence. Does not change its state."""
         ...
 
     def fill_with_drafts(self, draft_token_ids: Sequence[int], address: int, num_bytes: int) -> None:
@@ -75,53 +75,56 @@ class Request:
     sampling: Sampling
     arrival_time: float
     priority: int = 0
-    """Under the policy `priority`: the lowest number goes first."""
+    """Priority under the policy `priority`: the lowest number runs first."""
     cache_salt: str = ""
-    """Requests share cached blocks only with those of the same salt."""
+    """Requests share cached blocks only with requests of the same salt."""
     spans: tuple[Span, ...] = ()
     """Images and videos in its prompt, in its order."""
     rope: RopePositions | None = None
-    """Where its tokens are over time, height and width; None: where they are in it, on all three."""
+    """Token positions over time, height and width. None if each token's index is its position on all axes."""
     pooling: Pooling | None = None
-    """What is made of its prompt's hidden states instead of tokens: it ends with its prompt. None: it samples."""
+    """Pooling parameters; the request ends with its prompt. None if it samples tokens."""
     adapter: Adapter | None = None
-    """What is added to the model for it; None: nothing."""
+    """The adapter applied to the model. None for the base model."""
     order: int = 0
-    """How many requests were added before it; set when the scheduler takes it."""
+    """Number of requests added before it; set when the scheduler accepts it."""
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
-    """Tokens that a step in flight samples: 1 from schedule() to update(), else 0. What it pools counts as one."""
+    """Tokens that a step in flight samples: 1 from schedule() to update(), else 0. A pooled result counts as one."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Guesses of the tokens after the newest one; the next step verifies as many as it has room for. Nobody guesses
-    while the policy's num_speculative_tokens is 0; what was guessed before it became 0 is dropped by the next step."""
+    """Draft tokens after the newest token; the next step verifies as many as fit. Empty while the policy's
+    num_speculative_tokens is 0; earlier drafts are dropped by the next step.
+    """
     num_preemptions: int = 0
     preempted_at: float | None = None
-    """When it was last preempted; None while it runs or before it ever ran."""
+    """Time of its last preemption. None while it runs or before it first ran."""
     first_scheduled_time: float | None = None
     is_late: bool = False
-    """It waits in the late line: under the policy `deadline`, its first token could not come in time any more when it
-    was looked at, and it has had no turn yet."""
+    """True while it waits in the late line of the policy `deadline`: it was found to miss its TTFT target and has not
+    been admitted.
+    """
     was_late: bool = False
-    """It was so once, and has been counted."""
+    """True once it was found late and counted."""
     block_tables: list[list[int]] = field(default_factory=lambda: [[]])
-    """The block table of each KV group. Block i of all, in a table at i - num_gone, holds tokens
-    [i*block_size, (i+1)*block_size). Set, as num_gone is, when the scheduler takes the request. A list is only ever
-    appended to; any other change makes another one."""
-    num_gone: list[int] = field(default_factory=lambda: [0])
-    """Per KV group: leading blocks that its tokens do not see any more, and that it has let go of."""
+    """The block table of each KV group. Block i of all, in a table at i - num_out_of_window, holds tokens
+    [i*block_size, (i+1)*block_size). Set, as num_out_of_window is, when the scheduler takes the request. A list is only
+    ever appended to; any other change makes another one.
+    """
+    num_out_of_window: list[int] = field(default_factory=lambda: [0])
+    """Per KV group: leading blocks outside the attention window, already freed."""
     num_blocks: int = 0
-    """Over how many blocks of tokens its tables reach, those that are gone included."""
+    """Number of token blocks that its tables cover, including freed leading blocks."""
     host_block_ids: list[int] = field(default_factory=list)
-    """What its tables held, in the swap space, while it is swapped out; num_computed_tokens then counts that too."""
+    """Its blocks in the swap space while it is swapped out; num_computed_tokens then includes them."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hashes of its full blocks, as far as they were needed; empty without prefix caching."""
-    num_offered_blocks: int = 0
-    """Leading blocks of its tables that the prefix cache has been told of."""
+    num_prefix_cached_blocks: int = 0
+    """Leading blocks of its tables that are registered in the prefix cache."""
     num_cached_tokens: int = 0
     """Prompt tokens that it found in the prefix cache when it was first admitted, the host cache included."""
     num_host_cached_tokens: int = 0
-    """How many of them were in the host cache."""
+    """The part of num_cached_tokens found in the host cache."""
     max_num_tokens: int = 0
     """Prompt and output together end here with finish_reason length; set when the scheduler takes the request."""
     end_token_ids: frozenset[int] = frozenset()
@@ -129,26 +132,25 @@ class Request:
     stop_token_id: int | None = None
     """The one of its own stop_token_ids that ended it."""
     grammar: Grammar | None = None
-    """What its output must match, after the output tokens so far; the engine moves it on."""
+    """Grammar state after the output tokens so far; the engine advances it."""
     error: str = ""
-    """Why it ended with finish_reason error, for its client."""
+    """The error message for its client, with finish_reason error."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of its prompt's tokens from the second on, as far as they are computed; where they were asked
-    for."""
+    """Log-probabilities of its prompt tokens from the second on, as far as computed, if requested."""
     hidden_sum: bytes = b""
-    """Where it pools: the sum of the hidden states that count, [hidden_size] float32, as far as they are computed."""
+    """Sum of the pooled hidden states so far, [hidden_size] float32."""
     num_summed_tokens: int = 0
-    """Of how many of its tokens that is, from the first on where all count."""
+    """Number of its tokens included in hidden_sum."""
     is_plain: bool = field(init=False)
-    """Its sampling's: asked in every step."""
-    takes_likeliest: bool = field(init=False)
-    """It is plain, and greedy."""
+    """Cached sampling.is_plain: read in every step."""
+    is_greedy: bool = field(init=False)
+    """True if it is plain and greedy."""
     num_ever_computed_tokens: int = 0
-    """High-water mark of num_computed_tokens over preemptions: what is computed below it is computed again."""
+    """High-water mark of num_computed_tokens over preemptions: tokens computed below it are recomputed."""
 
     def __post_init__(self) -> None:
         self.is_plain = self.sampling.is_plain
-        self.takes_likeliest = self.is_plain and self.sampling.temperature == 0
+        self.is_greedy = self.is_plain and self.sampling.temperature == 0
 
     @classmethod
     def of(
@@ -181,7 +183,7 @@ class Request:
         )
 
     def note_prompt_logprobs(self, position: int, judged: list[TokenLogprobs]) -> None:
-        """Keep those of the tokens behind `position`, …; what was judged before a preemption is not kept twice."""
+        """Store log-probabilities of the tokens after `position`. Positions stored before a preemption are skipped."""
         self.prompt_logprobs += judged[max(0, len(self.prompt_logprobs) - position) :]
 
     @property

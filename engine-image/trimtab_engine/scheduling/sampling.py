@@ -1,19 +1,19 @@
-"""What a request asks of the choice of its tokens, and what is told of one: plain values that travel in messages."""
+"""Sampling parameters of a request and log-probabilities of tokens: plain values that are sent in messages."""
 
 import msgspec
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token of one sequence is chosen. Values are already checked by the API (api/openai/protocol.py).
+    """Sampling parameters of one sequence. Values are already validated by the API (api/openai/protocol.py).
 
-    temperature 0 is greedy. top_k 0 means all tokens. `logprobs` is how many of the most likely tokens are reported
-    beside the chosen one (None: nothing is reported, 0: only the chosen token's). `stop_token_ids` end the request
-    with finish_reason stop; the model's own end-of-sequence ids do too unless `ignore_eos`. Stop *strings* are the
-    API server's job. `n` is fanned out by the API server: here one request is one sequence.
+    temperature 0 is greedy. top_k 0 means all tokens. `logprobs` is the number of most likely tokens to
+    report in addition to the chosen one (None: nothing is reported, 0: only the chosen token's). `stop_token_ids` end
+    the request with finish_reason stop; the model's own end-of-sequence ids do too unless `ignore_eos`. Stop *strings*
+    are the API server's task. `n` is fanned out by the API server: here one request is one sequence.
 
-    `grammar` is llguidance's JSON form of what the output must match, tried by the API server. `logit_bias` is added
-    to the logits; of `allowed_token_ids`, where there are any, one is chosen; the last token of a sequence of
-    `bad_words` is not chosen where the output ends with those before it.
+    `grammar` is llguidance's JSON format of the output's grammar, validated by the API server. `logit_bias` is added
+    to the logits; if there are `allowed_token_ids`, one of them is chosen; the last token of a sequence of `bad_words`
+    is not chosen if the output ends with the preceding ones.
     """
 
     max_tokens: int = 16
@@ -38,8 +38,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether each token is chosen from the model's own logits, whatever came before, and nothing is reported, of
-        the prompt neither."""
+        """True if tokens are chosen from unmodified logits, independent of previous tokens, without any report."""
         return (
             self.presence_penalty == self.frequency_penalty == 0
             and self.repetition_penalty == 1

@@ -1,13 +1,14 @@
-"""The next batch, from waiting requests, running ones and free KV blocks: token-budget scheduling, no phases.
+"""The token-budget scheduler: selects the next batch from waiting requests, running requests and free KV blocks.
 
-Every request has `num_computed_tokens` chasing its tokens. A step first serves what runs, in the order of the queue:
-each decode has its token before any prompt takes a share of the budget. Then it admits from the head of the queue, and
-what the budget still has goes to guesses. When blocks run out, a request later in that order is preempted: its blocks
-are freed and it is computed again, or they are moved to the swap space and back. Pure: time is a parameter, and neither
-tensors nor HTTP are known. The same class runs in the server, in tests and in the simulator.
+Every request has `num_computed_tokens`, which catches up with its tokens; there are no phases. A step first serves
+running requests in queue order; each decode gets its token before any prompt takes a share of the budget. Then the step
+admits from the head of the queue, and the remaining budget goes to draft tokens. When blocks run out, a request later
+in queue order is preempted: its blocks are freed and recomputed, or moved to the swap space and back.
 
-Two rules keep it from standing still. The first running request can take the blocks of all others, so every step moves
-it on; and the KV cache always holds one request of max_model_len, so alone it never lacks blocks.
+Pure: time is a parameter; no tensors, no HTTP. The same class runs in the server, in tests and in the simulator.
+
+Two rules guarantee progress. The first running request can take the blocks of all others, so every step advances it.
+And the KV cache always holds one request of max_model_len, so a single request never lacks blocks.
 """
 
 from bisect import insort
@@ -21,7 +22,7 @@ from trimtab_engine.multimodal.items import check_spans
 from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.batch import Batch, Preempted, ScheduledSequence
 from trimtab_engine.scheduling.block_manager import BlockManager, CachedPrefix, Copies, ShrinkPlan
-from trimtab_engine.scheduling.encoder_cache import EncoderCache, Reach
+from trimtab_engine.scheduling.encoder_cache import EncoderCache, ItemReach
 from trimtab_engine.scheduling.policy import SchedulingPolicy
 from trimtab_engine.scheduling.preemption import VICTIM_CANDIDATES, PreemptionCosts, cheaper_mode, choose_victim
 from trimtab_engine.scheduling.request import Request, RequestStatus
@@ -29,19 +30,21 @@ from trimtab_engine.scheduling.stats import BlockedReason, PreemptionReason, Sch
 from trimtab_engine.scheduling.waiting_queue import RANKS, WaitingQueue
 
 MAX_PASSED = 64
-"""How far behind a head that waits for its adapter a request is looked for that needs none."""
+"""Number of requests after a head that waits for its adapter that are searched for one without adapter."""
 REMEMBERED = 0.9
-"""What a step that computes a prompt leaves of the longest before it."""
+"""Decay per prompt step of the longest recent prompt step time."""
 
 Sampled = tuple[Request, int | list[int], RequestStatus | None]
-"""(request, its new token, or tokens after drafts, how it finished: None while it goes on). A bare tuple, as one is
-made per token served."""
+"""(request, new token or list of tokens after drafts, finish status or None). A bare tuple, because one is created per
+served token.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ResizeResult:
-    """What a resize asks of the caller: copy the KV of `swap_out` (device, host), then of `moves` (source,
-    destination), then unmap what was given up."""
+    """Work for the caller of resize_kv(): copy the KV of `swap_out` (device, host), then of `moves` (source,
+    destination), then unmap the removed blocks.
+    """
 
     moves: tuple[tuple[int, int], ...]
     preempted: list[Preempted]
@@ -51,12 +54,11 @@ class ResizeResult:
 class Scheduler:
     """Continuous batching with chunked prefill, prefix caching and preemption.
 
-    Call schedule(), run the batch, call update(); add, abort, set_policy and resize_kv between steps. An abort may also
-    come between schedule() and update(). The next schedule() may come before update() as well, so that a step is
-    prepared while the one before works: a request's newest token is then not known yet, only that there will be one.
-
-    With pipeline stages as many steps are in flight, each with about its share of the running requests; a request whose
-    token is awaited is in none of the others.
+    Call schedule(), run the batch, call update(). Call add, abort, set_policy and resize_kv between steps; abort is
+    also allowed between schedule() and update(). The next schedule() may be called before update(), to prepare a step
+    while the previous one runs: the newest token of a request is then still unknown. With pipeline stages several steps
+    are in flight, each with about its share of the running requests; a request with a pending token is in none of the
+    others.
     """
 
     def __init__(
@@ -71,10 +73,14 @@ class Scheduler:
         encoder: EncoderCache | None = None,
         max_adapters: int | None = None,
     ) -> None:
-        """`encoder`: what the device keeps of images and videos; None: the model computes none. `max_adapters`: how
-        many different ones a step may have; None: requests have none."""
+        """Create an idle scheduler.
+
+        Args:
+            encoder: Encoder cache for images and videos; None if the model computes none.
+            max_adapters: Maximum number of different adapters in a step; None if requests have none.
+        """
         self.costs = PreemptionCosts()
-        """What preemption is measured to cost; replaced by whoever measures."""
+        """Measured preemption costs; replaced by the engine as it measures."""
         self._blocks = block_manager
         self._encoder = encoder
         self._max_adapters = max_adapters
@@ -86,17 +92,17 @@ class Scheduler:
         self._num_added = 0
         self._waiting = WaitingQueue(policy.scheduling_policy)
         self._running: list[ScheduledSequence] = []
-        """In the order of the queue."""
+        """Running requests in queue order."""
         self._swap_out: Copies = []
         self._swap_in: Copies = []
         self._num_restored = 0
-        """How many of `_swap_in` come from the host cache."""
+        """Number of `_swap_in` blocks that come from the host cache."""
         self._has_guesses = False
-        """Of those that run, some have drafts: the step at hand may verify them."""
+        """True if some running request has drafts that this step may verify."""
         self._last_step = 0
         self._last_landed = 0.0
         self._prompt_step_seconds = 0.0
-        """How long steps that compute prompts took lately, at most."""
+        """Decayed maximum of recent prompt step times."""
         self._blocked: BlockedReason | None = None
         self._blocked_since = 0.0
         self._stats = SchedulerStats()
@@ -104,10 +110,10 @@ class Scheduler:
         self._policy = policy
         self.set_policy(policy)
 
-    # --- what may change between two steps ------------------------------------------------------------------------
+    # --- changes between two steps --------------------------------------------------------------------------------
 
     def has_room_for(self, num_tokens: int, adapter: Adapter | None = None) -> bool:
-        """Whether a request with so many tokens would be admitted by the next schedule(), behind all that wait."""
+        """Return True if the next schedule() would admit a request with `num_tokens` tokens after all waiting ones."""
         waiting, policy = self._waiting, self._policy
         if len(self._running) + len(waiting) >= policy.max_num_seqs:
             return False
@@ -122,7 +128,11 @@ class Scheduler:
         return self._blocks.can_allocate(num_tokens, spare=ahead + spare)
 
     def add(self, request: Request) -> None:
-        """Queue a new request. Raises InvalidRequest when it could never run; nothing else is affected."""
+        """Queue a new request.
+
+        Raises:
+            InvalidRequest: If it could never run. Nothing else changes.
+        """
         num_tokens, sampling = request.num_tokens, request.sampling
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is in use; ids must be unique while alive")
@@ -133,11 +143,11 @@ class Scheduler:
             self._check_items(request)
         request.max_num_tokens = min(request.num_prompt_tokens + sampling.max_tokens, self._max_model_len)
         if request.pooling is not None:
-            request.max_num_tokens = request.num_prompt_tokens + 1  # what it pools, which takes no room
+            request.max_num_tokens = request.num_prompt_tokens + 1  # its pooled result, which needs no block
         ends = frozenset() if sampling.ignore_eos else self._eos_token_ids
         request.end_token_ids = ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
         request.block_tables = self._blocks.new_tables()
-        request.num_gone = [0] * len(request.block_tables)
+        request.num_out_of_window = [0] * len(request.block_tables)
         request.order = self._num_added
         self._num_added += 1
         self._requests[request.request_id] = request
@@ -162,18 +172,18 @@ class Scheduler:
             raise InvalidRequest(f"max_tokens is {request.sampling.max_tokens}; it must be 1 or more")
 
     def _adapters_in_use(self) -> set[Adapter]:
-        """Those of the requests that run: each step has all of them, or fewer."""
+        """Return the adapters of running requests, a superset of those in any step."""
         return adapters_of(sequence.request for sequence in self._running)
 
     def _can_run(self, adapter: Adapter | None, in_use: set[Adapter]) -> bool:
-        """Whether a step may have this one beside those."""
+        """Return True if a step may use this adapter in addition to `in_use`."""
         return adapter is None or adapter in in_use or self._max_adapters is None or len(in_use) < self._max_adapters
 
     def _check_items(self, request: Request) -> None:
         """Raise InvalidRequest unless each of its images and videos can be computed in some step, and all of them in
         one where prompts are not cut."""
         if self._encoder is None:
-            raise InvalidRequest("the prompt has images or videos, which this model does not compute; send text alone")
+            raise InvalidRequest("the prompt has images or videos, which this model does not support; send text only")
         check_spans(request.spans, request.num_prompt_tokens)
         most = self._encoder.largest_item
         items = {span.item.content_hash: span.item for span in request.spans}.values()
@@ -192,8 +202,9 @@ class Scheduler:
     def abort(
         self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
     ) -> list[Request]:
-        """End these requests now, free their blocks, and return them. Unknown ids are ignored: they may just have
-        finished. `status` is how they end (FINISHED_ERROR for one that failed alone)."""
+        """End these requests, free their blocks, and return them. Unknown ids are ignored: those requests may just have
+        finished. `status` is their final status (FINISHED_ERROR for a failed request).
+        """
         aborted = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
@@ -204,14 +215,14 @@ class Scheduler:
             self._drop_finished()
         return aborted
 
-    def disown(self, request: Request) -> None:
-        """Let nobody find the blocks that it uses any more: what it computed cannot be trusted."""
-        self._blocks.disown(request)
+    def invalidate_blocks(self, request: Request) -> None:
+        """Remove the request's blocks from the prefix cache: their content cannot be trusted."""
+        self._blocks.invalidate_blocks(request)
         if self._encoder is not None:
-            self._encoder.disown(request)
+            self._encoder.invalidate_blocks(request)
 
     def set_policy(self, policy: SchedulingPolicy) -> None:
-        """Be steered by `policy` from the next step on. Lowering limits drains down: what runs goes on."""
+        """Apply `policy` from the next step on. After lowering limits, running requests continue."""
         if not self._chunked_prefill and policy.max_num_batched_tokens < self._max_model_len:
             raise ValueError(
                 f"without chunked prefill max_num_batched_tokens must be at least max_model_len "
@@ -221,7 +232,7 @@ class Scheduler:
             self._waiting.reorder(policy.scheduling_policy)
             self._running.sort(key=self._key)
         elif policy != self._policy:
-            self._waiting.pardon()
+            self._waiting.reset_late()
         if not policy.enable_prefix_caching and self._policy.enable_prefix_caching:
             self._blocks.reset_cache()
         if policy.num_speculative_tokens != self._policy.num_speculative_tokens:
@@ -230,8 +241,9 @@ class Scheduler:
         self._policy = policy
 
     def resize_kv(self, num_blocks: int, now: float) -> ResizeResult:
-        """Make the KV cache `num_blocks` blocks large. Growing: map the blocks first. Shrinking: afterwards copy, then
-        unmap. What does not fit any more is preempted. No step may be in flight."""
+        """Resize the KV cache to `num_blocks` blocks. To grow, map the blocks first; to shrink, copy and unmap
+        afterwards. Requests that no longer fit are preempted. No step may be in flight.
+        """
         self._check_one_request_fits(num_blocks)
         if num_blocks >= self._blocks.num_total:
             self._blocks.grow(num_blocks)
@@ -242,7 +254,7 @@ class Scheduler:
             self._drop_preempted()
         holders = [sequence.request for sequence in self._running]
         plan = self._blocks.plan_shrink(num_blocks, holders)
-        assert isinstance(plan, ShrinkPlan)  # what is in use fits: the loop above saw to it
+        assert isinstance(plan, ShrinkPlan)  # the loop above made the used blocks fit
         self._blocks.apply_shrink(plan, holders)
         swap_out, self._swap_out = self._swap_out + self._blocks.take_offloaded(), []
         self._blocks.swap_space.settle()
@@ -257,11 +269,13 @@ class Scheduler:
         return preempted
 
     def reset_prefix_cache(self) -> None:
-        """Forget what the KV cache holds beyond what runs now, in it and in the swap space."""
+        """Forget cached content that no running request uses, in the KV cache and in the swap space."""
         self._blocks.reset_cache()
 
     def resize_swap_space(self, num_blocks: int) -> None:
-        """Host blocks from now on, within the cap. Less than what is in use takes effect as requests come back."""
+        """Set the number of swap space blocks, within the cap. A value below current use takes effect as requests are
+        swapped in.
+        """
         self._blocks.swap_space.resize(num_blocks)
 
     def resize_host_cache(self, num_blocks: int) -> None:
@@ -272,7 +286,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Batch:
         """Choose the next step's work and give it its blocks. The batch is empty only when nothing can run."""
-        self._book_blocked_time(now)
+        self._record_blocked_time(now)
         self._blocked = None
         if not (self._swap_out or self._swap_in):  # else the last batch was empty, and took no copies along
             self._blocks.swap_space.settle()
@@ -301,20 +315,26 @@ class Scheduler:
         return batch
 
     def update(self, batch: Batch, token_ids: Sequence[int | list[int]], now: float) -> list[Sampled]:
-        """Append what was sampled: for each request of batch.sampling, in that order, its next token, or after drafts
-        the list of those accepted and one more.
+        """Append sampled tokens.
 
-        Returns one entry per request, in the same order. A request that ended since schedule() has no token in its
-        entry: what was sampled for it is dropped. `now` is when the step ended.
+        Args:
+            token_ids: For each request of batch.sampling, in order, its next token, or after drafts the list of
+            accepted ones and one more.
+            now: The time when the step ended.
+
+        Returns:
+            One entry per request, in the same order. A request that ended since schedule() has no token in its entry.
         """
-        notable = self.land(batch, token_ids, now)
+        notable = self.process_output(batch, token_ids, now)
         pairs = zip(batch.sampling, token_ids, strict=True)
         return [notable.get(place) or (request, new, None) for place, (request, new) in enumerate(pairs)]
 
-    def land(self, batch: Batch, token_ids: Sequence[int | list[int]], now: float) -> dict[int, Sampled]:
-        """As update(), but tells only of requests that got another number of tokens than one, or do not go on, by their
-        places in batch.sampling. Nearly all get one and go on, so that is kept short. Those of batch.pooling end."""
-        self._book_blocked_time(now)
+    def process_output(self, batch: Batch, token_ids: Sequence[int | list[int]], now: float) -> dict[int, Sampled]:
+        """Do the same as update(), but return only requests that got other than one token or finished, by index in
+        batch.sampling. Nearly all requests get one token and continue, so the result is short. Requests of
+        batch.pooling end.
+        """
+        self._record_blocked_time(now)
         if batch.computes_prompts:
             began = max(batch.scheduled_at, self._last_landed)  # scheduled ahead, it waited for the step before it
             self._prompt_step_seconds = max(now - began, REMEMBERED * self._prompt_step_seconds)
@@ -330,7 +350,7 @@ class Scheduler:
                     tokens.append(new)
                     request.num_pending_tokens -= 1
                     continue
-            entry = self._land_one(request, new)
+            entry = self._process_request_output(request, new)
             _, delivered, status = entry
             if status is not None or isinstance(delivered, list):
                 notable[place] = entry
@@ -346,8 +366,8 @@ class Scheduler:
             self._drop_finished()
         return notable
 
-    def _land_one(self, request: Request, new: int | list[int]) -> Sampled:
-        """Any request and what was sampled for it: it may have been preempted since, or have ended."""
+    def _process_request_output(self, request: Request, new: int | list[int]) -> Sampled:
+        """Handle sampled tokens of any request, including one that was preempted or has ended since."""
         request.num_pending_tokens -= 1
         if request.status.is_finished:
             return request, [], request.status
@@ -358,12 +378,13 @@ class Scheduler:
             status = self._finish_status(request, new)
             if status is not None:
                 self._finish(request, status)
-        self._waiting.recount(request)
+        self._waiting.update_token_count(request)
         return request, new, status
 
     def _append_verified(self, request: Request, token_ids: list[int]) -> RequestStatus | None:
-        """Append the accepted drafts and the token after them, up to one that ends the request; what comes after that
-        is taken off `token_ids`. Rejected drafts were not computed, as far as anybody knows."""
+        """Append the accepted drafts and the token after them, up to one that ends the request; later tokens are
+        removed from `token_ids`. Rejected drafts do not count as computed.
+        """
         num_rejected = len(request.draft_token_ids) + 1 - len(token_ids)
         request.draft_token_ids = []
         request.num_computed_tokens -= num_rejected
@@ -378,11 +399,11 @@ class Scheduler:
         return None
 
     def _schedule_running(self, batch: Batch, now: float) -> int:
-        """Give every running request its next tokens, in the order of the queue. Returns what is left of the budget.
+        """Schedule the next tokens of every running request in queue order and return the remaining budget.
 
-        A prefill leaves a token of the budget, and with pipeline stages a place in the step, for each decode behind it:
-        the order of the queue says who is preempted for whom, not who waits for whose prompt. Victims come after the
-        request that needs their blocks, or are that request, so none was scheduled already.
+        A prefill leaves one token of the budget, and with pipeline stages a place in the step, for each decode after
+        it: queue order decides preemption, not which decode waits for which prompt. Victims come after the request that
+        needs their blocks, or are that request, so no victim was scheduled already.
         """
         budget = self._policy.max_num_batched_tokens
         block_size = self._blocks.block_size
@@ -393,7 +414,7 @@ class Scheduler:
         is_staged = self._num_stages > 1
         share = -(-len(self._running) // self._num_stages)
         is_quiet = not is_staged and not self._policy.num_speculative_tokens
-        owed: int | None = None  # decodes behind the request at hand; None: not counted, as no prefill has asked yet
+        owed: int | None = None  # decodes after the current request; None means not counted before the first prefill
         for index, sequence in enumerate(self._running):
             if budget <= 0:
                 break
@@ -428,7 +449,7 @@ class Scheduler:
                 samples = True
                 if is_quiet:
                     sequence.quiet_until = min(start - start % block_size + block_size, request.max_num_tokens - 1)
-            elif num_left <= 0:  # its newest token, or what becomes of its guesses, is not known yet
+            elif num_left <= 0:  # its newest token or the outcome of its drafts is still unknown
                 continue
             else:
                 owed = self._num_decodes_behind(index) if owed is None else owed
@@ -445,14 +466,14 @@ class Scheduler:
             if end > request.num_blocks * block_size:
                 if not self._make_room(index, end, preempted, now):
                     break
-                owed = None if preempted else owed  # fewer may be behind it now
+                owed = None if preempted else owed  # fewer may follow it now
             if request.spans and not is_decode:
                 self._take_items(batch, request, reach)
-            if caching:  # what a decode filled in earlier steps; what a chunk fills now
+            if caching:  # a decode caches blocks filled earlier; a chunk caches blocks filled now
                 if not is_decode:
-                    self._blocks.offer(request, end)
+                    self._blocks.cache_blocks(request, end)
                 elif not start % block_size:
-                    self._blocks.offer(request, start)
+                    self._blocks.cache_blocks(request, start)
             if request.draft_token_ids or sequence.draft_token_ids:
                 sequence.draft_token_ids = []
                 self._has_guesses = True
@@ -476,20 +497,21 @@ class Scheduler:
         return budget
 
     def _chunk_of(self, num_left: int, budget: int) -> int:
-        """How much of a prefill goes into one step: a long one leaves room for others, if there are any. All of it
-        where prefills are not cut."""
+        """Return the chunk size of a prefill in one step. A long prefill leaves room for others, if there are any.
+        Without chunked prefill it is the whole prompt.
+        """
         threshold = self._policy.long_prefill_token_threshold if self._chunked_prefill else 0
         if 0 < threshold < num_left and len(self._running) + len(self._waiting) > 1:
             num_left = threshold
         return min(num_left, budget)
 
-    def _reach(self, request: Request, start: int, end: int) -> Reach:
-        """How far a request with images or videos can go towards `end`."""
+    def _reach(self, request: Request, start: int, end: int) -> ItemReach:
+        """Return how far a request with images or videos can be computed towards `end`."""
         assert self._encoder is not None  # else it was refused
         return self._encoder.reach(request, start, end)
 
-    def _take_items(self, batch: Batch, request: Request, reach: Reach) -> None:
-        """Have the step compute what the request needs to go so far, and keep it for as long as it does."""
+    def _take_items(self, batch: Batch, request: Request, reach: ItemReach) -> None:
+        """Schedule the items that the request needs in this step and hold them as long as it needs them."""
         assert self._encoder is not None
         missing = self._encoder.take(request, reach)
         batch.missing += missing
@@ -497,7 +519,7 @@ class Scheduler:
         self._stats.num_encoded_tokens += sum(item.num_tokens for _, item in missing)
 
     def _num_decodes_behind(self, index: int) -> int:
-        """How many of the running requests behind the one at `index` take one token of this step."""
+        """Return how many running requests after `index` take one token of this step."""
         is_staged = self._num_stages > 1
         count = 0
         for sequence in self._running[index + 1 :]:
@@ -520,13 +542,14 @@ class Scheduler:
         return budget
 
     def _add_drafts_of(self, sequence: ScheduledSequence, budget: int) -> None:
-        """Schedule as many of the request's drafts as budget, length and free blocks allow; nobody is preempted for a
-        guess. The last token of a request is never a draft."""
+        """Schedule as many of the request's drafts as budget, length and free blocks allow. Drafts never cause
+        preemption. The last token of a request is never a draft.
+        """
         request, end = sequence.request, sequence.start + sequence.num_tokens
         room = min(self._policy.num_speculative_tokens, budget, request.max_num_tokens - request.num_tokens - 1)
         num_drafts = max(0, min(len(request.draft_token_ids), room)) if end == request.num_tokens else 0
-        if num_drafts and self._blocks.has_windows:  # where guesses stand, nothing else asks for room
-            self._blocks.let_go(request, sequence.start)
+        if num_drafts and self._blocks.has_windows:  # drafts only get room that nothing else needs
+            self._blocks.free_out_of_window(request, sequence.start)
         if num_drafts and not self._blocks.allocate(request, end + num_drafts):
             num_drafts = min(num_drafts, request.num_blocks * self._blocks.block_size - end)
         request.draft_token_ids = request.draft_token_ids[:num_drafts]
@@ -538,7 +561,7 @@ class Scheduler:
         """Grow the tables of the running request at `index`, preempting from there on. False: it had to go itself."""
         request = self._running[index].request
         if self._blocks.has_windows:
-            self._blocks.let_go(request, request.num_computed_tokens)
+            self._blocks.free_out_of_window(request, request.num_computed_tokens)
         while not self._blocks.allocate(request, num_tokens):
             victim = self._preempt_one_of(index, now, PreemptionReason.CAPACITY)
             preempted.append(victim)
@@ -547,20 +570,19 @@ class Scheduler:
         return True
 
     def _admit(self, batch: Batch, budget: int, now: float) -> int:
-        """Admit from the head of the queue while seats, budget and blocks last. Returns the budget.
+        """Admit from the head of the queue while sequence slots, budget and blocks last. Return the remaining budget.
 
-        Nobody passes the head, but for one that waits for its adapter: requests that need none do, which do not make it
-        wait any longer for that. Those whose adapter is in use do not, so that some adapter comes to its end and the
-        head has its turn. Before each admission the queue parts those who are too late by now.
-        A request is admitted only if all of its tokens fit into the blocks that are free now, even when its first
-        chunk is short: admitting more would end in preemption.
+        The head is passed only while it waits for its adapter, and only by requests without an adapter, which do not
+        prolong that wait. Requests whose adapter is in use do not pass it, so that some adapter becomes unused and the
+        head can run. Before each admission late requests are moved from the head. A request is admitted only if all of
+        its tokens fit into the free blocks, even if its first chunk is short: admitting more would end in preemption.
         """
         waiting, running, blocks, policy = self._waiting, self._running, self._blocks, self._policy
         is_too_late = partial(self._is_too_late, now) if policy.scheduling_policy == "deadline" else None
         in_use = set() if self._max_adapters is None else self._adapters_in_use()
         while waiting:
             if is_too_late is not None:
-                self._stats.num_late += waiting.part_late(is_too_late)
+                self._stats.num_late += waiting.move_late_from_head(is_too_late)
             request = waiting.head
             if not self._can_run(request.adapter, in_use):
                 passing = self._next_without_adapter()
@@ -614,19 +636,20 @@ class Scheduler:
         return budget
 
     def _next_without_adapter(self) -> Request | None:
-        """The first of those shortly behind the head that needs no adapter, and is no late one."""
+        """Return the first request shortly after the head that has no adapter and is not late."""
         near = islice(self._waiting, MAX_PASSED)
         return next((r for r in near if r.adapter is None and not r.is_late), None)
 
     def _is_too_late(self, now: float, request: Request) -> bool:
-        """Whether a waiting request that has had no turn cannot have its first token in time any more. What its prompt
-        would find in the prefix cache is looked up only where that decides."""
+        """Return True if a waiting, never admitted request can no longer meet its TTFT target. Its prefix cache hits
+        are looked up only if they decide the answer.
+        """
         if request.first_scheduled_time is not None:
             return False
         policy, num_tokens, seconds = self._policy, request.num_prompt_tokens, self._prompt_step_seconds
         waited = now - request.arrival_time
         num_steps = self._num_steps(num_tokens)
-        if num_steps == 1 or not seconds or not self._looks_up(request):
+        if num_steps == 1 or not seconds or not self._uses_prefix_cache(request):
             return policy.is_too_late(waited, num_tokens, num_steps * seconds)
         if not policy.is_too_late(waited, num_tokens, num_steps * seconds):
             return False
@@ -636,16 +659,21 @@ class Scheduler:
         return policy.is_too_late(waited, num_tokens, self._num_steps(num_tokens - num_cached) * seconds)
 
     def _num_steps(self, num_tokens: int) -> int:
-        """Into how many steps so much of a prompt is cut, at least."""
+        """Return the minimum number of steps for so many prompt tokens."""
         return -(-num_tokens // self._chunk_of(num_tokens, self._policy.max_num_batched_tokens))
 
     def _find_cached(self, request: Request) -> CachedPrefix | None:
-        """The beginning of the waiting request that it need not compute; None: it looks up none."""
-        return self._blocks.find_cached(request) if not request.is_swapped_out and self._looks_up(request) else None
+        """Return the cached prefix of the waiting request. None if it does not use the prefix cache."""
+        return (
+            self._blocks.find_cached(request)
+            if not request.is_swapped_out and self._uses_prefix_cache(request)
+            else None
+        )
 
-    def _looks_up(self, request: Request) -> bool:
-        """Whether it takes cached blocks. Not where its prompt is judged, or all of it is pooled: that needs every
-        token to be computed."""
+    def _uses_prefix_cache(self, request: Request) -> bool:
+        """Return True if the request may use cached blocks. Prompt logprobs and mean pooling need every token to be
+        computed.
+        """
         needs_all = request.pooling is not None and request.pooling.needs_all_tokens
         return self._policy.enable_prefix_caching and request.sampling.prompt_logprobs is None and not needs_all
 
@@ -660,25 +688,26 @@ class Scheduler:
             self._swap_in += restored
             self._num_restored += len(restored)
             if is_new:
-                self._note_looked_up(request, start, cached.num_host_blocks * blocks.block_size)
+                self._record_cache_lookup(request, start, cached.num_host_blocks * blocks.block_size)
         grown = blocks.allocate(request, end)
-        assert grown  # can_allocate said so
+        assert grown  # guaranteed by can_allocate
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = end
         if self._policy.enable_prefix_caching:
             # Requests that are admitted next may share these blocks in the step that computes them, and their rows may
             # come first. So every executor must write K and V of all rows of a step in a layer before any of the
             # layer's attention reads them (layers/attention.py says where each one does).
-            blocks.offer(request, end)
+            blocks.cache_blocks(request, end)
         if is_new:
             request.first_scheduled_time = now
         if request.preempted_at is not None:
             self._stats.preempt_stall_seconds.append(now - request.preempted_at)
             request.preempted_at = None
 
-    def _note_looked_up(self, request: Request, num_cached: int, num_host_cached: int) -> None:
-        """Count what a new request found: `num_cached` tokens, `num_host_cached` of them in the host cache, which is
-        asked for what the KV cache has not."""
+    def _record_cache_lookup(self, request: Request, num_cached: int, num_host_cached: int) -> None:
+        """Count the lookup of a new request: `num_cached` tokens found, `num_host_cached` of them in the host cache,
+        which is queried for tokens not found on the device.
+        """
         request.num_cached_tokens, request.num_host_cached_tokens = num_cached, num_host_cached
         on_device = num_cached - num_host_cached
         self._stats.prefix_cache_queries += request.num_tokens
@@ -688,7 +717,7 @@ class Scheduler:
             self._stats.host_cache_hits += num_host_cached
 
     def _insert_running(self, sequence: ScheduledSequence) -> None:
-        """Keep `running` in the order of the queue: one that was preempted, or passed, comes before what runs."""
+        """Insert into `running` in queue order: a preempted or passed request precedes later ones."""
         running = self._running
         if not running or self._key(running[-1]) <= self._key(sequence):
             running.append(sequence)
@@ -718,7 +747,7 @@ class Scheduler:
         """Free the request's blocks and queue it again. A full swap space falls back to recompute."""
         num_tokens = request.num_computed_tokens
         if self._policy.enable_prefix_caching:
-            self._blocks.offer(request, min(num_tokens, request.num_tokens))
+            self._blocks.cache_blocks(request, min(num_tokens, request.num_tokens))
         copies = self._blocks.swap_out(request) if mode == "swap" else None
         if copies is None:
             mode = "recompute"
@@ -742,9 +771,8 @@ class Scheduler:
         self._running = [s for s in self._running if s.request.status is RequestStatus.RUNNING]
 
     def _finish_status(self, request: Request, token_id: int) -> RequestStatus | None:
-        """Whether the newest token ends the request: end of sequence, then its own stop ids, then length.
-
-        End and stop ids count from min_tokens on; length always does.
+        """Return the finish status after the newest token, or None: end of sequence, then its own stop ids, then
+        length. End and stop ids count from min_tokens on; length always counts.
         """
         sampling = request.sampling
         if token_id in request.end_token_ids and request.num_output_tokens >= sampling.min_tokens:
@@ -754,11 +782,13 @@ class Scheduler:
         return RequestStatus.FINISHED_LENGTH if request.num_tokens >= request.max_num_tokens else None
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        """Free what the request holds. One that waits leaves the queue; one that runs stays until _drop_finished()."""
+        """Free the request's resources. A waiting request leaves the queue; a running one stays until
+        _drop_finished().
+        """
         if request.status is not RequestStatus.RUNNING:
             self._waiting.remove(request)
         if self._policy.enable_prefix_caching and status is not RequestStatus.FINISHED_ERROR:
-            self._blocks.offer(request, min(request.num_computed_tokens, request.num_tokens - 1))
+            self._blocks.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens - 1))
         request.status = status
         self._blocks.free(request)
         self._blocks.swap_space.release(request.host_block_ids)
@@ -776,16 +806,16 @@ class Scheduler:
     # --- statistics -----------------------------------------------------------------------------------------------
 
     def adapter_names(self) -> tuple[list[str], list[str]]:
-        """Of the adapters whose requests run, and of those whose requests wait."""
+        """Return the adapter names of running requests and of waiting requests."""
         return sorted(a.name for a in self._adapters_in_use()), sorted(a.name for a in adapters_of(self._waiting))
 
     def take_stats(self) -> SchedulerStats:
-        """What happened since the last call."""
+        """Return the counts since the last call."""
         stats, self._stats = self._stats, SchedulerStats()
         return stats
 
-    def _book_blocked_time(self, now: float) -> None:
-        """Book the time since the last call on what has kept the head of the queue waiting."""
+    def _record_blocked_time(self, now: float) -> None:
+        """Add the time since the last call to the reason why the head of the queue waits."""
         if self._blocked is not None and now > self._blocked_since:
             self._stats.note_blocked(self._blocked, now - self._blocked_since)
         self._blocked_since = now
@@ -805,21 +835,21 @@ class Scheduler:
 
     @property
     def num_waiting_late(self) -> int:
-        """How many of them wait in the late line (policy `deadline`)."""
+        """Number of requests in the late line (policy `deadline`)."""
         return self._waiting.num_late
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of the requests that wait: what is still to be computed before they answer."""
+        """Prompt tokens of waiting requests that remain to be computed."""
         return self._waiting.num_tokens
 
     def oldest_arrival(self) -> float | None:
-        """When the oldest request that waits arrived; None: none waits."""
+        """Arrival time of the oldest waiting request. None if none waits."""
         return self._waiting.oldest_arrival
 
     @property
     def blocks(self) -> BlockManager:
-        """For reading."""
+        """The block manager, for reading."""
         return self._blocks
 
     @property
@@ -843,19 +873,19 @@ class Scheduler:
         return not self._requests
 
     def running_requests(self) -> list[Request]:
-        """In the order of the queue."""
+        """Return running requests in queue order."""
         return [sequence.request for sequence in self._running]
 
     def remaining_tokens(self) -> int:
-        """How many output tokens the unfinished requests may still ask for, at most."""
+        """Return the maximum number of output tokens that unfinished requests may still generate."""
         return sum(map(_longest_output, self._requests.values()))
 
     def longest_remaining(self) -> int:
-        """The most output tokens that one of them may still ask for."""
+        """Return the maximum number of output tokens that a single request may still generate."""
         return max(map(_longest_output, self._requests.values()), default=0)
 
     def unfinished(self) -> list[Request]:
-        """What waits or runs, in the order of arrival here; for reading."""
+        """Return waiting and running requests in arrival order, for reading."""
         return list(self._requests.values())
 
     def unfinished_request_ids(self) -> list[str]:
@@ -864,7 +894,7 @@ class Scheduler:
     # --- invariants -----------------------------------------------------------------------------------------------
 
     def _check_one_request_fits(self, num_blocks: int) -> None:
-        """Without this a request could wait for ever, or preempt itself for ever."""
+        """Raise unless one request of max_model_len fits. Otherwise a request could wait or preempt itself forever."""
         needed = self._blocks.blocks_for(self._max_model_len)
         if num_blocks < needed:
             raise ValueError(
@@ -879,7 +909,7 @@ class Scheduler:
         if len(queued) != len(self._requests) or any(self._requests.get(r.request_id) is not r for r in queued):
             raise IntegrityError(
                 f"{len(running)} running and {len(self._waiting)} waiting requests are not "
-                f"the {len(self._requests)} live ones"
+                f"the {len(self._requests)} live requests"
             )
         for request in running:
             if request.status is not RequestStatus.RUNNING:
@@ -914,16 +944,16 @@ class Scheduler:
 
 
 def _await_outcome(batch: Batch, request: Request) -> None:
-    """The step brings the request its next token, or what it pools."""
+    """Mark that the step produces the request's next token or pooled result."""
     request.num_pending_tokens += 1
     (batch.sampling if request.pooling is None else batch.pooling).append(request)
 
 
 def _longest_output(request: Request) -> int:
-    """How many output tokens it may still ask for."""
+    """Return how many output tokens the request may still generate."""
     return 0 if request.pooling is not None else request.max_num_tokens - request.num_tokens
 
 
 def adapters_of(requests: Iterable[Request]) -> set[Adapter]:
-    """Those that some of the requests have."""
+    """Return the adapters that the requests use."""
     return {request.adapter for request in requests if request.adapter is not None}

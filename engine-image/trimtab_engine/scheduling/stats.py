@@ -1,4 +1,4 @@
-"""What the scheduler counts, and the names of its reasons. Counting only: no decision reads these numbers."""
+"""Scheduler counters and the names of their reasons. No decision reads these numbers."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -8,12 +8,12 @@ from trimtab_engine.scheduling.batch import Preempted, ScheduledSequence
 
 class PreemptionReason(StrEnum):
     CAPACITY = "capacity"  # a running request needed blocks
-    RESIZE = "resize"  # the KV cache was shrunk below what was in use
+    RESIZE = "resize"  # the KV cache was shrunk below the blocks in use
     RESET = "reset"  # everything had to leave the device: sleep, or a reset of the prefix cache
 
 
 class BlockedReason(StrEnum):
-    """Why the head of the queue was not admitted."""
+    """Reason why the head of the queue was not admitted."""
 
     KV = "kv"  # its tokens do not fit into the free blocks, or this step had to preempt
     SEQS = "seqs"  # max_num_seqs requests run already
@@ -24,35 +24,35 @@ class BlockedReason(StrEnum):
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """What happened since the last take_stats(). Keys are the reasons' values."""
+    """Counts since the last take_stats(). Keys are the reasons' values."""
 
     preempted: dict[str, dict[str, int]] = field(default_factory=dict)
     """Requests by mode, recompute or swap, and PreemptionReason."""
     recomputed_tokens: int = 0
     preempt_stall_seconds: list[float] = field(default_factory=list)
-    """One entry per request that runs again: how long it was off the device."""
+    """One entry per resumed request: the seconds it was off the device."""
     blocked_seconds: dict[str, float] = field(default_factory=dict)
-    """How long the head of the queue has waited, by BlockedReason."""
+    """Seconds that the head of the queue waited, by BlockedReason."""
     num_prompt_tokens: int = 0
-    """Prompt tokens of requests whose prefill ended."""
+    """Prompt tokens of requests that finished prefill."""
     num_cached_prompt_tokens: int = 0
-    """How many of the prompt tokens the prefix cache had, on the device or in the host cache."""
+    """Prompt tokens found in the prefix cache, on the device or in the host cache."""
     num_host_cached_prompt_tokens: int = 0
-    """How many of these came from the host cache."""
+    """The part of num_cached_prompt_tokens found in the host cache."""
     num_generation_tokens: int = 0
     num_arrived: int = 0
     """Requests that were queued for the first time."""
     num_arrived_prompt_tokens: int = 0
     num_late: int = 0
-    """Requests whose first token could not come in time any more when they were looked at (policy `deadline`)."""
+    """Requests found to miss their TTFT target (policy `deadline`)."""
     prefix_cache_queries: int = 0
-    """Tokens of new requests that were looked up; preempted ones that come back do not count."""
+    """Tokens looked up for new requests; resumed requests do not count."""
     prefix_cache_hits: int = 0
-    """How many of the tokens that were looked up were found on the device."""
+    """Looked-up tokens found on the device."""
     host_cache_queries: int = 0
     """Tokens of new requests that were looked up and not found on the device, while there is a host cache."""
     host_cache_hits: int = 0
-    """How many of these it had."""
+    """Looked-up tokens found in the host cache."""
     num_encoded_items: int = 0
     """Images and videos that steps computed."""
     num_encoded_tokens: int = 0

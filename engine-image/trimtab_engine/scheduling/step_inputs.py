@@ -1,4 +1,4 @@
-"""One step as plain values: what every rank of an engine computes from. Pure, so that it can be sent as it is."""
+"""The inputs of one step as plain values, sent unchanged to every rank of an engine. Pure."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,14 @@ from trimtab_engine.scheduling.encoder_cache import key_of, spans_between
 from trimtab_engine.scheduling.request import Request
 
 Unknown = tuple[int, Request, int]
-"""(index in token_ids, request, position): a token that the step in flight samples; 0 stands in for it."""
+"""(index in token_ids, request, position) of a token that the step in flight samples; token_ids holds 0 there."""
 
 
 class StepShape(msgspec.Struct, array_like=True, frozen=True):
-    """num_tokens of a step. `tokens_per_sequence` when all its sequences have equally many, else None. `has_items`:
-    tokens of it take their embeddings from images and videos; then nothing is said of its sequences. `has_adapters`:
-    some of its tokens are of requests with an adapter."""
+    """Shape of a step that selects its CUDA graph. `tokens_per_sequence` is set if all sequences have equally many
+    tokens, else None. `has_items`: embeddings of images or videos are used; tokens_per_sequence is then None.
+    `has_adapters`: some tokens belong to requests with an adapter.
+    """
 
     num_tokens: int
     tokens_per_sequence: int | None
@@ -25,16 +26,16 @@ class StepShape(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GroupInputs(msgspec.Struct, array_like=True):
-    """What the layers of one KV group read and write. decodes: (block table, context length with the new token);
-    chunks: (block table, tokens before, tokens now). Block tables may be longer than needed. Where a window has let go
-    of blocks, a table, and all that is counted, begins behind them.
+    """KV that the layers of one KV group read and write. decodes: (block table, context length with the new token);
+    chunks: (block table, tokens before, tokens now). Block tables may be longer than needed. If blocks were freed
+    before a window, tables and counts start after them.
     """
 
     decodes: list[tuple[list[int], int]]
     chunks: list[tuple[list[int], int, int]]
 
     def slots(self, block_size: int) -> list[int]:
-        """Where in the KV cache each token's keys and values go, in the order of the tokens."""
+        """Return the KV cache slot of each token's keys and values, in token order."""
         slots = [table[(n - 1) // block_size] * block_size + (n - 1) % block_size for table, n in self.decodes]
         for table, start, count in self.chunks:
             slots += [table[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
@@ -42,10 +43,9 @@ class GroupInputs(msgspec.Struct, array_like=True):
 
 
 class StepInputs(msgspec.Struct, array_like=True):
-    """The batch in the order of its tokens: decodes first, longest first, then one chunk after another.
-
-    token_ids and positions have one entry per token. `sampled` are the tokens whose logits are wanted, in the order of
-    the scheduled sequences. `groups`: per KV group, at least one.
+    """The batch in token order: decodes first, longest first, then one chunk after another. token_ids and positions
+    have one entry per token. `sampled` are the tokens whose logits are needed, in the order of the scheduled sequences.
+    `groups`: one entry per KV group, at least one.
     """
 
     token_ids: list[int]
@@ -53,11 +53,13 @@ class StepInputs(msgspec.Struct, array_like=True):
     sampled: list[int]
     groups: list[GroupInputs]
     scored: list[tuple[int, int, int]] = []
-    """(index in token_ids, next token of the prompt, how many likely tokens) of every token whose logits are to judge
-    the next one, in the order of the scheduled sequences."""
+    """(index in token_ids, next prompt token, number of top tokens) of every token whose logits score the next prompt
+    token, in the order of the scheduled sequences.
+    """
     agreed: StepShape | None = None
-    """What data-parallel ranks in lockstep have agreed on: rows to compute at least, padding included, whether all of
-    their steps are uniform, and whether any has adapters. None: this step is its core's own."""
+    """Agreement of data-parallel ranks in lockstep: minimum number of rows including padding, whether all steps are
+    uniform, and whether any has adapters. None if the core runs its step independently.
+    """
     axes: list[list[int]] = []
     """Positions over time, height and width, each with an entry per token; none: all three are `positions`."""
     displaced: list[bytes] = []
@@ -65,12 +67,13 @@ class StepInputs(msgspec.Struct, array_like=True):
     missing: list[tuple[bytes, MultiModalItem]] = []
     """Images and videos to compute then, each with the key by which its embeddings are kept."""
     placed: list[tuple[int, int, bytes, int]] = []
-    """(index in token_ids, how many tokens, key, first row): what takes its embeddings from what is kept."""
+    """(index in token_ids, number of tokens, key, first row) of tokens whose embeddings come from cached items."""
     pooled: list[tuple[int, int]] = []
-    """(index in token_ids, how many tokens) of each sequence of tokens whose hidden states are summed up, in the order
-    of the scheduled sequences."""
+    """(index in token_ids, number of tokens) per run of tokens whose hidden states are summed, in the order of the
+    scheduled sequences.
+    """
     adapters: list[tuple[int, int, int]] = []
-    """(index in token_ids, how many tokens, slot): whose products an adapter adds to."""
+    """(index in token_ids, number of tokens, slot) of tokens to which an adapter applies."""
 
     @property
     def num_tokens(self) -> int:
@@ -78,7 +81,7 @@ class StepInputs(msgspec.Struct, array_like=True):
 
     @property
     def rope_positions(self) -> list[int] | list[list[int]]:
-        """Where a rope takes the tokens to be: an entry each, or over each axis."""
+        """Return RoPE positions: one per token, or one list per axis."""
         return self.axes or self.positions
 
     @property
@@ -87,8 +90,9 @@ class StepInputs(msgspec.Struct, array_like=True):
 
     @property
     def shape(self) -> StepShape:
-        """What decides over the step's graph, equal on all ranks that compute it together. A step is uniform when it
-        has decodes only, or chunks of one length only."""
+        """Return the shape that selects the step's graph, equal on all ranks that compute it together. A step is
+        uniform if it has decodes only, or chunks of one length only.
+        """
         if self.agreed is not None:
             return self.agreed
         num_tokens, decodes, chunks = len(self.token_ids), self.groups[0].decodes, self.groups[0].chunks
@@ -102,7 +106,7 @@ class StepInputs(msgspec.Struct, array_like=True):
         return StepShape(num_tokens, longest if is_uniform else None, has_adapters=has_adapters)
 
     def gone(self, group: GroupInputs) -> list[int]:
-        """How many tokens lie before each table of a group, of its decodes and then of its chunks."""
+        """Return the number of tokens freed before each table of a group, decodes first and then chunks."""
         before = [position + 1 - length for position, (_, length) in zip(self.positions, group.decodes, strict=False)]
         index = len(group.decodes)
         for _, start, count in group.chunks:
@@ -111,7 +115,7 @@ class StepInputs(msgspec.Struct, array_like=True):
         return before
 
     def written_slots(self, block_size: int) -> Iterator[int]:
-        """Slots of all groups that the step writes; found only when they are asked for."""
+        """Yield the slots of all groups that the step writes. Computed on demand."""
         return (slot for group in self.groups for slot in group.slots(block_size))
 
 
@@ -127,11 +131,14 @@ def flatten(
     with_items: bool = False,
     with_adapters: bool = False,
 ) -> tuple[StepInputs, list[Unknown]]:
-    """Lay out a batch for so many KV groups. A decode whose context passes max_decode_tokens is a chunk of one token.
-    `with_items`: the model computes images and videos, and some of the prompts may have had some. `with_adapters`: some
-    of the requests may have one.
+    """Lay out a batch for `num_groups` KV groups.
 
-    Chunks of equally many tokens come together, longest context first, so that attention can group them.
+    A decode whose context exceeds max_decode_tokens becomes a chunk of one token. Chunks of equal length are adjacent,
+    longest context first, so that attention can group them.
+
+    Args:
+        with_items: The model computes images and videos, and some prompts may contain them.
+        with_adapters: Some requests may have an adapter.
     """
     with_items = with_items and any(s.request.spans for s in sequences)
     with_adapters = with_adapters and any(s.request.adapter is not None for s in sequences)
@@ -198,8 +205,9 @@ def in_token_order(sequences: list[ScheduledSequence], *, max_decode_tokens: int
 
 
 def _add_items(inputs: StepInputs, sequences: list[ScheduledSequence]) -> None:
-    """Where the tokens of sequences, in this order, are over time, height and width, if that makes a difference to the
-    model, and which are no text."""
+    """Set the positions over time, height and width (if the model uses them) and the placeholder tokens of the
+    sequences.
+    """
     has_axes = any(s.request.rope is not None for s in sequences)
     inputs.axes = [[], [], []] if has_axes else []
     index = 0
@@ -218,7 +226,7 @@ def _add_items(inputs: StepInputs, sequences: list[ScheduledSequence]) -> None:
 
 
 def _adapters_of(sequences: list[ScheduledSequence]) -> list[tuple[int, int, int]]:
-    """Which tokens of sequences, in this order, an adapter adds to."""
+    """Return the token runs of the sequences, in this order, to which an adapter applies."""
     found: list[tuple[int, int, int]] = []
     index = 0
     for s in sequences:
@@ -229,7 +237,7 @@ def _adapters_of(sequences: list[ScheduledSequence]) -> list[tuple[int, int, int
 
 
 def _are_plain_decodes(sequences: list[ScheduledSequence], max_decode_tokens: int) -> bool:
-    """Whether each computes its newest token alone, and nothing but the next one is asked of it."""
+    """Return True if each sequence computes only its newest token and needs only the next one."""
     for s in sequences:
         if s.num_tokens != 1 or not s.samples or s.draft_token_ids or s.start >= max_decode_tokens:
             return False
@@ -255,7 +263,7 @@ def _flatten_decodes(sequences: list[ScheduledSequence], block_size: int) -> tup
         else:
             unknown.append((index, request, position))
     decodes = [
-        (request.block_tables[0], position + 1 - request.num_gone[0] * block_size)
+        (request.block_tables[0], position + 1 - request.num_out_of_window[0] * block_size)
         for request, position in zip(requests, positions, strict=True)
     ]
     return StepInputs(token_ids, positions, sampled, [GroupInputs(decodes, [])]), unknown
@@ -264,16 +272,19 @@ def _flatten_decodes(sequences: list[ScheduledSequence], block_size: int) -> tup
 def _group_inputs(
     group: int, decodes: list[ScheduledSequence], chunks: list[ScheduledSequence], block_size: int
 ) -> GroupInputs:
-    """One group's tables and lengths, for sequences in the order of their tokens."""
-    short = [(s.request.block_tables[group], s.start + 1 - s.request.num_gone[group] * block_size) for s in decodes]
+    """Return one group's tables and lengths, for sequences in token order."""
+    short = [
+        (s.request.block_tables[group], s.start + 1 - s.request.num_out_of_window[group] * block_size) for s in decodes
+    ]
     long = [
-        (s.request.block_tables[group], s.start - s.request.num_gone[group] * block_size, s.num_tokens) for s in chunks
+        (s.request.block_tables[group], s.start - s.request.num_out_of_window[group] * block_size, s.num_tokens)
+        for s in chunks
     ]
     return GroupInputs(short, long)
 
 
 def num_sampled(sequence: ScheduledSequence) -> int:
-    """How many of its tokens get logits: the newest one, and every draft that is among them."""
+    """Return how many of the sequence's tokens get logits: the newest one and every draft among them."""
     if not sequence.samples:
         return 0
     if not sequence.draft_token_ids:
@@ -290,7 +301,9 @@ def _with_drafts(sequence: ScheduledSequence) -> list[int]:
 
 
 def num_scored(sequence: ScheduledSequence) -> int:
-    """How many of its tokens judge the next token of the prompt: those before the prompt's last one, if asked for."""
+    """Return how many of the sequence's tokens score the next prompt token: those before the prompt's last one, if
+    prompt logprobs were requested.
+    """
     request = sequence.request
     if request.sampling.prompt_logprobs is None:
         return 0
@@ -298,7 +311,7 @@ def num_scored(sequence: ScheduledSequence) -> int:
 
 
 def pooled_tokens(sequence: ScheduledSequence) -> tuple[int, int] | None:
-    """(position, how many): the tokens of a sequence whose hidden states are pooled; None: none are."""
+    """Return (position, count) of the sequence's tokens whose hidden states are pooled. None if there are none."""
     pooling = sequence.request.pooling
     if pooling is None:
         return None

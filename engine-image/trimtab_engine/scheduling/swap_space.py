@@ -1,19 +1,18 @@
-"""Which host block holds which KV block that left the device. Ids only: bytes and copies are the caller's.
+"""Host blocks for swapped-out and evicted KV blocks. Works on ids; the caller copies the bytes.
 
 ```
 host blocks 0 ......................................... cap
             swapped   held for preempted requests: at most `num_total`, the swap space
-            kept      content that the KV cache evicted: at most `num_kept_total`, the host cache; nobody waits for it,
-                      and the least recently used goes first
+            kept      content evicted from the KV cache: at most `num_kept_total`, the host cache; evicted in LRU order
             free
 ```
-Blocks with a hash are there once, however many requests swap them out: what requests share moves once, and what is kept
-becomes swapped without a copy, and is kept again when its last request leaves. Each part has a size of its own, so
-neither pushes out the other. Both are live: lowering the swap space below what is in use takes effect as requests come
-back, lowering the host cache at once.
+Blocks with a hash are stored once, however many requests swap them out: shared blocks are copied once, and kept content
+becomes swapped without a copy and is kept again when its last request leaves. Each part has its own size, so neither
+evicts the other. Both are live parameters: lowering the swap space below its use takes effect as requests return,
+lowering the host cache takes effect immediately.
 
-A block that one schedule() has read or written is left alone until its copies are on their way (`settle`): copies of
-one step have no order among those that go, or among those that come.
+A block that one schedule() has read or written is not reused until its copies are submitted (`settle`): copies in one
+direction within a step are unordered.
 """
 
 from collections import OrderedDict
@@ -40,7 +39,7 @@ class SwapSpace:
         self._num_total = self._num_kept_total = 0
         self._free = list(range(cap_blocks + cap_kept - 1, -1, -1))  # the last one is handed out next
         self._used: dict[int, _HostBlock] = {}
-        self._kept: OrderedDict[int, bytes] = OrderedDict()  # the first one goes next
+        self._kept: OrderedDict[int, bytes] = OrderedDict()  # evicted in this order
         self._by_hash: dict[bytes, int] = {}
         self._busy: set[int] = set()
         self._resting: list[int] = []
@@ -80,7 +79,7 @@ class SwapSpace:
     # --- preempted requests ---------------------------------------------------------------------------------------
 
     def missing(self, hashes: list[bytes | None]) -> int:
-        """How many host blocks of the swap space it takes to hold blocks of these hashes (None: unshared content)."""
+        """Return how many host blocks are needed to hold blocks of these hashes (None means unshared content)."""
         return sum(1 for block_hash in hashes if block_hash is None or self._by_hash.get(block_hash) not in self._used)
 
     def keep(self, block_hash: bytes | None) -> tuple[int, bool]:
@@ -102,14 +101,15 @@ class SwapSpace:
         return self._used[block].block_hash
 
     def release(self, blocks: list[int]) -> None:
-        """One user less for each; the last one frees it, or leaves its content to the host cache. `blocks` is empty
-        afterwards."""
+        """Drop one user of each block. The last one frees the block or leaves its content to the host cache. `blocks`
+        is empty afterwards.
+        """
         for block in reversed(blocks):
             entry = self._used[block]
             entry.num_users -= 1
             if entry.num_users == 0:
                 del self._used[block]
-                self._busy.add(block)  # who swaps in reads it
+                self._busy.add(block)  # read by the request that swaps it in
                 if entry.block_hash is None:
                     self._resting.append(block)
                 elif self._num_kept_total and self._has_room_to_keep():
@@ -127,8 +127,9 @@ class SwapSpace:
         return self._by_hash if self._num_kept_total else NOTHING
 
     def offload(self, block_hash: bytes) -> int | None:
-        """A host block to copy evicted content with this hash to. None: nothing is to be copied, as it is here already,
-        or has no room."""
+        """Return a host block to copy evicted content with this hash to. None if the content is already present or has
+        no room.
+        """
         if not self._num_kept_total:
             return None
         known = self._by_hash.get(block_hash)
@@ -153,7 +154,7 @@ class SwapSpace:
         return block
 
     def forget(self, block_hash: bytes) -> None:
-        """Find this content no more. Who has swapped it out keeps it."""
+        """Remove this content from the index. Requests that have swapped it out keep it."""
         block = self._by_hash.pop(block_hash, None)
         if block is None:
             return
@@ -168,7 +169,7 @@ class SwapSpace:
             self.forget(block_hash)
 
     def resize_kept(self, num_blocks: int) -> None:
-        """How much evicted content is kept from now on. Between two steps."""
+        """Set how many blocks of evicted content are kept. Call between two steps."""
         if not 0 <= num_blocks <= self._cap_kept:
             raise ValueError(f"a host cache of {num_blocks} blocks is outside 0 to the cap of {self._cap_kept}")
         self._num_kept_total = num_blocks
@@ -176,13 +177,15 @@ class SwapSpace:
             self.forget(next(iter(self._kept.values())))
 
     def settle(self) -> None:
-        """The copies of what was read and written so far are on their way, before all that come later."""
+        """Mark all reads and writes so far as submitted: later copies are ordered after them."""
         self._busy.clear()
         self._free += self._resting
         self._resting.clear()
 
     def _has_room_to_keep(self) -> bool:
-        """Make room for one more, by what was not used for longest. Not where all of it is still to be copied."""
+        """Make room for one more block by evicting the least recently used one. Return False if all kept blocks still
+        wait for their copies.
+        """
         if len(self._kept) < self._num_kept_total:
             return True
         oldest, block_hash = next(iter(self._kept.items()))
@@ -211,4 +214,4 @@ class SwapSpace:
             raise IntegrityError(f"the host cache keeps {len(self._kept)} blocks of {self._num_kept_total}")
         hashed = {entry.block_hash: block for block, entry in self._used.items() if entry.block_hash is not None}
         if hashed | {block_hash: block for block, block_hash in self._kept.items()} != self._by_hash:
-            raise IntegrityError("the host blocks that have a hash are not those that are found")
+            raise IntegrityError("the host blocks with a hash differ from the indexed blocks")

@@ -1,12 +1,12 @@
-"""The requests that wait, in the order in which they are admitted.
+"""Queue of waiting requests in admission order.
 
-fcfs: by arrival at the scheduler, so that a preempted request comes back before everything that came after it.
-priority: the lowest priority number first, then by arrival time.
-deadline: two lines, each by arrival at the scheduler. Who cannot have its first token in time any more when it stands
-at the head goes over to the late line, and of LATE_SHARE admissions one is from there: nobody waits for ever. Who has
-had its turn is late no more: preempted, it comes back before everything that came after it.
+fcfs: by arrival at the scheduler, so a preempted request is readmitted before all later arrivals.
+priority: lowest priority number first, then by arrival time.
+deadline: an on-time line and a late line, each by arrival. A request at the head that can no longer meet its TTFT
+target moves to the late line. One of LATE_SHARE admissions is taken from the late line, so late requests do not starve.
+An admitted request is no longer late: if preempted, it is readmitted before all later arrivals.
 
-What every step reports of it (tokens, oldest arrival) is kept as requests come and go, because thousands may wait.
+Reported values (tokens, oldest arrival) are updated incrementally, because thousands of requests may wait.
 """
 
 from bisect import bisect_left, insort
@@ -40,10 +40,10 @@ KEYS: dict[QueueOrder, Callable[[Request], Key]] = {
 RANKS: dict[QueueOrder, Callable[[Request], float]] = {
     "fcfs": lambda _: 0,
     "priority": lambda request: request.priority,
-    "deadline": lambda _: 0,  # nobody that runs is late
+    "deadline": lambda _: 0,  # running requests are never late
 }
-"""Among those of one rank the scheduler may choose who gives up its blocks."""
-LATE_SHARE = 10  # one of so many admissions is a late request's, while some wait
+"""Preemption rank. Among requests of equal rank the scheduler may choose any victim."""
+LATE_SHARE = 10  # every n-th admission is a late request, while some wait
 MAX_STALE_ARRIVALS = 64  # entries of requests that wait no longer, beyond as many as wait
 
 
@@ -55,14 +55,14 @@ class WaitingQueue:
         self.order = order
         self.key = KEYS[order]
         self.num_late = 0
-        """How many of these requests are late."""
+        """Number of late requests."""
         self._num_overtaking = 0
-        """Admissions in a row from the line in time while somebody late waited."""
+        """Consecutive admissions from the on-time line while late requests waited."""
         self._requests: list[Request] = []
         self.num_tokens = 0
         """Tokens of these requests that are still to be computed before they answer."""
         self._counted: dict[int, int] = {}
-        """What each request adds to num_tokens, by its order, which no two share."""
+        """The contribution of each request to num_tokens, by its unique order."""
         self._arrivals: list[tuple[float, int]] = []
         """A heap of (arrival, order), also of requests that wait no longer."""
 
@@ -84,7 +84,7 @@ class WaitingQueue:
 
     @property
     def oldest_arrival(self) -> float | None:
-        """When the oldest of these requests arrived; None: there are none."""
+        """Arrival time of the oldest waiting request. None if the queue is empty."""
         while self._arrivals and self._arrivals[0][1] not in self._counted:
             heappop(self._arrivals)
         return self._arrivals[0][0] if self._arrivals else None
@@ -98,7 +98,7 @@ class WaitingQueue:
             self._list_arrivals()
 
     def pop_head(self) -> Request:
-        """Take the head out: it has its turn, and is late no more."""
+        """Remove and return the head. It is no longer late."""
         request = self._requests.pop(self._head_place)
         self.num_tokens -= self._counted.pop(request.order)
         if request.is_late:
@@ -110,16 +110,17 @@ class WaitingQueue:
         return request
 
     def take(self, request: Request) -> None:
-        """Take one out that has its turn: the head, or one that passes it."""
+        """Remove an admitted request: the head, or one that passes it. It is no longer late."""
         if request is self.head:
             self.pop_head()
         else:
             self.remove(request)
             request.is_late = False
 
-    def part_late(self, is_too_late: Callable[[Request], bool]) -> int:
-        """Move who is too late from the head of the line in time to the late line: those behind are looked at when they
-        stand there. Returns how many were it for the first time."""
+    def move_late_from_head(self, is_too_late: Callable[[Request], bool]) -> int:
+        """Move requests that are too late from the head of the on-time line to the late line. Requests after the first
+        on-time one are checked when they reach the head. Return how many became late for the first time.
+        """
         in_time, count, num_new = len(self._requests) - self.num_late, 0, 0
         while count < in_time and is_too_late(request := self._requests[count]):
             num_new += not request.was_late
@@ -132,15 +133,17 @@ class WaitingQueue:
         self.num_late += count
         return num_new
 
-    def recount(self, request: Request) -> None:
-        """Its tokens have changed, while it waits or not: a step in flight computed one when it was preempted."""
+    def update_token_count(self, request: Request) -> None:
+        """Update the count after the request's tokens changed. Does nothing if it is not queued: a step in flight may
+        have computed a token when it was preempted.
+        """
         before = self._counted.get(request.order)
         if before is not None:
             self.num_tokens -= before
             self._count(request)
 
     def remove(self, request: Request) -> None:
-        """Take one out that waits, wherever it stands: others are not looked at."""
+        """Remove a queued request at any position by binary search."""
         place = bisect_left(self._requests, self.key(request), key=self.key)
         assert self._requests[place] is request  # no two have one key
         del self._requests[place]
@@ -151,30 +154,31 @@ class WaitingQueue:
         """Sort by another order from now on."""
         self.order, self.key = order, KEYS[order]
         self._num_overtaking = 0
-        self.pardon()
+        self.reset_late()
 
-    def pardon(self) -> None:
-        """Have nobody late: all stand in the one line again, and are judged anew when they are looked at. The count of
-        admissions goes on, so that changes, however often they come, do not keep late ones waiting for ever."""
+    def reset_late(self) -> None:
+        """Return all late requests to the single line; they are checked again at the head. The admission count is kept,
+        so frequent policy changes do not starve late requests.
+        """
         for request in self._requests[len(self._requests) - self.num_late :]:
             request.is_late = False
         self.num_late = 0
         self._requests.sort(key=self.key)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless what is kept is what the requests say."""
+        """Raise IntegrityError unless the incremental values match the requests."""
         num_tokens = sum(request.num_tokens - request.num_computed_tokens for request in self._requests)
         oldest = min((request.arrival_time for request in self._requests), default=None)
         if (num_tokens, oldest) != (self.num_tokens, self.oldest_arrival):
             raise IntegrityError(
-                f"the requests that wait have {num_tokens} tokens to go and came at {oldest} or later; the queue says "
+                f"waiting requests have {num_tokens} tokens left and oldest arrival {oldest}; the queue reports "
                 f"{self.num_tokens} and {self.oldest_arrival}"
             )
         if self._requests != sorted(self._requests, key=self.key):
             raise IntegrityError("the requests that wait are not in the order of the queue")
         num_late = sum(request.is_late for request in self._requests)
         if num_late != self.num_late:
-            raise IntegrityError(f"of the requests that wait {num_late} are late; the queue says {self.num_late}")
+            raise IntegrityError(f"{num_late} waiting requests are late; the queue reports {self.num_late}")
 
     def _count(self, request: Request) -> None:
         left = request.num_tokens - request.num_computed_tokens

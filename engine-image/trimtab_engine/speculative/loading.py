@@ -14,6 +14,7 @@ from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.models.deepseek_mtp import DEEPSEEK_MTP
 from trimtab_engine.models.eagle import EAGLE
 from trimtab_engine.runner.head_runner import HeadRunner
+from trimtab_engine.runner.loading import load_model_runner
 from trimtab_engine.runner.model_runner import ModelFacts, ModelRunner
 from trimtab_engine.runner.weights import Weights
 from trimtab_engine.speculative.draft_model import DraftModel
@@ -60,7 +61,7 @@ class Speculation:
             adapters=None,  # drafts are the model's own: what an adapter changes they may guess wrong
             load_format="dummy" if config.load_format == "dummy" else "auto",
         )
-        draft = ModelRunner.load(own, device, lambda stage, percent: None)
+        draft = load_model_runner(ModelRunner, own, device, lambda stage, percent: None)
         for name, groups in ((config.model, target.kv_groups), (speculative.model, draft.facts.kv_groups)):
             _check_one_block_table(name, groups)
         if draft.facts.vocab_size != target.vocab_size:

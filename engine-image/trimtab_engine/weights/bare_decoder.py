@@ -14,7 +14,7 @@ from trimtab_engine.weights.source import WeightSource
 from trimtab_engine.weights.text_half import Half
 
 EMBEDDINGS, PREFIX, OUTPUT = "embed_tokens.weight", "model.", "lm_head.weight"
-ALONE, WHOLE = "Model", "ForCausalLM"
+SINGLE_RANK, WHOLE = "Model", "ForCausalLM"
 """How the names of architectures end."""
 
 
@@ -32,8 +32,8 @@ def whole_architecture(config: Mapping[str, Any]) -> str | None:
     """What config.json calls the model, or would if it had its output layer."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-    if name is not None and name.endswith(ALONE):
-        return name.removesuffix(ALONE) + WHOLE
+    if name is not None and name.endswith(SINGLE_RANK):
+        return name.removesuffix(SINGLE_RANK) + WHOLE
     return name
 
 

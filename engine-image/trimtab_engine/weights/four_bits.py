@@ -16,7 +16,7 @@ AWQ's. weight = (integer - zero) * scale.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trimtab_modelspec.four_bit_form import FourBits
+from trimtab_modelspec.four_bit_format import FourBits
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.weights.integer_part import (

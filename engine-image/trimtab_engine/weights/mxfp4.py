@@ -12,7 +12,7 @@ P          [experts, in, out]                   what both stand for
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trimtab_modelspec.scaled_form import Mxfp4
+from trimtab_modelspec.scaled_format import Mxfp4
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.weights.packing import Packing

@@ -19,7 +19,7 @@ What is quantised is what has scales beside it: what config.json leaves out, or 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trimtab_modelspec.scaled_form import ScaledForm, Scheme
+from trimtab_modelspec.scaled_format import ScaledFormat, Scheme
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.weights.four_bits import integers_of
@@ -43,7 +43,7 @@ NAN = 0x7F
 class ScaledSource:
     """Another source's tensors, of which those in parts are one."""
 
-    def __init__(self, stored: WeightSource, form: ScaledForm, stored_name: Callable[[str], str] = str) -> None:
+    def __init__(self, stored: WeightSource, form: ScaledFormat, stored_name: Callable[[str], str] = str) -> None:
         """`stored_name`: what config.json calls a module that has another name here."""
         self._stored, self._form, self._stored_name = stored, form, stored_name
         self.format = stored.format
@@ -60,7 +60,7 @@ class ScaledSource:
         return self._stored
 
     @property
-    def form(self) -> ScaledForm:
+    def form(self) -> ScaledFormat:
         """How they lie."""
         return self._form
 

@@ -1,4 +1,4 @@
-"""What contradicts itself in the configuration is refused with the flag, the value and what to do."""
+"""Contradictory configurations are rejected with flag, value and advice."""
 
 from typing import Any
 

@@ -41,7 +41,7 @@ def test_vllms_fields_are_understood(values: dict[str, Any], expected: Compilati
         ({"compile_sizes": [1]}, "compile_sizes .* is not supported"),
     ],
 )
-def test_what_vllm_has_and_we_do_not_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+def test_unsupported_vllm_values_are_rejected_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(NotSupportedError, match=message):
         compilation_config(values)
 
@@ -60,7 +60,7 @@ def test_what_vllm_has_and_we_do_not_is_refused_by_name(values: dict[str, Any], 
         ({"cudagraphs": True}, "has no field 'cudagraphs'; its fields are mode"),
     ],
 )
-def test_what_makes_no_sense_is_refused(values: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_rejected(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compilation_config(values)
 

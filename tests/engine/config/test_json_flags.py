@@ -19,7 +19,7 @@ def test_the_fields_of_an_object_are_read() -> None:
 
 
 @pytest.mark.parametrize(("text", "wrong"), [("{width: 3}", "is not JSON"), ("[3]", "must be a JSON object")])
-def test_what_is_no_object_is_refused_with_an_example(text: str, wrong: str) -> None:
+def test_non_object_is_rejected_with_example(text: str, wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"^--size {wrong}.*") as refused:
         read_json_object("--size", text, EXAMPLE)
     assert str(refused.value).endswith(EXAMPLE)
@@ -30,6 +30,6 @@ def test_a_field_of_another_type_is_refused_with_its_name() -> None:
         convert_fields("--size", {"width": "3"}, Size)
 
 
-def test_what_the_type_itself_refuses_is_raised_as_it_is() -> None:
+def test_type_errors_are_raised_unchanged() -> None:
     with pytest.raises(NotSupportedError, match=r"^--size: width 10 is not supported; use 9 or less$"):
         convert_fields("--size", {"width": 10}, Size)

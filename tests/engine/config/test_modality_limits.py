@@ -1,4 +1,4 @@
-"""Limits of images and videos are read as vLLM writes them; what is not meant is told, and nothing is ignored."""
+"""Image and video limits in vLLM's format; invalid parts are reported, never ignored."""
 
 import pytest
 from trimtab_engine.config.modality_limits import parse_modality_limits
@@ -37,6 +37,6 @@ def test_a_kind_that_is_not_named_has_vllm_s_number(text: str, limits: tuple[int
         ('{"audio": 1}', NotSupportedError, "audio input is not supported yet"),
     ],
 )
-def test_what_is_no_limit_is_told(text: str, error: type[Exception], words: str) -> None:
+def test_invalid_limit_is_reported(text: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=f"^--limit-mm-per-prompt.*{words}"):
         parse_modality_limits(text)

@@ -1,10 +1,10 @@
-"""What an engine does with prompts, by its flags and its checkpoint."""
+"""Tasks of an engine by flags and checkpoint."""
 
 from typing import Any
 
 import pytest
 from trimtab_engine.config.pooling import (
-    OfCheckpoint,
+    CheckpointPooling,
     PoolerConfig,
     Runner,
     parse_pooler_json,
@@ -13,7 +13,7 @@ from trimtab_engine.config.pooling import (
 from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.scheduling.pooling import Pooling
 
-SILENT, EMBEDS = OfCheckpoint(), OfCheckpoint("MEAN", normalize=False, where="modules.json")
+SILENT, EMBEDS = CheckpointPooling(), CheckpointPooling("MEAN", normalize=False, where="modules.json")
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,10 @@ def test_the_flag_takes_vllm_s_names_old_and_new(text: str, expected: PoolerConf
         ('{"pooling_type": 3}', ConfigError, "Expected `str.*pooling_type"),
         ('{"dimensions": 0}', ConfigError, "dimensions is 0; it must be 1 or more"),
         ('{"step_tag_id": 3}', NotSupportedError, "step_tag_id is not supported; its fields are pooling_type"),
-        ('{"normalize": true, "use_activation": false}', ConfigError, "says normalize twice, and differently"),
+        ('{"normalize": true, "use_activation": false}', ConfigError, "normalize is given twice with different values"),
     ],
 )
-def test_what_is_wrong_or_not_built_is_named(text: str, error: type[ConfigError], said: str) -> None:
+def test_invalid_or_unsupported_pooling_is_named(text: str, error: type[ConfigError], said: str) -> None:
     with pytest.raises(error, match=said):
         parse_pooler_json(text)
 
@@ -60,8 +60,8 @@ def test_what_is_wrong_or_not_built_is_named(text: str, error: type[ConfigError]
         ("pooling", SILENT, False, True, False),
     ],
 )
-def test_both_is_done_unless_the_flag_or_the_checkpoint_says_otherwise(
-    runner: Runner, said: OfCheckpoint, has_output_layer: bool, pools: bool, generates: bool
+def test_both_tasks_by_default(
+    runner: Runner, said: CheckpointPooling, has_output_layer: bool, pools: bool, generates: bool
 ) -> None:
     tasks = tasks_of(runner, PoolerConfig(), said, 64, has_output_layer=has_output_layer)
     assert (not tasks.no_pooling, not tasks.no_generation) == (pools, generates)
@@ -76,15 +76,15 @@ def test_both_is_done_unless_the_flag_or_the_checkpoint_says_otherwise(
         (PoolerConfig(dimensions=8), {"dimensions": 16, "normalize": True}, Pooling("mean", 16, normalize=True)),
     ],
 )
-def test_the_request_comes_before_the_flag_and_that_before_the_checkpoint(
+def test_pooling_precedence_request_flag_checkpoint(
     config: PoolerConfig, asked: dict[str, Any], expected: Pooling
 ) -> None:
     tasks = tasks_of("auto", config, EMBEDS, 64, has_output_layer=True)
     assert tasks.pooler.pooling(**asked) == expected
 
 
-def test_a_model_that_generates_too_is_not_refused_for_a_pooling_that_nobody_asked_for() -> None:
-    said = OfCheckpoint("CLS", where="modules.json")
+def test_generating_model_ignores_unsupported_pooling() -> None:
+    said = CheckpointPooling("CLS", where="modules.json")
     assert tasks_of("generate", PoolerConfig(), said, 64, has_output_layer=True).no_generation == ""
     with pytest.raises(NotSupportedError, match=r"modules\.json: pooling type CLS is not supported"):
         tasks_of("auto", PoolerConfig(), said, 64, has_output_layer=True)

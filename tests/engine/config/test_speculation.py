@@ -1,4 +1,4 @@
-"""--speculative-config: vLLM's names and defaults; what is not supported is refused by name."""
+"""--speculative-config: vLLM's names and defaults; other values are rejected by name."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from trimtab_engine.config.speculation import SpeculativeConfig, parse_speculati
 from trimtab_engine.errors import ConfigError, NotSupportedError
 
 
-def test_ngram_looks_up_five_tokens_unless_told_otherwise() -> None:
+def test_ngram_default_lookup_is_five_tokens() -> None:
     assert speculative_config({"method": "ngram", "num_speculative_tokens": 4}) == SpeculativeConfig(
         method="ngram", num_speculative_tokens=4, prompt_lookup_min=5, prompt_lookup_max=5
     )
@@ -21,7 +21,7 @@ def test_ngram_looks_up_five_tokens_unless_told_otherwise() -> None:
         ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, 2, 4),
     ],
 )
-def test_one_end_of_the_lookup_alone_stands_for_both(given: dict[str, int], low: int, high: int) -> None:
+def test_single_lookup_length_sets_both(given: dict[str, int], low: int, high: int) -> None:
     config = speculative_config({"method": "ngram", "num_speculative_tokens": 4, **given})
     assert (config.prompt_lookup_min, config.prompt_lookup_max) == (low, high)
 
@@ -36,7 +36,7 @@ def test_the_method_follows_from_the_model(given: dict[str, str], method: str, m
 
 
 @pytest.mark.parametrize("method", ["mtp", "deepseek_mtp"])
-def test_layers_of_the_models_own_make_one_draft_unless_told_otherwise(method: str) -> None:
+def test_mtp_default_is_one_draft(method: str) -> None:
     assert speculative_config({"method": method}) == SpeculativeConfig(method="mtp", num_speculative_tokens=1)
     assert speculative_config({"method": method, "num_speculative_tokens": 3}).num_speculative_tokens == 3
 
@@ -55,7 +55,7 @@ def test_methods_that_are_not_built_are_refused_by_name(method: str) -> None:
         ({"method": "magic", "num_speculative_tokens": 2}, "there is no method 'magic'"),
         ({"method": "draft_model", "num_speculative_tokens": 2}, "needs model"),
         ({"method": "eagle", "num_speculative_tokens": 2}, "needs model, the folder of a head"),
-        ({"method": "mtp", "model": "/m"}, "method mtp has no model of its own, but model is /m; leave it out"),
+        ({"method": "mtp", "model": "/m"}, "method mtp takes no model, but model is /m; leave it out"),
         ({"method": "ngram", "model": "/m", "num_speculative_tokens": 2}, "leave it out"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "it must be 1 to 128"),
         ({"method": "ngram", "num_speculative_tokens": 129}, "it must be 1 to 128"),
@@ -66,12 +66,12 @@ def test_methods_that_are_not_built_are_refused_by_name(method: str) -> None:
         ({"method": "ngram", "num_speculative_tokens": 2, "speculative_token_tree": "[]"}, "tree is not supported"),
     ],
 )
-def test_what_is_wrong_is_named(values: dict[str, Any], message: str) -> None:
+def test_invalid_speculation_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         speculative_config(values)
 
 
-def test_fields_that_ask_for_what_is_built_anyway_are_accepted() -> None:
+def test_fields_with_builtin_behavior_are_accepted() -> None:
     speculative_config(
         {"method": "ngram", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1, "quantization": None}
     )

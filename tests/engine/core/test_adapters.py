@@ -1,4 +1,4 @@
-"""A core with adapters: which are served, how they come and go while requests run, and what is refused at its door."""
+"""Adapters in the core: serving, loading and unloading while requests run, and rejection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from trimtab_engine.config.adapters import AdapterConfig, AdapterModule
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError, NotSupportedError
-from trimtab_engine.messages import AdapterCard, AddRequest, LoadLora, Sleep, UnloadLora, WakeUp
+from trimtab_engine.messages.admin import AdapterCard, LoadLora, Sleep, UnloadLora, WakeUp
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.scheduling.sampling import Sampling
@@ -122,14 +123,14 @@ def test_an_engine_without_adapters_serves_none(model: Path) -> None:
         ({"modules": (AdapterModule(name="a", path="/nowhere"),)}, "adapter /nowhere: is no folder here"),
     ],
 )
-def test_what_cannot_be_served_ends_the_start(model: Path, adapter: Folders, changes: Any, message: str) -> None:
+def test_unservable_adapter_fails_start(model: Path, adapter: Folders, changes: Any, message: str) -> None:
     values = {"modules": (AdapterModule(name="a", path=adapter(1)),)} | changes
     with pytest.raises(ConfigError, match=message):
         an_engine(model, adapters=AdapterConfig(**values))
 
 
 def test_projections_without_room_for_adapters_are_named(model_of: Callable[..., Path], tmp_path: Path) -> None:
-    """A router is none of those that may be adapted, and neither is what latent attention unfolds keys with."""
+    """Neither a router nor the up-projection of latent attention supports adapters."""
     mixture = model_of(
         architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     )
@@ -139,8 +140,9 @@ def test_projections_without_room_for_adapters_are_named(model_of: Callable[...,
 
 
 def test_memory_that_adapters_take_is_that_of_weights(model: Path, adapter: Folders) -> None:
-    """To the byte: what torch is asked for is counted. What it frees meanwhile is too, so that nothing of an engine
-    before, which goes when Python looks for garbage, may be left."""
+    """Exact to the byte, by counting torch allocations. Frees count too, so no earlier engine may be left for garbage
+    collection.
+    """
 
     def weights(adapters: AdapterConfig | None) -> int:
         gc.collect()
@@ -204,8 +206,8 @@ def test_an_adapter_is_loaded_while_requests_run_and_changes_none_of_them(
     assert found["after"] == tokens_merged(model, second, tmp_path / "b")
 
 
-def test_requests_of_an_adapter_that_is_unloaded_finish_with_it(model: Path, adapter: Folders, tmp_path: Path) -> None:
-    """Its place is nobody's until they have ended."""
+def test_requests_of_unloaded_adapter_finish_with_that_adapter(model: Path, adapter: Folders, tmp_path: Path) -> None:
+    """Its slot stays reserved until they have ended."""
     first, second, third = adapter(1), adapter(2), adapter(3)
     engine = an_engine(model, adapters=updatable())
     load(engine, "a", first)
@@ -233,9 +235,7 @@ def test_requests_of_an_adapter_that_is_unloaded_finish_with_it(model: Path, ada
     assert tokens(engine, "b") == tokens_merged(model, second, tmp_path / "b")
 
 
-def test_one_loaded_again_under_its_name_with_other_weights_is_the_other_one(
-    model: Path, adapter: Folders, tmp_path: Path
-) -> None:
+def test_reloaded_adapter_name_uses_new_weights(model: Path, adapter: Folders, tmp_path: Path) -> None:
     first, second = adapter(1), adapter(2)
     engine = an_engine(model, adapters=updatable())
     for folder in (first, second, first):
@@ -253,7 +253,7 @@ def test_one_loaded_again_under_its_name_with_other_weights_is_the_other_one(
         ("new\nline", "cannot be an adapter's name"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_and_changes_nothing(
+def test_invalid_adapter_load_is_rejected_without_effect(
     model: Path, adapter: Folders, name: str, message: str
 ) -> None:
     engine = an_engine(model, adapters=updatable())
@@ -279,13 +279,13 @@ def test_an_adapter_that_does_not_fit_leaves_its_place_free(model: Path, adapter
     assert load(engine, "a", adapter(2))[0] == 200
 
 
-def test_one_that_is_not_there_cannot_be_unloaded(model: Path) -> None:
+def test_unload_of_unknown_adapter_is_rejected(model: Path) -> None:
     engine = an_engine(model, adapters=updatable())
     status, body = engine.unload_adapter(UnloadLora("a"))
     assert (status, body["message"]) == (404, "the adapter a is not loaded; loaded are none")
 
 
-def test_adapters_come_back_with_the_weights(model: Path, adapter: Folders) -> None:
+def test_adapters_are_reloaded_with_weights(model: Path, adapter: Folders) -> None:
     engine = an_engine(model, adapters=updatable())
     load(engine, "a", adapter(1))
     load(engine, "b", adapter(2))
@@ -305,7 +305,7 @@ def test_adapters_come_back_with_the_weights(model: Path, adapter: Folders) -> N
     assert tokens(engine, "b") == before[1]
 
 
-def test_what_runs_and_waits_is_told_about_once_a_second(model: Path, adapter: Folders) -> None:
+def test_adapters_in_use_are_reported_once_a_second(model: Path, adapter: Folders) -> None:
     engine = an_engine(model, adapters=served_from_start(adapter(1), adapter(2)))
     engine.add(asked("a", "first", 40))
     engine.add(asked("b", "second"))

@@ -1,4 +1,4 @@
-"""The core's side of its clients: each gets its own outputs, and the statistics go to one alone."""
+"""The core's client connections: each client gets its own outputs, and only one gets the statistics."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,18 +7,16 @@ import msgspec
 import pytest
 import zmq
 from trimtab_engine.core.clients import Clients
-from trimtab_engine.messages import (
+from trimtab_engine.messages.channel import FromCore, ToCore
+from trimtab_engine.messages.lifecycle import ClientAddresses, LoadProgress
+from trimtab_engine.messages.requests import (
     AbortRequests,
     AddRequest,
-    ClientAddresses,
     ClientOutputs,
-    FromCore,
-    LoadProgress,
     PlainTokens,
     SequenceOutput,
     StepOutputs,
     StepStats,
-    ToCore,
 )
 from trimtab_engine.multimodal.items import MultiModalItem, Patches, Span
 from trimtab_engine.multimodal.mirror import Sender
@@ -68,7 +66,7 @@ def an_add(link: Clients, client: Client, request_id: str, index: int) -> None:
     assert link.receive(TIMEOUT_MILLISECONDS) == [message]
 
 
-def test_outputs_go_to_the_one_who_asked_and_statistics_to_the_first(three: Three) -> None:
+def test_outputs_reach_requester_and_statistics_reach_client_0(three: Three) -> None:
     link, (first, second, third) = three
     an_add(link, second, "a", 1)
     an_add(link, third, "b", 2)
@@ -82,7 +80,7 @@ def an_image() -> MultiModalItem:
     return MultiModalItem("image", b"digest", 3, (1, 2, 6), Patches(1, bytes(12), bytes(1024)))
 
 
-def test_images_that_come_by_name_are_put_back_for_each_client_alone(tmp_path: Path) -> None:
+def test_cached_images_are_restored_per_client(tmp_path: Path) -> None:
     addresses = [ClientAddresses(f"ipc://{tmp_path}/t{i}", f"ipc://{tmp_path}/f{i}") for i in range(2)]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     first, second = (Client(context, each) for each in addresses)
@@ -123,7 +121,7 @@ def test_a_client_without_outputs_hears_nothing(three: Three) -> None:
     assert not third.has_more()
 
 
-def test_plain_tokens_name_their_requests_once_while_those_stay_the_same(three: Three) -> None:
+def test_plain_tokens_include_request_ids_only_when_changed(three: Three) -> None:
     link, (first, second, third) = three
     an_add(link, second, "a", 1)
     ids, rest = ["a", "b", "c"], ["b", "c"]

@@ -1,4 +1,4 @@
-"""The engine as a whole, in one process, with a tiny random model: what is changed while it runs changes no answer."""
+"""The whole engine in one process with a tiny random model: runtime changes do not change outputs."""
 
 import itertools
 import json
@@ -18,7 +18,9 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.memory.reserved import RANK_BYTES
-from trimtab_engine.messages import AddRequest, CoreReady, PatchConfig, StepStats
+from trimtab_engine.messages.admin import PatchConfig
+from trimtab_engine.messages.lifecycle import CoreReady
+from trimtab_engine.messages.requests import AddRequest, StepStats
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.sampling import sampler
 from trimtab_engine.scheduling.request import Request
@@ -58,7 +60,7 @@ def an_engine(model: Path, **changes: Any) -> tuple[Engine, CoreReady]:
 
 
 def utilization(steps_above_the_reserve: int) -> str:
-    """A utilisation that leaves some hundred MB for the engine beside what is reserved for its process."""
+    """Return a utilization that leaves some hundred MB for the engine above the process reservation."""
     return str((RANK_BYTES * 10_000 // DEVICE_BYTES + steps_above_the_reserve) / 10_000)
 
 
@@ -87,14 +89,14 @@ def run(engine: Engine, requests: list[AddRequest], between_steps: Any = lambda 
     return tokens
 
 
-def test_what_only_goes_on_is_told_in_columns_by_one_list_of_names(model: Path) -> None:
+def test_continuing_requests_are_reported_as_plain_tokens(model: Path) -> None:
     engine, _ = an_engine(model)
     for number in range(2):
         engine.add(a_request(number, prompt=4, output=5 + number))
     steps = [engine.step() for _ in range(7)]
-    told = [[(o.request_id, o.finish_reason) for o in step.told] for step in steps]
+    request_outputs = [[(o.request_id, o.finish_reason) for o in step.request_outputs] for step in steps]
     plain = [step.plain for step in steps]
-    begun, ended = told[0], [told[4], told[5]]
+    begun, ended = request_outputs[0], [request_outputs[4], request_outputs[5]]
     assert begun == [("r0", None), ("r1", None)]
     assert ended == [[("r0", "length")], [("r1", "length")]]
     in_columns = [tokens for tokens in plain if tokens is not None]
@@ -113,12 +115,12 @@ A_SMALL_SWAP_SPACE = {"swap_space_bytes": 9 * BYTES_PER_BLOCK, "swap_space_bytes
 
 @pytest.fixture(scope="module")
 def expected(model_of: Callable[..., Path]) -> dict[str, list[int]]:
-    """What each request yields when nothing disturbs it."""
+    """Return each request's undisturbed output."""
     return alone(model_of())
 
 
 def alone(model: Path) -> dict[str, list[int]]:
-    """What each request yields when nothing disturbs it."""
+    """Return each request's undisturbed output."""
     engine, _ = an_engine(model, max_num_batched_tokens=256)
     answers: dict[str, list[int]] = {}
     for request in REQUESTS:
@@ -141,7 +143,7 @@ def alone(model: Path) -> dict[str, list[int]]:
         {"num_gpu_blocks_override": BLOCKS_FOR_ONE + 4, "preemption_mode": "swap", **A_SMALL_SWAP_SPACE},
     ],
 )
-def test_however_requests_are_batched_they_yield_the_same_tokens_as_alone(
+def test_batching_does_not_change_tokens(
     model: Path, expected: dict[str, list[int]], changes: dict[str, Any], overlap: bool
 ) -> None:
     engine, _ = an_engine(model, async_scheduling=overlap, **changes)
@@ -169,7 +171,7 @@ def test_however_requests_are_batched_they_yield_the_same_tokens_as_alone(
     assert (hits > 0) == changes.get("enable_prefix_caching", True)
 
 
-def test_a_request_finds_what_another_one_computed_unless_their_salts_differ(model: Path) -> None:
+def test_prefix_cache_is_shared_only_with_equal_salts(model: Path) -> None:
     engine, _ = an_engine(model)
     prompt = [number % VOCABULARY for number in range(50)]
     greedy = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -184,9 +186,7 @@ def test_a_request_finds_what_another_one_computed_unless_their_salts_differ(mod
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_thousand_random_patches_under_load_fail_no_request_and_change_no_answer(
-    model: Path, expected: dict[str, list[int]], overlap: bool
-) -> None:
+def test_random_patches_under_load_change_no_output(model: Path, expected: dict[str, list[int]], overlap: bool) -> None:
     engine, _ = an_engine(
         model,
         async_scheduling=overlap,
@@ -243,8 +243,8 @@ def test_a_patch_takes_effect_in_the_very_next_step(model: Path) -> None:
     assert after.config_generation == 2
 
 
-def test_a_request_is_late_by_the_clock_that_it_arrived_by(model: Path) -> None:
-    """`now` of the scheduler is the clock that the engine was given, the API servers', also after a live change."""
+def test_request_lateness_uses_arrival_clock(model: Path) -> None:
+    """The scheduler's `now` is the engine's clock parameter, the API servers' one, also after a live change."""
     now = 1e6
     config = a_config(model, max_num_seqs=1, max_num_batched_tokens=64, ttft_target=10.0)
     engine, _ = start_engine(config, lambda stage, percent: None, lambda: now)
@@ -265,7 +265,7 @@ def test_a_request_is_late_by_the_clock_that_it_arrived_by(model: Path) -> None:
     assert ended[1:] == ["r3", "r1", "r2"]
 
 
-def test_a_step_says_what_it_read_and_what_it_attended_to(model: Path) -> None:
+def test_step_stats_report_context_and_attended_tokens(model: Path) -> None:
     engine, _ = an_engine(model, max_num_seqs=2, max_num_batched_tokens=64)
     engine.add(a_request(0, prompt=10, output=5))
     engine.add(a_request(1, prompt=20, output=5))
@@ -280,7 +280,7 @@ def test_a_step_says_what_it_read_and_what_it_attended_to(model: Path) -> None:
     assert first[1:] == [10, 0, 2]
 
 
-def test_shrinking_below_what_is_in_use_preempts_for_resize_and_gives_memory_back(model: Path) -> None:
+def test_kv_shrink_below_use_preempts_and_frees_memory(model: Path) -> None:
     engine, _ = an_engine(
         model,
         num_gpu_blocks_override=None,
@@ -304,7 +304,7 @@ def test_shrinking_below_what_is_in_use_preempts_for_resize_and_gives_memory_bac
     engine.check_integrity()
 
 
-def test_a_drain_aborts_what_is_left_at_its_deadline(model: Path) -> None:
+def test_drain_aborts_remaining_requests_at_deadline(model: Path) -> None:
     engine, _ = an_engine(model)
     for request in REQUESTS[:4]:
         engine.add(request)
@@ -317,7 +317,7 @@ def test_a_drain_aborts_what_is_left_at_its_deadline(model: Path) -> None:
     assert not engine.has_work
 
 
-def test_the_ledger_names_every_owner_and_its_kv_is_what_is_mapped(model: Path) -> None:
+def test_ledger_lists_owners_and_mapped_kv_bytes(model: Path) -> None:
     engine, ready = an_engine(model)
     ledger = engine.ledger()
     assert ledger.kinds["kv_mapped"] == ready.num_blocks * BYTES_PER_BLOCK
@@ -360,7 +360,7 @@ def offload(blocks: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("space", [{}, {"preemption_mode": "swap", **A_SMALL_SWAP_SPACE}])
-def test_what_comes_back_from_host_memory_yields_the_same_tokens_and_is_counted_apart(
+def test_host_cache_hits_keep_tokens_and_are_counted(
     model: Path, expected: dict[str, list[int]], space: dict[str, Any], overlap: bool
 ) -> None:
     engine, _ = an_engine(
@@ -390,12 +390,12 @@ def test_what_comes_back_from_host_memory_yields_the_same_tokens_and_is_counted_
             assert sum(s.restored_bytes for s in stats) >= on_host // 8 * BYTES_PER_BLOCK
 
 
-def test_the_host_cache_keeps_salts_apart_and_is_forgotten_with_the_prefix_cache(model: Path) -> None:
+def test_host_cache_separates_salts_and_resets_with_prefix_cache(model: Path) -> None:
     engine, _ = an_engine(model, num_gpu_blocks_override=BLOCKS_FOR_ONE, **offload(100))
     filler = [a_request(50 + n, prompt=100, output=2) for n in range(3)]
 
     def found(number: int, salt: str) -> int:
-        """Host tokens of a conversation that comes back after others have filled the KV cache."""
+        """Return host tokens of a conversation repeated after others have filled the KV cache."""
         request = AddRequest(
             f"back{number}", [*range(40)], Sampling(max_tokens=1, temperature=0.0), 0.0, cache_salt=salt
         )
@@ -415,7 +415,7 @@ def test_the_host_cache_keeps_salts_apart_and_is_forgotten_with_the_prefix_cache
     assert (status, refusal["nearest"]) == (422, 100 * BYTES_PER_BLOCK)
 
 
-def test_what_a_shrinking_kv_cache_evicts_goes_to_host_memory(model: Path) -> None:
+def test_kv_shrink_evicts_to_host_cache(model: Path) -> None:
     engine, _ = an_engine(
         model,
         num_gpu_blocks_override=None,
@@ -476,9 +476,7 @@ def test_every_live_field_of_the_scheduler_takes_effect_while_requests_run(model
         assert run(engine, REQUESTS, patch_at_random) == expected
 
 
-def test_memory_that_runs_out_while_starting_is_one_line_with_what_to_set(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_at_start_names_flags(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
@@ -489,7 +487,7 @@ def test_memory_that_runs_out_while_starting_is_one_line_with_what_to_set(
         an_engine(model)
 
 
-def test_a_device_too_small_for_one_request_is_refused_with_the_numbers_and_what_to_set(model: Path) -> None:
+def test_too_small_device_is_rejected_with_numbers_and_flags(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"max seq len \(128\).*--gpu-memory-utilization|--device-memory-bytes"):
         an_engine(model, num_gpu_blocks_override=None, device_memory_bytes=RANK_BYTES)
 
@@ -517,7 +515,7 @@ def test_max_model_len_auto_is_the_longest_that_fits_one_request(
     run(engine, [a_request(1, prompt=prompt, output=min(longest - prompt, 40))])
 
 
-def test_max_model_len_auto_says_what_is_missing_where_nothing_fits(model: Path) -> None:
+def test_max_model_len_auto_reports_missing_memory(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"out of memory before loading: .* use a device of more than"):
         an_engine(model, max_model_len="auto", num_gpu_blocks_override=None, device_memory_bytes=RANK_BYTES)
 
@@ -583,7 +581,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone_and_are_counted(
     assert (first.request_id, first.num_cached_tokens) == ("again", 0), "what it computed is not found again"
 
 
-def test_a_request_that_forbids_every_token_ends_alone_and_is_told_why(model: Path) -> None:
+def test_request_without_possible_token_fails_with_reason(model: Path) -> None:
     engine, _ = an_engine(model)
     stuck = Sampling(max_tokens=5, min_tokens=3, temperature=0.0, allowed_token_ids=(96,))
     engine.add(AddRequest("stuck", [1, 2, 3], stuck, arrival_time=0.0))

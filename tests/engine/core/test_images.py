@@ -1,4 +1,4 @@
-"""Whatever the engine does with requests that have images and videos, they get the tokens of transformers."""
+"""Requests with images and videos: tokens equal transformers' under all engine features."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import NotSupportedError
-from trimtab_engine.messages import WAKE_TAGS, AddRequest, PatchConfig, Sleep, WakeUp
+from trimtab_engine.messages.admin import WAKE_TAGS, PatchConfig, Sleep, WakeUp
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.scheduling.sampling import Sampling
 
 BASE = {"load_format": "auto", "dtype": "float32", "num_gpu_blocks_override": 200}
@@ -103,7 +104,7 @@ def test_the_likeliest_tokens_are_as_likely_as_in_transformers(name: str, checkp
     ],
     ids=["together", "overlapping", "chunked", "little room", "preempted", "swapped, overlapping", "swapped"],
 )
-def test_beside_others(
+def test_image_request_batched_with_text_requests(
     changes: dict[str, Any], preempted: str | None, checkpoint: Path, expected: dict[str, Reference]
 ) -> None:
     run = Run(an_engine(checkpoint, **changes))
@@ -137,7 +138,7 @@ def test_over_ranks(layout: dict[str, Any], checkpoint: Path, expected: dict[str
 
 
 def test_from_the_prefix_cache(checkpoint: Path, expected: dict[str, Reference]) -> None:
-    """Blocks of equal words are not shared where the images in them differ; those of equal images are."""
+    """Blocks of equal words are shared only if their images are equal."""
     run = Run(an_engine(checkpoint))
     for _ in range(2):
         run.add(PROMPTS)
@@ -148,8 +149,8 @@ def test_from_the_prefix_cache(checkpoint: Path, expected: dict[str, Reference])
     assert run.num_encoded == len(different)  # each once, though several prompts bring it
 
 
-def test_while_the_kv_cache_is_resized(checkpoint: Path, expected: dict[str, Reference]) -> None:
-    """Down to what one request needs, and up again."""
+def test_outputs_equal_during_kv_resize(checkpoint: Path, expected: dict[str, Reference]) -> None:
+    """Down to one request's need, and up again."""
     small = {"max_model_len": 128, "num_gpu_blocks_override": None, "device_memory_bytes": 512 << 20}
     free = SHORT | small  # a step of the utilisation is 26 blocks
     least = an_engine(checkpoint, **free).config()["fields"]["gpu_memory_utilization"]["min"]
@@ -175,7 +176,7 @@ def test_while_the_kv_cache_is_resized(checkpoint: Path, expected: dict[str, Ref
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_while_the_weights_go_and_come_back(level: int, checkpoint: Path, expected: dict[str, Reference]) -> None:
+def test_outputs_equal_after_weights_reload(level: int, checkpoint: Path, expected: dict[str, Reference]) -> None:
     """The tower's too, in the middle of prompts that are cut."""
     run = Run(an_engine(checkpoint, max_num_batched_tokens=16, **SHORT))
     run.add(PROMPTS)
@@ -187,9 +188,7 @@ def test_while_the_weights_go_and_come_back(level: int, checkpoint: Path, expect
     assert defects(run.to_the_end().tokens, expected) == []
 
 
-def test_a_tenants_images_are_computed_for_it_alone_and_give_the_same_tokens(
-    checkpoint: Path, expected: dict[str, Reference]
-) -> None:
+def test_images_are_not_shared_between_salts(checkpoint: Path, expected: dict[str, Reference]) -> None:
     run = Run(an_engine(checkpoint))
     for salt in ("one", "another"):
         run.add({"one image": PROMPTS["one image"]}, salt=salt)
@@ -197,7 +196,7 @@ def test_a_tenants_images_are_computed_for_it_alone_and_give_the_same_tokens(
     assert run.num_cached == 0
 
 
-def test_servers_are_told_what_the_engine_takes_besides_text(checkpoint: Path) -> None:
+def test_core_reports_supported_modalities(checkpoint: Path) -> None:
     for limits, taken in (
         ({"image": 4, "video": 1}, ["image", "video"]),
         ({"image": 2, "video": 0}, ["image"]),
@@ -208,9 +207,7 @@ def test_servers_are_told_what_the_engine_takes_besides_text(checkpoint: Path) -
         assert ready.modalities == taken
 
 
-def test_an_engine_that_shall_see_nothing_has_no_tower_and_refuses_images_alone(
-    checkpoint: Path, expected: dict[str, Reference]
-) -> None:
+def test_engine_without_modalities_rejects_images(checkpoint: Path, expected: dict[str, Reference]) -> None:
     run = Run(an_engine(checkpoint, limit_mm_per_prompt={"image": 0, "video": 0}))
     run.add({name: PROMPTS[name] for name in ("one image", "no image")})
     run.to_the_end()
@@ -224,13 +221,13 @@ def test_an_engine_that_shall_see_nothing_has_no_tower_and_refuses_images_alone(
     [("ngram", {"async_scheduling": True}), ("ngram", TIGHT | SHORT), ("draft_model", {})],
     ids=["looked up, overlapping", "looked up, preempted", "by a model"],
 )
-def test_beside_drafts(
+def test_outputs_equal_with_drafts(
     method: Literal["ngram", "draft_model"],
     changes: dict[str, Any],
     checkpoint: Path,
     expected: dict[str, Reference],
 ) -> None:
-    """The checkpoint drafts for itself, as its text half alone."""
+    """The checkpoint's language model is its own draft model."""
     run = Run(an_engine(checkpoint, **changes | drafts(method, checkpoint)))
     run.add(PROMPTS)
     assert defects(run.to_the_end().tokens, expected) == []
@@ -244,8 +241,8 @@ def drafts(method: Literal["ngram", "draft_model"], checkpoint: Path) -> dict[st
     return {"speculative": config, "num_speculative_tokens": 3, "num_speculative_tokens_cap": 3}
 
 
-def test_drafts_from_hidden_states_beside_images_are_refused_by_name(checkpoint: Path) -> None:
-    with pytest.raises(NotSupportedError, match="method eagle beside images and videos"):
+def test_hidden_state_drafts_with_images_are_not_supported(checkpoint: Path) -> None:
+    with pytest.raises(NotSupportedError, match="method eagle is not supported with images and videos"):
         an_engine(checkpoint, speculative=SpeculativeConfig(method="eagle", model="m", num_speculative_tokens=2))
 
 
@@ -259,7 +256,9 @@ def test_drafts_from_hidden_states_beside_images_are_refused_by_name(checkpoint:
     ],
     ids=["overlapping", "eager", "swapped, overlapping", "drafts, chunked"],
 )
-def test_with_the_steps_of_a_device(changes: dict[str, Any], checkpoint: Path, expected: dict[str, Reference]) -> None:
+def test_outputs_equal_with_device_steps(
+    changes: dict[str, Any], checkpoint: Path, expected: dict[str, Reference]
+) -> None:
     drafting = drafts("ngram", checkpoint) if "num_speculative_tokens" in changes else {}
     engine = partial(an_engine, checkpoint, **changes | drafting)
     check_with_the_steps_of_a_device(engine, PROMPTS, expected, is_eager="enforce_eager" in changes)
@@ -275,7 +274,7 @@ def test_with_the_steps_of_a_device(changes: dict[str, Any], checkpoint: Path, e
     ids=["tp2", "tp2 with a tower each", "pp2"],
 )
 @pytest.mark.usefixtures("forked")
-def test_with_the_steps_of_devices_over_ranks(
+def test_outputs_equal_with_device_steps_over_ranks(
     layout: dict[str, Any], checkpoint: Path, expected: dict[str, Reference], tmp_path: Path
 ) -> None:
     """Every rank takes the same graph, or none."""

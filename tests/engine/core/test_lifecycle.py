@@ -1,4 +1,4 @@
-"""Pausing and sleeping: what happens to requests, to memory, and that a frozen request yields what it would have."""
+"""Pause and sleep: effects on requests and memory; frozen requests keep their output."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -11,7 +11,8 @@ from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.lifecycle import RemainingWork
 from trimtab_engine.memory.reserved import RANK_BYTES
-from trimtab_engine.messages import AddRequest, GetLifecycle, LifecycleCall, PatchConfig, Pause, Resume, Sleep, WakeUp
+from trimtab_engine.messages.admin import GetLifecycle, LifecycleCall, PatchConfig, Pause, Resume, Sleep, WakeUp
+from trimtab_engine.messages.requests import AddRequest
 
 NUM_BLOCKS = 64
 OUTPUT = 24
@@ -34,7 +35,7 @@ def a_request(number: int) -> AddRequest:
 
 
 class Run:
-    """Six requests on an engine, and what they have yielded so far."""
+    """Six requests on an engine, and their output so far."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -76,7 +77,7 @@ def refused(engine: Engine, call: LifecycleCall) -> str:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in step", "ahead"])
 def shared(request: pytest.FixtureRequest, tiny_model: Path) -> Engine:
-    """One engine for many tests; it may schedule a step while one is in flight."""
+    """Return one engine shared by many tests; it may schedule a step while one is in flight."""
     return an_engine(tiny_model, async_scheduling=request.param)
 
 
@@ -94,7 +95,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> dict[str, list[int]]:
-    """What the requests yield when nothing disturbs them."""
+    """Return the requests' undisturbed output."""
     return Run(an_engine(tiny_model)).finish()
 
 
@@ -115,7 +116,7 @@ def test_kept_requests_are_frozen_and_go_on_after_the_resume(engine: Engine, exp
     assert run.finish() == expected
 
 
-def test_while_requests_are_kept_new_ones_queue_up(engine: Engine) -> None:
+def test_pause_keep_queues_new_requests(engine: Engine) -> None:
     ask(engine, Pause(mode="keep"))
     run = Run(engine)
     run.step(3)
@@ -124,7 +125,7 @@ def test_while_requests_are_kept_new_ones_queue_up(engine: Engine) -> None:
     run.finish()
 
 
-def test_a_pause_may_abort_what_runs_and_refuses_what_comes(engine: Engine) -> None:
+def test_pause_abort_ends_running_and_new_requests(engine: Engine) -> None:
     run = Run(engine)
     run.step(9)
     assert ask(run.engine, Pause(mode="abort"))["remaining_requests"] == 0
@@ -138,7 +139,7 @@ def test_a_pause_may_abort_what_runs_and_refuses_what_comes(engine: Engine) -> N
     assert not run.engine.has_work
 
 
-def test_a_pause_may_wait_for_what_runs(engine: Engine, expected: dict[str, list[int]]) -> None:
+def test_pause_wait_lets_running_requests_finish(engine: Engine, expected: dict[str, list[int]]) -> None:
     run = Run(engine)
     run.step(3)
     assert ask(run.engine, Pause(mode="wait"))["is_paused"] is False
@@ -165,7 +166,7 @@ def test_requests_that_were_kept_through_a_sleep_yield_the_same_tokens(
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_speculation_goes_on_after_a_sleep(
+def test_speculation_continues_after_sleep(
     tiny_model: Path, expected: dict[str, list[int]], method: Literal["ngram", "draft_model"], level: int
 ) -> None:
     drafts = SpeculativeConfig(
@@ -179,7 +180,7 @@ def test_speculation_goes_on_after_a_sleep(
     assert run.finish() == expected
 
 
-def test_sleep_gives_memory_back_and_the_ledger_says_so(engine: Engine) -> None:
+def test_sleep_releases_memory_in_ledger(engine: Engine) -> None:
     run = Run(engine)
     run.step(9)
     awake = run.engine.ledger()
@@ -197,7 +198,7 @@ def test_sleep_gives_memory_back_and_the_ledger_says_so(engine: Engine) -> None:
     run.finish()
 
 
-def test_a_sleep_that_waits_begins_when_what_runs_has_finished(engine: Engine, expected: dict[str, list[int]]) -> None:
+def test_sleep_wait_starts_after_running_requests(engine: Engine, expected: dict[str, list[int]]) -> None:
     run = Run(engine)
     run.step(3)
     assert ask(run.engine, Sleep(level=2, mode="wait"))["is_sleeping"] is False
@@ -205,7 +206,7 @@ def test_a_sleep_that_waits_begins_when_what_runs_has_finished(engine: Engine, e
     assert ask(run.engine, GetLifecycle())["sleep_level"] == 2
 
 
-def test_the_kv_cache_may_be_resized_while_it_sleeps(tiny_model: Path, expected: dict[str, list[int]]) -> None:
+def test_kv_cache_resize_during_sleep(tiny_model: Path, expected: dict[str, list[int]]) -> None:
     low, start, high = ((RANK_BYTES * 10_000 // DEVICE_BYTES + steps) / 10_000 for steps in (180, 200, 240))
     sizes = {"num_gpu_blocks_override": None, "gpu_memory_utilization": str(start)}
     run = Run(an_engine(tiny_model, gpu_memory_utilization_cap=str(high), **sizes))
@@ -222,16 +223,14 @@ def test_the_kv_cache_may_be_resized_while_it_sleeps(tiny_model: Path, expected:
     assert run.finish() == expected
 
 
-def test_an_engine_whose_weights_others_wait_for_sleeps_at_level_1_at_most(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lockstep_engine_sleeps_at_level_1_at_most(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine._lifecycle.weights, "can_drop_weights", False)  # as of data-parallel cores in lockstep
     assert "step together; use level 1" in refused(engine, Sleep(level=2, mode="abort"))
     assert ask(engine, Sleep(level=1, mode="abort"))["is_sleeping"] is True
     ask(engine, WakeUp(tags=["weights", "kv_cache", "scheduling"]))
 
 
-def test_what_is_out_of_order_is_refused_with_what_to_do(engine: Engine) -> None:
+def test_lifecycle_call_out_of_order_is_rejected(engine: Engine) -> None:
     assert "the engine is awake" in refused(engine, WakeUp(tags=["scheduling"]))
     ask(engine, Sleep(level=2, mode="abort"))
     assert "wake it up first" in refused(engine, Pause(mode="keep"))
@@ -242,7 +241,7 @@ def test_what_is_out_of_order_is_refused_with_what_to_do(engine: Engine) -> None
     Run(engine).finish()
 
 
-def test_a_drain_ends_what_is_frozen_at_its_deadline(tiny_model: Path) -> None:
+def test_drain_ends_frozen_requests_at_deadline(tiny_model: Path) -> None:
     run = Run(an_engine(tiny_model))
     run.step(5)
     ask(run.engine, Sleep(level=1, mode="keep"))
@@ -277,14 +276,12 @@ def test_the_prefix_cache_is_reset_when_nothing_is_in_use_or_by_preempting(
         ({"num_waiting": 1, "output_tokens": 10, "longest_output": 10, "prompt_tokens": 500}, 10.0, 6.0),
     ],
 )
-def test_the_end_of_a_drain_is_told_from_the_pace_and_from_the_longest_request(
-    work: dict[str, int], pace: float, eta: float | None
-) -> None:
+def test_drain_eta_uses_rate_and_longest_request(work: dict[str, int], pace: float, eta: float | None) -> None:
     nothing = dict.fromkeys(("num_running", "num_waiting", "output_tokens", "longest_output", "prompt_tokens"), 0)
     assert RemainingWork(**nothing | work).eta_seconds(pace, prompt_seconds_per_token=0.01) == eta
 
 
-def test_a_drain_tells_what_remains_and_its_deadline_only_comes_nearer(tiny_model: Path) -> None:
+def test_drain_reports_remaining_work_and_only_shortens_deadline(tiny_model: Path) -> None:
     run = Run(an_engine(tiny_model))
     run.step(8)
     first = run.engine.drain(50.0)

@@ -1,4 +1,4 @@
-"""What loading says in the log."""
+"""Log lines of loading."""
 
 import logging
 
@@ -14,7 +14,7 @@ class Clock:
         return self.now
 
 
-def test_each_stage_is_said_once_and_a_long_one_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_log_reports_stages_and_long_stage_progress(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     log = LoadingLog(clock)
     with caplog.at_level(logging.INFO, logger="trimtab_engine.core"):

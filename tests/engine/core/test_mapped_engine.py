@@ -1,5 +1,6 @@
-"""An engine whose KV cache is mapped page by page, as on CUDA, on a faked driver: what is not mapped is poisoned
-there, so a block that is used without being mapped would show in the tokens."""
+"""An engine with a page-mapped KV cache as on CUDA, with a fake driver that poisons unmapped memory: using an unmapped
+block would change tokens.
+"""
 
 import gc
 import random
@@ -14,7 +15,8 @@ from fake_cuda import PAGE, FakeCuda, FakeMemory
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.device import device as device_module
 from trimtab_engine.memory.reserved import RANK_BYTES
-from trimtab_engine.messages import AddRequest, PatchConfig, Sleep, WakeUp
+from trimtab_engine.messages.admin import PatchConfig, Sleep, WakeUp
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.scheduling.sampling import Sampling
 
 DEVICE_BYTES = 4 << 30  # 0.0001 of it is 0.43 MB
@@ -95,9 +97,7 @@ def test_an_engine_that_is_dropped_leaves_nothing_mapped(model: Path, fake: Fake
     assert (engine, fake.maps, fake.ranges) == (None, {}, {})
 
 
-def test_memory_that_the_device_does_not_have_refuses_the_patch_and_changes_nothing(
-    model: Path, fake: FakeCuda
-) -> None:
+def test_patch_beyond_device_memory_is_rejected(model: Path, fake: FakeCuda) -> None:
     engine = an_engine(model)
     before, total = engine.config(), engine.ledger().blocks_total
     most = before["fields"]["gpu_memory_utilization"]["max"]
@@ -113,9 +113,7 @@ def test_memory_that_the_device_does_not_have_refuses_the_patch_and_changes_noth
     engine.check_integrity()
 
 
-def test_a_sleeping_engine_has_unmapped_everything_and_wakes_with_the_same_addresses(
-    model: Path, fake: FakeCuda
-) -> None:
+def test_sleep_unmaps_kv_and_wake_up_keeps_addresses(model: Path, fake: FakeCuda) -> None:
     engine = an_engine(model, num_gpu_blocks_override=100)
     expected = run(engine)
     addresses, mapped = dict(fake.ranges), fake.mapped_bytes
@@ -145,5 +143,5 @@ def test_an_engine_that_finds_no_memory_sleeps_on_and_can_be_woken_smaller(model
     fake.check()
 
 
-def test_the_envelope_says_that_memory_comes_and_goes(model: Path, fake: FakeCuda) -> None:
+def test_envelope_reports_mapped_memory(model: Path, fake: FakeCuda) -> None:
     assert an_engine(model).config()["envelope"]["kv_memory"] == "mapped"

@@ -67,7 +67,7 @@ def test_the_gguf_file_gives_the_same_tokens(references: list[Reference]) -> Non
 
 
 TIGHT = {"num_gpu_blocks_override": 16, "max_num_batched_tokens": 20, "max_num_batched_tokens_cap": 20}
-"""One request of max_model_len, or about three of the twenty that are sent, in chunks."""
+"""Room for one request of max_model_len, or about three of the twenty requests, in chunks."""
 SWAP = {"swap_space_bytes": 256 << 20, "swap_space_bytes_cap": 256 << 20}
 
 
@@ -86,7 +86,7 @@ SWAP = {"swap_space_bytes": 256 << 20, "swap_space_bytes_cap": 256 << 20}
     ],
     ids=["chunked and preempted", "chunked and swapped, steps overlapping", "prefix-cached"],
 )
-def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transformers(
+def test_tokens_equal_transformers_under_all_features(
     references: list[Reference], changes: dict[str, Any], mode: str | None, rounds: int
 ) -> None:
     config = EngineConfig(model=str(MODEL), max_model_len=256, max_num_seqs=20, max_num_seqs_cap=20, **changes)

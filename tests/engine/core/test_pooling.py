@@ -1,5 +1,4 @@
-"""Requests that pool give the hidden states of transformers, however their prompts come to be computed; and whoever
-generates beside them does not notice."""
+"""Pooling requests: hidden states equal transformers' for any scheduling, and generating requests are unaffected."""
 
 import os
 import random
@@ -16,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core import engine as engine_module
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.messages import AddRequest, PatchConfig, SequenceOutput, StepStats
+from trimtab_engine.messages.admin import PatchConfig
+from trimtab_engine.messages.requests import AddRequest, SequenceOutput, StepStats
 from trimtab_engine.scheduling.pooling import Pooling
 from trimtab_engine.scheduling.sampling import Sampling
 
@@ -79,7 +79,7 @@ PROMPTS = [a_prompt(seed, length) for seed, length in enumerate((1, 2, 40, 33, 6
 
 
 def hidden_of(model: Any, prompts: list[list[int]]) -> list[np.ndarray[Any, Any]]:
-    """[tokens, hidden_size] behind the last norm, of each prompt alone."""
+    """Return hidden states [tokens, hidden_size] after the final norm, of each prompt alone."""
     with torch.no_grad():
         return [model.base_model(torch.tensor([prompt])).last_hidden_state[0].numpy() for prompt in prompts]
 
@@ -126,8 +126,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarr
 
 
 def check(engine: Engine, hidden: list[np.ndarray[Any, Any]]) -> tuple[list[StepStats], int]:
-    """All prompts pooled both ways, beside requests that generate: vectors are those of each alone. Returns the steps,
-    and how often what pools was preempted."""
+    """Pool all prompts both ways with concurrent generation and compare with each alone. Return the steps and the
+    number of preempted pooling requests.
+    """
     numbered = list(enumerate(PROMPTS))
     requests = [a_new_request(f"tokens-{number}", prompt[:20], max_tokens=50) for number, prompt in numbered]
     requests[3:3] = [to_pool(f"mean-{number}", prompt, MEAN) for number, prompt in numbered]
@@ -175,7 +176,7 @@ def test_however_the_prompts_are_computed(
 
 
 @pytest.mark.parametrize("speculative", ["ngram", "draft_model"])
-def test_beside_requests_with_drafts(llama: tuple[Path, list[np.ndarray[Any, Any]]], speculative: Any) -> None:
+def test_pooling_with_drafting_requests(llama: tuple[Path, list[np.ndarray[Any, Any]]], speculative: Any) -> None:
     model = str(llama[0]) if speculative == "draft_model" else None
     config = SpeculativeConfig(method=speculative, num_speculative_tokens=3, model=model, prompt_lookup_min=1)
     depth = {"num_speculative_tokens": 3, "num_speculative_tokens_cap": 3}
@@ -184,7 +185,7 @@ def test_beside_requests_with_drafts(llama: tuple[Path, list[np.ndarray[Any, Any
     assert sum(stats.num_drafts for stats in steps) > 0
 
 
-def test_the_last_token_s_is_found_behind_a_cached_prefix_and_the_mean_takes_nothing_from_there(
+def test_last_pooling_uses_prefix_cache_and_mean_does_not(
     llama: tuple[Path, list[np.ndarray[Any, Any]]],
 ) -> None:
     folder, hidden = llama
@@ -229,7 +230,7 @@ def test_a_prompt_may_be_as_long_as_the_model_allows_and_no_longer(
     ("pooling", "wrong"),
     [(Pooling(dimensions=65), "dimensions is 65; the model has 64"), (Pooling(dimensions=0), "dimensions is 0")],
 )
-def test_dimensions_that_there_are_not_end_their_request_alone(
+def test_invalid_dimensions_fail_only_their_request(
     llama: tuple[Path, list[np.ndarray[Any, Any]]], pooling: Pooling, wrong: str
 ) -> None:
     engine = an_engine(llama[0], load_format="auto")
@@ -238,7 +239,7 @@ def test_dimensions_that_there_are_not_end_their_request_alone(
     assert_close(vector_of(outputs["right"]), llama[1][2][-1])
 
 
-def test_what_is_no_number_ends_its_request_alone_and_nobody_finds_what_it_computed(
+def test_nan_fails_its_request_and_invalidates_blocks(
     llama: tuple[Path, list[np.ndarray[Any, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = an_engine(llama[0], load_format="auto", max_num_batched_tokens=40)
@@ -257,7 +258,7 @@ def test_what_is_no_number_ends_its_request_alone_and_nobody_finds_what_it_compu
     assert found[0].num_cached_tokens == 0
 
 
-def test_who_is_urgent_is_pooled_first(llama: tuple[Path, list[np.ndarray[Any, Any]]]) -> None:
+def test_pooling_follows_priority(llama: tuple[Path, list[np.ndarray[Any, Any]]]) -> None:
     engine = an_engine(llama[0], load_format="auto", scheduling_policy="priority", max_num_batched_tokens=64)
     requests = [to_pool(str(number), PROMPTS[4], MEAN, priority=-number) for number in range(6)]
     ended: list[str] = []
@@ -268,7 +269,7 @@ def test_who_is_urgent_is_pooled_first(llama: tuple[Path, list[np.ndarray[Any, A
     assert ended == ["5", "4", "3", "2", "1", "0"]
 
 
-def test_an_abort_ends_one_between_two_chunks_and_gives_its_blocks_back(
+def test_abort_between_chunks_frees_blocks(
     llama: tuple[Path, list[np.ndarray[Any, Any]]],
 ) -> None:
     engine = an_engine(llama[0], load_format="auto", max_num_batched_tokens=16)
@@ -303,7 +304,7 @@ def test_the_kv_cache_shrinks_and_grows_under_them(llama: tuple[Path, list[np.nd
         assert_close(vector_of(found[f"{n}"]), states.mean(axis=0))
 
 
-def test_the_engine_says_that_nothing_is_left_to_generate_of_them(
+def test_pooling_requests_have_no_remaining_tokens(
     llama: tuple[Path, list[np.ndarray[Any, Any]]],
 ) -> None:
     engine = an_engine(llama[0], load_format="auto", max_num_batched_tokens=16)

@@ -1,4 +1,4 @@
-"""What the core's process says of an admin call, and what it hands its engine in the middle of a step."""
+"""The core's process: replies to admin calls, and requests handed over within a step."""
 
 import itertools
 from collections.abc import Callable
@@ -8,24 +8,12 @@ from typing import TYPE_CHECKING, cast
 
 import engine_builders
 import pytest
-from trimtab_engine.core.process import Inbox, Membership, serve, what_changed
+from trimtab_engine.core.process import Inbox, Membership, changed_state, serve
 from trimtab_engine.device.profiler import Profiler
-from trimtab_engine.messages import (
-    AbortRequests,
-    AddRequest,
-    AdminCall,
-    AdminReply,
-    Call,
-    CoreReady,
-    EngineState,
-    FromCore,
-    GetConfig,
-    PatchConfig,
-    Shutdown,
-    Sleep,
-    StepOutputs,
-    ToCore,
-)
+from trimtab_engine.messages.admin import AdminCall, AdminReply, Call, EngineState, GetConfig, PatchConfig, Sleep
+from trimtab_engine.messages.channel import FromCore, ToCore
+from trimtab_engine.messages.lifecycle import CoreReady, Shutdown
+from trimtab_engine.messages.requests import AbortRequests, AddRequest, StepOutputs
 from trimtab_engine.scheduling.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -33,18 +21,18 @@ if TYPE_CHECKING:
     from trimtab_engine.core.engine import Engine
 
 
-def test_a_change_is_told_by_what_has_another_value() -> None:
+def test_changed_state_lists_changed_fields() -> None:
     before = {"max_num_seqs": 32, "gpu_memory_utilization": 0.9, "swap_space": 0}
     after = before | {"max_num_seqs": 9, "gpu_memory_utilization": 0.75}
-    assert what_changed(before, after) == "max_num_seqs 32 → 9, gpu_memory_utilization 0.9 → 0.75"
+    assert changed_state(before, after) == "max_num_seqs 32 → 9, gpu_memory_utilization 0.9 → 0.75"
 
 
-def test_a_change_to_the_same_values_is_told_as_that() -> None:
-    assert what_changed({"max_num_seqs": 32}, {"max_num_seqs": 32}) == "the same values"
+def test_changed_state_without_change_is_empty() -> None:
+    assert changed_state({"max_num_seqs": 32}, {"max_num_seqs": 32}) == "the same values"
 
 
 class FakeEngine:
-    """Notes what it is told; has room for one request."""
+    """Records calls; has room for one request."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -60,7 +48,7 @@ class FakeEngine:
 
 
 class FakeClients:
-    """Brings these messages, all of them at once."""
+    """Delivers the given messages at once."""
 
     def __init__(self, messages: list[ToCore]) -> None:
         self.coming, self.refused = messages, list[str]()
@@ -88,7 +76,7 @@ def an_inbox(messages: list[ToCore], *, is_retiring: bool = False) -> tuple[Inbo
     )
 
 
-def test_in_the_middle_of_a_step_requests_come_and_go_up_to_the_first_call() -> None:
+def test_inbox_hands_over_requests_until_first_call() -> None:
     call = AdminCall("c", GetConfig())
     inbox, engine, clients = an_inbox([a_request("a"), AbortRequests(["x"]), call, a_request("b")])
     inbox.hand_over_requests()
@@ -104,7 +92,7 @@ def test_in_the_middle_of_a_step_requests_come_and_go_up_to_the_first_call() -> 
     assert inbox.take(0) == []
 
 
-def test_who_finds_no_room_or_a_core_that_retires_is_refused_in_the_middle_of_a_step_too() -> None:
+def test_inbox_rejects_requests_without_room_or_while_retiring() -> None:
     inbox, engine, clients = an_inbox([a_request("a", may_queue=False), a_request("b", may_queue=False)])
     inbox.hand_over_requests()
     assert (engine.told, clients.refused) == (["add a"], ["b"])
@@ -114,7 +102,7 @@ def test_who_finds_no_room_or_a_core_that_retires_is_refused_in_the_middle_of_a_
 
 
 class RecordingClients:
-    """One client that asks these things one after another, and keeps what it is told."""
+    """One client that sends calls in sequence and records messages."""
 
     def __init__(self, asks: list[ToCore]) -> None:
         self.asks, self.told = asks, list[FromCore]()
@@ -134,8 +122,8 @@ def model(model_of: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.parametrize("work", ["idle", "at work"])
-def test_who_reads_the_answer_to_a_change_finds_it_in_state_and_metrics(model: Path, work: str) -> None:
-    """They are told before the answer, also while requests run."""
+def test_config_change_is_visible_before_its_reply(model: Path, work: str) -> None:
+    """State and metrics are sent before the reply, also while requests run."""
     engine = engine_builders.an_engine(model)
     least = engine.config()["fields"]["gpu_memory_utilization"]["min"]
     calls: list[Call] = [PatchConfig({"gpu_memory_utilization": least, "max_num_seqs": 3}), Sleep(1, "abort")]

@@ -10,7 +10,7 @@ import engine_builders
 import pytest
 from engine_builders import a_new_request as a_request
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.messages import AddRequest, SequenceOutput
+from trimtab_engine.messages.requests import AddRequest, SequenceOutput
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 
 VOCABULARY = 97
@@ -53,15 +53,13 @@ PROMPTS = [a_prompt(seed, length) for seed, length in enumerate((2, 40, 33, 61, 
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[list[TokenLogprobs]]:
-    """Each prompt computed alone and whole."""
+    """Return the values of each prompt computed alone and unchunked."""
     engine = an_engine(model)
     requests = [a_request(f"r{i}", prompt, max_tokens=3, prompt_logprobs=2) for i, prompt in enumerate(PROMPTS)]
     return [judged(serve(engine, [request])[request.request_id]) for request in requests]
 
 
-def test_they_are_those_of_a_request_that_ends_before_the_token(
-    model: Path, expected: list[list[TokenLogprobs]]
-) -> None:
+def test_prompt_logprobs_equal_logprobs_of_shorter_prompts(model: Path, expected: list[list[TokenLogprobs]]) -> None:
     engine, prompt = an_engine(model), PROMPTS[1]
     for position in (1, 2, 17, 39):
         request = a_request("a", prompt[:position], max_tokens=1, logprobs=VOCABULARY)
@@ -74,7 +72,7 @@ def test_they_are_those_of_a_request_that_ends_before_the_token(
         assert entry.token_ids[1:] == after.token_ids[1:3]
 
 
-def test_there_is_one_for_every_token_but_the_first(expected: list[list[TokenLogprobs]]) -> None:
+def test_prompt_logprobs_cover_all_tokens_but_first(expected: list[list[TokenLogprobs]]) -> None:
     assert [len(entries) for entries in expected] == [len(prompt) - 1 for prompt in PROMPTS]
     for prompt, entries in zip(PROMPTS, expected, strict=True):
         assert [entry.token_ids[0] for entry in entries] == prompt[1:]

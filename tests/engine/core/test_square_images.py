@@ -1,4 +1,6 @@
-"""Whatever the engine does with images that transformers' towers compute, it gives the tokens of transformers."""
+"""Fixed-resolution images through transformers' vision encoders: tokens equal transformers' under all
+engine features.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from seeing_runs import NUM_TOKENS, Run, defects
 from square_models import GIVEN, TOKENS, a_square, the_reference
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError, ModelError
-from trimtab_engine.messages import AddRequest, PatchConfig
+from trimtab_engine.messages.admin import PatchConfig
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.scheduling.sampling import Sampling
 
 BASE = {"load_format": "auto", "dtype": "float32", "num_gpu_blocks_override": 200, "limit_mm_per_prompt": {"image": 4}}
@@ -25,12 +28,12 @@ TIGHT = {"max_model_len": 136, "num_gpu_blocks_override": 42, "max_num_batched_t
 TIGHTER = TIGHT | {"max_model_len": 96, "num_gpu_blocks_override": 28, "encoder_cache_size": 8}
 SWAP = {"swap_space_bytes": 64 << 20, "swap_space_bytes_cap": 64 << 20, "preemption_mode": "swap"}
 NATIVE = ("llava", "smolvlm")
-"""Those whose text half is built here, one of each kind."""
+"""Models whose language model is built in, one of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seeing:
-    """A checkpoint, prompts for it, and what transformers says to them."""
+    """A checkpoint, prompts for it, and transformers' outputs."""
 
     kind: str
     model: Any
@@ -105,7 +108,7 @@ def test_in_little_room(changes: dict[str, Any], preempted: str, seeing: Seeing)
     ids=["tp2 with a tower each", "pp2"],
 )
 def test_on_two_ranks(changes: dict[str, Any], seeing: Seeing) -> None:
-    """Where the text half is built here. Transformers' own code of a text half computes on one rank."""
+    """Only built-in language models; transformers' code runs on one rank."""
     engine = an_engine(seeing, **seeing.little_room | changes)
     try:
         run = Run(engine)
@@ -115,7 +118,7 @@ def test_on_two_ranks(changes: dict[str, Any], seeing: Seeing) -> None:
         engine.close()
 
 
-def test_while_the_kv_cache_is_resized(seeing: Seeing) -> None:
+def test_outputs_equal_during_kv_resize(seeing: Seeing) -> None:
     free = {"max_model_len": 136, "num_gpu_blocks_override": None, "device_memory_bytes": 512 << 20}
     least = an_engine(seeing, **free).config()["fields"]["gpu_memory_utilization"]["min"]
     most = f"{least + 0.0016:.6f}"
@@ -134,7 +137,7 @@ def test_while_the_kv_cache_is_resized(seeing: Seeing) -> None:
 
 
 @pytest.mark.parametrize("seeing", NATIVE, indirect=True)
-def test_a_tower_that_ranks_cannot_share_is_refused_with_what_would_do(seeing: Seeing) -> None:
+def test_indivisible_vision_encoder_is_rejected(seeing: Seeing) -> None:
     with pytest.raises(ConfigError, match="give each the whole of it, with --mm-encoder-tp-mode data"):
         an_engine(seeing, tensor_parallel_size=2)
 
@@ -161,7 +164,7 @@ def test_weights_that_lack_a_part_of_the_tower_are_refused(seeing: Seeing, tmp_p
 
 @pytest.mark.parametrize("seeing", ["llava"], indirect=True)
 def test_names_of_earlier_checkpoints_are_understood(seeing: Seeing, tmp_path: Path) -> None:
-    """As LLaVA 1.5's were published: the tower's with one more level."""
+    """As published for LLaVA 1.5: encoder names have one more level."""
     (tmp_path / "config.json").write_text((seeing.folder / "config.json").read_text())
     tensors = load_file(seeing.folder / "model.safetensors")
     earlier = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in tensors.items()}

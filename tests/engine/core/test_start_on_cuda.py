@@ -30,11 +30,12 @@ from trimtab_engine.device import swap_cache
 from trimtab_engine.device.address_range import AddressRange, Span
 from trimtab_engine.device.cuda_driver import CudaDriver
 from trimtab_engine.device.mapped_range import CudaMemory, MappedRange, Owner
-from trimtab_engine.device.side_lane import HostLane
+from trimtab_engine.device.side_stream import HostSideStream
 from trimtab_engine.errors import NotSupportedError
 from trimtab_engine.executor import start as rank_start
 from trimtab_engine.executor.messages import Profiled, RankLoaded, RankReport, StartedSteps, StartSteps, Step
-from trimtab_engine.messages import AddRequest, Sleep, WakeUp
+from trimtab_engine.messages.admin import Sleep, WakeUp
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.multimodal.items import MEANINGS_BYTES, Modality, MultiModalItem, Patches
 from trimtab_engine.multimodal.items import Span as ItemSpan
 from trimtab_engine.parallel.groups import RankGroups
@@ -127,7 +128,7 @@ SEEING: dict[str, Any] = {
     "vision_config": {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 4},
     "tie_word_embeddings": True,
 }
-"""Of which its text is served, unless a limit asks for images."""
+"""Its text is served unless a limit allows images."""
 TOWER_LAYERS = 3
 WATCHING: dict[str, Any] = DENSE | {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -154,7 +155,7 @@ DRAFTS = {
 }
 METHODS: tuple[PoolingMethod, ...] = get_args(PoolingMethod)
 FOUR_GROUPS = {"num_gpu_blocks_override": 48}
-"""Of one request of the longest length they take 40."""
+"""One request of maximum length takes 40 blocks."""
 SWAP = {"preemption_mode": "swap", "swap_space_bytes": 1 << 20, "swap_space_bytes_cap": 1 << 20}
 TORCH_CUDA: dict[str, Any] = {
     "is_available": lambda: True,
@@ -172,7 +173,7 @@ TORCH_CUDA: dict[str, Any] = {
 
 
 class Zeros(TorchFunctionMode):
-    """Whatever the host reads is zero, and what it makes on the device has its shape."""
+    """Host reads return zero; device tensors have correct shapes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
@@ -207,7 +208,7 @@ class FakeCudaMemory(CudaMemory):
 
 @contextmanager
 def a_fake_gpu() -> Iterator[FakeCuda]:
-    """Everything of CUDA that an engine asks for. Yields the driver of its memory."""
+    """Fake all CUDA calls of an engine. Yield the memory driver."""
     driver = FakeCuda()
     memory = FakeCudaMemory(CUDA, DEVICE_BYTES, CudaDriver(driver, 0))
     with pytest.MonkeyPatch.context() as patch:
@@ -216,7 +217,7 @@ def a_fake_gpu() -> Iterator[FakeCuda]:
         patch.setattr(device_module, "open_cuda_memory", lambda device, device_bytes: memory)
         patch.setattr(device_module, "c_compiler", lambda: "cc")
         patch.setattr(device_module, "pin_for_cuda", lambda address, num_bytes: lambda: None)
-        patch.setattr(swap_cache, "side_lane", lambda device: HostLane())
+        patch.setattr(swap_cache, "side_stream_of", lambda device: HostSideStream())
         patch.setattr(start, "recorder_of", lambda device: CallingRecorder())
         patch.setattr(DummySource, "_whole", lambda source, name: torch.empty(source.shapes()[name], device=CUDA))
         with a_fake_device(), NoWaiting(is_start_up=True), Zeros():
@@ -313,7 +314,7 @@ def _black(number: int, grid: tuple[int, int, int], row_size: int) -> MultiModal
 def serve_images(
     engine: Engine, item_of: Callable[[int], MultiModalItem], most_items: int = 2
 ) -> dict[str, dict[str, int]]:
-    """Prompts with images and videos of all sizes, and prompts of text; what was counted. Nothing is waited for."""
+    """Serve prompts with images and videos of all sizes and text prompts without waiting; return the counts."""
     for number in range(NUM_PROMPTS):
         token_ids, spans = [5] * (2 + number), list[ItemSpan]()
         for item in (item_of(number + more) for more in range(number % (1 + most_items))):
@@ -339,7 +340,7 @@ def serve_images(
 
 @dataclass(frozen=True)
 class AttentionWindow:
-    """A model that sees, how much of it is asked for, and what comes to it."""
+    """A multimodal model, its limits, and its inputs."""
 
     model: dict[str, Any]
     limits: dict[str, Any]
@@ -352,7 +353,7 @@ OF_TILES = AttentionWindow(TILED, SEES_TILES, a_tile, ("image",))
 
 
 @pytest.mark.parametrize(
-    ("sight", "changes"),
+    ("attention_window", "changes"),
     [
         pytest.param(OF_WINDOWS, {}, id="graphs"),
         pytest.param(OF_WINDOWS, {"enforce_eager": True, "async_scheduling": False}, id="eager"),
@@ -366,21 +367,23 @@ OF_TILES = AttentionWindow(TILED, SEES_TILES, a_tile, ("image",))
     ],
 )
 def test_an_engine_that_sees_starts_serves_and_compiles_nothing_then(
-    sight: AttentionWindow, changes: dict[str, Any], tmp_path: Path
+    attention_window: AttentionWindow, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Images and videos of any size, while text decodes beside them."""
+    """Images and videos of any size, with concurrent text decoding."""
     with a_fake_gpu():
         with record_launches() as at_start:
             engine, ready = start_engine(
-                a_config(sight.model, tmp_path, sight.limits | changes), lambda stage, percent: None, lambda: 0.0
+                a_config(attention_window.model, tmp_path, attention_window.limits | changes),
+                lambda stage, percent: None,
+                lambda: 0.0,
             )
         waits = (
             "speculative" in changes or "async_scheduling" in changes
         )  # for what is chosen, not for what is computed
         with record_launches() as served, nullcontext() if waits else NoWaiting():
-            counted = serve_images(engine, sight.item_of)
+            counted = serve_images(engine, attention_window.item_of)
         engine.close()
-    assert ready.modalities == list(sight.modalities)
+    assert ready.modalities == list(attention_window.modalities)
     assert variants(served) <= variants(at_start)
     if "enforce_eager" in changes:
         assert counted["eager_steps"].keys() == {"off"}
@@ -389,13 +392,13 @@ def test_an_engine_that_sees_starts_serves_and_compiles_nothing_then(
         assert counted["graph_steps"]["full"] > 2
 
 
-def test_images_are_refused_by_the_checkpoints_name_with_what_would_do(tmp_path: Path) -> None:
+def test_images_on_cuda_are_rejected_by_architecture(tmp_path: Path) -> None:
     config = a_config(SEEING, tmp_path, {"limit_mm_per_prompt": {"image": 1}})
     with (
         a_fake_gpu(),
         pytest.raises(
             NotSupportedError,
-            match=r"not supported on CUDA for Llava.*: transformers' own code .*; serve its text alone, with --l",
+            match=r"not supported on CUDA for Llava.*: transformers' own code .*; serve its text only, with --l",
         ),
     ):
         start_engine(config, lambda stage, percent: None, lambda: 0.0)
@@ -419,7 +422,7 @@ EXTREMES: list[dict[str, Any]] = [
     {"min_tokens": 2**63 - 1, "bad_words": ((303, 2**31 - 1), (303,))},
     {"max_tokens": 2**63 - 1},
 ]
-"""What the API lets through, at its limits."""
+"""Extreme values accepted by the API."""
 
 
 @pytest.mark.parametrize("changes", [{}, {"enforce_eager": True, "async_scheduling": False}, DRAFTS])
@@ -440,7 +443,9 @@ def test_every_number_of_a_request_is_served_at_its_limits(changes: dict[str, An
 
 
 def test_steps_with_grammars_wait_for_nothing_of_the_device(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """The device chooses token 0 only; the grammar allows that among others. Beside it serves who has none."""
+    """The device always chooses token 0, which the grammar allows among others. Requests without a grammar run
+    concurrently.
+    """
     for file in tokenizer_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     grammar = LLMatcher.grammar_from_regex("(.|\\n){1,200}")
@@ -469,9 +474,7 @@ def test_steps_with_grammars_wait_for_nothing_of_the_device(tokenizer_folder: Pa
 
 
 @pytest.mark.parametrize("changes", [{}, {"enforce_eager": True}, SWAP, DRAFTS], ids=["", "eager", "swap", "drafts"])
-def test_what_pools_is_served_among_what_generates_and_waits_for_nothing_of_the_device(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_pooling_among_generation_never_waits_for_device(changes: dict[str, Any], tmp_path: Path) -> None:
     """Steps follow each other, and nothing is compiled for them that start-up has not compiled."""
     with a_fake_gpu(), record_launches() as launches:
         engine, _ = start_engine(a_config(DENSE, tmp_path, changes), lambda stage, percent: None, lambda: 0.0)
@@ -509,7 +512,7 @@ def test_what_pools_is_served_among_what_generates_and_waits_for_nothing_of_the_
 
 
 class OtherRank:
-    """In place of the workers: one further rank, which answers that it has done what it was told."""
+    """Replacement of the workers: one further rank that acknowledges every message."""
 
     told: list[Any]
 
@@ -613,21 +616,28 @@ def test_the_core_s_rank_of_several_does_so_too(
 
 
 @pytest.mark.parametrize("mode", ["weights", "data"])
-@pytest.mark.parametrize("sight", [OF_WINDOWS, OF_TILES], ids=["windows", "tiles"])
-def test_the_core_s_rank_of_two_that_see_does_so_too(sight: AttentionWindow, mode: EncoderMode, tmp_path: Path) -> None:
-    """Ranks that share a tower sum twice in each of its layers; those that share items once in a step, beside the
-    embedding and twice in each of the text half's layers."""
+@pytest.mark.parametrize("attention_window", [OF_WINDOWS, OF_TILES], ids=["windows", "tiles"])
+def test_the_core_s_rank_of_two_that_see_does_so_too(
+    attention_window: AttentionWindow, mode: EncoderMode, tmp_path: Path
+) -> None:
+    """Ranks that shard the encoder reduce twice per layer; ranks that divide items once per step, in addition to the
+    embedding and twice per language model layer.
+    """
     recorder = CallingRecorder()
     with a_fake_gpu(), a_fake_nccl(recorder) as calls, pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "recorder_of", lambda device: recorder)
         patch.setattr(torch.cuda, "set_device", lambda device: None)
         patch.setattr(rank_start, "Workers", OtherRank)
-        config = a_config(sight.model, tmp_path, sight.limits | {"tensor_parallel_size": 2, "mm_encoder_tp_mode": mode})
+        config = a_config(
+            attention_window.model,
+            tmp_path,
+            attention_window.limits | {"tensor_parallel_size": 2, "mm_encoder_tp_mode": mode},
+        )
         with record_launches() as at_start:
             engine, _ = start_engine(config, lambda stage, percent: None, lambda: 0.0)
         calls.clear()
         with record_launches() as served, NoWaiting():
-            counted = serve_images(engine, sight.item_of)
+            counted = serve_images(engine, attention_window.item_of)
         engine.close()
     assert not variants(served) - variants(at_start), "compiled while serving"
     assert {name for name, is_inside in calls if is_inside} == {"all_reduce"}

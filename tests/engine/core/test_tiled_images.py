@@ -1,4 +1,4 @@
-"""Whatever the engine does with Llama 4's tiles, it gives the tokens of transformers."""
+"""Llama 4 tiles: tokens equal transformers' under all engine features."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tiled_model import a_tile, the_reference, what_transformers_gets
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.messages import AddRequest, PatchConfig
+from trimtab_engine.messages.admin import PatchConfig
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.scheduling.sampling import Sampling
 
 BASE = {"load_format": "auto", "dtype": "float32", "num_gpu_blocks_override": 200, "limit_mm_per_prompt": {"image": 4}}
@@ -105,7 +106,7 @@ def test_in_little_room(
         engine.close()
 
 
-def test_while_the_kv_cache_is_resized(checkpoint: Path, expected: dict[str, Reference]) -> None:
+def test_outputs_equal_during_kv_resize(checkpoint: Path, expected: dict[str, Reference]) -> None:
     free = {"max_model_len": 128, "num_gpu_blocks_override": None, "device_memory_bytes": 512 << 20}
     least = an_engine(checkpoint, **free).config()["fields"]["gpu_memory_utilization"]["min"]
     most = f"{least + 0.0016:.6f}"
@@ -133,7 +134,9 @@ def test_while_the_kv_cache_is_resized(checkpoint: Path, expected: dict[str, Ref
     ],
     ids=["overlapping", "eager", "swapped, overlapping", "drafts, chunked"],
 )
-def test_with_the_steps_of_a_device(changes: dict[str, Any], checkpoint: Path, expected: dict[str, Reference]) -> None:
+def test_outputs_equal_with_device_steps(
+    changes: dict[str, Any], checkpoint: Path, expected: dict[str, Reference]
+) -> None:
     engine = partial(an_engine, checkpoint, **changes)
     check_with_the_steps_of_a_device(engine, PROMPTS, expected, is_eager="enforce_eager" in changes)
 
@@ -148,7 +151,7 @@ def test_with_the_steps_of_a_device(changes: dict[str, Any], checkpoint: Path, e
     ids=["tp2", "tp2 with a tower each, ep", "pp2"],
 )
 @pytest.mark.usefixtures("forked")
-def test_with_the_steps_of_devices_over_ranks(
+def test_outputs_equal_with_device_steps_over_ranks(
     layout: dict[str, Any], checkpoint: Path, expected: dict[str, Reference], tmp_path: Path
 ) -> None:
     """Every rank takes the same graph, or none."""
@@ -158,6 +161,6 @@ def test_with_the_steps_of_devices_over_ranks(
     assert any("tokens_per_sequence=1," in graph for graph in graphs)
 
 
-def test_a_tower_that_so_many_ranks_cannot_share_is_refused_with_what_would_do(checkpoint: Path) -> None:
+def test_vision_encoder_with_too_many_ranks_is_rejected(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"--mm-encoder-tp-mode weights \(data .*the tower's num_heads 2 cannot be"):
         an_engine(checkpoint, tensor_parallel_size=4)

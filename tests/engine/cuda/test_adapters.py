@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from trimtab_engine.config.adapters import AdapterConfig
 from trimtab_engine.config.graphs import CompilationConfig
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.messages import AddRequest, LoadLora, UnloadLora
+from trimtab_engine.messages.admin import LoadLora, UnloadLora
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.scheduling.sampling import Sampling

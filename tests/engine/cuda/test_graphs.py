@@ -12,7 +12,8 @@ import pytest
 import torch
 from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.messages import AddRequest, PatchConfig, Sleep, WakeUp
+from trimtab_engine.messages.admin import PatchConfig, Sleep, WakeUp
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.scheduling.sampling import Sampling
 

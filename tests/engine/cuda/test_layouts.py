@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
 from trimtab_engine.runner.graphs.recorder import CudaRecorder, Outside
 from trimtab_engine.scheduling.sampling import Sampling

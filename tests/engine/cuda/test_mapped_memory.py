@@ -6,7 +6,7 @@ import pytest
 import torch
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVCache, KVLayers
-from trimtab_engine.memory.kv_groups import uniform_group
+from trimtab_modelspec.kv_groups import uniform_group
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GIB = 1 << 30
@@ -30,7 +30,7 @@ def free_bytes() -> int:
 def test_memory_comes_and_goes_with_the_blocks_and_content_and_addresses_stay() -> None:
     device = Device("cuda")
     cache = a_cache(device, cap_blocks=2048)
-    if not cache.gives_memory_back:
+    if not cache.releases_memory:
         pytest.skip("cuda-bindings is not installed")
     before = free_bytes()
     cache.map_blocks(512)
@@ -53,7 +53,7 @@ def test_memory_comes_and_goes_with_the_blocks_and_content_and_addresses_stay() 
 def test_a_captured_graph_reads_what_was_mapped_after_it_was_captured() -> None:
     device = Device("cuda")
     cache = a_cache(device, cap_blocks=1024)
-    if not cache.gives_memory_back:
+    if not cache.releases_memory:
         pytest.skip("cuda-bindings is not installed")
     cache.map_blocks(8)
     block = torch.zeros(1, dtype=torch.int64, device=device.torch)
@@ -76,7 +76,7 @@ def test_ten_gib_are_mapped_and_unmapped_within_200_ms() -> None:
     if free_bytes() < 24 * GIB:
         pytest.skip("needs 24 GiB free")
     cache = a_cache(device, cap_blocks=8192)
-    if not cache.gives_memory_back:
+    if not cache.releases_memory:
         pytest.skip("cuda-bindings is not installed")
     cache.map_blocks(1024)
     seconds = []

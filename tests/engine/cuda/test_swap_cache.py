@@ -5,7 +5,7 @@ import torch
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVCache, KVLayers
 from trimtab_engine.device.swap_cache import SwapCache
-from trimtab_engine.memory.kv_groups import uniform_group
+from trimtab_modelspec.kv_groups import uniform_group
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -1,4 +1,4 @@
-"""Counting what torch allocates: exact, repeatable, and without a trace of its own."""
+"""Allocation counting: exact, repeatable, and without side effects."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from trimtab_engine.errors import ConfigError
 MIB = 1 << 20
 
 
-def test_what_is_kept_and_the_most_at_once_are_counted_to_the_byte() -> None:
+def test_kept_and_peak_bytes_are_exact() -> None:
     before = torch.ones(3 * MIB, dtype=torch.uint8)
     with count_allocations() as growth:
         kept = torch.zeros(2 * MIB, dtype=torch.uint8)

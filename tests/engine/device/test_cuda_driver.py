@@ -1,4 +1,4 @@
-"""The driver's calls: which, with what, and what their errors become; on a fake that keeps its rules."""
+"""CUDA driver calls: arguments and error mapping, on a fake that enforces the driver's rules."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""The device's size, and what a block of code takes of it."""
+"""Device size, and memory of a block of code."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def test_a_declared_size_wins() -> None:
     assert Device("cpu", memory_bytes=123 * MIB).total_bytes == 123 * MIB
 
 
-def test_the_peak_is_what_a_block_of_code_added() -> None:
+def test_peak_is_growth_of_block() -> None:
     device = Device("cpu")
     with device.measure() as growth:
         torch.ones(64 * MIB // 4).sum()
@@ -33,7 +33,7 @@ def test_the_peak_is_what_a_block_of_code_added() -> None:
         ([10, 9], 0, 0, 0),  # another process ended meanwhile
     ],
 )
-def test_the_peak_on_cuda_is_what_the_driver_counts(
+def test_cuda_peak_uses_driver_count(
     used: list[int], most_reserved: int, reserved: int, peak: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     total = 1000
@@ -77,7 +77,7 @@ def test_cuda_without_a_c_compiler_is_refused_before_anything_is_loaded(monkeypa
         (RuntimeError("shapes do not match"), False),
     ],
 )
-def test_a_failed_allocation_is_told_from_other_errors(error: Exception, is_one: bool) -> None:
+def test_failed_allocation_is_distinguished_from_other_errors(error: Exception, is_one: bool) -> None:
     assert is_out_of_memory(error) is is_one
 
 

@@ -1,4 +1,4 @@
-"""What the kernel tells of memory and CPUs; control groups are read from a made-up tree."""
+"""Kernel figures of memory and CPUs; control groups come from a fake tree."""
 
 import os
 import subprocess
@@ -33,9 +33,7 @@ def a_group(monkeypatch: pytest.MonkeyPatch, folder: Path, **files: str) -> None
     monkeypatch.setattr(host_memory, "_cgroups", lambda controller: [folder])
 
 
-def test_cgroup_v2_limits_size_and_counts_what_cannot_be_dropped(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cgroup_v2_limits_size_and_counts_unreclaimable_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     a_group(monkeypatch, tmp_path, memory__max="1048576000\n", memory__stat="anon 300\nfile 999\nshmem 50\n")
     assert cgroup_memory_limit() == 1048576000
     assert cgroup_used_bytes() == 350
@@ -80,7 +78,7 @@ def test_a_cpu_quota_limits_the_threads(
         (16 * GIB, 1 * MIB, DeviceDefault(256 * MIB, is_cut_short=True)),
     ],
 )
-def test_without_a_limit_the_device_is_half_the_machine_or_what_is_available(
+def test_device_without_limit_is_half_or_available_memory(
     machine: int, available: int, expected: DeviceDefault
 ) -> None:
     assert share_of_machine(machine, available) == expected
@@ -99,7 +97,7 @@ def test_the_default_is_written_into_the_configuration_once_for_all_ranks(
     assert caplog.text == ""
 
 
-def test_a_device_that_is_smaller_because_others_use_the_machine_is_said(
+def test_smaller_default_device_is_logged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     a_group(monkeypatch, tmp_path)
@@ -108,7 +106,7 @@ def test_a_device_that_is_smaller_because_others_use_the_machine_is_said(
     assert "set --device-memory-bytes to have the same each time" in caplog.text
 
 
-def test_room_is_what_others_leave_of_the_tightest_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_room_is_bounded_by_tightest_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     a_group(monkeypatch, tmp_path, memory__max="1000\n", memory__stat="anon 700\nshmem 50\n")
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 10_000)
     assert room_bytes(600) == 1000 - 150, "others hold 150 of the 750 in use"

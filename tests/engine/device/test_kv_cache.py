@@ -1,9 +1,9 @@
-"""The KV cache's memory: reserved once, resident when written, given back when retired."""
+"""KV cache memory: reserved once, resident when written, released when unmapped."""
 
 import pytest
 import torch
 from trimtab_engine.device.kv_cache import HOST, KVCache, KVLayers
-from trimtab_engine.memory.kv_groups import uniform_group
+from trimtab_modelspec.kv_groups import uniform_group
 
 MIB = 1 << 20
 
@@ -28,7 +28,7 @@ def test_reserving_makes_nothing_resident() -> None:
     assert cache.resident_bytes() == 0
 
 
-def test_what_is_written_is_resident_and_what_is_retired_goes_back() -> None:
+def test_written_blocks_are_resident_until_unmapped() -> None:
     cache = a_cache()
     cache.map_blocks(64)
     fill(cache, 0, 64)
@@ -94,7 +94,7 @@ def test_limits_are_checked() -> None:
         a_cache(cap_blocks=0)
 
 
-def test_a_draft_models_layers_share_the_block_ids_and_what_happens_to_them() -> None:
+def test_draft_layers_share_block_ids_and_operations() -> None:
     draft = KVLayers(uniform_group(2, 1, 10), torch.bfloat16)
     cache = KVCache(
         layers=KVLayers(uniform_group(3, 2, 64), torch.float32),

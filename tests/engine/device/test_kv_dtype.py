@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from served import serve
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ModelError
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.scheduling.sampling import Sampling
@@ -60,7 +60,7 @@ def run(engine: Engine) -> dict[str, list[int]]:
 
 
 def prompt_logprobs(model: Path, kv_cache_dtype: str, **changes: Any) -> torch.Tensor:
-    """Of one long prompt's own tokens, computed in chunks of 32 that read the cache."""
+    """Return those of a long prompt, computed in chunks of 32 that read the cache."""
     engine = an_engine(model, kv_cache_dtype, max_num_batched_tokens=32, **changes)
     params = Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     engine.add(AddRequest("r", [(5 * i) % 127 for i in range(200)], params, arrival_time=0.0))

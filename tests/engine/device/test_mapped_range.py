@@ -1,4 +1,4 @@
-"""Memory behind addresses that never move: which pages are mapped when, on a driver that is a fake with its rules."""
+"""Mapped ranges with fixed addresses: pages mapped over time, on a fake driver that enforces the rules."""
 
 import gc
 import random
@@ -9,7 +9,7 @@ from fake_cuda import PAGE, CUresult, FakeCuda, FakeMemory
 from trimtab_engine.device.address_range import AddressRange
 from trimtab_engine.device.kv_cache import KVCache, KVLayers
 from trimtab_engine.device.mapped_range import MappedRange, page_bytes_for
-from trimtab_engine.memory.kv_groups import uniform_group
+from trimtab_modelspec.kv_groups import uniform_group
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -125,7 +125,7 @@ def test_a_closed_range_has_given_everything_back() -> None:
     assert (fake.ranges, fake.maps, fake.free_bytes) == ({}, {}, before)
 
 
-def test_a_range_goes_with_the_last_tensor_over_it() -> None:
+def test_range_is_freed_with_last_tensor() -> None:
     fake = FakeCuda()
     before = fake.free_bytes
     memory: AddressRange | None = a_range(fake, 8 * PAGE, 8 * PAGE)
@@ -165,7 +165,7 @@ def test_random_sizes_of_a_kv_cache_keep_its_content_addresses_and_books() -> No
         fake.check()
 
 
-def test_a_cache_that_cannot_grow_keeps_its_size_and_tells_the_other_ranks() -> None:
+def test_failed_growth_keeps_size_and_reaches_other_ranks() -> None:
     fake = FakeCuda(free_bytes=12 * PAGE)
     cache = a_cache(fake)
     cache.map_blocks(4)
@@ -177,7 +177,7 @@ def test_a_cache_that_cannot_grow_keeps_its_size_and_tells_the_other_ranks() -> 
     assert [getattr(change, "num_blocks", None) for change in told] == [64, 4]
 
 
-def test_a_cap_can_be_lowered_but_not_below_what_is_mapped() -> None:
+def test_cap_cannot_fall_below_mapped_blocks() -> None:
     cache = a_cache(FakeCuda())
     cache.map_blocks(4)
     cache.limit(10)

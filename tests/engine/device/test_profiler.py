@@ -1,4 +1,4 @@
-"""Recording steps: what is refused, what is written, and that it ends by itself."""
+"""Profiler: rejection, trace files, and the automatic end."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from trimtab_engine.device.profiler import Profiler
 from trimtab_engine.errors import ConfigError
 
 
-def test_without_a_folder_it_is_refused_with_the_flag_to_give() -> None:
+def test_profiler_without_folder_is_rejected_with_flag() -> None:
     recorder = Profiler(None)
     status, body = recorder.answer(recorder.start)
     assert status == 400
@@ -19,7 +19,7 @@ def test_without_a_folder_it_is_refused_with_the_flag_to_give() -> None:
     assert recorder.answer(recorder.stop)[0] == 400
 
 
-def test_a_recording_becomes_a_chrome_trace_with_what_ran(tmp_path: Path) -> None:
+def test_recording_writes_chrome_trace(tmp_path: Path) -> None:
     recorder = Profiler(str(tmp_path / "new" / "folder"))
     assert recorder.answer(recorder.start)[0] == 200
     torch.ones(4, 4) @ torch.ones(4, 4)
@@ -30,7 +30,7 @@ def test_a_recording_becomes_a_chrome_trace_with_what_ran(tmp_path: Path) -> Non
     assert "aten::matmul" in {event["name"] for event in events}
 
 
-def test_one_recording_at_a_time(tmp_path: Path) -> None:
+def test_second_recording_is_rejected(tmp_path: Path) -> None:
     recorder = Profiler(str(tmp_path))
     with pytest.raises(ConfigError, match="start one first"):
         recorder.stop()
@@ -42,7 +42,7 @@ def test_one_recording_at_a_time(tmp_path: Path) -> None:
         recorder.stop()
 
 
-def test_it_ends_by_itself_and_the_trace_can_still_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_ends_automatically_and_keeps_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "MAX_STEPS", 2)
     recorder = Profiler(str(tmp_path))
     recorder.start()

@@ -1,4 +1,4 @@
-"""Swapped-out blocks: what is copied is what comes back, and host memory is pinned where a device copies it itself."""
+"""Swap cache: restored blocks equal swapped-out ones, and host memory is pinned where a device copies it."""
 
 import gc
 import mmap
@@ -13,9 +13,9 @@ import torch
 from fake_cuda import FakeCuda, FakeMemory
 from trimtab_engine.device.address_range import AddressRange, HostMemory
 from trimtab_engine.device.kv_cache import HOST, KVCache, KVLayers
-from trimtab_engine.device.side_lane import Work
+from trimtab_engine.device.side_stream import Work
 from trimtab_engine.device.swap_cache import NOTHING_SWAPPED, Pairs, SwapCache
-from trimtab_engine.memory.kv_groups import uniform_group
+from trimtab_modelspec.kv_groups import uniform_group
 
 
 def a_cache(memory: HostMemory | FakeMemory, num_blocks: int, *, dtype: torch.dtype = torch.float32) -> KVCache:
@@ -31,7 +31,7 @@ def a_cache(memory: HostMemory | FakeMemory, num_blocks: int, *, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_blocks_come_back_as_they_went_in_every_layer_of_both_models(dtype: torch.dtype) -> None:
+def test_swapped_blocks_are_restored_in_all_layers(dtype: torch.dtype) -> None:
     cache, host = a_cache(HostMemory(), 6, dtype=dtype), a_cache(HostMemory(), 4, dtype=dtype)
     swap = SwapCache(cache, host)
     regions = (*cache.keys, *cache.values)
@@ -63,7 +63,7 @@ def test_mapped_blocks_are_copied_as_well() -> None:
 
 
 class Pins:
-    """What is pinned: the bytes by their first address."""
+    """Pinned byte counts by address."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
@@ -88,7 +88,7 @@ def test_pinned_memory_is_pinned_once_from_its_first_byte_to_its_last() -> None:
     assert isinstance(HOST, HostMemory)
 
 
-def test_pinned_memory_is_unpinned_with_its_last_tensor_while_its_addresses_are_still_its_own() -> None:
+def test_pinned_memory_is_unpinned_before_address_reuse() -> None:
     pins = Pins()
     reserved: AddressRange | None = HostMemory(pins).reserve([(0, 1 << 20)], mmap.PAGESIZE)
     assert reserved is not None
@@ -126,30 +126,30 @@ class Operation:
 
 
 class TwoQueues:
-    """The steps' queue and a lane beside it, which work at any pace but for the marks between them."""
+    """A steps' queue and a side queue that run at any relative speed between marks."""
 
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice
         self.steps: list[Operation] = []
-        self.lane: list[Operation] = []
+        self.side_stream: list[Operation] = []
         self._held = 0
 
     def begin(self, work: Work) -> Operation:
-        self.lane.append(Operation(work, len(self.steps)))
-        return self.lane[-1]
+        self.side_stream.append(Operation(work, len(self.steps)))
+        return self.side_stream[-1]
 
-    def hold_steps(self, ticket: Any) -> None:
-        self._held = max(self._held, 1 + self.lane.index(ticket))
+    def block_steps_until(self, ticket: Any) -> None:
+        self._held = max(self._held, 1 + self.side_stream.index(ticket))
 
     def step(self, work: Work) -> None:
         self.steps.append(Operation(work, self._held))
 
     def work(self, most: int) -> None:
-        """Up to so many operations, of any queue that need not wait."""
+        """Run up to `most` operations of queues that need not wait."""
         prefers_steps = self._dice.random() < STEPS_FIRST
         for _ in range(most):
             ready = []
-            for queue, other in ((self.steps, self.lane), (self.lane, self.steps)):
+            for queue, other in ((self.steps, self.side_stream), (self.side_stream, self.steps)):
                 place = sum(operation.has_ended for operation in queue)
                 ended = sum(operation.has_ended for operation in other)
                 ready += [queue[place]] if place < len(queue) and queue[place].waits_for <= ended else []
@@ -160,13 +160,16 @@ class TwoQueues:
             operation.has_ended = True
 
     def finish(self) -> None:
-        self.work(len(self.steps) + len(self.lane))
-        assert all(operation.has_ended for operation in (*self.steps, *self.lane)), "the queues wait for each other"
+        self.work(len(self.steps) + len(self.side_stream))
+        assert all(operation.has_ended for operation in (*self.steps, *self.side_stream)), (
+            "the queues wait for each other"
+        )
 
 
 def a_plan(dice: random.Random) -> list[tuple[Pairs, Pairs, list[int]]]:
-    """Steps: blocks out, blocks in, slots that are written. Blocks that went, or were never taken, may be written or
-    taken at once."""
+    """Return steps: blocks out, blocks in, written slots. Freed or unused blocks may be written or
+    reused immediately.
+    """
     on_device, free_host, on_host, plan = set(range(4)), set(range(6)), set[int](), []
     for _ in range(12):
         going = dice.sample(sorted(on_device), dice.randint(0, min(len(on_device) // 2, len(free_host))))
@@ -186,7 +189,7 @@ def a_plan(dice: random.Random) -> list[tuple[Pairs, Pairs, list[int]]]:
 
 
 def carried_out(plan: list[tuple[Pairs, Pairs, list[int]]], dice: random.Random, *, beside: bool) -> list[torch.Tensor]:
-    """What both caches hold after the plan: copies in a lane, or each before its step."""
+    """Return both caches after the plan, with copies on a side stream or before each step."""
     cache, host = a_cache(HostMemory(), 6), a_cache(HostMemory(), 6)
     for block in range(6):
         cache.keys[0][block] = float(block)
@@ -209,14 +212,14 @@ def carried_out(plan: list[tuple[Pairs, Pairs, list[int]]], dice: random.Random,
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_copies_beside_the_steps_give_what_copies_before_each_step_give(seed: int) -> None:
+def test_concurrent_copies_equal_sequential_copies(seed: int) -> None:
     plan = a_plan(random.Random(seed))
     expected = carried_out(plan, random.Random(seed), beside=False)
     found = carried_out(plan, random.Random(seed), beside=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
-def test_a_step_that_writes_elsewhere_does_not_wait_for_what_goes() -> None:
+def test_step_writing_other_blocks_does_not_wait() -> None:
     queues = TwoQueues(random.Random(0))
     swap = SwapCache(a_cache(HostMemory(), 6), a_cache(HostMemory(), 6), queues)
     swap.copy([(1, 0), (2, 1)], [], [2 * BLOCK_SIZE])  # block 2 is written at once
@@ -228,7 +231,7 @@ def test_a_step_that_writes_elsewhere_does_not_wait_for_what_goes() -> None:
     assert [operation.waits_for for operation in queues.steps] == [1, 1, 2]
 
 
-def test_what_is_not_known_to_write_elsewhere_waits() -> None:
+def test_step_with_unknown_writes_waits() -> None:
     queues = TwoQueues(random.Random(0))
     swap = SwapCache(a_cache(HostMemory(), 6), a_cache(HostMemory(), 6), queues)
     swap.copy([(1, 0)], [], [3 * BLOCK_SIZE])

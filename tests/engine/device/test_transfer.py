@@ -1,7 +1,7 @@
-"""What a step reads at fixed places, and the mode that it computes in."""
+"""Fixed-address step inputs and inference mode."""
 
 import torch
-from trimtab_engine.device.inference import inferring
+from trimtab_engine.device.inference import in_inference_mode
 from trimtab_engine.device.transfer import Leading
 
 
@@ -17,8 +17,8 @@ def test_the_first_rows_are_a_view_that_is_kept_while_their_number_stays() -> No
     assert leading.rows(0).tolist() == []
 
 
-def test_the_inference_mode_is_entered_by_whoever_is_not_in_it() -> None:
-    @inferring
+def test_inference_mode_is_entered_only_once() -> None:
+    @in_inference_mode
     def told(value: torch.Tensor, *, factor: int) -> tuple[bool, torch.Tensor]:
         """What it is for."""
         return torch.is_inference_mode_enabled(), value * factor

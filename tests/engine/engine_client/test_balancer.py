@@ -1,4 +1,4 @@
-"""Which core gets the next request."""
+"""Load balancing over engine cores."""
 
 import random
 
@@ -24,7 +24,7 @@ def test_the_core_with_the_least_in_flight_is_chosen() -> None:
     assert balancer.choose() == 0
 
 
-def test_what_a_core_reports_counts_when_others_have_sent_more() -> None:
+def test_reported_load_counts_if_above_sent_requests() -> None:
     balancer = CoreBalancer(2)
     balancer.report(0, num_running=5, num_waiting=0, kv_usage=0.1)
     assert [balancer.choose() for _ in range(3)] == [1, 1, 1]
@@ -48,7 +48,7 @@ def test_a_core_that_refused_is_passed_over_until_all_have() -> None:
 
 
 def spread(choose: str) -> float:
-    """Most loaded core's work over the mean, of requests whose lengths vary by a factor of a hundred."""
+    """Return the largest load over the mean, for requests whose lengths vary by a factor of 100."""
     dice = random.Random(4)
     balancer = CoreBalancer(4)
     running: list[list[int]] = [[] for _ in range(4)]
@@ -68,5 +68,5 @@ def spread(choose: str) -> float:
     return sum(ratios[400:]) / len(ratios[400:])
 
 
-def test_it_spreads_requests_of_mixed_lengths_more_evenly_than_taking_turns() -> None:
+def test_balancer_beats_round_robin_for_mixed_lengths() -> None:
     assert spread("least") < 1.2 < spread("turns")

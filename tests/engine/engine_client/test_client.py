@@ -1,4 +1,4 @@
-"""The API server's side of the core: whatever becomes of the core, nobody waits for ever."""
+"""The API server's client of the core: no caller waits forever, whatever happens to the core."""
 
 import asyncio
 import sys
@@ -12,13 +12,17 @@ from trimtab_engine.engine_client import started_core
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.engine_client.launcher import CoreLauncher
 from trimtab_engine.errors import EngineDead
-from trimtab_engine.messages import AddRequest, GetMemory, PatchConfig, StepStats
+from trimtab_engine.messages.admin import GetMemory, PatchConfig
+from trimtab_engine.messages.requests import AddRequest, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
 DEADLINE_SECONDS = 120.0  # for a process to start and answer: machines are slow when much is built on them
 BEGIN = """
 import json, os, sys, msgspec, zmq
-from trimtab_engine.messages import *
+from trimtab_engine.messages.admin import *
+from trimtab_engine.messages.channel import *
+from trimtab_engine.messages.lifecycle import *
+from trimtab_engine.messages.requests import *
 start = json.loads(sys.stdin.readline())
 context = zmq.Context()
 inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -60,7 +64,7 @@ async def soon(work: Awaitable[Any]) -> Any:
     return await asyncio.wait_for(work, DEADLINE_SECONDS)
 
 
-async def test_outputs_reach_the_request_they_belong_to(run_core: RunCore) -> None:
+async def test_outputs_reach_their_request(run_core: RunCore) -> None:
     client = await run_core("""
 ready(); ids = [receive().request_id, receive().request_id]
 send(StepOutputs([SequenceOutput(ids[0], [7]), SequenceOutput(ids[1], [8], "length")], stats))
@@ -72,7 +76,7 @@ send(StepOutputs([SequenceOutput(ids[0], [9], "stop")], stats)); receive()
     assert client.num_requests == 0
 
 
-async def test_plain_tokens_reach_those_who_were_named_last(run_core: RunCore) -> None:
+async def test_plain_tokens_reach_last_named_requests(run_core: RunCore) -> None:
     client = await run_core("""
 ready(); ids = [receive().request_id, receive().request_id]
 plain = lambda *columns: send(StepOutputs([], stats, PlainTokens(*columns)))
@@ -133,17 +137,17 @@ async def test_the_cores_own_words_are_the_failure(run_core: RunCore, monkeypatc
 async def test_a_message_that_cannot_be_read_ends_every_wait(run_core: RunCore) -> None:
     client = await run_core('ready(); receive(); outbox.send(b"\\xc1nonsense"); receive()')
     await soon(client.loaded.wait())
-    with pytest.raises(EngineDead, match="cannot read"):
+    with pytest.raises(EngineDead, match="failed to read"):
         await soon(tokens(client))
 
 
 async def test_a_fault_in_the_statistics_ends_every_wait(run_core: RunCore) -> None:
     def faulty(stats: StepStats) -> None:
-        raise RuntimeError("a defect of ours")
+        raise RuntimeError("an internal error")
 
     client = await run_core("ready(); receive(); send(StepOutputs([], stats)); receive()", faulty)
     await soon(client.loaded.wait())
-    with pytest.raises(EngineDead, match="a defect of ours"):
+    with pytest.raises(EngineDead, match="an internal error"):
         await soon(tokens(client))
 
 
@@ -162,7 +166,7 @@ async def two_cores(monkeypatch: pytest.MonkeyPatch, lines: str) -> tuple[CoreLa
     return launcher, client
 
 
-async def test_a_request_that_a_core_refuses_runs_on_the_other_and_queues_when_both_refuse(
+async def test_rejected_request_tries_next_core_then_queues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launcher, client = await two_cores(

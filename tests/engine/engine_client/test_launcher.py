@@ -13,7 +13,7 @@ from trimtab_engine.errors import EngineDead
 READY = """
 import json, sys
 from trimtab_engine.core.clients import Clients
-from trimtab_engine.messages import ClientAddresses, CoreReady
+from trimtab_engine.messages.lifecycle import ClientAddresses, CoreReady
 clients = Clients([ClientAddresses(**client) for client in json.loads(sys.stdin.readline())["clients"]])
 clients.broadcast(CoreReady(64, 10, [1], 16, 4, {}))
 while not clients.receive(100): pass
@@ -50,7 +50,7 @@ async def test_a_core_that_cannot_be_started_is_a_dead_engine(monkeypatch: pytes
 KILLED = "import os, signal, sys; sys.stdin.readline(); os.kill(os.getpid(), signal.SIGKILL)"
 
 
-async def test_a_core_that_the_kernel_kills_while_loading_is_told_as_out_of_memory_with_what_to_lower(
+async def test_core_killed_while_loading_reports_memory_advice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(started_core, "CORE_COMMAND", (sys.executable, "-c", KILLED))
@@ -67,7 +67,7 @@ async def test_a_core_that_the_kernel_kills_while_loading_is_told_as_out_of_memo
     assert "\n" not in message
 
 
-def test_a_core_that_is_killed_while_it_serves_may_have_run_out_of_memory() -> None:
+def test_core_killed_while_serving_reports_memory_advice() -> None:
     told = started_core.cause_of_end("the engine core", -9, None)
     assert "killed by signal 9" in told
     assert "memory ran out" in told
@@ -78,7 +78,7 @@ def test_a_core_that_is_killed_while_it_serves_may_have_run_out_of_memory() -> N
     )
 
 
-def test_a_core_whose_mapped_file_was_cut_says_what_to_do_with_files() -> None:
+def test_core_with_truncated_file_reports_file_advice() -> None:
     told = started_core.cause_of_end("the engine core", -7, None)
-    assert "a file of the model was cut or written over" in told
+    assert "a model file was truncated or overwritten" in told
     assert "renaming" in told

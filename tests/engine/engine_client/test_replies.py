@@ -1,9 +1,9 @@
-"""One answer of several cores."""
+"""Merging of several cores' replies."""
 
 from typing import Any
 
 from trimtab_engine.engine_client.replies import merge_replies, merge_states
-from trimtab_engine.messages import (
+from trimtab_engine.messages.admin import (
     AdminReply,
     DrainCore,
     EngineState,
@@ -23,11 +23,11 @@ def a_layout(*ranks: int, data: int = 0) -> dict[str, Any]:
     return {"world_size": len(ranks), "ranks": [{"rank": rank, "data": data, "pid": 10 + rank} for rank in ranks]}
 
 
-def test_one_core_speaks_for_itself() -> None:
+def test_single_reply_is_unchanged() -> None:
     assert merge_replies(GetLayout(), replies(a_layout(0, 1))).body == a_layout(0, 1)
 
 
-def test_layouts_of_independent_cores_are_numbered_one_after_the_other() -> None:
+def test_independent_layouts_are_numbered_consecutively() -> None:
     body = merge_replies(GetLayout(), replies(a_layout(0, 1), a_layout(0, 1))).body
     assert body["world_size"] == 4
     assert [(row["rank"], row["data"]) for row in body["ranks"]] == [(0, 0), (1, 0), (2, 1), (3, 1)]
@@ -38,14 +38,14 @@ def test_layouts_of_one_world_keep_their_ranks() -> None:
     assert [(row["rank"], row["data"]) for row in body["ranks"]] == [(0, 0), (1, 0), (2, 1), (3, 1)]
 
 
-def test_what_remains_of_a_drain_is_summed_and_the_longest_is_waited_for() -> None:
+def test_drain_replies_sum_work_and_take_longest_eta() -> None:
     one = {"remaining_requests": 1, "remaining_tokens": 10, "eta_seconds": 2.0}
     two = {"remaining_requests": 2, "remaining_tokens": 5, "eta_seconds": 1.0}
     merged = merge_replies(DrainCore(1.0), replies(one, two)).body
     assert merged == {"remaining_requests": 3, "remaining_tokens": 15, "eta_seconds": 2.0}
 
 
-def test_what_waits_or_runs_is_told_of_all_cores() -> None:
+def test_unfinished_requests_of_all_cores_are_merged() -> None:
     body = merge_replies(
         GetRequests(), replies({"unfinished": [[1.0, 5, 0, 2]]}, {"unfinished": [[2.0, 6, 0, 3]]})
     ).body

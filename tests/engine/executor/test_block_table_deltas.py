@@ -1,17 +1,17 @@
-"""What the other ranks are told of block tables, step by step, is what the core's own rank reads."""
+"""Block-table deltas: other ranks reconstruct the core's tables."""
 
 import random
 
 import msgspec
 import pytest
-from trimtab_engine.executor.block_table_deltas import TableReader, TableTeller
+from trimtab_engine.executor.block_table_deltas import BlockTableReceiver, BlockTableSender
 from trimtab_engine.executor.messages import Step, ToWorker
 from trimtab_engine.scheduling.step_inputs import NO_INPUTS, GroupInputs, StepInputs, StepShape
 
 BLOCK_SIZE, NUM_SEATS, NUM_REQUESTS = 4, 6, 9
 
 
-def sent(teller: TableTeller, inputs: StepInputs) -> Step:
+def sent(teller: BlockTableSender, inputs: StepInputs) -> Step:
     """The step's message, over the wire."""
     message: Step = msgspec.msgpack.decode(msgspec.msgpack.encode(Step(*teller.tell(inputs))), type=ToWorker)
     return message
@@ -35,9 +35,9 @@ def as_needed(inputs: StepInputs) -> list[GroupInputs]:
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("seed", range(10))
 def test_every_rank_reads_the_tables_that_the_core_has(seed: int, num_groups: int) -> None:
-    """Requests grow, end, lose blocks at either end, and more of them take turns than have seats."""
+    """Requests grow, end, lose blocks at either end, and alternate over fewer slots."""
     dice = random.Random(seed)
-    teller, reader = TableTeller(num_groups, NUM_SEATS, BLOCK_SIZE), TableReader()
+    teller, reader = BlockTableSender(num_groups, NUM_SEATS, BLOCK_SIZE), BlockTableReceiver()
     tables: list[list[list[int]]] = [[[] for _ in range(NUM_REQUESTS)] for _ in range(num_groups)]
     for _ in range(120):
         groups = [GroupInputs([], []) for _ in range(num_groups)]
@@ -62,9 +62,9 @@ def test_every_rank_reads_the_tables_that_the_core_has(seed: int, num_groups: in
         assert (read.scored, read.agreed) == ([(0, 5, 1)], StepShape(8, None))
 
 
-def test_a_step_of_long_contexts_is_as_short_as_one_of_short_contexts() -> None:
+def test_message_size_is_independent_of_context_length() -> None:
     def size(length: int) -> int:
-        teller = TableTeller(1, 32, BLOCK_SIZE)
+        teller = BlockTableSender(1, 32, BLOCK_SIZE)
         tables = [list(range(1000, 1000 + -(-length // BLOCK_SIZE))) for _ in range(32)]
         inputs = StepInputs([], [], [], [GroupInputs([(table, length) for table in tables], [])])
         teller.tell(inputs)
@@ -73,9 +73,9 @@ def test_a_step_of_long_contexts_is_as_short_as_one_of_short_contexts() -> None:
     assert size(8000) == size(4000) < 2 * size(40)
 
 
-def test_a_table_that_goes_on_is_the_same_list_there() -> None:
-    """So that the rank's device, too, is told only what is new."""
-    teller, reader, table = TableTeller(1, 2, BLOCK_SIZE), TableReader(), [7]
+def test_continued_table_keeps_its_list() -> None:
+    """So that the rank's device also receives only new blocks."""
+    teller, reader, table = BlockTableSender(1, 2, BLOCK_SIZE), BlockTableReceiver(), [7]
     seen = []
     for length in (3, 4, 5):
         if length > BLOCK_SIZE * len(table):
@@ -87,6 +87,6 @@ def test_a_table_that_goes_on_is_the_same_list_there() -> None:
 
 
 def test_an_idle_step_has_no_tables() -> None:
-    teller, reader = TableTeller(1, 2, BLOCK_SIZE), TableReader()
+    teller, reader = BlockTableSender(1, 2, BLOCK_SIZE), BlockTableReceiver()
     message = sent(teller, NO_INPUTS)
     assert reader.read(message.inputs, message.tables) == NO_INPUTS

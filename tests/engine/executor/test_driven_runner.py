@@ -1,11 +1,11 @@
-"""What a core's own rank tells the others of a step, and what it agrees on with other cores before."""
+"""The core's rank: messages to other ranks, and agreement with other cores."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from trimtab_engine.executor.block_table_deltas import TableTeller, ToldTables
+from trimtab_engine.executor.block_table_deltas import BlockTableDelta, BlockTableSender
 from trimtab_engine.executor.driven_runner import DrivenRunner
 from trimtab_engine.executor.messages import Step
 from trimtab_engine.parallel.wave import Wave
@@ -13,7 +13,7 @@ from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs, StepS
 
 
 class OtherCore:
-    """A group of this core and one more, which says the same before every step."""
+    """A group of this core and another one with a fixed contribution."""
 
     device = "cpu"
 
@@ -25,12 +25,12 @@ class OtherCore:
 
 
 def a_runner(other: OtherCore | None, *, num_blocks: int = 8) -> tuple[DrivenRunner, list[Any]]:
-    """A runner without a model, and what it has sent."""
+    """Return a runner without a model, and its sent messages."""
     runner = object.__new__(DrivenRunner)
     sent: list[Any] = []
     parts: dict[str, Any] = {
         "workers": SimpleNamespace(send=sent.append),
-        "teller": TableTeller(1, 8, 4),
+        "teller": BlockTableSender(1, 8, 4),
         "wave": None if other is None else Wave(other),  # type: ignore[arg-type]  # what a wave needs of a group
         "steps": SimpleNamespace(),
         "kv_cache": SimpleNamespace(num_blocks=num_blocks),
@@ -46,12 +46,12 @@ def decodes(count: int) -> StepInputs:
     return StepInputs(zeros, zeros, [], [GroupInputs([([0], 1) for _ in zeros], [])])
 
 
-def test_a_step_goes_to_every_rank_with_what_feeds_it() -> None:
+def test_step_reaches_every_rank_with_feed() -> None:
     runner, sent = a_runner(None)
     inputs = decodes(2)
     runner.send(inputs, [(1, 0)])
     bare = StepInputs([0, 0], [0, 0], [], [GroupInputs([([], 1)] * 2, [])])
-    assert sent == [Step(bare, [ToldTables([0, 1], [(0, 0, [0]), (1, 0, [0])])], [(1, 0)])]
+    assert sent == [Step(bare, [BlockTableDelta([0, 1], [(0, 0, [0]), (1, 0, [0])])], [(1, 0)])]
     assert inputs.shape == StepShape(2, 1)
 
 

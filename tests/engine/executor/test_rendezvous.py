@@ -12,9 +12,9 @@ import pytest
 import zmq
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.executor import rendezvous
-from trimtab_engine.executor.messages import Hello, Taken, ToHello, Welcome
+from trimtab_engine.executor.messages import Hello, RankTaken, ToHello, Welcome
 from trimtab_engine.executor.rendezvous import announce_core, find_core, open_store
-from trimtab_engine.executor.watch import Watch
+from trimtab_engine.executor.worker_monitor import WorkerMonitor
 from trimtab_engine.ipc.network import ReservedPorts
 from trimtab_engine.ipc.shared_secret import GREETING, SharedSecret
 
@@ -40,7 +40,7 @@ def a_config(rendezvous_id: str, secret_file: Path | None = None) -> EngineConfi
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Where a store can listen; nobody else gets that port while the test runs."""
+    """Yield an address reserved for a store."""
     with ReservedPorts("127.0.0.1") as ports:
         yield f"tcp:127.0.0.1:{ports.take()}"
 
@@ -59,7 +59,7 @@ class Searching:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator["queue.Queue[str]"]:
-    """What the search logs, line by line."""
+    """Yield the log lines of the search."""
     lines: queue.Queue[str] = queue.Queue()
     handler = logging.Handler()
     handler.emit = lambda record: lines.put(record.getMessage())  # type: ignore[method-assign]
@@ -71,12 +71,12 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator["queue.Queue[str]"]:
 
 
 def await_words(said: "queue.Queue[str]", words: str) -> None:
-    """Other lines may come before: on a busy machine a core is asked more than once."""
+    """Wait for a line; other lines may precede it because a busy core is queried more than once."""
     while words not in said.get(timeout=WAIT_SECONDS):
         pass
 
 
-def test_a_rank_waits_for_a_core_that_is_not_there_yet(said: "queue.Queue[str]", address: str) -> None:
+def test_rank_waits_for_late_core(said: "queue.Queue[str]", address: str) -> None:
     searching = Searching(address, "r1")
     await_words(said, "waiting for the engine core")
     store = open_store(address, serves=True)
@@ -96,9 +96,7 @@ def test_a_rank_never_meets_the_core_of_another_revision(said: "queue.Queue[str]
     assert searching.found.get(timeout=WAIT_SECONDS) == "tcp://new"
 
 
-def test_a_store_with_a_secret_is_reached_by_those_who_know_it(
-    said: "queue.Queue[str]", address: str, tmp_path: Path
-) -> None:
+def test_guarded_store_is_reachable_with_secret(said: "queue.Queue[str]", address: str, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.write_text("the secret of this replica")
     theirs.write_text("the secret of another one")
@@ -110,17 +108,15 @@ def test_a_store_with_a_secret_is_reached_by_those_who_know_it(
         stranger.sendall(b"\0" * 256)  # whatever torch's client would say
         assert stranger.recv(64) == b"", "no word comes from the store"
     other = Searching(address, "r1", theirs)
-    await_words(said, "is not this node's replica: it was given another secret")
+    await_words(said, "is not this node's replica: the secrets differ")
     assert Searching(address, "r1", ours).found.get(timeout=WAIT_SECONDS) == "tcp://core"
     assert other.found.empty()
     theirs.write_text("the secret of this replica")  # given to it late
     assert other.found.get(timeout=WAIT_SECONDS) == "tcp://core"
 
 
-def test_a_core_that_stands_still_is_not_waited_for(
-    said: "queue.Queue[str]", address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a frozen node the kernel accepts connections; the address leads elsewhere once the node is given up."""
+def test_frozen_core_is_not_awaited(said: "queue.Queue[str]", address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a frozen node the kernel accepts connections; later the address moves."""
     monkeypatch.setattr(rendezvous, "ASK_SECONDS", 0.5)
     frozen = socket.create_server(("127.0.0.1", int(address.rpartition(":")[2])))
     searching = Searching(address, "r1")
@@ -133,11 +129,11 @@ def test_a_core_that_stands_still_is_not_waited_for(
 
 
 def test_a_rank_is_given_away_once() -> None:
-    """A pod that was given up for dead and comes back does not take steps from the one in its place."""
+    """A pod considered dead that returns must not receive steps of its replacement."""
     context = zmq.Context()
     control = context.socket(zmq.ROUTER)
     port = control.bind_to_random_port("tcp://127.0.0.1")
-    watch = Watch(control, {}, 0, {1: "tcp://steps"}, None)
+    watch = WorkerMonitor(control, {}, 0, {1: "tcp://steps"}, None)
     answers = []
     try:
         for host in ("m-g0-w-0", "m-g0-w-0-of-before"):
@@ -147,7 +143,7 @@ def test_a_rank_is_given_away_once() -> None:
             assert rank.poll(int(WAIT_SECONDS * 1000))
             answers.append(msgspec.msgpack.decode(rank.recv(), type=ToHello))
             rank.close(linger=0)
-        assert answers == [Welcome("tcp://steps"), Taken("m-g0-w-0, pid 7")]
+        assert answers == [Welcome("tcp://steps"), RankTaken("m-g0-w-0, pid 7")]
         assert watch.inbox.qsize() == 1
         assert watch.failure is None
     finally:

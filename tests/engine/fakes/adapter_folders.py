@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
     "use_dora": False,
     "use_rslora": False,
 }
-"""What PEFT writes beside rank, scale and names."""
+"""PEFT's configuration besides rank, scale and names."""
 
 
 def modules_of(shapes: Mapping[str, tuple[int, ...]], targets: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -53,8 +53,9 @@ def an_adapter(
     tensors: Mapping[str, torch.Tensor] | None = None,
     **changes: Any,
 ) -> str:
-    """Random factors of these modules. `ranks`: those of modules whose rank is another; `tensors`: added to the file;
-    `changes`: of the configuration."""
+    """Write random factors of these modules. `ranks`: ranks that differ per module; `tensors`: extra tensors;
+    `changes`: of the configuration.
+    """
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     stored = dict(tensors or {})

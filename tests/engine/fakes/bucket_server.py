@@ -1,4 +1,4 @@
-"""moto's S3 on loopback, behind what goes wrong on a network: cuts in mid-file, changed bytes, refusals."""
+"""moto's S3 on loopback behind injected network faults: cut transfers, changed bytes, rejections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ERROR = '<?xml version="1.0"?><Error><Code>{code}</Code><Message>as asked</Messa
 
 @dataclass(frozen=True)
 class Asked:
-    """One request that came in."""
+    """A received request."""
 
     method: str
     path: str
@@ -36,14 +36,14 @@ class Asked:
 
 @dataclass
 class Faults:
-    """What goes wrong, until it is taken back."""
+    """Active faults."""
 
     cuts: dict[str, list[int]] = field(default_factory=dict)
-    """By file: the connection ends when it has given so many bytes; one entry per connection."""
+    """By file: bytes after which the connection is closed; one entry per connection."""
     held: dict[str, threading.Event] = field(default_factory=dict)
-    """By file: what no connection cuts is not given before the event is set, or HELD_SECONDS have passed."""
+    """By file: event before which the remaining content is held back, for at most HELD_SECONDS."""
     wrong: dict[str, int] = field(default_factory=dict)
-    """By file: how many times its bytes come with one changed."""
+    """By file: number of responses with one changed byte."""
     errors: list[tuple[int, str]] = field(default_factory=list)
     """Statuses and codes of the next answers."""
     ignores_range: bool = False

@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class CallingRecorder:
-    """Counts what is recorded and replayed. As strict as torch: a pool that has lost all its graphs takes no others."""
+    """Counts recordings and replays. As strict as torch: a pool that has lost all its graphs accepts no others."""
 
     def __init__(self) -> None:
         self.num_records = 0
@@ -81,9 +81,9 @@ def steps_of_a_device(notes: Path | None = None) -> Iterator[CallingRecorder]:
 
 
 def steps_that_follow(engine: Engine, run: Callable[[], Result]) -> tuple[list[bool], Result]:
-    """Whether each step that was scheduled beside another one began before that had landed; and what the run gave."""
+    """Return for each overlapped step whether it started before the previous one completed, and the result of `run`."""
     followed: list[bool] = []
-    follow = engine._follow
+    follow = engine._dispatch_follower
 
     def note(step: Any, flight: Any) -> Any:
         follower = follow(step, flight)
@@ -91,7 +91,7 @@ def steps_that_follow(engine: Engine, run: Callable[[], Result]) -> tuple[list[b
             followed.append(follower is not None)
         return follower
 
-    engine._follow = note  # type: ignore[method-assign]  # the decision is what is asked about
+    engine._dispatch_follower = note  # type: ignore[method-assign]  # the decision is what is asked about
     result = run()
     assert followed
     return followed, result
@@ -116,7 +116,7 @@ def noting(dispatch: Callable[[Dispatcher, StepShape], GraphKey | Eager], folder
 
 
 def noted(folder: Path) -> list[list[str]]:
-    """What each process that ran steps has noted."""
+    """Return the notes of each process that ran steps."""
     return [path.read_text().splitlines() for path in sorted(folder.iterdir())]
 
 

@@ -1,4 +1,4 @@
-"""Tiny random heads that draft, beside tiny random models, and what such heads propose by transformers' own layers."""
+"""Tiny random draft heads for tiny random models, and their reference drafts by transformers' layers."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, L
 
 Tensors = dict[str, torch.Tensor]
 Drafts = Callable[[list[int], int], list[int]]
-"""(all tokens so far, how many) -> the drafts behind them."""
+"""(all tokens so far, count) -> the drafts after them."""
 
 
 def save_eagle(folder: Path, target: Path, *, num_layers: int = 2, has_bias: bool = True, **changes: Any) -> Path:
@@ -35,7 +35,7 @@ def save_eagle(folder: Path, target: Path, *, num_layers: int = 2, has_bias: boo
 
 
 def eagle_drafts(head: Path, target: Path) -> Drafts:
-    """What the head proposes, all computed anew for each draft."""
+    """Return the head's drafts, recomputed from scratch for each draft."""
     model: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     weights = load_file(head / "model.safetensors")
     config = LlamaConfig(**json.loads((head / "config.json").read_text()))
@@ -55,7 +55,7 @@ def eagle_drafts(head: Path, target: Path) -> Drafts:
 
 
 def save_deepseek_with_mtp(folder: Path, config: dict[str, Any]) -> Path:
-    """A checkpoint of `config` with one layer more than it says, which predicts further tokens."""
+    """Save a checkpoint of `config` with an additional multi-token prediction layer."""
     model: Any = DeepseekV3ForCausalLM(
         DeepseekV3Config(**config | {"num_hidden_layers": config["num_hidden_layers"] + 1})
     )
@@ -76,7 +76,7 @@ def save_deepseek_with_mtp(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def mtp_drafts(folder: Path, config: dict[str, Any]) -> Drafts:
-    """What the last layer of such a checkpoint proposes, all computed anew for each draft."""
+    """Return the drafts of that checkpoint's last layer, recomputed from scratch for each draft."""
     num_layers = config["num_hidden_layers"]
     model: Any = DeepseekV3ForCausalLM(DeepseekV3Config(**config | {"num_hidden_layers": num_layers + 1}))
     (file,) = folder.glob("*.safetensors")

@@ -1,4 +1,4 @@
-"""The requests, configurations and engines that tests of the engine begin with. Each test says what is its own."""
+"""Builders of requests, configurations and engines shared by engine tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
 
@@ -22,7 +22,7 @@ ON_A_GPU: dict[str, Any] = {
     "device_memory_bytes": 64 << 30,  # what other processes have of it counts as taken
     "block_size": 16,
 }
-"""Of an engine on a GPU whose tokens are compared with transformers'."""
+"""Configuration of a GPU engine compared with transformers."""
 
 
 def a_config(model: Path, **changes: Any) -> EngineConfig:
@@ -84,13 +84,13 @@ def a_request(
 
 
 def a_new_request(request_id: str, prompt: Iterable[int], **sampling: Any) -> AddRequest:
-    """A request on its way to the engine core: greedy, and it goes on to `max_tokens`, unless said otherwise."""
+    """Return a greedy request to the engine core that runs to `max_tokens` by default."""
     params = Sampling(**{"temperature": 0.0, "ignore_eos": True, **sampling})
     return AddRequest(request_id, list(prompt), params, arrival_time=0.0)
 
 
 def logprobs_of(model: Path, vocabulary: int, **changes: Any) -> list[float]:
-    """Those of one prompt's own tokens, in chunks, and of the tokens behind it, by an engine of that checkpoint."""
+    """Return the log-probabilities of one prompt's tokens, in chunks, and of following tokens."""
     return answer_of(model, vocabulary, 6, **changes)[0]
 
 

@@ -184,7 +184,7 @@ class FakeCuda:
         return sum(size for size, _ in self.maps.values())
 
     def check(self) -> None:
-        """All that is mapped can be read, and nobody has written to what is not mapped."""
+        """Check that mapped memory is readable and unmapped memory was not written."""
         assert self.accessible == set(self.maps)
         for start, end in self._gaps():
             assert ctypes.string_at(start, end - start).count(b"\xff") + self._never_mapped(start, end) == end - start

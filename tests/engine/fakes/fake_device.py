@@ -1,5 +1,5 @@
-"""A CUDA device that is not there: fake tensors say that they are on it, so every operator runs but for its numbers;
-what would make the host wait for it is refused; kernel launches are for the test to record.
+"""A fake CUDA device: fake tensors run operators without numbers, host waits raise, and tests record
+kernel launches.
 """
 
 from collections.abc import Iterator
@@ -41,8 +41,9 @@ class Waited(AssertionError):
 
 
 class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's, without annotations
-    """Refuses what reads the device, and every copy between host and device that transfer.py did not begin. With
-    `is_start_up` copies are allowed. Does what fake tensors of a device that is not there cannot do."""
+    """Rejects device reads, and copies between host and device not started by transfer.py. With `is_start_up` copies
+    are allowed. Implements operations that fake tensors without a device lack.
+    """
 
     def __init__(self, *, is_start_up: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
@@ -74,8 +75,7 @@ class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's,
 
 
 class FakeCuda(TorchFunctionMode):
-    """Slices, fills and copies of fake tensors by operators: torch's own methods ask for the device before anything
-    else."""
+    """Slices, fills and copies of fake tensors by operators: torch's own methods query the device first."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__setitem__ and args[0].is_cuda:
@@ -108,7 +108,7 @@ class FakeCuda(TorchFunctionMode):
 
 @contextmanager
 def a_fake_device() -> Iterator[None]:
-    """Tensors of CUDA without CUDA. The three doors of transfer.py check what passes through them."""
+    """Provide CUDA tensors without CUDA. The three functions of transfer.py check their arguments."""
 
     def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
         assert device.type == "cuda"
@@ -151,5 +151,5 @@ def a_fake_device() -> Iterator[None]:
 
 
 def variants(launches: list[Launch]) -> set[tuple[str, str, str]]:
-    """What Triton compiles one by one: kernel, specialisation, options."""
+    """Return the variants that Triton compiles separately: kernel, specialization, options."""
     return {(x.kernel.name, specialise(x).text, str(sorted(x.options.items()))) for x in launches}

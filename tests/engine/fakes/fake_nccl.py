@@ -1,6 +1,4 @@
-"""Groups of ranks on CUDA that are not there: nothing is sent, and it is noted what would have been, and whether as
-part of a graph.
-"""
+"""Fake CUDA rank groups: nothing is sent; sends are recorded, with whether they are part of a graph."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ from trimtab_engine.parallel.ranks import Layout
 
 @contextmanager
 def a_fake_nccl(recorder: CallingRecorder) -> Iterator[list[tuple[str, bool]]]:
-    """Yields what went over the wire: which collective, and whether in a graph. Nothing is computed."""
+    """Yield the recorded collectives and whether each is in a graph. Nothing is computed."""
     calls: list[tuple[str, bool]] = []
 
     def noting(name: str) -> Any:
@@ -35,7 +33,7 @@ def a_fake_nccl(recorder: CallingRecorder) -> Iterator[list[tuple[str, bool]]]:
 
 
 def groups_of(layout: Layout, rank: int) -> RankGroups:
-    """As join_groups makes them, of groups that nobody has joined. Inside a_fake_nccl()."""
+    """Return groups as join_groups makes them, without other members. Use inside a_fake_nccl()."""
     meter = WireMeter()
 
     def own(groups: tuple[tuple[int, ...], ...]) -> RankGroup | None:

@@ -1,12 +1,12 @@
-"""Ranks, cores and servers that begin as a fork of one process which has imported the engine already.
+"""Ranks, cores and servers as forks of one process that has already imported the engine.
 
-An import of torch is nine tenths of what a rank on a tiny model costs, so tests whose subject is what ranks compute get
-them from here: the same programs with the same arguments, environment and input, in processes of their own. Tests of
-how processes start, end and are killed take real ones.
+Importing torch is 90 % of the cost of a rank with a tiny model. Tests about the computation of ranks use forks: the
+same programs with the same arguments, environment and input, in separate processes. Tests of process lifetimes use real
+processes.
 
-As a program, `forked_processes.py SOCKET`, it is the process that all others are forks of. It has one thread, listens
-on SOCKET, and ends with whoever started it. A connection is one process: the request is answered with its pid and, at
-its end, with its exit code; the process is killed when the connection closes.
+As a program, `forked_processes.py SOCKET`, it is the parent of all forks. It has one thread, listens on SOCKET, and
+ends with its starter. A connection is one process: the request is answered with its pid and, at its end, its exit code;
+the process is killed when the connection closes.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from typing import Any, BinaryIO
 import pytest
 from trimtab_engine.engine_client import started_core
 from trimtab_engine.executor import workers
-from trimtab_engine.ipc.tie import PARENT_VARIABLE
+from trimtab_engine.ipc.parent_death import PARENT_VARIABLE
 
 IMPORTED = (
-    "trimtab_engine.api.serving.life",
+    "trimtab_engine.api.serving.lifecycle",
     "trimtab_engine.cli.serve_command",
     "trimtab_engine.core.process",
     "trimtab_engine.executor.worker",
 )
-"""What every fork finds imported."""
+"""Modules imported in every fork."""
 REQUEST_BYTES = 1 << 20
 SOCKET_VARIABLE = "TRIMTAB_TESTS_FORKS"
 NOT_SHARED = {"OPENBLAS_NUM_THREADS": "1"}
@@ -104,7 +104,7 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     def _look(self, timeout: float | None) -> int | None:
-        """The exit code, once it is known; wait so long for it."""
+        """Return the exit code if known within the timeout."""
         if self.returncode is None:
             self._connection.settimeout(timeout)
             with contextlib.suppress(TimeoutError, BlockingIOError):
@@ -150,7 +150,7 @@ class AwaitedProcess:
 
 
 class _Written:
-    """A process's input: what is written to it fits into a pipe."""
+    """A process's input, which must fit into a pipe."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -163,7 +163,7 @@ class _Written:
 
 
 def popen(command: tuple[str, ...], **options: Any) -> Any:
-    """What a test replaces by another program is started as usual."""
+    """Start a process; programs replaced by a test are started normally."""
     start: Any = ForkedProcess if command[0] == sys.executable else subprocess.Popen
     return start(command, **options)
 
@@ -175,7 +175,7 @@ async def create_subprocess_exec(*command: str, **options: Any) -> Any:
 
 
 def fork_ranks_and_cores(patch: pytest.MonkeyPatch) -> None:
-    """Whoever starts some in this process gets forks."""
+    """Make this process start ranks and cores as forks."""
     processes = SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
     patch.setattr(workers, "subprocess", processes)
     cores = SimpleNamespace(
@@ -186,7 +186,7 @@ def fork_ranks_and_cores(patch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def process_to_fork() -> Iterator[str]:
-    """Run it; yields the name of its socket, which SOCKET_VARIABLE is to say."""
+    """Run the fork parent; yield its socket name for SOCKET_VARIABLE."""
     environment = {**os.environ, **NOT_SHARED, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryDirectory(prefix="trimtab-forks-") as folder:
         name = f"{folder}/socket"
@@ -205,7 +205,7 @@ def process_to_fork() -> Iterator[str]:
 
 
 def serve(name: str) -> None:
-    """Fork until nobody is at the other end of stdin."""
+    """Fork until stdin closes."""
     for module in IMPORTED:
         __import__(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has only one of the threads"
@@ -245,7 +245,7 @@ def serve(name: str) -> None:
 
 
 def _begin(listener: socket.socket, selector: selectors.BaseSelector) -> set[int]:
-    """The pid of a fork that now runs, if one was asked for."""
+    """Return the pid of a newly started fork, if one was requested."""
     connection, _ = listener.accept()
     body, streams, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 3)
     if not body:  # who asked is gone
@@ -264,7 +264,7 @@ def _begin(listener: socket.socket, selector: selectors.BaseSelector) -> set[int
 
 
 def _be(request: dict[str, Any], streams: list[int]) -> None:
-    """Be the program that is asked for. Never returns."""
+    """Run the requested program. Never returns."""
     code: Any = 1
     try:
         for number, stream in enumerate(streams):
@@ -293,7 +293,7 @@ def _be(request: dict[str, Any], streams: list[int]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    """As this Python does with these arguments."""
+    """Run as this Python would with these arguments."""
     if arguments[0] == "-m":
         module = arguments[1]
         sys.argv = arguments[1:]

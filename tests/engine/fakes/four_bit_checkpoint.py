@@ -1,4 +1,4 @@
-"""Checkpoints in integers of 4 bits, made as AWQ's and GPTQ's own papers and tools say, one word at a time."""
+"""4-bit integer checkpoints in AWQ's and GPTQ's published formats, packed word by word."""
 
 import re
 import zlib
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight neighbouring outputs lies in a word's first, second, ... 4 bits."""
+"""Output index (of eight adjacent ones) in a word's first, second, ... 4 bits."""
 GPTQ_ORDER = tuple(range(8))
 SAME_INPUTS = re.compile(r"\b(q|k|v|gate|up)_proj$")
 Tensors = dict[str, torch.Tensor]
@@ -16,7 +16,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a weight is quantised and packed."""
+    """Quantization and packing of a weight."""
 
     method: str
     group_size: int = 32
@@ -39,7 +39,7 @@ class Recipe:
 
 
 def quantise(tensors: Tensors, recipe: Recipe, *, seed: int = 3) -> Tensors:
-    """Replace each projection by its parts; returns what the parts stand for, beside all else."""
+    """Replace each projection by its quantized parts; return the restored weights and all other tensors."""
     restored: Tensors = {}
     for name in list(tensors):
         if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
@@ -56,7 +56,7 @@ def quantise(tensors: Tensors, recipe: Recipe, *, seed: int = 3) -> Tensors:
 
 
 def quantised(weight: torch.Tensor, recipe: Recipe, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
-    """The parts of weight [out, in], and what they stand for."""
+    """Return the parts of weight [out, in], and the restored weight."""
     out, size = weight.shape
     width = size if recipe.group_size == -1 else recipe.group_size
     group = torch.arange(size) // width

@@ -1,11 +1,11 @@
-"""Matrices in any type that GGUF files have, the blocks of 256 numbers too, which the gguf library reads alone."""
+"""Matrices in all GGUF types, including 256-element blocks that the gguf library can only read."""
 
 import gguf
 import numpy
 import torch
 
 LARGE = {"Q4_K": ((0, 4e-4), (2, 3e-3)), "Q5_K": ((0, 2e-4), (2, 3.1e-3)), "Q6_K": ((208, 7e-5),)}
-"""Where these blocks have numbers of float16, and which make weights of random bits about 0.1 large, around 0."""
+"""float16 positions of these blocks, and values that make random weights about 0.1."""
 
 
 def stored_matrix(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> numpy.ndarray:

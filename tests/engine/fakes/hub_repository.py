@@ -1,4 +1,4 @@
-"""A repository as hubs hold them: weights in two shards, texts, and what nobody wants."""
+"""A hub repository: two weight shards, text files, and irrelevant files."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ REPO = "org/tiny"
 
 
 def a_repository(folder: Path, *, seed: int = 0) -> Path:
-    """Two shards, an index, texts, and what nobody wants."""
+    """Write two shards, an index, text files, and irrelevant files."""
     folder.mkdir(parents=True)
     shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     for number, name in enumerate(shards):

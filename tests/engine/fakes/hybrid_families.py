@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of families whose layers do not all see alike, with every branch on, by transformers."""
+"""Tiny random checkpoints of families with mixed attention layers, with every branch enabled, by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -112,8 +112,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def save_family(name: str, folder: Path) -> Any:
-    """Transformers' model, which the folder then has: weights, biases, norms, sinks and what is added to scores are
-    random."""
+    """Save and return transformers' model with random weights, biases, norms, sinks and score offsets."""
     model_class, config_class, config = FAMILIES[name]
     torch.manual_seed(0)
     model: Any = model_class(config_class(**config))

@@ -38,7 +38,7 @@ def data_url(data: bytes, mime: str = "image/png") -> str:
 
 
 def a_png_that_says(width: int, height: int, data: bytes = b"") -> bytes:
-    """A PNG whose header has this size, whatever it holds."""
+    """Return a PNG whose header has this size, regardless of its content."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
@@ -48,12 +48,12 @@ def a_png_that_says(width: int, height: int, data: bytes = b"") -> bytes:
 
 
 def a_png_of_zeros(width: int, height: int) -> bytes:
-    """A decompression bomb: a thousandth of what it becomes."""
+    """Return a decompression bomb, a thousandth of its decompressed size."""
     return a_png_that_says(width, height, bytes(height * (1 + 3 * width)))
 
 
 def a_gif_of(num_frames: int) -> bytes:
-    """One pixel, so many times: 30 bytes a frame, without anything that says how many there are."""
+    """Return a one-pixel GIF with many frames: 30 bytes per frame and no frame count."""
     frame = b"!\xf9\x04\x00\x0a\x00\x00\x00" + b",\x00\x00\x00\x00\x01\x00\x01\x00\x00" + b"\x02\x02D\x01\x00"
     return b"GIF89a\x01\x00\x01\x00\x80\x00\x00\x00\x00\x00\xff\xff\xff" + frame * num_frames + b";"
 
@@ -61,7 +61,7 @@ def a_gif_of(num_frames: int) -> bytes:
 def a_movie(
     pictures: Sequence[Image.Image], kind: str = "mp4", codec: str = "libx264", fps: int = 8, **options: str
 ) -> bytes:
-    """A video file of these pictures, whose sides are even. Needs PyAV."""
+    """Return a video of these images with even sides. Requires PyAV."""
     av: Any = importlib.import_module("av")
     file = io.BytesIO()
     with av.open(file, "w", format=kind) as container:
@@ -74,5 +74,5 @@ def a_movie(
 
 
 def a_grey(level: int, width: int = 64, height: int = 48) -> Image.Image:
-    """One colour, which codecs keep nearly as it is."""
+    """Return a uniform image, which codecs keep nearly unchanged."""
     return Image.new("RGB", (width, height), (level, level, level))

@@ -1,5 +1,4 @@
-"""Tensor-parallel ranks as threads of one process: a group without torch.distributed, for what is too small to be worth
-processes."""
+"""Tensor-parallel ranks as threads of one process, without torch.distributed, for small tests."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +12,14 @@ PATIENCE_SECONDS = 120.0  # of one rank with another that may have failed
 
 
 class ThreadRank:
-    """What a rank of a tensor-parallel group is to a model (parallel/groups.py)."""
+    """Interface of a tensor-parallel rank to a model (parallel/groups.py)."""
 
     def __init__(self, index: int, desk: list[torch.Tensor | None], barrier: Barrier) -> None:
         self.size, self.index = len(desk), index
         self._desk, self._barrier = desk, barrier
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """What every rank has, in their order."""
+        """Return every rank's value in rank order."""
         self._desk[self.index] = x.clone()
         self._barrier.wait(PATIENCE_SECONDS)
         found = [part for part in self._desk if part is not None]
@@ -39,7 +38,7 @@ class ThreadRank:
 
 
 def on_ranks(size: int, compute: Callable[[ThreadRank], Result]) -> list[Result]:
-    """What each of `size` ranks returns. One that fails ends the others."""
+    """Return the results of `size` ranks. A failure ends the others."""
     desk: list[torch.Tensor | None] = [None] * size
     barrier = Barrier(size)
 

@@ -1,7 +1,7 @@
-"""A registry on loopback, as the OCI distribution specification describes its GETs, with faults on request.
+"""An OCI registry on loopback with injected faults.
 
-Manifests by tag and digest with their type and Docker-Content-Digest, blobs in ranges or from another address, tokens
-of a server of its own, errors with the specification's codes.
+It serves manifests by tag and digest with type and Docker-Content-Digest, blobs in ranges or from another address,
+tokens of its own token server, and the specification's error codes.
 """
 
 from __future__ import annotations
@@ -71,29 +71,29 @@ def manifest_of(layers: Sequence[Layer]) -> bytes:
 
 @dataclass
 class Faults:
-    """What goes wrong, until it is taken back."""
+    """Active faults."""
 
     cuts: dict[str, list[int]] = field(default_factory=dict)
-    """By digest of a blob: the connection is reset when it has given so many bytes; one entry per connection."""
+    """By blob digest: bytes after which the connection is reset; one entry per connection."""
     wrong: dict[str, int] = field(default_factory=dict)
-    """By digest, or tag: how many times its bytes come with one changed."""
+    """By digest or tag: number of responses with one changed byte."""
     statuses: list[int] = field(default_factory=list)
     """The next answers are these."""
     account: str | None = None
-    """USER:PASSWORD that is asked for, by a token or (`basic`) by itself."""
+    """Required USER:PASSWORD, by token or (`basic`) directly."""
     basic: bool = False
     ignores_range: bool = False
     redirects: bool = False
-    """Blobs are at another address, to which no account goes."""
+    """Blobs are at another address, which receives no credentials."""
     greedy: bool = False
-    """That address asks for an account all the same, by a server of its own."""
+    """That address requires credentials anyway, from its own token server."""
     busy_tokens: int = 0
-    """How many times the server of tokens is busy."""
+    """Number of times the token server is busy."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request that came in."""
+    """A received request."""
 
     path: str
     range: str | None
@@ -146,7 +146,7 @@ class _Server(ThreadingHTTPServer):
     registry: RegistryServer
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that go away in the middle are what tests are about."""
+        """Ignore errors of clients that disconnect, which tests provoke."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -192,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
         return authorization == f"Bearer for-{faults.account}"
 
     def _give_token(self, authorization: str | None) -> None:
-        """Everybody gets one; whether it opens anything depends on the account."""
+        """Issue a token to every client; its permissions depend on the account."""
         account = base64.b64decode((authorization or "").removeprefix("Basic ")).decode()
         self._send(200, json.dumps({"token": f"for-{account}"}).encode(), {"Content-Type": "application/json"})
 
@@ -261,4 +261,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """What was asked is in `asked`."""
+        """Do nothing: requests are recorded in `asked`."""

@@ -1,5 +1,5 @@
-"""Checkpoints as compressed-tensors, AutoFP8 and ModelOpt store them, and gpt-oss's in mxfp4, made by what their pages
-say, in plain torch.
+"""Checkpoints in the formats of compressed-tensors, AutoFP8, ModelOpt, and gpt-oss's mxfp4, by their documentation, in
+plain torch.
 """
 
 import re
@@ -15,7 +15,7 @@ PROJECTION = re.compile(r"_proj(_with_mqa)?\.weight$")
 
 @dataclass(frozen=True, slots=True)
 class ScaledRecipe:
-    """How projections are stored: `weights` as config_groups has it."""
+    """Formats of projections: `weights` as in config_groups."""
 
     storage: str
     weights: dict[str, Any]
@@ -26,7 +26,7 @@ class ScaledRecipe:
     has_input_scales: bool = False
     method: str = "compressed-tensors"
     dtype: torch.dtype = torch.bfloat16
-    """Of scales."""
+    """Dtype of scales."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -48,8 +48,9 @@ class ScaledRecipe:
 
 
 def store(tensors: Tensors, recipe: ScaledRecipe, *, seed: int = 3) -> Tensors:
-    """Replace each projection that the recipe does not ignore by its parts; returns what the parts stand for, beside
-    all else."""
+    """Replace each projection that the recipe does not ignore by its parts; return the restored weights and all other
+    tensors.
+    """
     restored: Tensors = {}
     generator = torch.Generator().manual_seed(seed)
     for name in list(tensors):
@@ -67,7 +68,7 @@ def _is_named(stem: str, entry: str) -> bool:
 
 
 def stored(weight: torch.Tensor, recipe: ScaledRecipe, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
-    """The parts of weight [out, in], and what they stand for."""
+    """Return the parts of weight [out, in], and the restored weight."""
     how, (out, size) = recipe.weights, weight.shape
     bits, is_float = how["num_bits"], how["type"] == "float"
     most = 448.0 if is_float else float((1 << bits - 1) - 1)
@@ -103,7 +104,7 @@ def stored(weight: torch.Tensor, recipe: ScaledRecipe, generator: torch.Generato
 
 
 def _places(how: dict[str, Any], out: int, size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which row and column of the scales each row and column of the weight has."""
+    """Return the scale row and column of each row and column of the weight."""
     rows, columns, strategy = torch.arange(out), torch.arange(size), how["strategy"]
     if strategy == "tensor":
         return rows * 0, columns * 0

@@ -1,5 +1,6 @@
-"""Runs a module as a process of the engine whose device has no memory for more KV blocks, while a file named after the
-process's number lies in a folder: `scarce_memory.py FOLDER MODULE`."""
+"""Run a module as an engine process whose device has no memory for more KV blocks while a file named after the process
+number exists: `scarce_memory.py FOLDER MODULE`.
+"""
 
 import os
 import runpy

@@ -1,5 +1,4 @@
-"""A tiny Qwen2.5-VL as a server finds it, with a tokenizer of bytes and what says how pictures are processed; and what
-transformers says to the same pictures."""
+"""A tiny Qwen2.5-VL checkpoint with a byte tokenizer and processor configuration, and transformers' outputs."""
 
 import json
 from collections.abc import Sequence
@@ -91,7 +90,7 @@ def _image(picture: Image.Image) -> tuple[list[int], Any]:
 
 
 def _video(frames: list[Image.Image]) -> tuple[list[int], Any]:
-    """transformers' own needs torchvision: ours, which is held to its images."""
+    """Process a video with our processor, which is tested on images; transformers' own needs torchvision."""
     processor = PatchProcessor.parse(PROCESSOR, "here")
     kept = decode_video(a_video(frames), "image/png", DecodeLimits()).pictures
     rows = processor.rows(kept)
@@ -105,7 +104,7 @@ def a_video(frames: Sequence[Image.Image]) -> bytes:
 
 
 def a_seeing_checkpoint(folder: Path, tokenizer_folder: Path) -> Seeing:
-    """Written into the folder, with that tokenizer and tokens for pictures besides."""
+    """Write the checkpoint with that tokenizer and additional image tokens."""
     said = {
         **CONFIG,
         "text_config": {

@@ -1,5 +1,6 @@
-"""A tiny Qwen2.5-VL with every branch of its tower, in transformers and as a checkpoint; images and videos for it, and
-what transformers makes of them."""
+"""A tiny Qwen2.5-VL with every branch of its vision encoder, in transformers and as a checkpoint; inputs and reference
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import torch
 from engine_benchmarks.parity import Reference
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.multimodal.items import MultiModalItem, Patches, Span
 from trimtab_engine.multimodal.patches import as_float32
 from trimtab_engine.scheduling.sampling import Sampling
@@ -84,7 +85,7 @@ class SeeingPrompt:
 
 
 def a_prompt(*parts: int | MultiModalItem, first: int = 5) -> SeeingPrompt:
-    """Items among so many tokens of text each, which go up from `first`."""
+    """Return items between runs of text tokens, which increase from `first`."""
     token_ids: list[int] = []
     spans: list[Span] = []
     for part in parts:
@@ -97,7 +98,7 @@ def a_prompt(*parts: int | MultiModalItem, first: int = 5) -> SeeingPrompt:
 
 
 def what_transformers_gets(prompt: SeeingPrompt) -> dict[str, torch.Tensor]:
-    """The arguments of its forward pass beside the token ids."""
+    """Return the arguments of its forward pass besides token ids."""
     kinds = {IMAGE: 1, VIDEO: 2}
     given = {"mm_token_type_ids": torch.tensor([[kinds.get(token, 0) for token in prompt.token_ids]])}
     images, videos = prompt.items("image"), prompt.items("video")
@@ -119,7 +120,7 @@ def reference_of(
     num_tokens: int,
     given: Callable[[SeeingPrompt], dict[str, torch.Tensor]] = what_transformers_gets,
 ) -> Reference:
-    """Its greedy tokens. `given`: what it gets of the images beside the token ids."""
+    """Return its greedy tokens. `given`: image arguments besides token ids."""
     output = model.generate(
         torch.tensor([prompt.token_ids]),
         attention_mask=torch.ones(1, len(prompt.token_ids), dtype=torch.int64),

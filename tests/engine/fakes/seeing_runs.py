@@ -10,13 +10,13 @@ from calling_recorder import noted, steps_of_a_device
 from engine_benchmarks.parity import NEAR_TIE, Reference
 from seeing_model import SeeingPrompt
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.messages import StepOutputs
+from trimtab_engine.messages.requests import StepOutputs
 
 NUM_TOKENS = 64
 
 
 class Run:
-    """An engine's answers, and what its steps said of themselves."""
+    """An engine's outputs and step statistics."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -56,7 +56,7 @@ class Run:
 
 
 def defects(tokens: dict[str, list[int]], expected: dict[str, Reference]) -> list[str]:
-    """Where they differ though the reference was decided."""
+    """Return differences at unambiguous reference tokens."""
     found = []
     for name, own in tokens.items():
         wanted = expected[name]
@@ -83,7 +83,7 @@ def check_with_the_steps_of_a_device(
 def graphs_over_ranks(
     an_engine: Callable[[], Engine], prompts: dict[str, SeeingPrompt], expected: dict[str, Reference], folder: Path
 ) -> list[str]:
-    """What each of two ranks noted of its steps, the same on both, of an engine that gives the reference's tokens."""
+    """Return the step notes of each of two ranks, checked to be equal, of an engine with the reference's tokens."""
     with steps_of_a_device(folder):
         engine = an_engine()
         try:

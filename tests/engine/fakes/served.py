@@ -1,4 +1,4 @@
-"""Requests that an engine serves to their end, step by step, and what it did with them on the way."""
+"""Requests served to their end step by step, with recorded statistics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from engine_benchmarks.parity import Reference, compare
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.messages import AddRequest, PatchConfig
+from trimtab_engine.messages.admin import PatchConfig
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.scheduling.sampling import Sampling
 
 
@@ -46,7 +47,7 @@ def serve(
 
 
 def greedy_requests(prompts: Iterable[list[int]], num_tokens: int) -> list[AddRequest]:
-    """One for each prompt, named by its number, that generates exactly `num_tokens`."""
+    """Return one request per prompt, named by its number, that generates exactly `num_tokens`."""
     sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     return [AddRequest(str(number), prompt, sampling, arrival_time=0.0) for number, prompt in enumerate(prompts)]
 

@@ -1,5 +1,4 @@
-"""Tiny models whose towers know squares as a server finds them, with a tokenizer of bytes and what says how pictures
-are processed; and what transformers says to the same pictures."""
+"""Tiny fixed-resolution image models with a byte tokenizer and processor configuration, and transformers' outputs."""
 
 import json
 from dataclasses import dataclass
@@ -52,7 +51,7 @@ class SeeingSquares:
 
     @property
     def picture(self) -> str:
-        """What the template writes for one."""
+        """Template text of one image."""
         return picture_of(self.kind)
 
     def says(self, *parts: Part) -> list[int]:
@@ -101,7 +100,7 @@ def picture_of(kind: str) -> str:
 
 
 def a_checkpoint_of_squares(kind: str, folder: Path, tokenizer_folder: Path) -> SeeingSquares:
-    """Written into the folder, with that tokenizer and tokens for pictures besides."""
+    """Write the checkpoint with that tokenizer and additional image tokens."""
     text = {"vocab_size": VOCAB_SIZE, "eos_token_id": 256, "max_position_embeddings": 512}
     model = the_reference(kind, text=text, image_token_id=IDS[picture_of(kind)])
     model.save_pretrained(folder)

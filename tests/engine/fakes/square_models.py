@@ -1,5 +1,6 @@
-"""Tiny models whose towers know squares of one size, in transformers and as checkpoints; squares for them, and what
-transformers makes of them."""
+"""Tiny models with fixed-resolution vision encoders, in transformers and as checkpoints; inputs and
+reference outputs.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +36,14 @@ VISION: dict[str, Any] = {
     "patch_size": PATCH,
 }  # fmt: skip
 TOKENS = {"llava": 16, "llava of others": 16, "idefics3": 4, "smolvlm": 4, "internvl": 4}
-"""Of a square."""
+"""Tokens per fixed-resolution image."""
 
 
 def the_reference(kind: str, *, text: Mapping[str, Any] = MappingProxyType({}), image_token_id: int = IMAGE) -> Any:
-    """Random weights that leave no branch without effect: LLaVA with CLIP and a text half that is built here, LLaVA
-    with SigLIP and one that transformers' code computes, Idefics3, SmolVLM and InternVL.
-    `text`: words of text_config besides."""
+    """Return a model with random weights in which every branch has an effect: LLaVA with CLIP and a built-in language
+    model, LLaVA with SigLIP and one on transformers' code, Idefics3, SmolVLM and InternVL. `text`: further keys of
+    text_config.
+    """
     words = TEXT | dict(text)
     torch.manual_seed(0)
     model: Any
@@ -100,7 +102,7 @@ def pixels(square: MultiModalItem) -> torch.Tensor:
 
 
 def what_llava_gets(prompt: SeeingPrompt) -> dict[str, torch.Tensor]:
-    """The arguments of its forward pass beside the token ids."""
+    """Return the arguments of its forward pass besides token ids."""
     squares = prompt.items("image")
     return {"pixel_values": torch.stack([pixels(square) for square in squares])} if squares else {}
 

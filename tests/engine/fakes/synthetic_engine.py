@@ -1,4 +1,4 @@
-"""An engine in closed form, whose best setting can be computed: what a search is tried on."""
+"""An engine in closed form with a computable optimum, for testing searches."""
 
 import math
 from dataclasses import dataclass
@@ -8,17 +8,16 @@ from trimtab_engine.bench.autotune.search import Purpose, Trial, TrialResult
 
 @dataclass(frozen=True, slots=True)
 class SyntheticEngine:
-    """A step of n sequences and p prompt tokens takes `base + per_token (n + p) + per_sequence n` seconds.
-
-    Seats beyond what the KV cache holds preempt: up to `waste` of the work is then done again. Values below, in
-    seconds and tokens, are those of an accelerator; every one is free.
+    """A step of n sequences and p prompt tokens takes `base + per_token (n + p) + per_sequence n` seconds. Sequence
+    slots beyond the KV cache preempt: up to `waste` of the work is repeated. Values in seconds and tokens are those of
+    an accelerator.
     """
 
     base: float = 0.008
     per_token: float = 3e-5
     per_sequence: float = 5e-5
     kv_tokens: int = 100_000
-    """At utilisation 1."""
+    """Tokens at utilization 1."""
     input_len: int = 512
     output_len: int = 64
     waste: float = 0.3
@@ -69,12 +68,12 @@ class SyntheticEngine:
         return running / (self.output_len * (self.base + per_request * running))
 
     def _running(self, rate: float, per_request: float, most: float) -> float:
-        """How many run at once: Little's law with steps that grow with them."""
+        """Return the concurrency by Little's law, with steps that grow with it."""
         free = 1 - rate * self.output_len * per_request
         return most if free <= 0 else min(most, max(1.0, rate * self.output_len * self.base / free))
 
     def _again(self, running: float, in_cache: float) -> float:
-        """How many times the work is done."""
+        """Return how many times the work is done."""
         return 1 + self.waste * max(0.0, 1 - in_cache / running)
 
     def _queue_seconds(self, rate: float, capacity: float) -> float:

@@ -61,6 +61,6 @@ def pixels(tile: MultiModalItem) -> torch.Tensor:
 
 
 def what_transformers_gets(prompt: SeeingPrompt) -> dict[str, torch.Tensor]:
-    """The arguments of its forward pass beside the token ids."""
+    """Return the arguments of its forward pass besides token ids."""
     tiles = prompt.items("image")
     return {"pixel_values": torch.stack([pixels(tile) for tile in tiles])} if tiles else {}

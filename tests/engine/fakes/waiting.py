@@ -1,4 +1,4 @@
-"""What another process does is waited for: for long, since machines are slow when much is built on them."""
+"""Waiting for other processes, with long timeouts because machines may be busy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """Ended, be it that nobody has asked for its exit code yet."""
+    """Return True if the process has ended, even if its exit code has not been collected."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -27,6 +27,6 @@ def is_gone(pid: int) -> bool:
 
 
 def until_gone(pids: Iterable[int]) -> None:
-    """A process ends a moment after whoever killed it, and after the parent that it is tied to."""
+    """Wait until the processes have ended, which takes a moment after their killer or parent."""
     left = list(pids)
     until(lambda: all(is_gone(pid) for pid in left), f"the end of {left}")

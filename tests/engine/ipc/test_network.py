@@ -18,7 +18,7 @@ from trimtab_engine.ipc.network import (
 needs_ipv6 = pytest.mark.skipif(interface_of("::1") is None, reason="this machine has IPv6 switched off")
 
 
-def test_an_ipv6_address_stands_in_brackets_before_a_port() -> None:
+def test_ipv6_address_is_bracketed_in_url() -> None:
     assert (in_url("fd00::7"), in_url("10.0.0.7"), in_url("node-0")) == ("[fd00::7]", "10.0.0.7", "node-0")
     assert is_ipv6_url(f"tcp://{in_url('fd00::7')}:29500")
     assert not is_ipv6_url("tcp://10.0.0.7:29500")
@@ -27,7 +27,7 @@ def test_an_ipv6_address_stands_in_brackets_before_a_port() -> None:
 
 
 @pytest.mark.parametrize("loopback", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
-def test_the_way_to_oneself_has_ones_own_address_interface_and_ports(loopback: str) -> None:
+def test_loopback_address_interface_and_ports(loopback: str) -> None:
     assert own_address(loopback, 9) == loopback
     assert interface_of(loopback) == "lo"
     ports = ReservedPorts(loopback)
@@ -45,7 +45,7 @@ def test_a_host_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) ->
         own_address("elsewhere", 9)
 
 
-def test_no_interface_has_somebody_elses_address() -> None:
+def test_foreign_address_has_no_interface() -> None:
     assert interface_of("192.0.2.1") is None
     assert interface_of("2001:db8::1") is None
 
@@ -59,7 +59,7 @@ def test_no_interface_has_somebody_elses_address() -> None:
         (set(), "0.0.0.0"),  # a laptop without a network
     ],
 )
-def test_ipv6_is_listened_on_where_there_is_nothing_else(
+def test_any_address_uses_ipv6_without_ipv4(
     families: set[int], listens_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network, "_own_address_towards", lambda family, _: "own" if family in families else None)

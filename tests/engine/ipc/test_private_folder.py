@@ -17,7 +17,7 @@ os._exit(1)
 """
 
 
-def test_a_folder_is_its_owners_alone_and_goes_when_told(tmp_path: Path) -> None:
+def test_private_folder_mode_and_removal(tmp_path: Path) -> None:
     folder = PrivateFolder(tmp_path)
     assert folder.path.stat().st_mode & 0o777 == 0o700
     folder.remove()
@@ -25,7 +25,7 @@ def test_a_folder_is_its_owners_alone_and_goes_when_told(tmp_path: Path) -> None
     assert not folder.path.exists()
 
 
-def test_what_a_crash_left_behind_goes_with_the_next_start_and_what_lives_stays(tmp_path: Path) -> None:
+def test_abandoned_folders_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
     alive = PrivateFolder(tmp_path)
     other = tmp_path / "trimtab-of-somebody"
     other.mkdir()

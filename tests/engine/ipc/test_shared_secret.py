@@ -1,4 +1,4 @@
-"""Nodes hear only those who know their secret, over real sockets on the loopback interface."""
+"""Mutual authentication of nodes over real sockets on the loopback interface."""
 
 import asyncio
 from pathlib import Path
@@ -9,12 +9,12 @@ import zmq
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.ipc import shared_secret
 from trimtab_engine.ipc.shared_secret import (
-    NothingSaid,
-    NotProven,
-    Seals,
+    AuthenticationFailed,
+    ClosedBeforeHandshake,
+    ConnectionAuthenticator,
     SharedSecret,
-    prove_as_caller,
-    prove_as_listener,
+    authenticate_as_caller,
+    authenticate_as_listener,
 )
 from trimtab_engine.ipc.stream import StreamLink
 
@@ -36,43 +36,45 @@ async def connected() -> tuple[Streams, Streams, asyncio.Server]:
     return await accepted, caller, server
 
 
-async def meet(listens: SharedSecret, calls: SharedSecret) -> tuple[Seals | BaseException, Seals | BaseException]:
+async def meet(
+    listens: SharedSecret, calls: SharedSecret
+) -> tuple[ConnectionAuthenticator | BaseException, ConnectionAuthenticator | BaseException]:
     listener, caller, server = await connected()
 
-    async def listen() -> Seals:
+    async def listen() -> ConnectionAuthenticator:
         try:
-            return await prove_as_listener(listens, *listener)
-        except NotProven:
+            return await authenticate_as_listener(listens, *listener)
+        except AuthenticationFailed:
             listener[1].close()
             raise
 
-    outcome = await asyncio.gather(listen(), prove_as_caller(calls, *caller), return_exceptions=True)
+    outcome = await asyncio.gather(listen(), authenticate_as_caller(calls, *caller), return_exceptions=True)
     for _, writer in (listener, caller):
         writer.close()
     server.close()
     return outcome[0], outcome[1]
 
 
-async def test_who_has_the_secret_is_believed() -> None:
+async def test_equal_secrets_authenticate() -> None:
     listens, calls = await meet(OURS, OURS)
-    assert isinstance(listens, Seals)
-    assert isinstance(calls, Seals)
+    assert isinstance(listens, ConnectionAuthenticator)
+    assert isinstance(calls, ConnectionAuthenticator)
     assert listens.incoming.open(calls.outgoing.close(b"there")) == b"there"
     assert calls.incoming.open(listens.outgoing.close(b"back")) == b"back"
 
 
-async def test_another_secret_is_refused_on_both_sides() -> None:
+async def test_different_secret_fails_on_both_sides() -> None:
     for listens, calls in ((OURS, THEIRS), (THEIRS, OURS)):
-        assert all(isinstance(outcome, NotProven) for outcome in await meet(listens, calls))
+        assert all(isinstance(outcome, AuthenticationFailed) for outcome in await meet(listens, calls))
 
 
 @pytest.mark.parametrize("tamper", ["changed", "repeated", "reflected", "another connection's"])
 async def test_a_message_that_was_tampered_with_is_refused(tamper: str) -> None:
     listens, calls = await meet(OURS, OURS)
     others, _ = await meet(OURS, OURS)
-    assert isinstance(listens, Seals)
-    assert isinstance(calls, Seals)
-    assert isinstance(others, Seals)
+    assert isinstance(listens, ConnectionAuthenticator)
+    assert isinstance(calls, ConnectionAuthenticator)
+    assert isinstance(others, ConnectionAuthenticator)
     sealed = calls.outgoing.close(b"end")
     if tamper == "changed":
         sealed = sealed[:-1] + b"!"
@@ -81,13 +83,15 @@ async def test_a_message_that_was_tampered_with_is_refused(tamper: str) -> None:
     elif tamper == "reflected":
         sealed = listens.outgoing.close(b"end")
     reader = others if tamper == "another connection's" else listens
-    with pytest.raises(NotProven, match="code is wrong"):
+    with pytest.raises(AuthenticationFailed, match="wrong authentication code"):
         reader.incoming.open(sealed)
 
 
-async def test_a_sealed_stream_carries_messages_and_takes_no_stranger_s() -> None:
+async def test_authenticated_stream_rejects_foreign_messages() -> None:
     listener, caller, server = await connected()
-    theirs, ours = await asyncio.gather(prove_as_listener(OURS, *listener), prove_as_caller(OURS, *caller))
+    theirs, ours = await asyncio.gather(
+        authenticate_as_listener(OURS, *listener), authenticate_as_caller(OURS, *caller)
+    )
     listens: StreamLink[Word] = StreamLink(*listener, Word, theirs)
     StreamLink(*caller, Word, ours).send(Word("hello"))
     assert await listens.receive() == Word("hello")
@@ -99,35 +103,35 @@ async def test_a_sealed_stream_carries_messages_and_takes_no_stranger_s() -> Non
     server.close()
 
 
-async def test_a_listener_tells_a_stranger_from_somebody_who_only_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_listener_distinguishes_port_check_from_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_secret, "PROOF_SECONDS", 0.1)
-    for sent, why in ((b"", NothingSaid), (b"GET / HTTP/1.1\r\n\r\n", NotProven)):
+    for sent, why in ((b"", ClosedBeforeHandshake), (b"GET / HTTP/1.1\r\n\r\n", AuthenticationFailed)):
         listener, caller, server = await connected()
         caller[1].write(sent)
         caller[1].write_eof()
         with pytest.raises(why) as refused:
-            await prove_as_listener(OURS, *listener)
+            await authenticate_as_listener(OURS, *listener)
         assert refused.type is why
         for _, writer in (listener, caller):
             writer.close()
         server.close()
     listener, caller, server = await connected()
-    with pytest.raises(NotProven, match="did not prove within"):
-        await prove_as_listener(OURS, *listener)
+    with pytest.raises(AuthenticationFailed, match="no proof of the secret within"):
+        await authenticate_as_listener(OURS, *listener)
     for _, writer in (listener, caller):
         writer.close()
     server.close()
 
 
 @pytest.mark.parametrize(("calls", "is_heard"), [(OURS, True), (THEIRS, False), (None, False)])
-def test_a_guarded_zmq_socket_hears_those_with_the_secret_alone(calls: SharedSecret | None, is_heard: bool) -> None:
+def test_curve_socket_accepts_only_shared_secret(calls: SharedSecret | None, is_heard: bool) -> None:
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     try:
-        OURS.guard_listener(inbox)
+        OURS.set_curve_server(inbox)
         port = inbox.bind_to_random_port("tcp://127.0.0.1")
         if calls is not None:
-            calls.guard_caller(outbox)
+            calls.set_curve_client(outbox)
         outbox.connect(f"tcp://127.0.0.1:{port}")
         outbox.send(b"word")
         assert bool(inbox.poll(WAIT_MILLISECONDS if is_heard else DEAF_MILLISECONDS)) == is_heard

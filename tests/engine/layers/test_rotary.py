@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from trimtab_engine.config.model import RopeConfig
 from trimtab_engine.layers.rotary import RotaryAngles
 from trimtab_engine.models.registry import parse_model_config
+from trimtab_modelspec.config import RopeConfig
 
 LLAMA3 = {
     "rope_type": "llama3",

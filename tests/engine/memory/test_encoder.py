@@ -1,10 +1,10 @@
-"""What images and videos take of a device, before any comes."""
+"""Device memory of images and videos, estimated in advance."""
 
 from dataclasses import replace
 
 import pytest
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.config.vision import Squares, Tiles, VisionConfig, Windows
+from trimtab_engine.config.vision import FixedResolution, TileLayout, VisionConfig, VisionWindows
 from trimtab_engine.memory.encoder import EncoderLimits, kept_bytes, tower_peak_bytes
 
 VISION = VisionConfig(
@@ -17,7 +17,7 @@ VISION = VisionConfig(
     frames_per_patch=1,
     merge_size=2,
     output_size=7,
-    windows=Windows(size=4, whole_layers=frozenset(), tokens_per_second=1),
+    windows=VisionWindows(size=4, whole_layers=frozenset(), tokens_per_second=1),
 )
 
 
@@ -39,7 +39,7 @@ def test_a_step_s_worth_and_the_largest_image_are_kept(
     assert EncoderLimits.of(config, max_model_len) == EncoderLimits(tokens, tokens)
 
 
-def test_what_is_said_is_kept_and_computed_and_what_is_larger_than_either_never_is() -> None:
+def test_configured_encoder_limits_bound_items() -> None:
     config = EngineConfig(model="m", encoder_cache_size=300, max_num_encoder_input_tokens=100)
     limits = EncoderLimits.of(config, 4096)
     assert limits == EncoderLimits(num_kept_tokens=300, step_budget=100)
@@ -47,19 +47,19 @@ def test_what_is_said_is_kept_and_computed_and_what_is_larger_than_either_never_
 
 
 def test_a_tower_of_tiles_computes_one_tile_at_a_time() -> None:
-    tiled = replace(VISION, windows=None, tiles=Tiles(size=12, projector_size=4, rope_theta=1e4))
+    tiled = replace(VISION, windows=None, tiles=TileLayout(size=12, projector_size=4, rope_theta=1e4))
     limits = EncoderLimits(num_kept_tokens=1000, step_budget=500)
     assert limits.num_bytes(tiled, 2) == kept_bytes(tiled, 1000, 2) + tower_peak_bytes(tiled, 9, 2)
 
 
-def test_embeddings_take_their_own_size_and_a_tower_that_of_all_patches_and_embeddings() -> None:
+def test_encoder_memory_counts_embeddings_and_patches() -> None:
     assert kept_bytes(VISION, 100, 2) == 100 * 7 * 2
     patches = 100 * 4 * (12 * 10 * 4 + 2 * 12 * 4)  # 4 a token, in float32
     assert tower_peak_bytes(VISION, 100, 2) == patches + 100 * 7 * 4
 
 
 def test_a_projector_of_two_products_has_three_rows_of_embeddings() -> None:
-    squares = Squares(size=12, num_tokens=9, transformers_config="{}")
-    tower = replace(VISION, windows=None, squares=squares)
+    fixed_resolution = FixedResolution(size=12, num_tokens=9, transformers_config="{}")
+    tower = replace(VISION, windows=None, fixed_resolution=fixed_resolution)
     wider = replace(tower, output_size=tower.output_size + 1000)
     assert tower_peak_bytes(wider, 9, 2) - tower_peak_bytes(tower, 9, 2) == 3 * 9 * 1000 * 4

@@ -105,7 +105,7 @@ def test_too_small_a_kv_cache_is_refused_in_known_words_with_each_way_out() -> N
     check_one_request_fits(a_formula(gpu_memory_utilization="0.75", max_model_len=1056))
 
 
-def test_what_cannot_help_is_not_advised() -> None:
+def test_useless_advice_is_omitted() -> None:
     with pytest.raises(ConfigError) as error:
         check_one_request_fits(a_formula(device_bytes=900 * MIB))
     assert "raise --gpu-memory-utilization" not in str(error.value)
@@ -125,9 +125,9 @@ def test_a_fixed_kv_cache_that_is_too_small_names_its_own_flag(flag: str, least:
 @pytest.mark.parametrize(
     ("flag", "most"), [("--num-gpu-blocks-override", 1261), ("--kv-cache-memory-bytes", 887 << 20)]
 )
-def test_a_fixed_kv_cache_larger_than_the_device_is_refused_with_what_would_fit(flag: str, most: int) -> None:
+def test_fixed_kv_cache_above_device_is_rejected_with_maximum(flag: str, most: int) -> None:
     check_one_request_fits_fixed(a_formula(), 1261, flag)
-    with pytest.raises(ConfigError, match=f"{flag} asks for a KV cache of .* lower it to {most} or less"):
+    with pytest.raises(ConfigError, match=f"{flag} requires a KV cache of .* lower it to {most} or less"):
         check_one_request_fits_fixed(a_formula(), 1262, flag)
 
 
@@ -136,12 +136,12 @@ def before_loading(**given: Any) -> MemoryFormula:
     return a_formula(**{"activations_peak_bytes": 0, **given})
 
 
-def test_weights_that_fit_beside_one_request_may_be_read() -> None:
+def test_weights_fitting_with_one_request_are_accepted() -> None:
     check_before_loading(before_loading(device_bytes=1037 * MIB), fixed_by=None, limit_bytes=1037 * MIB)
     check_before_loading(before_loading(device_bytes=843 * MIB), fixed_by="--num-gpu-blocks-override", limit_bytes=None)
 
 
-def test_weights_that_cannot_fit_are_refused_before_they_are_read_with_numbers_and_what_to_set() -> None:
+def test_too_large_weights_are_rejected_before_reading() -> None:
     with pytest.raises(ConfigError) as error:
         check_before_loading(before_loading(device_bytes=1000 * MIB), fixed_by=None, limit_bytes=None)
     assert str(error.value) == (
@@ -153,7 +153,7 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read_with_numbers_a
     )
 
 
-def test_a_container_limit_below_the_weights_is_refused_whatever_size_the_device_is_given() -> None:
+def test_container_limit_below_weights_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"the container's memory limit is 0\.78 GiB; raise the limit to more than"
     ) as e:
@@ -185,7 +185,7 @@ def a_ledger(driver: int = 1000) -> Ledger:
 
 
 @pytest.mark.parametrize(("driver", "unattributed"), [(1000, 160), (840, 0), (800, -40)])
-def test_the_ledger_says_what_no_owner_explains(driver: int, unattributed: int) -> None:
+def test_ledger_reports_unattributed_bytes(driver: int, unattributed: int) -> None:
     assert a_ledger(driver).unattributed_bytes == unattributed
 
 

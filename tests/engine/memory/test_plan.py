@@ -1,4 +1,4 @@
-"""POST /admin/v1/memory/plan: what another configuration would give, and where each number comes from."""
+"""POST /admin/v1/memory/plan: memory of another configuration and the source of each number."""
 
 import json
 from dataclasses import replace
@@ -61,7 +61,7 @@ def refused(asked: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-def test_a_plan_that_asks_for_nothing_gives_what_is() -> None:
+def test_empty_plan_equals_current_memory() -> None:
     body = planned()
     formula = a_base().formula
     assert (body["num_blocks"], body["num_tokens"]) == (formula.num_blocks, formula.num_tokens)
@@ -80,7 +80,7 @@ def test_a_higher_utilisation_gives_the_blocks_of_the_formula() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "peak"), [(4096, 320 * MIB), (1024, 80 * MIB), (64, 64 * 49152 * 12)])
-def test_activations_scale_with_the_budget_but_not_below_what_sampling_takes(tokens: int, peak: int) -> None:
+def test_activations_scale_with_budget_above_sampling_minimum(tokens: int, peak: int) -> None:
     body = planned(max_num_batched_tokens=tokens)
     assert body["kinds"]["activations_peak"] == peak
     assert body["sources"]["activations_peak"] == "scaled"
@@ -106,7 +106,7 @@ def test_swap_space_on_the_cpu_is_taken_from_the_kv_cache() -> None:
     assert (status, elsewhere["num_blocks"]) == (200, planned()["num_blocks"])
 
 
-def test_swap_space_that_is_too_large_on_the_cpu_is_named_as_what_to_lower() -> None:
+def test_too_large_cpu_swap_space_is_named_in_advice() -> None:
     too_much = planned(swap_space_bytes="1Gi")
     assert too_much["fits"] is False
     assert "What to do: lower swap_space_bytes from 1024Mi to 167Mi or less" in too_much["message"]
@@ -141,7 +141,7 @@ def test_all_ranks_are_planned_and_the_tightest_decides() -> None:
     assert kinds["weights"] == heavy.weights_bytes // 3
 
 
-def test_what_does_not_fit_says_so_and_what_to_set() -> None:
+def test_plan_that_does_not_fit_has_advice() -> None:
     body = planned(gpu_memory_utilization=0.75)
     assert body["fits"] is False
     assert "raise --gpu-memory-utilization from 0.75 to 0.7808 or more" in body["message"]
@@ -177,11 +177,11 @@ def test_max_model_len_auto_is_the_longest_that_fits() -> None:
         ({"tensor_parallel_size": 12}, "tensor_parallel_size", 9, "key and value heads"),
         ({"pipeline_parallel_size": 31}, "pipeline_parallel_size", 30, "between 1 and 30"),
         ({"swap_space_bytes": -1}, "swap_space_bytes", 0, "between 0"),
-        ({"max_num_seq": 3}, "max_num_seq", None, "cannot be planned; what can be asked: gpu_memory_utilization"),
+        ({"max_num_seq": 3}, "max_num_seq", None, "cannot be planned; plannable fields: gpu_memory_utilization"),
         ({"y" * 10_000: 3}, "y" * 100, None, "cannot be planned"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_nearest_that_can(
+def test_impossible_plan_value_is_rejected_with_nearest(
     asked: dict[str, Any], field: str, nearest: object, message: str
 ) -> None:
     body = refused(asked)

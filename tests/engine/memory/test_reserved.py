@@ -1,4 +1,4 @@
-"""What is set aside for the engine's processes: a rule, so that the same flags give the same KV cache."""
+"""Memory reserved for the engine's processes: a rule, so that equal flags give equal KV caches."""
 
 from typing import Any
 
@@ -31,9 +31,7 @@ SERVER = API_SERVER_BYTES + 48 * MIB
         (2, 0, True, RANK_BYTES + FIRST_PROCESS_BYTES // 2),  # a node that only computes
     ],
 )
-def test_each_rank_sets_aside_its_own_process_and_its_part_of_the_common_ones(
-    ranks: int, servers: int, has_first: bool, expected: int
-) -> None:
+def test_rank_reserves_own_process_and_common_share(ranks: int, servers: int, has_first: bool, expected: int) -> None:
     processes = Processes(num_ranks=ranks, num_api_servers=servers, has_first_process=has_first)
     assert reserved_bytes(processes, VOCABULARY) == expected
 
@@ -57,11 +55,11 @@ def test_a_part_is_rounded_up() -> None:
         ),
     ],
 )
-def test_the_configuration_says_which_processes_there_are(changes: dict[str, Any], expected: int) -> None:
+def test_processes_follow_configuration(changes: dict[str, Any], expected: int) -> None:
     assert reserved_for_processes(EngineConfig(model="m", **changes), VOCABULARY) == expected
 
 
-def test_steps_take_a_margin_and_what_one_dnn_compiles() -> None:
+def test_activations_include_margin_and_onednn_code() -> None:
     assert cpu_activation_bytes(100, 0) == 125
     assert cpu_activation_bytes(101, 2) == 127 + 2 * ROW_SIZE_BYTES
 
@@ -85,9 +83,7 @@ SEES: dict[str, Any] = {"api_server_count": 1, "limit_mm_per_prompt": {"image": 
         ({"api_server_count": 1, "tensor_parallel_size": 2, "nnodes": 2, "node_rank": 1}, GIB, 0),
     ],
 )
-def test_images_that_are_kept_take_a_share_of_a_small_memory_and_are_set_aside(
-    changes: dict[str, Any], each: int, count: int
-) -> None:
+def test_image_caches_are_reserved_as_share_of_memory(changes: dict[str, Any], each: int, count: int) -> None:
     config = EngineConfig(model="m", **SEES | changes)
     assert (config.processor_cache_bytes, config.num_local_media_caches) == (each, count)
     blind = EngineConfig(model="m", **SEES | changes | {"limit_mm_per_prompt": {}})

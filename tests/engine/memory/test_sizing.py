@@ -1,4 +1,4 @@
-"""How large the KV cache starts, may become, and what start-up says when memory does not suffice."""
+"""KV cache size at start, its cap, and errors for insufficient memory."""
 
 import re
 from typing import Any
@@ -47,7 +47,7 @@ def a_config(**given: Any) -> EngineConfig:
         ({}, {"tower_bytes": GIB}, False),  # what computes images counts as well
     ],
 )
-def test_what_cannot_fit_is_known_before_the_weights_are_read(
+def test_unfitting_model_is_rejected_before_weights(
     config: dict[str, Any], changes: dict[str, Any], fits: bool
 ) -> None:
     if fits:
@@ -59,11 +59,11 @@ def test_what_cannot_fit_is_known_before_the_weights_are_read(
 
 SEES = {"limit_mm_per_prompt": {"image": 4}, "api_server_count": 1, "device_memory_bytes": 16 * GIB}
 WITHOUT_THE_TOWER = (
-    r"""serve text alone with --limit-mm-per-prompt '\{"image": 0, "video": 0\}', which drops the tower"""
+    r"""serve text only with --limit-mm-per-prompt '\{"image": 0, "video": 0\}', which drops the vision encoder"""
 )
 
 
-def test_where_images_take_the_memory_it_says_so_and_what_gives_it_back() -> None:
+def test_error_names_image_memory_and_advice() -> None:
     sees = a_config(**SEES)
     for changes in ({"tower_bytes": GIB}, {"tower_bytes": GIB, "limit_bytes": 12 * GIB}):
         with pytest.raises(ConfigError, match=r"the weights take .* \(the tower's 1\.00 GiB among them\)") as refused:
@@ -84,7 +84,7 @@ def test_where_images_take_the_memory_it_says_so_and_what_gives_it_back() -> Non
         ("kv_cache", "lower --gpu-memory-utilization"),
     ],
 )
-def test_a_failed_allocation_is_told_with_the_numbers_and_what_to_set(stage: str, remedy: str) -> None:
+def test_failed_allocation_reports_numbers_and_advice(stage: str, remedy: str) -> None:
     text = out_of_memory(a_config(device_memory_bytes=16 * GIB), stage)
     assert f"in stage {stage} on a device of 16.00 GiB" in text
     assert "max_num_batched_tokens 2048, max_num_seqs 128" in text
@@ -92,8 +92,8 @@ def test_a_failed_allocation_is_told_with_the_numbers_and_what_to_set(stage: str
     assert "\n" not in text
 
 
-def test_on_cuda_an_image_as_large_as_may_come_is_what_to_make_smaller() -> None:
-    """There start-up computes it; on the CPU what it would take is set aside by a rule."""
+def test_cuda_advice_is_smaller_image_limit() -> None:
+    """On CUDA start-up computes the item; on the CPU a rule reserves its memory."""
     remedy = "lower --max-num-encoder-input-tokens"
     seeing = {"limit_mm_per_prompt": {"image": 4}}
     assert remedy in out_of_memory(a_config(device="cuda", **seeing), "profile")
@@ -130,15 +130,13 @@ def a_formula(**given: Any) -> MemoryFormula:
         ({"kv_cache_memory_bytes": 2 * GIB}, 5 * GIB, None),
     ],
 )
-def test_what_others_do_not_leave_is_warned_of_with_the_number_to_set(
-    config: dict[str, Any], room: int, remedy: str | None
-) -> None:
+def test_insufficient_room_is_warned_with_number(config: dict[str, Any], room: int, remedy: str | None) -> None:
     formula, wanted = a_formula(), a_config(**config)
     warning = what_is_too_much(wanted, formula, size_kv_cache(wanted, formula), room)
     assert (warning is None) == (remedy is None)
     if warning is not None and remedy is not None:
         assert remedy in warning
-        assert f"there are {room / GIB:.2f} GiB" in warning
+        assert f"leave only {room / GIB:.2f} GiB" in warning
 
 
 @pytest.mark.parametrize(

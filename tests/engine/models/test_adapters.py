@@ -27,7 +27,8 @@ from trimtab_engine.config.adapters import AdapterConfig, AdapterModule
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.device.device import Device
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
+from trimtab_engine.runner.loading import load_model_runner
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
@@ -158,7 +159,7 @@ def test_logits_equal_those_of_merged_weights_at_every_position(checkpoint: Chec
     config = EngineConfig(
         model=checkpoint.folder, block_size=BLOCK_SIZE, dtype="float32", cpu_threads=1, adapters=checkpoint.config
     )
-    runner = ModelRunner.load(config, Device("cpu", cpu_threads=1), lambda stage, percent: None)
+    runner = load_model_runner(ModelRunner, config, Device("cpu", cpu_threads=1), lambda stage, percent: None)
     runner.init_kv_cache(64)
     runner.kv_cache.map_blocks(64)
     loaded = {"": None} | {each.adapter.name: each.adapter for each in runner.adapters}
@@ -166,7 +167,7 @@ def test_logits_equal_those_of_merged_weights_at_every_position(checkpoint: Chec
     for name, adapter in loaded.items():
         request = Request.of("r", prompt, Sampling(), arrival_time=0.0, adapter=adapter)
         request.block_tables = [list(range(group, 5 * num_groups, num_groups)) for group in range(num_groups)]
-        request.num_gone = [0] * num_groups
+        request.num_out_of_window = [0] * num_groups
         rows = [runner.execute([ScheduledSequence(request, i, 1, samples=True)]) for i in range(len(prompt))]
         with torch.no_grad():
             expected = checkpoint.models[name](torch.tensor([prompt])).logits[0]

@@ -19,7 +19,8 @@ from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core import startup
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.layers.adapted import StackedAdaptedLinear
-from trimtab_engine.messages import AddRequest, LoadLora, Sleep, UnloadLora, WakeUp
+from trimtab_engine.messages.admin import LoadLora, Sleep, UnloadLora, WakeUp
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.scheduling.sampling import Sampling

@@ -11,8 +11,9 @@ from engine_benchmarks.parity import greedy_generator, load_runner
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
 from trimtab_engine.layers import linear
+from trimtab_engine.runner.loading import load_model_runner
 from trimtab_engine.runner.model_runner import ModelRunner
-from trimtab_kernels.native.library import NativeUnavailable, NativeLibrary, native_library
+from trimtab_kernels.native.library import NativeLibrary, NativeUnavailable, native_library
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -83,7 +84,7 @@ def test_other_dtypes_are_torch_s(checkpoint: Path, caplog: pytest.LogCaptureFix
         pytest.skip("no compiled operators here")
     config = EngineConfig(model=str(checkpoint), dtype="bfloat16", load_format="dummy")
     with caplog.at_level(logging.INFO):
-        runner = ModelRunner.load(config, Device("cpu"), lambda stage, percent: None)
+        runner = load_model_runner(ModelRunner, config, Device("cpu"), lambda stage, percent: None)
     assert not runner._model.is_compiled
     assert "they compute in float32 and the model in bfloat16" in caplog.text
     assert linear.library_for(torch.bfloat16, torch.device("cpu")) is None

@@ -18,12 +18,12 @@ from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.held_bytes import bytes_to_hold
 from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.registry import open_model, parse_model_config
-from trimtab_engine.parallel.groups import ALONE
+from trimtab_engine.parallel.groups import SINGLE_RANK
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_kernels.native.quantised import QuantisedBlocks
-from trimtab_modelspec.four_bit_form import FourBits
+from trimtab_modelspec.four_bit_format import FourBits
 from trimtab_modelspec.quantization import Quantization
 from trimtab_modelspec.tensors import num_quantizable
 
@@ -231,8 +231,8 @@ def bytes_of(load: Loader, words: dict[str, Any]) -> int:
     shard = shard_model(config, Layout(), 0)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        attention = load_attention(config, prefix + "self_attn.", shard, ALONE, load)
-        mlp = load_mlp(config, prefix + "mlp.", shard, ALONE, load)
+        attention = load_attention(config, prefix + "self_attn.", shard, SINGLE_RANK, load)
+        mlp = load_mlp(config, prefix + "mlp.", shard, SINGLE_RANK, load)
         for product in (attention.qkv, attention.output, mlp.gate_up, mlp.down):
             assert product.native is not None
             total += product.native.weight.numel() * 4
@@ -310,7 +310,7 @@ def test_experts_are_multiplied_in_blocks(tmp_path: Path, words: dict[str, Any])
     config = parse_model_config(words, {}, "config.json")
     layer = next(layer for layer in range(config.num_layers) if config.is_moe_layer(layer))
     shard = shard_model(config, Layout(), 0)
-    mixture = load_mixture(config, f"model.layers.{layer}.mlp.", shard, ALONE, load)
+    mixture = load_mixture(config, f"model.layers.{layer}.mlp.", shard, SINGLE_RANK, load)
     assert not isinstance(mixture.experts, StackedExperts)
     assert len(mixture.experts) == len(shard.experts)
     for expert in mixture.experts:
@@ -377,7 +377,7 @@ def test_the_facts_count_what_is_stored(tmp_path: Path, recipe: Recipe) -> None:
     [
         (Recipe("awq"), "weights: awq, 4 bits, multiplied as they are stored"),
         (Recipe("gptq", is_ordered=True), "weights: gptq, 4 bits, multiplied as they are stored"),
-        (Recipe("gptq", group_size=16), "weights: gptq, 4 bits, restored to float32 as they load"),
+        (Recipe("gptq", group_size=16), "weights: gptq, 4 bits, restored to float32 while loading"),
     ],
     ids=["awq", "gptq", "groups of 16"],
 )

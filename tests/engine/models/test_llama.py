@@ -104,6 +104,7 @@ def test_logits_equal_transformers_at_every_position(tmp_path: Path) -> None:
 def test_half_precision_is_close(dtype: str, tmp_path: Path) -> None:
     from trimtab_engine.config.engine import EngineConfig
     from trimtab_engine.device.device import Device
+    from trimtab_engine.runner.loading import load_model_runner
     from trimtab_engine.runner.model_runner import ModelRunner
     from trimtab_engine.scheduling.batch import ScheduledSequence
     from trimtab_engine.scheduling.request import Request
@@ -111,7 +112,7 @@ def test_half_precision_is_close(dtype: str, tmp_path: Path) -> None:
 
     reference = a_checkpoint(tmp_path)
     config = EngineConfig(model=str(tmp_path), dtype=dtype)  # type: ignore[arg-type]
-    runner = ModelRunner.load(config, Device("cpu"), lambda stage, percent: None)
+    runner = load_model_runner(ModelRunner, config, Device("cpu"), lambda stage, percent: None)
     runner.init_kv_cache(4)
     request = Request.of("r", prompts()[-1], Sampling(), arrival_time=0.0)
     request.block_tables[0] = [2, 0, 1]

@@ -19,7 +19,7 @@ from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.held_bytes import bytes_to_hold
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import open_model, parse_model_config
-from trimtab_engine.parallel.groups import ALONE
+from trimtab_engine.parallel.groups import SINGLE_RANK
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.weights.mxfp4 import Mxfp4Source
@@ -127,7 +127,7 @@ def test_a_published_model_computes_what_its_experts_stand_for(tmp_path: Path, d
 def test_experts_are_held_in_four_bits_and_a_half(tmp_path: Path) -> None:
     source, config = opened(a_model(tmp_path)), parse_model_config(CONFIG, {}, "config.json")
     load = Loader(source, torch.float32, CPU, lambda count: None)
-    mixture = load_mixture(config, "model.layers.0.mlp.", shard_model(config, Layout(), 0), ALONE, load)
+    mixture = load_mixture(config, "model.layers.0.mlp.", shard_model(config, Layout(), 0), SINGLE_RANK, load)
     assert not isinstance(mixture.experts, StackedExperts)
     sizes = [[product.native.weight.numel() * 4 for product in (mlp.gate_up, mlp.down) if product.native]
              for mlp in mixture.experts]  # fmt: skip
@@ -207,7 +207,7 @@ def test_the_facts_count_experts_as_they_are_stored(tmp_path: Path) -> None:
 @needs_compiled
 @pytest.mark.parametrize(
     ("dtype", "words"),
-    [("float32", "multiplied as they are stored"), ("bfloat16", "restored to bfloat16 as they load")],
+    [("float32", "multiplied in their stored format"), ("bfloat16", "restored to bfloat16 while loading")],
 )
 def test_an_engine_says_how_experts_are_held(
     tmp_path: Path, dtype: str, words: str, caplog: pytest.LogCaptureFixture
@@ -218,7 +218,7 @@ def test_an_engine_says_how_experts_are_held(
             model, load_format="auto", num_gpu_blocks_override=16, max_model_len=32, dtype=dtype
         )
     assert engine.config()["envelope"]["quantization"] == "mxfp4"
-    assert f"weights: mxfp4, 4 bits, of experts alone, {words}" in caplog.text
+    assert f"weights: mxfp4, 4 bits, experts only, {words}" in caplog.text
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])

@@ -21,7 +21,7 @@ from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
-from trimtab_engine.runner.model_runner import say_what_was_restored
+from trimtab_engine.runner.loading import log_restored_weights
 from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, LAYER_NAMES, GgufSource
 from trimtab_kernels.native.quantised import BLOCK_FORMATS, QuantisedBlocks
 from trimtab_modelspec.quantization import Quantization
@@ -175,8 +175,8 @@ def test_the_log_names_what_is_held_larger_than_it_is_stored(tmp_path: Path, cap
     for layer in range(2):
         load.part_of_sum(f"model.layers.{layer}.mlp.down_proj", (0, WIDE))
     load.vocabulary("model.embed_tokens.weight", rows=None)
-    say_what_was_restored(load)
-    assert "weights: restored to bfloat16 as they loaded: 2 x model.layers.*.mlp.down_proj.weight (Q4_K)" in caplog.text
+    log_restored_weights(load)
+    assert "weights restored to bfloat16 while loading: 2 x model.layers.*.mlp.down_proj.weight (Q4_K)" in caplog.text
     assert "embed_tokens" not in caplog.text
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3Model
-from trimtab_engine.config.pooling import OfCheckpoint, PoolerConfig
+from trimtab_engine.config.pooling import CheckpointPooling, PoolerConfig
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.errors import ConfigError, ModelError, NotSupportedError
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.pooler import pooling_of_checkpoint
 from trimtab_engine.scheduling.sampling import Sampling
@@ -34,9 +34,9 @@ def say(folder: Path, *modules: str, **pooling: Any) -> None:
 
 
 def test_a_folder_that_says_nothing_is_pooled_as_decoders_are(tmp_path: Path) -> None:
-    assert pooling_of_checkpoint(tmp_path) == OfCheckpoint("LAST", normalize=True, where=None)
+    assert pooling_of_checkpoint(tmp_path) == CheckpointPooling("LAST", normalize=True, where=None)
     (tmp_path / "model.gguf").touch()
-    assert pooling_of_checkpoint(tmp_path / "model.gguf") == OfCheckpoint()
+    assert pooling_of_checkpoint(tmp_path / "model.gguf") == CheckpointPooling()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_pooling_module_says_how_and_a_normalize_module_whether(
     tmp_path: Path, modules: tuple[str, ...], pooling: dict[str, Any], method: str, normalize: bool
 ) -> None:
     say(tmp_path, *modules, **pooling)
-    assert pooling_of_checkpoint(tmp_path) == OfCheckpoint(method, normalize, str(tmp_path / "modules.json"))
+    assert pooling_of_checkpoint(tmp_path) == CheckpointPooling(method, normalize, str(tmp_path / "modules.json"))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_where_the_module_s_folder_is_missing_a_flag_may_say_it(tmp_path: Path) 
     (tmp_path / "1_Pooling" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"names a Pooling module, but there is no .*1_Pooling/config\.json; copy it"):
         pooling_of_checkpoint(tmp_path)
-    assert pooling_of_checkpoint(tmp_path, "MEAN") == OfCheckpoint("MEAN", True, str(tmp_path / "modules.json"))
+    assert pooling_of_checkpoint(tmp_path, "MEAN") == CheckpointPooling("MEAN", True, str(tmp_path / "modules.json"))
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", "no json", "[{}]"])
@@ -171,7 +171,7 @@ def test_one_that_pools_its_first_token_is_refused_with_the_reason_and_what_woul
     folder = bare()
     say(folder, "Transformer", "Pooling", pooling_mode_cls_token=True)
     with pytest.raises(
-        NotSupportedError, match=r"CLS is not supported: the first token of a decoder sees no other one.*--pooler"
+        NotSupportedError, match=r"CLS is not supported: the first token of a decoder attends to no other one.*--pooler"
     ):
         embedded(folder)
     assert embedded(folder, pooler=PoolerConfig(pooling_type="MEAN")).shape == (64,)

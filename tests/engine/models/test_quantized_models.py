@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from trimtab_engine.errors import ConfigError, ModelError
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.models import loading
 from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
 from trimtab_engine.models.facts import model_facts

@@ -21,7 +21,7 @@ from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.held_bytes import bytes_to_hold
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import open_model, parse_model_config
-from trimtab_engine.parallel.groups import ALONE
+from trimtab_engine.parallel.groups import SINGLE_RANK
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.weights.scaled import ScaledSource
@@ -234,7 +234,7 @@ def test_matrices_are_held_as_small_as_the_products_take_them(tmp_path: Path, na
     assert torch.equal(blocks.restored(), source.tensor(f"{MLP}up_proj.weight"))
     load, shard = a_loader(source), shard_model(parse_model_config(DENSE, {}, "config.json"), Layout(), 0)
     config = parse_model_config(DENSE, {}, "config.json")
-    attention = load_attention(config, "model.layers.0.self_attn.", shard, ALONE, load)
+    attention = load_attention(config, "model.layers.0.self_attn.", shard, SINGLE_RANK, load)
     assert attention.qkv.native is not None
     assert attention.qkv.native.weight.numel() * 4 == 128 * 64 * held[1]
     assert load.restored == []
@@ -244,7 +244,7 @@ def test_matrices_are_held_as_small_as_the_products_take_them(tmp_path: Path, na
 def test_experts_are_multiplied_as_they_are_stored(tmp_path: Path) -> None:
     load = a_loader(opened(a_model(tmp_path, RECIPES["FP8-dynamic"], MIXTURE)))
     config = parse_model_config(MIXTURE, {}, "config.json")
-    mixture = load_mixture(config, "model.layers.0.mlp.", shard_model(config, Layout(), 0), ALONE, load)
+    mixture = load_mixture(config, "model.layers.0.mlp.", shard_model(config, Layout(), 0), SINGLE_RANK, load)
     assert not isinstance(mixture.experts, StackedExperts)
     for expert in mixture.experts:
         assert expert.gate_up.native is not None
@@ -257,7 +257,7 @@ def test_ignored_projections_beside_quantised_ones_are_restored_and_named(tmp_pa
     source = opened(a_model(tmp_path, ignoring))
     load, config = a_loader(source), parse_model_config(DENSE, {}, "config.json")
     shard = shard_model(config, Layout(), 0)
-    load_attention(config, "model.layers.0.self_attn.", shard, ALONE, load)
+    load_attention(config, "model.layers.0.self_attn.", shard, SINGLE_RANK, load)
     if load.is_packed:
         assert load.restored == [f"model.layers.*.self_attn.{name}_proj.weight (float8 by channel)" for name in "qv"]
     tensors = expected_tensors(config)
@@ -433,5 +433,5 @@ def test_an_engine_says_how_its_weights_are_held(
         )
     assert engine.config()["envelope"]["quantization"] == opened(model).form.name
     assert words in caplog.text
-    assert "weights: restored to" not in caplog.text
-    assert "the checkpoint's scales of keys and values are for --kv-cache-dtype fp8 alone" in caplog.text
+    assert "weights restored to" not in caplog.text
+    assert "the checkpoint's key and value scales apply only to --kv-cache-dtype fp8" in caplog.text

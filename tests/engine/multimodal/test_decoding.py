@@ -68,7 +68,7 @@ def test_an_animation_sent_as_an_image_is_its_first_frame() -> None:
     assert same(only(decode_image(animated(pictures, "PNG"), "image/png", LIMITS)), pictures[0])
 
 
-@pytest.mark.usefixtures("nothing_else_to_collect")
+@pytest.mark.usefixtures("frozen_gc")
 def test_a_gif_without_end_sent_as_an_image_costs_one_frame() -> None:
     data = a_gif_of(30_000)
     started = time.thread_time()
@@ -76,7 +76,7 @@ def test_a_gif_without_end_sent_as_an_image_costs_one_frame() -> None:
     assert time.thread_time() - started < 0.5
 
 
-@pytest.mark.usefixtures("nothing_else_to_collect")
+@pytest.mark.usefixtures("frozen_gc")
 @pytest.mark.parametrize(
     ("data", "mime", "words"),
     [
@@ -128,7 +128,7 @@ def test_the_first_and_the_last_frame_are_always_kept() -> None:
     assert kept_frames(100, 4) == [0, 33, 66, 99]
 
 
-@pytest.mark.usefixtures("nothing_else_to_collect")
+@pytest.mark.usefixtures("frozen_gc")
 @pytest.mark.parametrize(
     ("data", "words"),
     [

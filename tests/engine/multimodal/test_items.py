@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 from trimtab_engine.errors import InvalidRequest
-from trimtab_engine.messages import AddRequest, ToCore
+from trimtab_engine.messages.channel import ToCore
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.multimodal.items import MultiModalItem, Patches, Span, check_spans
 from trimtab_engine.scheduling.sampling import Sampling
 

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from media_files import a_gif_of, a_picture, a_png_of_zeros, animated, data_url, encoded, in_base64
 from trimtab_engine.errors import InvalidRequest, ModelError
-from trimtab_engine.ipc.bounded_worker import AllBusy, WorkerLimits
+from trimtab_engine.ipc.bounded_worker import WorkersBusy, WorkerLimits
 from trimtab_engine.multimodal.checkpoint import read_placeholders, read_processors
 from trimtab_engine.multimodal.decoding import DecodeLimits
 from trimtab_engine.multimodal.processor_cache import ProcessorCache
@@ -133,8 +133,8 @@ async def test_more_than_may_wait_are_sent_away() -> None:
     reader = a_reader(max_bytes=0, workers=WorkerLimits(seconds=60.0, max_workers=1, max_waiting=2))
     answers = await asyncio.gather(*(reader.item("image", PNG, "") for _ in range(12)), return_exceptions=True)
     await reader.close()
-    assert any(isinstance(answer, AllBusy) for answer in answers)
-    assert all(isinstance(answer, AllBusy) or getattr(answer, "num_tokens", 0) == 2 for answer in answers)
+    assert any(isinstance(answer, WorkersBusy) for answer in answers)
+    assert all(isinstance(answer, WorkersBusy) or getattr(answer, "num_tokens", 0) == 2 for answer in answers)
 
 
 def test_a_checkpoint_says_which_tokens_stand_for_pictures(tmp_path: Path) -> None:

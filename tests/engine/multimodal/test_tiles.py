@@ -10,7 +10,7 @@ import pytest
 from media_files import a_picture, data_url, encoded
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from trimtab_engine.errors import InvalidRequest, ModelError
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.multimodal.checkpoint import (
     TILE_WORDS,
     read_placeholders,

@@ -17,7 +17,8 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.engine_client.launcher import CoreLauncher
-from trimtab_engine.messages import AddRequest, AdminReply, Call, StepStats
+from trimtab_engine.messages.admin import AdminReply, Call
+from trimtab_engine.messages.requests import AddRequest, StepStats
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.scheduling.sampling import Sampling
@@ -104,25 +105,25 @@ LATENT = {key: value for key, value in MIXTURE.items() if key not in ("num_exper
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
-"""One KV group of latent vectors, the same on all tensor-parallel ranks."""
+"""One KV group of latent vectors, equal on all tensor-parallel ranks."""
 AWQ = DENSE | {
     "hidden_size": 64,
     "intermediate_size": 192,
     "tie_word_embeddings": False,
     "quantization_config": Recipe("awq").config,
 }
-"""In blocks of 32, of which each of two tensor-parallel ranks has whole ones."""
+"""Blocks of 32, so that each of two tensor-parallel ranks has whole blocks."""
 GPTQ = MIXTURE | {"hidden_size": 64, "head_dim": 16, "quantization_config": Recipe("gptq", group_size=16).config}
 """Restored as it loads, experts and all."""
 ORDERED = Recipe("gptq", is_symmetric=True, is_ordered=True)
-"""Of rows of an output or down projection no rank's part has whole groups: restored there."""
+"""No rank's part of an output or down projection has whole groups: restored there."""
 INT: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
 FP8 = ScaledRecipe("float-quantized", {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"})
 W4A16 = ScaledRecipe("pack-quantized", INT, ("lm_head", "re:.*mlp.gate$"), None)
 MXFP4 = SINKS | {"hidden_size": 64, "intermediate_size": 64, "quantization_config": {"quant_method": "mxfp4"}}
-"""Of 64 inputs of a down projection each of two ranks has a block."""
+"""Each of two ranks has one block of the 64 inputs of a down projection."""
 SKEWED = MIXTURE | {"num_experts": 8}
-"""Its experts 0 to 3 get nearly all tokens: those of the first of two ranks, at first."""
+"""Experts 0 to 3 get nearly all tokens: initially those of the first of two ranks."""
 
 
 def skew(tensors: dict[str, torch.Tensor]) -> None:
@@ -165,7 +166,7 @@ def a_checkpoint(
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, dict[str, list[int]]]:
-    """What one rank yields by the CPU's own steps, by model; filled by the first test of each module."""
+    """Return one rank's output by CPU steps, per model; filled by the first test of each module."""
     return {}
 
 
@@ -227,7 +228,7 @@ def config_of() -> Callable[..., EngineConfig]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Engine]]:
-    """Starts engines; those that the test leaves open are closed. The clock stands still."""
+    """Yield a starter of engines with a frozen clock; engines left open are closed."""
     engines: list[Engine] = []
 
     def start_one(model: str, *, on_rank_death: Any = None, **changes: Any) -> Engine:

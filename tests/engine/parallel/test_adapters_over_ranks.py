@@ -17,7 +17,8 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.graphs import CompilationConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.messages import AddRequest, LoadLora, StepStats, UnloadLora
+from trimtab_engine.messages.admin import LoadLora, UnloadLora
+from trimtab_engine.messages.requests import AddRequest, StepStats
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config
 
@@ -39,7 +40,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def adapters(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], AdapterConfig]:
-    """Two of each model, made when they are first asked for."""
+    """Return two adapters per model, created on demand."""
     made: dict[str, AdapterConfig] = {}
 
     def config_of(name: str) -> AdapterConfig:
@@ -58,7 +59,9 @@ def adapters(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def with_adapters(asked: list[AddRequest]) -> list[AddRequest]:
-    """None, the one, the other: four each, of which two share a beginning."""
+    """Return requests without an adapter, with the first, and with the second: four each, two of which
+    share a prefix.
+    """
     names = ("", "a", "b")
     return [msgspec.structs.replace(request, adapter=names[place // 4 % 3]) for place, request in enumerate(asked)]
 
@@ -71,7 +74,7 @@ def with_adapters(asked: list[AddRequest]) -> list[AddRequest]:
         pytest.param("moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, id="moe tp2 ep"),
     ],
 )
-def test_with_the_steps_of_a_device_they_are_too(
+def test_adapters_equal_with_device_steps(
     model: str,
     layout: dict[str, Any],
     models: dict[str, str],
@@ -81,7 +84,7 @@ def test_with_the_steps_of_a_device_they_are_too(
     expected: dict[str, dict[str, list[int]]],
     tmp_path: Path,
 ) -> None:
-    """Every rank takes the same graphs, those with adapters' products among them."""
+    """Every rank replays the same graphs, including those with adapters."""
     serve, requests, _ = serving
     asked = with_adapters(requests())
     if model not in expected:
@@ -136,7 +139,7 @@ def test_one_adapter_at_a_time_over_stages_gives_the_same_tokens(
 
 
 @pytest.mark.parametrize("model", ["moe", "windows", "sinks", "chunks"])
-def test_adapters_beside_each_family_are_as_merged_into_it(
+def test_adapters_equal_merged_weights_per_family(
     model: str,
     models: dict[str, str],
     adapters: Callable[[str], AdapterConfig],
@@ -163,7 +166,7 @@ def test_an_adapter_is_loaded_on_every_rank_or_on_none(
     serving: Any,
     tmp_path: Path,
 ) -> None:
-    """The layers of the adapter that does not fit are the other stage's, where alone it shows."""
+    """The mismatching layers belong to the other stage, the only place where the mismatch shows."""
     serve, requests, _ = serving
     asked = with_adapters(requests())
     wanted = serve(start(models["dense"], adapters=adapters("dense")), asked)
@@ -178,13 +181,13 @@ def test_an_adapter_is_loaded_on_every_rank_or_on_none(
     assert serve(engine, asked) == wanted
 
 
-def test_a_rank_that_cannot_read_an_adapter_is_named_and_nobody_is_left_with_it(
+def test_adapter_unreadable_by_a_rank_is_rejected_everywhere(
     models: dict[str, str],
     adapters: Callable[[str], AdapterConfig],
     start: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the core's own rank reads is another file than what the others find: as on nodes with disks of their own."""
+    """The core's rank reads a different file, as on nodes with separate disks."""
     engine = start(models["dense"], adapters=UPDATABLE, tensor_parallel_size=2)
     first, second = (module.path for module in adapters("dense").modules)
     from trimtab_engine.runner.model_runner import ModelRunner
@@ -236,7 +239,7 @@ def test_cores_in_lockstep_take_graphs_with_adapters_together(
     expected: dict[str, dict[str, list[int]]],
     tmp_path: Path,
 ) -> None:
-    """Recorded when they are wanted, so by all at once, whichever core has a request with an adapter."""
+    """Lazily captured by all cores at the same time, whichever has the request."""
     serve, requests, _ = serving
     asked = with_adapters(requests())
     if "moe" not in expected:

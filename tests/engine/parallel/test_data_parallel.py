@@ -1,5 +1,6 @@
-"""Data-parallel cores yield the greedy tokens of one rank, under every layout beside them that fits four processes:
-chunked, preempted, prefix-cached. Real cores and ranks as processes, spoken to as the API server does."""
+"""Data-parallel cores: greedy tokens equal one rank's in every further layout with up to four processes, with chunking,
+preemption and prefix caching. Real processes, driven as by the API server.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Balancing experts: golden cases, and what must hold of every placement and every move."""
+"""Expert balancing: golden cases, and invariants of placements and moves."""
 
 from collections import Counter
 
@@ -49,7 +49,7 @@ def test_hot_experts_of_one_rank_are_spread() -> None:
     assert balancedness([rank_loads(loads, before, 2)]) == 0.75
 
 
-def test_what_is_balanced_stays_where_it_is() -> None:
+def test_balanced_placement_is_kept() -> None:
     assert rebalance([5, 5, 5, 5], (3, 1, 0, 2), 2) == (3, 1, 0, 2)
     assert rebalance([0, 0, 0, 0], (3, 1, 0, 2), 2) == (3, 1, 0, 2)
 
@@ -79,7 +79,7 @@ def situations(draw: st.DrawFn) -> tuple[list[int], Placement, int]:
 
 
 @given(situations())
-def test_every_placement_has_every_expert_and_is_never_worse_than_linear_or_the_present_one(
+def test_placement_is_complete_and_never_worse(
     situation: tuple[list[int], Placement, int],
 ) -> None:
     loads, present, num_ranks = situation
@@ -95,7 +95,7 @@ def test_every_placement_has_every_expert_and_is_never_worse_than_linear_or_the_
 
 
 @given(situations())
-def test_moves_turn_the_old_placement_into_the_new_one_from_what_the_old_one_holds(
+def test_moves_transform_old_placement_into_new(
     situation: tuple[list[int], Placement, int],
 ) -> None:
     loads, present, num_ranks = situation

@@ -10,7 +10,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.experts import EplbConfig, eplb_config
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError, NotSupportedError
-from trimtab_engine.messages import ExpertBalance, StepStats
+from trimtab_engine.messages.requests import ExpertBalance, StepStats
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -24,12 +24,12 @@ def news_of(steps: list[StepStats]) -> list[ExpertBalance]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[int]]:
-    """What one rank yields."""
+    """Return one rank's output."""
     return {}
 
 
 @pytest.mark.parametrize("num_redundant", [0, 2])
-def test_hot_experts_spread_over_the_ranks_and_no_token_changes_before_while_or_after_they_move(
+def test_hot_experts_spread_without_changing_tokens(
     num_redundant: int,
     models: dict[str, str],
     start: Callable[..., Engine],
@@ -61,7 +61,7 @@ def test_hot_experts_spread_over_the_ranks_and_no_token_changes_before_while_or_
     assert wire >= sum(entry.moved_bytes for entry in news)
 
 
-def test_stages_rearrange_on_their_own_and_slots_without_spares_only_change_places(
+def test_stages_rearrange_independently(
     models: dict[str, str], start: Callable[..., Engine], serving: Any, tight: dict[str, Any]
 ) -> None:
     serve, requests, _ = serving
@@ -93,14 +93,12 @@ def test_balancedness_is_logged_in_the_words_of_vllm(
         (EP2 | {"expert_placement_strategy": "round_robin"}, "--expert-placement-strategy round_robin"),
     ],
 )
-def test_balancing_that_nothing_could_come_of_is_refused(layout: dict[str, Any], message: str) -> None:
+def test_balancing_without_effect_is_rejected(layout: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(model="/models/m", eplb=EplbConfig(), **layout)
 
 
-def test_slots_that_the_ranks_do_not_divide_are_refused_with_a_number_that_would_do(
-    models: dict[str, str], start: Callable[..., Engine]
-) -> None:
+def test_indivisible_slots_are_rejected_with_valid_number(models: dict[str, str], start: Callable[..., Engine]) -> None:
     with pytest.raises(ConfigError, match=r"8 experts and num_redundant_experts 1 .* 2 ranks; set .* to 2"):
         start(models["skewed"], **EP2, eplb=EplbConfig(num_redundant_experts=1))
 

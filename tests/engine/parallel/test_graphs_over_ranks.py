@@ -1,6 +1,5 @@
-"""Engines of several ranks with a device's steps: inputs at fixed places and graphs, which a double replays by calling.
-
-Real processes over gloo. The tokens are those of one rank's own steps, and all ranks of a step take the same graph.
+"""Device steps on several ranks: fixed inputs and graphs, replayed by a test double. Real processes over gloo. Tokens
+equal one rank's steps, and all ranks of a step replay the same graph.
 """
 
 import shutil
@@ -18,7 +17,8 @@ from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
-from trimtab_engine.messages import AddRequest, PatchConfig, Sleep, StepStats, WakeUp
+from trimtab_engine.messages.admin import PatchConfig, Sleep, WakeUp
+from trimtab_engine.messages.requests import AddRequest, StepStats
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -96,7 +96,7 @@ def test_tokens_equal_those_of_one_rank(
     assert all(of_rank == taken[0] for of_rank in taken), "every rank takes the same graph in each step"
 
 
-def test_what_requests_ask_of_their_tokens_is_the_same_over_ranks(
+def test_sampling_features_are_equal_over_ranks(
     models: dict[str, str], start: Callable[..., Engine], serving: Any, notes: Path
 ) -> None:
     """Tokens are chosen on the rank that samples, from counts that it keeps, while the others compute the next step."""
@@ -119,10 +119,10 @@ def test_what_requests_ask_of_their_tokens_is_the_same_over_ranks(
         engine.close()
 
 
-def test_what_grammars_allow_is_the_same_over_ranks(
+def test_grammars_are_equal_over_ranks(
     models: dict[str, str], tokenizer_folder: Path, start: Callable[..., Engine], serving: Any, notes: Path
 ) -> None:
-    """Masks come when the other rank computes the step already."""
+    """Masks arrive while the other rank already computes the step."""
     serve, requests, _ = serving
     model = notes.parent / "with-tokenizer"
     shutil.copytree(models["dense"], model)
@@ -180,7 +180,7 @@ def test_graphs_outlive_sleep_and_a_resized_cache(
         pytest.param("skewed", TP2 | EP | EPLB | OVERLAPPED, id="skewed moe tp2 ep balanced"),
     ],
 )
-def test_weights_of_all_ranks_come_back_and_graphs_are_captured_anew(
+def test_reloaded_weights_of_ranks_are_captured_again(
     model: str,
     layout: dict[str, Any],
     models: dict[str, str],
@@ -207,7 +207,7 @@ def test_weights_of_all_ranks_come_back_and_graphs_are_captured_anew(
     assert taken[0] == taken[1]
 
 
-def test_every_rank_s_ledger_has_its_fixed_inputs_and_start_up_says_how_far_graphs_are(
+def test_rank_ledgers_include_inputs_and_graph_progress_is_reported(
     models: dict[str, str], config_of: Callable[..., EngineConfig], notes: Path
 ) -> None:
     told: list[tuple[str, float]] = []
@@ -227,7 +227,7 @@ def test_every_rank_s_ledger_has_its_fixed_inputs_and_start_up_says_how_far_grap
     assert percents == sorted(percents)
 
 
-def test_what_a_graph_sends_is_counted_with_every_replay(
+def test_graph_replays_count_sent_bytes(
     models: dict[str, str], start: Callable[..., Engine], serving: Any, notes: Path
 ) -> None:
     serve, requests, _ = serving

@@ -1,4 +1,4 @@
-"""Groups of ranks: what they count, which can be part of a CUDA graph, and that their connections are made at once."""
+"""Rank groups: byte counts, graph capture support, and eager connections."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_what_is_counted_apart_is_not_among_the_rest() -> None:
+def test_separately_counted_bytes_are_excluded() -> None:
     meter = WireMeter()
     meter.add("all_reduce", 5)
     with meter.apart() as inside:
@@ -43,7 +43,7 @@ def test_collectives_through_host_memory_cannot_be_captured(
 
 
 @pytest.mark.parametrize(("stage", "passing"), [(0, ["send"]), (1, ["recv", "send"]), (2, ["recv"])])
-def test_connections_of_every_kind_are_made_at_once_and_what_that_sends_is_not_counted(
+def test_connect_opens_all_connections_uncounted(
     stage: int, passing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []

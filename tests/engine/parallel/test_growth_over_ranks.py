@@ -1,4 +1,4 @@
-"""The KV cache grows, and comes back from sleep, on every rank and core or on none; what runs does not notice."""
+"""KV cache growth and wake-up on every rank and core or none, without effect on running requests."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ import pytest
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.engine_client import started_core
 from trimtab_engine.executor import workers
-from trimtab_engine.messages import Call, GetConfig, GetLayout, GetMemory, PatchConfig, Sleep, WakeUp
+from trimtab_engine.messages.admin import Call, GetConfig, GetLayout, GetMemory, PatchConfig, Sleep, WakeUp
 
 pytestmark = pytest.mark.usefixtures("forked")
 SCARCE = Path(__file__).parents[1] / "fakes" / "scarce_memory.py"
@@ -46,7 +46,7 @@ def scarce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bo
 
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp2", "pp2"])
-def test_a_rank_that_cannot_map_refuses_the_patch_for_all_and_no_request_notices(
+def test_rank_map_failure_rejects_patch_for_all(
     layout: dict[str, int],
     models: dict[str, str],
     start: Callable[..., Engine],
@@ -105,7 +105,7 @@ def test_a_rank_that_cannot_map_lets_the_engine_sleep_on_and_wake_up_later(
     assert serve(engine, requests()) == expected
 
 
-def test_a_core_that_cannot_map_refuses_the_patch_for_all_and_no_request_notices(
+def test_core_map_failure_rejects_patch_for_all(
     models: dict[str, str],
     config_of: Callable[..., Any],
     cores_of: Callable[..., Any],

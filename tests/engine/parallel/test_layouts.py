@@ -8,7 +8,7 @@ import pytest
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.messages.requests import AddRequest, StepStats
 from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 from trimtab_engine.scheduling.sampling import Sampling
 
@@ -155,7 +155,7 @@ def test_vectors_equal_those_of_one_rank(
 
 
 def vectors(engine: Engine, asked: list[AddRequest], steps: list[StepStats] | None = None) -> dict[str, list[float]]:
-    """Of the requests that pool, all served together; the invariants hold after every step."""
+    """Return vectors of pooling requests served together; invariants are checked after every step."""
     found: dict[str, list[float]] = {}
     for request in asked:
         engine.add(request)
@@ -223,7 +223,7 @@ def test_swapped_bytes_count_every_rank_and_the_space_is_sized_by_the_widest(
     assert all(count % (3 * one_layer) == 0 for count in swapped)
 
 
-def test_one_request_alone_and_sampled_with_a_seed_is_the_same_on_two_ranks(
+def test_seeded_request_is_equal_on_two_ranks(
     models: dict[str, str], start: Callable[..., Engine], serving: Any
 ) -> None:
     serve, *_ = serving
@@ -232,9 +232,7 @@ def test_one_request_alone_and_sampled_with_a_seed_is_the_same_on_two_ranks(
     assert serve(start(models["dense"], tensor_parallel_size=2), asked) == serve(start(models["dense"]), asked)
 
 
-def test_the_layout_that_is_reported_is_what_the_ranks_say(
-    models: dict[str, str], start: Callable[..., Engine]
-) -> None:
+def test_reported_layout_matches_rank_reports(models: dict[str, str], start: Callable[..., Engine]) -> None:
     engine = start(models["moe"], tensor_parallel_size=2, pipeline_parallel_size=2, enable_expert_parallel=True)
     layout = engine.layout()
     assert (layout["world_size"], layout["tensor_parallel_size"], layout["pipeline_parallel_size"]) == (4, 2, 2)

@@ -1,4 +1,4 @@
-"""The rank tables: vLLM's examples, and what must hold of every layout."""
+"""Rank tables: vLLM's examples, and invariants of every layout."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def test_groups_partition_the_world_and_places_name_ranks(layout: Layout) -> Non
         assert {len(group) for group in groups} == {size}
 
 
-def test_the_engine_core_holds_the_last_stage_and_processes_follow_over_the_nodes() -> None:
+def test_core_holds_last_stage_and_processes_span_nodes() -> None:
     layout = Layout(tensor=2, pipeline=3, data=2)
     assert layout.driver() == 4
     assert [layout.rank_of_process(process) for process in range(6)] == [4, 5, 0, 1, 2, 3]

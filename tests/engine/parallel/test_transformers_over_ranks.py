@@ -1,5 +1,6 @@
-"""What transformers' own code computes, over tensor-parallel ranks as processes: the greedy tokens of one rank, alone
-and preempted, swapped, from the prefix cache. What is divided, and how: models/by_transformers/test_division.py."""
+"""Models on transformers' code over tensor-parallel processes: greedy tokens equal one rank's, alone, preempted,
+swapped and from the prefix cache. See models/by_transformers/test_division.py for the division.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from transformers_checkpoint import VOCABULARY, a_checkpoint
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import NotSupportedError
-from trimtab_engine.messages import AddRequest, StepStats
+from trimtab_engine.messages.requests import AddRequest, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -39,7 +40,7 @@ def requests() -> list[AddRequest]:
 @pytest.mark.parametrize(
     "name", ["Phi3ForCausalLM", "MixtralForCausalLM", pytest.param("GPTNeoXForCausalLM", marks=pytest.mark.soak)]
 )
-def test_64_greedy_tokens_of_two_ranks_equal_those_of_one(
+def test_64_greedy_tokens_of_two_ranks_equal_one_rank(
     name: str, tmp_path: Path, start: Callable[..., Engine], serving: Any
 ) -> None:
     serve, _, _ = serving
@@ -48,7 +49,7 @@ def test_64_greedy_tokens_of_two_ranks_equal_those_of_one(
     assert serve(start(str(tmp_path), tensor_parallel_size=2, **ROOM), requests()) == expected
 
 
-def test_whatever_the_engine_does_with_requests_ranks_share_two_kv_heads_and_all_tokens(
+def test_shared_kv_heads_keep_tokens_under_all_features(
     tmp_path: Path, start: Callable[..., Engine], serving: Any
 ) -> None:
     serve, _, _ = serving
@@ -69,5 +70,5 @@ def test_a_model_without_a_plan_is_refused_before_any_process_starts(
     tmp_path: Path, start: Callable[..., Engine]
 ) -> None:
     a_checkpoint(tmp_path, "GPT2LMHeadModel")
-    with pytest.raises(NotSupportedError, match="--tensor-parallel-size: GPT2LMHeadModel has no family of its own"):
+    with pytest.raises(NotSupportedError, match="--tensor-parallel-size: GPT2LMHeadModel runs on transformers"):
         start(str(tmp_path), tensor_parallel_size=2)

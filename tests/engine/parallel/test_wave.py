@@ -14,7 +14,7 @@ DEADLINE_SECONDS = 120.0
 
 
 class Meeting:
-    """A group of as many threads as there are cores: each brings its rows, all get those of all."""
+    """A group of one thread per core that gathers all rows."""
 
     device = "cpu"
 
@@ -34,12 +34,12 @@ class Meeting:
 
 
 def tokens(count: int) -> StepShape:
-    """Of decodes."""
+    """Return the shape of `count` decodes."""
     return StepShape(count, 1 if count else None)
 
 
 def waves(size: int) -> list[Wave]:
-    """Cores that hear of each other's waves at once."""
+    """Return waves of cores that receive each other's announcements immediately."""
     meeting: Any = Meeting(size)
     made = [Wave(meeting) for _ in range(size)]
     for own in made:
@@ -52,7 +52,7 @@ def _tell(others: list[Wave], number: int) -> None:
         other.join(number)
 
 
-def test_a_core_that_begins_a_wave_announces_it_once_and_all_end_it_together() -> None:
+def test_wave_is_announced_once_and_ends_together() -> None:
     (wave,) = waves(1)
     announced: list[int] = []
     wave.announce = announced.append
@@ -63,7 +63,7 @@ def test_a_core_that_begins_a_wave_announces_it_once_and_all_end_it_together() -
     assert announced == [0, 1]
 
 
-def test_an_announcement_that_comes_early_is_joined_when_the_wave_before_has_ended_and_a_late_one_is_not() -> None:
+def test_early_announcement_is_joined_and_stale_one_ignored() -> None:
     (wave,) = waves(1)
     wave.agree(tokens(8))
     wave.join(1)  # another core has finished wave 0 and begun the next one already
@@ -97,7 +97,7 @@ def test_a_step_is_uniform_when_every_core_s_tokens_are(said: list[list[int]], a
     assert agreed_shape(said) == agreed
 
 
-def test_a_core_says_what_it_has() -> None:
+def test_core_agrees_on_its_step_shape() -> None:
     (wave,) = waves(1)
     assert wave.agree(StepShape(6, 3)) == StepShape(6, 3)
     assert wave.agree(StepShape(6, None)) == StepShape(6, None)
@@ -138,7 +138,7 @@ def test_cores_that_get_requests_at_random_times_never_wait_for_ever() -> None:
 
 
 @pytest.mark.parametrize("can_be_uniform", [True, False])
-def test_a_core_says_that_its_step_has_images(can_be_uniform: bool) -> None:
+def test_core_agrees_on_images(can_be_uniform: bool) -> None:
     (wave,) = waves(1)
     shape = StepShape(7, None, has_items=True)
     assert wave.agree(shape, can_be_uniform=can_be_uniform) == shape

@@ -1,4 +1,4 @@
-"""A rank that dies is named with its cause, at once, whatever the engine is doing."""
+"""Dead ranks are reported immediately with their cause."""
 
 import os
 import queue
@@ -40,9 +40,7 @@ def test_a_rank_killed_under_load_ends_the_step_with_its_name_and_the_cause(
         _step_on(engine)
 
 
-def test_a_rank_that_dies_while_nothing_runs_is_told_from_a_thread(
-    models: dict[str, str], start: Callable[..., Engine]
-) -> None:
+def test_idle_rank_death_is_reported_from_thread(models: dict[str, str], start: Callable[..., Engine]) -> None:
     told: queue.Queue[tuple[str, int]] = queue.Queue()
     engine = start(models["dense"], tensor_parallel_size=2, on_rank_death=lambda cause, code: told.put((cause, code)))
     os.kill(pid_of_rank(engine, 1), signal.SIGABRT)
@@ -52,10 +50,10 @@ def test_a_rank_that_dies_while_nothing_runs_is_told_from_a_thread(
     assert "SIGABRT" in cause
 
 
-def test_a_rank_that_is_told_to_end_stays_while_the_engine_needs_it(
+def test_rank_ignores_sigterm_while_engine_runs(
     models: dict[str, str], start: Callable[..., Engine], serving: Any
 ) -> None:
-    """Pods of a group get SIGTERM at once; the core drains, and ends its ranks when it has done with them."""
+    """Pods of a group get SIGTERM at the same time; the core drains and then ends its ranks."""
     _, requests, _ = serving
     engine = start(models["dense"], tensor_parallel_size=2)
     victim = pid_of_rank(engine, 1)
@@ -69,7 +67,7 @@ def test_a_rank_that_is_told_to_end_stays_while_the_engine_needs_it(
     waiting.until_gone([victim])
 
 
-def test_a_rank_that_stands_still_is_told(models: dict[str, str], start: Callable[..., Engine]) -> None:
+def test_frozen_rank_is_reported(models: dict[str, str], start: Callable[..., Engine]) -> None:
     told: queue.Queue[tuple[str, int]] = queue.Queue()
     engine = start(models["dense"], tensor_parallel_size=2, on_rank_death=lambda cause, code: told.put((cause, code)))
     victim = pid_of_rank(engine, 1)
@@ -82,7 +80,7 @@ def test_a_rank_that_stands_still_is_told(models: dict[str, str], start: Callabl
     assert "has been silent for 5 s" in cause
 
 
-def test_a_rank_that_cannot_start_is_told_and_leaves_no_process(
+def test_failed_rank_start_is_reported_without_processes(
     models: dict[str, str], start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "WORKER_COMMAND", ("/bin/sh", "-c", "exit 3"))

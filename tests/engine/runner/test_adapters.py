@@ -22,8 +22,8 @@ CONFIG = {
 }
 
 
-def test_a_model_whose_products_are_not_ours_is_refused_by_name() -> None:
-    """As those are that transformers' own code computes: none of them was offered as the model loaded."""
+def test_adapters_on_transformers_model_are_rejected() -> None:
+    """Transformers' modules are not registered for adapters while the model loads."""
     shard = shard_model(parse_model_config(CONFIG, {}, "config.json"), Layout(), 0)
     slots = AdapterSlots(AdapterConfig(), {}, shard, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(NotSupportedError, match="--enable-lora is not supported for OlmoForCausalLM"):

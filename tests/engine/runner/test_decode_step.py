@@ -19,7 +19,7 @@ def a_decode(name: str, length: int) -> Request:
 
 
 def a_batch(*requests: Request, ahead: int = 0) -> Batch:
-    """`ahead`: so many tokens further than the host knows."""
+    """Return a batch; `ahead`: number of tokens unknown to the host."""
     sequences = [ScheduledSequence(r, r.num_tokens - 1 + ahead, 1, samples=True) for r in requests]
     return Batch(1, sequences, len(requests), [], sampling=list(requests), only_decodes=True)
 
@@ -28,7 +28,7 @@ def laid_out(batch: Batch) -> DecodeStep:
     return DecodeLayout(BLOCK_SIZE).lay_out(batch)
 
 
-def test_the_columns_are_what_any_step_is_laid_out_to() -> None:
+def test_decode_columns_equal_flattened_step() -> None:
     batch = a_batch(a_decode("a", 3), a_decode("b", 9), a_decode("c", 9), a_decode("d", 4))
     step = laid_out(batch)
     step.fill_in()
@@ -61,7 +61,7 @@ def test_each_token_has_the_slot_of_its_requests_adapter() -> None:
     assert step.by.adapters.tolist() == [-1, 2], "the longest comes first"
 
 
-def test_a_rope_takes_tokens_behind_images_to_be_elsewhere() -> None:
+def test_rope_positions_shift_after_images() -> None:
     seeing, plain = a_decode("a", 9), a_decode("b", 5)
     assert laid_out(a_batch(plain)).rope_positions.tolist() == [4]
     seeing.rope = RopePositions(([], [], []), -3)
@@ -70,21 +70,21 @@ def test_a_rope_takes_tokens_behind_images_to_be_elsewhere() -> None:
     assert step.rope_positions.tolist() == [6, 5]
 
 
-def test_a_table_that_was_exchanged_is_the_one_that_is_read() -> None:
+def test_replaced_table_is_read() -> None:
     layout, request = DecodeLayout(BLOCK_SIZE), a_decode("a", 3)
     layout.lay_out(a_batch(request))
     request.block_tables[0] = [7, 8, 9]
     assert layout.lay_out(a_batch(request)).groups[0].tables == [[7, 8, 9]]
 
 
-def test_behind_a_step_of_the_same_requests_all_tokens_are_on_the_device() -> None:
+def test_following_same_requests_feeds_all_tokens_on_device() -> None:
     requests = [a_decode("a", 3), a_decode("b", 9)]
     step = laid_out(a_batch(*requests, ahead=1))
     step.feed_from(list(requests))
     assert step.sources.tolist() == [1, 0]  # b is longer and comes first; its token is in row 1
 
 
-def test_behind_a_step_of_others_too_each_token_is_taken_from_where_it_is() -> None:
+def test_following_other_requests_feeds_available_tokens() -> None:
     known, fed = a_decode("known", 3), a_decode("fed", 9)
     batch = a_batch(known, fed)
     batch.sequences[1].start += 1
@@ -94,7 +94,7 @@ def test_behind_a_step_of_others_too_each_token_is_taken_from_where_it_is() -> N
     assert step.token_ids.tolist() == [0, 102]
 
 
-def test_who_ended_before_its_token_was_known_computes_something_nobody_reads() -> None:
+def test_ended_request_computes_unused_token() -> None:
     step = laid_out(a_batch(a_decode("a", 3), ahead=1))
     step.fill_in()
     assert step.token_ids.tolist() == [0]

@@ -1,4 +1,4 @@
-"""A step's images go to the ranks that have least to do; what a device makes of their bytes is what the host does."""
+"""Division of images over ranks by cost; device conversion of pixels equals the host's."""
 
 from typing import Any
 
@@ -33,14 +33,14 @@ from trimtab_modelspec.families.registry import language_model_config
         ([7, 7, 7], 1, [0, 0, 0]),
     ],
 )
-def test_the_costliest_come_first_each_to_the_rank_with_least(
+def test_costliest_items_are_assigned_first_to_least_loaded_rank(
     costs: list[int], num_ranks: int, owners: list[int]
 ) -> None:
     assert shares(costs, num_ranks) == owners
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_device_looks_up_is_what_the_host_computes(dtype: torch.dtype) -> None:
+def test_device_lookup_equals_host_computation(dtype: torch.dtype) -> None:
     patches = an_item((1, 4, 6)).patches
     assert patches is not None
     made = looked_up(patches, torch.device("cpu"), dtype)
@@ -87,7 +87,7 @@ QWEN, LLAMA4 = "Qwen2_5_VLForConditionalGeneration", "Llama4ForConditionalGenera
         pytest.param(tiled_model.CONFIG, LLAMA4, [a_tile(1), a_tile(2)], id=LLAMA4),
     ],
 )
-def test_on_cuda_a_tower_waits_for_nothing_and_launches_what_it_was_warmed_up_with(
+def test_vision_encoder_on_cuda_never_waits_or_compiles(
     said: dict[str, Any], architecture: str, items: list[MultiModalItem]
 ) -> None:
     inputs = StepInputs([5] * 9, list(range(9)), [], [GroupInputs([], [([1], 0, 9)])])

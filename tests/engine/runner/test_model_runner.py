@@ -1,4 +1,4 @@
-"""The model runner: start-up order, what it measures, what it returns for a batch."""
+"""The model runner: start-up order, measurements, and results of a batch."""
 
 import json
 from dataclasses import replace
@@ -11,6 +11,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
 from trimtab_engine.errors import ConfigError, NotSupportedError
 from trimtab_engine.models.registry import BY_ARCHITECTURE
+from trimtab_engine.runner.loading import load_model_runner
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
@@ -34,12 +35,15 @@ CONFIG: dict[str, Any] = {
 
 
 def a_runner(folder: Path, *, progress: list[float] | None = None, **changes: Any) -> ModelRunner:
-    """Random weights from config.json alone."""
+    """Return a runner with random weights from config.json only."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
     config = EngineConfig(model=str(folder), load_format="dummy", **changes)
-    runner = ModelRunner.load(
-        config, Device("cpu"), lambda stage, percent: progress.append(percent) if progress is not None else None
+    runner = load_model_runner(
+        ModelRunner,
+        config,
+        Device("cpu"),
+        lambda stage, percent: progress.append(percent) if progress is not None else None,
     )
     runner.init_kv_cache(64)
     runner.kv_cache.map_blocks(64)
@@ -109,7 +113,7 @@ def test_a_batch_that_samples_nothing_gives_no_rows(tmp_path: Path) -> None:
 
 
 def test_moved_blocks_give_the_same_logits(tmp_path: Path) -> None:
-    """A request whose blocks were copied elsewhere in the cache goes on undisturbed."""
+    """A request continues correctly after its blocks were moved in the cache."""
     runner = a_runner(tmp_path)
     whole = a_sequence(40, [60, 61, 62])
     expected = runner.execute([whole])
@@ -125,10 +129,13 @@ def test_moved_blocks_give_the_same_logits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kv", "words"),
     [
-        ([LayerKV(num_kv_heads=1, key_size=24, value_size=8)] * 2, "2 layers that see all, keys of 24 and values of 8"),
+        (
+            [LayerKV(num_kv_heads=1, key_size=24, value_size=8)] * 2,
+            "2 layers with full attention, key size 24, value size 8",
+        ),
         (
             [LayerKV(num_kv_heads=1, key_size=size, value_size=size) for size in (16, 32)],
-            "1 layers that see all, keys of 16 and values of 16, 1 layers that see all, keys of 32 and values of 32",
+            "1 layers with full attention, key size 16, value size 16, .*key size 32, value size 32",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which graphs a start captures."""
+"""Graphs captured at start-up."""
 
 import logging
 
@@ -13,21 +13,19 @@ def config() -> EngineConfig:
     return EngineConfig(model="m", device="cuda")
 
 
-def test_ranks_whose_collectives_can_be_captured_have_the_configuration_s_graphs(config: EngineConfig) -> None:
+def test_ranks_with_capturable_collectives_have_graphs(config: EngineConfig) -> None:
     assert graph_plan(config).keys
     assert plan_for(config, can_capture=True) == graph_plan(config)
 
 
-def test_ranks_that_talk_through_host_memory_have_none_and_the_warning_says_what_to_do(
-    config: EngineConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_over_host_memory_have_no_graphs_and_warn(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert plan_for(config, can_capture=False) == NO_GRAPHS
     assert "fewer GPUs than ranks" in caplog.text
     assert "give each rank a GPU" in caplog.text
 
 
-def test_there_is_nothing_to_warn_of_where_no_graphs_were_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_warning_without_requested_graphs(caplog: pytest.LogCaptureFixture) -> None:
     eager = EngineConfig(model="m", device="cuda", enforce_eager=True)
     with caplog.at_level(logging.WARNING):
         assert plan_for(eager, can_capture=False) == NO_GRAPHS

@@ -98,6 +98,6 @@ def test_plain_rows_in_columns_are_chosen_as_any(temperature: float) -> None:
 def test_a_request_is_plain_when_nothing_but_its_logits_decides(asked: dict[str, Any]) -> None:
     assert a_request(temperature=0.9, top_p=0.5, top_k=3, min_p=0.1, seed=4).is_plain
     assert not a_request(**asked).is_plain
-    assert a_request(temperature=0.0).takes_likeliest
-    assert not a_request(temperature=0.1).takes_likeliest
-    assert not a_request(**asked).takes_likeliest
+    assert a_request(temperature=0.0).is_greedy
+    assert not a_request(temperature=0.1).is_greedy
+    assert not a_request(**asked).is_greedy

@@ -1,4 +1,4 @@
-"""Requests with adapters: who is admitted while steps may have few different ones, and who shares cached blocks."""
+"""Scheduling of requests with adapters: admission under max_loras, and sharing of cached blocks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add(scheduler: Scheduler, *requests: Request) -> None:
 
 
 def step(scheduler: Scheduler, now: float = 0.0) -> list[str]:
-    """One step; the requests that it held."""
+    """Run one step and return its request ids."""
     batch = scheduler.schedule(now)
     held = [s.request.request_id for s in batch.sequences]
     scheduler.update(batch, [5] * sum(s.samples for s in batch.sequences), now)
@@ -60,13 +60,13 @@ def test_as_many_adapters_run_together_as_a_step_may_have() -> None:
     assert scheduler.adapter_names() == (["law", "sql"], ["art"])
 
 
-def test_who_needs_no_adapter_passes_one_that_waits_for_its_own() -> None:
+def test_request_without_adapter_passes_waiting_head() -> None:
     scheduler = a_scheduler(1)
     add(scheduler, a_request("a", SQL), a_request("b", LAW), a_request("c"), a_request("d"))
     assert step(scheduler) == ["a", "c", "d"]
 
 
-def test_who_has_an_adapter_in_use_does_not_pass_so_that_the_head_has_its_turn() -> None:
+def test_request_with_used_adapter_does_not_pass_head() -> None:
     scheduler = a_scheduler(1)
     add(scheduler, a_request("a", SQL, max_tokens=2), a_request("b", LAW), a_request("c", SQL))
     assert step(scheduler) == ["a"]
@@ -75,7 +75,7 @@ def test_who_has_an_adapter_in_use_does_not_pass_so_that_the_head_has_its_turn()
     assert step(scheduler) == ["b"], "the first of the others, however many of those before it came meanwhile"
 
 
-def test_adapters_that_take_turns_all_come_to_their_end() -> None:
+def test_alternating_adapters_all_finish() -> None:
     scheduler = a_scheduler(1)
     add(scheduler, *(a_request(str(i), (SQL, LAW, ART, None)[i % 4], max_tokens=3) for i in range(24)))
     for _ in range(24 * 3):
@@ -85,7 +85,7 @@ def test_adapters_that_take_turns_all_come_to_their_end() -> None:
     assert scheduler.is_idle
 
 
-def test_a_waiting_adapter_is_what_the_head_is_said_to_wait_for() -> None:
+def test_waiting_adapter_is_reported_as_blocked_reason() -> None:
     scheduler = a_scheduler(1)
     add(scheduler, a_request("a", SQL), a_request("b", LAW))
     step(scheduler, 1.0)
@@ -93,7 +93,7 @@ def test_a_waiting_adapter_is_what_the_head_is_said_to_wait_for() -> None:
     assert scheduler.take_stats().blocked_seconds == {"adapters": 3.0}
 
 
-def test_no_seat_is_what_it_waits_for_where_its_adapter_could_run() -> None:
+def test_missing_slot_is_blocked_reason_if_adapter_fits() -> None:
     scheduler = a_scheduler(2, seqs=1)
     add(scheduler, a_request("a", SQL), a_request("b", LAW))
     step(scheduler, 1.0)
@@ -101,7 +101,7 @@ def test_no_seat_is_what_it_waits_for_where_its_adapter_could_run() -> None:
     assert scheduler.take_stats().blocked_seconds == {"seqs": 3.0}
 
 
-def test_an_adapter_of_a_preempted_request_makes_room_and_comes_back_in_its_turn() -> None:
+def test_preempted_request_releases_and_regains_adapter() -> None:
     scheduler = a_scheduler(1)
     add(scheduler, a_request("a", SQL), a_request("b", LAW))
     assert step(scheduler) == ["a"]
@@ -109,7 +109,7 @@ def test_an_adapter_of_a_preempted_request_makes_room_and_comes_back_in_its_turn
     assert step(scheduler) == ["a"], "it came first"
 
 
-def test_there_is_room_for_a_request_only_where_its_adapter_could_run_at_once() -> None:
+def test_has_room_requires_free_adapter() -> None:
     scheduler = a_scheduler(1)
     add(scheduler, a_request("a", SQL))
     step(scheduler)
@@ -127,7 +127,7 @@ def test_more_adapters_than_a_step_may_have_are_an_error_of_ours() -> None:
         scheduler.check_integrity()
 
 
-def test_one_that_passes_the_head_is_late_no_more() -> None:
+def test_passing_request_is_no_longer_late() -> None:
     queue = WaitingQueue("fcfs")
     first, second = a_request("a", SQL), a_request("b")
     first.order, second.order = 0, 1
@@ -143,7 +143,7 @@ def test_one_that_passes_the_head_is_late_no_more() -> None:
 # --- what a step says of them -------------------------------------------------------------------------------------
 
 
-def test_a_step_says_which_of_its_tokens_have_which_adapter() -> None:
+def test_step_inputs_list_adapter_tokens() -> None:
     scheduler = a_scheduler(2)
     add(scheduler, a_request("a", LAW, prompt=3), a_request("b", prompt=4), a_request("c", SQL, prompt=6))
     inputs, _ = flatten(
@@ -152,7 +152,7 @@ def test_a_step_says_which_of_its_tokens_have_which_adapter() -> None:
     assert inputs.adapters == [(0, 3, LAW.slot), (7, 6, SQL.slot)]
 
 
-def test_decodes_say_theirs_in_the_order_of_their_tokens() -> None:
+def test_decode_adapters_follow_token_order() -> None:
     scheduler = a_scheduler(2)
     add(scheduler, a_request("a", LAW, prompt=3), a_request("b", prompt=4), a_request("c", SQL, prompt=6))
     step(scheduler)
@@ -163,7 +163,7 @@ def test_decodes_say_theirs_in_the_order_of_their_tokens() -> None:
     assert inputs.adapters == [(0, 1, SQL.slot), (2, 1, LAW.slot)]
 
 
-def test_a_step_in_which_nobody_has_one_says_nothing_of_adapters() -> None:
+def test_step_without_adapters_has_no_adapter_inputs() -> None:
     scheduler = a_scheduler(2)
     add(scheduler, a_request("a"), a_request("b"))
     inputs, _ = flatten(
@@ -181,7 +181,7 @@ def hashes_of(adapter: Adapter | None, salt: str = "") -> list[bytes]:
     return hashes
 
 
-def test_blocks_are_shared_by_requests_of_one_adapter_alone() -> None:
+def test_blocks_are_shared_only_within_one_adapter() -> None:
     again = Adapter("sql", 0, b"other" * 6 + b"..")
     assert hashes_of(SQL) == hashes_of(Adapter("by another name", 7, SQL.digest))
     every = [hashes_of(None)[1], hashes_of(SQL)[1], hashes_of(LAW)[1], hashes_of(again)[1], hashes_of(SQL, "tenant")[1]]
@@ -192,7 +192,7 @@ def test_no_salt_reads_like_an_adapter() -> None:
     assert chain_root("adapter" + SQL.digest.decode("latin-1")) != chain_root("", SQL)
 
 
-def test_one_that_is_loaded_again_with_other_weights_finds_nothing_of_the_old_one() -> None:
+def test_reloaded_adapter_does_not_find_old_blocks() -> None:
     scheduler = a_scheduler(1, caching=True)
     found = []
     for place, adapter in enumerate((SQL, SQL, Adapter("sql", SQL.slot, LAW.digest), None)):

@@ -1,11 +1,11 @@
-"""Blocks have one owner, low ids go first, and a shrink moves what is used at the top to free places below."""
+"""Block manager: unique owners, low ids first, and shrinking by moving top blocks to free ones below."""
 
 import hashlib
 
 import engine_builders
 import pytest
 from trimtab_engine.errors import IntegrityError
-from trimtab_engine.scheduling.block_manager import BlockManager, BlocksShort, ShrinkPlan
+from trimtab_engine.scheduling.block_manager import BlockManager, InsufficientBlocks, ShrinkPlan
 from trimtab_engine.scheduling.request import Request
 
 BLOCK_SIZE = 4
@@ -117,7 +117,7 @@ def test_impossible_sizes_are_refused(blocks: int, cap: int, block_size: int) ->
         BlockManager(blocks, cap, block_size)
 
 
-def test_a_shrink_above_what_is_used_moves_nothing() -> None:
+def test_shrink_above_used_blocks_moves_nothing() -> None:
     manager, request = a_manager(), a_request()
     hold(manager, request, 8)
     plan = manager.plan_shrink(2, [request])
@@ -146,10 +146,10 @@ def test_a_shrink_moves_used_blocks_from_the_top_to_free_places_below() -> None:
     assert low.block_tables[0] == [2, 3]
 
 
-def test_a_shrink_below_what_is_used_says_how_many_blocks_are_short() -> None:
+def test_shrink_below_used_blocks_reports_missing_blocks() -> None:
     manager, request = a_manager(), a_request()
     hold(manager, request, 20)
-    assert manager.plan_shrink(3, [request]) == BlocksShort(2)
+    assert manager.plan_shrink(3, [request]) == InsufficientBlocks(2)
 
 
 @pytest.mark.parametrize(

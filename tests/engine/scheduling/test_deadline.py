@@ -1,6 +1,6 @@
-"""The queue order `deadline`: who is late and when, the two lines, one in ten, and live changes.
+"""The queue order `deadline`: lateness, the two lines, the late share, and live changes.
 
-test_waiting_queue.py compares the lines with a plain model of them; test_scheduler_properties.py drives whole lives.
+test_waiting_queue.py compares the lines with a reference model; test_scheduler_properties.py runs property tests.
 """
 
 import random
@@ -22,7 +22,7 @@ LATEST = 7.5  # seconds of waiting after which a request with an allowance of 10
 
 
 def a_scheduler(blocks: int = 100, *, seqs: int = 1, tokens: int = 64, length: int = 32, **policy: Any) -> Scheduler:
-    """One seat, and an allowance of 10 seconds whatever the prompt, unless said otherwise."""
+    """Return a scheduler with one sequence slot and a TTFT allowance of 10 s by default."""
     values = {"scheduling_policy": "deadline", "ttft_target": 10.0, "enable_prefix_caching": False, **policy}
     return Scheduler(
         BlockManager(blocks, blocks, BLOCK_SIZE, SwapSpace(0, 0)),
@@ -40,7 +40,7 @@ def add(scheduler: Scheduler, request_id: str, arrival: float = 0.0, *, prompt: 
 
 
 def step(scheduler: Scheduler, now: float) -> list[str]:
-    """One step; who is in it, in its order."""
+    """Run one step and return its request ids in order."""
     batch = scheduler.schedule(now)
     scheduler.update(batch, [WORD] * len(batch.sampling), now)
     scheduler.check_integrity()
@@ -48,7 +48,7 @@ def step(scheduler: Scheduler, now: float) -> list[str]:
 
 
 def served(scheduler: Scheduler, now: float) -> list[str]:
-    """Who is served until nothing is left, one step after the other at one and the same time."""
+    """Return request ids in service order until the queue is empty, all at the same time."""
     held: list[str] = []
     while not scheduler.is_idle:
         held += step(scheduler, now)
@@ -70,9 +70,7 @@ def timed_step(scheduler: Scheduler, begin: float, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("prompt", "seconds", "latest"), [(4, 1.0, 9.0), (24, 1.0, 8.0), (24, 3.0, 5.0), (4, 0.01, 9.99)]
 )
-def test_once_a_step_has_shown_how_long_a_prompt_takes_that_much_is_left_of_the_allowance(
-    prompt: int, seconds: float, latest: float
-) -> None:
+def test_measured_prompt_time_reduces_allowance(prompt: int, seconds: float, latest: float) -> None:
     scheduler = a_scheduler(tokens=16)  # 24 tokens take two steps
     add(scheduler, "running", output=9)
     timed_step(scheduler, 0.0, seconds)
@@ -83,7 +81,7 @@ def test_once_a_step_has_shown_how_long_a_prompt_takes_that_much_is_left_of_the_
     assert waiting.is_late
 
 
-def test_a_step_that_was_scheduled_ahead_took_what_it_took_after_the_one_before_it() -> None:
+def test_overlapped_step_time_starts_after_previous_step() -> None:
     scheduler = a_scheduler(seqs=2, tokens=16)
     add(scheduler, "first", prompt=14, output=9)
     add(scheduler, "second", prompt=14, output=9)
@@ -126,7 +124,7 @@ def test_one_step_that_took_long_is_forgotten() -> None:
     assert waiting.is_late
 
 
-def test_before_any_prompt_was_computed_a_request_is_late_after_three_quarters_of_its_allowance() -> None:
+def test_unmeasured_request_is_late_after_75_percent_of_allowance() -> None:
     scheduler = a_scheduler()
     add(scheduler, "running", output=9)
     step(scheduler, 0.0)
@@ -162,7 +160,7 @@ def test_only_the_head_is_looked_at_and_again_while_the_new_head_is_late_too() -
     assert scheduler.take_stats().num_late == 0  # each is counted once
 
 
-def test_higher_targets_take_back_who_waits_late() -> None:
+def test_higher_target_resets_late_requests() -> None:
     scheduler = a_scheduler()
     add(scheduler, "running", output=9)
     step(scheduler, 0.0)
@@ -176,7 +174,7 @@ def test_higher_targets_take_back_who_waits_late() -> None:
     assert served(scheduler, 8.0) == [*["late"] * 4, "in time"]
 
 
-def test_a_larger_budget_takes_back_who_was_late_for_the_steps_of_its_prompt() -> None:
+def test_larger_token_budget_resets_late_requests() -> None:
     scheduler = a_scheduler(tokens=4, length=64)
     add(scheduler, "running", output=20)
     timed_step(scheduler, 0.0, 1.0)
@@ -188,14 +186,14 @@ def test_a_larger_budget_takes_back_who_was_late_for_the_steps_of_its_prompt() -
     assert not late.is_late
 
 
-def test_a_change_that_changes_nothing_judges_nobody_anew() -> None:
+def test_unchanged_policy_keeps_late_requests() -> None:
     scheduler = a_scheduler()
     backlog(scheduler, 3, 1)
     steer(scheduler)
     assert scheduler.num_waiting_late == 3
 
 
-def test_whoever_is_late_again_after_a_change_is_counted_once() -> None:
+def test_request_late_twice_is_counted_once() -> None:
     scheduler = a_scheduler()
     add(scheduler, "running", output=30)
     step(scheduler, 0.0)
@@ -216,7 +214,7 @@ def test_whoever_is_late_again_after_a_change_is_counted_once() -> None:
     assert all(request.is_late for request in requests)
 
 
-def test_changes_however_often_they_come_do_not_keep_the_late_from_their_turn() -> None:
+def test_frequent_policy_changes_do_not_starve_late_requests() -> None:
     scheduler = a_scheduler()
     backlog(scheduler, 2, 30)
     order = []
@@ -239,7 +237,7 @@ def test_targets_that_change_live_count_from_the_next_step() -> None:
     assert waiting.is_late
 
 
-def test_who_has_an_output_token_or_one_in_flight_never_becomes_late() -> None:
+def test_request_with_output_or_pending_token_is_never_late() -> None:
     scheduler = a_scheduler(seqs=3)
     answered = add(scheduler, "answered", output=9)
     step(scheduler, 0.0)
@@ -258,7 +256,7 @@ def test_who_has_an_output_token_or_one_in_flight_never_becomes_late() -> None:
     scheduler.check_integrity()
 
 
-def test_a_first_token_in_flight_counts_as_one_that_is_there() -> None:
+def test_pending_first_token_counts_as_output() -> None:
     scheduler = a_scheduler()
     request = add(scheduler, "a", output=9)
     batch = scheduler.schedule(0.0)
@@ -270,7 +268,7 @@ def test_a_first_token_in_flight_counts_as_one_that_is_there() -> None:
     assert not request.is_late
 
 
-def test_a_request_whose_prompt_was_computed_in_part_does_not_become_late_when_it_waits_again() -> None:
+def test_preempted_prefill_does_not_become_late() -> None:
     scheduler = a_scheduler(tokens=4, length=24)
     request = add(scheduler, "long", prompt=20)
     step(scheduler, 0.0)
@@ -285,8 +283,9 @@ def test_a_request_whose_prompt_was_computed_in_part_does_not_become_late_when_i
 
 
 def late_after(scheduler: Scheduler, token_ids: list[int]) -> float:
-    """The first tenth of a second after which a request with this prompt is late, behind one that holds the one seat,
-    if a step of a prompt takes a second."""
+    """Return the first tenth of a second at which a request with this prompt is late, waiting for a request in the only
+    slot, if a prompt step takes a second.
+    """
     add(scheduler, "running", 100.0, output=200)
     timed_step(scheduler, 100.0, 1.0)
     request = engine_builders.a_request(token_ids, request_id="waiting", arrival_time=200.0, max_tokens=1)
@@ -298,7 +297,7 @@ def late_after(scheduler: Scheduler, token_ids: list[int]) -> float:
     raise AssertionError("it is not late at all")
 
 
-def test_what_the_prefix_cache_has_of_a_prompt_takes_no_steps() -> None:
+def test_cached_prefix_reduces_prompt_steps() -> None:
     prompt = list(range(2, 42))
     for known, latest in ((0, 5.0), (20, 7.0), (36, 9.0), (40, 9.0)):  # five steps, three, one
         scheduler = a_scheduler(200, tokens=8, length=256, enable_prefix_caching=True)
@@ -311,7 +310,7 @@ def test_what_the_prefix_cache_has_of_a_prompt_takes_no_steps() -> None:
         assert late_after(scheduler, prompt) == pytest.approx(latest + 0.1), known
 
 
-def test_the_prefix_cache_is_asked_only_where_it_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lateness_queries_prefix_cache_only_if_decisive(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = a_scheduler(200, tokens=8, length=256, enable_prefix_caching=True)
     asked: list[Request] = []
     find_cached = BlockManager.find_cached
@@ -338,7 +337,7 @@ def test_a_prompt_that_is_cut_by_a_threshold_takes_more_steps() -> None:
     assert late_after(scheduler, [2] * 40) == pytest.approx(5.1)
 
 
-def test_a_clock_that_says_less_than_the_arrival_makes_nobody_late() -> None:
+def test_clock_before_arrival_is_not_late() -> None:
     scheduler = a_scheduler()
     request = add(scheduler, "early", 50.0)
     assert step(scheduler, 0.0) == ["early"]
@@ -349,7 +348,7 @@ def test_a_clock_that_says_less_than_the_arrival_makes_nobody_late() -> None:
 
 
 def backlog(scheduler: Scheduler, num_late: int, num_in_time: int, now: float = 100.0) -> None:
-    """Behind a request that holds the one seat: so many that are late by now, and so many in time."""
+    """Queue late and on-time requests after a request that holds the only slot."""
     add(scheduler, "blocker", now, output=9)
     step(scheduler, now)
     for number in range(num_late):
@@ -360,7 +359,7 @@ def backlog(scheduler: Scheduler, num_late: int, num_in_time: int, now: float = 
     scheduler.abort(["blocker"])
 
 
-def test_those_in_time_come_first_and_one_admission_in_ten_is_late() -> None:
+def test_on_time_requests_first_and_every_tenth_late() -> None:
     scheduler = a_scheduler()
     backlog(scheduler, 4, 25)
     assert scheduler.num_waiting_late == 4
@@ -369,13 +368,13 @@ def test_those_in_time_come_first_and_one_admission_in_ten_is_late() -> None:
     assert [order.index(f"late-{number}") for number in range(4)] == [9, 19, 27, 28]
 
 
-def test_with_nobody_in_time_the_late_are_served_by_arrival_as_fcfs_does() -> None:
+def test_only_late_requests_are_served_by_arrival() -> None:
     scheduler = a_scheduler()
     backlog(scheduler, 12, 0)
     assert served(scheduler, 100.0) == [f"late-{number}" for number in range(12)]
 
 
-def test_the_late_one_whose_turn_it_is_is_not_passed_while_its_blocks_are_missing() -> None:
+def test_blocked_late_head_is_not_passed() -> None:
     scheduler = a_scheduler(16, length=64)
     add(scheduler, "holder", 100.0, prompt=24, output=20)
     step(scheduler, 100.0)
@@ -391,8 +390,8 @@ def test_the_late_one_whose_turn_it_is_is_not_passed_while_its_blocks_are_missin
     assert step(scheduler, 100.0) == ["large and late", "in-time-9"]
 
 
-def test_a_late_one_that_had_its_turn_is_late_no_more() -> None:
-    """It came first: it is served before the two that came later, and they give up their blocks to it."""
+def test_admitted_late_request_is_no_longer_late() -> None:
+    """It arrived first, so it precedes two later requests, which are preempted for it."""
     scheduler = a_scheduler(8, seqs=3, length=32)
     late = add(scheduler, "late", 0.0, prompt=7, output=20)
     for request_id in ("b", "c"):
@@ -404,7 +403,7 @@ def test_a_late_one_that_had_its_turn_is_late_no_more() -> None:
     assert late.num_preemptions == 0
 
 
-def test_a_late_one_that_is_preempted_after_its_turn_comes_back_before_all_that_came_later() -> None:
+def test_preempted_late_request_precedes_later_arrivals() -> None:
     scheduler = a_scheduler(8, length=32)
     backlog(scheduler, 2, 20)
     order = [step(scheduler, 100.0)[0] for _ in range(9)]
@@ -418,7 +417,7 @@ def test_a_late_one_that_is_preempted_after_its_turn_comes_back_before_all_that_
     assert order == [f"in-time-{number}" for number in range(9)]
 
 
-def test_what_waits_is_told_over_both_lines() -> None:
+def test_waiting_counts_cover_both_lines() -> None:
     scheduler = a_scheduler()
     backlog(scheduler, 2, 3)
     assert (scheduler.num_waiting, scheduler.num_waiting_late) == (5, 2)
@@ -436,7 +435,7 @@ def test_what_waits_is_told_over_both_lines() -> None:
 
 
 @pytest.mark.parametrize("order", ["fcfs", "priority"])
-def test_going_back_forgets_who_was_late(order: str) -> None:
+def test_policy_switch_resets_late_requests(order: str) -> None:
     scheduler = a_scheduler(seqs=2)
     add(scheduler, "late and running", 0.0, output=9)
     add(scheduler, "blocker", 100.0, output=9)
@@ -481,7 +480,7 @@ def test_targets_that_could_not_work_are_refused_and_change_nothing(changes: dic
     assert scheduler.policy is before
 
 
-def test_without_deadline_targets_may_stand_there_without_effect() -> None:
+def test_targets_have_no_effect_without_deadline_policy() -> None:
     scheduler = a_scheduler(scheduling_policy="fcfs", ttft_target=0.001)
     backlog(scheduler, 2, 2)
     assert served(scheduler, 100.0) == ["late-0", "late-1", "in-time-0", "in-time-1"]
@@ -501,8 +500,9 @@ def test_a_late_request_that_runs_is_a_broken_invariant() -> None:
 
 
 def share_in_time(order: str, *, load: float, target: float, seed: int) -> tuple[float, float]:
-    """Of Poisson arrivals at `load` times what four seats serve in four seconds a request: the share whose first token
-    came in time, and the longest wait for one."""
+    """Return the on-time share of Poisson arrivals at `load` times the capacity of four slots with four seconds per
+    request, and the longest wait for a first token.
+    """
     scheduler = a_scheduler(seqs=4, scheduling_policy=order, ttft_target=target)
     dice, arrivals, at = random.Random(seed), list[float](), 0.0
     for _ in range(400):
@@ -524,9 +524,10 @@ def share_in_time(order: str, *, load: float, target: float, seed: int) -> tuple
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_in_an_overload_fcfs_makes_nearly_all_late_and_deadline_only_those_beyond_capacity(seed: int) -> None:
-    """One request a second is served. At 1.5 times that two thirds can be in time, of which one in ten goes to a late
-    one; fcfs is in time only until its line is as long as the target."""
+def test_deadline_serves_more_on_time_than_fcfs_in_overload(seed: int) -> None:
+    """Capacity is one request per second. At 1.5 times that two thirds can be on time, of which one in ten is late;
+    fcfs is on time only until its queue is as long as the target.
+    """
     fcfs, _ = share_in_time("fcfs", load=1.5, target=12.0, seed=seed)
     deadline, longest = share_in_time("deadline", load=1.5, target=12.0, seed=seed)
     assert fcfs < 0.25
@@ -535,7 +536,7 @@ def test_in_an_overload_fcfs_makes_nearly_all_late_and_deadline_only_those_beyon
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_below_capacity_both_orders_are_one(seed: int) -> None:
+def test_deadline_equals_fcfs_below_capacity(seed: int) -> None:
     assert share_in_time("fcfs", load=0.5, target=40.0, seed=seed) == (
         share_in_time("deadline", load=0.5, target=40.0, seed=seed)
     )

@@ -1,4 +1,4 @@
-"""Images are computed once, whole, in steps that have room for them, and stay as long as somebody reads them."""
+"""Encoder cache: images are computed once, whole, in steps with room, and cached while read."""
 
 import pytest
 from trimtab_engine.errors import InvalidRequest
@@ -21,7 +21,7 @@ def an_image(name: str, num_tokens: int = 4) -> MultiModalItem:
 
 
 def a_request(*parts: int | MultiModalItem, salt: str = "", name: str = "r", max_tokens: int = 4) -> Request:
-    """Images among so many tokens of text each."""
+    """Return a request with images between runs of text tokens."""
     prompt: list[int] = []
     spans: list[Span] = []
     for part in parts:
@@ -43,7 +43,7 @@ def a_scheduler(
 
 
 def a_step(scheduler: Scheduler) -> tuple[dict[str, int], list[str]]:
-    """How many tokens of each request, and which images, a step computed."""
+    """Run one step; return the tokens per request and the computed images."""
     batch = scheduler.schedule(0.0)
     computed = {s.request.request_id: s.num_tokens for s in batch.sequences}, names_of(batch)
     scheduler.update(batch, [7] * len(batch.sampling), 0.0)
@@ -55,7 +55,7 @@ def names_of(batch: Batch) -> list[str]:
     return [item.content_hash.decode() for _, item in batch.missing]
 
 
-def test_an_image_is_computed_whole_in_the_step_that_begins_it() -> None:
+def test_image_is_computed_whole_in_first_step() -> None:
     scheduler = a_scheduler(EncoderCache(16, 16), num_batched_tokens=5)
     scheduler.add(a_request(3, an_image("a", 6), 2))
     assert [a_step(scheduler) for _ in range(3)] == [({"r": 5}, ["a"]), ({"r": 5}, []), ({"r": 1}, [])]
@@ -70,7 +70,7 @@ def test_two_requests_with_one_image_compute_it_once() -> None:
     assert (stats.num_encoded_items, stats.num_encoded_tokens) == (1, 4)
 
 
-def test_what_nobody_reads_stays_until_its_room_is_needed_the_least_recently_read_first() -> None:
+def test_idle_items_are_evicted_in_lru_order() -> None:
     cache = EncoderCache(12, 12)
     scheduler = a_scheduler(cache)
     for number, image in enumerate(["a", "b", "c", "a", "d", "b"]):  # d takes the room of b, not of a
@@ -89,14 +89,14 @@ def test_a_prompt_stops_before_an_image_that_the_step_has_no_budget_for() -> Non
     assert [a_step(scheduler) for _ in range(2)] == [({"r": 9}, ["a"]), ({"r": 5}, ["b"])]
 
 
-def test_a_prompt_stops_before_an_image_that_finds_no_room_and_goes_on_when_the_one_before_is_passed() -> None:
+def test_prompt_stops_before_image_without_room() -> None:
     scheduler = a_scheduler(EncoderCache(6, 16))
     scheduler.add(a_request(3, an_image("a"), 2, an_image("b"), 1))
     assert [a_step(scheduler) for _ in range(2)] == [({"r": 9}, ["a"]), ({"r": 5}, ["b"])]
 
 
-def test_whoever_waits_for_room_is_overtaken_by_nobody_that_needs_some() -> None:
-    """A large image would wait for ever behind a crowd of small ones."""
+def test_request_waiting_for_room_blocks_later_items() -> None:
+    """Otherwise a large image would starve behind many small ones."""
     scheduler = a_scheduler(EncoderCache(8, 8), num_batched_tokens=12)
     scheduler.add(a_request(6, an_image("small"), 1, name="first"))
     scheduler.add(a_request(2, an_image("large", 8), 1, name="large"))
@@ -108,7 +108,7 @@ def test_whoever_waits_for_room_is_overtaken_by_nobody_that_needs_some() -> None
     assert computed["large"] == 10
 
 
-def test_the_head_of_the_queue_that_begins_with_an_image_says_what_it_waits_for() -> None:
+def test_head_with_image_reports_blocked_reason() -> None:
     scheduler = a_scheduler(EncoderCache(8, 6))
     scheduler.add(a_request(3, an_image("a", 6), 2, name="one"))
     scheduler.add(a_request(an_image("b", 6), 2, name="two"))
@@ -117,7 +117,7 @@ def test_the_head_of_the_queue_that_begins_with_an_image_says_what_it_waits_for(
     assert scheduler.take_stats().blocked_seconds == {BlockedReason.ENCODER.value: 5.0}
 
 
-def test_decodes_go_on_beside_an_image_that_waits() -> None:
+def test_decodes_continue_while_image_waits() -> None:
     scheduler = a_scheduler(EncoderCache(4, 4))
     scheduler.add(a_request(3, name="decode", max_tokens=9))
     a_step(scheduler)
@@ -126,7 +126,7 @@ def test_decodes_go_on_beside_an_image_that_waits() -> None:
     assert a_step(scheduler) == ({"decode": 1, "images": 6}, ["b"])
 
 
-def test_a_preempted_request_finds_its_image_again_while_nobody_needed_the_room() -> None:
+def test_preempted_request_reuses_cached_image() -> None:
     scheduler = a_scheduler(EncoderCache(16, 16), num_batched_tokens=5)
     scheduler.add(a_request(3, an_image("a", 6), 2))
     a_step(scheduler)
@@ -136,12 +136,12 @@ def test_a_preempted_request_finds_its_image_again_while_nobody_needed_the_room(
     assert a_step(scheduler) == ({"r": 5}, [])
 
 
-def test_what_a_failed_request_saw_is_computed_anew() -> None:
+def test_failed_request_items_are_recomputed() -> None:
     scheduler = a_scheduler(EncoderCache(16, 16))
     failed = a_request(1, an_image("a"), 1, name="failed")
     scheduler.add(failed)
     a_step(scheduler)
-    scheduler.disown(failed)
+    scheduler.invalidate_blocks(failed)
     scheduler.abort(["failed"])
     scheduler.add(a_request(1, an_image("a"), 1, name="next"))
     batch = scheduler.schedule(0.0)
@@ -172,7 +172,7 @@ def test_a_cached_prefix_that_ends_in_an_image_has_it_computed_for_the_rest() ->
 @pytest.mark.parametrize(
     ("encoder", "chunked", "words"),
     [
-        (None, True, "this model does not compute"),
+        (None, True, "this model does not support"),
         (EncoderCache(16, 7), True, "takes 8 tokens, and the largest that is computed 7"),
         (EncoderCache(7, 16), True, "takes 8 tokens, and the largest that is computed 7"),
         (EncoderCache(11, 12), False, "take 12 tokens together, and without chunked prefill .* 11 tokens at most"),

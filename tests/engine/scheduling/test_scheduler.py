@@ -1,6 +1,6 @@
-"""What a step holds, who is preempted, how requests end, and what limits and resizes do: rule by rule.
+"""Scheduler rules: batch content, preemption, finish conditions, limits and resizes.
 
-Requests here are driven with tokens chosen by the test. test_scheduler_properties.py drives whole random lives.
+Tokens are chosen by the test. test_scheduler_properties.py runs randomized property tests.
 """
 
 import random
@@ -38,11 +38,11 @@ def a_scheduler(
     swap: int = 0,
     caching: bool = False,
     stages: int = 1,
-    sights: tuple[AttentionWindow, ...] = (FULL_ATTENTION,),
+    attention_windows: tuple[AttentionWindow, ...] = (FULL_ATTENTION,),
     **policy: Any,
 ) -> Scheduler:
     return Scheduler(
-        BlockManager(blocks, cap or blocks, BLOCK_SIZE, SwapSpace(swap, swap), sights=sights),
+        BlockManager(blocks, cap or blocks, BLOCK_SIZE, SwapSpace(swap, swap), attention_windows=attention_windows),
         SchedulingPolicy(max_num_seqs=seqs, max_num_batched_tokens=tokens, enable_prefix_caching=caching, **policy),
         max_model_len=length,
         enable_chunked_prefill=chunked,
@@ -71,7 +71,7 @@ def finish_step(scheduler: Scheduler, batch: Batch, token: int = WORD, now: floa
 
 
 def step(scheduler: Scheduler, token: int = WORD, now: float = 0.0) -> list[tuple[str, int]]:
-    """One step; what it held, as (request id, number of tokens) in order."""
+    """Run one step and return its (request id, number of tokens) in order."""
     batch = scheduler.schedule(now)
     held = [(s.request.request_id, s.num_tokens) for s in batch.sequences]
     finish_step(scheduler, batch, token, now)
@@ -82,7 +82,7 @@ def step(scheduler: Scheduler, token: int = WORD, now: float = 0.0) -> list[tupl
 # --- what a step holds --------------------------------------------------------------------------------------------
 
 
-def test_a_batch_says_that_it_has_only_decodes_and_no_prompt_hides_among_them() -> None:
+def test_batch_only_decodes_flag_is_exact() -> None:
     scheduler = a_scheduler()
     add(scheduler, a_request("a", 3))
     batch = scheduler.schedule(0.0)
@@ -94,8 +94,8 @@ def test_a_batch_says_that_it_has_only_decodes_and_no_prompt_hides_among_them() 
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_decodes_that_nothing_comes_up_for_are_scheduled_as_all_others(caching: bool) -> None:
-    """Block boundaries, lengths, a prompt between them and a live change of speculation come as they would."""
+def test_quiet_decodes_are_scheduled_like_others(caching: bool) -> None:
+    """Includes block boundaries, lengths, an interleaved prompt and a live change of speculation."""
     quick, slow = (a_scheduler(seqs=4, tokens=6, length=24, caching=caching) for _ in range(2))
     held: list[list[list[tuple[str, int, int, bool]]]] = [[], []]
     for number in range(40):
@@ -114,14 +114,14 @@ def test_decodes_that_nothing_comes_up_for_are_scheduled_as_all_others(caching: 
     assert held[0] == held[1]
 
 
-def test_a_step_that_lands_tells_of_those_that_do_not_just_go_on() -> None:
+def test_process_output_returns_only_notable_requests() -> None:
     scheduler = a_scheduler()
     requests = [a_request(name, 3, stop=(STOP,)) for name in "abcd"]
     add(scheduler, *requests)
     batch = scheduler.schedule(0.0)
     scheduler.abort(["d"])
     a, b, c, d = requests
-    assert scheduler.land(batch, [WORD, STOP, [WORD], WORD], 0.0) == {
+    assert scheduler.process_output(batch, [WORD, STOP, [WORD], WORD], 0.0) == {
         1: (b, STOP, RequestStatus.FINISHED_STOPPED),
         2: (c, [WORD], None),
         3: (d, [], RequestStatus.FINISHED_ABORTED),
@@ -157,7 +157,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_one_samples() -> 
     assert chunks == [(0, 8, False), (8, 8, False), (16, 4, True), (20, 1, True)]
 
 
-def test_what_runs_is_served_before_what_waits_and_both_share_the_budget() -> None:
+def test_running_requests_precede_waiting_within_budget() -> None:
     scheduler = a_scheduler(tokens=8)
     add(scheduler, a_request("a", 4))
     assert step(scheduler) == [("a", 4)]
@@ -193,7 +193,7 @@ def test_a_budget_of_nothing_but_decodes_lets_a_prompt_wait_and_then_go_on() -> 
     assert step(scheduler) == [("urgent", 3)], "the others have ended"
 
 
-def test_guesses_take_what_everything_known_has_left() -> None:
+def test_drafts_use_remaining_budget() -> None:
     scheduler = a_scheduler(tokens=12, length=60, num_speculative_tokens=4)
     add(scheduler, *(a_request(name, 2, max_tokens=30) for name in "abcd"))
     step(scheduler)
@@ -206,10 +206,14 @@ def test_guesses_take_what_everything_known_has_left() -> None:
     assert batch.num_tokens == 12
 
 
-@pytest.mark.parametrize("sight", [AttentionWindow(6), AttentionWindow(6, is_chunked=True)], ids=["window", "chunks"])
-def test_a_window_lets_go_of_blocks_though_guesses_always_stand(sight: AttentionWindow) -> None:
-    """Then the room for known tokens is there already, and nobody asks for it."""
-    scheduler = a_scheduler(200, tokens=12, length=80, num_speculative_tokens=4, sights=(sight, FULL_ATTENTION))
+@pytest.mark.parametrize(
+    "attention_window", [AttentionWindow(6), AttentionWindow(6, is_chunked=True)], ids=["window", "chunks"]
+)
+def test_window_frees_blocks_with_accepted_drafts(attention_window: AttentionWindow) -> None:
+    """Room for known tokens then already exists, without an allocation."""
+    scheduler = a_scheduler(
+        200, tokens=12, length=80, num_speculative_tokens=4, attention_windows=(attention_window, FULL_ATTENTION)
+    )
     request = a_request("a", 2, max_tokens=70, ignore_eos=True)
     add(scheduler, request)
     held = []
@@ -223,10 +227,10 @@ def test_a_window_lets_go_of_blocks_though_guesses_always_stand(sight: Attention
         scheduler.update(batch, tokens, 0.0)
         scheduler.check_integrity()
     assert len(held) > 10
-    assert max(held) <= sight.num_blocks(72, BLOCK_SIZE, 5)
+    assert max(held) <= attention_window.num_blocks(72, BLOCK_SIZE, 5)
 
 
-def test_guesses_starve_nobody_where_they_would_take_the_whole_budget() -> None:
+def test_drafts_do_not_starve_other_requests() -> None:
     scheduler = a_scheduler(2000, tokens=64, seqs=64, length=80, num_speculative_tokens=4)
     requests = [a_request(str(n), 1, max_tokens=70, ignore_eos=True) for n in range(64)]
     add(scheduler, *requests)
@@ -241,7 +245,7 @@ def test_guesses_starve_nobody_where_they_would_take_the_whole_budget() -> None:
     assert min(request.num_output_tokens for request in requests) == 60
 
 
-def test_a_request_whose_guesses_are_in_flight_waits_until_they_have_landed() -> None:
+def test_request_with_drafts_in_flight_is_not_scheduled() -> None:
     scheduler = a_scheduler(tokens=12, num_speculative_tokens=4)
     request = a_request("a", 2, max_tokens=30)
     add(scheduler, request)
@@ -257,7 +261,7 @@ def test_a_request_whose_guesses_are_in_flight_waits_until_they_have_landed() ->
 
 @pytest.mark.parametrize("budget", [12, 1])
 def test_guesses_made_before_the_depth_became_0_are_dropped(budget: int) -> None:
-    """Even those of a request that the first step after the change has no budget for."""
+    """Including those of a request without budget in the first step after the change."""
     scheduler = a_scheduler(tokens=12, num_speculative_tokens=4)
     requests = [a_request(name, 2, max_tokens=12) for name in "ab"]
     add(scheduler, *requests)
@@ -278,7 +282,7 @@ def test_guesses_made_before_the_depth_became_0_are_dropped(budget: int) -> None
         finish_step(scheduler, batch)
 
 
-def test_an_idle_scheduler_has_room_for_as_many_as_it_has_seats_budget_and_blocks_for() -> None:
+def test_idle_scheduler_room_is_limited_by_slots_budget_blocks() -> None:
     scheduler = a_scheduler(30, seqs=6, tokens=64)
     taken = 0
     while scheduler.has_room_for(5):
@@ -426,7 +430,7 @@ def test_an_abort_may_say_that_the_request_failed() -> None:
     assert request.status is RequestStatus.FINISHED_ERROR
 
 
-def test_a_request_aborted_while_its_step_runs_gets_no_token_and_the_others_get_theirs() -> None:
+def test_abort_during_step_drops_only_its_token() -> None:
     scheduler = a_scheduler()
     requests = [a_request(name) for name in "abc"]
     add(scheduler, *requests)
@@ -443,7 +447,7 @@ def test_a_request_aborted_while_its_step_runs_gets_no_token_and_the_others_get_
     assert step(scheduler) == [("a", 1), ("c", 1)]
 
 
-def test_an_id_used_again_while_the_aborted_one_is_in_a_step_is_another_request() -> None:
+def test_reused_id_of_aborted_request_is_distinct() -> None:
     scheduler = a_scheduler()
     add(scheduler, a_request("a"))
     batch = scheduler.schedule(0.0)
@@ -527,7 +531,7 @@ def test_a_request_alone_can_always_grow_to_max_model_len() -> None:
     assert request.num_preemptions == 0
 
 
-def test_only_what_was_computed_before_counts_as_computed_again() -> None:
+def test_recomputed_tokens_count_only_computed_ones() -> None:
     scheduler = a_scheduler(16, tokens=36, length=32)
     add(scheduler, a_request("x", 28), a_request("a", 20))
     assert step(scheduler) == [("x", 28), ("a", 8)]
@@ -541,7 +545,7 @@ def test_only_what_was_computed_before_counts_as_computed_again() -> None:
     assert recomputed == [5, 3, 0, 0]  # 8 of 20 prompt tokens had been computed
 
 
-def test_a_second_preemption_does_not_forget_what_was_computed_before_the_first() -> None:
+def test_second_preemption_keeps_recompute_watermark() -> None:
     scheduler = a_scheduler(16, tokens=40, length=32)
     add(scheduler, a_request("x", 28), a_request("a", 12))
     assert step(scheduler) == [("x", 28), ("a", 12)]
@@ -618,7 +622,7 @@ def test_growing_the_kv_cache_lets_more_run() -> None:
     assert step(scheduler) == [("a", 1), ("b", 20)]
 
 
-def test_shrinking_to_what_is_used_moves_blocks_and_preempts_nobody() -> None:
+def test_shrink_to_used_blocks_preempts_nothing() -> None:
     scheduler = a_scheduler(16)
     first, second = a_request("first", 20), a_request("second", 20)
     add(scheduler, first, second)
@@ -632,7 +636,7 @@ def test_shrinking_to_what_is_used_moves_blocks_and_preempts_nobody() -> None:
     assert step(scheduler) == [("second", 1)]
 
 
-def test_shrinking_below_what_is_used_preempts_in_victim_order_until_it_fits() -> None:
+def test_shrink_below_used_blocks_preempts_in_victim_order() -> None:
     scheduler = a_scheduler(24, length=32)
     requests = [a_request(name, 20) for name in "abcd"]
     add(scheduler, *requests)
@@ -670,7 +674,7 @@ def test_a_kv_cache_too_small_for_one_request_is_refused() -> None:
 # --- what is reported ---------------------------------------------------------------------------------------------
 
 
-def test_time_is_booked_on_what_kept_the_head_of_the_queue_waiting() -> None:
+def test_blocked_time_is_recorded_by_reason() -> None:
     scheduler = a_scheduler(8, seqs=2, tokens=16, length=32)
     add(scheduler, a_request("a", 12, max_tokens=9), a_request("b", 5, max_tokens=9), a_request("c", 20))
     step(scheduler, now=0.0)  # b got a chunk of 4, the budget is spent; and both seats are taken
@@ -682,7 +686,7 @@ def test_time_is_booked_on_what_kept_the_head_of_the_queue_waiting() -> None:
     assert scheduler.take_stats().blocked_seconds == {"seqs": 2.0, "kv": 4.0}
 
 
-def test_a_spent_budget_is_what_blocks_when_seats_and_blocks_are_free() -> None:
+def test_spent_budget_is_blocked_reason() -> None:
     scheduler = a_scheduler(tokens=16)
     add(scheduler, a_request("a", 30), a_request("b", 5))
     step(scheduler, now=0.0)
@@ -690,7 +694,7 @@ def test_a_spent_budget_is_what_blocks_when_seats_and_blocks_are_free() -> None:
     assert scheduler.take_stats().blocked_seconds == {"tokens": 0.5}
 
 
-def test_the_time_of_a_step_is_booked_when_it_ends() -> None:
+def test_blocked_time_is_recorded_at_step_end() -> None:
     scheduler = a_scheduler(seqs=1)
     add(scheduler, a_request("a"), a_request("b"))
     finish_step(scheduler, scheduler.schedule(1.0), now=1.5)
@@ -699,7 +703,7 @@ def test_the_time_of_a_step_is_booked_when_it_ends() -> None:
     assert scheduler.take_stats().blocked_seconds == {"seqs": 0.25}
 
 
-def test_what_was_admitted_blocks_no_longer() -> None:
+def test_admitted_request_stops_blocked_time() -> None:
     scheduler = a_scheduler(seqs=1)
     add(scheduler, a_request("a", max_tokens=1), a_request("b"))
     for now in (0.0, 1.0, 5.0):
@@ -738,7 +742,7 @@ def test_the_time_of_the_first_step_is_kept_over_a_preemption() -> None:
     assert (request.first_scheduled_time, request.num_preemptions) == (2.0, 1)
 
 
-def test_remaining_tokens_are_what_the_requests_may_still_ask_for() -> None:
+def test_remaining_tokens_sum_output_limits() -> None:
     scheduler = a_scheduler(length=32)
     add(scheduler, a_request("a", 5, max_tokens=10), a_request("b", 30, max_tokens=10))
     assert scheduler.remaining_tokens() == 12  # b may only reach max_model_len
@@ -775,7 +779,7 @@ def test_a_broken_invariant_is_named() -> None:
 # --- pipeline stages ----------------------------------------------------------------------------------------------
 
 
-def test_two_steps_in_flight_share_the_running_requests_and_no_request_is_in_both() -> None:
+def test_two_steps_in_flight_share_no_request() -> None:
     scheduler = a_scheduler(stages=2)
     add(scheduler, *(a_request(name, prompt=2) for name in "abcde"))
     finish_step(scheduler, scheduler.schedule(0.0))
@@ -833,8 +837,8 @@ def test_no_prompt_takes_a_decode_s_place_in_the_steps_in_flight(stages: int) ->
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_with_steps_in_flight_every_position_is_sampled_once_whoever_is_preempted(stages: int, mode: str) -> None:
-    """Also a request that is preempted while it is in flight, when another one's end makes room for it at once."""
+def test_steps_in_flight_sample_each_position_once(stages: int, mode: str) -> None:
+    """Including a request preempted in flight while another one's end frees room."""
     preempted_in_flight = 0
     for seed in range(60):
         dice = random.Random(seed)
@@ -867,7 +871,7 @@ def to_pool(request_id: str = "p", prompt: int = 10, method: PoolingMethod = "me
     return Request.of(request_id, [1] * prompt, Sampling(), arrival_time=0.0, pooling=Pooling(method))
 
 
-def test_a_prompt_that_is_pooled_ends_with_the_step_that_computes_its_last_token() -> None:
+def test_pooled_prompt_ends_with_its_last_token() -> None:
     scheduler = a_scheduler(tokens=6, seqs=4)
     request = to_pool(prompt=10)
     add(scheduler, request, a_request("a", 2, max_tokens=1))
@@ -890,7 +894,7 @@ def test_a_prompt_that_is_pooled_ends_with_the_step_that_computes_its_last_token
 
 
 @pytest.mark.parametrize(("method", "num_cached"), [("last", 8), ("mean", 0)])
-def test_only_who_needs_all_tokens_takes_nothing_from_the_prefix_cache(method: PoolingMethod, num_cached: int) -> None:
+def test_only_mean_pooling_skips_prefix_cache(method: PoolingMethod, num_cached: int) -> None:
     scheduler = a_scheduler(caching=True)
     add(scheduler, a_request("a", 10, max_tokens=1))
     step(scheduler)
@@ -909,8 +913,8 @@ def test_a_prompt_that_is_pooled_may_fill_the_context() -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_one_that_is_preempted_in_its_last_step_is_not_computed_again(mode: str) -> None:
-    """Its blocks go to a decode while that step is in flight, and soon there is room for it again."""
+def test_preempted_pooling_in_last_step_is_not_recomputed(mode: str) -> None:
+    """Its blocks are taken by a decode while that step is in flight, and room is free again soon."""
     scheduler = a_scheduler(blocks=8, tokens=8, stages=3, swap=8, preemption_mode=mode)
     decode, request = a_request("a", 15, max_tokens=17), to_pool(prompt=15)
     add(scheduler, decode)

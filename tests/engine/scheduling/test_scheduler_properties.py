@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.values import Envelope, LiveValues
 from trimtab_engine.multimodal.items import MultiModalItem, Span
-from trimtab_engine.runner.block_table_slots import Seats
+from trimtab_engine.runner.block_table_slots import BlockTableSlots
 from trimtab_engine.sampling.pooling import add_up, finished
 from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.batch import Batch
@@ -52,12 +52,12 @@ def next_token(prefix: list[int]) -> int:
 
 
 def mark_of(adapter: Adapter | None) -> int:
-    """What an adapter adds to each token before the model sees it, by the content that it has."""
+    """Return an adapter's offset to each token before the model, by its content."""
     return 0 if adapter is None else VOCABULARY * adapter.digest[0]
 
 
 def undisturbed(prompt: list[int], sampling: Sampling, adapter: Adapter | None = None) -> tuple[list[int], str]:
-    """What a request alone on an endless KV cache yields, written down without the scheduler."""
+    """Return the output of a single request with unlimited KV cache, computed without the scheduler."""
     tokens, mark = list(prompt), mark_of(adapter)
     while True:
         token = next_token([mark + seen for seen in tokens])
@@ -71,41 +71,41 @@ def undisturbed(prompt: list[int], sampling: Sampling, adapter: Adapter | None =
 
 
 def pooled_undisturbed(prompt: list[int], method: PoolingMethod) -> float:
-    """What a prompt alone is pooled to: a hidden state is the token that would follow."""
+    """Return the pooled result of a single prompt: a hidden state is the token that would follow."""
     states = [next_token(prompt[: end + 1]) for end in range(len(prompt))]
     return states[-1] if method == "last" else sum(states) / len(states)
 
 
 @dataclass
 class Work:
-    """What a model runner keeps of a scheduled sequence: the scheduler uses its own again for the next step."""
+    """A copy of a scheduled sequence, because the scheduler reuses its own for the next step."""
 
     request: Request
     tables: list[tuple[list[int], int]]
-    """Per group: its blocks, and how many before them are gone."""
+    """Per group: its blocks, and the number of freed blocks before them."""
     start: int
     end: int
     samples: bool
     drafts: list[int]
     pooled: tuple[int, int] | None
-    """Which tokens are pooled: from where on, and how many."""
+    """First pooled token and their number."""
 
 
-class ToldTables:
-    """Somebody who is told only what is new of a group's block tables, and must not miss anything."""
+class ReceivedTables:
+    """Receiver of block-table updates for one group."""
 
-    def __init__(self, num_seats: int) -> None:
-        self.seats = Seats(num_seats)
-        self.rows: list[list[int]] = [[] for _ in range(num_seats)]
+    def __init__(self, num_table_slots: int) -> None:
+        self.table_slots = BlockTableSlots(num_table_slots)
+        self.rows: list[list[int]] = [[] for _ in range(num_table_slots)]
         self.num_told = 0
 
     def tell(self, tables: list[list[int]], counts: list[int]) -> list[list[int]]:
         """The first blocks of these tables, as they know them."""
-        seats, news = self.seats.seat(tables, np.array(counts, np.int64))
+        table_slots, news = self.table_slots.table_slot(tables, np.array(counts, np.int64))
         for new in news:
-            self.rows[new.seat][new.first :] = tables[new.place][new.first : new.last]
+            self.rows[new.table_slot][new.first :] = tables[new.place][new.first : new.last]
             self.num_told += new.last - new.first
-        told = [self.rows[seat][:count] for seat, count in zip(seats.tolist(), counts, strict=True)]
+        told = [self.rows[table_slot][:count] for table_slot, count in zip(table_slots.tolist(), counts, strict=True)]
         assert told == [table[:count] for table, count in zip(tables, counts, strict=True)]
         return told
 
@@ -115,23 +115,23 @@ class Prepared:
     batch: Batch
     work: list[Work]
     rows: list[Work]
-    """In the order in which executors have their tokens."""
+    """Rows in token order."""
     sums: list[tuple[Request, int, int, float]] = field(default_factory=list)
     """(request, position, how many, sum of hidden states), once it has run."""
 
     @classmethod
-    def of(cls, batch: Batch, told: list[ToldTables]) -> "Prepared":
-        """What the step reads of tables is what has been told of them."""
+    def of(cls, batch: Batch, told: list[ReceivedTables]) -> "Prepared":
+        """Return the prepared step; tables are read through their updates."""
         tables: list[list[list[int]]] = []
         for group, who in enumerate(told):
-            gone = [s.request.num_gone[group] for s in batch.sequences]
+            gone = [s.request.num_out_of_window[group] for s in batch.sequences]
             ends = [-(-(s.start + s.num_tokens) // BLOCK_SIZE) for s in batch.sequences]
             own = [s.request.block_tables[group] for s in batch.sequences]
             tables.append(who.tell(own, [end - first for end, first in zip(ends, gone, strict=True)]))
         work = [
             Work(
                 s.request,
-                [(own[place], gone) for own, gone in zip(tables, s.request.num_gone, strict=True)],
+                [(own[place], gone) for own, gone in zip(tables, s.request.num_out_of_window, strict=True)],
                 s.start,
                 s.start + s.num_tokens,
                 s.samples,
@@ -154,7 +154,7 @@ Block = list[tuple[int, int] | None]
 class StubExecutor:
     """A KV cache of token ids, one list per mapped block, and a swap space like it."""
 
-    sights: tuple[AttentionWindow, ...]
+    attention_windows: tuple[AttentionWindow, ...]
     blocks: dict[int, Block] = field(default_factory=dict)
     host: dict[int, Block] = field(default_factory=dict)
     embeddings: dict[bytes, list[int]] = field(default_factory=dict)
@@ -229,9 +229,9 @@ class StubExecutor:
         if work.request.status.is_finished:
             tokens.append(0)  # it ended while its newest token was in flight: that one was dropped
         mark = mark_of(work.request.adapter)
-        for group, (table, num_gone) in enumerate(work.tables):
+        for group, (table, num_out_of_window) in enumerate(work.tables):
             for position in range(first, last):
-                block = self.blocks[table[position // BLOCK_SIZE - num_gone]]
+                block = self.blocks[table[position // BLOCK_SIZE - num_out_of_window]]
                 block[position % BLOCK_SIZE] = (group, mark + tokens[position])
 
     def hidden_sum(self, work: Work, position: int, count: int) -> float:
@@ -253,17 +253,21 @@ class StubExecutor:
 
     def read(self, work: Work, end: int) -> list[int]:
         """All tokens up to `end`, from a group that sees all. What the step sees of other groups must be the same."""
-        seen = [self.read_group(work, group, end) for group in range(len(self.sights))]
-        whole = next(tokens for tokens, sight in zip(seen, self.sights, strict=True) if sight.window is None)
+        seen = [self.read_group(work, group, end) for group in range(len(self.attention_windows))]
+        whole = next(
+            tokens
+            for tokens, attention_window in zip(seen, self.attention_windows, strict=True)
+            if attention_window.window is None
+        )
         for tokens in seen:
             assert tokens == whole[end - len(tokens) :]
         return whole
 
     def read_group(self, work: Work, group: int, end: int) -> list[int]:
-        table, num_gone = work.tables[group]
-        first = self.sights[group].first_seen(work.start)
-        assert first >= num_gone * BLOCK_SIZE, f"{work.request.request_id} let go of what it still sees"
-        held = [self.blocks[table[p // BLOCK_SIZE - num_gone]][p % BLOCK_SIZE] for p in range(first, end)]
+        table, num_out_of_window = work.tables[group]
+        first = self.attention_windows[group].first_seen(work.start)
+        assert first >= num_out_of_window * BLOCK_SIZE, f"{work.request.request_id} let go of what it still sees"
+        held = [self.blocks[table[p // BLOCK_SIZE - num_out_of_window]][p % BLOCK_SIZE] for p in range(first, end)]
         tokens = [slot[1] for slot in held if slot is not None and slot[0] == group]
         assert len(tokens) == len(held), f"{work.request.request_id} reads what was never computed"
         return tokens
@@ -271,7 +275,7 @@ class StubExecutor:
 
 @dataclass
 class Standing:
-    """What runs before a step is scheduled, in the order of the queue: who needs one token, and who needs more."""
+    """Running requests before a step, in queue order: those that need one token, and those that need more."""
 
     decodes: list[Request]
     prefills: list[Request]
@@ -289,8 +293,9 @@ class Standing:
         return cls(decodes, prefills)
 
     def check(self, batch: Batch, budget: int) -> None:
-        """Decodes first: where the budget suffices, each gets its token, or gave up its blocks to one before it. Where
-        it does not, those first in the queue do, and nothing else is computed. A guess comes after everything known."""
+        """Check that decodes come first: with sufficient budget each gets its token or is preempted by an earlier one;
+        otherwise the first ones in the queue do and nothing else is computed. Drafts come last.
+        """
         served = {s.request: s for s in batch.sequences}
         left_out = [r for r in self.decodes if r not in served and r.status is RequestStatus.RUNNING]
         if not batch.preempted and left_out:
@@ -303,10 +308,10 @@ class Standing:
 
 @dataclass
 class Turns:
-    """Fairness: no decode waits while one of its kind that comes later in the queue is served twice."""
+    """Fairness: no decode waits while a later one of its kind is served twice."""
 
     waits: dict[Request, dict[Request, int]] = field(default_factory=dict)
-    """By a decode that was left out: how often each later one has been served since."""
+    """Per skipped decode: how often each later one was served since."""
 
     def note(self, before: Standing, batch: Batch, scheduler: Scheduler) -> None:
         served = {s.request for s in batch.sequences}
@@ -328,12 +333,12 @@ PLACEHOLDER = VOCABULARY - 1
 
 
 def seen_of(image: MultiModalItem) -> list[int]:
-    """The tower: what an image's tokens are computed from instead of its placeholders, which all images share."""
+    """Return the vision encoder's stub output for an image."""
     return [100 + 10 * image.content_hash[0] + row for row in range(image.num_tokens)]
 
 
 def a_prompt_with(parts: list[int | MultiModalItem]) -> tuple[list[int], tuple[Span, ...]]:
-    """Images among runs of so many tokens of text, as far as they fit."""
+    """Return a prompt with images between runs of text tokens, as far as they fit."""
     prompt: list[int] = []
     spans: list[Span] = []
     for part in parts:
@@ -376,14 +381,14 @@ POLICIES = st.builds(
 
 
 class SchedulerLives(RuleBasedStateMachine):
-    """Rules are what the engine may do between two steps, and a step itself; teardown runs everything to its end."""
+    """Rules are engine operations between two steps, and steps; teardown runs all requests to their end."""
 
-    sights: tuple[AttentionWindow, ...] = (FULL_ATTENTION,)
+    attention_windows: tuple[AttentionWindow, ...] = (FULL_ATTENTION,)
     max_step_tokens = 2 * MAX_MODEL_LEN
     encoder: EncoderCache | None = None
     max_adapters: int | None = None
-    num_seats = 12
-    """As many tables are remembered; a step has at most as many sequences."""
+    num_table_slots = 12
+    """Table slots; a step has at most as many sequences."""
 
     @initialize(
         blocks=st.integers(BLOCKS_PER_REQUEST, CAP_BLOCKS),
@@ -407,7 +412,7 @@ class SchedulerLives(RuleBasedStateMachine):
             self.in_all_groups(cap),
             BLOCK_SIZE,
             SwapSpace(host_blocks, host_blocks, kept_blocks, kept_blocks),
-            sights=self.sights,
+            attention_windows=self.attention_windows,
             max_num_batched_tokens=self.max_step_tokens,
         )
         self.scheduler = Scheduler(
@@ -419,7 +424,7 @@ class SchedulerLives(RuleBasedStateMachine):
             encoder=self.encoder,
             max_adapters=self.max_adapters,
         )
-        self.executor = StubExecutor(self.sights)
+        self.executor = StubExecutor(self.attention_windows)
         self.executor.resize(self.manager.num_total)
         self.now = 0.0
         self.alive: dict[str, tuple[Request, list[int]]] = {}
@@ -428,16 +433,20 @@ class SchedulerLives(RuleBasedStateMachine):
         self.num_accepted_drafts = self.num_pooled = 0
         self.kept_blocks, self.num_restored = kept_blocks, 0
         self.turns = Turns()
-        self.told = [ToldTables(self.num_seats) for _ in self.sights]
+        self.told = [ReceivedTables(self.num_table_slots) for _ in self.attention_windows]
 
     def in_all_groups(self, blocks: int) -> int:
-        """So many blocks of one group that sees all as a number of blocks of these groups: what one request needs, and
-        as much beyond that for each group."""
-        needed = sum(sight.num_blocks(MAX_MODEL_LEN, BLOCK_SIZE, self.max_step_tokens) for sight in self.sights)
-        return needed + (blocks - BLOCKS_PER_REQUEST) * len(self.sights)
+        """Convert a number of full-attention blocks to blocks of these groups: one request's need, plus the rest for
+        each group.
+        """
+        needed = sum(
+            attention_window.num_blocks(MAX_MODEL_LEN, BLOCK_SIZE, self.max_step_tokens)
+            for attention_window in self.attention_windows
+        )
+        return needed + (blocks - BLOCKS_PER_REQUEST) * len(self.attention_windows)
 
     def possible(self, policy: SchedulingPolicy) -> SchedulingPolicy:
-        """With budgets that the rest allows."""
+        """Return the policy with budgets that the other values allow."""
         least = policy.max_num_seqs if self.chunked else max(policy.max_num_seqs, MAX_MODEL_LEN)
         most = min(policy.max_num_batched_tokens, self.max_step_tokens)
         return replace(policy, max_num_batched_tokens=max(most, least))
@@ -486,7 +495,7 @@ class SchedulerLives(RuleBasedStateMachine):
 
     @rule()
     def add_an_urgent_prompt(self) -> None:
-        """Before all others in the queue where that goes by priority, and too long for one step with them."""
+        """Add a request with the highest priority that is too long for one step with the others."""
         self.add([1] * (MAX_MODEL_LEN - 2), Sampling(max_tokens=2), priority=-1)
 
     @rule(seed=st.integers(0, 99))
@@ -538,25 +547,25 @@ class SchedulerLives(RuleBasedStateMachine):
         prepared = self.schedule()
         sampled = self.executor.run(prepared)
         self.abort(seed)
-        self.land(prepared, sampled)
+        self.process_output(prepared, sampled)
 
     @precondition(lambda self: self.alive)
     @rule(count=st.integers(2, 12), aborts=st.sampled_from([None, None, 3]))
     def steps_scheduled_ahead(self, count: int, aborts: int | None) -> None:
-        """Each step is scheduled while the one before it is in flight."""
+        """Schedule each step while the previous one is in flight."""
         flight = self.schedule()
         for step in range(count):
             ahead = self.schedule(in_flight=True)
             sampled = self.executor.run(flight)
             if step == aborts:
                 self.abort(step)
-            self.land(flight, sampled)
+            self.process_output(flight, sampled)
             self.scheduler.check_integrity()
             flight = ahead
-        self.land(flight, self.executor.run(flight))
+        self.process_output(flight, self.executor.run(flight))
 
     def guess(self, rng: random.Random) -> None:
-        """Give what runs some drafts, right ones and wrong ones, as a proposer does: none at depth 0."""
+        """Give running requests right and wrong drafts, as a proposer does; none at depth 0."""
         if not self.scheduler.policy.num_speculative_tokens:
             return
         for request, prompt in self.alive.values():
@@ -568,11 +577,11 @@ class SchedulerLives(RuleBasedStateMachine):
 
     def step(self) -> None:
         prepared = self.schedule()
-        self.land(prepared, self.executor.run(prepared))
+        self.process_output(prepared, self.executor.run(prepared))
         self.scheduler.check_integrity()
 
-    def land(self, prepared: Prepared, sampled: list[int | list[int]]) -> None:
-        """As the engine does it: sums are kept first, then the scheduler ends what is at its end."""
+    def process_output(self, prepared: Prepared, sampled: list[int | list[int]]) -> None:
+        """Process output as the engine does: sums are stored first, then the scheduler ends requests."""
         for request, position, count, hidden_sum in prepared.sums:
             add_up((request, position, count), np.array([hidden_sum], np.float32))
         ending = [request for request in prepared.batch.pooling if not request.status.is_finished]
@@ -640,13 +649,13 @@ class SchedulerLives(RuleBasedStateMachine):
 class LivesOverGroups(SchedulerLives):
     """Layers of two kinds: two groups see a window that is no multiple of a block, one sees all."""
 
-    sights = (AttentionWindow(6), FULL_ATTENTION, AttentionWindow(6))
+    attention_windows = (AttentionWindow(6), FULL_ATTENTION, AttentionWindow(6))
 
 
 class LivesOverChunks(SchedulerLives):
     """The same where positions are cut into chunks."""
 
-    sights = (AttentionWindow(6, is_chunked=True), FULL_ATTENTION, AttentionWindow(6, is_chunked=True))
+    attention_windows = (AttentionWindow(6, is_chunked=True), FULL_ATTENTION, AttentionWindow(6, is_chunked=True))
 
 
 class LivesOfShortSteps(LivesOverGroups):
@@ -656,8 +665,9 @@ class LivesOfShortSteps(LivesOverGroups):
 
 
 class LivesWithImages(LivesOverGroups):
-    """Prompts with images, of which the device keeps few and computes few in a step. Placeholders are all alike, so
-    whoever gets another's blocks, or another's embeddings, goes on with wrong tokens."""
+    """Prompts with images under a small encoder cache and budget. Placeholders are identical, so a request with wrong
+    blocks or embeddings produces wrong tokens.
+    """
 
     @initialize(
         blocks=st.integers(BLOCKS_PER_REQUEST, CAP_BLOCKS),
@@ -709,8 +719,9 @@ class LivesWithImages(LivesOverGroups):
             self.add_with_images(parts, Sampling(max_tokens=MAX_MODEL_LEN, ignore_eos=True))
 
     def schedule(self, in_flight: bool = False) -> Prepared:
-        """Neither the budget of a step nor what is kept is ever exceeded; the executor sees to the rest: it has no
-        embeddings but those that it was told to compute and not to drop."""
+        """Check that step budget and cache size are never exceeded; the executor only has computed, not displaced
+        embeddings.
+        """
         prepared = super().schedule(in_flight)
         assert self.encoder is not None
         assert sum(image.num_tokens for _, image in prepared.batch.missing) <= self.encoder.step_budget
@@ -719,9 +730,9 @@ class LivesWithImages(LivesOverGroups):
 
 
 class LivesWithAdapters(LivesOverGroups):
-    """Requests with adapters, of which steps may have few, and which are loaded again with other weights under the same
-    name. The same tokens under another adapter have other keys and values: whoever finds them goes on with wrong
-    tokens."""
+    """Requests with adapters under max_loras, reloaded with other weights under the same name. Keys and values differ
+    by adapter, so wrong cache hits produce wrong tokens.
+    """
 
     @initialize(
         blocks=st.integers(BLOCKS_PER_REQUEST, CAP_BLOCKS),
@@ -748,7 +759,7 @@ class LivesWithAdapters(LivesOverGroups):
 
     @rule(slot=st.integers(0, 2), content=st.integers(1, 9))
     def load_again(self, slot: int, content: int) -> None:
-        """What has the old one goes on with it: the scheduler does not care where it lies."""
+        """Reload an adapter; running requests keep the old one, whose slot is irrelevant to the scheduler."""
         self.loaded[slot] = replace(self.loaded[slot], digest=bytes([content]))
 
     @rule(prompt=PROMPTS, sampling=SAMPLING, slot=st.integers(0, 2), priority=st.integers(0, 2))
@@ -772,7 +783,7 @@ class LivesWithAdapters(LivesOverGroups):
             self.add_with_adapter(prompt, Sampling(max_tokens=MAX_MODEL_LEN, ignore_eos=True), place % 3)
 
     def schedule(self, in_flight: bool = False) -> Prepared:
-        """No step has more adapters than it may, and among those who need one nobody passes another that waits."""
+        """Check that no step exceeds max_loras, and that no request with an adapter passes one that waits."""
         assert self.max_adapters is not None
         running = set(self.scheduler.running_requests())
         prepared = super().schedule(in_flight)
@@ -803,7 +814,7 @@ TestLivesOfShortSteps.settings = settings(LIVES, max_examples=150)
 @pytest.mark.parametrize("kind", [SchedulerLives, LivesOverGroups, LivesOfShortSteps])
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize(("mode", "host_blocks"), [("recompute", 0), ("swap", 40), ("swap", 3), ("auto", 40)])
-def test_a_kv_cache_of_one_request_preempts_often_and_still_yields_the_same_tokens(
+def test_small_kv_cache_preempts_and_keeps_tokens(
     mode: PreemptionMode, host_blocks: int, chunked: bool, kind: type[SchedulerLives]
 ) -> None:
     lives = kind()
@@ -820,7 +831,7 @@ def test_a_kv_cache_of_one_request_preempts_often_and_still_yields_the_same_toke
 @pytest.mark.parametrize("kind", [SchedulerLives, LivesOverGroups, LivesOfShortSteps])
 @pytest.mark.parametrize("method", ["last", "mean"])
 @pytest.mark.parametrize(("mode", "host_blocks"), [("recompute", 0), ("swap", 40), ("auto", 3)])
-def test_what_pools_is_preempted_by_what_decodes_and_still_pools_the_same(
+def test_preempted_pooling_keeps_its_result(
     mode: PreemptionMode, host_blocks: int, method: PoolingMethod, kind: type[SchedulerLives]
 ) -> None:
     """Decodes before it in the queue take its blocks between two of its chunks."""
@@ -839,9 +850,7 @@ def test_what_pools_is_preempted_by_what_decodes_and_still_pools_the_same(
 
 @pytest.mark.parametrize("kind", [SchedulerLives, LivesOverGroups, LivesOfShortSteps])
 @pytest.mark.parametrize(("kept_blocks", "host_blocks"), [(4, 0), (400, 0), (400, 40), (20, 3)])
-def test_what_comes_back_from_the_host_cache_yields_the_same_tokens(
-    kept_blocks: int, host_blocks: int, kind: type[SchedulerLives]
-) -> None:
+def test_host_cache_restores_keep_tokens(kept_blocks: int, host_blocks: int, kind: type[SchedulerLives]) -> None:
     """Conversations that take turns, in a KV cache that holds about one of them."""
     lives = kind()
     policy = SchedulingPolicy(
@@ -877,8 +886,8 @@ def test_executor_with_slices_reads_unwritten_shared_blocks(slice_rows: int | No
         lives.teardown()
 
 
-def test_a_decode_is_told_one_block_for_each_that_it_fills() -> None:
-    """Every table is told whole once; a step whose tables have not grown tells nothing."""
+def test_decode_sends_one_block_per_filled_block() -> None:
+    """Every table is sent whole once; a step without table growth sends nothing."""
     lives = SchedulerLives()
     policy = SchedulingPolicy(max_num_seqs=4, max_num_batched_tokens=MAX_MODEL_LEN)
     lives.start(CAP_BLOCKS, policy, chunked=True, host_blocks=0)
@@ -906,7 +915,7 @@ def test_right_guesses_are_accepted_and_shorten_the_run() -> None:
 
 
 def test_a_thousand_random_patches_under_load_fail_no_request() -> None:
-    """As the engine does it: each accepted PATCH sets limits and resizes the KV cache between two steps."""
+    """Applied as the engine does: each accepted PATCH sets limits and resizes the KV cache between two steps."""
     rng = random.Random(7)
     formula = a_formula()
     live = LiveConfig(

@@ -32,7 +32,7 @@ def a_request(order: int, tokens: int = 3, arrival: float = 0.0, priority: int =
 
 
 def late_by(now: float) -> Callable[[Request], bool]:
-    """Who has waited for too long at this time, and has no token."""
+    """Return a predicate for requests without a token that have waited too long at this time."""
 
     def is_too_late(request: Request) -> bool:
         waited = now - request.arrival_time
@@ -43,7 +43,7 @@ def late_by(now: float) -> Callable[[Request], bool]:
 
 @settings(max_examples=200, deadline=None)
 @given(actions=ACTIONS, order=ORDERS, other=ORDERS)
-def test_the_kept_counts_are_those_of_the_requests(
+def test_incremental_counts_match_requests(
     actions: list[tuple[int, int, float]], order: QueueOrder, other: QueueOrder
 ) -> None:
     queue, taken, number = WaitingQueue(order), list[Request](), 0
@@ -62,16 +62,16 @@ def test_the_kept_counts_are_those_of_the_requests(
                 changed = queue.head
                 changed.token_ids += [1] * amount
                 changed.num_computed_tokens = 0
-                queue.recount(changed)
+                queue.update_token_count(changed)
             case 5 if queue:
                 for request in list(queue)[::2][:amount]:
                     queue.remove(request)
             case 6 if queue.order == "deadline":
-                queue.part_late(late_by(arrival))
+                queue.move_late_from_head(late_by(arrival))
             case 7:
                 queue.reorder(other if amount else order)
             case 8:
-                queue.pardon()
+                queue.reset_late()
         queue.check_integrity()
 
 
@@ -97,7 +97,7 @@ def test_the_two_lines_are_as_written_down_without_a_sorted_list(actions: list[t
                 late.append(in_time.pop(0))
             late.sort(key=lambda request: request.order)
             is_too_late = late_by(now)
-            num_new = queue.part_late(lambda request: request not in admitted and is_too_late(request))  # noqa: B023
+            num_new = queue.move_late_from_head(lambda request: request not in admitted and is_too_late(request))  # noqa: B023
             assert num_new == len(set(late) - were_late)
             were_late |= set(late)
         elif action == "p" and (in_time or late):
@@ -119,7 +119,7 @@ def test_the_two_lines_are_as_written_down_without_a_sorted_list(actions: list[t
                 queue.remove(request)
                 (late if request.is_late else in_time).remove(request)
         elif action == "c":
-            queue.pardon()
+            queue.reset_late()
             in_time = sorted(in_time + late, key=lambda request: request.order)
             late = []
         assert list(queue) == [*in_time, *late]
@@ -127,11 +127,11 @@ def test_the_two_lines_are_as_written_down_without_a_sorted_list(actions: list[t
         queue.check_integrity()
 
 
-def test_of_ten_admissions_one_is_a_late_request_s() -> None:
+def test_every_tenth_admission_is_late() -> None:
     queue = WaitingQueue("deadline")
     for number in range(3):
         queue.add(a_request(number, arrival=0.0))
-    assert queue.part_late(late_by(1000.0)) == 3
+    assert queue.move_late_from_head(late_by(1000.0)) == 3
     for number in range(3, 40):
         queue.add(a_request(number, arrival=1000.0))
     taken = [queue.pop_head().order for _ in range(40)]
@@ -140,7 +140,7 @@ def test_of_ten_admissions_one_is_a_late_request_s() -> None:
     assert [order for order in taken if order >= 3] == list(range(3, 40))
 
 
-def test_the_count_to_ten_begins_anew_with_each_late_one_and_counts_only_while_one_waits() -> None:
+def test_late_admission_count_restarts_after_late_request() -> None:
     queue = WaitingQueue("deadline")
     for number in range(20):
         queue.add(a_request(number, arrival=1000.0))
@@ -157,7 +157,7 @@ def test_the_count_to_ten_begins_anew_with_each_late_one_and_counts_only_while_o
     assert [queue.pop_head().order for _ in range(10)] == [*range(20, 29), 100]
 
 
-def test_taking_out_one_of_many_looks_at_few_others() -> None:
+def test_removal_from_large_queue_reads_few_requests() -> None:
     queue = WaitingQueue("fcfs")
     requests = [a_request(number, arrival=float(number)) for number in range(10_000)]
     for request in requests:
@@ -183,11 +183,11 @@ def test_a_request_that_does_not_wait_is_not_counted() -> None:
     queue.add(a_request(0))
     request = queue.pop_head()
     request.token_ids.append(1)
-    queue.recount(request)
+    queue.update_token_count(request)
     assert (queue.num_tokens, queue.oldest_arrival) == (0, None)
 
 
-def test_arrivals_of_requests_that_left_are_forgotten_behind_one_that_stays() -> None:
+def test_stale_arrivals_are_compacted() -> None:
     queue = WaitingQueue("priority")
     queue.add(a_request(0, arrival=0.0, priority=9))
     for number in range(1, 1000):
@@ -197,11 +197,11 @@ def test_arrivals_of_requests_that_left_are_forgotten_behind_one_that_stays() ->
     assert len(queue._arrivals) <= 2 * 2 + MAX_STALE_ARRIVALS + 1
 
 
-def test_another_order_forgets_the_count_to_ten_and_who_was_late() -> None:
+def test_reorder_resets_late_state() -> None:
     queue = WaitingQueue("deadline")
     for number in range(2):
         queue.add(a_request(number, arrival=0.0))
-    assert queue.part_late(late_by(1000.0)) == 2
+    assert queue.move_late_from_head(late_by(1000.0)) == 2
     for number in range(2, 30):
         queue.add(a_request(number, arrival=1000.0))
     assert [queue.pop_head().order for _ in range(8)] == list(range(2, 10))
@@ -209,12 +209,12 @@ def test_another_order_forgets_the_count_to_ten_and_who_was_late() -> None:
     assert queue.num_late == 0
     assert queue.head.order == 0
     queue.reorder("deadline")
-    assert queue.part_late(late_by(1000.0)) == 0  # they have been counted
+    assert queue.move_late_from_head(late_by(1000.0)) == 0  # they have been counted
     assert queue.num_late == 2
     assert [queue.pop_head().order for _ in range(10)] == [*range(10, 19), 0]
 
 
-def test_who_is_late_without_being_parted_or_counted_is_a_broken_invariant() -> None:
+def test_uncounted_late_request_violates_integrity() -> None:
     queue = WaitingQueue("deadline")
     for number in range(2):
         queue.add(a_request(number))
@@ -223,7 +223,7 @@ def test_who_is_late_without_being_parted_or_counted_is_a_broken_invariant() -> 
     with pytest.raises(IntegrityError, match="not in the order"):
         queue.check_integrity()
     last.is_late = True
-    with pytest.raises(IntegrityError, match="2 are late; the queue says 0"):
+    with pytest.raises(IntegrityError, match="2 waiting requests are late; the queue reports 0"):
         queue.check_integrity()
 
 
@@ -231,14 +231,15 @@ def test_a_count_that_is_off_is_a_broken_invariant() -> None:
     queue = WaitingQueue("fcfs")
     queue.add(a_request(0))
     queue.head.token_ids.append(1)
-    with pytest.raises(IntegrityError, match="4 tokens to go"):
+    with pytest.raises(IntegrityError, match="4 tokens left"):
         queue.check_integrity()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_one_in_ten_holds_over_gaps_in_the_late_line_however_they_come_about(seed: int) -> None:
-    """Late ones come, are admitted, and are aborted when their turn is near: while somebody in time waits, the line in
-    time has at least nine admissions between two of theirs, and the first of theirs waits for nine at most."""
+def test_late_share_holds_over_gaps_in_late_line(seed: int) -> None:
+    """Late requests arrive, are admitted, and are aborted near their turn. While on-time requests wait, at least nine
+    of them are admitted between two late ones, and the first late one waits for at most nine.
+    """
     dice, queue, number = random.Random(seed), WaitingQueue("deadline"), 0
     since_late = waited = LATE_SHARE - 1
     for _ in range(2000):

@@ -12,7 +12,8 @@ from draft_heads import Drafts, eagle_drafts, mtp_drafts, save_deepseek_with_mtp
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError, ModelError, NotSupportedError
-from trimtab_engine.messages import AddRequest, PatchConfig, Sleep, WakeUp
+from trimtab_engine.messages.admin import PatchConfig, Sleep, WakeUp
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.scheduling.batch import Batch
 from trimtab_engine.scheduling.step_inputs import StepInputs
 from trimtab_engine.speculative.head_proposer import HeadProposer

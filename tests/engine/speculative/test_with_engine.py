@@ -14,7 +14,8 @@ from engine_benchmarks.parity import load_runner
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.messages import AddRequest, PatchConfig, SequenceOutput, Sleep, SpeculationCounts, WakeUp
+from trimtab_engine.messages.admin import PatchConfig, Sleep, WakeUp
+from trimtab_engine.messages.requests import AddRequest, SequenceOutput, SpeculationCounts
 from trimtab_engine.sampling.sampler import target_probabilities
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request

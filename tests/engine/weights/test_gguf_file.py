@@ -7,11 +7,11 @@ import gguf
 import pytest
 import torch
 from trimtab_engine.cli import main
-from trimtab_engine.config.model import ModelConfig
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
 from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, LAYER_NAMES, halves_from_pairs
+from trimtab_modelspec.config import ModelConfig
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -109,7 +109,7 @@ def test_the_permutation_is_undone() -> None:
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     a_gguf(tmp_path / "model.gguf", architecture="mamba")
-    with pytest.raises(ModelError, match="GGUF architecture mamba is not built; supported: llama"):
+    with pytest.raises(ModelError, match="GGUF architecture mamba is not supported; supported: llama"):
         open_model(str(tmp_path))
 
 

@@ -1,7 +1,7 @@
-"""The live fields, one row each: of which kind a field is, what it may be, and why not more or less.
+"""Table of the live fields: kind, allowed values, and reasons for the bounds.
 
-Bounds are of two sorts. A field's own hold whatever the other values are (caps of the envelope); joint ones compare it
-with another live value, and are judged on the merged result of a PATCH.
+A field's own bounds hold for any other values (caps of the envelope); joint bounds compare it with another live value
+and are checked on the merged result of a PATCH.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Joint = Callable[[LiveValues], Bound]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One live field, named as its attribute of LiveValues. Choices have `choices`, numbers `own` bounds."""
+    """A live field, named as its attribute of LiveValues. Choices have `choices`, numbers `own` bounds."""
 
     name: str
     kind: Kind
@@ -37,13 +37,13 @@ class Field:
     at_most: Joint | None = None
     choices: Callable[[Envelope], tuple[str, ...]] = lambda _: ()
     missing: str = ""
-    """What a start must set for choices that it left out."""
+    """Advice for a choice that is missing at start."""
     conflict: Callable[[LiveValues], str] = lambda _: ""
-    """Why a choice cannot be beside the other values, and what to do; empty: it can."""
+    """Return why a choice conflicts with the other values, with advice. Empty if it does not."""
     aliases: tuple[str, ...] = ()
     is_live: Callable[[Envelope], bool] = lambda _: True
     is_drained: bool = False
-    """Whether what runs under the old value finishes first (class drain)."""
+    """True if running requests finish under the old value (class drain)."""
     kept_as_decimal: bool = False
     """Kept as the decimal text that was written, shown as a number."""
 
@@ -57,17 +57,17 @@ class Field:
         return float(value) if self.kept_as_decimal else value
 
     def with_value(self, values: LiveValues, value: Value) -> LiveValues:
-        # repr gives back the decimal that was written: 0.29 stays 0.29
+        # repr keeps the written decimal: 0.29 stays 0.29
         kept: Any = format(Decimal(repr(value)), "f") if self.kept_as_decimal else value
         return replace(values, **{self.name: kept})
 
     def own_bounds(self, envelope: Envelope) -> Bounds:
-        """Least and greatest value whatever the others are."""
+        """Return the minimum and maximum for any other values."""
         assert self.own is not None
         return self.own(envelope)
 
     def bounds(self, envelope: Envelope, values: LiveValues) -> Bounds:
-        """Least and greatest value beside the other values."""
+        """Return the minimum and maximum given the other values."""
         low, high = self.own_bounds(envelope)
         if self.at_least is not None:
             low = max(low, self.at_least(values), key=lambda bound: bound.value)
@@ -129,8 +129,8 @@ def _deadline_without_a_target(values: LiveValues) -> str:
     if values.scheduling_policy != "deadline" or values.ttft_target >= MIN_TTFT_TARGET:
         return ""
     return (
-        f"ttft_target is {values.ttft_target:g}; set that as well, to the seconds within which a first token shall "
-        f"come, {MIN_TTFT_TARGET:g} or more"
+        f"ttft_target is {values.ttft_target:g}; set it as well, to the TTFT target in seconds, "
+        f"{MIN_TTFT_TARGET:g} or more"
     )
 
 
@@ -160,7 +160,7 @@ def _cores(envelope: Envelope) -> Bounds:
 
 
 def _preemption_modes(envelope: Envelope) -> tuple[str, ...]:
-    """Without swap space in the envelope nothing could ever be swapped."""
+    """Return the possible modes. Without swap space in the envelope nothing can be swapped."""
     return get_args(PreemptionMode) if envelope.swap_space_bytes_cap else ("recompute",)
 
 
@@ -200,7 +200,7 @@ FIELDS: tuple[Field, ...] = (
         name="data_parallel_size",
         kind="integer",
         own=_cores,
-        is_live=lambda envelope: envelope.rigid_cores is None,
+        is_live=lambda envelope: envelope.fixed_core_count is None,
         is_drained=True,
     ),
     Field(name="enable_prefix_caching", kind="switch"),

@@ -1,11 +1,8 @@
-"""The live configuration: what PATCH /admin/v1/config accepts, refuses and answers (docs/reference/contract.md
-section 2).
+"""The live configuration: validation and application of PATCH /admin/v1/config (docs/reference/contract.md section 2).
 
-Pure: a LiveConfig is a value and patch() gives the next one with the HTTP status and body. Applying it between two
-steps, and everything HTTP, are the caller's. What there is to change is fields.py's table.
-
-Rules are judged on the merged result: what is in force, overlaid with everything that the PATCH sets. `min` and `max`
-that are reported take the rest of it as given.
+Pure: a LiveConfig is a value, and patch() returns the next one with HTTP status and body. The caller handles HTTP and
+applies the value between two steps. fields.py lists the live fields. Rules are checked on the merged result: current
+values overlaid with the PATCH. Reported `min` and `max` take the other values of the merged result as given.
 """
 
 import difflib
@@ -16,10 +13,10 @@ from trimtab_engine.config.live.fields import BY_NAME, FIELDS, Field
 from trimtab_engine.config.live.reading import (
     MAX_ECHO_CHARACTERS,
     Bounds,
+    FieldError,
+    InvalidValue,
     Json,
     Number,
-    Refusal,
-    Unreadable,
     Value,
     clamp,
     in_words,
@@ -38,7 +35,7 @@ class LiveConfig:
     generation: int = 1
 
     def shown(self) -> dict[str, Value]:
-        """The live fields' values, as answers have them."""
+        """Return the live fields' values as in responses."""
         return _shown(self.envelope, self.values)
 
     def numbers(self) -> dict[str, float]:
@@ -86,7 +83,7 @@ class LiveConfig:
             message = f"If-Match is {if_match}, but the configuration is at generation {self.generation}; read it again"
             return self, 412, {"message": message, "generation": self.generation}
         merged = _merge(self.envelope, self.values, values)
-        if isinstance(merged, Refusal):
+        if isinstance(merged, FieldError):
             return self, 422, merged.to_json()
         changed = _shown(self.envelope, merged) != self.shown()
         after = LiveConfig(self.envelope, merged, self.generation + 1) if changed and not dry_run else self
@@ -108,31 +105,33 @@ def _shown(envelope: Envelope, values: LiveValues) -> dict[str, Value]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
-    """What a PATCH asks of one field, and the name that it used for it."""
+class _FieldChange:
+    """A field's value in a PATCH, and the field name used there."""
 
     field: Field
     given: str
     value: Value
 
 
-def _merge(envelope: Envelope, values: LiveValues, patch: Mapping[object, object]) -> LiveValues | Refusal:
-    """What is in force overlaid with the patch, or why not. Types and classes first, then bounds in order of fields."""
-    wishes: dict[str, _Wish] = {}
+def _merge(envelope: Envelope, values: LiveValues, patch: Mapping[object, object]) -> LiveValues | FieldError:
+    """Return current values overlaid with the patch, or the error. Types and classes are checked first, then bounds in
+    field order.
+    """
+    wishes: dict[str, _FieldChange] = {}
     for name, value in patch.items():
-        wish = _wish(envelope, values, str(name), value)
-        if isinstance(wish, Refusal):
+        wish = _field_change(envelope, values, str(name), value)
+        if isinstance(wish, FieldError):
             return wish
         earlier = wishes.get(wish.field.name)
         if earlier is not None and earlier.value != wish.value:
             message = f"{wish.given} and {earlier.given} are one field, given as {wish.value} and {earlier.value}"
-            return Refusal(wish.given, value, message)
+            return FieldError(wish.given, value, message)
         wishes[wish.field.name] = wish
     merged = values
     for wish in wishes.values():
         merged = wish.field.with_value(merged, wish.value)
     numbers = [wish for wish in wishes.values() if wish.field.is_number]
-    # A value that is wrong by itself is named before one that is wrong beside others.
+    # Report a value that is invalid by itself before one that conflicts with others.
     for wish in numbers:
         if _is_outside(wish, wish.field.own_bounds(envelope)):
             return _outside(envelope, merged, wish)
@@ -141,40 +140,40 @@ def _merge(envelope: Envelope, values: LiveValues, patch: Mapping[object, object
             return _outside(envelope, merged, wish)
     for wish in wishes.values():
         if reason := wish.field.conflict(merged):
-            return Refusal(wish.given, wish.value, f"{wish.given} is {wish.value}: {reason}")
+            return FieldError(wish.given, wish.value, f"{wish.given} is {wish.value}: {reason}")
     return merged
 
 
-def _wish(envelope: Envelope, values: LiveValues, given: str, value: object) -> _Wish | Refusal:
+def _field_change(envelope: Envelope, values: LiveValues, given: str, value: object) -> _FieldChange | FieldError:
     field = BY_NAME.get(given)
     if field is None or not field.is_live(envelope):
         return _not_live(envelope, given, value)
     if not field.is_number:
         wanted = read(field.kind, given, value, choices=field.choices(envelope))
-        if isinstance(wanted, Unreadable):
+        if isinstance(wanted, InvalidValue):
             hint = f"; start the engine with {field.missing} for others" if len(field.choices(envelope)) == 1 else ""
-            return Refusal(given, value, wanted.message + hint, nearest=wanted.nearest)
-        return _Wish(field, given, wanted)
+            return FieldError(given, value, wanted.message + hint, nearest=wanted.nearest)
+        return _FieldChange(field, given, wanted)
     low, high = field.bounds(envelope, values)
     wanted = read(field.kind, given, value, bounds=(low, high))
-    if isinstance(wanted, Unreadable):
-        return Refusal(given, value, wanted.message, low.value, high.value, wanted.nearest)
-    return _Wish(field, given, wanted)
+    if isinstance(wanted, InvalidValue):
+        return FieldError(given, value, wanted.message, low.value, high.value, wanted.nearest)
+    return _FieldChange(field, given, wanted)
 
 
-def _not_live(envelope: Envelope, given: str, value: object) -> Refusal:
-    if given == "data_parallel_size" and (rigid := envelope.rigid_cores) is not None:
+def _not_live(envelope: Envelope, given: str, value: object) -> FieldError:
+    if given == "data_parallel_size" and (rigid := envelope.fixed_core_count) is not None:
         asked = value if isinstance(value, int) else rigid.size
-        message = f"data_parallel_size changes only with a restart here: {rigid.why(asked)}"
-        return Refusal(given, value, message, rigid.size, rigid.size, rigid.size)
+        message = f"data_parallel_size can only be changed by a restart: {rigid.why(asked)}"
+        return FieldError(given, value, message, rigid.size, rigid.size, rigid.size)
     if given in BY_NAME and envelope.kv_fixed_by:
         message = (
             f"{given} changes only with a restart here: {envelope.kv_fixed_by} fixes the KV cache; "
             f"start the engine without it to size the cache by utilisation"
         )
-        return Refusal(given, value, message)
+        return FieldError(given, value, message)
     if given in envelope.restart_names:
-        return Refusal(
+        return FieldError(
             given,
             value,
             f"{given} changes only with a restart: start the engine again with the value that it should have",
@@ -183,26 +182,30 @@ def _not_live(envelope: Envelope, given: str, value: object) -> Refusal:
     close = difflib.get_close_matches(given[:MAX_ECHO_CHARACTERS], live, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     message = f"{shorten(given)} is not a field of the configuration; live fields are {', '.join(live)}{hint}"
-    return Refusal(shorten(given), value, message)
+    return FieldError(shorten(given), value, message)
 
 
-def _is_outside(wish: _Wish, bounds: Bounds) -> bool:
+def _is_outside(wish: _FieldChange, bounds: Bounds) -> bool:
     low, high = bounds
     number = _number(wish)
     return not low.value <= number <= high.value
 
 
-def _outside(envelope: Envelope, merged: LiveValues, wish: _Wish) -> Refusal:
-    """The refusal of a value outside its bounds beside the merged others, or outside its own when those contradict."""
+def _outside(envelope: Envelope, merged: LiveValues, wish: _FieldChange) -> FieldError:
+    """Return the error for a value outside its bounds given the merged others, or outside its own bounds if those
+    contradict.
+    """
     low, high = wish.field.bounds(envelope, merged)
     if low.value > high.value:
         low, high = wish.field.own_bounds(envelope)
     number = _number(wish)
     reason = low.reason if number < low.value else high.reason
     nearest = clamp(number, low.value, high.value)
-    return Refusal(wish.given, number, f"{wish.given} is {in_words(number)}: {reason}", low.value, high.value, nearest)
+    return FieldError(
+        wish.given, number, f"{wish.given} is {in_words(number)}: {reason}", low.value, high.value, nearest
+    )
 
 
-def _number(wish: _Wish) -> Number:
+def _number(wish: _FieldChange) -> Number:
     assert not isinstance(wish.value, str)  # fields with bounds are numbers
     return wish.value

@@ -1,4 +1,4 @@
-"""What start-up fixed, and what may change while the engine serves: the two values that live configuration is about.
+"""Envelope fixed at start-up, and live values that may change while the engine serves.
 
 A new live field is an attribute of LiveValues, a row in fields.py, and a line where it takes effect.
 """
@@ -15,11 +15,10 @@ FACTS = ("num_blocks_cap", "kv_fixed_by", "kv_memory")
 
 
 @dataclass(frozen=True, slots=True)
-class RigidCores:
-    """Engine cores that neither join nor retire while the engine serves.
-
-    `reason` may name the size that is {asked}, and, where every rank keeps its number of places for experts, the
-    {places} that there would be and the {redundant} experts that this needs.
+class FixedCoreCount:
+    """Reason why engine cores cannot join or retire while the engine serves. `reason` may use {asked}, the requested
+    size, and, if every rank keeps its number of expert slots, the {places} that there would be and the {redundant}
+    experts required.
     """
 
     size: int
@@ -34,7 +33,7 @@ class RigidCores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What start-up fixed. Live values move inside it; to change it the engine must start again."""
+    """Values fixed at start-up. Live values stay within it; changing it requires a restart."""
 
     max_num_seqs_cap: int
     max_num_batched_tokens_cap: int
@@ -43,16 +42,18 @@ class Envelope:
     block_size: int
     enable_chunked_prefill: bool
     min_utilization: str | None
-    """What one request of max_model_len needs (memory/formula.py), as a decimal; there unless `kv_fixed_by` is set."""
+    """Utilization required by one request of max_model_len (memory/formula.py), as a decimal; set unless `kv_fixed_by`
+    is.
+    """
     num_blocks_cap: int
     swap_space_bytes_cap: int = 0
     kv_offload_bytes_cap: int = 0
     num_speculative_tokens_cap: int = 0
     data_parallel_size_cap: int = 1
-    rigid_cores: RigidCores | None = None
-    """Why data_parallel_size changes only with a restart; None: cores may join and retire."""
+    fixed_core_count: FixedCoreCount | None = None
+    """Reason why data_parallel_size can only be changed by a restart. None if cores may join and retire."""
     kv_fixed_by: str | None = None
-    """The flag that fixes the KV cache and takes gpu_memory_utilization out of the live fields; None: nothing does."""
+    """The flag that fixes the KV cache and makes gpu_memory_utilization not live. None without one."""
     kv_memory: Literal["mapped", "allocated"] = "mapped"
     """allocated: the cap's memory is taken from the start, and a lower utilisation gives none of it back."""
     restart_fields: tuple[tuple[str, object], ...] = ()
@@ -74,8 +75,8 @@ class Envelope:
             "kv_fixed_by": self.kv_fixed_by,
             "kv_memory": self.kv_memory,
         }
-        if self.rigid_cores is not None:
-            body["data_parallel_size"] = self.rigid_cores.size
+        if self.fixed_core_count is not None:
+            body["data_parallel_size"] = self.fixed_core_count.size
         return body | dict(self.restart_fields)
 
     @property
@@ -105,7 +106,7 @@ class LiveValues:
     max_num_queued_tokens: int = 0
     num_speculative_tokens: int = 0
     data_parallel_size: int = 1
-    """Engine cores that shall serve. The first process starts and retires them (engine_client/scaling.py)."""
+    """Desired number of engine cores. The first process starts and retires them (engine_client/scaling.py)."""
     enable_prefix_caching: bool = True
     disable_log_stats: bool = False
     stats_interval_seconds: float = 10.0

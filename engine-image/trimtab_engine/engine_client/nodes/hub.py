@@ -1,6 +1,7 @@
-"""Node 0's side of the other nodes: lets them join, hands them their cores, notices when one is gone, ends them.
+"""Node 0's server for the other nodes: admits them, sends them their cores, detects lost nodes, and stops them.
 
-It listens on --master-port, on this node's own address towards --master-addr. One node lost, everything ends.
+It listens on --master-port, on this node's own address towards --master-addr. If one node is lost, the whole replica
+ends.
 """
 
 import asyncio
@@ -29,12 +30,17 @@ from trimtab_engine.engine_client.nodes.messages import (
     ToHub,
 )
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.ipc.looks import Looks
-from trimtab_engine.ipc.shared_secret import NothingSaid, NotProven, SharedSecret, prove_as_listener
+from trimtab_engine.ipc.heartbeat_timer import HeartbeatTimer
+from trimtab_engine.ipc.shared_secret import (
+    AuthenticationFailed,
+    ClosedBeforeHandshake,
+    SharedSecret,
+    authenticate_as_listener,
+)
 from trimtab_engine.ipc.stream import StreamLink
-from trimtab_engine.messages import CoreFailed, CoreStart
+from trimtab_engine.messages.lifecycle import CoreFailed, CoreStart
 
-END_SECONDS = 6.0  # for a node to end its cores, after which it is left to notice that node 0 is gone
+END_SECONDS = 6.0  # for a node to end its cores; then it detects the loss of node 0 itself
 
 logger = logging.getLogger("trimtab_engine.nodes")
 
@@ -50,10 +56,13 @@ class _Member:
 
 
 class Hub:
-    """The other nodes of the replica.
+    """Connections to the other nodes of the replica.
 
-    `cores_of` gives a node's first core and the starts of all its cores. `on_failure` is told of a node that is gone,
-    `on_core_end` of a core on the host that is named first, `on_stop` is called when a node was told to end.
+    Args:
+        cores_of: Returns a node's first core and the starts of all its cores.
+        on_failure: Called for a lost node.
+        on_core_end: Called with the host for an ended core.
+        on_stop: Called when a node was asked to stop.
     """
 
     def __init__(
@@ -107,13 +116,13 @@ class Hub:
         assert task is not None
         self._connections.add(task)
         try:
-            seals = None if self._secret is None else await prove_as_listener(self._secret, reader, writer)
+            seals = None if self._secret is None else await authenticate_as_listener(self._secret, reader, writer)
             await self._listen(StreamLink(reader, writer, ToHub, seals))
-        except NothingSaid:
-            pass  # somebody who looked whether anybody listens
-        except (msgspec.DecodeError, NotProven) as error:
+        except ClosedBeforeHandshake:
+            pass  # a port check
+        except (msgspec.DecodeError, AuthenticationFailed) as error:
             logger.warning("something that is no node of this replica connected: %s", error)
-        except asyncio.CancelledError:  # close() ends it: nobody waits for this task, so it just ends
+        except asyncio.CancelledError:  # cancelled by close(); no task awaits this one
             pass
         finally:
             self._connections.discard(task)
@@ -160,7 +169,9 @@ class Hub:
             return self._taken(node)
         name, ours, theirs = difference  # --nnodes among them: so the rank is one that there is
         flag = "--" + name.replace("_", "-")
-        message = f"{flag} is {theirs} there and {ours} on node 0; start all nodes with the same flags but --node-rank"
+        message = (
+            f"{flag} is {theirs} there and {ours} on node 0; start all nodes with the same flags except --node-rank"
+        )
         return NodeRefused(message, may_change=False)
 
     def _taken(self, node: JoinNode) -> NodeRefused | None:
@@ -170,12 +181,12 @@ class Hub:
             return NodeRefused(taken, may_change=True)
         return None
 
-    # --- who is gone ------------------------------------------------------------------------------------------------
+    # --- lost nodes -------------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
         """Notice silence."""
         said = time.monotonic()
-        looks = Looks(said, every_seconds=HEARTBEAT_SECONDS)
+        looks = HeartbeatTimer(said, every_seconds=HEARTBEAT_SECONDS)
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             now = time.monotonic()
@@ -192,11 +203,11 @@ class Hub:
 
     def _lose(self, rank: int, how: str) -> None:
         member = self._members[rank]
-        self._on_failure(CoreFailed(f"node {rank} ({member.host}, pid {member.pid}) is gone: {how}", 1))
+        self._on_failure(CoreFailed(f"node {rank} ({member.host}, pid {member.pid}) is lost: {how}", 1))
 
 
 def _out_of_turn(rank: int | None) -> str:
-    return "from somebody who has not joined" if rank is None else f"from node {rank}, which has joined"
+    return "from a peer that has not joined" if rank is None else f"from node {rank}, which has joined"
 
 
 def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, object, object] | None:

@@ -1,4 +1,4 @@
-"""A node beside node 0: starts the cores that node 0 hands it, serves nothing, and ends when the replica does."""
+"""A node other than node 0: starts the cores that node 0 assigns, serves no API, and ends with the replica."""
 
 import asyncio
 import contextlib
@@ -32,11 +32,11 @@ from trimtab_engine.engine_client.nodes.messages import (
 )
 from trimtab_engine.engine_client.started_core import DEAD_GRACE_SECONDS, StartedCore
 from trimtab_engine.errors import ConfigError, EngineDead
-from trimtab_engine.ipc.looks import Looks
-from trimtab_engine.ipc.shared_secret import NotProven, SharedSecret, prove_as_caller
+from trimtab_engine.ipc.heartbeat_timer import HeartbeatTimer
+from trimtab_engine.ipc.shared_secret import AuthenticationFailed, SharedSecret, authenticate_as_caller
 from trimtab_engine.ipc.stream import StreamLink
 
-CONNECT_SECONDS = 3.0  # an address whose node is gone swallows packets: try again, it may lead elsewhere by then
+CONNECT_SECONDS = 3.0  # packets to a lost node are dropped: retry, the address may have moved
 RETRY_SECONDS = 1.0
 CLOCK_EXCHANGES = 8  # the shortest of them counts
 OWN_WORD_SECONDS = 5.0  # for SIGTERM to reach this node, too, when node 0 ends in order
@@ -47,7 +47,7 @@ logger = logging.getLogger("trimtab_engine.nodes")
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """Why the node ends. `in_order`: its cores have been told to, and get the time for it."""
+    """Reason for the node's end. `in_order`: its cores were asked to stop and get time for it."""
 
     why: str
     exit_code: int
@@ -55,7 +55,7 @@ class _Ending:
 
 
 def run_member(config: EngineConfig, shutdown_timeout: float) -> int:
-    """Run this node's cores until the replica ends. Returns the exit code: 0 only when this node was told to end."""
+    """Run this node's cores until the replica ends. Return the exit code: 0 only if this node was asked to stop."""
     return asyncio.run(_Member(config, shutdown_timeout).run())
 
 
@@ -63,7 +63,7 @@ class _Member:
     def __init__(self, config: EngineConfig, shutdown_timeout: float) -> None:
         self._config, self._shutdown_timeout = config, shutdown_timeout
         self._reason = ""
-        """Why it last said that it waits."""
+        """The last logged reason for waiting."""
         self._cores: list[StartedCore] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._link: StreamLink[ToMember] | None = None
@@ -72,7 +72,7 @@ class _Member:
         self._stopping = False
         self._told = asyncio.Event()
         self._ended = asyncio.Event()
-        self._ending = _Ending("it was told to", 0)
+        self._ending = _Ending("it was asked to stop", 0)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -90,7 +90,7 @@ class _Member:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._link is not None:
             self._link.close()
-        if ending.in_order:  # or its container would start anew, and have to end again
+        if ending.in_order:  # otherwise its container would restart and have to end again
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._told.wait(), OWN_WORD_SECONDS)
         line = f"trimtab-engine: node {self._config.node_rank} ends: {' '.join(ending.why.split())}"
@@ -107,20 +107,21 @@ class _Member:
             self._ended.set()
 
     def _on_signal(self) -> None:
-        """Have the replica drain; end with it, or at the second signal, or where there is no replica yet, at once."""
+        """Let the replica drain and end with it. End immediately at the second signal, or without a replica."""
         self._told.set()
         if self._stopping or not self._cores or self._link is None:
             self._stopping = True
-            self._end(_Ending("it was told to", 0))
+            self._end(_Ending("it was asked to stop", 0))
             return
         self._stopping = True
         self._link.send(Stopping())
         patience = self._shutdown_timeout + STOP_MARGIN_SECONDS
-        asyncio.get_running_loop().call_later(patience, self._end, _Ending("it was told to", 0))
+        asyncio.get_running_loop().call_later(patience, self._end, _Ending("it was asked to stop", 0))
 
     async def _live(self) -> None:
-        """Join, start the cores, follow node 0. What is not its node 0, or is gone before it has said so, is waited
-        out: as long as it takes."""
+        """Join, start the cores, and follow node 0. Retry without limit while node 0 is absent, wrong or lost before it
+        has accepted this node.
+        """
         while self._link is None:
             link = await self._connect()
             answer = await self._join(link)
@@ -141,7 +142,7 @@ class _Member:
             self._follow(await link.receive())
 
     async def _connect(self) -> StreamLink[ToMember]:
-        """Wait for node 0, whichever comes first. Resolves anew each time: the address may change its owner."""
+        """Wait for node 0. Resolves the name again each time: the address may move."""
         address, port = self._config.master_addr, self._config.master_port
         told = False
         while True:
@@ -154,10 +155,11 @@ class _Member:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             try:
-                secret = SharedSecret.read(self._config.rendezvous_secret_file)  # anew: it may have come late
-                seals = None if secret is None else await prove_as_caller(secret, *streams)
+                # restart the interval: the message may be late
+                secret = SharedSecret.read(self._config.rendezvous_secret_file)
+                seals = None if secret is None else await authenticate_as_caller(secret, *streams)
                 return StreamLink(*streams, ToMember, seals)
-            except (NotProven, ConfigError) as error:
+            except (AuthenticationFailed, ConfigError) as error:
                 streams[1].close()
                 self._warn(f"{address}:{port} is not this node's replica: {error}")
                 await asyncio.sleep(RETRY_SECONDS)
@@ -169,7 +171,7 @@ class _Member:
             logger.warning("node %d waits: %s", self._config.node_rank, why)
 
     async def _join(self, link: StreamLink[ToMember]) -> ToMember | None:
-        """Measure node 0's clock, and ask to join. None: it is gone, or silent."""
+        """Measure the offset to node 0's clock and request to join. None if node 0 is lost or silent."""
         self._exchanges = []
         try:
             async with asyncio.timeout(SILENCE_SECONDS):
@@ -186,14 +188,14 @@ class _Member:
         except TimeoutError:
             return None
         except msgspec.DecodeError as error:
-            self._warn(f"what answers at --master-addr is no node 0, or asks for --rendezvous-secret-file: {error}")
+            self._warn(f"the peer at --master-addr is not node 0, or requires --rendezvous-secret-file: {error}")
             return None
 
     def _follow(self, message: ToMember | None) -> None:
         self._heard = time.monotonic()
         match message:
             case None:
-                self._end(_Ending("node 0, which has the engine, is gone", 1))
+                self._end(_Ending("node 0, which runs the engine, is lost", 1))
             case EndNode(None):
                 self._end(_Ending("the engine has ended", 1, in_order=True))
             case EndNode(cause):
@@ -216,13 +218,13 @@ class _Member:
     async def _watch(self, link: StreamLink[ToMember], core: StartedCore) -> None:
         code = await core.process.wait()
         if code == 0 or self._ended.is_set():
-            return  # as it was told
+            return  # as requested
         await asyncio.sleep(DEAD_GRACE_SECONDS)
         link.send(CoreEnded(core.index, core.process.pid, code))
 
     async def _beat(self, link: StreamLink[ToMember]) -> None:
-        """Say that this node lives, and notice that node 0 does not answer."""
-        looks = Looks(time.monotonic(), every_seconds=HEARTBEAT_SECONDS)
+        """Send heartbeats and detect that node 0 does not answer."""
+        looks = HeartbeatTimer(time.monotonic(), every_seconds=HEARTBEAT_SECONDS)
         while True:
             link.send(NodeAlive(time.monotonic()))
             await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -233,5 +235,5 @@ class _Member:
 
 
 def _own_fields(config: EngineConfig) -> dict[str, object]:
-    """What is this node's own of its cores' configuration."""
+    """Return the configuration fields that are specific to this node."""
     return {name: getattr(config, name) for name in NODE_OWN_FIELDS}

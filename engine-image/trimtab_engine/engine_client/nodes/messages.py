@@ -1,17 +1,17 @@
-"""What the nodes of one replica say to each other: msgspec structs on a stream from each node to node 0, never pickle.
+"""Messages between the nodes of one replica: msgspec structs on a stream from each node to node 0, never pickle.
 
-Requests and outputs go another way, from the API servers to the cores directly (engine_client/client.py).
+Requests and outputs are sent directly between API servers and cores (engine_client/client.py).
 """
 
 from typing import Any
 
 import msgspec
 
-from trimtab_engine.messages import CoreStart
+from trimtab_engine.messages.lifecycle import CoreStart
 
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0  # without a word the other side is taken for dead; the rest of 10 s is for the engine to end
-SAY_SECONDS = 30.0  # between lines about nodes that have not come: they may have to be scheduled first
+SAY_SECONDS = 30.0  # between log lines about missing nodes, which may have to be scheduled first
 NODE_OWN_FIELDS = frozenset(
     {
         "model",
@@ -24,7 +24,7 @@ NODE_OWN_FIELDS = frozenset(
         "cpu_threads",
     }
 )
-"""What may differ from node to node: where things lie, and how large the machine is."""
+"""Fields that may differ between nodes: paths and machine sizes."""
 
 # --- node -> node 0 -------------------------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ class NodeAlive(msgspec.Struct, tag="alive"):
 
 
 class CoreEnded(msgspec.Struct, tag="core_ended"):
-    """A core of this node has ended without having been told to. `core` is its data-parallel rank."""
+    """A core of this node ended unexpectedly. `core` is its data-parallel rank."""
 
     core: int
     pid: int
@@ -53,7 +53,7 @@ class CoreEnded(msgspec.Struct, tag="core_ended"):
 
 
 class Stopping(msgspec.Struct, tag="stopping"):
-    """The node was told to end (SIGTERM): the replica drains as a whole."""
+    """The node was asked to stop (SIGTERM): the replica drains as a whole."""
 
 
 ToHub = JoinNode | NodeAlive | CoreEnded | Stopping
@@ -76,14 +76,14 @@ class StartCores(msgspec.Struct, tag="start"):
 
 
 class NodeRefused(msgspec.Struct, tag="refused"):
-    """The node does not belong to this replica. `may_change`: it may, later or to another: ask again."""
+    """The node does not belong to this replica. `may_change`: True if retrying may help."""
 
     message: str
     may_change: bool
 
 
 class EndNode(msgspec.Struct, tag="end"):
-    """The replica ends: so does the node. `cause` is the failure; None: as it was told."""
+    """The replica ends, and so does the node. `cause` is the failure; None if requested."""
 
     cause: str | None
 

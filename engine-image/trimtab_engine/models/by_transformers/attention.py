@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AttentionInterface
 from trimtab_kernels.paged_attention import AttentionMetadata, paged_attention
 from trimtab_kernels.reshape_and_cache import reshape_and_cache
-from trimtab_modelspec.kv_groups import KVPlace
+from trimtab_modelspec.kv_groups import KVLayerIndex
 
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.models.by_transformers.division import HeadShare
@@ -25,7 +25,7 @@ STEP = "trimtab_step"
 class Step:
     """What a layer needs to know of a step beside its queries, keys and values."""
 
-    places: Mapping[nn.Module, KVPlace]
+    places: Mapping[nn.Module, KVLayerIndex]
     """Where each attention module keeps its tokens."""
     kv_cache: KVTensors
     metadata: Sequence[AttentionMetadata]

@@ -13,7 +13,7 @@ import torch
 import transformers
 from trimtab_kernels.paged_attention import AttentionMetadata
 from trimtab_modelspec.config import ModelConfig
-from trimtab_modelspec.kv_groups import groups_of, places_of
+from trimtab_modelspec.kv_groups import groups_of, kv_layer_indices
 
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.errors import ModelError, NotSupportedError
@@ -44,7 +44,7 @@ class TransformersModel:
         self._halves, self._share = halves, share
         self.pads_rows = pads_rows
         groups, whole = groups_of(found.layers), (0, len(found.layers))
-        places = places_of(groups, whole)
+        places = kv_layer_indices(groups, whole)
         num_ranks = 1 if share is None else share.ranks.size
         self._groups = [group.on_rank(whole, num_ranks) for group in groups]
         modules = [halves.modules[name] for name in found.modules]

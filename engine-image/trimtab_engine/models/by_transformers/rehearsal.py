@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from trimtab_kernels.paged_attention import AttentionMetadata, build_attention_metadata
-from trimtab_modelspec.kv_groups import KVGroup, KVPlace
+from trimtab_modelspec.kv_groups import KVGroup, KVLayerIndex
 
 from trimtab_engine.device.kv_cache import LayerTensors
 from trimtab_engine.models.by_transformers.attention import STEP, Step
@@ -34,7 +34,7 @@ TOLERANCE_OF_16_BITS = 0.1
 """Of the hidden states' norm; positions or neighbours that are not a token's own bring several tenths."""
 
 
-Places = Mapping[nn.Module, KVPlace]
+Places = Mapping[nn.Module, KVLayerIndex]
 
 
 def largest_difference(

@@ -11,7 +11,7 @@ from trimtab_modelspec.config import ModelConfig
 from trimtab_modelspec.config_reader import ConfigReader
 from trimtab_modelspec.tensors import Tensors
 
-from trimtab_engine.config.vision import Squares, VisionConfig, squares_of
+from trimtab_engine.config.vision import FixedResolution, VisionConfig, fixed_resolution_of
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.family import TowerKind
 from trimtab_engine.multimodal.fixed_resolution import side_of, square_of
@@ -109,14 +109,14 @@ def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
     vision = VisionConfig(
         hidden_size=said.positive("hidden_size"),
         intermediate_size=said.positive("intermediate_size"),
-        num_layers=said.tower_layers("num_hidden_layers"),
+        num_layers=said.vision_layers("num_hidden_layers"),
         num_heads=said.positive("num_attention_heads"),
         num_channels=said.positive("num_channels", default=3),
         patch_size=side_of(said.config, "patch_size", said.where),
         frames_per_patch=1,
         merge_size=1,
         output_size=text.hidden_size,
-        squares=Squares(size=size, num_tokens=num_tokens, transformers_config=json.dumps(words.config, sort_keys=True)),
+        fixed_resolution=FixedResolution(size=size, num_tokens=num_tokens, transformers_config=json.dumps(words.config, sort_keys=True)),
     )
     _check_computes(vision, words.where)
     return vision
@@ -142,7 +142,7 @@ def tower_tensors(vision: VisionConfig) -> Tensors:
     """Those of the tower itself. In a checkpoint some may have other names."""
     from trimtab_engine.models.by_transformers.tower import tensors_of
 
-    return tensors_of(squares_of(vision).transformers_config)
+    return tensors_of(fixed_resolution_of(vision).transformers_config)
 
 
 def build_tower(vision: VisionConfig, load: "Loader", group: "RankGroup | None") -> "SquareTower":

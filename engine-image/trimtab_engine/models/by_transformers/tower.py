@@ -14,7 +14,7 @@ import torch
 import transformers
 from trimtab_modelspec.tensors import StoredTensor, Tensors
 
-from trimtab_engine.config.vision import VisionConfig, squares_of
+from trimtab_engine.config.vision import VisionConfig, fixed_resolution_of
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.by_transformers.reading import read_whole
 from trimtab_engine.models.by_transformers.trial import configuration
@@ -35,13 +35,13 @@ class SquareTower:
     def __init__(self, vision: VisionConfig, load: Loader) -> None:
         """Raises ModelError where weights lack, or what becomes of a square is not what config.json says."""
         self.vision, self.dtype, self._device = vision, load.dtype, load.device
-        self._model = _read(squares_of(vision).transformers_config, load)
+        self._model = _read(fixed_resolution_of(vision).transformers_config, load)
         self._is_nested = NESTED in inspect.signature(self._model.get_image_features).parameters
         self._check(load.where)
 
     def __call__(self, rows: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
         """rows [1, row_size] float32 -> embeddings [num_tokens, output_size] of the computing dtype."""
-        side = squares_of(self.vision).size
+        side = fixed_resolution_of(self.vision).size
         shape = (1, 1) if self._is_nested else (1,)
         pixels = rows.to(device=self._device, dtype=self.dtype).view(*shape, -1, side, side)
         found = self._model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
@@ -50,7 +50,7 @@ class SquareTower:
     def _check(self, where: str) -> None:
         """Compute a grey square."""
         made = self(torch.full((1, self.vision.row_size), 0.5), (1, 1, 1))
-        expected = (squares_of(self.vision).num_tokens, self.vision.output_size)
+        expected = (fixed_resolution_of(self.vision).num_tokens, self.vision.output_size)
         if tuple(made.shape) != expected:
             raise ModelError(
                 f"{where}: transformers' tower makes {list(made.shape)} of a square, config.json implies "

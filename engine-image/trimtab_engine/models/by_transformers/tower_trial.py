@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trimtab_engine.config.vision import VisionConfig, squares_of
+from trimtab_engine.config.vision import VisionConfig, fixed_resolution_of
 from trimtab_engine.models.by_transformers.tower import NESTED, class_of, without_text
 
 VISION = "vision_config"
@@ -27,7 +27,7 @@ MOST_ELEMENTS, MOST_PATCHES = 1 << 27, 1 << 14
 def why_not_computed(vision: VisionConfig) -> str | None:
     """What stands against this tower: the word of config.json, what it is and what would do; None: squares are
     computed."""
-    words = json.loads(squares_of(vision).transformers_config)
+    words = json.loads(fixed_resolution_of(vision).transformers_config)
     error = _error(words, vision)
     if error is None:
         return None
@@ -58,14 +58,14 @@ def _compute(words: Mapping[str, Any], vision: VisionConfig) -> None:
         return
     with torch.device("meta"):
         num_elements = sum(tensor.numel() for tensor in _built(_of_one_layer(words)).parameters())
-    num_patches = (squares_of(vision).size // vision.patch_size) ** 2
+    num_patches = (fixed_resolution_of(vision).size // vision.patch_size) ** 2
     if num_elements <= MOST_ELEMENTS and num_patches <= MOST_PATCHES:
         with torch.random.fork_rng(devices=()):
             _compute_on("cpu", _of_one_layer(words), vision, shape=(1, 1))
 
 
 def _compute_on(device: str, words: Mapping[str, Any], vision: VisionConfig, *, shape: tuple[int, ...]) -> None:
-    side = squares_of(vision).size
+    side = fixed_resolution_of(vision).size
     with torch.device(device), torch.no_grad():
         pixels = torch.ones(*shape, vision.num_channels, side, side)
         _built(words).get_image_features(pixel_values=pixels, return_dict=True)

@@ -1,5 +1,5 @@
-"""CUDA graphs: which are captured (`compilation`, `plan`), which one a step takes (`dispatcher`), and the capturing.
+"""CUDA graphs: which graphs to capture (`compilation`, `plan`), which one a step replays (`dispatcher`), and capturing.
 
-A graph replays a step's kernels with one call, on tensors that never move: what the host would spend on launching
-hundreds of them is spent once, at start-up.
+A graph replays a step's kernels with one call, on tensors at fixed addresses: the host's cost of launching hundreds of
+kernels is paid once, at start-up.
 """

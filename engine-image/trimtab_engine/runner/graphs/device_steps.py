@@ -1,11 +1,11 @@
-"""Steps on a device that runs beside the host: inputs at fixed places, graphs where there are some, no waiting.
+"""Steps on an asynchronous device: inputs at fixed addresses, CUDA graphs, no host waits.
 
-What a step needs of the one before, its sampled tokens, stays on the device: `feed` says which of a step's tokens are
-rows of `last_tokens`. So a step may begin before the host has seen what the one before it brought. Ranks that share
-layers get those rows from the first of them, which samples, on the device as well.
+A step's sampled tokens stay on the device for the next step: `feed` maps tokens of a step to rows of `last_tokens`. A
+step may therefore start before the host has seen the previous step's output. Ranks that share layers receive those rows
+on the device from the first rank, which samples.
 
-Several ranks replay graphs of one key, with the collectives in them. What passes from pipeline stage to pipeline stage
-stays outside: it lands where the graph reads it, and leaves from where the graph has left it.
+Several ranks replay graphs of one key, including their collectives. Transfers between pipeline stages stay outside of
+graphs: they write the graph's input and read its output.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ from trimtab_kernels.paged_attention import Attend, AttentionMetadata
 from trimtab_kernels.paged_batch import PagedBatch
 from trimtab_modelspec.attention_window import FULL_ATTENTION, AttentionWindow
 
-from trimtab_engine.device.inference import inferring
+from trimtab_engine.device.inference import in_inference_mode
 from trimtab_engine.device.kv_cache import KVTensors
 from trimtab_engine.device.transfer import Leading, Mark, copy_to_host, pinned_bytes
 from trimtab_engine.layers.adapted import AdapterRows
 from trimtab_engine.layers.vocabulary import Placed
 from trimtab_engine.models.family import Model
-from trimtab_engine.parallel.groups import ALONE, RankGroups
+from trimtab_engine.parallel.groups import SINGLE_RANK, RankGroups
 from trimtab_engine.runner.decode_step import DecodeStep
+from trimtab_engine.runner.graphs.device_block_tables import DeviceBlockTables
 from trimtab_engine.runner.graphs.dispatcher import Dispatcher, Eager
 from trimtab_engine.runner.graphs.plan import GraphKey, GraphPlan
 from trimtab_engine.runner.graphs.recorder import Outside, Recorder, Replay
-from trimtab_engine.runner.graphs.seated_tables import SeatedTables
 from trimtab_engine.runner.graphs.step_buffers import Capacity, Feed, StepBuffers
 from trimtab_engine.sampling.choice_columns import PlainRows
 from trimtab_engine.sampling.device_sampler import DeviceSampler, ReportsInFlight, likeliest
@@ -40,12 +40,12 @@ from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.scheduling.step_inputs import NO_INPUTS, StepInputs
 
 TOKEN_BYTES, LOGIT_BYTES = 8, 4
-NUM_TOKEN_BUFFERS = 3  # steps whose tokens may be on their way: one that lands, one that runs, one that begins
+NUM_TOKEN_BUFFERS = 3  # steps whose tokens may be in transfer: completing, running, starting
 
 
 @dataclass(slots=True)
 class GraphCounts:
-    """What steps replayed since the last look."""
+    """Graph replay and compilation counts since the last call."""
 
     steps: dict[str, int] = field(default_factory=dict)
     """Steps by kind of graph: full, piecewise."""
@@ -69,45 +69,50 @@ class StepLimits:
     max_model_len: int
     block_size: int
     num_axes: int = 1
-    """Positions of each token: over time, height and width where a rope tells them apart."""
-    sights: tuple[AttentionWindow, ...] = (FULL_ATTENTION,)
-    """How far the tokens of each KV group see."""
+    """Position axes per token: 3 (time, height, width) if the RoPE separates them, else 1."""
+    attention_windows: tuple[AttentionWindow, ...] = (FULL_ATTENTION,)
+    """Attention window of each KV group."""
     with_adapters: bool = False
 
     def capacity(self, max_tokens: int) -> Capacity:
-        """How large buffers are for steps of up to so many tokens."""
+        """Return the buffer sizes for steps of up to `max_tokens` tokens."""
         return Capacity(
             max_tokens=max_tokens,
             max_seqs=min(self.max_num_seqs, max_tokens),
             max_rows=min(self.max_num_rows, max_tokens),
-            max_blocks=tuple(self._max_blocks(sight) for sight in self.sights),
-            chunked=frozenset(group for group, sight in enumerate(self.sights) if sight.is_chunked),
+            max_blocks=tuple(self._max_blocks(attention_window) for attention_window in self.attention_windows),
+            chunked=frozenset(
+                group for group, attention_window in enumerate(self.attention_windows) if attention_window.is_chunked
+            ),
             num_axes=self.num_axes,
             with_adapters=self.with_adapters,
         )
 
-    def _max_blocks(self, sight: AttentionWindow) -> int:
-        """Of one table: a window gives a block back when the next one is wanted, and so may be one late."""
-        held = sight.num_blocks(self.max_model_len, self.block_size, self.max_num_batched_tokens)
+    def _max_blocks(self, attention_window: AttentionWindow) -> int:
+        """Return the blocks of one table. A window frees a block only when the next one is allocated, so it may hold
+        one more.
+        """
+        held = attention_window.num_blocks(self.max_model_len, self.block_size, self.max_num_batched_tokens)
         return min(held + 1, -(-self.max_model_len // self.block_size))
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a piecewise graph hands to attention, [tokens, num_heads, query_size], what that gives back, and the hidden
-    states' width."""
+    """Shapes at the attention boundary of a piecewise graph: query [tokens, num_heads, query_size], attended size, and
+    hidden size.
+    """
 
     num_heads: int
     query_size: int
     attended_size: int
-    """Of one head."""
+    """Output size of one head."""
     hidden_size: int
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Where a step's tokens come to the host: pinned [max_num_rows], int64 and float32 (ChosenTokens)."""
+    """Pinned host buffers for a step's tokens: [max_num_rows], int64 and float32 (ChosenTokens)."""
 
     token_ids: Leading
     best: Leading
@@ -121,7 +126,7 @@ class Arrival:
 
 
 class TokensInFlight:
-    """Sampled tokens on their way to the host, and log-probabilities where they are asked for."""
+    """Sampled tokens being copied to the host, with log-probabilities if requested."""
 
     def __init__(self, arrival: "Arrival", count: int, reports: list[ReportsInFlight]) -> None:
         self._arrival, self._count, self._reports = arrival, count, reports
@@ -149,13 +154,17 @@ class DeviceSteps:
         limits: StepLimits,
         shape: AttentionShape,
         device: torch.device,
-        groups: RankGroups = ALONE,
+        groups: RankGroups = SINGLE_RANK,
         is_first_stage: bool = True,
         sampler: DeviceSampler | None = None,
         adapter_rows: AdapterRows | None = None,
     ) -> None:
-        """`sampler`: on the rank that samples. `adapter_rows`: who tells the model's projections which rows have which
-        adapter; None: none is served."""
+        """Allocate fixed inputs.
+
+        Args:
+            sampler: Set on the rank that samples.
+            adapter_rows: Sets which rows use which adapter; None if no adapter is served.
+        """
         self.sampler, self._adapter_rows = sampler, adapter_rows
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._tensor, self._meter = groups.tensor, groups.meter
@@ -164,12 +173,12 @@ class DeviceSteps:
         self._graphs: dict[GraphKey, Replay] = {}
         self._counts = GraphCounts()
         largest = limits.capacity(limits.max_num_batched_tokens)
-        self._seated = SeatedTables(limits.max_num_seqs, largest.max_blocks, device)
+        self._seated = DeviceBlockTables(limits.max_num_seqs, largest.max_blocks, device)
         self._large = StepBuffers(largest, self._seated, device)
         most = plan.max_tokens
         self._small = StepBuffers(limits.capacity(most), self._seated, device) if most else self._large
         self._batches = self._small.uniform_batches(0, 1)
-        """The batches of the step at hand, per KV group: what attention outside of graphs reads."""
+        """Batches of the current step per KV group, read by attention outside of graphs."""
         heads = (max(plan.piecewise, default=0), shape.num_heads)
         self._query = torch.zeros((*heads, shape.query_size), dtype=shape.dtype, device=device)
         self._attended = torch.zeros((*heads, shape.attended_size), dtype=shape.dtype, device=device)
@@ -202,7 +211,7 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile what steps of any size need, by steps of nothing but padding."""
+        """Compile kernels needed by steps of any size by running padding steps."""
         for rows in warm_up_sizes(self._limits.max_num_batched_tokens):
             for key in (GraphKey(rows), GraphKey(rows, with_adapters=True))[: 2 if self._adapter_rows else 1]:
                 self._batches = self._large.fill(NO_INPUTS, (), key, self._limits.block_size)
@@ -242,7 +251,7 @@ class DeviceSteps:
         self._counts.captures += 1
 
     def _counted(self, replay: Replay, sent: dict[str, int]) -> Replay:
-        """A graph sends with each replay what it sent when it was recorded, and does not say so."""
+        """Wrap a replay to count the bytes that were sent when it was recorded, because replays do not report them."""
         if not sent:
             return replay
 
@@ -259,22 +268,23 @@ class DeviceSteps:
         self._recorder.forget()
 
     def drop_model(self) -> None:
-        """The weights go, and with them what was recorded, which reads where they were."""
+        """Drop the model and all graphs, which read its weights."""
         self.drop_graphs()
         del self._model
 
     def use_model(self, model: Model) -> None:
-        """The weights are back, elsewhere: graphs are recorded again when steps want them."""
+        """Use a reloaded model at new addresses: graphs are captured again on demand."""
         self._model = model
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    @inferring
+    @in_inference_mode
     def run(
         self, inputs: StepInputs | DecodeStep, feed: Feed = (), placed: Placed | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin a step. Returns hidden states [rows, hidden_size] and which of their rows are sampled. `placed`: what
-        the first stage takes for embeddings of tokens that are no text; the step's shape says whether there are any."""
+        """Start a step. Return hidden states [rows, hidden_size] and the indices of sampled rows. `placed`: embeddings
+        of non-text tokens on the first stage; the step's shape tells whether there are any.
+        """
         self._share(feed)
         shape = inputs.shape
         choice = self._dispatcher.dispatch(shape)
@@ -301,12 +311,13 @@ class DeviceSteps:
             self._counts.padding_tokens += choice.num_tokens - num_tokens
         return hidden, buffers.sampled.rows(inputs.num_sampled)
 
-    @inferring
+    @in_inference_mode
     def sample(
         self, logits: torch.Tensor, rows: Sequence[DeviceRow] | PlainRows | None, masks: TokenMasks | None = None
     ) -> TokensInFlight:
-        """Choose a step's tokens from its logits [rows, vocab_size], keep them for the next one, and start their way to
-        the host. `rows` None: the likeliest of each. `masks`: what grammars allow."""
+        """Sample a step's tokens from logits [rows, vocab_size], keep them for the next step, and start their copy to
+        the host. `rows` None means argmax of each. `masks`: tokens allowed by grammars.
+        """
         assert self.sampler is not None  # this rank samples
         if masks is not None:
             apply_masks(logits, masks)
@@ -334,7 +345,7 @@ class DeviceSteps:
             return self._model.forward(*inputs, self._kv_cache, metadata, placed=placed)
 
     def _adapting(self, buffers: StepBuffers, key: GraphKey) -> AbstractContextManager[None]:
-        """While it lasts projections add what the adapters of the step's rows do."""
+        """Context in which projections apply the adapters of the step's rows."""
         if self._adapter_rows is None or not key.with_adapters:
             return nullcontext()
         return self._adapter_rows.of_slots(buffers.ints["adapters"][: key.num_tokens])
@@ -355,9 +366,11 @@ class DeviceSteps:
         is_padded: bool = False,
         outside: Outside | None = None,
     ) -> list[AttentionMetadata]:
-        """Per KV group; without batches attention runs `outside`, on those of the step at hand."""
+        """Return attention metadata per KV group. Without batches attention runs `outside`, on the current step's
+        batches.
+        """
 
-        def of_group(group: int, sight: AttentionWindow) -> AttentionMetadata:
+        def of_group(group: int, attention_window: AttentionWindow) -> AttentionMetadata:
             def attend_outside(query: torch.Tensor, attend: Attend) -> torch.Tensor:
                 assert outside is not None
                 kept, attended = self._query[:rows], self._attended[:rows]
@@ -373,11 +386,13 @@ class DeviceSteps:
                 None if batches is None else batches[group],
                 is_padded=is_padded,
                 outside=None if outside is None else attend_outside,
-                window=None if sight.is_chunked else sight.window,
-                chunk_size=sight.window if sight.is_chunked else None,
+                window=None if attention_window.is_chunked else attention_window.window,
+                chunk_size=attention_window.window if attention_window.is_chunked else None,
             )
 
-        return [of_group(group, sight) for group, sight in enumerate(self._limits.sights)]
+        return [
+            of_group(group, attention_window) for group, attention_window in enumerate(self._limits.attention_windows)
+        ]
 
 
 def warm_up_sizes(most: int) -> list[int]:
@@ -388,4 +403,4 @@ def warm_up_sizes(most: int) -> list[int]:
 
 
 def _discard(_: object) -> None:
-    """The result is where it was asked to be."""
+    """Ignore the result, which is already in its output tensor."""

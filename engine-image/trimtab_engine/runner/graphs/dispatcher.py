@@ -1,6 +1,5 @@
-"""Which graph a step takes: one table from the step's shape to the smallest graph that holds it.
-
-Pure, so that all ranks that compute a step together take the same one: they have the same plan and the same shape.
+"""Selection of the graph for a step: a table from step shape to the smallest sufficient graph. Pure, so that all ranks
+of a step select the same graph from equal plans and shapes.
 """
 
 from bisect import bisect_left
@@ -11,20 +10,20 @@ from trimtab_engine.scheduling.step_inputs import StepShape
 
 
 class Eager(Enum):
-    """Why a step replays no graph: the label `reason` of trimtab_eager_steps_total."""
+    """Reason why a step replays no graph: the label `reason` of trimtab_eager_steps_total."""
 
     OFF = "off"
     """There are no graphs: --enforce-eager, mode none, or ranks that talk through host memory."""
     TOO_LARGE = "too_large"
     """More tokens than the largest graph."""
     MIXED = "mixed"
-    """Not every sequence has the same few tokens, and the mode has graphs for decode steps only."""
+    """Sequences have different token counts, and the mode has graphs for decode steps only."""
     IMAGES = "images"
     """Some tokens are of images or videos: graphs take all embeddings from the vocabulary's."""
 
 
 class Dispatcher:
-    """Chooses among the graphs of a plan. Whole-decode graphs come first: they leave the host nothing to do."""
+    """Chooses among the graphs of a plan. Whole-decode graphs come first: they leave no work to the host."""
 
     def __init__(self, plan: GraphPlan) -> None:
         self._full = dict(plan.full)

@@ -1,9 +1,9 @@
-"""Which graphs there will be: the mode, and the sizes in tokens, from the configuration alone. Pure.
+"""Plan of the CUDA graphs: mode and sizes in tokens, from the configuration. Pure.
 
-vLLM's list: 1, 2, 4, then every 8 up to 256, then every 16 up to min(2 x max_num_seqs x (1 + drafts), 512), and none
-above the token budget. Whole-decode graphs end at the first size that holds every request, beyond that list by steps
-of an eighth, so that no decode step is eager for its size; with speculation they are captured at multiples of 1 +
-drafts as well. Where adapters are served there are all of them twice, with adapters' products and without.
+Sizes are vLLM's list: 1, 2, 4, then every 8 up to 256, then every 16 up to min(2 x max_num_seqs x (1 + drafts), 512),
+and none above the token budget. Whole-decode graphs end at the first size that holds every request, extended in steps
+of one eighth, so that no decode step is eager because of its size; with speculation they are also captured at multiples
+of 1 + drafts. With adapters every graph exists twice, with adapter matmuls and without.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,14 @@ FINE_STEP, COARSE_STEP, FINE_END = 8, 16, 256  # tokens between two sizes, up to
 
 @dataclass(frozen=True, slots=True, order=True)
 class GraphKey:
-    """One graph: `num_tokens` rows. `tokens_per_sequence` of a whole-decode graph; None for a piecewise one, in which
-    attention runs between the pieces, so that any batch fits."""
+    """Key of one graph: `num_tokens` rows. `tokens_per_sequence` of a whole-decode graph; None for a piecewise graph,
+    which runs attention between its pieces and so fits any batch.
+    """
 
     num_tokens: int
     tokens_per_sequence: int | None = None
     with_adapters: bool = False
-    """Whether rows may have adapters."""
+    """True if rows may have adapters."""
 
     @property
     def kind(self) -> str:
@@ -34,7 +35,7 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """What is captured. piecewise and full: rising sizes in tokens, full by tokens per sequence."""
+    """Graphs to capture. piecewise and full: increasing sizes in tokens; full by tokens per sequence."""
 
     mode: CUDAGraphMode
     piecewise: tuple[int, ...] = ()
@@ -61,12 +62,12 @@ NO_GRAPHS = GraphPlan(CUDAGraphMode.NONE)
 
 
 def graph_plan(config: EngineConfig) -> GraphPlan:
-    """The CUDA graphs of this engine; none on the CPU, whatever the flags say."""
+    """Return the CUDA graphs of this engine; none on the CPU."""
     return cuda_graph_plan(config) if config.device == "cuda" else NO_GRAPHS
 
 
 def cuda_graph_plan(config: EngineConfig) -> GraphPlan:
-    """What the flags say for CUDA."""
+    """Return the graphs that the flags select on CUDA."""
     return plan_graphs(
         config.compilation,
         enforce_eager=config.enforce_eager,
@@ -88,7 +89,7 @@ def plan_graphs(
     num_drafts: int,
     with_adapters: bool = False,
 ) -> GraphPlan:
-    """The graphs of an engine whose caps these are. --enforce-eager wins over a level, a mode that is written too."""
+    """Return the graphs for these caps. --enforce-eager overrides a level and an explicit mode."""
     mode = compilation.cudagraph_mode or MODES_BY_LEVEL[optimization_level]
     sizes = capture_sizes(
         compilation,
@@ -111,7 +112,7 @@ def plan_graphs(
 def capture_sizes(
     compilation: CompilationConfig, *, max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0
 ) -> tuple[int, ...]:
-    """The sizes in tokens, rising; what was written, or the default list, none above the token budget."""
+    """Return the sizes in tokens, increasing: the configured ones or the default list, none above the token budget."""
     written = compilation.cudagraph_capture_sizes
     if written is not None:
         return tuple(sorted({size for size in written if size <= max_num_batched_tokens}))

@@ -1,7 +1,5 @@
-"""Recording kernels to be replayed. The interface is what steps need of it; CudaRecorder is the one on the main path.
-
-Tests have another one that replays by calling the recorded function again, so that everything but CUDA's own recording
-runs without a GPU.
+"""Recording of kernels for replay. CudaRecorder is the production implementation; the tests' recorder replays by
+calling the recorded function again, so that everything but CUDA capture runs without a GPU.
 """
 
 import gc
@@ -14,21 +12,25 @@ import torch.nn.functional as F
 
 Replay = Callable[[], None]
 Outside = Callable[[Callable[[], None]], None]
-"""Runs its argument now and at every replay, outside of what is recorded."""
+"""Runs its argument now and at every replay, outside of the recorded graph."""
 
 
 class Recorder(Protocol):
-    """Records functions whose tensors never move."""
+    """Records functions whose tensors keep their addresses."""
 
     def record(self, run: Callable[[Outside], None]) -> Replay:
-        """Run it once, recording. What it hands to its argument is not recorded but called again at each replay."""
+        """Run the function once and record it. Calls passed to its argument are not recorded but repeated at each
+        replay.
+        """
 
     def forget(self) -> None:
         """Every replay has been dropped, and others may follow."""
 
 
 class CudaRecorder:
-    """CUDA graphs that share one pool of memory: they never run at once, so the largest one's memory serves all."""
+    """CUDA graphs that share one memory pool: they never run concurrently, so the pool is as large as the largest
+    graph.
+    """
 
     def __init__(self, device: torch.device) -> None:
         cuda: Any = torch.cuda
@@ -42,7 +44,7 @@ class CudaRecorder:
         self._pool = cuda.graph_pool_handle()
 
     def record(self, run: Callable[[Outside], None]) -> Replay:
-        """One graph, or several with calls between them."""
+        """Record one graph, or several with calls between them."""
         cuda: Any = torch.cuda
         if not self._is_ready:
             self._open_libraries()
@@ -80,7 +82,9 @@ class CudaRecorder:
         return replay
 
     def _open_libraries(self) -> None:
-        """cuBLAS takes a workspace per stream, for good: taken while recording it would keep the pool from going."""
+        """Let cuBLAS allocate its permanent workspace per stream now: allocated while recording it would keep the pool
+        alive.
+        """
         cuda: Any = torch.cuda
         with cuda.stream(self._stream):
             square = torch.zeros(16, 16, device=self._device)

@@ -1,26 +1,25 @@
-"""A step's inputs where graphs expect them: tensors on the device that never move, filled by one copy per step.
+"""Fixed-address device tensors for step inputs, filled by one copy per step.
 
 ```
-pinned host  | token_ids positions slots sources sampled | seq_lens query_starts | seats | new blocks and their places |
-                                          one copy, not waited for
-device       | token_ids positions slots sources sampled | seq_lens query_starts | seats | new blocks and their places |
-                 fixed places: what graphs read                                      │         └─> rows of all seats
+pinned host  | token_ids positions slots sources sampled | seq_lens query_starts | slots | new blocks and their indices|
+                                          one asynchronous copy
+device       | token_ids positions slots sources sampled | seq_lens query_starts | slots | new blocks and their indices|
+                 fixed addresses, read by graphs                                     │         └─> rows of all slots
                                                            tables [max_seqs, max_blocks] <─┘ the rows of this step
 ```
-Block tables stay on the device (seated_tables.py): the new blocks go into the seats' rows, then the rows of the step's
-sequences are gathered in their order. Both happen on the device.
+Block tables stay on the device (device_block_tables.py): new blocks are written to the slots' rows, then the rows of
+the step's sequences are gathered in order. Both happen on the device.
 
-Slots, lengths, seats and tables are there once per KV group: where a window has let go of blocks, a table, and what is
-counted in it, begins behind them. Groups whose tokens see chunks of positions also say how many tokens those are
-(`gone`).
+KV slots, lengths, table slots and tables exist per KV group: if a window has freed blocks, a table and its counts start
+after them. Groups with chunked attention also have the number of tokens before each table (`gone`).
 
-There are two pinned buffers, taken in turn: the host writes one while the device may still read the other, and waits
-only for a copy that was begun two steps ago.
+Two pinned buffers alternate: the host writes one while the device may still read the other, and waits only for a copy
+started two steps ago.
 
-Where adapters are served each row has the slot of its adapter beside that (`adapters`), or -1.
+If adapters are served, each row also has the slot of its adapter (`adapters`), or -1.
 
-Rows of padding, up to a graph's size, have slot -1 (nothing is written) and, as sequences, length 0 (nothing is read).
-Where a sequence of padding has several rows its length is their number, and it reads block 0.
+Padding rows, up to a graph's size, have slot -1 (nothing is written); padding sequences have length 0 (nothing is
+read). A padding sequence with several rows has their number as its length and reads block 0.
 """
 
 from collections.abc import Sequence
@@ -35,8 +34,8 @@ from trimtab_kernels.paged_batch import PagedBatch
 
 from trimtab_engine.device.transfer import Leading, Mark, copy_to_device, pinned_bytes, send_together
 from trimtab_engine.runner.decode_step import KNOWN, DecodeStep
+from trimtab_engine.runner.graphs.device_block_tables import DeviceBlockTables, NewBlocks, merge_new_blocks
 from trimtab_engine.runner.graphs.plan import GraphKey
-from trimtab_engine.runner.graphs.seated_tables import NewBlocks, SeatedTables, all_new
 from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs
 
 Array = np.ndarray[Any, Any]
@@ -44,15 +43,16 @@ Feed = Sequence[tuple[int, int]]
 """(index in token_ids, row of the tokens that the step before sampled): known only on the device."""
 NO_SLOT = -1
 NEW_BLOCK_BYTES = 8 + 4  # its place, int64, and itself, int32
-NEW_PER_SEQUENCE, MORE_NEW = 2, 1024  # new blocks that travel with a step; more, as prompts bring, travel apart
-PER_GROUP = ("seq_lens", "seats", "gone")
-"""Of the int32 values those that each KV group has."""
+NEW_PER_SEQUENCE, MORE_NEW = 2, 1024  # new blocks in a step's copy; larger numbers, from prompts, are copied separately
+PER_GROUP = ("seq_lens", "table_slots", "gone")
+"""The int32 values that each KV group has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The largest step that fits. `max_blocks`: of one sequence's block table, per KV group; `chunked`: the groups
-    whose tokens see chunks of positions; `num_axes`: positions of each token."""
+    """Size limits of a step. `max_blocks`: blocks of a sequence's table, per KV group; `chunked`: groups with chunked
+    attention; `num_axes`: position axes per token.
+    """
 
     max_tokens: int
     max_seqs: int
@@ -68,7 +68,7 @@ class Capacity:
 
     @property
     def max_new_blocks(self) -> int:
-        """How many new blocks travel in the step's one copy."""
+        """Number of new blocks in the step's single copy."""
         return NEW_PER_SEQUENCE * self.max_seqs * self.num_groups + MORE_NEW
 
     @property
@@ -87,14 +87,15 @@ class Capacity:
         gone = of_groups if self.chunked else 0
         adapters = -(-self.max_tokens // 4) * 4 if self.with_adapters else 0
         return {
-            "seq_lens": of_groups, "query_starts": seqs + 4, "seats": of_groups, "gone": gone, "adapters": adapters
+            "seq_lens": of_groups, "query_starts": seqs + 4, "table_slots": of_groups, "gone": gone,
+            "adapters": adapters,
         }  # fmt: skip
 
 
 class StepBuffers:
     """The inputs of one step at a time, for steps up to `capacity`."""
 
-    def __init__(self, capacity: Capacity, seated: SeatedTables, device: torch.device) -> None:
+    def __init__(self, capacity: Capacity, seated: DeviceBlockTables, device: torch.device) -> None:
         self._capacity, self._seated = capacity, seated
         num_longs, num_ints = sum(capacity.longs.values()), sum(capacity.ints.values())
         self._fixed_bytes = 8 * num_longs + 4 * num_ints
@@ -112,7 +113,7 @@ class StepBuffers:
             torch.zeros(capacity.max_seqs, width, dtype=torch.int32, device=device) for width in capacity.max_blocks
         ]
         self._uniform: dict[tuple[int, int], list[PagedBatch]] = {}
-        """Batches of equal sequences: what they say does not change, and where the rest is does not, either."""
+        """Cached batches of uniform sequences: their metadata and addresses do not change."""
 
     def positions(self, rows: int) -> torch.Tensor:
         """[rows] int64; with several axes [num_axes, rows]."""
@@ -148,23 +149,23 @@ class StepBuffers:
             newest, offsets = np.divmod(own.lengths - 1, block_size)  # each one's newest token: its block, its place
             counts = newest + 1
             most = int(counts.max(initial=0))
-            if most > self._capacity.max_blocks[number]:  # they would lie in the next seat's row
+            if most > self._capacity.max_blocks[number]:  # they would overwrite the next slot's row
                 raise ValueError(f"a table of {most} blocks does not fit {self._capacity}")
-            seats, new = self._seated.seat(number, own.tables, counts)
+            table_slots, new = self._seated.table_slot(number, own.tables, counts)
             decodes = slice(own.num_decodes)
-            blocks = self._seated.blocks_of(number, seats[decodes], newest[decodes])
+            blocks = self._seated.blocks_of(number, table_slots[decodes], newest[decodes])
             host.write_slots(number, own, rows, blocks * block_size + offsets[decodes], block_size)
             host.write_sequences(number, own, padded_seqs, padding_length)
-            host.write_seats(number, seats, self._seated.empty_seat, padded_seqs)
+            host.write_table_slots(number, table_slots, self._seated.padding_table_slot, padded_seqs)
             news.append(new)
             widths.append(max(most, least_width))
-        self._to_device(host, all_new(news), padded_seqs, widths)
+        self._to_device(host, merge_new_blocks(news), padded_seqs, widths)
         if per_sequence is not None:
             return self.uniform_batches(rows, per_sequence)
         return self._batches(num_tokens, groups[0])
 
     def _to_device(self, host: "_Host", new: NewBlocks, num_seqs: int, widths: Sequence[int]) -> None:
-        """Begin the copy of what the host has written, and what the device makes of it."""
+        """Start the copy of the host's buffer and the device work that follows it."""
         count = len(new)
         travels_along = count <= self._capacity.max_new_blocks
         used = self._fixed_bytes + (NEW_BLOCK_BYTES * count if travels_along else 0)
@@ -184,7 +185,7 @@ class StepBuffers:
         for group, width in enumerate(widths):
             if num_seqs and width:
                 rows, tables = self._seated.rows[group][:, :width], self._tables[group][:num_seqs, :width]
-                torch.index_select(rows, 0, self._per_group["seats"][group][:num_seqs], out=tables)
+                torch.index_select(rows, 0, self._per_group["table_slots"][group][:num_seqs], out=tables)
 
     def uniform_batches(self, rows: int, tokens_per_sequence: int) -> list[PagedBatch]:
         """Per KV group a batch of equally many rows per sequence, as a whole-decode graph reads it."""
@@ -233,8 +234,9 @@ class StepBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """A step's sequences in one KV group, decodes first: their block tables, and [sequences] how long they are with the
-    new tokens, and where it is asked for how many tokens lie before their tables."""
+    """A step's sequences in one KV group, decodes first: block tables, lengths [sequences] including new tokens, and
+    optionally the tokens freed before each table.
+    """
 
     tables: list[list[int]]
     lengths: Array
@@ -244,7 +246,7 @@ class Sequences:
 
 
 def sequences_of(inputs: StepInputs | DecodeStep, capacity: Capacity) -> list[Sequences]:
-    """Per KV group. Inputs of no sequence say nothing of groups."""
+    """Return the sequences per KV group. Inputs without sequences have no groups."""
     if isinstance(inputs, DecodeStep):
         lengths, count = inputs.positions + 1, inputs.num_tokens
         return [
@@ -264,7 +266,7 @@ def _sequences(own: GroupInputs, gone: list[int] | None) -> Sequences:
 
 
 class _Host:
-    """One pinned buffer, and views of it that plain lists are written to."""
+    """One pinned buffer, and its views for writing plain lists."""
 
     def __init__(self, size: int, capacity: Capacity, device: torch.device) -> None:
         self.bytes = pinned_bytes(size, device)
@@ -306,7 +308,7 @@ class _Host:
             own[first : first + count] = slot
 
     def write_slots(self, group: int, own: Sequences, rows: int, of_decodes: Array, block_size: int) -> None:
-        """Where each token's keys and values go, padded to `rows`."""
+        """Write the KV slot of each token, padded to `rows`."""
         slots, count = self._slots[group], len(of_decodes)
         slots[:count] = of_decodes
         if own.chunks:
@@ -326,20 +328,20 @@ class _Host:
             gone[num_seqs:padded_seqs] = 0
 
     def write_starts(self, chunks: Sequence[tuple[list[int], int, int]]) -> None:
-        """Where each chunk's rows begin: the same in all groups."""
+        """Write the first row of each chunk, equal in all groups."""
         starts = self._ints["query_starts"]
         starts[0] = 0
         if chunks:
             starts[1 : len(chunks) + 1] = np.cumsum([now for _, _, now in chunks], dtype=np.int32)
 
-    def write_seats(self, group: int, seats: Array, empty_seat: int, padded_seqs: int) -> None:
-        """Whose rows the step's tables are."""
-        own, num_seqs = self._per_group["seats"][group], len(seats)
-        own[:num_seqs] = seats
-        own[num_seqs:padded_seqs] = empty_seat
+    def write_table_slots(self, group: int, table_slots: Array, padding_table_slot: int, padded_seqs: int) -> None:
+        """Write the table slots of the step's sequences."""
+        own, num_seqs = self._per_group["table_slots"][group], len(table_slots)
+        own[:num_seqs] = table_slots
+        own[num_seqs:padded_seqs] = padding_table_slot
 
     def write_new(self, new: NewBlocks, first_byte: int) -> None:
-        """New blocks behind everything else: their places, then they themselves."""
+        """Append new blocks: indices first, then block ids."""
         middle, last = first_byte + 8 * len(new), first_byte + NEW_BLOCK_BYTES * len(new)
         self._whole[first_byte:middle].view(np.int64)[:] = new.places
         self._whole[middle:last].view(np.int32)[:] = new.blocks
@@ -354,6 +356,6 @@ def _arrays(whole: Array, sizes: dict[str, int]) -> dict[str, Array]:
 
 
 def _places(sizes: dict[str, int]) -> list[tuple[str, int, int]]:
-    """Name, first and last + 1 of values that lie in a row."""
+    """Return name, start and end of consecutive values."""
     lasts = list(accumulate(sizes.values()))
     return [(name, last - size, last) for (name, size), last in zip(sizes.items(), lasts, strict=True)]

@@ -1,4 +1,4 @@
-"""PATCH /admin/v1/config: what it accepts, refuses and answers, and that what it offers as nearest would do."""
+"""PATCH /admin/v1/config: accepted and rejected values, responses, and valid `nearest` values."""
 
 import dataclasses
 import json
@@ -97,7 +97,7 @@ def test_a_patch_that_changes_nothing_keeps_the_generation(values: dict[str, Any
     assert (after, status, body["generation"]) == (a_config(utilization="0.80"), 200, 1)
 
 
-def test_a_dry_run_says_what_would_be_and_changes_nothing() -> None:
+def test_dry_run_returns_result_without_change() -> None:
     config = a_config()
     after, status, body = config.patch({"max_num_seqs": 9}, dry_run=True, change_id="c1", applied_at_step=9)
     assert (after, status) == (config, 200)
@@ -105,7 +105,7 @@ def test_a_dry_run_says_what_would_be_and_changes_nothing() -> None:
     assert body["desired"] == {**config.shown(), "max_num_seqs": 9}
 
 
-def test_a_dry_run_refuses_what_the_real_one_would() -> None:
+def test_dry_run_rejects_like_real_patch() -> None:
     assert a_config().patch({"max_num_seqs": 0}, dry_run=True)[1] == 422
 
 
@@ -155,7 +155,7 @@ def test_a_dry_run_refuses_what_the_real_one_would() -> None:
         ({"max_num_seqs": -1e300}, "max_num_seqs", 1, 256, 1, "is a number below -2^53: it must be 1 or more"),
     ],
 )
-def test_a_value_outside_its_bounds_is_refused_with_the_nearest_that_would_do(
+def test_value_outside_bounds_is_rejected_with_nearest(
     patch: dict[str, Any], field: str, low: float, high: float, nearest: float, message: str
 ) -> None:
     body = refused(a_config(), patch)
@@ -174,7 +174,7 @@ def test_a_value_outside_its_bounds_is_refused_with_the_nearest_that_would_do(
         ("x" * 10_000, 'not "xxx'),
     ],
 )
-def test_what_is_no_number_is_refused_and_has_no_nearest(value: object, message: str) -> None:
+def test_non_number_is_rejected_without_nearest(value: object, message: str) -> None:
     body = refused(a_config(), {"max_num_seqs": value})
     assert message in body["message"]
     assert (body["nearest"], body["min"], body["max"]) == (None, 1, 256)
@@ -199,7 +199,7 @@ def test_a_utilisation_must_be_a_number(value: object) -> None:
         ({"enable_prefix_caching": None}, None, "must be true or false, not null"),
     ],
 )
-def test_a_choice_that_is_none_is_refused_with_what_is_allowed(
+def test_invalid_choice_is_rejected_with_allowed_values(
     patch: dict[str, Any], nearest: str | None, message: str
 ) -> None:
     body = refused(a_config(), patch)
@@ -289,16 +289,15 @@ def test_an_unknown_field_is_refused_with_the_names_that_exist() -> None:
     assert len(json.dumps(refused(a_config(), {"y" * 10_000: 3}))) < 1000
 
 
-def test_one_wrong_value_refuses_the_whole_patch() -> None:
+def test_invalid_value_rejects_whole_patch() -> None:
     assert refused(a_config(), {"max_num_seqs": 8, "gpu_memory_utilization": 2})["field"] == "gpu_memory_utilization"
 
 
-def test_the_order_deadline_needs_a_target_set_before_or_beside_it() -> None:
+def test_deadline_policy_requires_target() -> None:
     body = refused(a_config(), {"scheduling_policy": "deadline"})
     assert (body["field"], body["value"], body["nearest"]) == ("scheduling_policy", "deadline", None)
     assert body["message"] == (
-        "scheduling_policy is deadline: ttft_target is 0; set that as well, to the seconds within which a first token "
-        "shall come, 0.001 or more"
+        "scheduling_policy is deadline: ttft_target is 0; set it as well, to the TTFT target in seconds, 0.001 or more"
     )
     config, status, _ = a_config().patch({"ttft_target": 2})
     assert status == 200  # without effect under fcfs
@@ -324,7 +323,7 @@ def test_without_chunked_prefill_a_step_must_hold_a_whole_prompt() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--kv-cache-memory-bytes", "--num-gpu-blocks-override"])
-def test_where_a_flag_fixes_the_kv_cache_the_utilisation_is_not_live(flag: str) -> None:
+def test_utilization_is_not_live_with_fixed_kv_cache(flag: str) -> None:
     config = a_config(kv_fixed_by=flag)
     body = refused(config, {"gpu_memory_utilization": 0.8})
     assert f"{flag} fixes the KV cache" in body["message"]
@@ -359,7 +358,7 @@ def test_a_stale_reader_hears_so_before_its_values_are_judged() -> None:
 # --- described ----------------------------------------------------------------------------------------------------
 
 
-def test_the_description_gives_values_classes_and_what_could_be_set_alone_now() -> None:
+def test_description_has_values_classes_and_bounds() -> None:
     body: Any = a_config(seqs=64, tokens=128).describe()
     json.dumps(body, allow_nan=False)
     assert body["generation"] == 1
@@ -429,7 +428,7 @@ NAMES = st.sampled_from([*BY_NAME, "max_num_seqs", "max_num_batched_tokens", "mo
     chunked=st.booleans(),
     tokens_cap=st.sampled_from([128, 4096]),
 )
-def test_after_any_patches_the_values_are_inside_what_is_described_and_bounds_hold_jointly(
+def test_values_stay_in_described_bounds_after_patches(
     patches: list[dict[str, Any]], chunked: bool, tokens_cap: int
 ) -> None:
     config = a_config(tokens=tokens_cap, chunked=chunked, tokens_cap=tokens_cap)

@@ -1,4 +1,4 @@
-"""Who may join node 0, over real connections on the loopback interface."""
+"""Admission of nodes by node 0, over real connections on the loopback interface."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -21,9 +21,9 @@ from trimtab_engine.engine_client.nodes.messages import (
 )
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.ipc.network import ReservedPorts
-from trimtab_engine.ipc.shared_secret import NotProven, SharedSecret, prove_as_caller
+from trimtab_engine.ipc.shared_secret import AuthenticationFailed, SharedSecret, authenticate_as_caller
 from trimtab_engine.ipc.stream import StreamLink
-from trimtab_engine.messages import CoreFailed, CoreStart
+from trimtab_engine.messages.lifecycle import CoreFailed, CoreStart
 
 LOOPBACK = "127.0.0.1"
 
@@ -35,7 +35,7 @@ def config() -> Iterator[EngineConfig]:
 
 
 class WatchedHub(Hub):
-    """One whose connections can be waited for."""
+    """A hub whose connections can be awaited."""
 
     async def settled(self) -> None:
         await asyncio.wait(self._connections, timeout=60)
@@ -69,9 +69,7 @@ def join(config: EngineConfig, node_rank: int, **changes: object) -> JoinNode:
     return JoinNode(node_rank, "host", 7, msgspec.to_builtins(config) | {"node_rank": node_rank} | changes)
 
 
-async def test_a_node_gets_its_cores_and_is_told_the_end(
-    config: EngineConfig, hub: tuple[WatchedHub, list[CoreFailed]]
-) -> None:
+async def test_node_receives_cores_and_end(config: EngineConfig, hub: tuple[WatchedHub, list[CoreFailed]]) -> None:
     link = await connect(config)
     link.send(NodeAlive(3.0))
     heard = await link.receive()
@@ -88,7 +86,7 @@ async def test_a_node_gets_its_cores_and_is_told_the_end(
     assert hub[1] == [], "an end that was asked for is no failure"
 
 
-async def test_who_does_not_belong_here_is_refused_by_name(
+async def test_foreign_node_is_rejected_with_reason(
     config: EngineConfig, hub: tuple[WatchedHub, list[CoreFailed]]
 ) -> None:
     first = await connect(config)
@@ -118,7 +116,7 @@ async def test_a_connection_that_ends_is_a_lost_node(
     await link.receive()
     link.close()
     await hub[0].settled()
-    assert hub[1] == [CoreFailed("node 1 (host, pid 7) is gone: its connection has ended", 1)]
+    assert hub[1] == [CoreFailed("node 1 (host, pid 7) is lost: its connection has ended", 1)]
 
 
 async def test_a_stranger_on_the_port_disturbs_nothing(
@@ -132,7 +130,7 @@ async def test_a_stranger_on_the_port_disturbs_nothing(
 
 
 @pytest.mark.parametrize("word", [Stopping(), CoreEnded(1, 7, 9)])
-async def test_who_has_not_joined_ends_nothing(config: EngineConfig, word: Stopping | CoreEnded) -> None:
+async def test_unjoined_node_does_not_end_replica(config: EngineConfig, word: Stopping | CoreEnded) -> None:
     obeyed: list[object] = []
     hub = Hub(
         config,
@@ -159,7 +157,7 @@ async def test_who_has_not_joined_ends_nothing(config: EngineConfig, word: Stopp
     await hub.close(None)
 
 
-async def test_a_hub_with_a_secret_answers_nobody_without_it(config: EngineConfig, tmp_path: Path) -> None:
+async def test_hub_with_secret_rejects_unauthenticated_peers(config: EngineConfig, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("the secret of this replica")
     guarded = msgspec.structs.replace(config, rendezvous_secret_file=str(tmp_path / "secret"))
     hub = a_hub(guarded, [])
@@ -171,13 +169,13 @@ async def test_a_hub_with_a_secret_answers_nobody_without_it(config: EngineConfi
             await streams[0].readexactly(40)  # the greeting, and nothing after it
             assert await streams[0].read() == b""
         else:
-            with pytest.raises(NotProven):
-                await prove_as_caller(secret, *streams)
+            with pytest.raises(AuthenticationFailed):
+                await authenticate_as_caller(secret, *streams)
         streams[1].close()
     streams = await asyncio.open_connection(LOOPBACK, config.master_port)
     secret = SharedSecret.read(guarded.rendezvous_secret_file)
     assert secret is not None
-    link: StreamLink[ToMember] = StreamLink(*streams, ToMember, await prove_as_caller(secret, *streams))
+    link: StreamLink[ToMember] = StreamLink(*streams, ToMember, await authenticate_as_caller(secret, *streams))
     link.send(join(guarded, 1, rendezvous_secret_file="/elsewhere"))
     assert isinstance(await link.receive(), StartCores)
     link.close()

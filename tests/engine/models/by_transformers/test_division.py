@@ -18,6 +18,7 @@ from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.parallel.groups import RankGroup, RankGroups
 from trimtab_engine.parallel.ranks import Layout
+from trimtab_engine.runner.loading import load_model_runner
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
@@ -42,8 +43,8 @@ def a_rank(folder: Path, rank: ThreadRank, **changes: Any) -> ModelRunner:
     config = EngineConfig(model=str(folder), block_size=BLOCK_SIZE, dtype="float32", cpu_threads=1, **changes)
     groups = RankGroups(tensor=cast(RankGroup, rank))
     layout = Layout(tensor=rank.size)
-    runner = ModelRunner.load(
-        config, Device("cpu"), lambda stage, percent: None, layout=layout, rank=rank.index, groups=groups
+    runner = load_model_runner(
+        ModelRunner, config, Device("cpu"), lambda stage, percent: None, layout=layout, rank=rank.index, groups=groups
     )
     runner.init_kv_cache(NUM_BLOCKS)
     runner.kv_cache.map_blocks(NUM_BLOCKS)
@@ -56,7 +57,7 @@ def logits_of(runner: ModelRunner) -> torch.Tensor:
     num_groups = len(runner.facts.kv_groups)
     request = Request.of("r", PROMPT, Sampling(), arrival_time=0.0)
     request.block_tables = [list(range(group, 5 * num_groups, num_groups)) for group in range(num_groups)]
-    request.num_gone = [0] * num_groups
+    request.num_out_of_window = [0] * num_groups
     spans = [(0, 7), *((position, 1) for position in range(7, len(PROMPT)))]
     steps = [runner.flatten([ScheduledSequence(request, first, count, samples=True)])[0] for first, count in spans]
     rows = [runner.run(step) for step in steps]

@@ -57,7 +57,7 @@ def test_facts_tell_both_halves(kind: str, tmp_path: Path) -> None:
 def test_what_the_text_half_leaves_unsaid_is_what_transformers_takes() -> None:
     config = parse_model_config(LLAVA, {}, "here")
     assert (config.hidden_size, config.intermediate_size, config.num_layers) == (4096, 11_008, 32)
-    assert (config.architecture, config.dtype, config.has_transformers_tower) == ("LlamaForCausalLM", "float16", True)
+    assert (config.architecture, config.dtype, config.has_transformers_vision) == ("LlamaForCausalLM", "float16", True)
     assert longest_request(LLAVA, {}, "here") == 4096
     assert {*NATIVE.values()} <= BY_ARCHITECTURE.keys()
 

@@ -52,7 +52,7 @@ def test_logits_equal_transformers_at_every_position(checkpoint: tuple[Path, Any
     num_groups = len(runner.facts.kv_groups)
     request = Request.of("r", PROMPTS[2], Sampling(), arrival_time=0.0)
     request.block_tables = [list(range(group, 5 * num_groups, num_groups)) for group in range(num_groups)]
-    request.num_gone = [0] * num_groups
+    request.num_out_of_window = [0] * num_groups
     rows = [runner.execute([ScheduledSequence(request, i, 1, samples=True)]) for i in range(len(PROMPTS[2]))]
     with torch.no_grad():
         expected = reference(torch.tensor([PROMPTS[2]])).logits[0]
@@ -220,7 +220,7 @@ def test_dummy_weights_need_no_checkpoint(olmo: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "said"),
     [
-        ("Olmo2ForCausalLM", Layout(pipeline=2), "--pipeline-parallel-size: Olmo2ForCausalLM has no family of its own"),
+        ("Olmo2ForCausalLM", Layout(pipeline=2), "--pipeline-parallel-size: Olmo2ForCausalLM runs on transformers"),
         ("Olmo2ForCausalLM", Layout(tensor=2, expert=True), "--enable-expert-parallel: Olmo2ForCausalLM has no family"),
         ("Olmo2ForCausalLM", Layout(tensor=3), "not divided over 3 ranks: its heads, .*; set one of 1, 2, 4, or start"),
         ("GPT2LMHeadModel", Layout(tensor=2), "not divided over 2 ranks: it has no plan by .*; set one of 1, or start"),

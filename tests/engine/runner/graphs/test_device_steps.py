@@ -1,4 +1,4 @@
-"""Steps of a device, with graphs and without: the tokens of the CPU's own steps, whatever is padded or replayed."""
+"""Device steps with and without graphs: tokens equal the CPU's steps, with any padding and replay."""
 
 import random
 from collections.abc import Callable
@@ -14,7 +14,8 @@ from trimtab_engine.config.graphs import CompilationConfig, CUDAGraphMode
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core import startup
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.messages import AddRequest, Sleep, StepStats, WakeUp
+from trimtab_engine.messages.admin import Sleep, WakeUp
+from trimtab_engine.messages.requests import AddRequest, StepStats
 from trimtab_engine.runner import start
 from trimtab_engine.runner.graphs.device_steps import warm_up_sizes
 from trimtab_engine.runner.graphs.plan import cuda_graph_plan
@@ -33,7 +34,7 @@ def model(model_of: Callable[..., Path]) -> Path:
 def generate(
     engine: Engine, requests: list[tuple[list[int], Sampling]], totals: StepStats | None = None
 ) -> list[list[int]]:
-    """Tokens of each request; the engine is checked when it is idle. What steps counted is added to totals."""
+    """Return the tokens of each request and check the idle engine. Step counts are added to totals."""
     for number, (prompt, sampling) in enumerate(requests):
         engine.add(AddRequest(str(number), prompt, sampling, arrival_time=0.0))
     tokens: list[list[int]] = [[] for _ in requests]
@@ -95,7 +96,7 @@ def an_engine(model: Path, **changes: Any) -> Engine:
 
 
 def random_requests(number: int, count: int = 9, **sampling: Any) -> list[tuple[list[int], Sampling]]:
-    """Prompts of 1 to 40 tokens, so that chunks, decodes and mixed steps all come."""
+    """Return prompts of 1 to 40 tokens, so that chunks, decodes and mixed steps occur."""
     dice = random.Random(number)
     return [
         (
@@ -127,7 +128,7 @@ LAZY = CompilationConfig(cudagraph_lazy_capture=True)
     ],
     ids=["both", "full", "pieces", "few sizes", "lazy", "eager", "overlapped", "preempting"],
 )
-def test_tokens_are_those_of_the_cpus_own_steps(model: Path, changes: dict[str, Any]) -> None:
+def test_tokens_equal_cpu_steps(model: Path, changes: dict[str, Any]) -> None:
     requests = random_requests(1)
     expected = generate(an_engine(model), requests)
     with steps_of_a_device():
@@ -170,7 +171,7 @@ def test_overlapped_sampling_gives_the_tokens_of_its_seed(
 def test_requests_share_the_rows_that_their_penalties_need(
     model: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int, follows: bool
 ) -> None:
-    """Two rows per request, of which three run at once; some are preempted and come back."""
+    """Two rows per request, three running at once; some are preempted and resumed."""
     requests = random_requests(
         12, repetition_penalty=1.3, presence_penalty=0.2, logit_bias={5: 2.0, 6: 2.0}, temperature=0.8, seed=2
     )
@@ -203,7 +204,7 @@ def test_steps_that_swap_follow_others(model: Path, num_host_blocks: int) -> Non
     assert totals.swapped_in_bytes > 0
 
 
-def test_log_probabilities_are_those_of_the_cpus_own_steps(model: Path) -> None:
+def test_logprobs_equal_cpu_steps(model: Path) -> None:
     requests = random_requests(13, logprobs=3, repetition_penalty=1.4, max_tokens=6) + random_requests(14, logprobs=0)
     expected = reports(an_engine(model), requests)
     with steps_of_a_device():
@@ -233,10 +234,8 @@ def test_drafts_are_verified_in_graphs_of_their_own(model: Path) -> None:
 
 @pytest.mark.parametrize("num_blocks", [96, 18], ids=["", "preempting"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.1}], ids=str)
-def test_with_drafts_the_device_works_while_a_step_is_reported(
-    model: Path, sampling: dict[str, Any], num_blocks: int
-) -> None:
-    """Whenever a step has been told of and a request goes on, the next one is under way, whatever comes between."""
+def test_drafts_overlap_device_work_with_reporting(model: Path, sampling: dict[str, Any], num_blocks: int) -> None:
+    """After each reported step with continuing requests the next one is already running."""
     speculation = {
         "speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1),
         "num_speculative_tokens": 3,
@@ -256,7 +255,7 @@ def test_with_drafts_the_device_works_while_a_step_is_reported(
             in_steps, now = in_steps + step.stats.step_seconds, step.stats.time
             began = now - step.stats.step_seconds if began is None else began
             num_drafts += step.stats.num_drafts
-            assert engine._flights or not engine._scheduler.num_unfinished
+            assert engine._in_flight or not engine._scheduler.num_unfinished
             for output in step.outputs:
                 if output.request_id != "aborted":
                     tokens[int(output.request_id)] += output.token_ids
@@ -313,7 +312,7 @@ def test_without_graphs_every_step_is_counted_as_off(model: Path) -> None:
 
 
 def test_padding_writes_to_no_block(model: Path) -> None:
-    """A step of padding alone, as graphs are captured with, leaves the cache as it was."""
+    """A padding-only step, as used for graph capture, leaves the cache unchanged."""
     with steps_of_a_device():
         engine = an_engine(model)
     cache = engine._kv_cache
@@ -346,7 +345,7 @@ def test_steps_that_judge_prompts_follow_others_and_judge_alike(model: Path) -> 
             assert report.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
-def test_weights_that_come_back_elsewhere_are_captured_anew(model: Path) -> None:
+def test_reloaded_weights_are_captured_again(model: Path) -> None:
     requests = random_requests(9, count=4)
     with steps_of_a_device() as recorder:
         engine = an_engine(model)
@@ -358,7 +357,7 @@ def test_weights_that_come_back_elsewhere_are_captured_anew(model: Path) -> None
     assert recorder.num_records > before
 
 
-def test_what_graphs_and_buffers_take_is_in_the_ledger(model: Path) -> None:
+def test_ledger_includes_graphs_and_buffers(model: Path) -> None:
     with steps_of_a_device():
         engine = an_engine(model)
     kinds = engine.ledger().kinds
@@ -368,7 +367,7 @@ def test_what_graphs_and_buffers_take_is_in_the_ledger(model: Path) -> None:
     assert kinds["graphs"] >= 0
 
 
-def test_warm_up_takes_every_size_at_which_a_kernels_configuration_may_change() -> None:
+def test_warm_up_covers_kernel_configuration_sizes() -> None:
     assert set(BATCH_SIZES) <= set(warm_up_sizes(5000))
     assert warm_up_sizes(5000)[0] == 5000
     assert warm_up_sizes(1) == [1]

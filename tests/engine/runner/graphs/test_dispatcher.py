@@ -1,4 +1,4 @@
-"""One table from a step's shape to its graph."""
+"""Dispatch from step shape to graph."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it(
     assert Dispatcher(plan).dispatch(StepShape(num_tokens, per_sequence)) == expected
 
 
-def test_steps_with_adapters_have_graphs_of_their_own_where_adapters_are_served() -> None:
+def test_steps_with_adapters_use_adapter_graphs() -> None:
     dispatcher = Dispatcher(replace(BOTH, with_adapters=True))
     assert dispatcher.dispatch(StepShape(3, 1, has_adapters=True)) == GraphKey(4, 1, with_adapters=True)
     assert dispatcher.dispatch(StepShape(7, None, has_adapters=True)) == GraphKey(16, with_adapters=True)
@@ -79,7 +79,7 @@ def test_a_step_is_uniform_when_its_sequences_have_equally_many_tokens(step: Ste
     assert step.shape == expected
 
 
-def test_a_step_with_images_says_so_and_nothing_of_its_sequences() -> None:
+def test_step_shape_with_images_omits_sequences() -> None:
     step = inputs(0, 4, 4)
     step.placed = [(1, 2, b"a picture", 0)]
     assert step.shape == StepShape(8, None, has_items=True)

@@ -1,7 +1,7 @@
-"""A step on CUDA waits for nothing: from its inputs to its tokens on their way back, no operator reads the device.
+"""Steps on CUDA never wait: from inputs to the copy of tokens to the host, no operator reads the device.
 
-There is no GPU here, so the tensors are fake ones that say they are on CUDA (fakes/fake_device.py): every operator runs
-but for its numbers, kernel launches are recorded, and whatever would make the host wait is refused.
+Without a GPU, fake CUDA tensors (fakes/fake_device.py) are used: operators run without numbers, kernel launches are
+recorded, and every host wait raises.
 """
 
 import random
@@ -140,14 +140,14 @@ class FakeSource:
         return torch.empty(shape, dtype=dtype, device=CUDA)
 
 
-ALONE = Layout()
+SINGLE_RANK = Layout()
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which rank of which layout a test looks at, and what has recorded its graphs."""
+    """The rank and layout under test, and its graph recorder."""
 
-    layout: Layout = ALONE
+    layout: Layout = SINGLE_RANK
     rank: int = 0
     recorder: CallingRecorder = field(default_factory=CallingRecorder)
 
@@ -206,7 +206,7 @@ def _some_steps(
         max_num_rows=24,
         max_model_len=MAX_LEN,
         block_size=BLOCK_SIZE,
-        sights=tuple(group.sight for group in kv_groups),
+        attention_windows=tuple(group.attention_window for group in kv_groups),
         with_adapters=adapters is not None,
     )
     sampler = DeviceSampler(304, (2,), max_num_seqs=8, device=CUDA)
@@ -232,14 +232,15 @@ def sequences(*spans: tuple[int, int], num_groups: int = 1) -> list[ScheduledSeq
     for number, (before, now) in enumerate(spans):
         request = Request.of(str(number), [1] * (before + now), Sampling(), arrival_time=0.0)
         request.block_tables = [list(range(1 + 4 * number, 5 + 4 * number))] * num_groups
-        request.num_gone = [0] * num_groups
+        request.num_out_of_window = [0] * num_groups
         made.append(ScheduledSequence(request, before, now, samples=True))
     return made
 
 
 def run_step(steps: DeviceSteps, model: Model, batch: list[ScheduledSequence], **sampling: Any) -> list[str]:
-    """From inputs to tokens on their way, as Execution queues them; the kernels that were launched in the second of two
-    steps, whose newest tokens the host does not know."""
+    """Run two steps as Execution queues them and return the kernels launched in the second, whose newest tokens the
+    host does not know.
+    """
     num_groups = len(batch[0].request.block_tables)
     inputs, _ = flatten(
         batch, block_size=BLOCK_SIZE, max_decode_tokens=1 << 30, num_groups=num_groups, with_adapters=True
@@ -289,7 +290,7 @@ def test_a_step_of_several_kv_groups_waits_for_nothing_either(
     with a_fake_device():
         steps, model = some_steps(config, tmp_path)
         launched = run_step(steps, model, sequences(*spans, num_groups=num_groups))
-    assert len(steps._limits.sights) == num_groups
+    assert len(steps._limits.attention_windows) == num_groups
     of_few_rows = {"_skinny_gemm"} if spans in (MIXED, LARGE) else set()
     assert {"_rope_and_cache", "_rms_norm", *(kernels - of_few_rows)} <= set(launched)
     assert ("_paged_decode" in launched) == any(now == 1 for _, now in spans)
@@ -327,7 +328,7 @@ ROOM = AdapterConfig(max_loras=2, max_cpu_loras=2, is_updatable=True)
 
 @pytest.mark.parametrize("config", [DENSE, DENSE | FP8, MIXTURE, LOCAL_AND_GLOBAL, SINKS])
 @pytest.mark.parametrize("spans", [DECODES, MIXED, LARGE, DRAFTS], ids=["decode", "mixed", "eager", "drafts"])
-def test_adapters_wait_for_nothing_and_are_launched_where_a_row_has_one(
+def test_adapters_never_wait_and_launch_only_if_used(
     config: dict[str, Any], spans: tuple[tuple[int, int], ...], tmp_path: Path
 ) -> None:
     with a_fake_device():
@@ -346,7 +347,7 @@ def test_adapters_wait_for_nothing_and_are_launched_where_a_row_has_one(
     assert "_skinny_gemm" not in launched
 
 
-def test_what_adapters_launch_is_compiled_before_the_first_request(tmp_path: Path) -> None:
+def test_adapter_kernels_are_compiled_before_first_request(tmp_path: Path) -> None:
     with a_fake_device():
         steps, _ = some_steps(DENSE, tmp_path, adapters=ROOM)
         with record_launches() as launches, NoWaiting():
@@ -396,9 +397,7 @@ def test_random_sampling_waits_for_nothing_either(sampling: dict[str, Any], tmp_
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_requests_ask_of_their_logits_waits_for_nothing_either(
-    sampling: dict[str, Any], kernels: set[str], tmp_path: Path
-) -> None:
+def test_sampling_features_never_wait(sampling: dict[str, Any], kernels: set[str], tmp_path: Path) -> None:
     with a_fake_device():
         steps, model = some_steps(DENSE, tmp_path)
         launched = run_step(steps, model, sequences(*DECODES), **sampling)
@@ -414,7 +413,7 @@ def test_the_judgement_of_a_prompt_waits_for_nothing() -> None:
     assert scores.parts[0][0].shape == (3, 2 * (1 + 2))
 
 
-def test_what_any_step_needs_is_compiled_before_the_first_request(tmp_path: Path) -> None:
+def test_step_kernels_are_compiled_before_first_request(tmp_path: Path) -> None:
     with a_fake_device():
         steps, _ = some_steps(DENSE, tmp_path)
         with record_launches() as launches, NoWaiting():
@@ -444,7 +443,7 @@ EP_CALLS = ["all_gather", "all_gather", "reduce_scatter"] * 2  # rows and router
     ],
 )
 @pytest.mark.parametrize("spans", [DECODES, MIXED, LARGE], ids=["decode", "mixed", "eager"])
-def test_a_step_of_several_ranks_waits_for_nothing_and_has_its_collectives_in_graphs(
+def test_multi_rank_step_never_waits_and_captures_collectives(
     config: dict[str, Any],
     layout: Layout,
     rank: int,

@@ -1,4 +1,4 @@
-"""Which graphs there will be: vLLM's sizes, none above the budget, decode sizes that hold every request."""
+"""Planned graphs: vLLM's sizes, none above the budget, decode sizes for every request."""
 
 from dataclasses import replace
 
@@ -111,7 +111,7 @@ def test_a_written_mode_wins_over_the_level() -> None:
     ],
     ids=["enforce eager", "enforce eager over a mode", "level 0", "mode none", "largest 0", "no sizes"],
 )
-def test_there_are_no_graphs_where_none_are_asked_for(plan: GraphPlan) -> None:
+def test_no_graphs_without_request(plan: GraphPlan) -> None:
     assert plan == NO_GRAPHS
     assert plan.keys == []
     assert plan.max_tokens == 0
@@ -147,7 +147,7 @@ def test_graphs_are_captured_largest_first_and_piecewise_before_whole() -> None:
     assert plan.max_tokens == 4
 
 
-def test_where_adapters_are_served_each_graph_is_there_with_them_and_without() -> None:
+def test_each_graph_exists_with_and_without_adapters() -> None:
     config = EngineConfig(model="/model", device="cuda", adapters=AdapterConfig(), max_num_seqs=4)
     with_adapters, without = cuda_graph_plan(config), cuda_graph_plan(msgspec.structs.replace(config, adapters=None))
     assert set(with_adapters.keys) == {replace(key, with_adapters=w) for key in without.keys for w in (False, True)}

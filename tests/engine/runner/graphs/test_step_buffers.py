@@ -1,4 +1,4 @@
-"""A step's inputs on the device: what is told of block tables step by step reads as if all were told in every step."""
+"""Step buffers: incremental block tables equal full copies in every step."""
 
 import random
 
@@ -7,8 +7,8 @@ import torch
 from engine_builders import a_request
 from trimtab_engine.runner.decode_step import DecodeLayout
 from trimtab_engine.runner.graphs import step_buffers
+from trimtab_engine.runner.graphs.device_block_tables import DeviceBlockTables
 from trimtab_engine.runner.graphs.plan import GraphKey
-from trimtab_engine.runner.graphs.seated_tables import SeatedTables
 from trimtab_engine.runner.graphs.step_buffers import NO_SLOT, Capacity, StepBuffers
 from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.batch import Batch, ScheduledSequence
@@ -20,13 +20,13 @@ CPU = torch.device("cpu")
 
 
 def some_buffers(*max_blocks: int, chunked: frozenset[int] = frozenset()) -> list[StepBuffers]:
-    """Two, for steps of different sizes, that share their seats."""
-    seated = SeatedTables(MAX_SEQS, max_blocks, CPU)
+    """Return two buffers for steps of different sizes that share their table slots."""
+    seated = DeviceBlockTables(MAX_SEQS, max_blocks, CPU)
     return [StepBuffers(Capacity(tokens, MAX_SEQS, MAX_SEQS, max_blocks, chunked), seated, CPU) for tokens in (40, 8)]
 
 
 def inputs_of(*groups: GroupInputs, gone: tuple[int, ...] = ()) -> StepInputs:
-    """`gone`: how many tokens lie before each table of the first group."""
+    """Return inputs; `gone`: number of tokens before each table of the first group."""
     before = iter(gone or (0,) * MAX_SEQS)
     positions = [length - 1 + next(before) for _, length in groups[0].decodes]
     for _, start, now in groups[0].chunks:
@@ -59,8 +59,8 @@ def check(buffers: StepBuffers, inputs: StepInputs, key: GraphKey | None) -> Non
 
 @pytest.mark.parametrize("more_new", [step_buffers.MORE_NEW, -2 * MAX_SEQS], ids=["along", "apart"])
 @pytest.mark.parametrize("seed", range(20))
-def test_tables_told_step_by_step_are_the_whole_ones(seed: int, more_new: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences grow, end, lose blocks at either end and come back, in steps of either size, in any order."""
+def test_incremental_tables_equal_full_tables(seed: int, more_new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences grow, end, lose blocks at either end and return, in steps of either size, in any order."""
     monkeypatch.setattr(step_buffers, "MORE_NEW", more_new)
     dice = random.Random(seed)
     large, small = some_buffers(MAX_BLOCKS)
@@ -91,7 +91,7 @@ def test_tables_told_step_by_step_are_the_whole_ones(seed: int, more_new: int, m
 
 
 def check_in_any_graph(dice: random.Random, large: StepBuffers, small: StepBuffers, inputs: StepInputs) -> None:
-    """In one that the step fits into."""
+    """Check in a graph that the step fits into."""
     decodes, chunks = inputs.groups[0].decodes, inputs.groups[0].chunks
     rows = len(inputs.token_ids)
     if decodes and not chunks and dice.random() < 0.7:
@@ -105,7 +105,7 @@ def check_in_any_graph(dice: random.Random, large: StepBuffers, small: StepBuffe
 @pytest.mark.parametrize("more_new", [step_buffers.MORE_NEW, -6 * MAX_SEQS], ids=["along", "apart"])
 @pytest.mark.parametrize("seed", range(20))
 def test_every_kv_group_has_tables_of_its_own(seed: int, more_new: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first and the third let go of blocks, the first counts what is gone; all lengths go on together."""
+    """The first and third group free blocks, the first counts freed tokens; lengths stay common."""
     monkeypatch.setattr(step_buffers, "MORE_NEW", more_new)
     dice = random.Random(seed)
     large, small = some_buffers(5, MAX_BLOCKS, 4, chunked=frozenset({0}))
@@ -139,10 +139,10 @@ def test_every_kv_group_has_tables_of_its_own(seed: int, more_new: int, monkeypa
 def test_columns_of_decodes_are_filled_in_as_any_step_is() -> None:
     large, small = some_buffers(5, MAX_BLOCKS, chunked=frozenset({0}))
     sequences = []
-    for number, (length, num_gone) in enumerate([(14, 1), (30, 3), (3, 0)]):
+    for number, (length, num_out_of_window) in enumerate([(14, 1), (30, 3), (3, 0)]):
         request = a_request([1] * length, request_id=str(number))
         request.block_tables = [[100 * number + block for block in range(5)], list(range(MAX_BLOCKS))]
-        request.num_gone = [num_gone, 0]
+        request.num_out_of_window = [num_out_of_window, 0]
         sequences.append(ScheduledSequence(request, length - 1, 1, samples=True))
     batch = Batch(1, sequences, 3, [], sampling=[s.request for s in sequences], only_decodes=True)
     columns = DecodeLayout(BLOCK_SIZE, (AttentionWindow(8, is_chunked=True), AttentionWindow())).lay_out(batch)
@@ -162,9 +162,9 @@ def test_columns_of_decodes_are_filled_in_as_any_step_is() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [8, 7])
-def test_positions_over_several_axes_lie_one_behind_the_other(max_tokens: int) -> None:
-    """Those of a step of text alone are equal on all axes, and what was there before is padding."""
-    seated = SeatedTables(MAX_SEQS, (MAX_BLOCKS,), CPU)
+def test_multi_axis_positions_are_consecutive(max_tokens: int) -> None:
+    """Text-only positions are equal on all axes; older values become padding."""
+    seated = DeviceBlockTables(MAX_SEQS, (MAX_BLOCKS,), CPU)
     buffers = StepBuffers(Capacity(max_tokens, MAX_SEQS, MAX_SEQS, (MAX_BLOCKS,), num_axes=3), seated, CPU)
     inputs = inputs_of(GroupInputs([], [([3, 4], 2, 5)]))
     inputs.axes = [[2, 3, 3, 3, 5], [2, 3, 4, 4, 5], [2, 3, 3, 4, 5]]
@@ -175,9 +175,9 @@ def test_positions_over_several_axes_lie_one_behind_the_other(max_tokens: int) -
 
 
 def test_each_row_has_the_slot_of_its_adapter_and_padding_has_none() -> None:
-    """Whatever rows lay there before."""
+    """Independent of earlier row contents."""
     buffers = StepBuffers(
-        Capacity(8, 4, 4, (MAX_BLOCKS,), with_adapters=True), SeatedTables(4, (MAX_BLOCKS,), CPU), CPU
+        Capacity(8, 4, 4, (MAX_BLOCKS,), with_adapters=True), DeviceBlockTables(4, (MAX_BLOCKS,), CPU), CPU
     )
     adapters, key = buffers.ints["adapters"], GraphKey(8, with_adapters=True)
     inputs = inputs_of(GroupInputs([([1], 2), ([2], 3)], [([3], 0, 4)]))

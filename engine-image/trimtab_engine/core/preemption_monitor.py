@@ -1,20 +1,20 @@
-"""What preemption is seen to cost while serving, and the warning that says that it happens."""
+"""Measurement of preemption costs while serving, and the preemption warning."""
 
 import logging
 
-from trimtab_engine.core.execution import Flight, StepResult
+from trimtab_engine.core.execution import InFlightStep, StepResult
 from trimtab_engine.scheduling.batch import Preempted
 from trimtab_engine.scheduling.preemption import PreemptionCosts
 from trimtab_engine.scheduling.scheduler import Scheduler
 
-NEWEST_WEIGHT = 0.1  # of the newest step in the running means of what a token and a block cost
-MIN_MEASURED_TOKENS = 32  # of a step of prefill alone, to tell what computing a token costs
-WARNING_SECONDS = 10.0  # between two warnings; each gives the number of preemptions so far
+NEWEST_WEIGHT = 0.1  # weight of the newest step in the running mean costs per token and block
+MIN_MEASURED_TOKENS = 32  # minimum of a prefill-only step for measuring the cost per token
+WARNING_SECONDS = 10.0  # between two warnings
 
 logger = logging.getLogger("trimtab_engine.core")
 
 
-class PreemptionWatch:
+class PreemptionMonitor:
     """Gives the scheduler its costs. Times are the engine's clock."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -22,16 +22,16 @@ class PreemptionWatch:
         self._num_preempted = 0
         self._last_warning = float("-inf")
 
-    def measure(self, flight: Flight, result: StepResult, now: float) -> None:
-        """A token's cost from steps of prefill alone, a block's from copies that have ended."""
-        costs, batch = self._scheduler.costs, flight.step.batch
+    def measure(self, in_flight: InFlightStep, result: StepResult, now: float) -> None:
+        """Update the cost per token from prefill-only steps and the cost per block from completed copies."""
+        costs, batch = self._scheduler.costs, in_flight.step.batch
         swapped = result.swapped
-        is_undisturbed = flight.step.kind == "prefill" and not swapped.num_blocks
+        is_undisturbed = in_flight.step.kind == "prefill" and not swapped.num_blocks
         if not (is_undisturbed or swapped.num_blocks):
             return  # nearly every step
         per_token, per_block = costs.recompute_seconds_per_token, costs.swap_seconds_per_block
         if is_undisturbed and batch.num_tokens >= MIN_MEASURED_TOKENS:
-            seconds = (now - flight.started) / batch.num_tokens
+            seconds = (now - in_flight.started) / batch.num_tokens
             per_token += NEWEST_WEIGHT * (seconds - per_token)
         if swapped.num_blocks:
             per_block += NEWEST_WEIGHT * (swapped.seconds / swapped.num_blocks - per_block)

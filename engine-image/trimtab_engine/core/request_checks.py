@@ -1,8 +1,7 @@
-"""What the device could not compute is refused at the core's door: the request ends there, alone, whichever route it
-came by. Pure.
+"""Checks of requests that the device could not compute. Pure.
 
-API servers check the same with better words. This is what the engine itself relies on: an index beyond a table would
-end it for everybody, or read zeros in silence where the table is split among ranks.
+API servers check the same with better messages; the engine relies on these: an index beyond a table would crash the
+step for all requests, or read zeros silently if the table is split among ranks.
 """
 
 from collections.abc import Collection
@@ -10,7 +9,7 @@ from collections.abc import Collection
 from trimtab_engine.config.pooling import Tasks
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import InvalidRequest
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.multimodal.items import check_spans
 from trimtab_engine.multimodal.positions import RopePositions
 
@@ -30,7 +29,7 @@ def check_token_ids(message: AddRequest, vocab_size: int) -> None:
 
 
 def check_items(message: AddRequest, vision: VisionConfig | None) -> None:
-    """Raise InvalidRequest unless the tower can compute each image and video; None: there is no tower."""
+    """Raise InvalidRequest unless the vision encoder can compute each image and video. None means there is no encoder."""
     if not message.spans:
         return
     if vision is None:
@@ -52,7 +51,7 @@ def check_items(message: AddRequest, vision: VisionConfig | None) -> None:
 
 
 def check_task(message: AddRequest, tasks: Tasks) -> None:
-    """Raise InvalidRequest for what this engine does not do with prompts, and for dimensions that there are not."""
+    """Raise InvalidRequest for an unsupported task or pooling dimension."""
     if message.pooling is None:
         if tasks.no_generation:
             raise InvalidRequest(f"no tokens are generated: {tasks.no_generation}")
@@ -65,15 +64,16 @@ def check_task(message: AddRequest, tasks: Tasks) -> None:
 
 
 def _made(vision: VisionConfig) -> str:
-    """In people's words."""
-    if vision.squares is not None:
-        return f"{vision.squares.num_tokens} tokens of each square"
+    """Return a description of supported items for error messages."""
+    if vision.fixed_resolution is not None:
+        return f"{vision.fixed_resolution.num_tokens} tokens of each square"
     return f"a token of {vision.merge_size} x {vision.merge_size} patches"
 
 
 def rope_of(message: AddRequest, vision: VisionConfig | None) -> RopePositions | None:
-    """Where the tokens of a prompt with images are over time, height and width; None for one of text alone, and where
-    tokens have one position each."""
+    """Return the token positions over time, height and width of a prompt with images. None for text-only prompts and
+    for models with one position per token.
+    """
     if vision is None or vision.windows is None or not message.spans:
         return None
     return RopePositions.of(

@@ -1,4 +1,4 @@
-"""What the KV cache is told to do, on every rank alike: plain values, which travel in messages to other ranks."""
+"""KV cache commands, executed on every rank: plain values that are sent in messages."""
 
 import msgspec
 

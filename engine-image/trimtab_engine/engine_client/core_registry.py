@@ -1,11 +1,11 @@
-"""Which engine cores there are and what each is at, as one client knows it. Pure.
+"""Engine cores and their phases, from one client's view. Pure.
 
 ```
  (start)  loading ─────────────► serving ──► retiring ──► absent
                                     ▲                        │
                      joining ───────┘ ◄──────────────────────┘
 ```
-A core that loads at the engine's start is needed: its end is the engine's. One that joins later is so once it serves.
+A core started with the engine is required: if it ends, the engine fails. A joining core is required once it serves.
 """
 
 from typing import Literal
@@ -13,8 +13,8 @@ from typing import Literal
 Phase = Literal["absent", "loading", "joining", "serving", "retiring"]
 
 
-class CoreRoster:
-    """Which cores take requests. The first `num_initial` of `num_cores` places are taken when the engine starts."""
+class CoreRegistry:
+    """Phases of the engine cores. The first `num_initial` of `num_cores` start with the engine."""
 
     def __init__(self, num_cores: int, num_initial: int) -> None:
         self._phases: list[Phase] = ["loading" if core < num_initial else "absent" for core in range(num_cores)]
@@ -37,30 +37,30 @@ class CoreRoster:
 
     @property
     def has_loaded(self) -> bool:
-        """Whether all cores of the start are ready."""
+        """True if all initial cores are ready."""
         return "loading" not in self._phases
 
     def is_needed(self, core: int) -> bool:
-        """Whether its end is the end of the engine."""
+        """Return True if the engine fails when this core ends."""
         return self._phases[core] in ("loading", "serving", "retiring")
 
     def joins(self, core: int) -> None:
-        """It is being started beside those that serve."""
+        """Mark the core as joining: it is started while others serve."""
         self._phases[core] = "joining"
 
     def loads(self, core: int) -> None:
-        """It says that it loads: one that had retired has been started again."""
+        """Mark an absent or retired core as joining: it reported that it loads."""
         if self._phases[core] in ("absent", "retiring"):
             self._phases[core] = "joining"
 
     def serves(self, core: int) -> None:
-        """It takes requests from now on."""
+        """Mark the core as serving."""
         self._phases[core] = "serving"
 
     def retires(self, core: int) -> None:
-        """It takes nothing new."""
+        """Mark the core as retiring: it takes no new requests."""
         self._phases[core] = "retiring"
 
     def leaves(self, core: int) -> None:
-        """It has no process any more."""
+        """Mark the core as absent: it has no process."""
         self._phases[core] = "absent"

@@ -23,9 +23,10 @@ from calling_recorder import steps_of_a_device, steps_that_follow
 from llguidance import LLMatcher
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.device import side_lane
+from trimtab_engine.device import side_stream
 from trimtab_engine.memory.reserved import RANK_BYTES
-from trimtab_engine.messages import AddRequest, PatchConfig, StepStats
+from trimtab_engine.messages.admin import PatchConfig
+from trimtab_engine.messages.requests import AddRequest, StepStats
 from trimtab_engine.scheduling.sampling import Sampling
 
 STEPS = 2000  # of each of the ten engines
@@ -47,8 +48,7 @@ GRAMMARS = [LLMatcher.grammar_from_regex(regex) for regex in ("[0-9 ]{1,40}", "[
 
 @dataclass(frozen=True)
 class Question:
-    """A greedy request and what it yields alone. `sure`: up to where the tokens are beyond doubt; `end`: its finish
-    reason."""
+    """A greedy request and its undisturbed output. `sure`: number of unambiguous tokens; `end`: its finish reason."""
 
     prompt: list[int]
     sampling: Sampling
@@ -64,7 +64,7 @@ def model(model_of: Callable[..., Path]) -> Path:
 
 @pytest.fixture(autouse=True)
 def copies_take_the_time_of_an_uneven_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_lane, "time", SimpleNamespace(perf_counter=engine_builders.uneven(seed=7)))
+    monkeypatch.setattr(side_stream, "time", SimpleNamespace(perf_counter=engine_builders.uneven(seed=7)))
 
 
 def an_engine(model: Path, **changes: Any) -> Engine:
@@ -132,7 +132,7 @@ def alone(engine: Engine, name: str, prompt: list[int], sampling: Sampling) -> Q
 
 
 class Life:
-    """One engine, steered at random."""
+    """One engine under random operations."""
 
     def __init__(self, engine: Engine, questions: list[Question], seed: int) -> None:
         self.engine, self.questions = engine, questions
@@ -243,7 +243,7 @@ class Life:
 
 
 def utilization(steps_above_the_reserve: int) -> str:
-    """A utilisation that leaves some hundred MB for the engine beside what is reserved for its process."""
+    """Return a utilization that leaves some hundred MB for the engine above the process reservation."""
     return str((RANK_BYTES * 10_000 // DEVICE_BYTES + steps_above_the_reserve) / 10_000)
 
 
@@ -272,7 +272,7 @@ def resized() -> dict[str, Any]:
         "host cache, steps overlapping",
     ],
 )
-def test_whatever_happens_every_request_that_ends_has_its_own_tokens(
+def test_random_operations_keep_tokens_of_finished_requests(
     model: Path, questions: list[Question], changes: Any, preempts: bool
 ) -> None:
     life = Life(an_engine(model, **(changes() if callable(changes) else changes)), questions, seed=5)
@@ -288,7 +288,7 @@ def test_whatever_happens_every_request_that_ends_has_its_own_tokens(
 
 
 @pytest.mark.parametrize("speculative", [None, NGRAM, "the model itself"], ids=["", "n-gram", "draft model"])
-def test_so_it_is_with_grammars_where_a_device_works_beside_the_host(
+def test_random_operations_with_grammars_on_asynchronous_device(
     model_with_tokenizer: Path, held_questions: list[Question], speculative: Any
 ) -> None:
     changes = {} if speculative is None else {"speculative": speculative, **GUESSING}

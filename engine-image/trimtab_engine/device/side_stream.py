@@ -1,4 +1,4 @@
-"""Work of the device beside its steps: a queue of its own, ordered with the steps' queue by marks in both."""
+"""Side stream: device work concurrent with steps, ordered with the steps' stream by events."""
 
 import time
 from collections.abc import Callable
@@ -9,38 +9,38 @@ import torch
 Work = Callable[[], None]
 
 
-class LaneTicket(Protocol):
-    """Work that was begun in a side lane."""
+class StreamTicket(Protocol):
+    """Handle of work on a side stream."""
 
     def seconds(self) -> float | None:
-        """How long it took; None until it has ended."""
+        """Return its duration. None until it has ended."""
 
 
-class SideLane(Protocol):
-    """Takes work one after another."""
+class SideStream(Protocol):
+    """A queue of sequential work."""
 
-    def begin(self, work: Work) -> LaneTicket:
-        """Begin it after all that the steps' queue has been given so far, and after the lane's own work before it."""
+    def begin(self, work: Work) -> StreamTicket:
+        """Start work after everything queued on the steps' stream so far, and after earlier side work."""
 
-    def hold_steps(self, ticket: LaneTicket) -> None:
-        """What the steps' queue is given from now on begins when that work has ended. The host does not wait."""
-
-
-def side_lane(device: torch.device) -> SideLane:
-    """A stream of a CUDA device; the host itself, at once, where there is none."""
-    return CudaLane(device) if device.type == "cuda" else HostLane()
+    def block_steps_until(self, ticket: StreamTicket) -> None:
+        """Make later work of the steps' stream wait for this work. The host does not wait."""
 
 
-class HostLane:
-    """Does what it is given, at once."""
+def side_stream_of(device: torch.device) -> SideStream:
+    """Return a side stream of a CUDA device; for other devices an immediate executor on the host."""
+    return CudaSideStream(device) if device.type == "cuda" else HostSideStream()
 
-    def begin(self, work: Work) -> LaneTicket:
+
+class HostSideStream:
+    """Runs work immediately on the host."""
+
+    def begin(self, work: Work) -> StreamTicket:
         start = time.perf_counter()
         work()
         return _Done(time.perf_counter() - start)
 
-    def hold_steps(self, ticket: LaneTicket) -> None:
-        """It has ended."""
+    def block_steps_until(self, ticket: StreamTicket) -> None:
+        """Do nothing: the work has ended."""
 
 
 class _Done:
@@ -51,14 +51,14 @@ class _Done:
         return self._seconds
 
 
-class CudaLane:
-    """A stream beside the current one."""
+class CudaSideStream:
+    """A CUDA stream concurrent with the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda: Any = torch.cuda  # torch types streams and events not
         self._stream: Any = self._cuda.Stream(device)
 
-    def begin(self, work: Work) -> LaneTicket:
+    def begin(self, work: Work) -> StreamTicket:
         self._stream.wait_stream(self._cuda.current_stream(self._stream.device))
         began, ended = (self._cuda.Event(enable_timing=True) for _ in range(2))
         with self._cuda.stream(self._stream):
@@ -67,7 +67,7 @@ class CudaLane:
             ended.record()
         return _Events(began, ended)
 
-    def hold_steps(self, ticket: LaneTicket) -> None:
+    def block_steps_until(self, ticket: StreamTicket) -> None:
         assert isinstance(ticket, _Events)  # it is one of this lane's
         self._cuda.current_stream(self._stream.device).wait_event(ticket.ended)
 

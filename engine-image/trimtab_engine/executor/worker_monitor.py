@@ -1,7 +1,7 @@
-"""Notices that a rank has died, whatever the engine is doing: a thread that hears heartbeats and watches processes.
+"""Detection of dead ranks in a separate thread that receives heartbeats and polls processes.
 
-A rank that ended, or is silent for SILENCE_SECONDS, is named with its cause, once. What the workers say otherwise goes
-into `inbox`.
+A rank that ended, or was silent for SILENCE_SECONDS, is reported once with its cause. Other worker messages go into
+`inbox`.
 """
 
 import logging
@@ -22,22 +22,23 @@ from trimtab_engine.executor.messages import (
     FromWorker,
     Hello,
     RankAlive,
-    Taken,
+    RankTaken,
     Welcome,
     WorkerFailed,
 )
-from trimtab_engine.ipc.looks import Looks
+from trimtab_engine.ipc.heartbeat_timer import HeartbeatTimer
 
 logger = logging.getLogger("trimtab_engine.core")
 
 POLL_MILLISECONDS = 200
-LAST_WORD_SECONDS = 0.5  # for a dying worker's message, which says why, to arrive after its process has ended
+LAST_WORD_SECONDS = 0.5  # for a dead worker's last message with the cause to arrive
 
 
-class Watch:
-    """Owns the control socket. `processes`: this node's workers by rank; ranks elsewhere are known by what they say.
+class WorkerMonitor:
+    """Owner of the control socket. `processes`: this node's workers by rank; ranks on other nodes are known by their
+    messages.
 
-    A rank belongs to whoever says Hello first: a pod that was given up for dead and comes back finds its place taken.
+    A rank belongs to the first process that sends Hello for it: a pod that was considered dead and returns is rejected.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Watch:
     ) -> None:
         self.inbox: queue.Queue[FromWorker] = queue.Queue()
         self.failure: WorkerFailed | None = None
-        """The first rank that died, and why."""
+        """The first dead rank and its cause."""
         self.failed = threading.Event()
         self._control, self._processes, self._on_death = control, processes, on_death
         self._hosts = dict.fromkeys(processes, "this node")
@@ -63,20 +64,20 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """From now on a rank may end. Returns when the thread has."""
+        """Stop monitoring: ranks may end. Returns when the thread has ended."""
         self._closing.set()
         self._thread.join()
 
     def _run(self) -> None:
         decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromWorker)
-        looks = Looks(time.monotonic(), every_seconds=HEARTBEAT_SECONDS)
+        looks = HeartbeatTimer(time.monotonic(), every_seconds=HEARTBEAT_SECONDS)
         while not self._closing.is_set():
             if self._control.poll(POLL_MILLISECONDS):
                 sender, *frames = self._control.recv_multipart()
                 try:
                     message: FromWorker = decoder.decode(b"".join(frames))
                 except msgspec.DecodeError as error:
-                    logger.warning("something that is no rank of this engine spoke to it: %s", error)
+                    logger.warning("invalid message on the control socket: %s", error)
                     continue
                 if isinstance(message, Hello):
                     self._control.send_multipart([sender, self._answer(message)])
@@ -92,10 +93,10 @@ class Watch:
                 self._look_for_silence(now)
 
     def _answer(self, hello: Hello) -> bytes:
-        """Give the rank away, once."""
+        """Assign the rank once."""
         rank, place = hello.rank, f"{hello.host}, pid {hello.pid}"
         if rank in self._welcomed:
-            return msgspec.msgpack.encode(Taken(self._hosts[rank]))
+            return msgspec.msgpack.encode(RankTaken(self._hosts[rank]))
         self._welcomed.add(rank)
         self._hosts[rank], self._heard[rank] = place, time.monotonic()
         self.inbox.put(hello)

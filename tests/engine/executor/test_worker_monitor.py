@@ -1,4 +1,4 @@
-"""A rank is given up for its silence, and not for what this process has not read yet."""
+"""Silent ranks are reported dead, but not because of unread messages."""
 
 import threading
 from types import SimpleNamespace
@@ -6,17 +6,18 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from trimtab_engine.executor import watch
+from trimtab_engine.executor import worker_monitor
 from trimtab_engine.executor.messages import HEARTBEAT_SECONDS, SILENCE_SECONDS, FromWorker, Hello, RankAlive
-from trimtab_engine.executor.watch import Watch
+from trimtab_engine.executor.worker_monitor import WorkerMonitor
 
 WAIT_SECONDS = 30.0
 RANKS = (1, 2)
 
 
 class ScriptedControl:
-    """A control socket, and the clock that goes on while it is asked: `turns` are (seconds that the look at the socket
-    takes, what came in meanwhile). Behind the last turn it stays quiet, a heartbeat at a time."""
+    """A control socket with a clock that advances while polled: `turns` are (seconds per poll, messages received
+    meanwhile). After the last turn it is silent, one heartbeat per poll.
+    """
 
     def __init__(self, turns: list[tuple[float, list[FromWorker]]]) -> None:
         self.now = 0.0
@@ -44,13 +45,13 @@ class ScriptedControl:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a Watch over a scripted socket until that was quiet for long; the failures it told."""
+    """Run a monitor on a scripted socket until a long silence; return the reported failures."""
 
     def run(turns: list[tuple[float, list[FromWorker]]]) -> list[tuple[float, str]]:
         control, told = ScriptedControl(turns), list[tuple[float, str]]()
-        monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: control.now))
+        monkeypatch.setattr(worker_monitor, "time", SimpleNamespace(monotonic=lambda: control.now))
         steps = {rank: f"tcp://{rank}" for rank in RANKS}
-        rank_watch = Watch(
+        rank_watch = WorkerMonitor(
             cast("Any", control), {}, 0, steps, lambda failure: told.append((control.now, failure.message))
         )
         try:
@@ -65,14 +66,14 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
 HELLOS: list[FromWorker] = [Hello(rank, "host", rank) for rank in RANKS]
 
 
-def test_who_says_nothing_is_given_up(watched: Any) -> None:
+def test_silent_rank_is_reported_dead(watched: Any) -> None:
     beats: list[tuple[float, list[FromWorker]]] = [(HEARTBEAT_SECONDS, [RankAlive(1)]) for _ in range(9)]
     at, words = watched([(0.0, HELLOS), *beats])[0]
     assert words == "rank 2 (host, pid 2) has been silent for 5 s"
     assert SILENCE_SECONDS < at <= SILENCE_SECONDS + 2 * HEARTBEAT_SECONDS
 
 
-def test_words_that_lie_unread_are_read_before_anybody_is_given_up(watched: Any) -> None:
+def test_unread_heartbeats_are_read_before_judging(watched: Any) -> None:
     late: tuple[float, list[FromWorker]] = (2 * SILENCE_SECONDS, [RankAlive(2), RankAlive(1)])
     at, _ = watched([(0.0, HELLOS), late])[0]
     assert at > 3 * SILENCE_SECONDS, "both spoke when this process was late: their silence begins there"

@@ -1,10 +1,10 @@
-"""What each engine core is at, as one client knows it."""
+"""Phases of engine cores from one client's view."""
 
-from trimtab_engine.engine_client.roster import CoreRoster
+from trimtab_engine.engine_client.core_registry import CoreRegistry
 
 
-def test_the_cores_of_the_start_are_needed_and_the_engine_has_loaded_when_all_are_ready() -> None:
-    roster = CoreRoster(3, 2)
+def test_initial_cores_are_required_until_all_are_ready() -> None:
+    roster = CoreRegistry(3, 2)
     assert (roster.present, roster.serving, roster.has_loaded) == ([0, 1], [], False)
     assert roster.is_needed(0)
     roster.serves(1)
@@ -14,7 +14,7 @@ def test_the_cores_of_the_start_are_needed_and_the_engine_has_loaded_when_all_ar
 
 
 def test_a_core_that_joins_is_needed_only_once_it_serves() -> None:
-    roster = CoreRoster(2, 1)
+    roster = CoreRegistry(2, 1)
     roster.serves(0)
     roster.joins(1)
     assert (roster[1], roster.is_needed(1), roster.serving) == ("joining", False, [0])
@@ -24,8 +24,8 @@ def test_a_core_that_joins_is_needed_only_once_it_serves() -> None:
     assert (roster.is_needed(1), roster.serving) == (True, [0, 1])
 
 
-def test_a_core_that_retires_takes_nothing_new_and_is_needed_until_it_is_gone() -> None:
-    roster = CoreRoster(2, 2)
+def test_retiring_core_is_required_until_absent() -> None:
+    roster = CoreRegistry(2, 2)
     for core in (0, 1):
         roster.serves(core)
     roster.retires(1)
@@ -34,8 +34,8 @@ def test_a_core_that_retires_takes_nothing_new_and_is_needed_until_it_is_gone() 
     assert (roster.present, roster.is_needed(1)) == ([0], False)
 
 
-def test_a_client_that_is_not_told_of_the_end_takes_a_core_that_loads_again_for_one_that_joins() -> None:
-    roster = CoreRoster(2, 2)
+def test_reloading_core_without_end_counts_as_joining() -> None:
+    roster = CoreRegistry(2, 2)
     for core in (0, 1):
         roster.serves(core)
     roster.retires(1)

@@ -1,25 +1,29 @@
-"""Where one request's outputs wait for the task that answers it, and pile up while that is busy: plain tokens as one
-run, so that a task that wakes up takes all of them at once, however many steps they are of."""
+"""Queue of one request's outputs for the task that answers it.
+
+Plain tokens are merged into one run, so that a waking task takes all of them at once, regardless of the number of
+steps.
+"""
 
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
-from trimtab_engine.messages import SequenceOutput
+from trimtab_engine.messages.requests import SequenceOutput
 
 
 @dataclass(slots=True)
 class PlainRun:
-    """One more token from each of some steps, and nothing else to tell. `times`: when those ended, by the core's
-    clock."""
+    """One more token from each of several steps, without any other change. `times`: ends of those steps by the core's
+    clock.
+    """
 
     engine_index: int
     token_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
 
-class Mailbox:
-    """One reader, who gets everything in the order in which it came."""
+class OutputQueue:
+    """A queue with one reader, in order of arrival."""
 
     __slots__ = ("_items", "_loop", "_waiter")
 
@@ -27,10 +31,10 @@ class Mailbox:
         self._items: deque[SequenceOutput | PlainRun | None] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        """The reader's, once it has waited: to ask for the running one is a system call."""
+        """The reader's event loop, cached because getting the running loop costs a system call."""
 
     def put(self, item: SequenceOutput | None) -> None:
-        """None: nothing will come any more."""
+        """Append an output. None marks the end."""
         self._items.append(item)
         self._wake()
 

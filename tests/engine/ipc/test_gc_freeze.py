@@ -4,11 +4,11 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from trimtab_engine.ipc.garbage import keep_what_is_there
+from trimtab_engine.ipc.gc_freeze import freeze_startup_objects
 
 
 class Node:
-    """One that may hold itself."""
+    """An object that may reference itself."""
 
     other: "Node | None" = None
 
@@ -19,9 +19,9 @@ def as_before() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_the_collector_no_longer_looks_at_what_start_up_made_but_at_what_serving_makes() -> None:
+def test_gc_skips_startup_objects_but_not_later_ones() -> None:
     kept = Node()
-    keep_what_is_there()
+    freeze_startup_objects()
     made = Node()
     seen = gc.get_objects()
     assert not any(one is kept for one in seen)

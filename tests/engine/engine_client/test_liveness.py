@@ -1,12 +1,12 @@
-"""From when on an engine core's silence says that it hangs."""
+"""Liveness of engine cores by their silence."""
 
 import pytest
-from trimtab_engine.engine_client.vital_signs import Silence, VitalSigns
+from trimtab_engine.engine_client.liveness import LivenessTracker, Silence
 
 
-def signs(*, longest_step: float = 0.1, limit: float = 30.0) -> VitalSigns:
-    """Of one core, which serves since 100 s."""
-    signs = VitalSigns(limit)
+def signs(*, longest_step: float = 0.1, limit: float = 30.0) -> LivenessTracker:
+    """Return a tracker of one core that serves since 100 s."""
+    signs = LivenessTracker(limit)
     signs.begins(0, 100.0)
     signs.note_longest_step(0, longest_step)
     return signs
@@ -20,7 +20,7 @@ def test_a_core_hangs_after_the_limit_and_does_so_for_good_after_twice_that(at: 
     assert signs().silence(at) == silence
 
 
-def test_whatever_is_heard_counts() -> None:
+def test_any_message_resets_silence() -> None:
     vital = signs()
     vital.heard(0, 129.0)
     assert vital.silence(158.0) is None
@@ -32,7 +32,7 @@ def test_steps_that_take_long_make_the_limit_longer() -> None:
     assert signs(longest_step=20.0).silence(160.0) == Silence(0, 60.0, False)
 
 
-def test_a_core_that_said_it_would_be_busy_is_excused_until_then_or_until_it_is_heard() -> None:
+def test_announced_silence_is_excused_until_next_message() -> None:
     vital = signs()
     vital.excuse_until(0, until=700.0)
     assert vital.silence(699.0) is None
@@ -41,10 +41,10 @@ def test_a_core_that_said_it_would_be_busy_is_excused_until_then_or_until_it_is_
     assert vital.silence(231.0) == Silence(0, 31.0, False)
 
 
-def test_of_several_the_one_that_is_silent_for_longest_is_named_and_one_that_ended_is_none() -> None:
+def test_longest_silent_core_is_reported_without_ended_ones() -> None:
     vital = signs()
     vital.begins(1, 110.0)
-    assert str(vital.silence(150.0)) == "engine core 0 has said nothing for 50 s"
+    assert str(vital.silence(150.0)) == "engine core 0 has been silent for 50 s"
     vital.ends(0)
     vital.heard(0, 120.0)
     assert vital.silence(150.0) == Silence(1, 40.0, False)

@@ -1,15 +1,15 @@
-"""Where outputs wait: in order, plain tokens together, and nobody sleeps beside a full box."""
+"""Output queue: order, merged plain tokens, and no missed wake-up."""
 
 import asyncio
 
-from trimtab_engine.engine_client.mailbox import Mailbox, PlainRun
-from trimtab_engine.messages import SequenceOutput
+from trimtab_engine.engine_client.output_queue import OutputQueue, PlainRun
+from trimtab_engine.messages.requests import SequenceOutput
 
 FIRST, LAST = SequenceOutput("r", [1]), SequenceOutput("r", [9], "length")
 
 
-async def test_plain_tokens_pile_up_to_one_run_between_what_else_comes() -> None:
-    mailbox = Mailbox()
+async def test_plain_tokens_merge_between_other_outputs() -> None:
+    mailbox = OutputQueue()
     mailbox.put(FIRST)
     for token_id in (2, 3):
         mailbox.put_plain(token_id, token_id / 10, 0)
@@ -18,7 +18,7 @@ async def test_plain_tokens_pile_up_to_one_run_between_what_else_comes() -> None
 
 
 async def test_a_run_that_was_taken_grows_no_more() -> None:
-    mailbox = Mailbox()
+    mailbox = OutputQueue()
     mailbox.put_plain(2, 0.2, 0)
     taken = await mailbox.get()
     mailbox.put_plain(3, 0.3, 0)
@@ -26,8 +26,8 @@ async def test_a_run_that_was_taken_grows_no_more() -> None:
     assert await mailbox.get() == PlainRun(0, [3], [0.3])
 
 
-async def test_who_waits_is_woken_and_takes_all_that_came_until_it_runs() -> None:
-    mailbox = Mailbox()
+async def test_waiting_reader_takes_all_queued_outputs() -> None:
+    mailbox = OutputQueue()
     waiting = asyncio.ensure_future(mailbox.get())
     await asyncio.sleep(0)
     mailbox.put_plain(2, 0.2, 0)
@@ -35,8 +35,8 @@ async def test_who_waits_is_woken_and_takes_all_that_came_until_it_runs() -> Non
     assert await waiting == PlainRun(0, [2, 3], [0.2, 0.3])
 
 
-async def test_who_gives_up_waiting_loses_nothing() -> None:
-    mailbox = Mailbox()
+async def test_cancelled_reader_loses_no_output() -> None:
+    mailbox = OutputQueue()
     waiting = asyncio.ensure_future(mailbox.get())
     await asyncio.sleep(0)
     waiting.cancel()

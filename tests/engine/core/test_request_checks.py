@@ -1,12 +1,12 @@
-"""What is refused at the core's door: token ids that the model has no row for."""
+"""Rejection of requests with token ids outside the vocabulary."""
 
 from typing import Any
 
 import pytest
-from trimtab_engine.config.vision import VisionConfig, Windows
-from trimtab_engine.core.intake import check_items, check_token_ids, rope_of
+from trimtab_engine.config.vision import VisionConfig, VisionWindows
+from trimtab_engine.core.request_checks import check_items, check_token_ids, rope_of
 from trimtab_engine.errors import InvalidRequest
-from trimtab_engine.messages import AddRequest
+from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.multimodal.items import MultiModalItem, Patches, Span
 from trimtab_engine.scheduling.sampling import Sampling
 
@@ -32,7 +32,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused_and_named(
         check_token_ids(a_message(prompt, **sampling), vocab_size=50)
 
 
-def test_the_vocabulary_s_own_ids_pass_and_so_do_stops_that_no_token_can_meet() -> None:
+def test_vocabulary_ids_and_unreachable_stops_are_accepted() -> None:
     restricted = {"logit_bias": {0: 1.0, 49: -1.0}, "allowed_token_ids": (0, 49), "stop_token_ids": (50,)}
     check_token_ids(a_message([0, 49], **restricted, bad_words=((50,),)), vocab_size=50)
 
@@ -47,7 +47,7 @@ VISION = VisionConfig(
     frames_per_patch=1,
     merge_size=2,
     output_size=8,
-    windows=Windows(size=4, whole_layers=frozenset(), tokens_per_second=1),
+    windows=VisionWindows(size=4, whole_layers=frozenset(), tokens_per_second=1),
 )
 
 

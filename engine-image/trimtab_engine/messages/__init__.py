@@ -1,0 +1,1 @@
+"""Messages between API servers and engine cores, by channel."""
