@@ -85,7 +85,7 @@ def running_server(model: str, num_servers: int) -> Iterator[Running]:
         _wait_until_ready(port, process)
         pids = [process.pid]
         for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-            if b"api.serving.child" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"api.serving.server_process" in Path(f"/proc/{child}/cmdline").read_bytes():
                 pids.append(int(child))
         yield Running(port, pids)
     finally:

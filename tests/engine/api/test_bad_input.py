@@ -159,7 +159,7 @@ def test_invalid_completion_is_400_and_names_field(server: Any, fields: dict[str
         ({"logprobs": 3}, "logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 5, "min_tokens": 6}, "min_tokens"),
-        ({"service_tier": "flex"}, 'service_tier is supported only as "auto" or "default" ; remove it'),
+        ({"service_tier": "flex"}, 'service_tier is supported only as "auto" or "default"; remove it'),
     ],
 )
 def test_invalid_chat_is_400_and_names_field(server: Any, fields: dict[str, Any], word: str) -> None:

@@ -331,7 +331,9 @@ def test_two_servers_give_same_text_and_stop_together(
         lines = pair.http.get("/metrics").text.splitlines()
         assert [line.split()[-1] for line in lines if line.startswith("vllm:generation_tokens_total{")] == ["240.0"]
         processes = Path(f"/proc/{pair.process.pid}/task/{pair.process.pid}/children").read_text().split()
-        servers = [pid for pid in processes if b"api.serving.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        servers = [
+            pid for pid in processes if b"api.serving.server_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
         os.kill(int(servers[0]), signal.SIGKILL)
         assert pair.process.wait(END_SECONDS) == 1
         waiting.until_gone(int(pid) for pid in processes)

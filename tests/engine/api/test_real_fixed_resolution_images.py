@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 from media_files import a_picture, data_url, encoded
-from square_checkpoint import NUM_TOKENS, Part, SeeingSquares, a_checkpoint_of_squares
+from fixed_resolution_checkpoint import NUM_TOKENS, Part, FixedResolutionCheckpoint, make_fixed_resolution_checkpoint
 
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine
@@ -16,13 +16,13 @@ CAT, DOG = a_picture(30, 20, seed=1), a_picture(16, 24, seed=2)
 
 
 @pytest.fixture(scope="module")
-def seeing(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SeeingSquares:
-    return a_checkpoint_of_squares("smolvlm", tmp_path_factory.mktemp("squares"), tokenizer_folder)
+def seeing(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> FixedResolutionCheckpoint:
+    return make_fixed_resolution_checkpoint("smolvlm", tmp_path_factory.mktemp("squares"), tokenizer_folder)
 
 
 @pytest.fixture(scope="module")
 def engine(
-    seeing: SeeingSquares, real_engine: "type[RealEngine]", tmp_path_factory: pytest.TempPathFactory
+    seeing: FixedResolutionCheckpoint, real_engine: "type[RealEngine]", tmp_path_factory: pytest.TempPathFactory
 ) -> "Iterator[RealEngine]":
     log = tmp_path_factory.mktemp("squares-log") / "log"
     engine = real_engine(seeing.folder, log, "--max-num-seqs", "8", "--max-num-batched-tokens", "16")
@@ -31,7 +31,9 @@ def engine(
 
 
 @pytest.mark.parametrize("parts", [("what is it?",), ("look: ", CAT, " it?"), (CAT, "a", DOG, "b", CAT, "which?")])
-def test_tokens_equal_transformers(engine: "RealEngine", seeing: SeeingSquares, parts: tuple[Part, ...]) -> None:
+def test_tokens_equal_transformers(
+    engine: "RealEngine", seeing: FixedResolutionCheckpoint, parts: tuple[Part, ...]
+) -> None:
     content: Any = [
         {"type": "text", "text": part}
         if isinstance(part, str)

@@ -8,7 +8,7 @@ import openai
 import pytest
 from media_files import a_gif_of, a_picture, a_png_of_zeros, data_url, encoded
 from PIL import Image
-from seeing_checkpoint import NUM_TOKENS, Part, Seeing, a_seeing_checkpoint, a_video
+from vision_checkpoint import NUM_TOKENS, Part, Seeing, make_vision_checkpoint, a_video
 
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine
@@ -18,7 +18,7 @@ LIMIT = ("--limit-mm-per-prompt", '{"image": 3, "video": 1}')
 
 @pytest.fixture(scope="module")
 def seeing(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
-    return a_seeing_checkpoint(tmp_path_factory.mktemp("seeing"), tokenizer_folder)
+    return make_vision_checkpoint(tmp_path_factory.mktemp("seeing"), tokenizer_folder)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from media_files import a_picture
-from square_checkpoint import NUM_TOKENS, WORDS, Part, SeeingSquares, a_checkpoint_of_squares
+from fixed_resolution_checkpoint import NUM_TOKENS, WORDS, Part, FixedResolutionCheckpoint, make_fixed_resolution_checkpoint
 from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.errors import InvalidRequest
 
@@ -17,17 +17,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 @pytest.fixture(scope="module", params=list(WORDS))
 def seeing(
     request: pytest.FixtureRequest, tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> SeeingSquares:
-    return a_checkpoint_of_squares(request.param, tmp_path_factory.mktemp("squares"), tokenizer_folder)
+) -> FixedResolutionCheckpoint:
+    return make_fixed_resolution_checkpoint(request.param, tmp_path_factory.mktemp("squares"), tokenizer_folder)
 
 
 @pytest.fixture(scope="module")
-def llm(seeing: SeeingSquares) -> Iterator[LLM]:
+def llm(seeing: FixedResolutionCheckpoint) -> Iterator[LLM]:
     with LLM(str(seeing.folder), device="cpu", cpu_threads=1, num_gpu_blocks_override=60, max_model_len=256) as llm:
         yield llm
 
 
-def test_generated_tokens_equal_transformers(llm: LLM, seeing: SeeingSquares) -> None:
+def test_generated_tokens_equal_transformers(llm: LLM, seeing: FixedResolutionCheckpoint) -> None:
     conversations: list[tuple[Part, ...]] = [
         ("no picture",),
         ("see ", CAT, " what?"),
@@ -42,7 +42,7 @@ def test_generated_tokens_equal_transformers(llm: LLM, seeing: SeeingSquares) ->
         assert list(output.outputs[0].token_ids) == seeing.says(*parts)
 
 
-def test_videos_and_missing_images_are_rejected(llm: LLM, seeing: SeeingSquares) -> None:
+def test_videos_and_missing_images_are_rejected(llm: LLM, seeing: FixedResolutionCheckpoint) -> None:
     with pytest.raises(InvalidRequest, match="does not accept videos"):
         llm.generate({"prompt": "x", "multi_modal_data": {"video": [CAT, CAT]}}, GREEDY, use_tqdm=False)
     with pytest.raises(InvalidRequest, match="has places for 2 images, but brings 1"):

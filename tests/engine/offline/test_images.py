@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from media_files import a_picture
-from seeing_checkpoint import NUM_TOKENS, Seeing, a_seeing_checkpoint
+from vision_checkpoint import NUM_TOKENS, Seeing, make_vision_checkpoint
 from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.errors import InvalidRequest
 
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def seeing(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
-    return a_seeing_checkpoint(tmp_path_factory.mktemp("seeing"), tokenizer_folder)
+    return make_vision_checkpoint(tmp_path_factory.mktemp("seeing"), tokenizer_folder)
 
 
 @pytest.fixture(scope="module")

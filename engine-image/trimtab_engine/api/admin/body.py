@@ -16,20 +16,20 @@ MAX_INT64_CHARACTERS = 19  # 9223372036854775807
 async def read_json(request: Request) -> Any:
     """Return the body. Rejects values that cannot be sent to the core: NaN, infinity, invalid text."""
     try:
-        body = json.loads(await request.body(), parse_constant=_refuse, parse_float=_finite, parse_int=_integer)
+        body = json.loads(await request.body(), parse_constant=_reject, parse_float=_finite, parse_int=_integer)
         msgspec.msgpack.encode(body)
     except (ValueError, OverflowError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {shorten(str(error))}") from error
     return body
 
 
-def _refuse(text: str) -> float:
+def _reject(text: str) -> float:
     raise ValueError(f"{text} is not a JSON number")
 
 
 def _finite(text: str) -> float:
     number = float(text)
-    return number if math.isfinite(number) else _refuse(shorten(text))
+    return number if math.isfinite(number) else _reject(shorten(text))
 
 
 def _integer(text: str) -> int:

@@ -33,7 +33,7 @@ class BodyLimit:
         most = self._max_bytes()
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if not announced.isdigit() or int(announced[:20]) > most:
-            await self._respond(self._refusal(most))(scope, receive, send)
+            await self._respond(self._too_large_error(most))(scope, receive, send)
             return
         num_bytes = 0
 
@@ -43,7 +43,7 @@ class BodyLimit:
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
                 if num_bytes > most:
-                    raise self._refusal(most)
+                    raise self._too_large_error(most)
             return message
 
         async def unless_refused(message: Message) -> None:
@@ -53,9 +53,9 @@ class BodyLimit:
         with contextlib.suppress(ApiError):
             await self._app(scope, counted, unless_refused)
         if num_bytes > most:
-            await self._respond(self._refusal(most))(scope, receive, send)
+            await self._respond(self._too_large_error(most))(scope, receive, send)
 
-    def _refusal(self, most: int) -> ApiError:
+    def _too_large_error(self, most: int) -> ApiError:
         return ApiError(413, f"the body exceeds {most} bytes; {self._remedy}")
 
 

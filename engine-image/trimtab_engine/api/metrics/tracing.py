@@ -86,7 +86,7 @@ class Tracer:
             attributes={
                 "gen_ai.response.model": self._model_name,
                 "gen_ai.request.id": request_id,
-                **_asked(sampling, n),
+                **_request_attributes(sampling, n),
                 "gen_ai.response.finish_reasons": (sequence.reason,),
                 "gen_ai.usage.prompt_tokens": sequence.num_prompt_tokens,
                 "gen_ai.usage.completion_tokens": sequence.num_generation_tokens,
@@ -102,7 +102,7 @@ class Tracer:
         thread.join(CLOSE_SECONDS)
 
 
-def _asked(sampling: Sampling | None, n: int) -> dict[str, float]:
+def _request_attributes(sampling: Sampling | None, n: int) -> dict[str, float]:
     if sampling is None:
         return {}
     return {

@@ -63,7 +63,7 @@ class Flush(msgspec.Struct, tag="flush"):
 class QueryResult(msgspec.Struct, tag="answer"):
     """Answer to an Ask."""
 
-    ask_id: int
+    query_id: int
     body: bytes
 
 
@@ -92,7 +92,7 @@ class Flushed(msgspec.Struct, tag="flushed"):
 class Query(msgspec.Struct, tag="ask"):
     """Request for engine-wide data: metrics, or load (requests in progress on all servers)."""
 
-    ask_id: int
+    query_id: int
     what: str
 
 

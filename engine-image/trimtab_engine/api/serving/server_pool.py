@@ -151,7 +151,7 @@ class ServerPool:
     async def _answer(self, server: "_Server", ask: Query) -> None:
         await self.settle()
         body = self._exporter.text() if ask.what == "metrics" else str(self.num_http_requests).encode()
-        server.link.send(QueryResult(ask.ask_id, body))
+        server.link.send(QueryResult(ask.query_id, body))
 
     def _broadcast(self, message: ToServer) -> None:
         for server in self._servers:

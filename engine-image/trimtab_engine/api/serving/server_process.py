@@ -54,39 +54,39 @@ class LinkExporter:
 
     def __init__(self, link: StreamLink[ToServer]) -> None:
         self._link = link
-        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._pending_queries: dict[int, asyncio.Future[bytes]] = {}
         self._last_id = 0
 
     async def exposition(self) -> bytes:
-        return await self._ask("metrics")
+        return await self._query("metrics")
 
     async def server_load(self, own: int) -> int:
-        return int(await self._ask("load"))
+        return int(await self._query("load"))
 
     def answered(self, answer: QueryResult) -> None:
-        future = self._asked.pop(answer.ask_id, None)
+        future = self._pending_queries.pop(answer.query_id, None)
         if future is not None and not future.done():
             future.set_result(answer.body)
 
     def fail(self) -> None:
         """Fail all pending requests."""
-        for future in self._asked.values():
+        for future in self._pending_queries.values():
             if not future.done():
                 future.set_exception(EngineDead("the first process has ended"))
 
-    async def _ask(self, what: str) -> bytes:
+    async def _query(self, what: str) -> bytes:
         self._last_id += 1
-        ask_id = self._last_id
+        query_id = self._last_id
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._asked[ask_id] = future
-        self._link.send(Query(ask_id, what))
+        self._pending_queries[query_id] = future
+        self._link.send(Query(query_id, what))
         try:
             return await future
         finally:
-            self._asked.pop(ask_id, None)
+            self._pending_queries.pop(query_id, None)
 
 
-class ChildServer:
+class ServerProcess:
     """The server process, controlled by messages of the first process."""
 
     def __init__(self, start: Start, link: StreamLink[ToServer]) -> None:
@@ -202,7 +202,7 @@ async def _run(link_fd: int) -> int:
     start = await link.receive()
     if not isinstance(start, Start):
         return EXIT_LINK_LOST
-    return await ChildServer(start, link).run()
+    return await ServerProcess(start, link).run()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def children(pid: int) -> dict[int, str]:
 
 
 def api_servers(server: Any) -> list[int]:
-    return [pid for pid, command in children(server.process.pid).items() if "api.serving.child" in command]
+    return [pid for pid, command in children(server.process.pid).items() if "api.serving.server_process" in command]
 
 
 def core(server: Any) -> int:
