@@ -57,9 +57,9 @@ def run_policy(experiment: Experiment, entry: PolicySpec) -> Result:
             )
             outcome = field.run_fixed(entry.name)
         case "static-best":
-            outcome = _recalled_fixed(experiment.with_queues_ordered, entry.name, static_best)[1]
+            outcome = _cached_fixed(experiment.with_queues_ordered, entry.name, static_best)[1]
         case "static-n":
-            field, outcome = _recalled_fixed(experiment.with_queues_ordered, entry.name, static_n)
+            field, outcome = _cached_fixed(experiment.with_queues_ordered, entry.name, static_n)
             start = field.settings.start_replicas
         case "oracle":
             outcome, start = _oracle(experiment.with_queues_ordered)
@@ -93,7 +93,7 @@ def hindsight_target(experiment: Experiment, name: str) -> float:
 Search = Callable[[Experiment], tuple[Experiment, SimulationResult]]
 
 
-def _recalled_fixed(experiment: Experiment, name: str, search: Search) -> tuple[Experiment, SimulationResult]:
+def _cached_fixed(experiment: Experiment, name: str, search: Search) -> tuple[Experiment, SimulationResult]:
     """Return the cached or new search result. With fixed replicas none starts later and each search sets their number,
     so one result serves all cold starts."""
     anywhere = replace(experiment.settings, cold_start_seconds=0.0)
@@ -116,7 +116,7 @@ def _oracle(experiment: Experiment) -> tuple[SimulationResult, int]:
     """Return the oracle's result with the parameters of the best fixed replicas."""
     key = search_cache.key_of(experiment, "oracle")
     found = search_cache.load_result(key)
-    fixed, _ = _recalled_fixed(experiment, "static-n", static_n)
+    fixed, _ = _cached_fixed(experiment, "static-n", static_n)
     base = experiment.with_parameters(fixed.settings.parameters)
     plan = Plan(tuple(found["counts"]), found["seconds"]) if found is not None else find_plan(base)
     if found is None:

@@ -107,10 +107,10 @@ def reversals(changes: Sequence[Change]) -> dict[str, int]:
     for change in changes:
         by_target[change.target].append(change)
     by_target.setdefault(REPLICAS, [])
-    return {target: _most_within(_turns(its)) for target, its in sorted(by_target.items())}
+    return {target: _most_within(_direction_changes(its)) for target, its in sorted(by_target.items())}
 
 
-def _turns(changes: Sequence[Change]) -> list[float]:
+def _direction_changes(changes: Sequence[Change]) -> list[float]:
     """Return the times of direction changes."""
     turns = []
     was_up: bool | None = None

@@ -22,7 +22,7 @@ from trimtab_operator.tuner.observation.track import FaultTimeouts
 from trimtab_operator.tuner.outcomes import with_outcomes
 from trimtab_operator.tuner.parameters import Parameter, Values
 from trimtab_operator.tuner.rules import LIVE_RULES
-from trimtab_operator.tuner.rules.replicas import count_in_bounds, wanted_replicas
+from trimtab_operator.tuner.rules.replicas import choose_replicas, count_in_bounds
 from trimtab_operator.tuner.rules.restart import restart_move
 from trimtab_operator.tuner.safety import (
     active_pins,
@@ -243,7 +243,7 @@ class _Iteration:
         if self.settings.scaling is None:
             return
         self.state = with_outcomes(self.state, self.observation, now=self.now)
-        chosen = wanted_replicas(
+        chosen = choose_replicas(
             self.state, self.observation, self.settings, self.objectives, self.situation(), now=self.now
         )
         if self.settings.mode is Mode.AUTO:

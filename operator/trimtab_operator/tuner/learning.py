@@ -184,7 +184,7 @@ def objectives_of(state: TunerState, settings: Settings) -> Objectives:
     cost = state.model.cost if state.model is not None else settings.prior
     pairs = state.lengths.pairs[-200:]
     context = math.fsum(pair.prompt + pair.output / 2 for pair in pairs) / len(pairs) if pairs else 1000.0
-    return settings.objectives.completed(cost, typical_context=context)
+    return settings.objectives.with_defaults(cost, typical_context=context)
 
 
 def _with_request_outcomes(state: TunerState, observation: Observation, objectives: Objectives) -> TunerState:

@@ -83,7 +83,7 @@ class Objectives:
         """Gap length from which on a single gap violates the objective; infinity without a token-gap objective."""
         return self.itl.seconds if self.itl is not None and self.itl.kind is ItlKind.TOKENS else math.inf
 
-    def completed(self, cost: StepCost, *, typical_context: float) -> Objectives:
+    def with_defaults(self, cost: StepCost, *, typical_context: float) -> Objectives:
         """Return the objectives, or defaults (3 × an idle engine's latency) if none is given.
 
         With one objective given, the other one stays unset.

@@ -104,7 +104,7 @@ def replay(ticks: Sequence[Tick], settings: Settings) -> ReplayReport:
         now_runs = _running(tick.snapshots)
         seen = _moves(tick.at, runs, now_runs)
         moved += seen
-        state = _as_it_was(state, seen, now_runs, settings, tick.at)
+        state = _with_recorded_values(state, seen, now_runs, settings, tick.at)
         serve = sum(snapshot.phase is Phase.READY for snapshot in tick.snapshots)
         if served is not None and serve != served:
             moved.append(DecisionRecord(tick.at, REPLICAS, served, serve))
@@ -134,7 +134,7 @@ def _moves(at: float, before: Mapping[Parameter, Value], after: Mapping[Paramete
     ]
 
 
-def _as_it_was(
+def _with_recorded_values(
     state: TunerState, moved: Sequence[DecisionRecord], runs: Mapping[Parameter, Value], settings: Settings, at: float
 ) -> TunerState:
     """Return the state with the recorded changes applied and unapplied decisions dropped."""

@@ -73,7 +73,7 @@ def judge_trial(
     if s.now - trial.at < (AWAITED if is_awaited else 1.0) * s.settings.pace.judge_seconds:
         return OPEN
     note = "; attainment could not be judged because replicas kept starting" if is_awaited else ""
-    return Judgement(Verdict.KEPT, _seen(trial.expected, attained, since) + note)
+    return Judgement(Verdict.KEPT, _describe_outcome(trial.expected, attained, since) + note)
 
 
 def _preemption_regression(trial: Trial, s: Situation, since: Interval) -> str | None:
@@ -143,7 +143,7 @@ def _is_comparable(trial: Trial, s: Situation) -> bool:
     return low > 0 and high <= COMPARABLE * low
 
 
-def _seen(expected: tuple[Expectation, ...], attained: float | None, since: Interval) -> str:
+def _describe_outcome(expected: tuple[Expectation, ...], attained: float | None, since: Interval) -> str:
     """Return observed next to predicted values."""
     parts = []
     for entry in expected:

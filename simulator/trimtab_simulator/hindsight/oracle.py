@@ -95,12 +95,12 @@ def count_misses(experiment: Experiment) -> list[list[int]]:
     hint = experiment.settings.start_replicas
     for index in range(num_intervals):
         experiment.progress("oracle", index / num_intervals)
-        row, hint = _misses_of(experiment, times, index, seconds, warm_seconds, hint)
+        row, hint = _count_interval_misses(experiment, times, index, seconds, warm_seconds, hint)
         rows.append(row)
     return rows
 
 
-def _misses_of(
+def _count_interval_misses(
     experiment: Experiment, times: Sequence[float], index: int, seconds: float, warm_seconds: float, hint: int
 ) -> tuple[list[int], int]:
     """Return one interval's violations by replicas, and the fewest replicas without any."""
@@ -204,7 +204,7 @@ def _cheapest_price(experiment: Experiment, misses: Sequence[Sequence[int]]) -> 
             price=price,
         )
         if counts not in seen:
-            seen[counts] = _whole(experiment, Plan(counts, interval_seconds(experiment)))
+            seen[counts] = _score_plan(experiment, Plan(counts, interval_seconds(experiment)))
         return seen[counts]
 
     found = tried(HIGHEST_PRICE)
@@ -241,7 +241,7 @@ def _raise_where_missed(experiment: Experiment, found: ScoredPlan) -> ScoredPlan
         counts[0] = min(counts[0], experiment.settings.start_replicas)
         if tuple(counts) == found.plan.counts:
             return found
-        found = _whole(experiment, replace(found.plan, counts=tuple(counts)))
+        found = _score_plan(experiment, replace(found.plan, counts=tuple(counts)))
         if experiment.attains(found.judged):
             return found
     return found
@@ -266,12 +266,12 @@ def _descend(experiment: Experiment, found: ScoredPlan, misses: Sequence[Sequenc
         tried.add(index)
         counts = list(found.plan.counts)
         counts[index] -= 1
-        candidate = _whole(experiment, replace(found.plan, counts=tuple(counts)))
+        candidate = _score_plan(experiment, replace(found.plan, counts=tuple(counts)))
         if experiment.attains(candidate.judged) and candidate.judged.gpu_hours < found.judged.gpu_hours:
             found = candidate
     return found
 
 
-def _whole(experiment: Experiment, plan: Plan) -> ScoredPlan:
+def _score_plan(experiment: Experiment, plan: Plan) -> ScoredPlan:
     """Replay the whole trace on the plan. Replicas that the first interval does not need are removed at once."""
     return ScoredPlan(plan, experiment.judge("oracle", replay_plan(experiment, plan)))

@@ -38,7 +38,7 @@ class Aimd:
             return STAY
         usage = max(sample.gauges.kv_usage for sample in seen)
         inflight = max(sample.gauges.running for sample in seen)
-        rose = self._rose(view)
+        rose = self._has_preempted(view)
         cap = float(view.parameters[Parameter.MAX_NUM_SEQS])
         if rose or usage >= HARD_USAGE:
             wanted = min(cap, inflight) * CUT
@@ -50,7 +50,7 @@ class Aimd:
             return STAY
         return PolicyActions(parameters={Parameter.MAX_NUM_SEQS: max(1, min(self._most, int(wanted)))})
 
-    def _rose(self, view: PolicyInput) -> bool:
+    def _has_preempted(self, view: PolicyInput) -> bool:
         """Return True if any replica has preempted since the previous tick."""
         now = {
             snapshot.replica: sum(snapshot.sample.counters.preemptions.values())

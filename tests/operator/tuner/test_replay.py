@@ -14,7 +14,7 @@ from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_operator.tuner.replay import DecisionRecord, ReplayReport, Verdict, compare_decisions, record_of, replay
 from trimtab_operator.tuner.samples import Histogram, ReplicaSnapshot
 from trimtab_operator.tuner.samples.prometheus import DuplicateTargets, PrometheusNaming, StoredSeries
-from trimtab_operator.tuner.samples.recorded import Limits, Tick, build_ticks, drawn
+from trimtab_operator.tuner.samples.recorded import Limits, Tick, build_ticks, sample_histogram
 from trimtab_operator.tuner.samples.series import Unreadable
 from trimtab_operator.tuner.settings import Bounds, Mode, Pace, Scaling, Settings
 from trimtab_operator.tuner.state import TunerState
@@ -262,7 +262,7 @@ def test_a_recording_of_something_else_is_refused() -> None:
 @pytest.mark.parametrize("count", [1, 7, 100])
 def test_drawn_values_keep_the_sum_and_stay_in_their_buckets(count: int) -> None:
     histogram = Histogram((10.0, 100.0, math.inf), (0.3 * count, 0.9 * count, count), 50.0 * count)
-    values = drawn(histogram, count)
+    values = sample_histogram(histogram, count)
     assert math.fsum(values) == pytest.approx(50.0 * count)
     assert values == sorted(values)
     assert min(values) > 0

@@ -56,7 +56,7 @@ class Demand:
         while first < len(self.points) and self.points[first].at < point.at - KEEP_SECONDS:
             first += 1
         points = (*self.points[first:], point)
-        return replace(self, points=_thinned(points) if len(points) % THINNED_EVERY == 0 else points)
+        return replace(self, points=_merge_idle_points(points) if len(points) % THINNED_EVERY == 0 else points)
 
     def rate(self, seconds: float, *, until: float | None = None) -> float | None:
         """Return requests a second over the last `seconds`; None without observations."""
@@ -166,7 +166,7 @@ class Demand:
         return list(self.points[first:last])
 
 
-def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
+def _merge_idle_points(points: tuple[Point, ...]) -> tuple[Point, ...]:
     """Merge old points without arrivals, so that a thousand idle resources do not keep a point per five seconds."""
     old = bisect_left(points, points[-1].at - RECENT_SECONDS, key=lambda point: point.at)
     kept: list[Point] = []

@@ -118,7 +118,7 @@ class Season:
         before = math.floor(place)
         later = place - before
         shape = self.shape
-        one, other = _smoothed(shape, before), _smoothed(shape, before + 1)
+        one, other = _smooth(shape, before), _smooth(shape, before + 1)
         return None if one is None or other is None else (1 - later) * one + later * other
 
     def change(self, now: float, then: float) -> float:
@@ -135,7 +135,7 @@ class Season:
         """Return the season with the current bucket completed."""
         if self.number is None or self.seconds < LEAST_SEEN * self.bucket_seconds:
             return self
-        ended = Bucket(self.number, _rounded(self.requests / self.seconds))
+        ended = Bucket(self.number, _round_rate(self.requests / self.seconds))
         return replace(self, fresh=(*self.fresh, ended)[-len(self.rates) :])
 
     def _counted(self, until: int) -> Season:
@@ -147,17 +147,17 @@ class Season:
         for bucket in due:
             index = bucket.number % len(rates)
             before, weight = rates[index], max(RECENT_WEIGHT, 1 / (periods[index] + 1))
-            rates[index] = bucket.rate if before is None else _rounded(before + weight * (bucket.rate - before))
+            rates[index] = bucket.rate if before is None else _round_rate(before + weight * (bucket.rate - before))
             periods[index] = min(MOST_PERIODS, periods[index] + 1)
         return replace(self, rates=tuple(rates), periods=tuple(periods), fresh=self.fresh[len(due) :])
 
 
-def _rounded(rate: float) -> float:
+def _round_rate(rate: float) -> float:
     """Return the rate with as many digits as are stored."""
     return float(f"{rate:.4g}")
 
 
-def _smoothed(shape: tuple[float | None, ...], number: int) -> float | None:
+def _smooth(shape: tuple[float | None, ...], number: int) -> float | None:
     total = weights = 0.0
     for away, weight in _BELL:
         rate = shape[(number + away) % len(shape)]

@@ -21,7 +21,7 @@ class Finding:
     message: str
 
 
-def contradiction(sample: Sample, ledger: Ledger | None, *, now: float) -> str | None:
+def find_contradiction(sample: Sample, ledger: Ledger | None, *, now: float) -> str | None:
     """Return what is impossible about a sample, or None."""
     counters, gauges = sample.counters, sample.gauges
     numbers = [
@@ -51,7 +51,7 @@ def contradiction(sample: Sample, ledger: Ledger | None, *, now: float) -> str |
     if ledger is not None and min(ledger.device_bytes, ledger.blocks_total, ledger.block_size) <= 0:
         return "the memory ledger is empty"
     for histogram in (sample.ttft, sample.itl, sample.mean_itl):
-        if histogram is not None and not _grows(histogram.counts):
+        if histogram is not None and not _is_cumulative(histogram.counts):
             return "a histogram's bucket counts are not cumulative"
     return None
 
@@ -71,7 +71,7 @@ def _numbers(work: Work | None) -> list[float]:
     return [work.steps, work.tokens, work.sequences, work.context, work.attended, work.seconds]
 
 
-def _grows(counts: Iterable[float]) -> bool:
+def _is_cumulative(counts: Iterable[float]) -> bool:
     before = 0.0
     for count in counts:
         if not math.isfinite(count) or count < before:

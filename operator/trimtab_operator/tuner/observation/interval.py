@@ -66,9 +66,9 @@ class Interval:
         return self.blocked_seconds.get(reason, 0.0) / self.seconds if self.seconds > 0 else 0.0
 
 
-def between(before: Sample, after: Sample) -> Interval | None:
+def interval_between(before: Sample, after: Sample) -> Interval | None:
     """Return the interval between two samples; None when a counter fell because the engine restarted."""
-    if _fell(before.counters, after.counters):
+    if _has_reset(before.counters, after.counters):
         return None
     old, new = before.counters, after.counters
     return Interval(
@@ -95,7 +95,7 @@ def between(before: Sample, after: Sample) -> Interval | None:
     )
 
 
-def nothing_yet(sample: Sample, at: float) -> Sample:
+def zero_sample(sample: Sample, at: float) -> Sample:
     """Return the sample that this replica would have shown at `at`, when it began to serve: all counters are zero."""
     counters = sample.counters
     zero = Counters(
@@ -112,7 +112,7 @@ def nothing_yet(sample: Sample, at: float) -> Sample:
     return Sample(at, zero, sample.gauges)
 
 
-def _fell(old: Counters, new: Counters) -> bool:
+def _has_reset(old: Counters, new: Counters) -> bool:
     pairs = [
         (old.generated_tokens, new.generated_tokens),
         (old.prompt_tokens, new.prompt_tokens),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trimtab_operator.tuner.moves import Reason
-from trimtab_operator.tuner.observation.faults import Finding, contradiction, has_generation_mismatch
-from trimtab_operator.tuner.observation.interval import Interval, between, nothing_yet
+from trimtab_operator.tuner.observation.faults import Finding, find_contradiction, has_generation_mismatch
+from trimtab_operator.tuner.observation.interval import Interval, interval_between, zero_sample
 from trimtab_operator.tuner.samples import Counters, Phase, ReplicaSnapshot, Sample
 
 KEEP_SECONDS = 600.0  # of intervals: the longest evaluation window
@@ -50,7 +50,7 @@ class Track:
         self, snapshot: ReplicaSnapshot, *, now: float, timeouts: FaultTimeouts
     ) -> tuple[Track, Finding | None, bool]:
         """Process one snapshot. Return the new track, the fault if any, and whether the last interval is new."""
-        track = self._renewed(snapshot)
+        track = self._for_instance(snapshot)
         if snapshot.phase is not Phase.READY:
             is_starting = snapshot.phase in (Phase.PENDING, Phase.STARTING)
             if is_starting and track.starting_since is None:
@@ -62,10 +62,10 @@ class Track:
         if snapshot.sample is None or snapshot.config is None or snapshot.ledger is None:
             return track, Finding(snapshot.problem_reason, snapshot.problem or "the metrics could not be read"), False
         sample = snapshot.sample
-        wrong = contradiction(sample, snapshot.ledger, now=now)
+        wrong = find_contradiction(sample, snapshot.ledger, now=now)
         if wrong is not None:
             return track, Finding(Reason.METRICS_INCONSISTENT, wrong), False
-        track, is_new = track._begun(snapshot, now)._extended(sample, now)
+        track, is_new = track._with_zero_start(snapshot, now)._with_sample(sample, now)
         if now - sample.at > timeouts.stale_seconds:
             return track, Finding(Reason.METRICS_STALE, f"metrics are older than {timeouts.stale_seconds:g} s"), False
         moved = track.moved_at if track.moved_at is not None else now
@@ -81,21 +81,21 @@ class Track:
             return track, Finding(Reason.METRICS_GENERATION_MISMATCH, message), False
         return track, None, is_new
 
-    def _begun(self, snapshot: ReplicaSnapshot, now: float) -> Track:
+    def _with_zero_start(self, snapshot: ReplicaSnapshot, now: float) -> Track:
         """Start the counters of a replica that was observed to start at zero, so that its first interval begins when it
         served. The start of other replicas is unknown."""
         sample = snapshot.sample
         if self.last is not None or self.start_seconds is None or sample is None or not 0 < snapshot.since < sample.at:
             return self
-        return replace(self, last=nothing_yet(sample, snapshot.since), moved_at=now)
+        return replace(self, last=zero_sample(sample, snapshot.since), moved_at=now)
 
-    def _renewed(self, snapshot: ReplicaSnapshot) -> Track:
+    def _for_instance(self, snapshot: ReplicaSnapshot) -> Track:
         """Reset for another pod, or another engine in the same pod."""
         if snapshot.instance == self.instance and snapshot.restarts <= self.restarts:
             return self
         return Track(instance=snapshot.instance, restarts=snapshot.restarts)
 
-    def _extended(self, sample: Sample, now: float) -> tuple[Track, bool]:
+    def _with_sample(self, sample: Sample, now: float) -> tuple[Track, bool]:
         """Add the interval since the last sample. A repeated sample changes nothing; falling counters and a clock set
         back reset the intervals."""
         last = self.last
@@ -105,7 +105,7 @@ class Track:
             if last.at - sample.at > CLOCK_STEP_SECONDS and now >= sample.at:
                 return replace(self, last=sample, intervals=(), moved_at=now), False
             return self, False
-        interval = between(last, sample)
+        interval = interval_between(last, sample)
         moved = self.moved_at
         if interval is None or has_moved(last.counters, sample.counters) or not _has_requests(sample):
             moved = now

@@ -296,7 +296,7 @@ class _Fleet:
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
+class _Simulation:
     """Result of one simulation."""
 
     sequences: list[Sequence]
@@ -319,7 +319,7 @@ def _serve(
     rate: float,
     objectives: Objectives,
     found: Values[InFlightRequest],
-) -> _Served:
+) -> _Simulation:
     """Simulate a part of the load."""
     fleet = _Fleet(candidate, cost, objectives)
     fleet.place(found)
@@ -328,7 +328,7 @@ def _serve(
     fleet.run_until(sequences[-1].arrival)
     busy = math.fsum(_busy_sequences(engine) for engine in fleet.engines)
     fleet.drain()
-    return _Served(sequences, fleet.engines, busy)
+    return _Simulation(sequences, fleet.engines, busy)
 
 
 def _busy_sequences(engine: EngineModel) -> float:
@@ -382,7 +382,7 @@ def _is_met(sequence: Sequence, objectives: Objectives) -> bool:
     return not _is_late(sequence, objectives, math.inf) and sequence.num_slow_gaps <= (1 - itl.share) * own
 
 
-def _stream_prediction(sequences: list[Sequence], all_served: list[_Served], objectives: Objectives) -> Prediction:
+def _stream_prediction(sequences: list[Sequence], all_served: list[_Simulation], objectives: Objectives) -> Prediction:
     took = math.fsum(max(engine.now for engine in one.engines) - one.sequences[0].arrival for one in all_served)
     replica_seconds = math.fsum(len(one.engines) * one.seconds for one in all_served)
     running = math.fsum(one.busy for one in all_served) / max(1e-9, replica_seconds)

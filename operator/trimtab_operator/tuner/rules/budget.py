@@ -15,7 +15,7 @@ from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason
 from trimtab_operator.tuner.parameters import Parameter
 from trimtab_operator.tuner.prediction import Candidate, Predictor
 from trimtab_operator.tuner.prediction.capacity import TOLERANCE
-from trimtab_operator.tuner.rules.gain import clear_gain, rounded
+from trimtab_operator.tuner.rules.gain import clear_gain, round_significant
 from trimtab_operator.tuner.situation import Range, Situation
 
 LADDER = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -43,11 +43,13 @@ def choose_token_budget(s: Situation) -> Move | None:
     if found is None or s.predictor is None or not found.is_live:
         return None
     predictor, current = s.predictor, int(found.current)
-    present = predictor.searched_capacity(_with(s, current))
-    if present is None or (s.settings.scaling is not None and predictor.searched_capacity(_some(s)) is None):
+    present = predictor.searched_capacity(_with_budget(s, current))
+    if present is None or (
+        s.settings.scaling is not None and predictor.searched_capacity(_with_two_replicas(s)) is None
+    ):
         return None  # unknown capacities are not compared, and the replica rule needs them first
     others = [
-        b for b in rungs(found) if b != current and not _turns_back(s, b > current, within=REVERSAL_COOLDOWN_SECONDS)
+        b for b in rungs(found) if b != current and not _is_reversal(s, b > current, within=REVERSAL_COOLDOWN_SECONDS)
     ]
     more = _holding_more(s, predictor, others, current, present)
     if more:
@@ -64,13 +66,13 @@ def _serving_more(s: Situation, predictor: Predictor, others: list[int], current
     """Return a move under overload, where no budget holds the load, to a budget with a clear gain."""
     below, above = [b for b in others if b < current][::-1], [b for b in others if b > current]
     tried = [side[index] for side in (below, above) for index in TRIED if index < len(side)]
-    present = predictor.at(_with(s, current), s.rate)
+    present = predictor.at(_with_budget(s, current), s.rate)
     gains = {
         budget: clear_gain(
             s,
             present,
-            predictor.at(_with(s, budget), s.rate),
-            times=BACK_TIMES if _turns_back(s, budget > current, within=REMEMBERED_SECONDS) else 1.0,
+            predictor.at(_with_budget(s, budget), s.rate),
+            times=BACK_TIMES if _is_reversal(s, budget > current, within=REMEMBERED_SECONDS) else 1.0,
         )
         for budget in tried
     }
@@ -84,9 +86,9 @@ def _serving_more(s: Situation, predictor: Predictor, others: list[int], current
 def _move(s: Situation, current: int, best: int, gain: Expectation, would_change: str) -> Move:
     """Return the move. `gain` is the predicted improvement and its reason."""
     evidence = {
-        f"{EVIDENCE[gain.measure]}_now": rounded(gain.before),
-        f"{EVIDENCE[gain.measure]}_then": rounded(gain.after),
-        "requests_per_second": rounded(s.rate),
+        f"{EVIDENCE[gain.measure]}_now": round_significant(gain.before),
+        f"{EVIDENCE[gain.measure]}_then": round_significant(gain.after),
+        "requests_per_second": round_significant(s.rate),
         "blocked_by_tokens_share": round(s.window.blocked_share("tokens"), 4),
     }
     if s.attained is not None:
@@ -111,14 +113,14 @@ def _holding_more(
     Each further budget must hold more than the best so far: most are excluded after one probe.
     """
     found: dict[int, float] = {}
-    for budget in sorted(others, key=lambda budget: -predictor.known_capacity(_with(s, budget))):
+    for budget in sorted(others, key=lambda budget: -predictor.known_capacity(_with_budget(s, budget))):
         best = max(found.values(), default=0.0)
         least = max(_gain(s, budget > current) * present, (1 + TOLERANCE) * best, s.rate)
-        holds_load = predictor.holds_rate(_with(s, budget), least)
+        holds_load = predictor.holds_rate(_with_budget(s, budget), least)
         if holds_load is None:
             return None
         if holds_load:
-            capacity = predictor.searched_capacity(_with(s, budget))
+            capacity = predictor.searched_capacity(_with_budget(s, budget))
             if capacity is None:
                 return None
             if capacity >= least:
@@ -131,11 +133,11 @@ def _gain(s: Situation, is_raise: bool) -> float:
     twice that to reverse."""
     assert s.predictor is not None
     gain = max(GAIN, 1.0 + GAIN_DEVIATIONS * s.predictor.sampling_error)
-    turns_back = _turns_back(s, is_raise, within=REMEMBERED_SECONDS)
+    turns_back = _is_reversal(s, is_raise, within=REMEMBERED_SECONDS)
     return max(GAIN_BACK, 1.0 + BACK_TIMES * (gain - 1.0)) if turns_back else gain
 
 
-def _turns_back(s: Situation, is_raise: bool, *, within: float) -> bool:
+def _is_reversal(s: Situation, is_raise: bool, *, within: float) -> bool:
     """Return True if a move in this direction would reverse one made within that many seconds."""
     moves = [entry for entry in s.state.history if entry.move.target is Parameter.MAX_NUM_BATCHED_TOKENS]
     return bool(moves) and moves[-1].move.is_raise != is_raise and s.now - moves[-1].at < within
@@ -148,12 +150,12 @@ def rungs(found: Range) -> list[int]:
     return sorted({rung for rung in inside | ends if found.lowest <= rung <= found.highest} | {int(found.current)})
 
 
-def _some(s: Situation) -> Candidate:
+def _with_two_replicas(s: Situation) -> Candidate:
     """Return the candidate with two replicas: their capacity lies between that of one and of many."""
     return replace(s.candidate, replicas=2)
 
 
-def _with(s: Situation, budget: int) -> Candidate:
+def _with_budget(s: Situation, budget: int) -> Candidate:
     """Return the candidate with this budget and the starting replicas: a change for only the minutes until they serve
     would be reverted."""
     return replace(s.with_parameter(Parameter.MAX_NUM_BATCHED_TOKENS, budget), replicas=max(1, s.replicas + s.starting))

@@ -27,7 +27,7 @@ def clear_gain(s: Situation, before: Prediction, after: Prediction, *, times: fl
         is_clear = after.tokens_per_second >= (1 + times * LEAST_GAIN) * before.tokens_per_second > 0
     else:
         is_clear = after.good_share >= before.good_share + times * max(LEAST_GAIN, DEVIATIONS * after.good_error)
-    return what_decides(s, before, after) if is_clear else None
+    return deciding_measure(s, before, after) if is_clear else None
 
 
 def is_harm(s: Situation, before: Prediction, after: Prediction) -> bool:
@@ -37,7 +37,7 @@ def is_harm(s: Situation, before: Prediction, after: Prediction) -> bool:
     return after.good_share < before.good_share - HARM
 
 
-def what_decides(s: Situation, before: Prediction, after: Prediction) -> Expectation:
+def deciding_measure(s: Situation, before: Prediction, after: Prediction) -> Expectation:
     """Return the measure by which both are compared, in its display unit."""
     if _tokens_decide(s, before, after):
         return _rate(Measure.TOKENS, before.tokens_per_second, after.tokens_per_second)
@@ -51,7 +51,7 @@ def attainment(before: float, after: float) -> Expectation:
     return Expectation(Measure.ATTAINMENT, before, after, max(0.0, after - UNSURE), min(1.0, after + UNSURE))
 
 
-def rounded(value: float) -> float:
+def round_significant(value: float) -> float:
     """Return the value with four significant digits, so that clearly different small figures stay different."""
     return float(f"{value:.4g}")
 

@@ -66,10 +66,10 @@ def _headroom(s: Situation, found: Range) -> float:
 def _targets(s: Situation, current: float, room: float) -> list[float]:
     """Return values to try: those that suffice by prediction, smallest first; if none does, largest first."""
     if room <= LAST_STEP:
-        return [_rounded(current + room, current)]
-    values = [_rounded(current + share * room, current) for share in STEPS]
+        return [_round_utilization(current + room, current)]
+    values = [_round_utilization(current + share * room, current) for share in STEPS]
     if s.predictor is None:
-        return [_rounded(current + UNPREDICTED_STEP * room, current)]
+        return [_round_utilization(current + UNPREDICTED_STEP * room, current)]
     enough = []
     for value in values:
         prediction = s.predict(s.with_parameter(Parameter.GPU_MEMORY_UTILIZATION, value))
@@ -78,7 +78,7 @@ def _targets(s: Situation, current: float, room: float) -> list[float]:
     return enough or values[::-1]
 
 
-def _rounded(utilization: float, above: float) -> float:
+def _round_utilization(utilization: float, above: float) -> float:
     """Round down to two decimals for readability, unless that undoes the step; otherwise to the engine's four."""
     coarse = math.floor(utilization * 100 + 1e-9) / 100
     return coarse if coarse - above >= SMALLEST_STEP else math.floor(utilization * 10_000 + 1e-9) / 10_000

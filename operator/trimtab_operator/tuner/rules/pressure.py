@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trimtab_operator.tuner.moves import Expectation, Measure
 from trimtab_operator.tuner.parameters import Parameter, Value
-from trimtab_operator.tuner.rules.gain import UNSURE, clear_gain, is_harm, what_decides
+from trimtab_operator.tuner.rules.gain import UNSURE, clear_gain, deciding_measure, is_harm
 from trimtab_operator.tuner.situation import Situation
 
 PRESSED_SHARE = 0.01  # recomputed share of the computed tokens: less costs less than a change may
@@ -61,4 +61,4 @@ def expected_relief(s: Situation, parameter: Parameter, value: Value) -> tuple[E
     if not is_worth_it:
         return None
     spared = Expectation(Measure.RECOMPUTED, share, left, 0.0, max(share / 2, left + UNSURE))
-    return (spared, what_decides(s, before, after))
+    return (spared, deciding_measure(s, before, after))

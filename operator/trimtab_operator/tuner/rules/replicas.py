@@ -64,7 +64,7 @@ def count_in_bounds(state: TunerState, observation: Observation, scaling: Scalin
     return max(scaling.min_replicas, min(scaling.max_replicas, count))
 
 
-def wanted_replicas(
+def choose_replicas(
     state: TunerState,
     observation: Observation,
     settings: Settings,
@@ -77,7 +77,7 @@ def wanted_replicas(
     scaling = settings.scaling
     assert scaling is not None
     current = count_in_bounds(state, observation, scaling)
-    most = current if any(_finds_no_place(seen) for seen in observation.starting) else scaling.max_replicas
+    most = current if any(_is_unschedulable(seen) for seen in observation.starting) else scaling.max_replicas
     least = max(1, scaling.min_replicas)
     ahead = _forecast_load(state, settings, objectives, now)
     bounds = least, most
@@ -90,7 +90,7 @@ def wanted_replicas(
     if initial_replicas is not None and capacity is not None:
         need = _with_awaited(need, initial_replicas, capacity, least=least, most=most)
     may_lower = observation.is_complete and all(
-        _finds_no_place(seen) or _is_lost(seen, start) for seen in observation.starting
+        _is_unschedulable(seen) or _is_lost(seen, start) for seen in observation.starting
     )
     target, kept = decide_count(
         state.scaling,
@@ -102,7 +102,7 @@ def wanted_replicas(
         behavior=scaling.behavior,
         is_burst=state.demand.has_doubled(start),
         drain=estimate_drain(state),
-        holds_load=partial(_holds_from_here, situation),
+        holds_load=partial(_holds_requests_in_flight, situation),
         initial_replicas=initial_replicas,
         later=_needed_later(ahead, need, capacity, least=least, most=most),
     )
@@ -112,7 +112,7 @@ def wanted_replicas(
     return Chosen(target, kept, replace(move, evidence={**move.evidence, **_of_forecast(state.forecast, ahead)}))
 
 
-def _finds_no_place(seen: ReplicaObservation) -> bool:
+def _is_unschedulable(seen: ReplicaObservation) -> bool:
     """Return True if the replica's pods have been unscheduled for longer than a scheduler needs."""
     return seen.phase is Phase.PENDING and seen.age_seconds >= UNPLACED_SECONDS
 
@@ -225,7 +225,7 @@ def is_overfull(s: Situation) -> bool:
     return not s.predictor.meets_objectives(soon, s.rate)
 
 
-def _holds_from_here(s: Situation | None, count: int) -> bool:
+def _holds_requests_in_flight(s: Situation | None, count: int) -> bool:
     """Return True if this many replicas are predicted to attain the objectives with the requests in flight.
 
     A capacity assumes empty replicas and known lengths; long answers show here first.

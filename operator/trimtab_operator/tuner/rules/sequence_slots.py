@@ -11,7 +11,7 @@ import math
 
 from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason
 from trimtab_operator.tuner.parameters import Parameter
-from trimtab_operator.tuner.rules.gain import clear_gain, is_harm, what_decides
+from trimtab_operator.tuner.rules.gain import clear_gain, deciding_measure, is_harm
 from trimtab_operator.tuner.rules.pressure import is_pressed, peak_usage
 from trimtab_operator.tuner.situation import Situation
 
@@ -88,7 +88,7 @@ def raise_max_num_seqs(s: Situation) -> Move | None:
             return None
         low, high = then.interval(then.ttft_p95, 0.0)
         sooner = Expectation(Measure.TTFT_P95, present.ttft_p95, then.ttft_p95, low, high)
-        expected = (sooner, what_decides(s, present, then))
+        expected = (sooner, deciding_measure(s, present, then))
     return Move(
         Reason.TOO_FEW_SEQUENCE_SLOTS,
         Parameter.MAX_NUM_SEQS,

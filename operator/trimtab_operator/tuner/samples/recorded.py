@@ -58,7 +58,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
+class _ReplicaTimeline:
     """Snapshots of one replica over the recording, oldest first."""
 
     dates: tuple[float, ...]
@@ -69,31 +69,33 @@ def build_ticks(
     found: Iterable[StoredSeries], naming: PrometheusNaming, *, every: float, limits: Limits, block_size: int
 ) -> tuple[Tick, ...]:
     """Return snapshots of all replicas every `every` seconds of the recording. Raise Unreadable."""
-    shown = {
-        pod: _shown(pod, targets, limits, block_size)
+    timelines = {
+        pod: _timeline_of(pod, targets, limits, block_size)
         for pod, targets in sorted(group_scrapes(found, naming, names=RECORDED_NAMES).items())
     }
-    shown = {pod: one for pod, one in shown.items() if one.snapshots}
-    if not shown:
+    timelines = {pod: one for pod, one in timelines.items() if one.snapshots}
+    if not timelines:
         raise Unreadable(f"no series of an engine with a pod name in label {naming.pod}")
-    begin = min(one.dates[0] for one in shown.values())
-    end = max(one.dates[-1] for one in shown.values())
+    begin = min(one.dates[0] for one in timelines.values())
+    end = max(one.dates[-1] for one in timelines.values())
     count = math.ceil((end - begin) / every) + 1  # the last one includes every scrape
     if count > MAX_TICKS:
         raise Unreadable(f"{count:,} ticks of {every:g} s exceed {MAX_TICKS:,}; use a shorter range or a longer tick")
     dates = [begin + number * every for number in range(count)]
-    return tuple(Tick(at, tuple(_there(shown.values(), at, begin=begin, every=every))) for at in dates)
+    return tuple(Tick(at, tuple(_present_snapshots(timelines.values(), at, begin=begin, every=every))) for at in dates)
 
 
-def _there(shown: Iterable[_Shown], at: float, *, begin: float, every: float) -> Iterator[ReplicaSnapshot]:
+def _present_snapshots(
+    timelines: Iterable[_ReplicaTimeline], at: float, *, begin: float, every: float
+) -> Iterator[ReplicaSnapshot]:
     """Return snapshots of the replicas that existed at that time."""
-    for one in shown:
-        snapshot = _at(one, at, begin=begin, every=every)
+    for one in timelines:
+        snapshot = _snapshot_at(one, at, begin=begin, every=every)
         if snapshot is not None:
             yield snapshot
 
 
-def _at(one: _Shown, at: float, *, begin: float, every: float) -> ReplicaSnapshot | None:
+def _snapshot_at(one: _ReplicaTimeline, at: float, *, begin: float, every: float) -> ReplicaSnapshot | None:
     """Return the last snapshot of a replica at that time; None before its first and after its last one."""
     first, index = one.dates[0], bisect_left(one.dates, at + every / 1000)
     if index == 0 or at - one.dates[-1] > GONE_AFTER * every:
@@ -102,7 +104,7 @@ def _at(one: _Shown, at: float, *, begin: float, every: float) -> ReplicaSnapsho
     return replace(one.snapshots[index - 1], since=since)
 
 
-def _shown(pod: str, targets: Mapping[str, Sequence[Page]], limits: Limits, block_size: int) -> _Shown:
+def _timeline_of(pod: str, targets: Mapping[str, Sequence[Page]], limits: Limits, block_size: int) -> _ReplicaTimeline:
     if len(targets) > 1:
         raise DuplicateTargets(f"pod {pod} was scraped as {len(targets)} targets: {'; '.join(sorted(targets))[:300]}")
     snapshots: list[ReplicaSnapshot] = []
@@ -114,7 +116,7 @@ def _shown(pod: str, targets: Mapping[str, Sequence[Page]], limits: Limits, bloc
         snapshots.append(_snapshot(pod, before, page, limits, block_size))
         dates.append(page.at)
         before = page
-    return _Shown(tuple(dates), tuple(snapshots))
+    return _ReplicaTimeline(tuple(dates), tuple(snapshots))
 
 
 def _snapshot(pod: str, before: Page | None, page: Page, limits: Limits, block_size: int) -> ReplicaSnapshot:
@@ -199,9 +201,9 @@ def _requests(before: Page, page: Page) -> RequestUpdates:
     count = min(ended, MAX_DRAWN)
     ttft = _added(before, page, ("vllm:time_to_first_token_seconds",))
     gaps = _added(before, page, ("vllm:request_time_per_output_token_seconds",))
-    lengths = zip(drawn(prompts, count), _paired(drawn(answers, count), 1), strict=True)
-    firsts = _paired(drawn(ttft, count), 2) if ttft is not None else [None] * count
-    means = _paired(drawn(gaps, count), 3) if gaps is not None else [None] * count
+    lengths = zip(sample_histogram(prompts, count), _spread(sample_histogram(answers, count), 1), strict=True)
+    firsts = _spread(sample_histogram(ttft, count), 2) if ttft is not None else [None] * count
+    means = _spread(sample_histogram(gaps, count), 3) if gaps is not None else [None] * count
     step = (page.at - before.at) / max(1, count)
     rows = []
     for number, ((prompt, answer), first, gap) in enumerate(zip(lengths, firsts, means, strict=True)):
@@ -226,7 +228,7 @@ def _added(before: Page, page: Page, names: Sequence[str]) -> Histogram | None:
     return Histogram(new.edges, counts, new.total - old.total)
 
 
-def drawn(histogram: Histogram, count: int) -> list[float]:
+def sample_histogram(histogram: Histogram, count: int) -> list[float]:
     """Return `count` values spread evenly over the histogram's buckets, scaled to its mean."""
     total = histogram.counts[-1]
     finite = [edge for edge in histogram.edges if math.isfinite(edge)]
@@ -243,7 +245,7 @@ def drawn(histogram: Histogram, count: int) -> list[float]:
     return [value * factor for value in values]
 
 
-def _paired(values: list[float], salt: int) -> list[float]:
+def _spread(values: list[float], salt: int) -> list[float]:
     """Return the values in another order that is spread evenly over this one."""
     order = sorted(range(len(values)), key=lambda number: (number * GOLDEN * salt + salt / 7) % 1.0)
     return [values[number] for number in order]

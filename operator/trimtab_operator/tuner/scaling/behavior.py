@@ -61,13 +61,13 @@ class ScaleEvent:
     change: int
 
 
-def stabilized(
-    behavior: Behavior, current: int, wanted: Sequence[tuple[float, int]], *, now: float, own_hold: float
+def stabilize(
+    behavior: Behavior, current: int, wanted: Sequence[tuple[float, int]], *, now: float, tuner_hold: float
 ) -> int:
     """Return the count after both windows. `wanted` are recommendations by time, the newest last."""
     newest = wanted[-1][1]
     up_window = behavior.up.stabilization_seconds or 0.0
-    down_window = own_hold if behavior.down.stabilization_seconds is None else behavior.down.stabilization_seconds
+    down_window = tuner_hold if behavior.down.stabilization_seconds is None else behavior.down.stabilization_seconds
     lowest = min((count for at, count in wanted if at >= now - up_window), default=newest)
     highest = max((count for at, count in wanted if at >= now - down_window), default=newest)
     result = current
@@ -78,7 +78,7 @@ def stabilized(
     return result
 
 
-def limited(behavior: Behavior, current: int, target: int, events: Sequence[ScaleEvent], *, now: float) -> int:
+def limit_change(behavior: Behavior, current: int, target: int, events: Sequence[ScaleEvent], *, now: float) -> int:
     """Return the count nearest to `target` that the policies allow now."""
     if target > current:
         return min(target, _ceiling(behavior.up, current, events, now))

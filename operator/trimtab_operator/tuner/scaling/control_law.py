@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab_operator.tuner.load.demand import Demand, Growth
-from trimtab_operator.tuner.scaling.behavior import Behavior, ScaleEvent, limited, stabilized
+from trimtab_operator.tuner.scaling.behavior import Behavior, ScaleEvent, limit_change, stabilize
 
 HOLD_COLD_STARTS = 1.0  # plus a drain (ski rental): keeping a replica this long costs as much as restarting it
 LEAST_HOLD_SECONDS = 120.0
@@ -221,14 +221,14 @@ def decide_count(
     before = state.wanted or ((now - 1.0, current),)  # windows begin with the present count, after a restart too
     wanted = (*(entry for entry in before if entry[0] > now - KEEP_WANTED_SECONDS), (now, need))
     state = replace(state, wanted=wanted)
-    target = stabilized(behavior, current, wanted, now=now, own_hold=_own_hold(state, hold, later, now))
+    target = stabilize(behavior, current, wanted, now=now, tuner_hold=_tuner_hold(state, hold, later, now))
     target = max(target, min(current, later or 0))
     target = max(target, min(current, _regret_floor(state, now)))
     learned_for = now - state.began_at if state.began_at is not None else 0.0
     is_known = may_lower and learned_for >= LEARN_COLD_STARTS * cold_start
     if target < current and (not is_known or _has_reversed_recently(state, now)):
         target = current
-    target = limited(behavior, current, target, state.events, now=now)
+    target = limit_change(behavior, current, target, state.events, now=now)
     while target < current and not holds_load(target):
         target += 1
     if target == current:
@@ -286,7 +286,7 @@ def _lull(wanted: Sequence[tuple[float, int]], count: int, now: float) -> float:
     return now - max((at for at, need in wanted[:-1] if need >= count), default=wanted[0][0])
 
 
-def _own_hold(state: ScalingState, hold: float, later: int | None, now: float) -> float:
+def _tuner_hold(state: ScalingState, hold: float, later: int | None, now: float) -> float:
     """Return the hold time; a short one if a forecast bounds the need and no bursts occur, which quarter-hour buckets
     cannot show."""
     return hold if later is None or _has_recent_burst(state, now) else FORECAST_HOLD_SECONDS

@@ -20,7 +20,7 @@ from trimtab_operator.tuner.observation.track import FaultTimeouts, Track
 from trimtab_operator.tuner.outcomes import with_outcomes
 from trimtab_operator.tuner.prediction import Candidate, Predictor
 from trimtab_operator.tuner.rules import replicas as rule
-from trimtab_operator.tuner.rules.replicas import Chosen, wanted_replicas
+from trimtab_operator.tuner.rules.replicas import Chosen, choose_replicas
 from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, ScaleEvent, Unit
 from trimtab_operator.tuner.scaling.control_law import Need, ScalingState
@@ -121,7 +121,7 @@ def chosen(
         starting=len(observation.starting),
         attained=None,
     )
-    return wanted_replicas(state, observation, settings, OBJECTIVES, situation, now=NOW)
+    return choose_replicas(state, observation, settings, OBJECTIVES, situation, now=NOW)
 
 
 TWO = seen(serving("m-0"), serving("m-1"))

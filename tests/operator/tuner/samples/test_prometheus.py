@@ -148,9 +148,9 @@ def test_an_answer_is_read_with_its_times_and_special_numbers() -> None:
 
 
 BROKEN: list[tuple[str, str]] = [
-    ("", "is not JSON"),
-    ("<html>", "is not JSON"),
-    ("[" * 200_000, "is not JSON"),
+    ("", "not JSON"),
+    ("<html>", "not JSON"),
+    ("[" * 200_000, "not JSON"),
     ("[]", "is not Prometheus"),
     ('{"status":"ok"}', "is not Prometheus"),
     (

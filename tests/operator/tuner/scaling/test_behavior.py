@@ -8,8 +8,8 @@ from trimtab_operator.tuner.scaling.behavior import (
     ScaleEvent,
     Select,
     Unit,
-    limited,
-    stabilized,
+    limit_change,
+    stabilize,
 )
 
 PODS_4, PERCENT_100 = Policy(Unit.PODS, 4, 15.0), Policy(Unit.PERCENT, 100, 15.0)
@@ -25,18 +25,18 @@ USUAL = Behavior(Rules(0.0, policies=(PODS_4, PERCENT_100)), Rules(300.0, polici
     ],
 )
 def test_the_most_lenient_policy_decides(current: int, target: int, allowed: int) -> None:
-    assert limited(USUAL, current, target, [], now=100.0) == allowed
+    assert limit_change(USUAL, current, target, [], now=100.0) == allowed
 
 
 def test_changes_within_the_period_count() -> None:
-    assert limited(USUAL, 5, 12, [ScaleEvent(95.0, 4)], now=100.0) == 5
-    assert limited(USUAL, 5, 12, [ScaleEvent(80.0, 4)], now=100.0) == 10
+    assert limit_change(USUAL, 5, 12, [ScaleEvent(95.0, 4)], now=100.0) == 5
+    assert limit_change(USUAL, 5, 12, [ScaleEvent(80.0, 4)], now=100.0) == 10
 
 
 def test_min_takes_the_strictest_and_disabled_takes_none() -> None:
     strict = Behavior(Rules(policies=(PODS_4, PERCENT_100), select=Select.MIN))
-    assert limited(strict, 1, 10, [], now=0.0) == 2
-    assert limited(Behavior(down=Rules(select=Select.DISABLED)), 5, 1, [], now=0.0) == 5
+    assert limit_change(strict, 1, 10, [], now=0.0) == 2
+    assert limit_change(Behavior(down=Rules(select=Select.DISABLED)), 5, 1, [], now=0.0) == 5
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_min_takes_the_strictest_and_disabled_takes_none() -> None:
     ],
 )
 def test_scale_in_takes_highest_of_its_window(wanted: list[tuple[float, int]], current: int, result: int) -> None:
-    assert stabilized(USUAL, current, wanted, now=300.0, own_hold=0.0) == result
+    assert stabilize(USUAL, current, wanted, now=300.0, tuner_hold=0.0) == result
 
 
 def test_scale_out_takes_lowest_of_its_window() -> None:
     slow = Behavior(up=Rules(60.0))
-    assert stabilized(slow, 2, [(250.0, 3), (300.0, 6)], now=300.0, own_hold=0.0) == 3
+    assert stabilize(slow, 2, [(250.0, 3), (300.0, 6)], now=300.0, tuner_hold=0.0) == 3
