@@ -134,7 +134,9 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     windows: tuple[int | None, ...] = ()
-    """Per layer: number of visible tokens, including itself; None means all preceding ones. Empty: no layer has a window."""
+    """Per layer: number of visible tokens, including itself; None means all preceding ones. Empty: no layer has a
+    window.
+    """
     is_chunked: bool = False
     """Windows are chunks of positions, of which a token sees its own."""
     nope_layers: frozenset[int] = frozenset()

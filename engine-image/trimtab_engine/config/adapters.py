@@ -44,8 +44,8 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Different ones that a step may have."""
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
-    """Maximum number of loaded adapters. None means as many as are served from the start, and at least as many as a step may
-    have.
+    """Maximum number of loaded adapters. None means as many as are served from the start, and at least as many as a
+    step may have.
     """
     is_updatable: bool = False
     """True if clients may load and unload adapters."""

@@ -54,7 +54,8 @@ long that decode all but stops when other processes want the same CPUs; this cos
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Start-up configuration of the engine core. Sizes in bytes per rank, lengths in tokens. None means decided at start-up.
+    """Start-up configuration of the engine core. Sizes in bytes per rank, lengths in tokens. None means decided at
+    start-up.
 
     The caps are the envelope that start-up reserves. Initial values lie inside it and are live parameters
     (docs/reference/contract.md). `gpu_memory_utilization` is a decimal string, so that 0.29 of 100 bytes is 29 bytes.
@@ -389,7 +390,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.modalities:
             raise NotSupportedError(
                 f"--speculative-config: method {method} is not supported with images and videos, because the "
-                f"draft would read their placeholder tokens; use ngram or draft_model, or --limit-mm-per-prompt with 0 each"
+                f"draft would read their placeholder tokens; use ngram or draft_model, "
+                f"or --limit-mm-per-prompt with 0 each"
             )
         degrees = (
             ("--tensor-parallel-size", self.tensor_parallel_size),
@@ -452,7 +454,9 @@ def set_core_environment() -> None:
 
 
 def use_interface_between_ranks(name: str | None) -> None:
-    """Restrict the ranks' connections to this interface unless the environment sets another. None means no restriction."""
+    """Restrict the ranks' connections to this interface unless the environment sets another. None means
+    no restriction.
+    """
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if name != LOOPBACK_INTERFACE:

@@ -95,8 +95,8 @@ NOT_BUILT_FIELDS: dict[str, tuple[object, ...]] = {
 
 
 class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Compilation and capture settings. None means the optimization level's value, or the default of plan.py. `level` is an
-    older name of `mode`.
+    """Compilation and capture settings. None means the optimization level's value, or the default of plan.py. `level`
+    is an older name of `mode`.
     """
 
     mode: int | None = None

@@ -424,7 +424,7 @@ class Engine:
         stats.config_generation = self._live.generation
         stats.wire_bytes = self._runner.take_wire_bytes()
         note_graphs(stats, self._runner.take_graph_counts())
-        stats.expert_balance = None if self._runner.balancer is None else self._runner.balancer.take_news()
+        stats.expert_balance = None if self._runner.balancer is None else self._runner.balancer.take_report()
         if now - self._last_report >= REPORT_SECONDS:
             self._last_report = now
             stats.memory_bytes = self.ledger().by_kind()

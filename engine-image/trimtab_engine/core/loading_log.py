@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-SAY_SECONDS = 5.0  # between two lines of one stage
+LOG_INTERVAL_SECONDS = 5.0  # between two lines of one stage
 
 logger = logging.getLogger("trimtab_engine.core")
 
@@ -19,7 +19,7 @@ class LoadingLog:
     def note(self, stage: str, percent: float) -> None:
         """`percent` is of the whole start-up."""
         now = self._clock()
-        if stage == self._stage and now - self._said < SAY_SECONDS:
+        if stage == self._stage and now - self._said < LOG_INTERVAL_SECONDS:
             return
         if stage not in ("starting", "ready"):  # covered by the lines before and after
             logger.info("loading: %s, %.0f%%", stage, percent)

@@ -29,7 +29,9 @@ def check_token_ids(message: AddRequest, vocab_size: int) -> None:
 
 
 def check_items(message: AddRequest, vision: VisionConfig | None) -> None:
-    """Raise InvalidRequest unless the vision encoder can compute each image and video. None means there is no encoder."""
+    """Raise InvalidRequest unless the vision encoder can compute each image and video. None means there
+    is no encoder.
+    """
     if not message.spans:
         return
     if vision is None:

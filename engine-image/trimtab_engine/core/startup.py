@@ -29,7 +29,7 @@ from trimtab_engine.executor.start import LoadedRank, load_rank
 from trimtab_engine.executor.workers import OnDeath
 from trimtab_engine.memory.encoder import EncoderLimits
 from trimtab_engine.memory.plan import PlanBase
-from trimtab_engine.memory.sizing import KVSize, longest_that_fits, out_of_memory, size_kv_cache, what_is_too_much
+from trimtab_engine.memory.sizing import KVSize, longest_that_fits, memory_warning, out_of_memory, size_kv_cache
 from trimtab_engine.messages.lifecycle import CoreReady
 from trimtab_engine.models.registry import kv_groups_of, tower_of
 from trimtab_engine.multimodal.items import Modality
@@ -340,7 +340,7 @@ def _warn_of_little_room(config: EngineConfig, formula: MemoryFormula, size: KVS
     """Warn if other processes leave less memory than the engine may use. Only a node's first engine core warns."""
     if config.device == "cpu" and config.first_local_rank == 0:
         first_process = os.getppid() if config.api_server_count else os.getpid()
-        warning = what_is_too_much(config, formula, size, room_bytes(family_bytes(first_process)))
+        warning = memory_warning(config, formula, size, room_bytes(family_bytes(first_process)))
         if warning is not None:
             logger.warning(warning)
 

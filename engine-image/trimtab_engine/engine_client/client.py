@@ -65,8 +65,8 @@ from trimtab_engine.messages.requests import (
 )
 from trimtab_engine.multimodal.mirror import Sender
 
-MESSAGES_AT_ONCE = 64  # of a core, before the loop does something else
-SILENCE_LOOK_SECONDS = 1.0  # interval of liveness checks while waiting for an admin call
+MAX_MESSAGES_PER_READ = 64  # of a core, before the loop does something else
+SILENCE_CHECK_SECONDS = 1.0  # interval of liveness checks while waiting for an admin call
 
 logger = logging.getLogger("trimtab_engine.api")
 
@@ -111,8 +111,8 @@ class CoreClient:
         on_gone: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self._addresses, self._client_index, self.first_rank = addresses, client_index, first_rank
-        self.roster = CoreRegistry(len(addresses), num_initial or len(addresses))
-        self._vital_signs = LivenessTracker(silence_timeout)
+        self.core_registry = CoreRegistry(len(addresses), num_initial or len(addresses))
+        self._liveness = LivenessTracker(silence_timeout)
         self._secret = secret
         self._media = [Sender(media_cache_bytes) for _ in addresses]
         self._media_cache_bytes = media_cache_bytes
@@ -167,12 +167,12 @@ class CoreClient:
     @property
     def ranks(self) -> list[int]:
         """The data-parallel ranks that take requests."""
-        return [self.first_rank + core for core in self.roster.serving]
+        return [self.first_rank + core for core in self.core_registry.serving]
 
     @property
     def progress(self) -> LoadProgress:
         """Return the lowest load progress among cores that start with the engine."""
-        needed = [self._progress[core] for core in self.roster.cores("loading", "serving")]
+        needed = [self._progress[core] for core in self.core_registry.cores("loading", "serving")]
         return min(needed, key=lambda progress: progress.percent)
 
     def progress_of(self, core: int) -> LoadProgress:
@@ -185,11 +185,11 @@ class CoreClient:
     @property
     def silence(self) -> Silence | None:
         """Return a core that has been silent for too long. None if there is none."""
-        return self._vital_signs.silence(time.monotonic())
+        return self._liveness.silence(time.monotonic())
 
     def silent_seconds(self) -> dict[int, float]:
         """Return the seconds since the last message of each serving core, by data-parallel rank."""
-        return {self.first_rank + core: s for core, s in self._vital_signs.seconds(time.monotonic()).items()}
+        return {self.first_rank + core: s for core, s in self._liveness.seconds(time.monotonic()).items()}
 
     @property
     def num_requests(self) -> int:
@@ -236,7 +236,7 @@ class CoreClient:
 
     def _first_choice(self, request: AddRequest) -> int:
         """The core that the request names, else the least loaded. Raises InvalidRequest for one that is not there."""
-        rank, serving = request.data_parallel_rank, self.roster.serving
+        rank, serving = request.data_parallel_rank, self.core_registry.serving
         if rank is None:
             request.may_queue = len(serving) == 1
             return self._balancer.choose(among=serving or None)
@@ -247,7 +247,7 @@ class CoreClient:
 
     def _ask_another(self, request: AddRequest, asked: _Asked, refused: frozenset[int]) -> None:
         self._balancer.ended(asked.core)
-        serving = self.roster.serving  # never empty: the last core does not retire
+        serving = self.core_registry.serving  # never empty: the last core does not retire
         asked.core = self._balancer.choose(refused, among=serving)
         self._balancer.sent(asked.core)
         request.may_queue = refused.issuperset(serving)
@@ -261,14 +261,14 @@ class CoreClient:
 
     def forget_media(self) -> None:
         """Have all cores forget this client's images and videos."""
-        for core in self.roster.present:
+        for core in self.core_registry.present:
             self._media[core].clear()
             self._send(ForgetMedia(self._client_index), core)
 
     def abort(self, request_ids: list[str]) -> None:
         """Free these requests at the next step boundary. Never waits, so that it is safe while being cancelled."""
         if self.is_alive and not self._closing:
-            self._send_to(self.roster.present, AbortRequests(request_ids))
+            self._send_to(self.core_registry.present, AbortRequests(request_ids))
 
     def abort_all(self) -> None:
         """End everything that runs: the waiting handlers see finish_reason abort."""
@@ -284,7 +284,7 @@ class CoreClient:
         Raises:
             EngineDead: If a core ends first.
         """
-        if len(self.roster.serving) > 1:
+        if len(self.core_registry.serving) > 1:
             match call:
                 case PatchConfig(dry_run=False):
                     return await self._patch_all(call)
@@ -296,7 +296,7 @@ class CoreClient:
 
     async def _patch_all(self, call: PatchConfig) -> AdminReply:
         """Apply a PATCH to all cores or none: each validates it and maps memory, then all apply or abandon it."""
-        cores = self.roster.serving
+        cores = self.core_registry.serving
         prepare = PreparePatch(call.values, call.if_match)
         replies = await asyncio.gather(*(self.call_one(prepare, core) for core in cores))
         refused = [(core, reply) for core, reply in zip(cores, replies, strict=True) if reply.status != 200]
@@ -312,7 +312,7 @@ class CoreClient:
         """Wake up all cores or none; then all resume together."""
         memory = [tag for tag in call.tags if tag != "scheduling"]
         if memory:
-            cores = self.roster.serving
+            cores = self.core_registry.serving
             replies = await asyncio.gather(*(self.call_one(WakeUp(memory), core) for core in cores))
             refused = [(core, reply) for core, reply in zip(cores, replies, strict=True) if reply.status != 200]
             if refused:
@@ -326,7 +326,7 @@ class CoreClient:
 
     async def _load_lora_on_all(self, call: LoadLora) -> AdminReply:
         """All cores have the adapter, or none has: clients are shown only what all have."""
-        cores = self.roster.serving
+        cores = self.core_registry.serving
         replies = await asyncio.gather(*(self.call_one(call, core) for core in cores))
         refused = [(core, reply) for core, reply in zip(cores, replies, strict=True) if reply.status != 200]
         if not refused:
@@ -340,7 +340,7 @@ class CoreClient:
 
     async def _call_all(self, call: Call) -> AdminReply:
         self._raise_if_dead()
-        cores = self.roster.serving
+        cores = self.core_registry.serving
         return merge_replies(call, await asyncio.gather(*(self.call_one(call, core) for core in cores)))
 
     async def call_one(self, call: Call, core: int) -> AdminReply:
@@ -362,7 +362,7 @@ class CoreClient:
             EngineSilent: If a core hangs.
         """
         while not future.done():
-            await asyncio.wait({future}, timeout=SILENCE_LOOK_SECONDS)
+            await asyncio.wait({future}, timeout=SILENCE_CHECK_SECONDS)
             if not future.done() and (silence := self.silence) is not None:
                 raise EngineUnresponsive(str(silence))
         return future.result()
@@ -379,7 +379,7 @@ class CoreClient:
         """Register a core about to join. The future is done when the core has loaded, and fails with EngineDead if it
         ends before.
         """
-        self.roster.joins(core)
+        self.core_registry.mark_joining(core)
         self._media[core] = Sender(self._media_cache_bytes)  # a new process without any state
         self._progress[core] = LoadProgress("starting", 0.0)
         future = self._joining[core] = asyncio.get_running_loop().create_future()
@@ -389,14 +389,14 @@ class CoreClient:
         """Handle the end of a core's process; `failure` is None if it was requested. The others continue unless the
         core was required.
         """
-        if failure is not None and self.roster.is_needed(core):
+        if failure is not None and self.core_registry.is_needed(core):
             self.fail(failure)
             return
         joining = self._joining.pop(core, None)
         if joining is not None and not joining.done():
             joining.set_exception(EngineDead("it was ended" if failure is None else failure.message))
-        self.roster.leaves(core)
-        self._vital_signs.ends(core)
+        self.core_registry.mark_absent(core)
+        self._liveness.stop(core)
         self._on_gone(self.first_rank + core)
         self._balancer.forget(core)
 
@@ -405,7 +405,7 @@ class CoreClient:
     def shut_down_core(self) -> None:
         """Ask every core to leave its loop."""
         self._closing = True
-        self._send_to(self.roster.present, Shutdown())
+        self._send_to(self.core_registry.present, Shutdown())
 
     async def close(self) -> None:
         """Remove the sockets."""
@@ -438,7 +438,7 @@ class CoreClient:
             while True:
                 self._take(await inbox.recv(), core)
                 with contextlib.suppress(zmq.Again):  # read further messages without one future each
-                    for _ in range(MESSAGES_AT_ONCE):
+                    for _ in range(MAX_MESSAGES_PER_READ):
                         self._take(ready.recv(zmq.NOBLOCK), core)
                     await asyncio.sleep(0)
         except Exception as error:  # an internal error; otherwise every request would hang
@@ -456,20 +456,20 @@ class CoreClient:
         self._handle(message, core)
 
     def _handle(self, message: FromCore, core: int) -> None:
-        self._vital_signs.heard(core, time.monotonic())
+        self._liveness.record_message(core, time.monotonic())
         match message:
             case StepOutputs():
                 self._note_step(message.stats.step, core)
                 self._deliver(message.request_outputs, core, message.stats.time)
                 self._deliver_plain(message.plain, core, message.stats.time)
                 self._note_load(message.stats, core)
-                if self._on_step is not None and self.roster.is_needed(core):
+                if self._on_step is not None and self.core_registry.is_needed(core):
                     self._on_step(message.stats)
             case ClientOutputs():
                 self._note_step(message.step, core)
                 self._deliver(message.outputs, core, message.time)
                 self._deliver_plain(message.plain, core, message.time)
-            case EngineState() if self.roster[core] in ("loading", "serving"):
+            case EngineState() if self.core_registry[core] in ("loading", "serving"):
                 self._note_state(message, core)
             case AdminReply():
                 future = self._calls.get(message.call_id)
@@ -477,26 +477,26 @@ class CoreClient:
                     future.set_result(message)
             case LoadProgress():
                 self._progress[core] = message
-                self.roster.loads(core)
+                self.core_registry.mark_loading(core)
             case CoreLoaded():
                 joining = self._joining.pop(core, None)
                 if joining is not None and not joining.done():
                     joining.set_result(None)
             case CoreBusy(seconds):
-                self._vital_signs.excuse_until(core, time.monotonic() + seconds)
+                self._liveness.allow_silence_until(core, time.monotonic() + seconds)
             case CoreReady():
-                self._vital_signs.begins(core, time.monotonic())
+                self._liveness.start(core, time.monotonic())
                 self._progress[core] = LoadProgress("ready", 100.0)
-                self.roster.serves(core)
+                self.core_registry.mark_serving(core)
                 self._facts = message if core == 0 else self._facts
-                if self.ready is None and self.roster.has_loaded:
+                if self.ready is None and self.core_registry.has_loaded:
                     self._all_ready()
             case CoreRetiring():
-                self.roster.retires(core)
+                self.core_registry.mark_retiring(core)
                 self._states.pop(core, None)
                 self._send(RetireSeen(self._client_index), core)
             case StartWave():
-                self._send_to((other for other in self.roster.present if other != core), message)
+                self._send_to((other for other in self.core_registry.present if other != core), message)
             case CoreFailed(text, exit_code):
                 # 2: a configuration error affects all cores
                 is_one_of_many = len(self._addresses) > 1 and exit_code != 2
@@ -513,7 +513,7 @@ class CoreClient:
 
     def _note_state(self, state: EngineState, core: int) -> None:
         self._states[core] = state
-        self._vital_signs.note_longest_step(core, state.longest_step_seconds)
+        self._liveness.note_longest_step(core, state.longest_step_seconds)
         self.state = merge_states(list(self._states.values()))
         if self._on_state is not None:
             self._on_state(self.state)
@@ -541,8 +541,8 @@ class CoreClient:
             asked = [self._requests.get(request_id) for request_id in plain.request_ids]
             self._plain[core] = [self._nobody if own is None else own.outputs for own in asked]
         rank = self.first_rank + core
-        for mailbox, token_id in zip(self._plain[core], plain.token_ids, strict=True):
-            mailbox.put_plain(token_id, time, rank)
+        for queue, token_id in zip(self._plain[core], plain.token_ids, strict=True):
+            queue.put_plain(token_id, time, rank)
         self._nobody.clear()
 
     def fail(self, failure: CoreFailed) -> None:

@@ -44,23 +44,23 @@ class CoreRegistry:
         """Return True if the engine fails when this core ends."""
         return self._phases[core] in ("loading", "serving", "retiring")
 
-    def joins(self, core: int) -> None:
+    def mark_joining(self, core: int) -> None:
         """Mark the core as joining: it is started while others serve."""
         self._phases[core] = "joining"
 
-    def loads(self, core: int) -> None:
+    def mark_loading(self, core: int) -> None:
         """Mark an absent or retired core as joining: it reported that it loads."""
         if self._phases[core] in ("absent", "retiring"):
             self._phases[core] = "joining"
 
-    def serves(self, core: int) -> None:
+    def mark_serving(self, core: int) -> None:
         """Mark the core as serving."""
         self._phases[core] = "serving"
 
-    def retires(self, core: int) -> None:
+    def mark_retiring(self, core: int) -> None:
         """Mark the core as retiring: it takes no new requests."""
         self._phases[core] = "retiring"
 
-    def leaves(self, core: int) -> None:
+    def mark_absent(self, core: int) -> None:
         """Mark the core as absent: it has no process."""
         self._phases[core] = "absent"

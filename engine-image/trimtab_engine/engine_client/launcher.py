@@ -96,7 +96,7 @@ class CoreLauncher:
         start = self._core_start(index)
         start.joins = joins
         core = self._cores[index] = await StartedCore.start(index, start)
-        self._watches[index] = asyncio.create_task(self._tell_the_end(core, client))
+        self._watches[index] = asyncio.create_task(self._report_end(core, client))
 
     async def wait_for_end(self, index: int) -> None:
         """Return when the core's process has ended and the client knows it."""
@@ -141,13 +141,13 @@ class CoreLauncher:
             self._ports.release()
         self._private.remove()
 
-    async def _tell_the_end(self, core: StartedCore, client: CoreClient) -> None:
+    async def _report_end(self, core: StartedCore, client: CoreClient) -> None:
         """Report the end of the process, even if it could not report it itself."""
         code = await core.process.wait()
         if self._closing:
             return
         await asyncio.sleep(DEAD_GRACE_SECONDS)
-        if code == 0 and client.roster[core.index] == "retiring":
+        if code == 0 and client.core_registry[core.index] == "retiring":
             client.core_ended(core.index, None)
             return
         end = CoreEnded(core.index, core.process.pid, code)
@@ -157,7 +157,7 @@ class CoreLauncher:
         name = "the engine core"
         if len(self._configs) > 1:
             name = f"engine core {core} ({host}, pid {end.pid})"
-        loads = client.roster[core] in ("loading", "joining")
+        loads = client.core_registry[core] in ("loading", "joining")
         stage = client.progress_of(core).stage if loads else None
         return CoreFailed(cause_of_end(name, end.code, stage), exit_code=1)
 

@@ -27,35 +27,35 @@ class LivenessTracker:
 
     def __init__(self, limit_seconds: float) -> None:
         self._limit = limit_seconds
-        self._heard: dict[int, float] = {}
-        self._excused: dict[int, float] = {}
+        self._last_message: dict[int, float] = {}
+        self._silence_allowed_until: dict[int, float] = {}
         """Until when each core announced to be silent."""
         self._longest_step: dict[int, float] = {}
 
-    def begins(self, core: int, now: float) -> None:
+    def start(self, core: int, now: float) -> None:
         """Start tracking a serving core."""
-        self._heard[core] = now
+        self._last_message[core] = now
 
-    def heard(self, core: int, now: float) -> None:
-        if core in self._heard:
-            self._heard[core] = now
-            self._excused.pop(core, None)
+    def record_message(self, core: int, now: float) -> None:
+        if core in self._last_message:
+            self._last_message[core] = now
+            self._silence_allowed_until.pop(core, None)
 
-    def excuse_until(self, core: int, until: float) -> None:
+    def allow_silence_until(self, core: int, until: float) -> None:
         """Allow silence until then, or until the next message."""
-        self._excused[core] = until
+        self._silence_allowed_until[core] = until
 
     def note_longest_step(self, core: int, seconds: float) -> None:
         self._longest_step[core] = seconds
 
-    def ends(self, core: int) -> None:
+    def stop(self, core: int) -> None:
         """Stop tracking the core."""
-        for known in (self._heard, self._excused, self._longest_step):
+        for known in (self._last_message, self._silence_allowed_until, self._longest_step):
             known.pop(core, None)
 
     def seconds(self, now: float) -> dict[int, float]:
         """Return the seconds of silence of each core."""
-        return {core: max(0.0, now - heard) for core, heard in self._heard.items()}
+        return {core: max(0.0, now - record_message) for core, record_message in self._last_message.items()}
 
     def silence(self, now: float) -> Silence | None:
         """Return the core with the longest excessive silence. None if there is none."""
@@ -64,6 +64,6 @@ class LivenessTracker:
 
     def _of(self, core: int, seconds: float, now: float) -> Silence | None:
         allowed = max(self._limit, STEPS_OF_SILENCE * self._longest_step.get(core, 0.0))
-        if not self._limit or seconds < allowed or now < self._excused.get(core, now):
+        if not self._limit or seconds < allowed or now < self._silence_allowed_until.get(core, now):
             return None
         return Silence(core, seconds, seconds >= 2 * allowed)

@@ -69,13 +69,13 @@ class CoreScaling:
 
     def _as_it_is(self, reply: AdminReply) -> AdminReply:
         if reply.status == 200 and FIELD in reply.body.get("applied", {}):
-            reply.body["applied"][FIELD] = len(self._client.roster.serving)
+            reply.body["applied"][FIELD] = len(self._client.core_registry.serving)
         return reply
 
     def _in_the_world(self, body: dict[str, Any]) -> dict[str, Any]:
         """Data-parallel ranks as they are counted over all servers of a world that another balancer feeds."""
         first, world = self._config.data_parallel_first_rank, self._config.data_parallel_world_size
-        body["data_parallel_size"] = world or len(self._client.roster.serving)
+        body["data_parallel_size"] = world or len(self._client.core_registry.serving)
         if world is None:
             return body
         per_core = self._config.tensor_parallel_size * self._config.pipeline_parallel_size
@@ -85,14 +85,14 @@ class CoreScaling:
 
     def _scaling(self) -> dict[str, Any]:
         """Return the number of serving cores, joining ones with progress, and retiring ones."""
-        roster = self._client.roster
-        joining = [(core, self._client.progress_of(core)) for core in roster.cores("joining")]
+        core_registry = self._client.core_registry
+        joining = [(core, self._client.progress_of(core)) for core in core_registry.cores("joining")]
         return {
             "scaling": {
                 "desired": self._desired,
-                "serving": len(roster.serving),
+                "serving": len(core_registry.serving),
                 "joining": [{"data": c, "stage": at.stage, "percent": at.percent} for c, at in joining],
-                "retiring": [{"data": core} for core in roster.cores("retiring")],
+                "retiring": [{"data": core} for core in core_registry.cores("retiring")],
             },
         }
 
@@ -100,11 +100,11 @@ class CoreScaling:
 
     def _follow(self) -> None:
         """Start missing cores, retire excess ones. Operations in progress are checked again when done."""
-        roster = self._client.roster
+        core_registry = self._client.core_registry
         for core in range(self._desired):
-            if roster[core] == "absent":
+            if core_registry[core] == "absent":
                 self._start(core, self._join(core))
-        for core in roster.serving:
+        for core in core_registry.serving:
             if core >= self._desired:
                 self._start(core, self._retire(core))
 
@@ -123,7 +123,7 @@ class CoreScaling:
             self._follow()
 
     async def _join(self, core: int) -> None:
-        logger.info("engine core %d is starting; %d others serve", core, len(self._client.roster.serving))
+        logger.info("engine core %d is starting; %d others serve", core, len(self._client.core_registry.serving))
         try:
             loaded = self._client.expect(core)
             await self._launcher.start_core(core, self._client, joins=True)

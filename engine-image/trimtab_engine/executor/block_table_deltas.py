@@ -25,7 +25,7 @@ class BlockTableSender:
         self._groups = [BlockTableSlots(num_table_slots) for _ in range(num_groups)]
         self._block_size = block_size
 
-    def tell(self, inputs: StepInputs) -> tuple[StepInputs, list[BlockTableDelta]]:
+    def extract_deltas(self, inputs: StepInputs) -> tuple[StepInputs, list[BlockTableDelta]]:
         """Return the step without its tables, and the deltas, which must be sent in call order."""
         bare = [
             GroupInputs(
@@ -33,10 +33,12 @@ class BlockTableSender:
             )
             for own in inputs.groups
         ]
-        told = [self._tell(table_slots, own) for table_slots, own in zip(self._groups, inputs.groups, strict=True)]
+        told = [
+            self._extract_delta(table_slots, own) for table_slots, own in zip(self._groups, inputs.groups, strict=True)
+        ]
         return msgspec.structs.replace(inputs, groups=bare), told
 
-    def _tell(self, table_slots: BlockTableSlots, inputs: GroupInputs) -> BlockTableDelta:
+    def _extract_delta(self, table_slots: BlockTableSlots, inputs: GroupInputs) -> BlockTableDelta:
         tables = [table for table, _ in inputs.decodes] + [table for table, _, _ in inputs.chunks]
         lengths = [length for _, length in inputs.decodes] + [before + now for _, before, now in inputs.chunks]
         own, news = table_slots.table_slot(tables, -(-np.array(lengths, np.int64) // self._block_size))

@@ -39,7 +39,7 @@ class DrivenRunner(ModelRunner):
         """Take the other ranks along from now on, in step with the cores that this one's are in lockstep with. A step
         has at most `max_num_seqs` sequences."""
         self.workers, self._meter = workers, groups.meter
-        self.teller = BlockTableSender(len(self.facts.kv_groups), max_num_seqs, self._block_size)
+        self.table_sender = BlockTableSender(len(self.facts.kv_groups), max_num_seqs, self._block_size)
         self.wave = None if groups.lockstep is None else Wave(groups.lockstep)
         # A sleeping core computes padding for awake ones, which needs its weights.
         self.can_drop_weights = self.wave is None
@@ -69,7 +69,7 @@ class DrivenRunner(ModelRunner):
                 raise self.workers.cause_of(error) from error
             if inputs.agreed.num_tokens == 0:
                 return  # no core has work: the wave is over
-        self.workers.send(Step(*self.teller.tell(inputs), list(feed)))
+        self.workers.send(Step(*self.table_sender.extract_deltas(inputs), list(feed)))
 
     def _agree(self, wave: Wave, inputs: StepInputs) -> StepShape:
         """Agree on a step shape with the other cores. A sleeping core has no block that the padding of a uniform step

@@ -9,7 +9,7 @@ from trimtab_engine.executor.workers import STOP_SECONDS, rendezvous_of, start_p
 from trimtab_engine.parallel.ranks import Layout
 
 POLL_SECONDS = 0.2
-OWN_WORD_SECONDS = 5.0  # for SIGTERM to reach this node, too, when the engine ends in order
+OWN_SIGTERM_SECONDS = 5.0  # for SIGTERM to reach this node, too, when the engine ends in order
 
 
 def run_node(config: EngineConfig) -> int:
@@ -42,7 +42,7 @@ def run_node(config: EngineConfig) -> int:
     if stopped:
         return 0
     if not any(codes):
-        deadline = time.monotonic() + OWN_WORD_SECONDS
+        deadline = time.monotonic() + OWN_SIGTERM_SECONDS
         # otherwise its container would restart and have to end again
         while not signals and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)

@@ -27,7 +27,7 @@ from trimtab_engine.parallel.groups import RankGroup, RankGroups, WireMeter
 from trimtab_engine.parallel.ranks import Layout
 
 STORE_TIMEOUT = timedelta(minutes=10)  # for keys that every rank writes after all have joined
-ASK_SECONDS = 15.0  # for the core to answer, which takes milliseconds
+CORE_REPLY_SECONDS = 15.0  # for the core to answer, which takes milliseconds
 KEY_TIMEOUT = timedelta(seconds=10)  # for keys that the core writes when it serves the store
 STEP_TIMEOUT = timedelta(minutes=10)  # a stage waits for the one before it: as long as its longest step
 CONNECT_SECONDS = 3.0  # packets to a lost node are dropped: retry, the address may have moved
@@ -141,9 +141,9 @@ def _ask(rendezvous: str, config: EngineConfig, secret: SharedSecret | None) -> 
 
     threading.Thread(target=ask, name="ask-core", daemon=True).start()
     try:
-        return answers.get(timeout=ASK_SECONDS)
+        return answers.get(timeout=CORE_REPLY_SECONDS)
     except queue.Empty:
-        return TimeoutError(f"it accepts connections and has not answered for {ASK_SECONDS:g} s")
+        return TimeoutError(f"it accepts connections and has not answered for {CORE_REPLY_SECONDS:g} s")
 
 
 def _await_listener(host: str, port: int) -> None:

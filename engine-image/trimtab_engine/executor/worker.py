@@ -121,7 +121,7 @@ class Worker:
         connected.connect(address)
         return connected
 
-    def tell(self, message: FromWorker) -> None:
+    def send(self, message: FromWorker) -> None:
         self._control.send(msgspec.msgpack.encode(message))
 
     def await_others(self) -> bool:
@@ -145,7 +145,7 @@ class Worker:
             ModelRunner, config, device, lambda stage, percent: None, layout=self.layout, rank=self.rank, groups=groups
         )
         self._device = device
-        self.tell(RankLoaded(rank_report(self._runner, device, self.layout, self.rank)))
+        self.send(RankLoaded(rank_report(self._runner, device, self.layout, self.rank)))
 
     def serve(self) -> None:
         """Execute the core's commands in order, until Stop."""
@@ -159,7 +159,7 @@ class Worker:
                 case Step():
                     runner.run(tables.read(message.inputs, message.tables), message.feed)
                 case MapBlocks():
-                    self.tell(Mapped(self.rank, _error_of(partial(runner.kv_cache.map_blocks, message.num_blocks))))
+                    self.send(Mapped(self.rank, _error_of(partial(runner.kv_cache.map_blocks, message.num_blocks))))
                 case UnmapAbove():
                     runner.kv_cache.unmap_above(message.num_blocks)
                 case CopyBlocks():
@@ -171,7 +171,7 @@ class Worker:
                     swap_cache.copy(message.swap_out, message.swap_in)
                 case Profile():
                     formula = measure(self._config, self._device, runner, self._before)
-                    self.tell(Profiled(self.rank, formula))
+                    self.send(Profiled(self.rank, formula))
                 case GetLedger():
                     ledger = rank_ledger(
                         formula,
@@ -180,7 +180,7 @@ class Worker:
                         blocks_used=message.blocks_used,
                         has_weights=has_weights,
                     )
-                    self.tell(LedgerReport(self.rank, ledger))
+                    self.send(LedgerReport(self.rank, ledger))
                 case InitKvCache():
                     runner.init_kv_cache(message.cap_blocks)
                 case StartSteps():
@@ -188,7 +188,7 @@ class Worker:
                     memory = start_device_steps(self._config, self._device, runner, lambda percent: None)
                     assert memory is not None  # the core's device, which is like this one, has such steps
                     formula = memory.added_to(formula)
-                    self.tell(StartedSteps(self.rank, memory.buffer_bytes, memory.graphs_bytes))
+                    self.send(StartedSteps(self.rank, memory.buffer_bytes, memory.graphs_bytes))
                 case DropWeights():
                     if has_weights:
                         runner.drop_weights()
@@ -196,9 +196,9 @@ class Worker:
                 case ReloadWeights():
                     error = _error_of(runner.reload_weights)
                     has_weights = not error
-                    self.tell(Reloaded(self.rank, error))
+                    self.send(Reloaded(self.rank, error))
                 case LoadAdapter():
-                    self.tell(self._load_adapter(message))
+                    self.send(self._load_adapter(message))
                 case ForgetAdapter():
                     runner.forget_adapter(message.slot)
                 case Stop():
@@ -259,14 +259,14 @@ def main() -> int:
             freeze_startup_objects()
             worker.serve()
     except ConfigError as error:
-        worker.tell(WorkerFailed(worker.rank, str(error), exit_code=2))
+        worker.send(WorkerFailed(worker.rank, str(error), exit_code=2))
         return 2
     except Exception as error:
         logger.exception("rank %d failed", worker.rank)
         if isinstance(error, RuntimeError):  # torch's, perhaps because another rank died: that one is to be named
             time.sleep(OTHERS_FIRST_SECONDS)
         message = f"rank {worker.rank} ({socket.gethostname()}) failed: {type(error).__name__}: {error}"
-        worker.tell(WorkerFailed(worker.rank, message, exit_code=1))
+        worker.send(WorkerFailed(worker.rank, message, exit_code=1))
         return 1
     finally:
         worker.close()

@@ -31,7 +31,7 @@ from trimtab_engine.ipc.heartbeat_timer import HeartbeatTimer
 logger = logging.getLogger("trimtab_engine.core")
 
 POLL_MILLISECONDS = 200
-LAST_WORD_SECONDS = 0.5  # for a dead worker's last message with the cause to arrive
+FINAL_MESSAGE_SECONDS = 0.5  # for a dead worker's last message with the cause to arrive
 
 
 class WorkerMonitor:
@@ -70,7 +70,7 @@ class WorkerMonitor:
 
     def _run(self) -> None:
         decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromWorker)
-        looks = HeartbeatTimer(time.monotonic(), every_seconds=HEARTBEAT_SECONDS)
+        timer = HeartbeatTimer(time.monotonic(), every_seconds=HEARTBEAT_SECONDS)
         while not self._closing.is_set():
             if self._control.poll(POLL_MILLISECONDS):
                 sender, *frames = self._control.recv_multipart()
@@ -82,15 +82,15 @@ class WorkerMonitor:
                 if isinstance(message, Hello):
                     self._control.send_multipart([sender, self._answer(message)])
                 else:
-                    self._hear(message)
+                    self._receive(message)
                 if isinstance(message, RankAlive):
                     self._control.send_multipart([sender, self._alive])
             if self.failure is None:
-                self._look_for_ends()
+                self._check_exits()
             now = time.monotonic()
             has_read_all = not self._control.poll(0)
-            if looks.is_on_time(now) and has_read_all and self.failure is None:
-                self._look_for_silence(now)
+            if timer.is_on_time(now) and has_read_all and self.failure is None:
+                self._check_silence(now)
 
     def _answer(self, hello: Hello) -> bytes:
         """Assign the rank once."""
@@ -102,7 +102,7 @@ class WorkerMonitor:
         self.inbox.put(hello)
         return msgspec.msgpack.encode(Welcome(self._steps[rank]))
 
-    def _hear(self, message: FromWorker) -> None:
+    def _receive(self, message: FromWorker) -> None:
         rank = message.report.rank if hasattr(message, "report") else message.rank
         self._heard[rank] = time.monotonic()
         match message:
@@ -113,15 +113,15 @@ class WorkerMonitor:
             case _:
                 self.inbox.put(message)
 
-    def _look_for_ends(self) -> None:
+    def _check_exits(self) -> None:
         for rank, process in self._processes.items():
             code = process.poll()
-            if code is not None and not self._control.poll(int(LAST_WORD_SECONDS * 1000)):
+            if code is not None and not self._control.poll(int(FINAL_MESSAGE_SECONDS * 1000)):
                 cause = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
                 self._die(WorkerFailed(rank, f"rank {rank} ({self._hosts[rank]}) {cause}", 1))
                 return
 
-    def _look_for_silence(self, now: float) -> None:
+    def _check_silence(self, now: float) -> None:
         for rank, heard in self._heard.items():
             if now - heard > SILENCE_SECONDS:
                 where = self._hosts.get(rank, "another node")

@@ -33,7 +33,7 @@ CAUSE_SECONDS = 3.0  # for the monitor to report the rank whose connection broke
 POLL_MILLISECONDS = 100
 START_SECONDS = 600.0  # for a process on this node to start: it imports torch
 LOAD_SECONDS = 3600.0  # for the slowest rank's weights
-SAY_SECONDS = 30.0  # between log lines about missing ranks of other nodes
+LOG_INTERVAL_SECONDS = 30.0  # between log lines about missing ranks of other nodes
 OnDeath = Callable[[str, int], None]
 """Called from a separate thread with a message that names the rank and the cause, and an exit code."""
 Answer = TypeVar("Answer", bound=FromWorker)
@@ -115,7 +115,7 @@ class Workers:
                 missing = f"{self._num_others - len(answers)} of {self._num_others} other ranks"
                 if timeout is not None and now > began + timeout:
                     raise WorkerDied(f"{missing} did not report within {timeout:.0f} s") from None
-                if timeout is None and now > said + SAY_SECONDS:
+                if timeout is None and now > said + LOG_INTERVAL_SECONDS:
                     logger.warning(
                         "%s have not reported for %.0f s; are the processes of all nodes running, with the same flags?",
                         missing,

@@ -11,7 +11,10 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 INTERFACE_NAME_BYTES = 256
 ADDRESS_BYTES = slice(20, 24)  # of struct ifreq: sin_addr
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # lines of: address in hex, four numbers, interface
-ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # documentation addresses (RFC 5737 and 3849)
+DOCUMENTATION_ADDRESSES = {
+    socket.AF_INET: "192.0.2.1",
+    socket.AF_INET6: "2001:db8::1",
+}  # documentation addresses (RFC 5737 and 3849)
 ANY_IPV4, ANY = "0.0.0.0", "::"
 
 
@@ -39,7 +42,11 @@ def any_address() -> str:
     """Return the address that accepts all connections. `::` accepts both families; `0.0.0.0` is used only on a machine
     without IPv6.
     """
-    reached = {family for family, host in ELSEWHERE.items() if _own_address_towards(family, (host, 9)) is not None}
+    reached = {
+        family
+        for family, host in DOCUMENTATION_ADDRESSES.items()
+        if _own_address_towards(family, (host, 9)) is not None
+    }
     return ANY if reached == {socket.AF_INET6} else ANY_IPV4
 
 

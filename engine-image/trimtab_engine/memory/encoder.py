@@ -6,7 +6,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.vision import VisionConfig
 
 LARGEST_ITEM_TOKENS = 16_384  # tokens of the largest image of published processors, 12.8 megapixels
-ROWS_AT_ONCE = 12  # hidden states of all patches that a layer of the tower has alive, at most
+MAX_LIVE_ROWS = 12  # hidden states of all patches that a layer of the tower has alive, at most
 PROJECTED_ROWS = 3  # embeddings of all tokens that a projector of two products has alive, at most
 FLOAT32_BYTES = 4
 
@@ -49,8 +49,8 @@ def tower_peak_bytes(vision: VisionConfig, num_tokens: int, dtype_bytes: int) ->
     embedding_bytes = num_tokens * vision.output_size * wide_bytes
     if vision.fixed_resolution is not None:
         num_patches = (vision.fixed_resolution.size // vision.patch_size) ** 2 + 1
-        rows = ROWS_AT_ONCE + vision.num_layers + -(-2 * vision.intermediate_size // vision.hidden_size)
+        rows = MAX_LIVE_ROWS + vision.num_layers + -(-2 * vision.intermediate_size // vision.hidden_size)
         hidden_bytes = num_patches * rows * vision.hidden_size * wide_bytes
         return hidden_bytes + 2 * vision.row_size * FLOAT32_BYTES + PROJECTED_ROWS * embedding_bytes
-    per_patch = ROWS_AT_ONCE * vision.hidden_size * wide_bytes + 2 * vision.row_size * FLOAT32_BYTES
+    per_patch = MAX_LIVE_ROWS * vision.hidden_size * wide_bytes + 2 * vision.row_size * FLOAT32_BYTES
     return num_tokens * vision.patches_per_token * per_patch + embedding_bytes

@@ -35,7 +35,7 @@ KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3
 MAX_RANKS = 1024  # per degree: beyond any group that is built
 MAX_DEVICE_BYTES = 1 << 50
 LOGITS_COPIES = 3  # of [max_num_seqs, vocabulary] float32 while sampling: logits, their sorted copy, probabilities
-LEAST_UTILIZATION = 0.0001  # the step of min_utilization
+MIN_UTILIZATION = 0.0001  # the step of min_utilization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class _Field:
 
 
 FIELDS: Mapping[str, _Field] = {
-    "gpu_memory_utilization": _Field("number", LEAST_UTILIZATION, lambda _: 1),
+    "gpu_memory_utilization": _Field("number", MIN_UTILIZATION, lambda _: 1),
     "device_memory_bytes": _Field("bytes", 1, lambda _: MAX_DEVICE_BYTES),
     "max_model_len": _Field("integer", 1, lambda base: base.model_max_len),
     "block_size": _Field("integer", min(BLOCK_SIZES), lambda _: max(BLOCK_SIZES)),

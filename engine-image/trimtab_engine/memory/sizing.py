@@ -149,7 +149,7 @@ def media_remedies(config: EngineConfig) -> list[str]:
     return [*remedies, f"serve text only with --limit-mm-per-prompt '{{{kinds}}}', which drops the vision encoder"]
 
 
-def what_is_too_much(config: EngineConfig, formula: MemoryFormula, size: KVSize, room_bytes: int) -> str | None:
+def memory_warning(config: EngineConfig, formula: MemoryFormula, size: KVSize, room_bytes: int) -> str | None:
     """Return a warning if this node's ranks may exceed the memory left by other processes. None otherwise. Only a
     warning: other processes' memory varies, and the number of KV blocks must not depend on it.
     """

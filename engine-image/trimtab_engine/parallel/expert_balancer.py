@@ -75,7 +75,7 @@ class ExpertBalancer:
         if is_due:
             self._rearrange()
 
-    def take_news(self) -> ExpertBalance | None:
+    def take_report(self) -> ExpertBalance | None:
         """Return measurements and moves since the last call. None if there are none."""
         with self._news_lock:
             news, self._news = self._news, ExpertBalance()

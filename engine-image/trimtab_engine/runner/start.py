@@ -20,8 +20,8 @@ from trimtab_engine.runner.model_runner import ModelRunner
 
 GRAPHS_STAGE = "graphs"
 """The stage's name at /startupz."""
-MEASURED_FIRST = 2  # graphs from which the memory of the others is estimated
-LEAST_GRAPH_BYTES = 1 << 20  # minimum bytes of a further graph; vLLM's value
+NUM_MEASURED_GRAPHS = 2  # graphs from which the memory of the others is estimated
+MIN_GRAPH_BYTES = 1 << 20  # minimum bytes of a further graph; vLLM's value
 Report = Callable[[float], None]
 
 logger = logging.getLogger("trimtab_engine.core")
@@ -96,7 +96,7 @@ def _capture(steps: DeviceSteps, plan: GraphPlan, device: Device, progress: Repo
     """Capture the plan's graphs, lazily only the largest. Returns the memory estimated from those: vLLM's estimate."""
     num_graphs = len(plan.keys)
     grown: list[int] = []
-    for count in range(1, min(MEASURED_FIRST, num_graphs) + 1):
+    for count in range(1, min(NUM_MEASURED_GRAPHS, num_graphs) + 1):
         before = device.used_bytes()
         steps.capture_all(lambda done, of: None, most=1)
         grown.append(max(0, device.used_bytes() - before))
@@ -114,7 +114,7 @@ def estimated_bytes(grown: list[int], num_graphs: int) -> int:
     if not grown:
         return 0
     further = grown[1] if len(grown) > 1 else 0
-    return grown[0] + (num_graphs - 1) * max(further, LEAST_GRAPH_BYTES)
+    return grown[0] + (num_graphs - 1) * max(further, MIN_GRAPH_BYTES)
 
 
 def _note_without_graphs(config: EngineConfig) -> None:

@@ -29,9 +29,9 @@ from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.stats import BlockedReason, PreemptionReason, SchedulerStats
 from trimtab_engine.scheduling.waiting_queue import RANKS, WaitingQueue
 
-MAX_PASSED = 64
+MAX_ADAPTER_LOOKAHEAD = 64
 """Number of requests after a head that waits for its adapter that are searched for one without adapter."""
-REMEMBERED = 0.9
+PROMPT_STEP_DECAY = 0.9
 """Decay per prompt step of the longest recent prompt step time."""
 
 Sampled = tuple[Request, int | list[int], RequestStatus | None]
@@ -337,7 +337,7 @@ class Scheduler:
         self._record_blocked_time(now)
         if batch.computes_prompts:
             began = max(batch.scheduled_at, self._last_landed)  # scheduled ahead, it waited for the step before it
-            self._prompt_step_seconds = max(now - began, REMEMBERED * self._prompt_step_seconds)
+            self._prompt_step_seconds = max(now - began, PROMPT_STEP_DECAY * self._prompt_step_seconds)
         self._last_landed = now
         notable: dict[int, Sampled] = {}
         running = RequestStatus.RUNNING
@@ -637,7 +637,7 @@ class Scheduler:
 
     def _next_without_adapter(self) -> Request | None:
         """Return the first request shortly after the head that has no adapter and is not late."""
-        near = islice(self._waiting, MAX_PASSED)
+        near = islice(self._waiting, MAX_ADAPTER_LOOKAHEAD)
         return next((r for r in near if r.adapter is None and not r.is_late), None)
 
     def _is_too_late(self, now: float, request: Request) -> bool:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+from fixed_resolution_checkpoint import NUM_TOKENS, FixedResolutionCheckpoint, Part, make_fixed_resolution_checkpoint
 from media_files import a_picture, data_url, encoded
-from fixed_resolution_checkpoint import NUM_TOKENS, Part, FixedResolutionCheckpoint, make_fixed_resolution_checkpoint
 
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine

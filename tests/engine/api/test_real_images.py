@@ -8,7 +8,7 @@ import openai
 import pytest
 from media_files import a_gif_of, a_picture, a_png_of_zeros, data_url, encoded
 from PIL import Image
-from vision_checkpoint import NUM_TOKENS, Part, Seeing, make_vision_checkpoint, a_video
+from vision_checkpoint import NUM_TOKENS, Part, Seeing, a_video, make_vision_checkpoint
 
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine

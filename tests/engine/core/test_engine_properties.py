@@ -131,7 +131,7 @@ def alone(engine: Engine, name: str, prompt: list[int], sampling: Sampling) -> Q
     return Question(prompt, sampling, tokens, len(tokens) if sure is None else sure, end)
 
 
-class Life:
+class RandomizedEngine:
     """One engine under random operations."""
 
     def __init__(self, engine: Engine, questions: list[Question], seed: int) -> None:
@@ -275,7 +275,7 @@ def resized() -> dict[str, Any]:
 def test_random_operations_keep_tokens_of_finished_requests(
     model: Path, questions: list[Question], changes: Any, preempts: bool
 ) -> None:
-    life = Life(an_engine(model, **(changes() if callable(changes) else changes)), questions, seed=5)
+    life = RandomizedEngine(an_engine(model, **(changes() if callable(changes) else changes)), questions, seed=5)
     life.run(STEPS)
     assert life.num_ended > STEPS / 10
     assert life.num_patched > STEPS / 50
@@ -298,7 +298,7 @@ def test_random_operations_with_grammars_on_asynchronous_device(
         )
         for number, grammar in enumerate(GRAMMARS):  # built beside the loop, which would be another life each time
             alone(engine, f"first-{number}", [1], Sampling(max_tokens=1, temperature=0.0, grammar=grammar))
-        life = Life(engine, held_questions, seed=6)
+        life = RandomizedEngine(engine, held_questions, seed=6)
         followed, _ = steps_that_follow(engine, lambda: life.run(STEPS))
     assert len(followed) > STEPS / (2 if speculative is None else 20), "the knob of drafts goes to 0 now and then"
     assert all(followed)

@@ -13,16 +13,6 @@ import engine_builders
 import pytest
 import torch
 from engine_benchmarks.parity import Reference
-from seeing_model import (
-    SeeingPrompt,
-    a_prompt,
-    an_item,
-    reference_of,
-    save,
-    the_reference,
-    what_transformers_gets,
-)
-from seeing_runs import NUM_TOKENS, Run, check_with_the_steps_of_a_device, defects, graphs_over_ranks
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.core.startup import start_engine
@@ -30,11 +20,21 @@ from trimtab_engine.errors import NotSupportedError
 from trimtab_engine.messages.admin import WAKE_TAGS, PatchConfig, Sleep, WakeUp
 from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.scheduling.sampling import Sampling
+from vision_model import (
+    VisionPrompt,
+    a_prompt,
+    an_item,
+    reference_of,
+    save,
+    the_reference,
+    what_transformers_gets,
+)
+from vision_runs import NUM_TOKENS, Run, check_with_the_steps_of_a_device, defects, graphs_over_ranks
 
 BASE = {"load_format": "auto", "dtype": "float32", "num_gpu_blocks_override": 200}
 SEES = {"limit_mm_per_prompt": {"image": 4, "video": 1}}
 A_PICTURE, ANOTHER = an_item((1, 4, 6), seed=1), an_item((1, 4, 6), seed=2)
-PROMPTS: dict[str, SeeingPrompt] = {
+PROMPTS: dict[str, VisionPrompt] = {
     "one image": a_prompt(4, A_PICTURE, 5),
     "the same words around another": a_prompt(4, ANOTHER, 5),
     "three interleaved": a_prompt(an_item((1, 10, 6), seed=3), 2, A_PICTURE, 1, an_item((1, 2, 8), seed=4), 3),

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from trimtab_engine.core.loading_log import SAY_SECONDS, LoadingLog
+from trimtab_engine.core.loading_log import LOG_INTERVAL_SECONDS, LoadingLog
 
 
 class Clock:
@@ -21,11 +21,11 @@ def test_loading_log_reports_stages_and_long_stage_progress(caplog: pytest.LogCa
         for stage, percent, seconds in [
             ("starting", 0.0, 0.0),
             ("weights", 5.0, 0.1),
-            ("weights", 20.0, SAY_SECONDS / 2),
-            ("weights", 41.7, SAY_SECONDS / 2),
+            ("weights", 20.0, LOG_INTERVAL_SECONDS / 2),
+            ("weights", 41.7, LOG_INTERVAL_SECONDS / 2),
             ("weights", 60.0, 0.1),
             ("profile", 80.0, 0.1),
-            ("ready", 100.0, SAY_SECONDS),
+            ("ready", 100.0, LOG_INTERVAL_SECONDS),
         ]:
             clock.now += seconds
             log.note(stage, percent)

@@ -11,8 +11,6 @@ import engine_builders
 import pytest
 import torch
 from engine_benchmarks.parity import Reference
-from seeing_model import SeeingPrompt, a_prompt, reference_of, save
-from seeing_runs import NUM_TOKENS, Run, check_with_the_steps_of_a_device, defects, graphs_over_ranks
 from tiled_model import a_tile, the_reference, what_transformers_gets
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
@@ -20,9 +18,11 @@ from trimtab_engine.errors import ConfigError
 from trimtab_engine.messages.admin import PatchConfig
 from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.scheduling.sampling import Sampling
+from vision_model import VisionPrompt, a_prompt, reference_of, save
+from vision_runs import NUM_TOKENS, Run, check_with_the_steps_of_a_device, defects, graphs_over_ranks
 
 BASE = {"load_format": "auto", "dtype": "float32", "num_gpu_blocks_override": 200, "limit_mm_per_prompt": {"image": 4}}
-PROMPTS: dict[str, SeeingPrompt] = {
+PROMPTS: dict[str, VisionPrompt] = {
     "one tile": a_prompt(4, a_tile(1), 5),
     "two tiles and the whole": a_prompt(3, a_tile(2), 1, a_tile(3), 2, a_tile(4), 3),
     "two pictures": a_prompt(a_tile(5), 2, a_tile(1), 3),

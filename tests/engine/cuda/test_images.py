@@ -8,10 +8,10 @@ import pytest
 import tiled_model
 import torch
 from engine_benchmarks.parity import Reference
-from seeing_model import CONFIG, SeeingPrompt, a_prompt, an_item, reference_of, save, the_reference
-from seeing_runs import NUM_TOKENS, Run, defects
 from tiled_model import a_tile
 from trimtab_engine.core.engine import Engine
+from vision_model import CONFIG, VisionPrompt, a_prompt, an_item, reference_of, save, the_reference
+from vision_runs import NUM_TOKENS, Run, defects
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 WIDE = CONFIG | {
@@ -29,14 +29,14 @@ WIDE_TILES = tiled_model.CONFIG | {
 }
 A_PICTURE = an_item((1, 10, 6), seed=3)
 # Seconds are whole: of others, releases of transformers before ours make other positions.
-PROMPTS: dict[str, SeeingPrompt] = {
+PROMPTS: dict[str, VisionPrompt] = {
     "one image": a_prompt(4, an_item((1, 8, 8), seed=1), 5),
     "three interleaved": a_prompt(A_PICTURE, 2, an_item((1, 4, 6), seed=1), 1, an_item((1, 2, 8), seed=4), 3),
     "a video": a_prompt(3, an_item((4, 4, 6), kind="video", seed=5, seconds=1.0), 6),
     "one image twice": a_prompt(1, A_PICTURE, 1, A_PICTURE, 2),
     "no image": a_prompt(20),
 }
-OF_TILES: dict[str, SeeingPrompt] = {
+OF_TILES: dict[str, VisionPrompt] = {
     "one tile": a_prompt(4, a_tile(1), 5),
     "two tiles and the whole": a_prompt(3, a_tile(2), 1, a_tile(3), 2, a_tile(4), 3),
     "two pictures": a_prompt(a_tile(5), 2, a_tile(1), 3),
@@ -102,7 +102,7 @@ def test_tokens_of_tiles_are_too(
     assert ("images" in run.num_eager) == ("enforce_eager" not in changes)
 
 
-def served_twice(engine: Engine, prompts: dict[str, SeeingPrompt], expected: dict[str, Reference]) -> Run:
+def served_twice(engine: Engine, prompts: dict[str, VisionPrompt], expected: dict[str, Reference]) -> Run:
     """All prompts together, and again with what is kept of them; then the engine is closed."""
     run = Run(engine)
     for _ in range(2):

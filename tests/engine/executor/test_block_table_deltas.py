@@ -11,9 +11,11 @@ from trimtab_engine.scheduling.step_inputs import NO_INPUTS, GroupInputs, StepIn
 BLOCK_SIZE, NUM_SEATS, NUM_REQUESTS = 4, 6, 9
 
 
-def sent(teller: BlockTableSender, inputs: StepInputs) -> Step:
+def sent(table_sender: BlockTableSender, inputs: StepInputs) -> Step:
     """The step's message, over the wire."""
-    message: Step = msgspec.msgpack.decode(msgspec.msgpack.encode(Step(*teller.tell(inputs))), type=ToWorker)
+    message: Step = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(Step(*table_sender.extract_deltas(inputs))), type=ToWorker
+    )
     return message
 
 
@@ -37,7 +39,7 @@ def as_needed(inputs: StepInputs) -> list[GroupInputs]:
 def test_every_rank_reads_the_tables_that_the_core_has(seed: int, num_groups: int) -> None:
     """Requests grow, end, lose blocks at either end, and alternate over fewer slots."""
     dice = random.Random(seed)
-    teller, reader = BlockTableSender(num_groups, NUM_SEATS, BLOCK_SIZE), BlockTableReceiver()
+    table_sender, reader = BlockTableSender(num_groups, NUM_SEATS, BLOCK_SIZE), BlockTableReceiver()
     tables: list[list[list[int]]] = [[[] for _ in range(NUM_REQUESTS)] for _ in range(num_groups)]
     for _ in range(120):
         groups = [GroupInputs([], []) for _ in range(num_groups)]
@@ -55,7 +57,7 @@ def test_every_rank_reads_the_tables_that_the_core_has(seed: int, num_groups: in
                 else:
                     group.chunks.append((own[number], length - 1, 1))
         inputs = StepInputs([1, 2], [3, 4], [1], groups, [(0, 5, 1)], StepShape(8, None))
-        message = sent(teller, inputs)
+        message = sent(table_sender, inputs)
         read = reader.read(message.inputs, message.tables)
         assert as_needed(read) == as_needed(inputs)
         assert (read.token_ids, read.positions, read.sampled) == ([1, 2], [3, 4], [1])
@@ -64,29 +66,29 @@ def test_every_rank_reads_the_tables_that_the_core_has(seed: int, num_groups: in
 
 def test_message_size_is_independent_of_context_length() -> None:
     def size(length: int) -> int:
-        teller = BlockTableSender(1, 32, BLOCK_SIZE)
+        table_sender = BlockTableSender(1, 32, BLOCK_SIZE)
         tables = [list(range(1000, 1000 + -(-length // BLOCK_SIZE))) for _ in range(32)]
         inputs = StepInputs([], [], [], [GroupInputs([(table, length) for table in tables], [])])
-        teller.tell(inputs)
-        return len(msgspec.msgpack.encode(Step(*teller.tell(inputs))))
+        table_sender.extract_deltas(inputs)
+        return len(msgspec.msgpack.encode(Step(*table_sender.extract_deltas(inputs))))
 
     assert size(8000) == size(4000) < 2 * size(40)
 
 
 def test_continued_table_keeps_its_list() -> None:
     """So that the rank's device also receives only new blocks."""
-    teller, reader, table = BlockTableSender(1, 2, BLOCK_SIZE), BlockTableReceiver(), [7]
+    table_sender, reader, table = BlockTableSender(1, 2, BLOCK_SIZE), BlockTableReceiver(), [7]
     seen = []
     for length in (3, 4, 5):
         if length > BLOCK_SIZE * len(table):
             table.append(9)
-        message = sent(teller, StepInputs([0], [0], [0], [GroupInputs([(table, length)], [])]))
+        message = sent(table_sender, StepInputs([0], [0], [0], [GroupInputs([(table, length)], [])]))
         seen.append(reader.read(message.inputs, message.tables).groups[0].decodes[0][0])
     assert seen[0] is seen[1] is seen[2]
     assert seen[2] == [7, 9]
 
 
 def test_an_idle_step_has_no_tables() -> None:
-    teller, reader = BlockTableSender(1, 2, BLOCK_SIZE), BlockTableReceiver()
-    message = sent(teller, NO_INPUTS)
+    table_sender, reader = BlockTableSender(1, 2, BLOCK_SIZE), BlockTableReceiver()
+    message = sent(table_sender, NO_INPUTS)
     assert reader.read(message.inputs, message.tables) == NO_INPUTS

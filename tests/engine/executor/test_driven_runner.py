@@ -30,7 +30,7 @@ def a_runner(other: OtherCore | None, *, num_blocks: int = 8) -> tuple[DrivenRun
     sent: list[Any] = []
     parts: dict[str, Any] = {
         "workers": SimpleNamespace(send=sent.append),
-        "teller": BlockTableSender(1, 8, 4),
+        "table_sender": BlockTableSender(1, 8, 4),
         "wave": None if other is None else Wave(other),  # type: ignore[arg-type]  # what a wave needs of a group
         "steps": SimpleNamespace(),
         "kv_cache": SimpleNamespace(num_blocks=num_blocks),

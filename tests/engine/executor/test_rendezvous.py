@@ -117,12 +117,12 @@ def test_guarded_store_is_reachable_with_secret(said: "queue.Queue[str]", addres
 
 def test_frozen_core_is_not_awaited(said: "queue.Queue[str]", address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a frozen node the kernel accepts connections; later the address moves."""
-    monkeypatch.setattr(rendezvous, "ASK_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "CORE_REPLY_SECONDS", 0.5)
     frozen = socket.create_server(("127.0.0.1", int(address.rpartition(":")[2])))
     searching = Searching(address, "r1")
     await_words(said, "accepts connections and has not answered")
     frozen.close()
-    monkeypatch.setattr(rendezvous, "ASK_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(rendezvous, "CORE_REPLY_SECONDS", WAIT_SECONDS)
     store = open_store(address, serves=True)
     announce_core(store, a_config("r1"), "tcp://core")
     assert searching.found.get(timeout=WAIT_SECONDS) == "tcp://core"

@@ -7,10 +7,10 @@ import random
 from typing import Any
 
 import torch
-from seeing_model import IMAGE, MEANINGS, SeeingPrompt
 from transformers import Llama4Config, Llama4ForConditionalGeneration
 from trimtab_engine.multimodal.items import MultiModalItem, Patches
 from trimtab_engine.multimodal.patches import as_float32
+from vision_model import IMAGE, MEANINGS, VisionPrompt
 
 PATCH, MERGE, TILE = 4, 2, 16  # pixels, patches, pixels
 PATCHES = (TILE // PATCH) ** 2
@@ -60,7 +60,7 @@ def pixels(tile: MultiModalItem) -> torch.Tensor:
     return rows.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, TILE, TILE)
 
 
-def what_transformers_gets(prompt: SeeingPrompt) -> dict[str, torch.Tensor]:
+def what_transformers_gets(prompt: VisionPrompt) -> dict[str, torch.Tensor]:
     """Return the arguments of its forward pass besides token ids."""
     tiles = prompt.items("image")
     return {"pixel_values": torch.stack([pixels(tile) for tile in tiles])} if tiles else {}

@@ -4,11 +4,11 @@ HEARTBEAT_SECONDS, SILENCE_SECONDS = 1.0, 5.0
 
 
 def test_check_on_time_may_judge() -> None:
-    looks = HeartbeatTimer(100.0, every_seconds=HEARTBEAT_SECONDS)
-    assert all(looks.is_on_time(100.0 + beat * HEARTBEAT_SECONDS) for beat in (1, 2, 4))
+    timer = HeartbeatTimer(100.0, every_seconds=HEARTBEAT_SECONDS)
+    assert all(timer.is_on_time(100.0 + beat * HEARTBEAT_SECONDS) for beat in (1, 2, 4))
 
 
 def test_late_check_does_not_judge_and_restarts_interval() -> None:
-    looks = HeartbeatTimer(100.0, every_seconds=HEARTBEAT_SECONDS)
-    assert not looks.is_on_time(100.0 + SILENCE_SECONDS)
-    assert looks.is_on_time(100.0 + SILENCE_SECONDS + HEARTBEAT_SECONDS)
+    timer = HeartbeatTimer(100.0, every_seconds=HEARTBEAT_SECONDS)
+    assert not timer.is_on_time(100.0 + SILENCE_SECONDS)
+    assert timer.is_on_time(100.0 + SILENCE_SECONDS + HEARTBEAT_SECONDS)

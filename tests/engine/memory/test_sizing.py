@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, out_of_memory, size_kv_cache, what_is_too_much
+from trimtab_engine.memory.sizing import Unmeasured, check_weights_fit, memory_warning, out_of_memory, size_kv_cache
 from trimtab_modelspec.kv_groups import uniform_group
 from trimtab_modelspec.memory_formula import MemoryFormula
 
@@ -132,7 +132,7 @@ def a_formula(**given: Any) -> MemoryFormula:
 )
 def test_insufficient_room_is_warned_with_number(config: dict[str, Any], room: int, remedy: str | None) -> None:
     formula, wanted = a_formula(), a_config(**config)
-    warning = what_is_too_much(wanted, formula, size_kv_cache(wanted, formula), room)
+    warning = memory_warning(wanted, formula, size_kv_cache(wanted, formula), room)
     assert (warning is None) == (remedy is None)
     if warning is not None and remedy is not None:
         assert remedy in warning

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from seeing_model import save
 from tiled_model import CONFIG, a_tile, pixels, the_reference
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import ModelError
@@ -18,6 +17,7 @@ from trimtab_engine.models.registry import open_tower, parse_model_config, sees_
 from trimtab_engine.multimodal.patches import as_float32
 from trimtab_modelspec.config_reader import ConfigReader
 from trimtab_modelspec.families.registry import language_model_config
+from vision_model import save
 
 SAID = CONFIG | {"architectures": ["Llama4ForConditionalGeneration"]}
 

@@ -7,17 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from seeing_model import (
-    CONFIG,
-    MERGE_SIZE,
-    ROW_SIZE,
-    TOKENS_PER_SECOND,
-    a_prompt,
-    an_item,
-    save,
-    the_reference,
-    what_transformers_gets,
-)
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tower
@@ -30,6 +19,17 @@ from trimtab_engine.multimodal.items import MultiModalItem
 from trimtab_engine.multimodal.positions import RopePositions
 from trimtab_modelspec.config_reader import ConfigReader
 from trimtab_modelspec.families.registry import language_model_config
+from vision_model import (
+    CONFIG,
+    MERGE_SIZE,
+    ROW_SIZE,
+    TOKENS_PER_SECOND,
+    a_prompt,
+    an_item,
+    save,
+    the_reference,
+    what_transformers_gets,
+)
 
 SAID = CONFIG | {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}
 

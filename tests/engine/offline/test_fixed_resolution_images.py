@@ -4,8 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fixed_resolution_checkpoint import (
+    NUM_TOKENS,
+    WORDS,
+    FixedResolutionCheckpoint,
+    Part,
+    make_fixed_resolution_checkpoint,
+)
 from media_files import a_picture
-from fixed_resolution_checkpoint import NUM_TOKENS, WORDS, Part, FixedResolutionCheckpoint, make_fixed_resolution_checkpoint
 from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.errors import InvalidRequest
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from media_files import a_picture
-from vision_checkpoint import NUM_TOKENS, Seeing, make_vision_checkpoint
 from trimtab_engine import LLM, SamplingParams
 from trimtab_engine.errors import InvalidRequest
+from vision_checkpoint import NUM_TOKENS, Seeing, make_vision_checkpoint
 
 CAT, DOG = a_picture(30, 20, seed=1), a_picture(16, 24, seed=2)
 FRAMES = [a_picture(16, 16, seed=seed) for seed in range(4, 8)]

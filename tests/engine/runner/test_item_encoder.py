@@ -3,11 +3,10 @@
 from typing import Any
 
 import pytest
-import seeing_model
 import tiled_model
 import torch
+import vision_model
 from fake_device import CUDA, NoWaiting, a_fake_device, variants
-from seeing_model import an_item
 from tiled_model import a_tile
 from trimtab_engine.models.family import Tower
 from trimtab_engine.models.loading import Loader
@@ -21,6 +20,7 @@ from trimtab_kernels.launch import jit
 from trimtab_kernels.launch.jit import record_launches
 from trimtab_modelspec.config_reader import ConfigReader
 from trimtab_modelspec.families.registry import language_model_config
+from vision_model import an_item
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ QWEN, LLAMA4 = "Qwen2_5_VLForConditionalGeneration", "Llama4ForConditionalGenera
 @pytest.mark.parametrize(
     ("said", "architecture", "items"),
     [
-        pytest.param(seeing_model.CONFIG, QWEN, [an_item((1, 4, 6)), an_item((1, 10, 8)), an_item((3, 2, 4))], id=QWEN),
+        pytest.param(vision_model.CONFIG, QWEN, [an_item((1, 4, 6)), an_item((1, 10, 8)), an_item((3, 2, 4))], id=QWEN),
         pytest.param(tiled_model.CONFIG, LLAMA4, [a_tile(1), a_tile(2)], id=LLAMA4),
     ],
 )

@@ -380,7 +380,7 @@ POLICIES = st.builds(
 )
 
 
-class SchedulerLives(RuleBasedStateMachine):
+class SchedulerMachine(RuleBasedStateMachine):
     """Rules are engine operations between two steps, and steps; teardown runs all requests to their end."""
 
     attention_windows: tuple[AttentionWindow, ...] = (FULL_ATTENTION,)
@@ -646,25 +646,25 @@ class SchedulerLives(RuleBasedStateMachine):
         assert self.manager.swap_space.num_used == 0
 
 
-class LivesOverGroups(SchedulerLives):
+class MachineWithKVGroups(SchedulerMachine):
     """Layers of two kinds: two groups see a window that is no multiple of a block, one sees all."""
 
     attention_windows = (AttentionWindow(6), FULL_ATTENTION, AttentionWindow(6))
 
 
-class LivesOverChunks(SchedulerLives):
+class MachineWithChunkedAttention(SchedulerMachine):
     """The same where positions are cut into chunks."""
 
     attention_windows = (AttentionWindow(6, is_chunked=True), FULL_ATTENTION, AttentionWindow(6, is_chunked=True))
 
 
-class LivesOfShortSteps(LivesOverGroups):
+class MachineWithShortSteps(MachineWithKVGroups):
     """Steps that are short enough for windows to hold less than a request: the KV cache counts on that."""
 
     max_step_tokens = 8
 
 
-class LivesWithImages(LivesOverGroups):
+class MachineWithImages(MachineWithKVGroups):
     """Prompts with images under a small encoder cache and budget. Placeholders are identical, so a request with wrong
     blocks or embeddings produces wrong tokens.
     """
@@ -687,7 +687,7 @@ class LivesWithImages(LivesOverGroups):
         step_budget: int,
     ) -> None:
         self.encoder = EncoderCache(capacity, step_budget)
-        SchedulerLives.start(self, blocks, policy, True, host_blocks, kept_blocks=kept_blocks)
+        SchedulerMachine.start(self, blocks, policy, True, host_blocks, kept_blocks=kept_blocks)
 
     start = None  # type: ignore[assignment]  # start_with is the one that hypothesis calls
 
@@ -729,7 +729,7 @@ class LivesWithImages(LivesOverGroups):
         return prepared
 
 
-class LivesWithAdapters(LivesOverGroups):
+class MachineWithAdapters(MachineWithKVGroups):
     """Requests with adapters under max_loras, reloaded with other weights under the same name. Keys and values differ
     by adapter, so wrong cache hits produce wrong tokens.
     """
@@ -753,7 +753,7 @@ class LivesWithAdapters(LivesOverGroups):
     ) -> None:
         self.max_adapters = max_adapters
         self.loaded = [Adapter(name, slot, bytes([1 + slot])) for slot, name in enumerate("abc")]
-        SchedulerLives.start(self, blocks, policy, chunked, host_blocks, kept_blocks=kept_blocks)
+        SchedulerMachine.start(self, blocks, policy, chunked, host_blocks, kept_blocks=kept_blocks)
 
     start = None  # type: ignore[assignment]  # start_with is the one that hypothesis calls
 
@@ -797,25 +797,25 @@ class LivesWithAdapters(LivesOverGroups):
 
 
 LIVES = settings(max_examples=300, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-TestSchedulerLives = SchedulerLives.TestCase
+TestSchedulerLives = SchedulerMachine.TestCase
 TestSchedulerLives.settings = LIVES
-TestLivesOverGroups = LivesOverGroups.TestCase
+TestLivesOverGroups = MachineWithKVGroups.TestCase
 TestLivesOverGroups.settings = settings(LIVES, max_examples=150)
-TestLivesOverChunks = LivesOverChunks.TestCase
+TestLivesOverChunks = MachineWithChunkedAttention.TestCase
 TestLivesOverChunks.settings = settings(LIVES, max_examples=100)
-TestLivesWithImages = LivesWithImages.TestCase
+TestLivesWithImages = MachineWithImages.TestCase
 TestLivesWithImages.settings = settings(LIVES, max_examples=100)
-TestLivesWithAdapters = LivesWithAdapters.TestCase
+TestLivesWithAdapters = MachineWithAdapters.TestCase
 TestLivesWithAdapters.settings = settings(LIVES, max_examples=60)
-TestLivesOfShortSteps = LivesOfShortSteps.TestCase
+TestLivesOfShortSteps = MachineWithShortSteps.TestCase
 TestLivesOfShortSteps.settings = settings(LIVES, max_examples=150)
 
 
-@pytest.mark.parametrize("kind", [SchedulerLives, LivesOverGroups, LivesOfShortSteps])
+@pytest.mark.parametrize("kind", [SchedulerMachine, MachineWithKVGroups, MachineWithShortSteps])
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize(("mode", "host_blocks"), [("recompute", 0), ("swap", 40), ("swap", 3), ("auto", 40)])
 def test_small_kv_cache_preempts_and_keeps_tokens(
-    mode: PreemptionMode, host_blocks: int, chunked: bool, kind: type[SchedulerLives]
+    mode: PreemptionMode, host_blocks: int, chunked: bool, kind: type[SchedulerMachine]
 ) -> None:
     lives = kind()
     policy = SchedulingPolicy(max_num_seqs=6, max_num_batched_tokens=MAX_MODEL_LEN, preemption_mode=mode)
@@ -828,11 +828,11 @@ def test_small_kv_cache_preempts_and_keeps_tokens(
     assert sum(preempted.get("swap", {}).values()) > (0 if host_blocks else -1)
 
 
-@pytest.mark.parametrize("kind", [SchedulerLives, LivesOverGroups, LivesOfShortSteps])
+@pytest.mark.parametrize("kind", [SchedulerMachine, MachineWithKVGroups, MachineWithShortSteps])
 @pytest.mark.parametrize("method", ["last", "mean"])
 @pytest.mark.parametrize(("mode", "host_blocks"), [("recompute", 0), ("swap", 40), ("auto", 3)])
 def test_preempted_pooling_keeps_its_result(
-    mode: PreemptionMode, host_blocks: int, method: PoolingMethod, kind: type[SchedulerLives]
+    mode: PreemptionMode, host_blocks: int, method: PoolingMethod, kind: type[SchedulerMachine]
 ) -> None:
     """Decodes before it in the queue take its blocks between two of its chunks."""
     lives = kind()
@@ -848,9 +848,9 @@ def test_preempted_pooling_keeps_its_result(
     assert sum(sum(reasons.values()) for reasons in preempted.values()) > 3
 
 
-@pytest.mark.parametrize("kind", [SchedulerLives, LivesOverGroups, LivesOfShortSteps])
+@pytest.mark.parametrize("kind", [SchedulerMachine, MachineWithKVGroups, MachineWithShortSteps])
 @pytest.mark.parametrize(("kept_blocks", "host_blocks"), [(4, 0), (400, 0), (400, 40), (20, 3)])
-def test_host_cache_restores_keep_tokens(kept_blocks: int, host_blocks: int, kind: type[SchedulerLives]) -> None:
+def test_host_cache_restores_keep_tokens(kept_blocks: int, host_blocks: int, kind: type[SchedulerMachine]) -> None:
     """Conversations that take turns, in a KV cache that holds about one of them."""
     lives = kind()
     policy = SchedulingPolicy(
@@ -868,9 +868,11 @@ def test_host_cache_restores_keep_tokens(kept_blocks: int, host_blocks: int, kin
     assert stats.host_cache_queries >= stats.host_cache_hits
 
 
-@pytest.mark.parametrize("kind", [SchedulerLives, LivesOverGroups])
+@pytest.mark.parametrize("kind", [SchedulerMachine, MachineWithKVGroups])
 @pytest.mark.parametrize("slice_rows", [None, 3, 8])
-def test_executor_with_slices_reads_unwritten_shared_blocks(slice_rows: int | None, kind: type[SchedulerLives]) -> None:
+def test_executor_with_slices_reads_unwritten_shared_blocks(
+    slice_rows: int | None, kind: type[SchedulerMachine]
+) -> None:
     """The second prompt shares two blocks with the first in the step that computes them, and its last token comes
     first in the step. An executor that attends slice by slice reads these blocks before it has written them."""
     lives = kind()
@@ -888,7 +890,7 @@ def test_executor_with_slices_reads_unwritten_shared_blocks(slice_rows: int | No
 
 def test_decode_sends_one_block_per_filled_block() -> None:
     """Every table is sent whole once; a step without table growth sends nothing."""
-    lives = SchedulerLives()
+    lives = SchedulerMachine()
     policy = SchedulingPolicy(max_num_seqs=4, max_num_batched_tokens=MAX_MODEL_LEN)
     lives.start(CAP_BLOCKS, policy, chunked=True, host_blocks=0)
     for index in range(4):
@@ -904,7 +906,7 @@ def test_decode_sends_one_block_per_filled_block() -> None:
 
 
 def test_right_guesses_are_accepted_and_shorten_the_run() -> None:
-    lives = SchedulerLives()
+    lives = SchedulerMachine()
     policy = SchedulingPolicy(max_num_seqs=6, max_num_batched_tokens=MAX_MODEL_LEN, num_speculative_tokens=5)
     lives.start(CAP_BLOCKS, policy, chunked=True, host_blocks=0)
     for index in range(4):
@@ -931,7 +933,7 @@ def test_a_thousand_random_patches_under_load_fail_no_request() -> None:
         ),
         LiveValues(max_num_seqs=6, max_num_batched_tokens=32, gpu_memory_utilization="0.5"),
     )
-    lives = SchedulerLives()
+    lives = SchedulerMachine()
     policy = SchedulingPolicy(max_num_seqs=6, max_num_batched_tokens=32)
     lives.start(formula.num_blocks, policy, chunked=True, host_blocks=0, cap=live.envelope.num_blocks_cap)
     accepted = 0

@@ -119,28 +119,28 @@ def _merge(envelope: Envelope, values: LiveValues, patch: Mapping[object, object
     """
     wishes: dict[str, _FieldChange] = {}
     for name, value in patch.items():
-        wish = _field_change(envelope, values, str(name), value)
-        if isinstance(wish, FieldError):
-            return wish
-        earlier = wishes.get(wish.field.name)
-        if earlier is not None and earlier.value != wish.value:
-            message = f"{wish.given} and {earlier.given} are one field, given as {wish.value} and {earlier.value}"
-            return FieldError(wish.given, value, message)
-        wishes[wish.field.name] = wish
+        change = _field_change(envelope, values, str(name), value)
+        if isinstance(change, FieldError):
+            return change
+        earlier = wishes.get(change.field.name)
+        if earlier is not None and earlier.value != change.value:
+            message = f"{change.given} and {earlier.given} are one field, given as {change.value} and {earlier.value}"
+            return FieldError(change.given, value, message)
+        wishes[change.field.name] = change
     merged = values
-    for wish in wishes.values():
-        merged = wish.field.with_value(merged, wish.value)
-    numbers = [wish for wish in wishes.values() if wish.field.is_number]
+    for change in wishes.values():
+        merged = change.field.with_value(merged, change.value)
+    numbers = [change for change in wishes.values() if change.field.is_number]
     # Report a value that is invalid by itself before one that conflicts with others.
-    for wish in numbers:
-        if _is_outside(wish, wish.field.own_bounds(envelope)):
-            return _outside(envelope, merged, wish)
-    for wish in numbers:
-        if _is_outside(wish, wish.field.bounds(envelope, merged)):
-            return _outside(envelope, merged, wish)
-    for wish in wishes.values():
-        if reason := wish.field.conflict(merged):
-            return FieldError(wish.given, wish.value, f"{wish.given} is {wish.value}: {reason}")
+    for change in numbers:
+        if _is_outside(change, change.field.own_bounds(envelope)):
+            return _outside(envelope, merged, change)
+    for change in numbers:
+        if _is_outside(change, change.field.bounds(envelope, merged)):
+            return _outside(envelope, merged, change)
+    for change in wishes.values():
+        if reason := change.field.conflict(merged):
+            return FieldError(change.given, change.value, f"{change.given} is {change.value}: {reason}")
     return merged
 
 
@@ -185,27 +185,27 @@ def _not_live(envelope: Envelope, given: str, value: object) -> FieldError:
     return FieldError(shorten(given), value, message)
 
 
-def _is_outside(wish: _FieldChange, bounds: Bounds) -> bool:
+def _is_outside(change: _FieldChange, bounds: Bounds) -> bool:
     low, high = bounds
-    number = _number(wish)
+    number = _number(change)
     return not low.value <= number <= high.value
 
 
-def _outside(envelope: Envelope, merged: LiveValues, wish: _FieldChange) -> FieldError:
+def _outside(envelope: Envelope, merged: LiveValues, change: _FieldChange) -> FieldError:
     """Return the error for a value outside its bounds given the merged others, or outside its own bounds if those
     contradict.
     """
-    low, high = wish.field.bounds(envelope, merged)
+    low, high = change.field.bounds(envelope, merged)
     if low.value > high.value:
-        low, high = wish.field.own_bounds(envelope)
-    number = _number(wish)
+        low, high = change.field.own_bounds(envelope)
+    number = _number(change)
     reason = low.reason if number < low.value else high.reason
     nearest = clamp(number, low.value, high.value)
     return FieldError(
-        wish.given, number, f"{wish.given} is {in_words(number)}: {reason}", low.value, high.value, nearest
+        change.given, number, f"{change.given} is {in_words(number)}: {reason}", low.value, high.value, nearest
     )
 
 
-def _number(wish: _FieldChange) -> Number:
-    assert not isinstance(wish.value, str)  # fields with bounds are numbers
-    return wish.value
+def _number(change: _FieldChange) -> Number:
+    assert not isinstance(change.value, str)  # fields with bounds are numbers
+    return change.value

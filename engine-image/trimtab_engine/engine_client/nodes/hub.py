@@ -16,8 +16,8 @@ import msgspec
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.engine_client.nodes.messages import (
     HEARTBEAT_SECONDS,
+    LOG_INTERVAL_SECONDS,
     NODE_OWN_FIELDS,
-    SAY_SECONDS,
     SILENCE_SECONDS,
     CoreEnded,
     EndNode,
@@ -186,14 +186,14 @@ class Hub:
     async def _look(self) -> None:
         """Notice silence."""
         said = time.monotonic()
-        looks = HeartbeatTimer(said, every_seconds=HEARTBEAT_SECONDS)
+        timer = HeartbeatTimer(said, every_seconds=HEARTBEAT_SECONDS)
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             now = time.monotonic()
-            if not looks.is_on_time(now):
+            if not timer.is_on_time(now):
                 continue
             missing = [str(rank) for rank in range(1, self._config.nnodes) if rank not in self._members]
-            if missing and now - said > SAY_SECONDS:
+            if missing and now - said > LOG_INTERVAL_SECONDS:
                 said = now
                 logger.info("node 0 still waits for node %s of %d", ", ".join(missing), self._config.nnodes)
             for rank, member in self._members.items():

@@ -39,7 +39,7 @@ from trimtab_engine.ipc.stream import StreamLink
 CONNECT_SECONDS = 3.0  # packets to a lost node are dropped: retry, the address may have moved
 RETRY_SECONDS = 1.0
 CLOCK_EXCHANGES = 8  # the shortest of them counts
-OWN_WORD_SECONDS = 5.0  # for SIGTERM to reach this node, too, when node 0 ends in order
+OWN_SIGTERM_SECONDS = 5.0  # for SIGTERM to reach this node, too, when node 0 ends in order
 STOP_MARGIN_SECONDS = 15.0  # beyond --shutdown-timeout, for node 0 to end before this node does without it
 
 logger = logging.getLogger("trimtab_engine.nodes")
@@ -92,7 +92,7 @@ class _Member:
             self._link.close()
         if ending.in_order:  # otherwise its container would restart and have to end again
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._told.wait(), OWN_WORD_SECONDS)
+                await asyncio.wait_for(self._told.wait(), OWN_SIGTERM_SECONDS)
         line = f"trimtab-engine: node {self._config.node_rank} ends: {' '.join(ending.why.split())}"
         print(line, file=sys.stderr, flush=True)
         return 0 if self._stopping else ending.exit_code
@@ -224,12 +224,12 @@ class _Member:
 
     async def _beat(self, link: StreamLink[ToMember]) -> None:
         """Send heartbeats and detect that node 0 does not answer."""
-        looks = HeartbeatTimer(time.monotonic(), every_seconds=HEARTBEAT_SECONDS)
+        timer = HeartbeatTimer(time.monotonic(), every_seconds=HEARTBEAT_SECONDS)
         while True:
             link.send(NodeAlive(time.monotonic()))
             await asyncio.sleep(HEARTBEAT_SECONDS)
             now = time.monotonic()
-            if looks.is_on_time(now) and now - self._heard > SILENCE_SECONDS:
+            if timer.is_on_time(now) and now - self._heard > SILENCE_SECONDS:
                 self._end(_Ending(f"node 0, which has the engine, has been silent for {SILENCE_SECONDS:.0f} s", 1))
                 return
 

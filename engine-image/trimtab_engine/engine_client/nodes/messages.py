@@ -11,7 +11,7 @@ from trimtab_engine.messages.lifecycle import CoreStart
 
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0  # without a word the other side is taken for dead; the rest of 10 s is for the engine to end
-SAY_SECONDS = 30.0  # between log lines about missing nodes, which may have to be scheduled first
+LOG_INTERVAL_SECONDS = 30.0  # between log lines about missing nodes, which may have to be scheduled first
 NODE_OWN_FIELDS = frozenset(
     {
         "model",

@@ -6,8 +6,8 @@ from typing import Any
 
 import engine_builders
 import pytest
+from fixed_resolution_models import TEXT, TOKENS, VISION, the_reference
 from safetensors.torch import load_file
-from square_models import TEXT, TOKENS, VISION, the_reference
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.by_transformers.seeing import ARCHITECTURES, NATIVE, WHY_NOT, text_words
 from trimtab_engine.models.by_transformers.tower import without_text

@@ -13,15 +13,15 @@ import engine_builders
 import pytest
 import torch
 from engine_benchmarks.parity import Reference
+from fixed_resolution_models import GIVEN, TOKENS, a_square, the_reference
 from safetensors.torch import load_file, save_file
-from seeing_model import SeeingPrompt, a_prompt, reference_of, save
-from seeing_runs import NUM_TOKENS, Run, defects
-from square_models import GIVEN, TOKENS, a_square, the_reference
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import ConfigError, ModelError
 from trimtab_engine.messages.admin import PatchConfig
 from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.scheduling.sampling import Sampling
+from vision_model import VisionPrompt, a_prompt, reference_of, save
+from vision_runs import NUM_TOKENS, Run, defects
 
 BASE = {"load_format": "auto", "dtype": "float32", "num_gpu_blocks_override": 200, "limit_mm_per_prompt": {"image": 4}}
 TIGHT = {"max_model_len": 136, "num_gpu_blocks_override": 42, "max_num_batched_tokens": 16, "encoder_cache_size": 32}
@@ -38,7 +38,7 @@ class Seeing:
     kind: str
     model: Any
     folder: Path
-    prompts: dict[str, SeeingPrompt]
+    prompts: dict[str, VisionPrompt]
     expected: dict[str, Reference]
 
     @property

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from seeing_model import IMAGE, MEANINGS, SeeingPrompt
 from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,
@@ -23,6 +22,7 @@ from transformers import (
 )
 from trimtab_engine.multimodal.items import MultiModalItem, Patches
 from trimtab_engine.multimodal.patches import as_float32
+from vision_model import IMAGE, MEANINGS, VisionPrompt
 
 PATCH, SQUARE = 4, 16  # pixels
 ROW_SIZE = 3 * SQUARE**2
@@ -101,13 +101,13 @@ def pixels(square: MultiModalItem) -> torch.Tensor:
     return torch.from_numpy(as_float32(square.patches)).view(3, SQUARE, SQUARE)
 
 
-def what_llava_gets(prompt: SeeingPrompt) -> dict[str, torch.Tensor]:
+def what_llava_gets(prompt: VisionPrompt) -> dict[str, torch.Tensor]:
     """Return the arguments of its forward pass besides token ids."""
     squares = prompt.items("image")
     return {"pixel_values": torch.stack([pixels(square) for square in squares])} if squares else {}
 
 
-def what_idefics3_gets(prompt: SeeingPrompt) -> dict[str, torch.Tensor]:
+def what_idefics3_gets(prompt: VisionPrompt) -> dict[str, torch.Tensor]:
     """Idefics3, and SmolVLM: as LLaVA, in one more dimension: pictures of several squares."""
     return {name: values.unsqueeze(0) for name, values in what_llava_gets(prompt).items()}
 

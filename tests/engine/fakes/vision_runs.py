@@ -8,9 +8,9 @@ from typing import Any
 
 from calling_recorder import noted, steps_of_a_device
 from engine_benchmarks.parity import NEAR_TIE, Reference
-from seeing_model import SeeingPrompt
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.messages.requests import StepOutputs
+from vision_model import VisionPrompt
 
 NUM_TOKENS = 64
 
@@ -27,7 +27,7 @@ class Run:
         self.num_graphs = self.num_compiled = 0
         self.num_eager: dict[str, int] = {}
 
-    def add(self, prompts: dict[str, SeeingPrompt], **request: Any) -> None:
+    def add(self, prompts: dict[str, VisionPrompt], **request: Any) -> None:
         for name, prompt in prompts.items():
             self.tokens[name] = []
             self.engine.add(prompt.request(name, NUM_TOKENS, **request))
@@ -68,7 +68,7 @@ def defects(tokens: dict[str, list[int]], expected: dict[str, Reference]) -> lis
 
 
 def check_with_the_steps_of_a_device(
-    an_engine: Callable[[], Engine], prompts: dict[str, SeeingPrompt], expected: dict[str, Reference], *, is_eager: bool
+    an_engine: Callable[[], Engine], prompts: dict[str, VisionPrompt], expected: dict[str, Reference], *, is_eager: bool
 ) -> None:
     """The reference's tokens; steps that compute or place images are eager, and all others replay graphs, unless all
     are eager."""
@@ -81,7 +81,7 @@ def check_with_the_steps_of_a_device(
 
 
 def graphs_over_ranks(
-    an_engine: Callable[[], Engine], prompts: dict[str, SeeingPrompt], expected: dict[str, Reference], folder: Path
+    an_engine: Callable[[], Engine], prompts: dict[str, VisionPrompt], expected: dict[str, Reference], folder: Path
 ) -> list[str]:
     """Return the step notes of each of two ranks, checked to be equal, of an engine with the reference's tokens."""
     with steps_of_a_device(folder):

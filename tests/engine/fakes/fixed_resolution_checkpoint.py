@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fixed_resolution_models import SQUARE, the_reference
 from PIL import Image
-from square_models import SQUARE, the_reference
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -42,7 +42,7 @@ Part = str | Image.Image
 
 
 @dataclass(frozen=True, slots=True)
-class SeeingSquares:
+class FixedResolutionCheckpoint:
     """A checkpoint, and transformers' model of it."""
 
     kind: str
@@ -99,7 +99,7 @@ def picture_of(kind: str) -> str:
     return CONTEXT if kind == "internvl" else IMAGE
 
 
-def a_checkpoint_of_squares(kind: str, folder: Path, tokenizer_folder: Path) -> SeeingSquares:
+def make_fixed_resolution_checkpoint(kind: str, folder: Path, tokenizer_folder: Path) -> FixedResolutionCheckpoint:
     """Write the checkpoint with that tokenizer and additional image tokens."""
     text = {"vocab_size": VOCAB_SIZE, "eos_token_id": 256, "max_position_embeddings": 512}
     model = the_reference(kind, text=text, image_token_id=IDS[picture_of(kind)])
@@ -114,4 +114,4 @@ def a_checkpoint_of_squares(kind: str, folder: Path, tokenizer_folder: Path) -> 
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     processor = WORDS[kind][1] | {"image_processor_type": TYPES[kind]}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    return SeeingSquares(kind, folder, model)
+    return FixedResolutionCheckpoint(kind, folder, model)

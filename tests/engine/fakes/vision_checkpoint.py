@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from media_files import animated
 from PIL import Image
-from seeing_model import CONFIG
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from trimtab_engine.multimodal.decoding import DecodeLimits, decode_video
 from trimtab_engine.multimodal.items import Patches
 from trimtab_engine.multimodal.patches import as_float32
 from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
+from vision_model import CONFIG
 
 NUM_TOKENS = 12
 START, IMAGE, END, VIDEO = 258, 259, 260, 261
@@ -103,7 +103,7 @@ def a_video(frames: Sequence[Image.Image]) -> bytes:
     return animated(frames, "PNG", milliseconds=250)
 
 
-def a_seeing_checkpoint(folder: Path, tokenizer_folder: Path) -> Seeing:
+def make_vision_checkpoint(folder: Path, tokenizer_folder: Path) -> Seeing:
     """Write the checkpoint with that tokenizer and additional image tokens."""
     said = {
         **CONFIG,

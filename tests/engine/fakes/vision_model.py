@@ -67,7 +67,7 @@ def an_item(
 
 
 @dataclass(frozen=True, slots=True)
-class SeeingPrompt:
+class VisionPrompt:
     """Token ids with placeholders, and where the items are."""
 
     token_ids: list[int]
@@ -84,7 +84,7 @@ class SeeingPrompt:
         )
 
 
-def a_prompt(*parts: int | MultiModalItem, first: int = 5) -> SeeingPrompt:
+def a_prompt(*parts: int | MultiModalItem, first: int = 5) -> VisionPrompt:
     """Return items between runs of text tokens, which increase from `first`."""
     token_ids: list[int] = []
     spans: list[Span] = []
@@ -94,10 +94,10 @@ def a_prompt(*parts: int | MultiModalItem, first: int = 5) -> SeeingPrompt:
         else:
             spans.append(Span(len(token_ids), part))
             token_ids += [IMAGE if part.modality == "image" else VIDEO] * part.num_tokens
-    return SeeingPrompt(token_ids, tuple(spans))
+    return VisionPrompt(token_ids, tuple(spans))
 
 
-def what_transformers_gets(prompt: SeeingPrompt) -> dict[str, torch.Tensor]:
+def what_transformers_gets(prompt: VisionPrompt) -> dict[str, torch.Tensor]:
     """Return the arguments of its forward pass besides token ids."""
     kinds = {IMAGE: 1, VIDEO: 2}
     given = {"mm_token_type_ids": torch.tensor([[kinds.get(token, 0) for token in prompt.token_ids]])}
@@ -116,9 +116,9 @@ def _pixels(items: list[MultiModalItem]) -> torch.Tensor:
 
 def reference_of(
     model: Any,
-    prompt: SeeingPrompt,
+    prompt: VisionPrompt,
     num_tokens: int,
-    given: Callable[[SeeingPrompt], dict[str, torch.Tensor]] = what_transformers_gets,
+    given: Callable[[VisionPrompt], dict[str, torch.Tensor]] = what_transformers_gets,
 ) -> Reference:
     """Return its greedy tokens. `given`: image arguments besides token ids."""
     output = model.generate(
