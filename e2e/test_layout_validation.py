@@ -103,6 +103,6 @@ def test_unavailable_gpus_set_scaling_limited(apply: Apply, remove: Remove) -> N
 
     limited = hungry.waiter.until("ScalingLimited", is_limited, deadline_seconds=READ_SECONDS)
     assert limited["status"] == "True"
-    assert "asks for 1 GPU" in limited["message"]
+    assert "requests 1 GPU" in limited["message"]
     assert "no node has any" in limited["message"]
     remove(hungry)

@@ -1,10 +1,10 @@
-"""The entry points `trimtab` and `trimtab-operator`: who presses Ctrl-C while they load is shown no traceback."""
+"""Entry points `trimtab` and `trimtab-operator`. Ctrl-C during the import prints no traceback."""
 
 import os
 import signal
 from collections.abc import Callable
 
-EXIT_INTERRUPTED = 128 + signal.SIGINT  # what a shell says of a command that Ctrl-C ended
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # exit code that shells report for Ctrl-C
 
 
 def trimtab() -> None:

@@ -1,14 +1,14 @@
-"""The operator's errors. The name says who acts next; translation happens at the edge."""
+"""Errors of the operator. Each class corresponds to the party that must act; callers translate library errors."""
 
 from __future__ import annotations
 
 
 class TrimtabError(Exception):
-    """Anything the operator raises on purpose."""
+    """Base class of all errors that the operator raises."""
 
 
 class InvalidSpec(TrimtabError):
-    """The user acts: the resource asks for something that cannot be. Each finding names the field and the way out."""
+    """The spec is invalid and the user must change it. Each finding names the field and the remedy."""
 
     def __init__(self, *findings: str) -> None:
         super().__init__("; ".join(findings))
@@ -16,20 +16,20 @@ class InvalidSpec(TrimtabError):
 
 
 class NotYet(TrimtabError):
-    """Time acts: what is needed does not exist yet."""
+    """A required object does not exist yet; retry later."""
 
 
 class NameTaken(TrimtabError):
-    """The user acts: an object that the operator must create exists already and belongs to somebody else."""
+    """An object that the operator must create already exists with another owner; the user must remove one of them."""
 
 
 class MisconfiguredOperator(TrimtabError):
-    """Whoever installed the operator acts: a missing CRD, an unreachable API server, a flag that cannot be."""
+    """The installation is wrong, such as a missing CRD, an unreachable API server or an invalid flag."""
 
 
 class NotLeading(TrimtabError):
-    """Another process acts: the Lease has ended, and nothing may be written any more."""
+    """The Lease expired; another process leads and this one must not write."""
 
 
 class Gone(TrimtabError):
-    """Nobody acts: the resource was deleted, or another one has its name."""
+    """The resource was deleted or replaced by another one of the same name; no action is needed."""

@@ -1,1 +1,1 @@
-"""The command lines `trimtab` and `trimtab-operator`."""
+"""Command lines `trimtab` and `trimtab-operator`."""

@@ -1,17 +1,17 @@
-"""How many files, and so connections, the operator's process may have open."""
+"""Limit of open files, and so of connections, of the operator's process."""
 
 from __future__ import annotations
 
 import resource
 
-MOST = 1 << 16  # where there is no limit
+MAX_OPEN_FILES = 1 << 16  # used if the hard limit is unlimited
 
 
 def allow_open_files() -> int:
-    """Let the process open as many as it ever may; how many that is. A connection to each of a thousand engines is
-    kept from tick to tick, and 1024 files are the usual limit that a process may raise by itself."""
+    """Raise the soft limit of open files to the hard limit. Return the new soft limit."""
+    # One connection per engine stays open between ticks; the usual soft limit of 1024 is too low for 1,000 engines.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST if hard == resource.RLIM_INFINITY else hard
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted

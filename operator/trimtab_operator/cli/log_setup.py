@@ -1,4 +1,4 @@
-"""Logging: one JSON object a line by default, with the same field names everywhere."""
+"""Logging set-up: one JSON object per line by default, with the same field names in all modules."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 
 QUIET = ("httpx", "httpcore", "kopf._core.reactor.running", "kopf.objects", "aiohttp.access")
-KOPF_ATTRS = ("settings", "k8s_skip", "k8s_ref")  # objects that Kopf hangs on its records; they are no text
+KOPF_ATTRS = ("settings", "k8s_skip", "k8s_ref")  # objects that Kopf adds to log records; they cannot be serialized
 
 
 def configure_logging(style: str, level: str) -> None:
-    """Send everything to standard error. `style` is json or text."""
+    """Log to standard error. `style` is json or text."""
     handler = logging.StreamHandler(sys.stderr)
     if style == "json":
         names = {"asctime": "time", "levelname": "level", "name": "logger"}

@@ -1,4 +1,4 @@
-"""A model as the command lines take it: a folder with a config.json, such a file, or the facts that inspect printed."""
+"""MODEL argument of the commands: a folder with a config.json, a config.json, or the output of `inspect -o json`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ NAME_ALONE = re.compile(r"[A-Za-z0-9][\w.-]*(?<!\.json)(?<!\.gguf)")
 
 
 def facts_of(model: str) -> ModelFacts:
-    """The facts; which of the two forms it is the keys tell. `-` is standard input.
+    """Return the facts of a model. `-` is standard input. The keys of the JSON decide between config.json and facts.
 
-    Raises ValueError with one line: what is wrong, where, and what to give instead.
+    Raises:
+        ValueError: The file cannot be read or parsed; the message is one line with a remedy.
     """
     where, text = _read(model)
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{where}: is not JSON ({error}); give a config.json, or what `trimtab-engine inspect -o json` prints"
+            f"{where}: not JSON ({error}); pass a config.json or the output of `trimtab-engine inspect -o json`"
         ) from error
     if not isinstance(values, dict):
-        raise ValueError(f"{where}: holds no JSON object")
+        raise ValueError(
+            f"{where}: not a JSON object; pass a config.json or the output of `trimtab-engine inspect -o json`"
+        )
     try:
         return ModelFacts.parse(values) if "architecture" in values else facts_of_config(values, model)
     except ValueError as error:
@@ -35,7 +38,7 @@ def facts_of(model: str) -> ModelFacts:
 
 
 def _read(model: str) -> tuple[str, str]:
-    """The name of what was read, and its text."""
+    """Return the name of the source and its text."""
     if model == "-":
         return "standard input", sys.stdin.read(MAX_FACTS_BYTES)
     path = Path(model.removeprefix("file://"))
@@ -45,20 +48,23 @@ def _read(model: str) -> tuple[str, str]:
         is_large = path.stat().st_size > MAX_FACTS_BYTES
         text = "" if is_large else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no text"
-        remedy = "give a folder with a config.json, or the facts that inspect prints"
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        remedy = "pass a folder with a config.json, or the output of `trimtab-engine inspect -o json`"
         name = model.removeprefix("hf://")
         if HUB_NAME.fullmatch(name):
             remedy = (
-                f"if that is a name on the Hugging Face hub: hf download {name} config.json --local-dir FOLDER, then "
-                f"give FOLDER"
+                f"for a model on the Hugging Face hub, run `hf download {name} config.json --local-dir FOLDER` and "
+                f"pass FOLDER"
             )
         elif NAME_ALONE.fullmatch(model) and not path.exists():
             remedy = (
-                f"{remedy}. A model of the Hugging Face hub is ORG/NAME: hf download ORG/{model} config.json "
-                f"--local-dir FOLDER, then give FOLDER"
+                f"{remedy}. Models on the Hugging Face hub are named ORG/NAME: run `hf download ORG/{model} "
+                f"config.json --local-dir FOLDER` and pass FOLDER"
             )
         raise ValueError(f"{model}: cannot be read: {reason}; {remedy}") from error
     if is_large:
-        raise ValueError(f"{path}: is too large for a config.json or facts; of a GGUF file give what `inspect` prints")
+        raise ValueError(
+            f"{path}: too large for a config.json or model facts (limit {MAX_FACTS_BYTES >> 10} KiB); for a GGUF file, "
+            "pass the output of `trimtab-engine inspect -o json`"
+        )
     return str(path), text

@@ -1,4 +1,4 @@
-"""The command line: `trimtab-operator run | validate | render`."""
+"""Command line `trimtab-operator run | validate | render`."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from trimtab_operator.resource.installation import Alerts, GpuBudget, Installati
 from trimtab_operator.resource.spec import GROUP, KIND, VERSION, InferenceDeployment
 
 EXIT_FAILED = 1
-UNKNOWN_TOKEN_HASH = "0" * 64  # stands for the hash that depends on the resource's uid
+UNKNOWN_TOKEN_HASH = "0" * 64  # placeholder of the hash that depends on the resource's uid
 UNKNOWN_SECRET = base64.b64encode(b"0" * 64).decode()
 UNKNOWN_ADDRESS = "0.0.0.0"
 UNKNOWN_IMAGE = "the-operators-default-image"
-"""Stands for the image of resources that name none, where the operator's is not told: the chart always sets one."""
+"""Placeholder of the operator's default image if --default-image is not set. The chart always sets it."""
 
 ABOUT = (
-    "Runs large language models on Kubernetes and keeps them in trim. `run` is what the chart starts; "
-    "`validate` and `render` show, without a cluster, what the operator would say and do."
+    "Run and tune large language models on Kubernetes. The chart starts `run`; `validate` and `render` work without a "
+    "cluster."
 )
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT, context_settings=HELP)
@@ -69,10 +69,12 @@ File = Annotated[
     Path | None,
     typer.Argument(metavar="FILE", help="YAML file with InferenceDeployments; - reads standard input."),
 ]
-FileOption = Annotated[Path | None, typer.Option("--file", "-f", metavar="FILE", help="The same, as kubectl has it.")]
+FileOption = Annotated[
+    Path | None, typer.Option("--file", "-f", metavar="FILE", help="Same as the argument FILE, as in kubectl.")
+]
 DefaultImage = Annotated[
     str | None,
-    typer.Option(help="Engine image of resources that name none.", envvar="TRIMTAB_DEFAULT_IMAGE"),
+    typer.Option(help="Engine image of resources without spec.runtime.image.", envvar="TRIMTAB_DEFAULT_IMAGE"),
 ]
 
 
@@ -81,35 +83,36 @@ def commands(
     shows_version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=version_of("trimtab-operator"), is_eager=True, help="Show the version and end."
+            "--version", callback=version_of("trimtab-operator"), is_eager=True, help="Show the version and exit."
         ),
     ] = False,
 ) -> None:
-    """What stands before every command."""
+    """Handle the options before every command."""
 
 
 @app.command()
 def run(
     namespace: Annotated[
-        list[str] | None, typer.Option(help="Serve this namespace only; may be repeated. Default: all.")
+        list[str] | None, typer.Option(help="Namespace to watch; may be repeated. Default: all.")
     ] = None,
     operator_namespace: Annotated[
-        str, typer.Option(help="Where the operator keeps its Lease and Secrets.", envvar="POD_NAMESPACE")
+        str, typer.Option(help="Namespace of the operator's Lease and Secrets.", envvar="POD_NAMESPACE")
     ] = "trimtab-system",
     identity: Annotated[
-        str, typer.Option(help="This process in the Lease. Default: the host name.", envvar="POD_NAME")
+        str, typer.Option(help="Holder identity in the Lease. Default: host name and process id.", envvar="POD_NAME")
     ] = "",
     tick_seconds: Annotated[
-        float, typer.Option(min=1.0, max=300.0, help="Longest time between two looks at a resource.")
+        float,
+        typer.Option(min=1.0, max=300.0, help="Maximum time between two reconciliations of a resource, in seconds."),
     ] = 15.0,
     default_image: DefaultImage = None,
     lease_name: Annotated[str, typer.Option(help="Name of the Lease.")] = "trimtab-operator",
     secret_name: Annotated[
         str, typer.Option(help="Secret from which admin tokens are derived; created if absent.")
     ] = "trimtab-operator",  # noqa: S107 - a name, not a password
-    webhook_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the webhook; 0 serves none.")] = 9443,
+    webhook_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the webhook; 0 disables it.")] = 9443,
     webhook_config_name: Annotated[
-        str | None, typer.Option(help="ValidatingWebhookConfiguration whose caBundle is kept up to date.")
+        str | None, typer.Option(help="ValidatingWebhookConfiguration whose caBundle the operator updates.")
     ] = None,
     webhook_secret_name: Annotated[
         str, typer.Option(help="Secret with the webhook's certificates; created if absent.")
@@ -123,30 +126,30 @@ def run(
         str | None,
         typer.Option(
             metavar="JSON",
-            help='Make a NetworkPolicy per resource: {"operator": PEER, "clients": [PEER], "monitoring": [PEER]}.',
+            help='Create a NetworkPolicy per resource: {"operator": PEER, "clients": [PEER], "monitoring": [PEER]}.',
         ),
     ] = None,
     pod_monitors: Annotated[
         str | None,
-        typer.Option(metavar="JSON", help='Make a PodMonitor per resource: {"labels": {…}, "interval": "15s"}.'),
+        typer.Option(metavar="JSON", help='Create a PodMonitor per resource: {"labels": {…}, "interval": "15s"}.'),
     ] = None,
     alerts: Annotated[
-        str | None, typer.Option(metavar="JSON", help='Make a PrometheusRule per resource: {"labels": {…}}.')
+        str | None, typer.Option(metavar="JSON", help='Create a PrometheusRule per resource: {"labels": {…}}.')
     ] = None,
     gpu_budget: Annotated[
         str | None,
         typer.Option(
             metavar="JSON",
-            help='GPUs that all engines may hold together, and those of namespaces: {"total": 64, "namespaces": {…}}.',
+            help='Maximum GPUs of all engines together and per namespace: {"total": 64, "namespaces": {…}}.',
         ),
     ] = None,
     allow_privilege: AllowPrivilege = None,
-    log_format: Annotated[LogFormat, typer.Option(help="One JSON object a line, or text.")] = LogFormat.JSON,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[LogFormat, typer.Option(help="One JSON object per line, or text.")] = LogFormat.JSON,
+    log_level: Annotated[str, typer.Option(help="Log level: debug, info, warning or error.")] = "info",
     prometheus_url: Annotated[
         str | None,
         typer.Option(
-            help="Read engines' metrics from this Prometheus, where they are there. Default: scrape the pods.",
+            help="URL of the Prometheus to read engine metrics from. Default: scrape the pods.",
             envvar="TRIMTAB_PROMETHEUS_URL",
             rich_help_panel=prometheus_flags.PANEL,
         ),
@@ -162,7 +165,10 @@ def run(
     prometheus_match: prometheus_flags.Match = None,
     prometheus_alias: prometheus_flags.Alias = None,
 ) -> None:
-    """Serve InferenceDeployments. Several may run: one holds the Lease and works, all answer the webhook."""
+    """Reconcile InferenceDeployments.
+
+    With several replicas, the holder of the Lease reconciles and all serve the webhook.
+    """
     from trimtab_operator.cli.file_limits import allow_open_files
     from trimtab_operator.cli.log_setup import configure_logging
     from trimtab_operator.reconcile.process import (  # here, so that `validate` needs no cluster client
@@ -171,7 +177,7 @@ def run(
     )
 
     configure_logging(log_format.value, log_level)
-    told = prometheus_flags.Flags(
+    flags = prometheus_flags.Flags(
         prometheus_ca_file,
         prometheus_insecure,
         prometheus_token_file,
@@ -184,7 +190,7 @@ def run(
         tuple(prometheus_alias or ()),
     )
     try:
-        prometheus = prometheus_flags.connection_of(prometheus_url, told)
+        prometheus = prometheus_flags.connection_of(prometheus_url, flags)
     except MisconfiguredOperator as error:
         refuse(str(error))
     options = Options(
@@ -230,14 +236,14 @@ Choice = TypeVar("Choice", bound=BaseModel)
 
 
 def _choice(flag: str, text: str | None, kind: type[Choice]) -> Choice | None:
-    """What an administrator chose, from the flag's JSON; None without it. Ends with one line when it cannot be read."""
+    """Parse the JSON of a flag; None if it is not set. Exits with one line if it cannot be parsed."""
     if text is None:
         return None
     try:
         return kind.model_validate_json(text, by_alias=True, by_name=False)
     except ValidationError as error:
-        said = "; ".join(f"{'.'.join(map(str, entry['loc'])) or 'it'}: {entry['msg']}" for entry in error.errors())
-        refuse(f"{flag}: {said}")
+        messages = (f"{'.'.join(map(str, entry['loc'])) or 'value'}: {entry['msg']}" for entry in error.errors())
+        refuse(f"{flag}: {'; '.join(messages)}")
 
 
 @app.command()
@@ -248,23 +254,23 @@ def validate(
     facts: Annotated[
         str | None,
         typer.Option(
-            help="The model that the layout is checked against: a folder with a config.json, such a file, or what "
-            "`trimtab-engine inspect MODEL -o json` printed; - reads standard input."
+            help="Model to check the layout against: a folder with a config.json, a config.json, or the output of "
+            "`trimtab-engine inspect MODEL -o json`; - reads standard input."
         ),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="With --facts: check too whether the layout fits the memory of such GPUs.")
+        str | None, typer.Option(help="With --facts: also check that the layout fits the memory of this GPU.")
     ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="text or json.")] = Output.TEXT,
     allow_privilege: AllowPrivilege = None,
 ) -> None:
-    """Say what the webhook would say, without a cluster. Exit code 2 when something is refused."""
+    """Validate resources as the webhook does, without a cluster. Exit code 2 if a resource is rejected."""
     resources = _the_file(file, file_option)
     if facts == "-" and str(resources) == "-":
-        refuse("--facts: standard input holds the resources; give one of the two as a file")
+        refuse("--facts: standard input is already used for the resources; pass one of the two as a file")
     model, device = None if facts is None else _facts(facts), None if gpu is None else given_gpu(gpu)
     if gpu is not None and facts is None:
-        refuse("--gpu: what fits depends on the model; give --facts as well")
+        refuse("--gpu: needs the facts of the model; set --facts as well")
     allowed_privileges = _parse_privileges(allow_privilege)
     found = [
         _verdict(body, default_image or UNKNOWN_IMAGE, allowed_privileges, model, device)
@@ -274,7 +280,7 @@ def validate(
         typer.echo(json.dumps(found, indent=2))
     else:
         for entry in found:
-            typer.echo(f"{entry['name']}: {'refused' if entry['refusals'] else 'accepted'}")
+            typer.echo(f"{entry['name']}: {'rejected' if entry['refusals'] else 'accepted'}")
             for line in (*entry["refusals"], *(f"warning: {warning}" for warning in entry["warnings"])):
                 typer.echo(f"  {line}")
     if any(entry["refusals"] for entry in found):
@@ -284,7 +290,7 @@ def validate(
 def _verdict(
     body: dict[str, Any], image: str, allowed_privileges: frozenset[str], facts: ModelFacts | None, gpu: Gpu | None
 ) -> dict[str, Any]:
-    """What is said of one resource: warnings where it is accepted."""
+    """Return the name, validation errors and warnings of one resource; an invalid resource has no warnings."""
     wrong = validation_messages(body, default_image=image, allowed_privileges=allowed_privileges, facts=facts, gpu=gpu)
     warnings = [] if wrong else warnings_of(InferenceDeployment.parse(body, default_image=image))
     return {"name": _name(body), "refusals": wrong, "warnings": warnings}
@@ -297,9 +303,11 @@ def render(
     default_image: DefaultImage = None,
     allow_privilege: AllowPrivilege = None,
 ) -> None:
-    """Print what the operator would create, as YAML. The token's hash and the addresses of
-    rendezvous Services depend on the cluster and are shown as zeros; so does the secret that pods of one replica
-    share. A default image that was not told is shown as such."""
+    """Print the objects that the operator would create, as YAML.
+
+    Values that depend on the cluster are shown as zeros: the token's hash, the addresses of rendezvous Services and the
+    secret that the pods of a replica share. An unknown default image is shown as a placeholder.
+    """
     manifests: list[dict[str, Any]] = []
     allowed_privileges, image = _parse_privileges(allow_privilege), default_image or UNKNOWN_IMAGE
     for body in _resources(_the_file(file, file_option)):
@@ -308,10 +316,8 @@ def render(
             refuse("\n".join(f"{_name(body)}: {line}" for line in wrong))
         deployment = InferenceDeployment.parse(body, default_image=image, allowed_privileges=allowed_privileges)
         if deployment.image == UNKNOWN_IMAGE:
-            told = (
-                f"spec.runtime.image is missing: {UNKNOWN_IMAGE} stands for the operator's; say it by --default-image"
-            )
-            typer.echo(f"{_name(body)}: {told}", err=True)
+            message = f"spec.runtime.image: not set (rendered as {UNKNOWN_IMAGE}); set it, or pass --default-image"
+            typer.echo(f"{_name(body)}: {message}", err=True)
         manifests += _manifests(deployment)
     typer.echo(yaml.safe_dump_all(manifests, sort_keys=False, width=120), nl=False)
 
@@ -332,45 +338,45 @@ def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
 
 
 def _the_file(argument: Path | None, option: Path | None) -> Path:
-    """The file that was given, by either way; ends with one line where there is none, or two."""
+    """Return the file from the argument or --file. Exits with one line if there is none, or both."""
     if argument is not None and option is not None:
-        refuse(f"one file at a time: {argument} and --file {option} are two")
+        refuse(f"--file: two files given ({argument}, {option}); pass only one")
     given = argument or option
     if given is None:
-        refuse("which resources? Give a YAML file with InferenceDeployments, or - for standard input")
+        refuse("FILE: not set; pass a YAML file with InferenceDeployments, or - for standard input")
     return given
 
 
 def _resources(file: Path) -> list[dict[str, Any]]:
-    """The InferenceDeployments of a file; ends with one line when there is none, or no YAML."""
+    """Return the InferenceDeployments of a file. Exits with one line if there is none, or no YAML."""
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except (OSError, UnicodeDecodeError) as error:
-        refuse(f"{file} cannot be read: {error.strerror if isinstance(error, OSError) else error}")
+        refuse(f"{file}: cannot be read: {error.strerror if isinstance(error, OSError) else error}")
     except yaml.YAMLError as error:
-        refuse(f"{file} is not YAML: {_fault(error)}")
+        refuse(f"{file}: not YAML: {_fault(error)}")
     found = [d for d in documents if isinstance(d, dict) and d.get("kind") == KIND]
     if not found:
         kinds = [str(d["kind"]) for d in documents if isinstance(d, dict) and d.get("kind")]
-        beside = f"; it holds {', '.join(dict.fromkeys(kinds))}" if kinds else ""
-        refuse(f"{file} holds no {KIND} ({GROUP}/{VERSION}){beside}")
+        others = f"; it contains {', '.join(dict.fromkeys(kinds))}" if kinds else ""
+        refuse(f"{file}: contains no {KIND} ({GROUP}/{VERSION}){others}")
     for body in found:
         if body.get("apiVersion") != f"{GROUP}/{VERSION}":
             refuse(f"{_name(body)}: apiVersion is {body.get('apiVersion')!r}; write {GROUP}/{VERSION}")
         if not isinstance(body.get("metadata"), dict) or not isinstance(body.get("spec"), dict):
-            refuse(f"{_name(body)}: needs metadata and spec")
+            refuse(f"{_name(body)}: metadata or spec is missing; add both")
         if not body["metadata"].get("name"):
             refuse("metadata.name is missing; give the resource a name")
     return [_as_sent(body) for body in found]
 
 
 def _fault(error: yaml.YAMLError) -> str:
-    """What is wrong and where, without the drawing of it."""
+    """Return a YAML error in one line, without the source excerpt."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
-    said = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
-    return said + (": YAML is indented by spaces" if "'\\t'" in (error.problem or "") else "")
+    message = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return message + (": indent YAML with spaces" if "'\\t'" in (error.problem or "") else "")
 
 
 def _facts(model: str) -> ModelFacts:
@@ -381,12 +387,12 @@ def _facts(model: str) -> ModelFacts:
 
 
 def _as_sent(body: dict[str, Any]) -> dict[str, Any]:
-    """As kubectl sends it: JSON, where a date is a text. What only the API server sets is left out."""
+    """Return a resource as kubectl sends it: JSON with dates as strings, without fields that the API server sets."""
     names = {key: body["metadata"][key] for key in ("name", "namespace") if body["metadata"].get(key)}
     try:
         return json.loads(json.dumps({**body, "metadata": names}, default=str))  # type: ignore[no-any-return]
     except (ValueError, TypeError, RecursionError) as error:
-        refuse(f"{_name(body)}: cannot be sent as JSON ({error}); write no aliases to what encloses them")
+        refuse(f"{_name(body)}: cannot be converted to JSON ({error}); remove YAML aliases that refer to a parent node")
 
 
 def _name(body: dict[str, Any]) -> str:
@@ -395,7 +401,7 @@ def _name(body: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """The console entry point."""
+    """Run the console entry point."""
     try:
         app()
     except InvalidSpec as error:

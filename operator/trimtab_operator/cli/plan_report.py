@@ -1,4 +1,4 @@
-"""A ranking of layouts as a table for people, and as JSON for programs (docs/guides/layout-planning.md)."""
+"""Output of `trimtab plan`: a ranking of layouts as a table or JSON (docs/guides/layout-planning.md)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from trimtab_operator.layout.rules import Problem
 from trimtab_operator.layout.stored_weights import as_run, unsupported_reason
 from trimtab_operator.resource.spec import Parallelism
 
-MAX_LISTED = 4  # degrees of one kind in a cell
+MAX_LISTED = 4  # degrees in one cell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A question with its answer."""
+    """Inputs of a plan with the resulting ranking."""
 
     facts: ModelFacts
     cluster: Cluster
@@ -35,7 +35,7 @@ class Planned:
 
 
 def to_json(planned: Planned, *, limit: int, with_refused: bool) -> dict[str, Any]:
-    """The answer as JSON; `rows` are the best `limit`, `num_rows` says how many there are."""
+    """Return the plan as JSON; `rows` are the best `limit` rows, `num_rows` is the total."""
     answer: dict[str, Any] = {
         **_question(planned),
         "num_rows": len(planned.ranking.rows),
@@ -119,7 +119,7 @@ def _degrees(parallelism: Parallelism) -> Mapping[str, Any]:
 
 
 def heading(planned: Planned) -> str:
-    """What was asked, and what the figures rest on."""
+    """Return the inputs and assumptions of the plan."""
     facts, cluster, envelope = planned.facts, planned.cluster, planned.envelope
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)}"
     held = as_run(facts, cluster.hardware.gpu, envelope.quantization)
@@ -130,7 +130,7 @@ def heading(planned: Planned) -> str:
     question = (
         f"{nodes} with {cluster.gpus_per_node} × {cluster.hardware.gpu.name}, of which "
         f"{envelope.gpu_memory_utilization} of the memory is used; requests of up to {envelope.max_model_len} tokens, "
-        f"on average {planned.load.prompt_tokens} in and {planned.load.output_tokens} out"
+        f"on average {planned.load.prompt_tokens} prompt and {planned.load.output_tokens} output tokens"
     )
     lines = [model, question]
     if not facts.is_run_on("cuda"):
@@ -141,8 +141,9 @@ def heading(planned: Planned) -> str:
 
 
 def rows_table(planned: Planned, *, limit: int, narrow: bool = False) -> Table:
-    """The best rows. Times and rates are estimates for comparing rows with each other. A narrow one has no lines and no
-    reasons, which `reasons` tells below it."""
+    """Return the table of the best rows. Times and rates are estimates for comparing rows. A narrow table has no lines
+    and no reasons; `reasons` lists them below it.
+    """
     mixture = planned.facts.is_mixture
     table = Table(
         header_style="bold",
@@ -177,7 +178,7 @@ def rows_table(planned: Planned, *, limit: int, narrow: bool = False) -> Table:
 
 
 def reasons(planned: Planned, *, limit: int) -> list[str]:
-    """Why each of the best rows is as it is."""
+    """Return the reasons of the best rows, one line each."""
     return [f"{place}: {_why(planned, row)}" for place, row in enumerate(planned.ranking.rows[:limit], start=1)]
 
 
@@ -186,29 +187,31 @@ def _why(planned: Planned, row: Row) -> str:
 
 
 def _shown_step(planned: Planned, row: Row) -> float:
-    """The wait for a token: of a request that is alone where that is ranked by, else beside all that fit."""
+    """Return the step time: of a single request if the objective is latency, else of the full batch."""
     return row.estimate.single_step_seconds if planned.objective == "latency" else row.estimate.step.seconds
 
 
 def legend(planned: Planned) -> str:
-    """What the columns mean, a line for each."""
+    """Return the meaning of each column, one line each."""
     load = "one request runs" if planned.objective == "latency" else "the batch runs"
     meanings = {
-        "weights/GPU": "of the fullest rank",
-        "KV tokens": "of one engine",
-        "requests": "at once in one engine, of the full length",
-        "batch": f"at once in one engine, of average length; at most max_num_seqs {planned.envelope.max_num_seqs}",
-        "step": f"what a request waits for a token when {load}",
-        "tokens/s": "of all GPUs",
+        "weights/GPU": "weights on the rank with the most",
+        "KV tokens": "KV cache size of one engine",
+        "requests": "concurrent requests of the maximum length per engine",
+        "batch": f"average-length requests per engine, at most max_num_seqs {planned.envelope.max_num_seqs}",
+        "step": f"time per output token when {load}",
+        "tokens/s": "throughput of all GPUs",
     }
     width = max(map(len, meanings))
     lines = [f"{name:<{width}}  {meaning}" for name, meaning in meanings.items()]
-    return "\n".join([*lines, "Times and rates are estimates to compare rows by."])
+    return "\n".join([*lines, "Times and rates are estimates for comparing rows."])
 
 
 def refused_table(planned: Planned) -> Table:
-    """Refused layouts, those of one reason in one row; of those that lack memory the one that lacks least is told."""
-    table = Table(title="Refused", title_justify="left", header_style="bold", expand=False)
+    """Return the table of rejected layouts, grouped by reason. Of the layouts without enough memory, the one that lacks
+    the least is shown.
+    """
+    table = Table(title="Rejected", title_justify="left", header_style="bold", expand=False)
     for name in ("layouts", "TP", "PP", "DP", "EP"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
@@ -222,14 +225,15 @@ def refused_table(planned: Planned) -> Table:
             _listed({p.pipeline for p in layouts}),
             _listed({p.data for p in layouts}),
             " or ".join("yes" if expert else "no" for expert in sorted({p.expert for p in layouts})),
-            ("the nearest: " if len(group) > 1 and _lacks_memory(group[0]) else "") + why,
+            ("closest: " if len(group) > 1 and _lacks_memory(group[0]) else "") + why,
         )
     return table
 
 
 def refused_by_reason(planned: Planned) -> list[list[Refused]]:
-    """Sort refused layouts by what is wrong with them first, in order of their first layouts. To lack memory is one
-    reason: the layout that lacks least then comes first."""
+    """Group rejected layouts by their first problem, in order of their first layouts. Lack of memory is one group,
+    sorted by the missing bytes.
+    """
     groups: dict[Problem | None, list[Refused]] = {}
     for refused in planned.ranking.refused:
         groups.setdefault(None if _lacks_memory(refused) else refused.problems[0], []).append(refused)
@@ -248,7 +252,7 @@ def _missing_bytes(planned: Planned, parallelism: Parallelism) -> int:
 
 
 def _listed(degrees: set[int]) -> str:
-    """The degrees, or where they are many the first and the last."""
+    """Return the degrees as text; only the first and the last if there are many."""
     ordered = sorted(degrees)
     shown = ordered if len(ordered) <= MAX_LISTED else [ordered[0], "…", ordered[-1]]
     return " ".join(map(str, shown))

@@ -1,4 +1,4 @@
-"""The flags that say where the administrator's Prometheus is, and how it is asked: the operator's and `replay`'s."""
+"""Flags for the connection to a Prometheus server, shared by the operator and `replay`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab_operator.errors import MisconfiguredOperator
-from trimtab_operator.tuner.samples.prometheus import Naming
+from trimtab_operator.tuner.samples.prometheus import PrometheusNaming
 
 if TYPE_CHECKING:
     from trimtab_operator.engines.prometheus import Connection
@@ -21,50 +21,56 @@ SCRAPE_SECONDS = 15.0
 CaFile = Annotated[
     Path | None,
     typer.Option(
-        "--prometheus-ca-file", help="CA that signed its certificate. Default: the system's.", rich_help_panel=PANEL
+        "--prometheus-ca-file", help="CA certificate of Prometheus. Default: the system's CAs.", rich_help_panel=PANEL
     ),
 ]
 Insecure = Annotated[
     bool,
     typer.Option(
         "--prometheus-insecure",
-        help="Believe any certificate, and send credentials over http.",
+        help="Accept any certificate, and send credentials over http.",
         rich_help_panel=PANEL,
     ),
 ]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
-        "--prometheus-token-file", help="File with a bearer token; read anew each time.", rich_help_panel=PANEL
+        "--prometheus-token-file", help="File with a bearer token; read for each request.", rich_help_panel=PANEL
     ),
 ]
 Username = Annotated[
-    str | None, typer.Option("--prometheus-username", help="User of basic authentication.", rich_help_panel=PANEL)
+    str | None, typer.Option("--prometheus-username", help="User for basic authentication.", rich_help_panel=PANEL)
 ]
 PasswordFile = Annotated[
-    Path | None, typer.Option("--prometheus-password-file", help="File with its password.", rich_help_panel=PANEL)
+    Path | None,
+    typer.Option(
+        "--prometheus-password-file", help="File with the password for basic authentication.", rich_help_panel=PANEL
+    ),
 ]
 ScrapeSeconds = Annotated[
     float,
-    typer.Option("--prometheus-scrape-seconds", help="How often Prometheus scrapes engines.", rich_help_panel=PANEL),
+    typer.Option(
+        "--prometheus-scrape-seconds", help="Scrape interval of Prometheus, in seconds.", rich_help_panel=PANEL
+    ),
 ]
 PodLabel = Annotated[
-    str, typer.Option("--prometheus-pod-label", help="Label with the pod's name.", rich_help_panel=PANEL)
+    str, typer.Option("--prometheus-pod-label", help="Label with the name of the pod.", rich_help_panel=PANEL)
 ]
 NamespaceLabel = Annotated[
-    str, typer.Option("--prometheus-namespace-label", help="Label with its namespace.", rich_help_panel=PANEL)
+    str,
+    typer.Option("--prometheus-namespace-label", help="Label with the namespace of the pod.", rich_help_panel=PANEL),
 ]
 Match = Annotated[
     list[str] | None,
     typer.Option(
-        "--prometheus-match", help="NAME=VALUE that every series has; may be repeated.", rich_help_panel=PANEL
+        "--prometheus-match", help="Label matcher NAME=VALUE for every series; may be repeated.", rich_help_panel=PANEL
     ),
 ]
 Alias = Annotated[
     list[str] | None,
     typer.Option(
         "--prometheus-alias",
-        help="OURS=THEIRS: a family that is stored under another name; may be repeated.",
+        help="OURS=THEIRS: name of a metric family in Prometheus if it differs; may be repeated.",
         rich_help_panel=PANEL,
     ),
 ]
@@ -72,7 +78,7 @@ Alias = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The flags beside the address, as they were given."""
+    """Values of the Prometheus flags except the URL."""
 
     ca_file: Path | None = None
     is_insecure: bool = False
@@ -87,19 +93,24 @@ class Flags:
 
 
 def connection_of(url: str | None, flags: Flags) -> Connection | None:
-    """What the flags say; None without an address. Raises MisconfiguredOperator, also for flags that say something of
-    a Prometheus that was not named."""
+    """Return the connection that the flags describe; None without a URL.
+
+    Raises:
+        MisconfiguredOperator: A flag is invalid, or flags are set without a URL.
+    """
     if not url:
         if flags != Flags():
             raise MisconfiguredOperator(
-                "--prometheus-url is missing: the other flags of Prometheus say nothing without"
+                "--prometheus-url: not set, but other --prometheus flags are; set it, or remove them"
             )
         return None
-    from trimtab_operator.engines.prometheus import Connection  # here, so that --help waits for no HTTP client
+    from trimtab_operator.engines.prometheus import (
+        Connection,
+    )  # imported here, so that --help does not import an HTTP client
 
     return Connection(
         url=url,
-        naming=Naming(
+        naming=PrometheusNaming(
             flags.pod_label,
             flags.namespace_label,
             pairs_of("--prometheus-match", flags.match),
@@ -115,13 +126,17 @@ def connection_of(url: str | None, flags: Flags) -> Connection | None:
 
 
 def pairs_of(flag: str, given: Iterable[str]) -> dict[str, str]:
-    """What was given as NAME=VALUE. Raises MisconfiguredOperator."""
+    """Parse NAME=VALUE pairs.
+
+    Raises:
+        MisconfiguredOperator: A pair is malformed or repeated.
+    """
     found: dict[str, str] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not name or not equals or not value:
-            raise MisconfiguredOperator(f"{flag}: {text!r} is no pair; write NAME=VALUE")
+            raise MisconfiguredOperator(f"{flag}: not a pair ({text!r}); write NAME=VALUE")
         if name in found:
-            raise MisconfiguredOperator(f"{flag}: {name} is given twice")
+            raise MisconfiguredOperator(f"{flag}: repeated name ({name}); set it once")
         found[name] = value
     return found

@@ -1,7 +1,6 @@
-"""`trimtab replay`: decide again over what a Prometheus stored, or over recorded looks, and compare with what was
-decided.
+"""`trimtab replay`: run the tuner on metrics from Prometheus or on recorded samples, and compare the decisions.
 
-Nothing is changed: no engine, no cluster. It reads files, or asks Prometheus with the user's own credentials.
+The command changes no engine and no cluster. It reads files, or queries Prometheus with the user's credentials.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from trimtab_operator.tuner.stored import decision_from_json
 EXIT_DIFFERS = 1
 EXIT_NOT_WRITTEN = 3
 MAX_FILE_BYTES = 1 << 30
-BLOCK_SIZE = 16  # tokens of a KV block, where the resource says nothing: the engine's default
+BLOCK_SIZE = 16  # tokens of a KV block, the engine's default
 CHUNK_SECONDS = 600.0  # of one query
 MAX_CHUNKS = 1000
 PIPED_WIDTH = 150
@@ -63,13 +62,13 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 ABOUT = (
-    "Decide again over a recording, and tell what differs from what was decided then.\n\n"
-    "A recording does not answer: what is decided now changes nothing of what was seen next. So the tuner is told at "
-    "each moment what the engines really ran, and what is compared is what it would have moved. What was wanted again "
-    "and again, and nobody did, is one line with its time. Of what Prometheus stored, single requests are drawn from "
-    "histograms: predictions differ a little from those of the time.\n\n"
-    "Exit code 0 when the decisions are the same, 1 when they differ, 2 when a file or a flag is refused, 3 when "
-    "--save cannot be written."
+    "Run the tuner on a recording and compare its decisions with the original ones.\n\n"
+    "A replay is open loop: new decisions do not change the recorded metrics. At each sample the tuner gets the values "
+    "that the engines actually ran, and the replay compares the changes that it would have made. A change that the "
+    "tuner repeats without effect is one line with its duration. From Prometheus, single requests are sampled from "
+    "histograms, so predictions differ slightly from the original ones.\n\n"
+    "Exit code 0 if the decisions are the same, 1 if they differ, 2 if a file or a flag is invalid, 3 if --save cannot "
+    "be written."
 )
 EXAMPLES = """Examples:
 
@@ -89,41 +88,56 @@ def replay_recording(
     recording: Annotated[
         Path | None,
         typer.Argument(
-            help="What Prometheus answered to a query with a range (`…[30m]`, or query_range), or looks that --save "
-            "wrote. Plain or gzip; - reads standard input."
+            help="Response of Prometheus to a range query (`…[30m]` or query_range), or samples written by --save. "
+            "Plain or gzip; - reads standard input."
         ),
     ] = None,
     resource: Annotated[
         Path | None,
-        typer.Option("--resource", "-f", help="YAML of the InferenceDeployment: mode, promises, bounds, starts."),
+        typer.Option(
+            "--resource",
+            "-f",
+            help="YAML of the InferenceDeployment, with its mode, objectives, bounds and start values.",
+        ),
     ] = None,
     decided: Annotated[
         Path | None,
         typer.Option(
-            help="What was decided then: `trimtab why NAME -o json`, or the resource as `kubectl get -o json` says it. "
-            "Default: what the recording shows to have been moved."
+            help="Original decisions: output of `trimtab why NAME -o json`, or of `kubectl get -o json` for the "
+            "resource. Default: the changes in the recording."
         ),
     ] = None,
     prometheus: Annotated[
-        str | None, typer.Option(help="Ask this Prometheus instead of a file.", rich_help_panel=prometheus_flags.PANEL)
+        str | None,
+        typer.Option(help="URL of a Prometheus to query instead of a file.", rich_help_panel=prometheus_flags.PANEL),
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(help="With --prometheus: the InferenceDeployment. Default: --resource's."),
+        typer.Option(help="With --prometheus: name of the InferenceDeployment. Default: from --resource."),
     ] = None,
     namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", help="With --prometheus: its namespace. Default: --resource's.")
+        str | None,
+        typer.Option(
+            "--namespace",
+            "-n",
+            help="With --prometheus: namespace of the InferenceDeployment. Default: from --resource.",
+        ),
     ] = None,
     begin: Annotated[
-        str, typer.Option("--from", help="With --prometheus: 2026-11-22T10:00Z, Unix seconds, or 2h for so long ago.")
+        str,
+        typer.Option(
+            "--from", help="With --prometheus: start as 2026-11-22T10:00Z, Unix seconds, or a time ago such as 2h."
+        ),
     ] = "1h",
-    end: Annotated[str, typer.Option("--to", help="With --prometheus: likewise.")] = "0s",
-    tick: Annotated[float, typer.Option(min=1.0, max=300.0, help="Seconds between two looks.")] = 15.0,
+    end: Annotated[str, typer.Option("--to", help="With --prometheus: end, in the same formats.")] = "0s",
+    tick: Annotated[float, typer.Option(min=1.0, max=300.0, help="Interval between samples, in seconds.")] = 15.0,
     within: Annotated[
-        float, typer.Option(min=0.0, help="Seconds by which a decision then and one now may be apart.")
+        float, typer.Option(min=0.0, help="Maximum time between matching original and new decisions, in seconds.")
     ] = 120.0,
-    save: Annotated[Path | None, typer.Option(help="Write the looks there, to replay them without Prometheus.")] = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.TABLE,
+    save: Annotated[
+        Path | None, typer.Option(help="Path to write the samples to, for a replay without Prometheus.")
+    ] = None,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format: table or json.")] = Output.TABLE,
     ca_file: prometheus_flags.CaFile = None,
     insecure: prometheus_flags.Insecure = False,
     token_file: prometheus_flags.TokenFile = None,
@@ -134,7 +148,7 @@ def replay_recording(
     match: prometheus_flags.Match = None,
     alias: prometheus_flags.Alias = None,
 ) -> None:
-    """Decide again over a recording, and tell what differs from what was decided then."""
+    """Run the tuner on a recording and compare its decisions with the original ones."""
     deployment = None if resource is None else _deployment(resource)
     settings = _settings(deployment, tick)
     naming = PrometheusNaming(
@@ -153,9 +167,9 @@ def replay_recording(
     )
     limits, block_size = _limits(deployment), _block_size(deployment)
     if (recording is None) == (prometheus is None):
-        refuse("replay: give a RECORDING, or --prometheus and --from: one of them")
+        refuse("replay: pass either a RECORDING, or --prometheus and --from")
     if str(recording) == "-" and str(decided) == "-":
-        refuse("replay: standard input holds the recording or what was decided; give one of the two as a file")
+        refuse("--decided: standard input is already used for the recording; pass one of the two as a file")
     check_read("--decided", decided)
     check_written("--save", save)
     if prometheus is not None:
@@ -170,24 +184,26 @@ def replay_recording(
     found = replay(ticks, settings)
     then = found.moved if decided is None else _decided(decided, found)
     rows = compare_decisions(then, found.decided, within=within)
-    typer.echo(_as_json(found, rows) if output is Output.JSON else _as_table(found, rows, is_told=decided is not None))
+    typer.echo(
+        _as_json(found, rows) if output is Output.JSON else _as_table(found, rows, has_original=decided is not None)
+    )
     if any(row.verdict is not Verdict.SAME for row in rows):
         raise typer.Exit(EXIT_DIFFERS)
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------------
+# --- inputs -----------------------------------------------------------------------------------------------------------
 
 
 def _deployment(path: Path) -> InferenceDeployment:
     try:
         bodies = [body for body in yaml.safe_load_all(path.read_text(encoding="utf-8")) if isinstance(body, dict)]
     except (OSError, UnicodeDecodeError) as error:
-        refuse(f"--resource {path} cannot be read: {error}")
+        refuse(f"--resource {path}: cannot be read: {error}")
     except yaml.YAMLError as error:
-        refuse(f"--resource {path} is not YAML: {' '.join(str(error).split())}")
+        refuse(f"--resource {path}: not YAML: {' '.join(str(error).split())}")
     found = [body for body in bodies if body.get("kind") == KIND]
     if len(found) != 1:
-        refuse(f"--resource {path} holds {len(found)} of {KIND}; give the one that was recorded")
+        refuse(f"--resource {path}: contains {len(found)} {KIND}s; pass a file with the recorded one only")
     try:
         return InferenceDeployment.parse(json.loads(json.dumps(found[0], default=str)))
     except (InvalidSpec, KeyError, TypeError) as error:
@@ -195,21 +211,24 @@ def _deployment(path: Path) -> InferenceDeployment:
 
 
 def _settings(deployment: InferenceDeployment | None, tick: float) -> Settings:
-    """What the owner asks. Without a resource: Auto, and the default promises."""
+    """Return the tuning settings of the resource. Without a resource: mode Auto and the default objectives."""
     settings = Settings(Mode.AUTO) if deployment is None else settings_of(deployment.spec)
     if settings.mode is Mode.OFF:
-        refuse("--resource: spec.tuning.mode is Off, in which nothing is decided; write Auto or Recommend there")
+        refuse("--resource: spec.tuning.mode is Off, which makes no decisions; set it to Auto or Recommend")
     return replace(settings, pace=Pace(tick_seconds=tick))
 
 
 def _limits(deployment: InferenceDeployment | None) -> Limits:
-    """What each knob may be: the bounds, and the caps that the engines were started with."""
+    """Return the range of each live parameter: the bounds, and the caps that the engines were started with."""
     limits: dict[Parameter, tuple[Value | None, Value | None]] = {Parameter.WATERMARK: (0.0, 0.9)}
     for knob in () if deployment is None else knobs(deployment.spec):
         bounds = getattr(deployment.spec.tuning.bounds, knob.field) if deployment is not None else None
         low = None if bounds is None or bounds.min is None else float(bounds.min)
         start = None if knob.start is None else float(knob.start)
-        limits[Parameter(knob.field)] = (low if low is not None else start, None if knob.cap is None else float(knob.cap))
+        limits[Parameter(knob.field)] = (
+            low if low is not None else start,
+            None if knob.cap is None else float(knob.cap),
+        )
     return limits
 
 
@@ -226,15 +245,15 @@ def _pairs(flag: str, given: list[str] | None) -> dict[str, str]:
 
 
 def _where(deployment: InferenceDeployment | None, name: str | None, namespace: str | None) -> tuple[str, str]:
-    """Namespace and name of what Prometheus is asked for."""
+    """Return the namespace and name of the resource to query."""
     chosen = name or (None if deployment is None else deployment.name)
     if not chosen:
-        refuse("replay: --prometheus needs --name (or --resource): whose metrics?")
+        refuse("replay: --prometheus needs a resource; set --name or --resource")
     return namespace or (None if deployment is None else deployment.namespace) or "default", chosen
 
 
 def _moment(flag: str, text: str) -> float:
-    """A date, Unix seconds, or how long ago."""
+    """Parse a date, Unix seconds, or a time ago such as 2h. Return Unix seconds."""
     ago = AGO.fullmatch(text)
     if ago is not None:
         return time.time() - float(ago[1]) * UNITS[ago[2]]
@@ -242,7 +261,7 @@ def _moment(flag: str, text: str) -> float:
         return float(text)
     moment = parse_time(text)
     if moment is None:
-        refuse(f"{flag}: {text!r} is no time; write 2026-11-22T10:00Z, Unix seconds, or 2h for so long ago")
+        refuse(f"{flag}: {text!r} is not a time; use 2026-11-22T10:00Z, Unix seconds, or a time ago such as 2h")
     return moment.timestamp()
 
 
@@ -258,13 +277,16 @@ def _asked(
     limits: Limits,
     block_size: int,
 ) -> tuple[Tick, ...]:
-    """Ask Prometheus, in parts of ten minutes."""
+    """Query Prometheus in chunks of ten minutes."""
     begin, end = span
     if not begin < end:
         refuse("replay: --from must be before --to")
     chunks = math.ceil((end - begin) / CHUNK_SECONDS)
     if chunks > MAX_CHUNKS:
-        refuse(f"replay: {(end - begin) / 3600:.0f} h are more than {MAX_CHUNKS * CHUNK_SECONDS / 3600:.0f}; take less")
+        refuse(
+            f"replay: time range too long ({(end - begin) / 3600:.0f} h); use at most "
+            f"{MAX_CHUNKS * CHUNK_SECONDS / 3600:.0f} h"
+        )
     try:
         connection = prometheus_flags.connection_of(url, flags)
         assert connection is not None
@@ -274,7 +296,7 @@ def _asked(
         refuse(str(error).replace("--prometheus-url", "--prometheus"))
     except Unreadable as error:
         hint = (
-            "; is that its address? From outside the cluster: kubectl port-forward"
+            "; check the address. From outside the cluster, use kubectl port-forward"
             if "ConnectError" in str(error)
             else ""
         )
@@ -284,11 +306,11 @@ def _asked(
 async def _all_series(
     connection: Any, where: tuple[str, str], begin: float, end: float, chunks: int
 ) -> list[StoredSeries]:
-    from trimtab_operator.engines.prometheus import Prometheus  # here, so that a file waits for no HTTP client
+    from trimtab_operator.engines.prometheus import Prometheus  # imported here, because files need no HTTP client
 
     namespace, name = where
     found: list[StoredSeries] = []
-    async with Prometheus(connection) as asked:
+    async with Prometheus(connection) as client:
         for number in range(chunks):
             start = begin + number * CHUNK_SECONDS
             until = min(end, start + CHUNK_SECONDS)
@@ -299,16 +321,16 @@ async def _all_series(
                 seconds=until - start,
                 names=RECORDED_NAMES,
             )
-            found += parse_matrix(await asked.query(query, at=until))
+            found += parse_matrix(await client.query(query, at=until))
     return found
 
 
 def _read(path: Path, naming: PrometheusNaming, tick: float, limits: Limits, block_size: int) -> tuple[Tick, ...]:
-    """A file: looks, a line for each moment, or one answer of Prometheus."""
+    """Read a file: samples, one line per tick, or one response of Prometheus."""
     lines = _lines(path)
     first = next(lines, None)
     if first is None:
-        refuse(f"{path}: is empty")
+        refuse(f"{path}: empty file; pass a recording")
     try:
         if '"snapshots"' in first[1][:200]:
             return tuple(_ticks(path, chain([first], lines)))
@@ -319,7 +341,7 @@ def _read(path: Path, naming: PrometheusNaming, tick: float, limits: Limits, blo
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that say something, with their numbers."""
+    """Yield the lines that are not blank, with their numbers."""
     size = 0
     try:
         raw = sys.stdin.buffer if str(path) == "-" else path.open("rb")
@@ -329,17 +351,17 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(source, 1):
                 size += len(line)
                 if size > MAX_FILE_BYTES:
-                    refuse(f"{path}: holds more than {MAX_FILE_BYTES >> 30} GiB; take less of it")
+                    refuse(f"{path}: larger than {MAX_FILE_BYTES >> 30} GiB; pass a shorter recording")
                 if line.strip():
                     yield number, line.decode("utf-8")
     except UnicodeDecodeError as error:
-        refuse(f"{path}: is no text: {error}")
+        refuse(f"{path}: not a text file: {error}")
     except (OSError, EOFError) as error:
-        refuse(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
+        refuse(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def _ticks(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Tick]:
-    """Recorded looks. A line that is none ends it with its number."""
+    """Yield recorded samples. Exits with the line number if a line is invalid."""
     before = -math.inf
     for number, line in lines:
         try:
@@ -347,7 +369,7 @@ def _ticks(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Tick]:
         except ValueError as error:
             refuse(f"{path}: line {number}: {error}")
         if at <= before:
-            refuse(f"{path}: line {number}: its time is not after that of the line before")
+            refuse(f"{path}: line {number}: time is not after the time of the previous line")
         before = at
         yield Tick(at, snapshots)
 
@@ -358,43 +380,48 @@ def _save(path: Path, ticks: tuple[Tick, ...]) -> None:
             for tick in ticks:
                 file.write(snapshots_to_json(tick.snapshots, now=tick.at) + "\n")
     except OSError as error:
-        typer.echo(f"--save {path} cannot be written: {error.strerror}", err=True)
+        typer.echo(f"--save {path}: cannot be written: {error.strerror}", err=True)
         raise typer.Exit(EXIT_NOT_WRITTEN) from None
 
 
-# --- what was decided then --------------------------------------------------------------------------------------------
+# --- original decisions -----------------------------------------------------------------------------------------------
 
 
 def _decided(path: Path, found: ReplayReport) -> tuple[DecisionRecord, ...]:
-    """The decisions of a file, as far as they were made while it was recorded."""
+    """Return the decisions of a file that were made during the recording."""
     try:
         body = json.loads(sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        refuse(f"--decided {path} cannot be read: {error}")
+        refuse(f"--decided {path}: cannot be read: {error}")
     except (ValueError, RecursionError) as error:
-        refuse(f"--decided {path} is no JSON: {error}")
+        refuse(f"--decided {path}: not JSON: {error}")
     try:
         if "decisions" in body:
             made = [record_of(decision_from_json(entry)) for entry in body["decisions"]]
         else:
             made = [_of_status(entry) for entry in body["status"]["tuning"].get("history", [])]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        refuse(f"--decided {path} holds no decisions of `trimtab why -o json`, nor a resource's history: {error!r}")
+        refuse(
+            f"--decided {path}: contains no decisions ({error!r}); pass the output of `trimtab why -o json` or of "
+            "`kubectl get -o json` for the resource"
+        )
     return tuple(sorted((m for m in made if found.begin <= m.at <= found.end), key=lambda m: m.at))
 
 
 def _of_status(entry: Mapping[str, Any]) -> DecisionRecord:
     moment = parse_time(entry["time"])
     if moment is None:
-        raise ValueError(f"{entry['time']!r} is no time")
+        raise ValueError(f"{entry['time']!r} is not a time")
     before, after = (None if entry.get(end) is None else float(entry[end]) for end in ("from", "to"))
-    return DecisionRecord(moment.timestamp(), str(entry["knob"]), before, after, str(entry["reason"]), str(entry["message"]))
+    return DecisionRecord(
+        moment.timestamp(), str(entry["knob"]), before, after, str(entry["reason"]), str(entry["message"])
+    )
 
 
-# --- what is told -----------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
-def _as_table(found: ReplayReport, rows: tuple[Row, ...], *, is_told: bool) -> str:
+def _as_table(found: ReplayReport, rows: tuple[Row, ...], *, has_original: bool) -> str:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH, file=None)
     with console.capture() as captured:
         console.print(
@@ -404,17 +431,19 @@ def _as_table(found: ReplayReport, rows: tuple[Row, ...], *, is_told: bool) -> s
         )
         for period in found.periods:
             if period.reason != "Scraped":
-                console.print(f"  {_time(period.begin)} {period.reason}: {period.message}", markup=False, soft_wrap=True)
+                console.print(
+                    f"  {_time(period.begin)} {period.reason}: {period.message}", markup=False, soft_wrap=True
+                )
         if rows:
             table = Table(box=None)
-            for heading in ("at", "", "decided then" if is_told else "moved then", "decided now"):
+            for heading in ("at", "", "original decision" if has_original else "recorded change", "new decision"):
                 table.add_column(heading, no_wrap=heading in ("at", ""))
             for row in rows:
                 table.add_row(_time(row.at), row.verdict.value, _words(row.then), _words(row.now))
             console.print(table)
         counts = {verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict}
-        told = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
-        console.print(told or "nothing was decided, then or now", markup=False)
+        summary = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
+        console.print(summary or "no decisions, neither original nor new", markup=False)
     return captured.get().rstrip("\n")
 
 
@@ -427,7 +456,7 @@ def _words(made: DecisionRecord | None) -> str:
         return "–"
     moved = f"{made.target} {_value(made.before)} → {_value(made.after)}"
     why = f" ({made.reason})" if made.reason else ""
-    return f"{moved}{why}" + (f", wanted until {_time(made.until)}" if made.until is not None else "")
+    return f"{moved}{why}" + (f", repeated until {_time(made.until)}" if made.until is not None else "")
 
 
 def _value(value: Value | None) -> str:

@@ -1,4 +1,4 @@
-"""What the command lines share: how input is refused, files that are looked at first, the flags --gpu and --version."""
+"""Helpers shared by the command lines: input errors, early file checks, and the flags --gpu and --version."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ import typer
 from trimtab_operator.layout.gpus import Gpu, gpu_named
 
 HELP = {"help_option_names": ["-h", "--help"]}
-"""For click: who types -h before anything else is helped too."""
-EXIT_REFUSED = 2  # the input cannot be read, or asks for what cannot be
+"""Click settings that accept -h in addition to --help."""
+EXIT_REFUSED = 2  # the input is unreadable or invalid
 
 
 def refuse(message: str) -> NoReturn:
-    """End with the message on stderr."""
+    """Exit with the message on stderr."""
     typer.echo(message, err=True)
     raise typer.Exit(EXIT_REFUSED)
 
 
 def check_read(flag: str, file: Path | None) -> None:
-    """Refuse a file that is named and not there, before anything that takes long; - is standard input."""
+    """Exit if a file does not exist, before long work begins; - is standard input."""
     if file is not None and str(file) != "-" and not file.exists():
-        refuse(f"{flag} {file}: is not there; see whether it is spelt so")
+        refuse(f"{flag} {file}: file not found; check the path")
     if file is not None and file.is_dir():
-        refuse(f"{flag} {file}: is a folder; name a file in it")
+        refuse(f"{flag} {file}: is a directory; pass a file")
 
 
 def check_written(flag: str, file: Path | None) -> None:
-    """Refuse a file that could not be written, likewise."""
+    """Exit if a file cannot be written, before long work begins."""
     if file is None:
         return
     if file.is_dir():
-        refuse(f"{flag} {file}: is a folder; name a file in it")
+        refuse(f"{flag} {file}: is a directory; pass a file")
     if not file.parent.is_dir():
-        refuse(f"{flag} {file}: there is no folder {file.parent}; make it, or name another place")
+        refuse(f"{flag} {file}: directory {file.parent} does not exist; create it, or pass another path")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        refuse(f"{flag} {file}: may not be written; name another place")
+        refuse(f"{flag} {file}: not writable; pass another path")
 
 
 def given_gpu(name: str) -> Gpu:
-    """The value of --gpu."""
+    """Return the GPU named by --gpu."""
     try:
         return gpu_named(name)
     except ValueError as error:
@@ -52,10 +52,10 @@ def given_gpu(name: str) -> Gpu:
 
 
 def version_of(program: str) -> Callable[[bool], None]:
-    """What --version of a program does."""
+    """Return the callback of a program's --version."""
 
-    def show(asked: bool) -> None:
-        if asked:
+    def show(is_requested: bool) -> None:
+        if is_requested:
             typer.echo(f"{program} {version('trimtab')}")
             raise typer.Exit
 

@@ -1,4 +1,4 @@
-"""`trimtab simulate`: a trace of real load against replicas in virtual time, under one policy or several."""
+"""`trimtab simulate`: replay a trace of recorded load against simulated replicas, with one or more policies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 EXIT_NOT_WRITTEN = 1
 PIPED_WIDTH = 160
-TOLD_EVERY_SECONDS = 0.2
+PROGRESS_INTERVAL_SECONDS = 0.2
 
 
 class Output(StrEnum):
@@ -38,53 +38,65 @@ class RouterName(StrEnum):
 
 def simulate(
     trace: Annotated[
-        Path, typer.Option(help="A log of requests (Azure, Mooncake), or rates (ServeGen). Plain or gzip.")
+        Path, typer.Option(help="Request log (Azure, Mooncake) or request rates (ServeGen). Plain or gzip.")
     ],
     ttft: Annotated[
-        str | None, typer.Option(help="Time to first token: 2s, or 2s+1/8000 to give each prompt token 1/8000 s.")
+        str | None, typer.Option(help="TTFT target: 2s, or 2s+1/8000 to add 1/8000 s per prompt token.")
     ] = None,
-    lengths: Annotated[Path | None, typer.Option(help="Lengths for rates: ServeGen's, or another log.")] = None,
-    speed: Annotated[float, typer.Option(help="How many seconds of the trace pass in one.")] = 1.0,
-    start: Annotated[float, typer.Option("--from", help="Where to begin, in seconds of the trace.")] = 0.0,
-    duration: Annotated[float | None, typer.Option(help="How much to replay, in seconds of the trace.")] = None,
-    copies: Annotated[int, typer.Option(help="Lay a log over itself so many times.")] = 1,
-    jitter: Annotated[float, typer.Option(help="Move each request of a copy by up to so many seconds.")] = 0.0,
-    peak: Annotated[float | None, typer.Option(help="Scale the load to this highest rate, requests/s.")] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(help="Request lengths for rates: from ServeGen or a request log.")
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Speed-up factor: seconds of the trace per simulated second.")] = 1.0,
+    start: Annotated[float, typer.Option("--from", help="Start of the replay, in seconds of the trace.")] = 0.0,
+    duration: Annotated[float | None, typer.Option(help="Duration of the replay, in seconds of the trace.")] = None,
+    copies: Annotated[int, typer.Option(help="Number of overlaid copies of the log.")] = 1,
+    jitter: Annotated[float, typer.Option(help="Maximum random shift of each request of a copy, in seconds.")] = 0.0,
+    peak: Annotated[float | None, typer.Option(help="Scale the load to this peak rate, in requests/s.")] = None,
     cv: Annotated[
-        float | None, typer.Option(help="Draw rates as one process of this unevenness; 1 is Poisson.")
+        float | None, typer.Option(help="Coefficient of variation of the arrivals drawn from rates; 1 is Poisson.")
     ] = None,
-    model: Annotated[str, typer.Option(help="Model, by the name that step times are known for.")] = "llama-3.1-8b",
-    gpu: Annotated[str, typer.Option(help="GPU, likewise.")] = "h200",
-    calibration: Annotated[Path | None, typer.Option(help="Measured step times and sizes, as JSON.")] = None,
-    policy: Annotated[str, typer.Option(help="NAME[@TARGET][,NAME…], or all.")] = "trimtab",
-    itl_mean: Annotated[str | None, typer.Option(help="Most a request's mean gap between tokens may be.")] = None,
-    itl_token: Annotated[str | None, typer.Option(help="Most its 95th percentile gap may be.")] = None,
-    attain: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must see all of it.")] = 0.99,
-    min_replicas: Annotated[int, typer.Option(min=1, help="Fewest replicas.")] = 1,
-    max_replicas: Annotated[int, typer.Option(min=1, help="Most replicas.")] = 16,
+    model: Annotated[str, typer.Option(help="Model with calibrated step times.")] = "llama-3.1-8b",
+    gpu: Annotated[str, typer.Option(help="GPU with calibrated step times.")] = "h200",
+    calibration: Annotated[Path | None, typer.Option(help="JSON file with measured step times and sizes.")] = None,
+    policy: Annotated[str, typer.Option(help="Policies: NAME[@TARGET][,NAME…], or all.")] = "trimtab",
+    itl_mean: Annotated[str | None, typer.Option(help="Target of a request's mean inter-token latency.")] = None,
+    itl_token: Annotated[
+        str | None, typer.Option(help="Target of a request's 95th percentile inter-token latency.")
+    ] = None,
+    attain: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Fraction of requests that must meet all targets.")
+    ] = 0.99,
+    min_replicas: Annotated[int, typer.Option(min=1, help="Minimum replicas.")] = 1,
+    max_replicas: Annotated[int, typer.Option(min=1, help="Maximum replicas.")] = 16,
     start_replicas: Annotated[
-        int | None, typer.Option(min=1, help="Replicas at the start. Default: the fewest.")
+        int | None, typer.Option(min=1, help="Initial replicas. Default: --min-replicas.")
     ] = None,
-    cold_start: Annotated[
-        float, typer.Option(min=0.0, help="Seconds from asking for a replica to its service.")
-    ] = 120.0,
-    router: Annotated[RouterName, typer.Option(help="Who spreads requests.")] = RouterName.LEAST_REQUEST,
-    scrape_delay: Annotated[float, typer.Option(min=0.0, help="Age in seconds of what a policy sees.")] = 0.0,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Seats at the start. Default: the engine's.")] = None,
+    cold_start: Annotated[float, typer.Option(min=0.0, help="Start-up time of a replica, in seconds.")] = 120.0,
+    router: Annotated[RouterName, typer.Option(help="Load balancing of requests.")] = RouterName.LEAST_REQUEST,
+    scrape_delay: Annotated[
+        float, typer.Option(min=0.0, help="Age of the metrics that a policy reads, in seconds.")
+    ] = 0.0,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Initial max_num_seqs. Default: the engine's.")
+    ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Token budget of a step at the start. Default: the engine's.")
+        int | None, typer.Option(min=1, help="Initial token budget of a step. Default: the engine's.")
     ] = None,
-    watermark: Annotated[float, typer.Option(min=0.0, max=0.9, help="KV kept free at admission at the start.")] = 0.0,
-    kv_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of KV cache. Default: the machine's.")] = None,
-    prefix_caching: Annotated[bool, typer.Option(help="Share the prefixes that a Mooncake log names.")] = True,
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal replays.")] = 0,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots there.")] = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.TABLE,
+    watermark: Annotated[
+        float,
+        typer.Option(min=0.0, max=0.9, help="Initial watermark: fraction of the KV cache that admission keeps free."),
+    ] = 0.0,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=1, help="KV cache size in tokens. Default: from the calibration.")
+    ] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse the shared prefixes of a Mooncake log.")] = True,
+    seed: Annotated[int, typer.Option(help="Random seed; equal seeds give equal results.")] = 0,
+    report: Annotated[Path | None, typer.Option(help="Path of an HTML report with plots.")] = None,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format: table or json.")] = Output.TABLE,
 ) -> None:
-    """Replay a trace under policies, and score each by GPU-hours and by the requests that met their objectives.
+    """Replay a trace with each policy, and score it by GPU-hours and the share of requests that met the objectives.
 
-    Exit code 2 when a flag or a file is refused, before anything is replayed; 1 when the report cannot be written after
-    all.
+    Exit code 2 if a flag or a file is invalid, before the replay starts; 1 if the report cannot be written.
     """
     from trimtab_simulator.errors import BadRequest, SimulatorError
     from trimtab_simulator.experiment import Experiment, without_timeline
@@ -101,11 +113,11 @@ def simulate(
     for flag, file in (("--trace", trace), ("--lengths", lengths), ("--calibration", calibration)):
         check_read(flag, file)
     check_written("--report", report)
-    told = _Progress()
+    progress = _Progress()
     try:
         entries = parse_policy_specs(policy)
         if ttft is None and itl_mean is None and itl_token is None:
-            raise BadRequest("no objective is given; add --ttft, --itl-mean or --itl-token")
+            raise BadRequest("no objective is set; add --ttft, --itl-mean or --itl-token")
         base, per_token = parse_ttft(ttft) if ttft is not None else (math.inf, 0.0)
         objectives = Objectives(
             base,
@@ -145,7 +157,7 @@ def simulate(
             make_blocks=shared_blocks if prefix_caching and loaded.has_prefixes else plain_blocks,
         )
         loop = ReplaySettings(RouterKind(router.value), seed, scrape_delay)
-        experiment = Experiment(loaded, settings, loop, objectives, told)
+        experiment = Experiment(loaded, settings, loop, objectives, progress)
         if report is None:
             experiment = without_timeline(experiment)
         typer.echo(f"objectives: {objectives.describe()}", err=True)
@@ -154,9 +166,9 @@ def simulate(
         results = []
         for entry in entries:
             results.append(run_policy(experiment, entry))
-            told.done(results[-1])
+            progress.done(results[-1])
     except SimulatorError as error:
-        told.clear()
+        progress.clear()
         typer.echo(str(error), err=True)
         raise typer.Exit(EXIT_REFUSED) from None
     _show(experiment, results, output)
@@ -206,21 +218,21 @@ def _write(path: Path, experiment: Experiment, results: list[Result]) -> None:
     try:
         path.write_text(html_report(experiment, results))
     except OSError as error:
-        typer.echo(f"--report {path} cannot be written: {error.strerror}; name another place", err=True)
+        typer.echo(f"--report {path} cannot be written: {error.strerror}; pass another path", err=True)
         raise typer.Exit(EXIT_NOT_WRITTEN) from None
 
 
 class _Progress:
-    """One line on a terminal's stderr, written over; elsewhere a line for each policy that is done."""
+    """Progress on stderr: one updated line on a terminal, else one line per finished policy."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
-        self._told_at = 0.0
+        self._printed_at = 0.0
 
     def __call__(self, what: str, share: float) -> None:
         now = time.monotonic()
-        if self._is_terminal and now - self._told_at >= TOLD_EVERY_SECONDS:
-            self._told_at = now
+        if self._is_terminal and now - self._printed_at >= PROGRESS_INTERVAL_SECONDS:
+            self._printed_at = now
             sys.stderr.write(f"\r\x1b[K{what}: {100 * share:.0f} %")
             sys.stderr.flush()
 

@@ -1,6 +1,6 @@
-"""The command line for users: what they plan, check, serve and measure with.
+"""Command line `trimtab` for users: plan, validate, serve and measure.
 
-It needs no GPU, a cluster only to tell `why`, and an engine only for what is the engine's.
+It needs no GPU; only `why` needs a cluster, and only engine commands need the engine.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from trimtab_operator.layout.ranking import Cluster, Load, rank_layouts
 
 EXIT_NO_LAYOUT = 1
 RESOURCES, PLANNING = "Resources, without a cluster", "Planning"  # panels of the help
-PIPED_WIDTH = 160  # columns of the table where there is no terminal to ask
-NARROW = 130  # columns below which reasons stand below the table
+PIPED_WIDTH = 160  # columns of the table without a terminal
+NARROW = 130  # columns below which reasons are printed below the table
 
-ABOUT = "Plan, check, serve and measure language models. What the chart starts in a cluster is trimtab-operator."
+ABOUT = "Plan, validate, serve and measure language models. The operator in a cluster is trimtab-operator."
 EXAMPLES = """Examples:
 
 trimtab serve MODEL --device cpu --device-memory-bytes 4Gi
@@ -102,10 +102,10 @@ class Quantization(StrEnum):
 def commands(
     shows_version: Annotated[
         bool,
-        typer.Option("--version", callback=version_of("trimtab"), is_eager=True, help="Show the version and end."),
+        typer.Option("--version", callback=version_of("trimtab"), is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """What stands before every command."""
+    """Handle the options before every command."""
 
 
 @app.command(rich_help_panel=PLANNING)
@@ -113,34 +113,36 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="What the model is: a folder with a config.json, such a file, or the facts that "
-            "`trimtab-engine inspect MODEL -o json` prints (a file, or - for standard input)."
+            help="Model: a folder with a config.json, a config.json, or the output of "
+            "`trimtab-engine inspect MODEL -o json` (a file, or - for standard input)."
         ),
     ],
     gpu: Annotated[str, typer.Option(help=f"Kind of GPU: {', '.join(gpu.name for gpu in GPUS)}.")],
     gpus_per_node: Annotated[int, typer.Option(min=1, max=64, help="GPUs of one node.")] = 8,
     nodes: Annotated[int, typer.Option(min=1, max=64, help="Nodes.")] = 1,
     max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Longest prompt plus output, in tokens. Default: the model's.")
+        int | None, typer.Option(min=1, help="Maximum length of prompt plus output, in tokens. Default: the model's.")
     ] = None,
     gpu_memory_utilization: Annotated[
         str, typer.Option(help="Share of each GPU's memory that the engine may use.")
     ] = "0.9",
     max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, help="Requests that run at once per engine. Default: the engine's.")
+        int | None, typer.Option(min=1, help="Maximum running requests per engine. Default: the engine's.")
     ] = None,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="Token budget of one step. Default: the engine's.")
     ] = None,
     kv_cache_dtype: Annotated[
-        KvDtype, typer.Option(help="Type of the KV cache. auto: that of the model.")
+        KvDtype, typer.Option(help="Data type of the KV cache. auto: the data type of the model.")
     ] = KvDtype.AUTO,
     quantization: Annotated[
-        Quantization | None, typer.Option(help="Quantise the weights as they load. Default: as they are stored.")
+        Quantization | None, typer.Option(help="Quantize the weights when loading. Default: as stored.")
     ] = None,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Prompt tokens of an average request. Default: 1024, or the model's positions."),
+        typer.Option(
+            min=1, help="Prompt tokens of an average request. Default: 1024, or the model's maximum length if shorter."
+        ),
     ] = None,
     output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of an average request.")] = 256,
     network_gigabits: Annotated[
@@ -149,16 +151,16 @@ def plan(
     objective: Annotated[
         Objective,
         typer.Option(
-            help="What to rank by: tokens per second of all GPUs, or the wait for a token when one request runs."
+            help="Ranking criterion: tokens per second of all GPUs, or time per output token of a single request."
         ),
     ] = Objective.THROUGHPUT,
-    limit: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 10,
-    show_all: Annotated[bool, typer.Option("--all", help="Show all layouts, and those that are refused.")] = False,
-    output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.TABLE,
+    limit: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 10,
+    show_all: Annotated[bool, typer.Option("--all", help="Show all layouts, including rejected ones.")] = False,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format: table or json.")] = Output.TABLE,
 ) -> None:
-    """Rank the layouts of a model over GPUs, each with its KV cache, its estimated speed and its reason.
+    """Rank the parallel layouts of a model, each with its KV cache, estimated speed and reason.
 
-    Exit code 1 when no layout works, 2 when the input cannot be read or asks for what cannot be.
+    Exit code 1 if no layout works, 2 if the input is unreadable or invalid.
     """
     device, facts = given_gpu(gpu), _facts(model)
     _refuse_what_cannot_be(
@@ -213,7 +215,7 @@ def _print(planned: Planned, *, limit: int, with_refused: bool) -> None:
 
 
 def _width() -> int:
-    """Columns of the table: COLUMNS where it is set, else the terminal's."""
+    """Return the width of the table: COLUMNS if it is set, else the terminal's."""
     return (
         shutil.get_terminal_size((PIPED_WIDTH, 0)).columns
         if sys.stdout.isatty() or "COLUMNS" in os.environ
@@ -227,7 +229,7 @@ def _envelope(facts: ModelFacts, gpu: Gpu, utilization: str) -> Envelope:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1 or not all(character in "0123456789." for character in utilization):
-        refuse(f"--gpu-memory-utilization: {utilization!r} is no share; write a decimal above 0, up to 1, such as 0.9")
+        refuse(f"--gpu-memory-utilization: {utilization!r} is not a fraction; use a decimal above 0, at most 1")
     return replace(Envelope.default(facts, gpu), gpu_memory_utilization=utilization)
 
 
@@ -239,14 +241,14 @@ def _facts(model: str) -> ModelFacts:
 
 
 def _refuse_what_cannot_be(*flags: tuple[str, str | None]) -> None:
-    """What `trimtab-operator validate` would refuse; each flag with what is wrong with it."""
+    """Exit if `trimtab-operator validate` would reject a flag; each flag has its error message or None."""
     wrong = [f"{flag}: {message}" for flag, message in flags if message is not None]
     if wrong:
         refuse("\n".join(wrong))
 
 
 def main() -> Any:
-    """The console entry point."""
+    """Run the console entry point."""
     return app()
 
 

@@ -1,7 +1,7 @@
-"""`trimtab why NAME`, and `kubectl trimtab why NAME`: what the tuner decided, on which evidence, and what came of it.
+"""`trimtab why NAME` and `kubectl trimtab why NAME`: tuning decisions with their evidence and outcomes.
 
-It reads the resource and the ConfigMap NAME-tuning with the user's own rights, and changes nothing. What the ConfigMap
-says is shown as it stands there: only the operator has the key that would tell whether somebody else wrote it.
+The command reads the resource and the ConfigMap NAME-tuning with the user's permissions, and writes nothing. It shows
+the ConfigMap without verifying its signature, because only the operator has the key.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import typer
 from trimtab_operator.builders.config_map import STATE_KEY
 from trimtab_operator.builders.labels import tuning_name_of
 from trimtab_operator.cli.shared import refuse
-from trimtab_operator.kube.rbac import missing_right, server_words
+from trimtab_operator.kube.rbac import missing_permission, server_message
 from trimtab_operator.planning.gpu_budget import OVER_BUDGET
 from trimtab_operator.planning.scheduling_policy import describe_policy, stored_scheduling
 from trimtab_operator.resource.signed_text import unverified
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, Tuning
-from trimtab_operator.tuner.explanation import why as termination_message
+from trimtab_operator.tuner.explanation import why as explain_decisions
 from trimtab_operator.tuner.state import TunerState
 from trimtab_operator.tuner.stored import decision_to_json, from_json
 
 REQUEST_SECONDS = 15.0
-MAX_SAID = 300  # characters of somebody else's error
-DEFAULT_MODE = str(Tuning().mode)  # of a resource whose status says nothing yet
+MAX_SAID = 300  # characters of an error from another component
+DEFAULT_MODE = str(Tuning().mode)  # of a resource without a status
 NOT_FOUND = 404
 
 
@@ -40,8 +40,7 @@ class Output(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the cluster says: the resource, and the text that NAME-tuning holds; None where there is no such ConfigMap,
-    as before the first turn."""
+    """The resource, and the text of NAME-tuning; None if the ConfigMap does not exist yet."""
 
     namespace: str
     resource: Mapping[str, Any]
@@ -49,17 +48,20 @@ class Found:
 
 
 def why(
-    name: Annotated[str, typer.Argument(help="The InferenceDeployment.")],
+    name: Annotated[str, typer.Argument(help="Name of the InferenceDeployment.")],
     namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", help="Its namespace. Default: the context's.")
+        str | None,
+        typer.Option("--namespace", "-n", help="Namespace of the InferenceDeployment. Default: the context's."),
     ] = None,
-    context: Annotated[str | None, typer.Option(help="A context of the kubeconfig. Default: the current one.")] = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="text or json.")] = Output.TEXT,
+    context: Annotated[
+        str | None, typer.Option(help="Context of the kubeconfig. Default: the current context.")
+    ] = None,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Output format: text or json.")] = Output.TEXT,
 ) -> None:
-    """Tell why the operator tuned a deployment as it did, newest decision first.
+    """Explain the tuning decisions of a deployment, newest first.
 
-    Each with its id (that of the Event, the log and the metric), its evidence, what was predicted, the guide's
-    sentence behind the rule, and what came of it. Exit code 2 when the cluster or the deployment cannot be read.
+    Each decision has its id (as in the Event, the log and the metric), its evidence, the prediction, the rule from the
+    tuning guide, and the outcome. Exit code 2 if the cluster or the deployment cannot be read.
     """
     found = _read(name, namespace, context)
     memory = memory_of(found.kept)
@@ -67,29 +69,35 @@ def why(
 
 
 def memory_of(kept: str | None) -> TunerState:
-    """What the tuner remembers: nothing where it has written nothing yet, or what stands there is not its text."""
+    """Return the tuner's state; an empty state if the text is missing or invalid."""
     body = unverified(kept)
     return (None if body is None else from_json(body)) or TunerState()
 
 
 def as_text(found: Found, memory: TunerState) -> str:
-    """A line on how it is tuned now, and the decisions."""
+    """Return the current tuning state and the decisions as text."""
     name = found.resource["metadata"]["name"]
     tuning = (found.resource.get("status") or {}).get("tuning") or {}
     mode = tuning.get("mode") or ((found.resource.get("spec") or {}).get("tuning") or {}).get("mode") or DEFAULT_MODE
     lines = [f"{name} in {found.namespace}: mode {mode}"]
-    lines += [f"  promised: {_promises(tuning['objectives'])}"] if tuning.get("objectives") else []
+    lines += [f"  objectives: {_promises(tuning['objectives'])}"] if tuning.get("objectives") else []
     applied = ", ".join(f"{knob} {value}" for knob, value in sorted((tuning.get("applied") or {}).items()))
     lines += [f"  tuned to: {applied}"] if applied else []
     lines += _queue(tuning.get("schedulingPolicy") or {})
     lines += _replicas(found.resource)
     if mode == "Off" and not memory.history:
-        return "\n".join([*lines, "", "Nothing is decided while spec.tuning.mode is Off; Recommend only tells."])
-    return "\n".join([*lines, "", termination_message(memory.history, memory.recommendation)])
+        return "\n".join(
+            [
+                *lines,
+                "",
+                "spec.tuning.mode is Off: no decisions are made. Recommend reports decisions without applying them.",
+            ]
+        )
+    return "\n".join([*lines, "", explain_decisions(memory.history, memory.recommendation)])
 
 
 def as_json(found: Found, memory: TunerState) -> str:
-    """The same for programs: newest first."""
+    """Return the current tuning state and the decisions as JSON, newest first."""
     recommendation = memory.recommendation
     return json.dumps(
         {
@@ -104,14 +112,14 @@ def as_json(found: Found, memory: TunerState) -> str:
 
 
 def _queue(order: Mapping[str, Any]) -> list[str]:
-    """In which order engines serve those that wait, and who does not follow."""
+    """Return the scheduling policy, and the engines that do not apply it."""
     taken = stored_scheduling({"tuning": {"schedulingPolicy": order}})
     lines = [] if taken is None else [f"  scheduling policy: {taken.policy}: {describe_policy(taken)}"]
     return [*lines, f"  {order['message']}"] if order.get("message") else lines
 
 
 def _replicas(resource: Mapping[str, Any]) -> list[str]:
-    """How many replicas are wanted, where that is the operator's to say, and why fewer are granted."""
+    """Return the desired replicas if spec.scaling is set, and the reason for fewer under a GPU budget."""
     scaling, status = (resource.get("spec") or {}).get("scaling"), resource.get("status") or {}
     conditions = {c.get("reason"): str(c.get("message", "")) for c in status.get("conditions") or []}
     short = [f"  {conditions[OVER_BUDGET]}"] if OVER_BUDGET in conditions else []
@@ -120,25 +128,25 @@ def _replicas(resource: Mapping[str, Any]) -> list[str]:
     since = f", since {status['lastScaleTime']}" if status.get("lastScaleTime") else ""
     bounds = f"between {scaling.get('minReplicas', 1)} and {scaling.get('maxReplicas')}"
     count = status.get("wantedReplicas", status["desiredReplicas"])
-    return [f"  replicas: {count} wanted{since}, {status.get('readyReplicas', 0)} ready; {bounds}", *short]
+    return [f"  replicas: {count} desired{since}, {status.get('readyReplicas', 0)} ready; {bounds}", *short]
 
 
 def _promises(objectives: Mapping[str, Any]) -> str:
-    """`{"ttft": {"target": "2s", "percentile": 95}}` in words."""
-    said = []
+    """Format `{"ttft": {"target": "2s", "percentile": 95}}` as text."""
+    parts = []
     for latency in ("ttft", "itl"):
-        promise = objectives.get(latency)
-        if promise:
-            more = f" + {promise['perPromptToken']} per prompt token" if promise.get("perPromptToken") else ""
-            share = f" for {promise['percentile']} %" if promise.get("percentile") else ""
-            said.append(f"{latency} {promise.get('target')}{more}{share}")
+        objective = objectives.get(latency)
+        if objective:
+            more = f" + {objective['perPromptToken']} per prompt token" if objective.get("perPromptToken") else ""
+            share = f" for {objective['percentile']} % of requests" if objective.get("percentile") else ""
+            parts.append(f"{latency} {objective.get('target')}{more}{share}")
     source = " (the defaults)" if objectives.get("source") == "Default" else ""
-    return ", ".join(said) + source
+    return ", ".join(parts) + source
 
 
 def _read(name: str, namespace: str | None, context: str | None) -> Found:
-    """Ask the cluster. Ends the program with a sentence when it cannot be asked."""
-    import kubernetes.client  # here, so that commands without a cluster do not wait for it
+    """Read the resource and its tuning state. Exits with one line if the cluster cannot be read."""
+    import kubernetes.client  # imported here, because other commands need no Kubernetes client
     import kubernetes.config
     import urllib3.exceptions
     import yaml
@@ -151,8 +159,8 @@ def _read(name: str, namespace: str | None, context: str | None) -> Found:
         _, current = config.list_kube_config_contexts(config_file=path)
         config.load_kube_config(config_file=path, context=context, client_configuration=configuration)
     except (kubernetes.config.ConfigException, OSError, yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
-        said = " ".join(str(error).split())[:MAX_SAID].rstrip(".")
-        refuse(f"why: there is no cluster to ask: {said}; set KUBECONFIG, or --context")
+        message = " ".join(str(error).split())[:MAX_SAID].rstrip(".")
+        refuse(f"why: no cluster configured ({message}); set KUBECONFIG or --context")
     client = kubernetes.client.ApiClient(configuration)
     chosen = namespace or (current["context"].get("namespace") if context is None else None) or "default"
     try:
@@ -160,22 +168,22 @@ def _read(name: str, namespace: str | None, context: str | None) -> Found:
             GROUP, VERSION, chosen, PLURAL, name, _request_timeout=REQUEST_SECONDS
         )
         if not isinstance(resource, dict) or "metadata" not in resource:
-            refuse(f"why: what answers at {configuration.host} is no Kubernetes API server")
+            refuse(f"why: no Kubernetes API server at {configuration.host}; check KUBECONFIG and --context")
         kept = _kept(kubernetes.client.CoreV1Api(client), name, chosen)
     except kubernetes.client.ApiException as error:
         if error.status == NOT_FOUND:
-            refuse(f"why: there is no {KIND} {name} in namespace {chosen}; kubectl get {PLURAL} -A lists them")
-        right = missing_right(error)
-        if right is not None:
-            refuse(f"why: you have no right to {right}; ask for it whoever administers the cluster")
-        refuse(f"why: the cluster refuses: {error.status} {server_words(error) or error.reason}")
+            refuse(f"why: {KIND} {name} not found in namespace {chosen}; list them with kubectl get {PLURAL} -A")
+        permission = missing_permission(error)
+        if permission is not None:
+            refuse(f"why: permission denied to {permission}; ask the cluster administrator to grant it")
+        refuse(f"why: API server error {error.status}: {server_message(error) or error.reason}")
     except urllib3.exceptions.HTTPError as error:
-        refuse(f"why: the cluster does not answer at {configuration.host}: {_reason(error)}")
+        refuse(f"why: cannot reach the API server at {configuration.host}: {_reason(error)}")
     return Found(chosen, resource, kept)
 
 
 def _reason(error: Exception) -> str:
-    """The cause behind urllib3's `MaxRetryError`, in its own words."""
+    """Return the message of the cause of urllib3's `MaxRetryError`."""
     cause = getattr(error, "reason", None) or error
     return " ".join(str(cause).rpartition(": ")[2].split())[:MAX_SAID] or type(cause).__name__
 

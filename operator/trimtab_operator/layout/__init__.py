@@ -1,8 +1,8 @@
-"""How a model is laid over devices: what a replica needs, whether it can work, what it would cost. Pure; no I/O.
+"""Parallel layouts of a model over devices: required pods, validity, memory and cost. Pure; no I/O.
 
-`replica` says how many pods and devices a spec asks for. `facts` is what is known of a model (`config_facts` from its
-config.json alone), `gpus` of devices. `rules` are the engine's own, by number; `stages` and `memory_fit` say what each
-rank holds; `nearest` finds what would work instead; `check` puts them together.
+`replica` computes the pods and devices of a spec. `facts` describes models, `gpus` describes devices. `rules` are the
+engine's divisibility rules; `stages` and `memory_fit` compute the memory of each rank; `nearest` finds valid
+alternatives; `check` combines them.
 """
 
 from trimtab_operator.layout.replica import Layout, layout_of

@@ -1,7 +1,7 @@
-"""Whether a layout can work: every number that is wrong is named, before any pod exists.
+"""Validation of layouts before any pod exists. Every invalid number is reported.
 
-The webhook, the loop and `trimtab plan` ask here. A refusal says the field, its value, what it may be, and the nearest
-layouts that work, with the KV cache and the concurrency that they would have.
+Used by the webhook, the reconciler and `trimtab plan`. A validation error contains the field, its value, the valid
+values, and the nearest valid layouts with their KV cache and concurrency.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trimtab_operator.resource.validation_error import ValidationError
 
 
 def check_layout(spec: Spec, facts: ModelFacts | None, gpu: Gpu | None = None) -> tuple[ValidationError, ...]:
-    """Everything that is wrong with `spec.parallelism`; empty when it can work.
+    """Return all errors of `spec.parallelism`; empty if the layout is valid.
 
-    Without facts only what the spec alone can say is checked; without a GPU (or on the CPU) nothing about memory.
+    Without facts, only rules on the spec are checked. Without a GPU, or on the CPU, memory is not checked.
     """
     parallelism = spec.parallelism
     if facts is None:
@@ -30,9 +30,9 @@ def check_layout(spec: Spec, facts: ModelFacts | None, gpu: Gpu | None = None) -
         return (_not_run(facts),)
     on_gpu = gpu if spec.runtime.device == "cuda" else None
     envelope = Envelope.of_spec(spec, facts, on_gpu) if on_gpu is not None else None
-    cannot_be = [*_longer_than_positions(spec, facts), *_no_such_arithmetic(spec, on_gpu)]
-    if cannot_be:
-        return tuple(cannot_be)  # memory for it would mean nothing
+    errors = [*_longer_than_positions(spec, facts), *_no_such_arithmetic(spec, on_gpu)]
+    if errors:
+        return tuple(errors)  # the memory of an invalid configuration is meaningless
     problems = layout_problems(parallelism, facts, on_gpu, envelope)
     if not problems:
         return ()
@@ -47,7 +47,7 @@ def check_layout(spec: Spec, facts: ModelFacts | None, gpu: Gpu | None = None) -
 def layout_problems(
     parallelism: Parallelism, facts: ModelFacts, gpu: Gpu | None = None, envelope: Envelope | None = None
 ) -> tuple[Problem, ...]:
-    """What is wrong by rule, else by memory: where the rules refuse a layout its memory means nothing."""
+    """Return the violated rules; if there are none, the lack of memory."""
     by_rule = spec_problems(parallelism) + facts_problems(parallelism, facts)
     if by_rule or gpu is None or envelope is None:
         return by_rule
@@ -55,21 +55,26 @@ def layout_problems(
     return () if fit.fits else (_does_not_fit(parallelism, facts, fit, gpu, envelope),)
 
 
-def longer_than_positions(asked: int | None, facts: ModelFacts) -> str | None:
-    """What is wrong with so many tokens; None: nothing."""
+def longer_than_positions(requested: int | None, facts: ModelFacts) -> str | None:
+    """Return the error message for a length above the model's positions, None if it is valid."""
     most = facts.max_model_len
-    return None if asked is None or asked <= most else f"is {asked}, but the model's positions allow 1 to {most}"
+    if requested is None or requested <= most:
+        return None
+    return f"is {requested}, but the model's positions allow 1 to {most}; use at most {most}"
 
 
 def no_such_arithmetic(kv_cache_dtype: str | None, gpu: Gpu) -> str | None:
-    """The engine refuses fp8_e4m3 (which fp8 means) on GPUs without it; fp8_e5m2 is converted on any."""
+    """Return the error message for fp8_e4m3 (alias fp8) on a GPU without fp8, None if the dtype is supported.
+
+    fp8_e5m2 is converted in software on every GPU.
+    """
     if kv_cache_dtype not in ("fp8", "fp8_e4m3") or gpu.fp8_flops is not None:
         return None
-    return f"is {kv_cache_dtype}, which {gpu.name} does not have; use fp8_e5m2 or auto"
+    return f"is {kv_cache_dtype}, which {gpu.name} does not support; use fp8_e5m2 or auto"
 
 
 def _not_run(facts: ModelFacts) -> ValidationError:
-    message = f"is {unsupported_reason(facts)}, which the engine does not run; `trimtab plan` can still plan for it"
+    message = f"is {unsupported_reason(facts)}, which the engine does not support; `trimtab plan` can still plan for it"
     return ValidationError("spec.model.uri", message)
 
 
@@ -86,7 +91,7 @@ def _no_such_arithmetic(spec: Spec, gpu: Gpu | None) -> Iterator[ValidationError
 
 
 def _does_not_fit(parallelism: Parallelism, facts: ModelFacts, fit: MemoryFit, gpu: Gpu, envelope: Envelope) -> Problem:
-    """The tightest rank's sum, against what the utilisation leaves it; and what else than a layout would help."""
+    """Return the problem of the rank with the least free memory, with remedies other than another layout."""
     rank = fit.tightest
     shape, given = rank.formula, rank.formula.requested_bytes
     rest = shape.fixed_bytes - shape.weights_bytes
@@ -97,17 +102,19 @@ def _does_not_fit(parallelism: Parallelism, facts: ModelFacts, fit: MemoryFit, g
         f"but a rank{where} needs {_gib(rank.needed_bytes)}: {_gib(shape.weights_bytes)} of weights{seeing}, "
         f"{_gib(rank.one_request_bytes)} of KV cache for one request of {envelope.max_model_len} tokens, about "
         f"{_gib(rest)} of activations, graphs and others; of the GPU's {_gib(gpu.memory_bytes)} "
-        f"({gpu.name}) gpuMemoryUtilization {envelope.gpu_memory_utilization} gives it {_gib(given)}"
+        f"({gpu.name}), gpuMemoryUtilization {envelope.gpu_memory_utilization} allows {_gib(given)}"
     )
     remedies = [f"set more {'tensor, pipeline or data' if facts.is_mixture else 'tensor or pipeline'} ranks"]
     if of_tower:
-        remedies.append("serve text alone with limitMmPerPrompt {image: 0, video: 0}")
+        remedies.append("serve text only with limitMmPerPrompt {image: 0, video: 0}")
     if fit.longest_model_len:
         remedies.append(f"set maxModelLen to {fit.longest_model_len} or less")
     if fit.min_utilization is not None:
         remedies.append(f"raise gpuMemoryUtilization to {fit.min_utilization}")
     degrees = f"tensor {parallelism.tensor} × pipeline {parallelism.pipeline}"
-    degrees += f" × data {parallelism.data}" if facts.is_mixture else ""  # of a dense model data divides nothing
+    degrees += (
+        f" × data {parallelism.data}" if facts.is_mixture else ""
+    )  # data parallelism divides nothing in a dense model
     return Problem("spec.parallelism", degrees, ", or ".join(remedies), reason)
 
 

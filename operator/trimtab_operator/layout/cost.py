@@ -1,12 +1,12 @@
-"""How long a layout's steps take: a roofline, for ranking layouts, not for promising latencies.
+"""Step times of a layout: a roofline for ranking layouts, not for predicting latencies.
 
-A stage takes the longer of what it reads (weights, keys and values) and what it computes, then what its ranks exchange:
-after each layer's attention and MLP an all-reduce over the tensor ranks, for a mixture under data parallelism a gather
-and a scatter of all its tokens, at the end of a stage a transfer to the next. Nothing overlaps; the CPU costs nothing.
+The time of a stage is the maximum of its reads (weights, keys and values) and its arithmetic, plus the communication
+of its ranks: an all-reduce over the tensor ranks after each layer's attention and MLP, a gather and a scatter of all
+tokens for a MoE model under data parallelism, and a transfer to the next stage. Nothing overlaps, and the CPU is free.
 
-Peaks are `gpus.py`'s, times what of them was reached on one H200: 4.3 of 4.8 TB/s copying, 788 of 989 TFLOP/s
-multiplying 8192³ bf16 matrices. Of NVLink's rate NCCL reaches 370 of 450 GB/s (NVIDIA/nccl-tests#212). Latencies, the
-network and the pipeline's balance are assumptions, named below; no machine with two GPUs has confirmed them.
+Peaks are those of `gpus.py`, times the fraction reached on one H200: 4.3 of 4.8 TB/s copying, 788 of 989 TFLOP/s
+multiplying 8192³ bf16 matrices. NCCL reaches 370 of NVLink's 450 GB/s (NVIDIA/nccl-tests#212). Latencies, the
+network and the pipeline's balance are assumptions (constants below), not confirmed on a machine with two GPUs.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ LINK_REACHED = 370 / 450  # of a link's published rate
 NVLINK_LATENCY_SECONDS = 15e-6  # assumed, of one small collective through NCCL
 PCIE_LATENCY_SECONDS = 30e-6  # assumed
 NETWORK_LATENCY_SECONDS = 40e-6  # assumed: between nodes, with RDMA
-NETWORK_GIGABITS = 100.0  # assumed, per GPU, where nothing else is said
-PIPELINE_BALANCE = 0.85  # assumed: of a stage's time with work in it; steps in flight are not equally long
+NETWORK_GIGABITS = 100.0  # assumed default, per GPU
+PIPELINE_BALANCE = 0.85  # assumed: busy fraction of a stage; steps in flight are not equally long
 ALL_REDUCES_PER_LAYER = 2
 HIDDEN_STATES_PER_TRANSFER = 2  # hidden states and residual
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins ranks: bytes per second that each of them sends, and seconds until the first byte is there."""
+    """Connection between ranks: bytes per second that each rank sends, and latency in seconds."""
 
     bandwidth: float
     latency_seconds: float
 
     def ring_seconds(self, num_bytes: float, ranks: int, passes: int) -> float:
-        """A ring over `ranks`: each pass sends (ranks - 1) / ranks of the bytes. An all-reduce has two passes, a gather
-        or a scatter one.
+        """Return the seconds of a ring over `ranks`. Each pass sends (ranks - 1) / ranks of the bytes; an all-reduce
+        has two passes, a gather or a scatter one.
         """
         if ranks == 1:
             return 0.0
@@ -51,7 +51,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """A kind of GPU, and what lies between nodes."""
+    """A GPU model and the network between nodes."""
 
     gpu: Gpu
     network_gigabits: float = NETWORK_GIGABITS
@@ -69,7 +69,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """One step. `seconds` is what a running request waits for its next token; the rest is of the slowest stage."""
+    """Cost of one step. `seconds` is the time per output token; the other values are of the slowest stage."""
 
     seconds: float
     work_seconds: float
@@ -83,7 +83,9 @@ class StepCost:
 
 
 def tensor_stays_in_a_node(parallelism: Parallelism) -> bool:
-    """Ranks fill pods in order, the tensor rank running fastest; a pod is never larger than a node."""
+    """Return True if each tensor group is within one pod. Ranks fill pods in order, with the tensor rank as the fastest
+    index; a pod is never larger than a node.
+    """
     return _per_pod(parallelism) % parallelism.tensor == 0
 
 
@@ -96,9 +98,9 @@ def decode_step(
     context: float,
     kv_dtype_bytes: int | None = None,
 ) -> StepCost:
-    """A step in which each of an engine's `batch` requests, of `context` tokens on average, gets its next token.
+    """Return the cost of a decode step of `batch` requests with `context` tokens on average.
 
-    Each of the steps in flight has its share of the requests.
+    The requests are divided over the steps in flight.
     """
     in_flight = _steps_in_flight(facts, parallelism)
     tokens = max(1.0, batch / in_flight)
@@ -108,7 +110,7 @@ def decode_step(
     ]
     times = [work + exchange for work, exchange in costs]
     slowest = max(range(len(times)), key=times.__getitem__)
-    filled = min(batch, in_flight)  # as long as fewer requests run than there are stages, one step follows the other
+    filled = min(batch, in_flight)  # with fewer requests than stages, steps run one after another
     cycle = filled * times[slowest] / (PIPELINE_BALANCE if in_flight > 1 else 1)
     return StepCost(seconds=max(sum(times), cycle), work_seconds=costs[slowest][0], exchange_seconds=costs[slowest][1])
 
@@ -116,7 +118,7 @@ def decode_step(
 def prefill_seconds_per_token(
     facts: ModelFacts, parallelism: Parallelism, hardware: Hardware, *, chunk: int, context: float
 ) -> float:
-    """What a prompt's token costs an engine, in chunks of `chunk` tokens that see `context` tokens on average."""
+    """Return the seconds per prompt token, in chunks of `chunk` tokens that attend to `context` tokens on average."""
     costs = [
         sum(_stage_cost(facts, parallelism, hardware, stage, chunk, context, None, is_prefill=True))
         for stage in stages_of(facts, parallelism)
@@ -126,7 +128,7 @@ def prefill_seconds_per_token(
 
 
 def _steps_in_flight(facts: ModelFacts, parallelism: Parallelism) -> int:
-    """As many as there are stages; engines that step together agree on each step before it begins, and have one."""
+    """Return the number of stages; 1 for engines in lockstep, which synchronise before each step."""
     return 1 if facts.is_mixture and parallelism.data > 1 else parallelism.pipeline
 
 
@@ -141,7 +143,7 @@ def _stage_cost(
     *,
     is_prefill: bool = False,
 ) -> tuple[float, float]:
-    """Seconds of work and of exchange of one stage's rank, for `tokens` tokens of its engine."""
+    """Return the seconds of work and of communication of one rank of a stage, for `tokens` tokens of its engine."""
     gpu, itemsize = hardware.gpu, DTYPE_BYTES[facts.dtype]
     shared_tokens = tokens * (parallelism.data if facts.is_mixture else 1)
     chosen = facts.num_experts_per_token / facts.num_experts if facts.is_mixture else 0.0

@@ -1,4 +1,4 @@
-"""The degrees of a layout, as the spec asks for them and as an engine reports them: comparable values."""
+"""Parallel degrees of a layout, comparable between the spec and an engine's report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trimtab_operator.resource.spec import Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """Tensor, pipeline and data parallel degrees, whether experts are spread, and the ranks of one replica."""
+    """Tensor, pipeline and data parallel degrees, expert parallelism, and the ranks of one replica."""
 
     tensor: int
     pipeline: int
@@ -19,7 +19,7 @@ class Degrees:
 
     @classmethod
     def wanted(cls, spec: Spec) -> Degrees:
-        """What the spec asks of one replica."""
+        """Return the degrees of one replica that the spec requests."""
         parallelism = spec.parallelism
         ranks = parallelism.tensor * parallelism.pipeline * parallelism.data
         return cls(
@@ -31,11 +31,11 @@ class Degrees:
         )
 
     def __str__(self) -> str:
-        experts = ", experts spread" if self.expert else ""
+        experts = ", expert parallel" if self.expert else ""
         return f"tensor {self.tensor}, pipeline {self.pipeline}, data {self.data}{experts} ({self.world_size} ranks)"
 
     def status(self) -> dict[str, int | bool]:
-        """As it stands in `status.layout`."""
+        """Return the fields of `status.layout`."""
         return {
             "worldSize": self.world_size,
             "tensor": self.tensor,

@@ -1,5 +1,4 @@
-"""What is known of a model: the facts of docs/reference/contract.md section 6, as `trimtab-engine inspect` prints
-them."""
+"""Model facts (docs/reference/contract.md section 6), as `trimtab-engine inspect` prints them."""
 
 from __future__ import annotations
 
@@ -13,33 +12,33 @@ from trimtab_modelspec.facts import facts_of_config as modelspec_facts
 from trimtab_modelspec.families.registry import BY_ARCHITECTURE
 from trimtab_modelspec.kv_groups import KVGroup, LayerKV, covers_all_layers, uniform_group
 
-MAX_COUNT = 1 << 62  # of whole weights in bytes, too; what is larger no range counts
+MAX_COUNT = 1 << 62  # also the maximum of weights in bytes; larger values overflow a range
 RUN_BY_THE_ENGINE = tuple(BY_ARCHITECTURE)
-"""Architectures that the engine computes with its own code."""
+"""Architectures with an engine implementation."""
 SEEING_ON_GPUS = ("Qwen2_5_VLForConditionalGeneration", "Llama4ForConditionalGeneration")
-"""Whose images and videos the engine computes on GPUs, where it runs them there at all."""
+"""Architectures whose images and videos the engine encodes on GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsByPart:
-    """Bytes of the whole model's weights, by the way in which ranks divide them."""
+    """Bytes of the whole model's weights, by how they are divided over ranks."""
 
     embedding: int
-    """Over the tensor ranks of the first stage; of the last one as well when the output layer is tied to it."""
+    """Divided over the tensor ranks of the first stage, and of the last stage if the output layer is tied to it."""
     lm_head: int
-    """Over the tensor ranks of the last stage; 0 when it is tied to the embedding."""
+    """Divided over the tensor ranks of the last stage; 0 if it is tied to the embedding."""
     attention: int
-    """Over the tensor ranks, all layers alike: queries and output."""
+    """Queries and output, divided over the tensor ranks, equal in all layers."""
     kv_projection: int
-    """Over the tensor ranks, but in no more parts than there are KV heads: keys and values."""
+    """Keys and values, divided over the tensor ranks into at most as many parts as there are KV heads."""
     dense_mlp: int
-    """Over the tensor ranks, in the layers that have a plain MLP."""
+    """Divided over the tensor ranks, in the layers with a dense MLP."""
     experts: int
-    """Over tensor × data ranks, in the mixture layers."""
+    """Divided over tensor × data ranks, in the MoE layers."""
     shared_experts: int
-    """Over the tensor ranks, in the mixture layers: experts that every token passes."""
+    """Experts used by every token, divided over the tensor ranks, in the MoE layers."""
     replicated: int
-    """Whole on every rank of a layer: norms, routers, what else is not divided."""
+    """Norms, routers and other weights that every rank of a layer holds whole."""
 
     @property
     def total(self) -> int:
@@ -53,11 +52,11 @@ class ModelFacts:
     model: str
     architecture: str
     supported: bool
-    """Whether Trimtab's engine runs it. What it does not run can be planned, not served."""
+    """True if Trimtab's engine supports the model. An unsupported model can be planned but not served."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Width of the plain MLP."""
+    """Width of the dense MLP."""
     num_attention_heads: int
     num_kv_heads: int
     head_size: int
@@ -66,38 +65,38 @@ class ModelFacts:
     num_parameters: int
     dtype: str
     quantization: str | None
-    """How the weights are stored when not at `dtype`; None: at `dtype`."""
+    """Storage format of the weights; None if they are stored at `dtype`."""
     tie_word_embeddings: bool
     num_experts: int
-    """0: no mixture."""
+    """Number of experts; 0 for a dense model."""
     num_experts_per_token: int
     moe_intermediate_size: int
-    """Width of one expert; 0 without any."""
+    """Width of one expert; 0 for a dense model."""
     dense_layers: tuple[int, ...]
-    """The layers of a mixture that have a plain MLP instead of experts. Empty for a dense model."""
+    """Layers of a MoE model with a dense MLP instead of experts. Empty for a dense model."""
     latent_kv_size: int
-    """Elements that a token keeps per layer as one latent vector (multi-head latent attention), on every tensor rank;
-    0: keys and values per KV head."""
+    """Elements per token and layer of the latent vector of multi-head latent attention, on every tensor rank; 0 for
+    models with keys and values per KV head."""
     kv_groups: tuple[KVGroup, ...]
-    """What layers keep of each token, in the whole model."""
+    """KV cache groups of the whole model."""
     weights: WeightsByPart
     weights_at_dtype: WeightsByPart | None = None
-    """The same where all of it is restored to `dtype`, of weights whose parts are not stored alike; else None."""
+    """Bytes with all weights dequantised to `dtype`, for checkpoints with several storage formats; else None."""
     tower_bytes: int = 0
-    """What computes images and videos, beside the weights above: whole on the first stage; 0: it takes text alone."""
+    """Bytes of the vision encoder, in addition to `weights`, whole on the first stage; 0 for text-only models."""
     is_by_transformers: bool = False
-    """The engine has no family for it: transformers' own code computes it, on the CPU."""
+    """True if the engine has no implementation and runs transformers' code on the CPU."""
     refusal: str = ""
-    """Why the engine does not run it; empty if it does, or if the engine gave no reason."""
+    """Reason why the engine does not support the model; empty if it does, or without a reason."""
     tensor_sizes: tuple[int, ...] = (1,)
-    """Over how many tensor-parallel ranks that code can be divided; of the engine's own families rules say it."""
+    """Tensor-parallel degrees that transformers' code supports; engine implementations use `rules` instead."""
 
     @property
     def weights_bytes(self) -> int:
         return self.weights.total
 
     def is_run_on(self, device: str) -> bool:
-        """Whether Trimtab's engine runs it on `spec.runtime.device`."""
+        """Return True if Trimtab's engine supports the model on `spec.runtime.device`."""
         return self.supported and (device == "cpu" or not self.is_by_transformers)
 
     @property
@@ -106,14 +105,15 @@ class ModelFacts:
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether any layer has a plain MLP."""
+        """True if any layer has a dense MLP."""
         return not self.is_mixture or bool(self.dense_layers)
 
     @classmethod
     def parse(cls, facts: Mapping[str, object]) -> ModelFacts:
-        """Read what `inspect -o json` printed. Unknown keys are passed over: a newer engine may say more.
+        """Parse the output of `inspect -o json`. Unknown keys of newer engines are ignored.
 
-        Raises ValueError that names what is missing or malformed.
+        Raises:
+            ValueError: A key is missing or malformed; the message names it.
         """
         reader = _Reader(facts)
         weights = _weights(facts, "weights_by_part", reader.hint)
@@ -171,7 +171,7 @@ class ModelFacts:
         return found
 
     def to_json(self) -> dict[str, object]:
-        """What `parse` reads."""
+        """Return the JSON that `parse` reads."""
         nested = (
             "weights",
             "weights_at_dtype",
@@ -225,43 +225,43 @@ def _weights(facts: Mapping[str, object], key: str, hint: str) -> WeightsByPart:
 def _kv_groups(
     facts: Mapping[str, object], num_layers: int, num_kv_heads: int, head_size: int, latent_size: int
 ) -> tuple[KVGroup, ...]:
-    """Read the groups that the engine names. One that names none has one, of whole heads or of latent vectors."""
-    said = facts.get("kv_groups")
-    if said is None:
+    """Parse the KV groups. Engines without groups have a single one, of whole heads or of latent vectors."""
+    value = facts.get("kv_groups")
+    if value is None:
         return (
             (KVGroup(((0, num_layers),), LayerKV(num_kv_heads=1, key_size=latent_size, value_size=0)),)
             if latent_size
             else (uniform_group(num_layers, num_kv_heads, head_size),)
         )
-    if not isinstance(said, list) or not said or len(said) > num_layers:
-        raise ValueError(f"model facts: kv_groups is {said!r:.100}; a list of 1 to num_layers {num_layers} is needed")
-    groups = tuple(_kv_group(group, f"kv_groups[{index}].") for index, group in enumerate(said))
+    if not isinstance(value, list) or not value or len(value) > num_layers:
+        raise ValueError(f"model facts: kv_groups is {value!r:.100}; a list of 1 to num_layers {num_layers} is needed")
+    groups = tuple(_kv_group(group, f"kv_groups[{index}].") for index, group in enumerate(value))
     if not covers_all_layers(groups, num_layers):
         raise ValueError(f"model facts: kv_groups must have each of the {num_layers} layers once")
     return groups
 
 
-def _kv_group(said: object, prefix: str) -> KVGroup:
-    if not isinstance(said, Mapping):
-        raise ValueError(f"model facts: {prefix[:-1]} is {said!r:.100}; an object is needed")
-    reader = _Reader(said, prefix, "")
+def _kv_group(value: object, prefix: str) -> KVGroup:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"model facts: {prefix[:-1]} is {value!r:.100}; an object is needed")
+    reader = _Reader(value, prefix, "")
     return KVGroup(
         reader.spans("layers"),
         LayerKV(
             num_kv_heads=reader.count("num_kv_heads", least=1),
             key_size=reader.count("key_size", least=1),
             value_size=reader.count("value_size"),
-            window=None if said.get("window") is None else reader.count("window", least=1),
+            window=None if value.get("window") is None else reader.count("window", least=1),
         ),
     )
 
 
 class _Reader:
-    """Typed reading of a JSON object, with errors that name the key."""
+    """Typed access to a JSON object, with errors that name the key."""
 
     def __init__(self, values: Mapping[str, object], prefix: str = "", hint: str | None = None) -> None:
         self._values, self._prefix = values, prefix
-        unsupported = f"; the engine knows too little of {values.get('architecture')}, which it does not run"
+        unsupported = f"; the engine reports few facts of {values.get('architecture')}, which it does not support"
         self.hint = (unsupported if values.get("supported") is False else "") if hint is None else hint
 
     def _error(self, key: str, wanted: str) -> ValueError:
@@ -290,7 +290,7 @@ class _Reader:
         return value
 
     def spans(self, key: str) -> tuple[tuple[int, int], ...]:
-        """Pairs [first, last + 1]."""
+        """Return pairs [first, last + 1]."""
         value = self._values.get(key)
         if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
             raise self._error(key, "a list of pairs of whole numbers")

@@ -1,4 +1,4 @@
-"""What is known of GPUs: memory, bandwidth, arithmetic and the links between them.
+"""Data of GPU models: memory, bandwidth, arithmetic and links.
 
 Rates are the makers' published peaks (data sheets and architecture papers: B200, H200, H100 SXM, A100 SXM, L40S, L4,
 GeForce RTX 4090 and 5090), arithmetic dense (without sparsity) and accumulated in float32, links in one direction. One
@@ -24,18 +24,18 @@ class Gpu:
 
     name: str
     memory_bytes: int
-    """What CUDA counts as the device's total."""
+    """Total device memory that CUDA reports."""
     bandwidth: float
-    """Bytes read from its memory."""
+    """Memory bandwidth in bytes per second."""
     bf16_flops: float
     fp8_flops: float | None
-    """None: it has no fp8 arithmetic; fp8 weights are widened, at the rate of bf16."""
+    """None without fp8 arithmetic: fp8 weights are dequantised and multiplied at the bf16 rate."""
     link: Literal["NVLink", "PCIe"]
-    """What joins the GPUs of one node."""
+    """Link between the GPUs of one node."""
     link_bandwidth: float
-    """Bytes that one GPU sends to the others of its node."""
+    """Bytes per second that one GPU sends to the others of its node."""
     label: str
-    """The node label nvidia.com/gpu.product, as GPU feature discovery writes it."""
+    """Value of the node label nvidia.com/gpu.product, set by GPU feature discovery."""
 
 
 def _gpu(
@@ -75,16 +75,20 @@ GPUS: tuple[Gpu, ...] = (
 
 
 def gpu_named(name: str) -> Gpu:
-    """A GPU by its name here, whatever the case and the separators. Raises ValueError that lists the names."""
+    """Return the GPU of a name, ignoring case and separators.
+
+    Raises:
+        ValueError: The name is unknown; the message lists the known names.
+    """
     wanted = re.sub(r"[\s_-]", "", name).lower()
     aliases = {"a100": "a10080", "a10080gb": "a10080", "a10040gb": "a10040", "4090": "rtx4090", "5090": "rtx5090"}
     wanted = aliases.get(wanted, wanted)
     for gpu in GPUS:
         if gpu.name.replace("-", "").lower() == wanted:
             return gpu
-    raise ValueError(f"GPU {name!r} is not known; known are {', '.join(gpu.name for gpu in GPUS)}")
+    raise ValueError(f"unknown GPU ({name!r}); use one of {', '.join(gpu.name for gpu in GPUS)}")
 
 
 def gpu_of_label(product: str) -> Gpu | None:
-    """The GPU of a node by its label nvidia.com/gpu.product; None when it is not known, or shared or cut up (MIG)."""
+    """Return the GPU of a node's label nvidia.com/gpu.product. None if it is unknown, shared or partitioned (MIG)."""
     return next((gpu for gpu in GPUS if gpu.label == product), None)

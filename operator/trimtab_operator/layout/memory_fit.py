@@ -1,13 +1,13 @@
-"""What a layout's ranks need of a GPU's memory, before anything runs: an estimate, rank by rank.
+"""Estimated GPU memory of each rank of a layout, before anything runs.
 
-Weights and keys and values are arithmetic (docs/reference/contract.md sections 5 and 6). The rest can only be
-measured, and the engine's ledger does; the figures here are meant to err on the large side:
+Weights, keys and values are computed exactly (docs/reference/contract.md sections 5 and 6). The rest is measured by
+the engine's ledger at run time; the estimates here are chosen on the large side:
 
-- activations: the largest of what one layer keeps for `max_num_batched_tokens` tokens and what sampling `max_num_seqs`
-  tokens takes, with a margin. For Llama-3-8B, 8192 tokens: 1.16 GiB here, 1.26 GiB in vLLM's log (vllm#10511).
+- activations: the maximum of one layer's activations for `max_num_batched_tokens` tokens and of sampling
+  `max_num_seqs` tokens, with a margin. For Llama-3-8B, 8192 tokens: 1.16 GiB here, 1.26 GiB in vLLM's log (vllm#10511).
 - graphs, other (the CUDA context) and communicator: constants of the usual size.
 
-All ranks get as many KV blocks as the tightest.
+All ranks get as many KV blocks as the rank with the least free memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIB = 1 << 20
 OTHER_BYTES = 600 * MIB  # the CUDA context with its modules: 0.5 GiB on an H100
 GRAPHS_BYTES = 512 * MIB  # captured decode graphs; vLLM's logs say 0.1 to 0.9 GiB
 COMMUNICATOR_BYTES = 512 * MIB  # NCCL's buffers, per kind of group that a rank is in
-ACTIVATION_MARGIN = Fraction(5, 4)  # for what the allocator cannot reuse
+ACTIVATION_MARGIN = Fraction(5, 4)  # for memory that the allocator cannot reuse
 HIDDEN_COPIES = 4  # of [tokens, hidden_size]: residual, normed input, a block's output, its sum over ranks
 LOGITS_COPIES = 3  # of [max_num_seqs, vocab_size] in float32: logits, their sorted copy, probabilities
 LOGITS_BYTES = 4
@@ -43,7 +43,7 @@ DEFAULT_BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """What an engine starts with, as far as memory goes. The counts are caps: start-up allocates for them."""
+    """Engine parameters that determine memory. The counts are caps, because start-up allocates for them."""
 
     gpu_memory_utilization: str = "0.9"
     max_model_len: int
@@ -53,13 +53,13 @@ class Envelope:
     kv_dtype_bytes: int
     captures_graphs: bool = True
     quantization: str | None = None
-    """What the weights are quantised to as they load; None: they stay as they are stored."""
+    """Quantization applied when loading the weights; None if they stay as stored."""
     computes_images: bool = False
-    """Whether the first stage loads the tower of a model that sees images and videos."""
+    """True if the first stage loads the vision encoder of a multimodal model."""
 
     @classmethod
     def of_spec(cls, spec: Spec, facts: ModelFacts, gpu: Gpu) -> Envelope:
-        """What this spec's engine starts with on this GPU; where it says nothing, the engine's defaults."""
+        """Return the envelope of a spec on a GPU, with the engine's defaults for omitted fields."""
         engine = spec.engine
         _, seqs, tokens = knobs(spec)
         defaults = cls.default(facts, gpu)
@@ -87,15 +87,17 @@ class Envelope:
 
 
 def _computes_images(spec: Spec, facts: ModelFacts) -> bool:
-    """Whether this spec's engine loads the tower on a GPU, which it does unless no image and no video may come in a
-    prompt. Of towers that are transformers' code Trimtab's engine serves the text half there."""
+    """Return True if the engine loads the vision encoder on a GPU: unless prompts allow no images and no videos.
+
+    Trimtab's engine serves only the language model of models whose vision encoder is transformers' code.
+    """
     limits = spec.engine.limit_mm_per_prompt or {}
     is_dropped = all(limits.get(modality) == 0 for modality in MODALITIES)
     return not is_dropped and (spec.runtime.kind == "vllm" or facts.architecture in SEEING_ON_GPUS)
 
 
 def kv_dtype_bytes(kv_cache_dtype: str | None, facts: ModelFacts) -> int:
-    """Bytes of one element of the KV cache; None and auto: the model's dtype."""
+    """Return the bytes of one element of the KV cache; None and auto mean the model's dtype."""
     if kv_cache_dtype is None or kv_cache_dtype == "auto":
         return DTYPE_BYTES[facts.dtype]
     return 1 if kv_cache_dtype.startswith("fp8") else DTYPE_BYTES[kv_cache_dtype]
@@ -103,14 +105,14 @@ def kv_dtype_bytes(kv_cache_dtype: str | None, facts: ModelFacts) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """One stage's fullest rank."""
+    """Memory of the rank with the most weights in one stage."""
 
     stage: Stage
     formula: MemoryFormula
 
     @property
     def needed_bytes(self) -> int:
-        """With the KV cache of one request of max_model_len."""
+        """Required bytes, including the KV cache of one request of max_model_len."""
         return self.formula.fixed_bytes + self.one_request_bytes
 
     @property
@@ -120,50 +122,50 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
-    """The stages of one layout on one kind of GPU, but for those that are like an earlier one."""
+    """Memory of the distinct stages of one layout on one GPU model."""
 
     ranks: tuple[RankMemory, ...]
 
     @property
     def tightest(self) -> RankMemory:
-        """The rank with the fewest KV blocks; among those that have none, the one that lacks most."""
+        """The rank with the fewest KV blocks; among ranks without any, the one with the largest deficit."""
         return min(self.ranks, key=lambda r: (r.formula.num_blocks, r.formula.requested_bytes - r.needed_bytes))
 
     @property
     def fits(self) -> bool:
-        """One request of max_model_len can be served."""
+        """True if one request of max_model_len can be served."""
         return self.tightest.formula.num_blocks >= self.tightest.formula.blocks_per_request
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose keys and values one engine holds: each token's are spread over all of its ranks."""
+        """KV cache size of one engine in tokens. The keys and values of a token are distributed over all ranks."""
         return self.tightest.formula.num_tokens
 
     @property
     def max_concurrency(self) -> float:
-        """Requests of max_model_len at once, in one engine."""
+        """Concurrent requests of max_model_len in one engine."""
         return self.tightest.formula.max_concurrency
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of weights on the rank that has most."""
+        """Bytes of weights on the rank with the most."""
         return max(rank.formula.weights_bytes for rank in self.ranks)
 
     @property
     def min_utilization(self) -> str | None:
-        """The gpu_memory_utilization at which one request fits; None when not even 1 will do."""
+        """The lowest gpu_memory_utilization at which one request fits; None if none does."""
         needed = [rank.formula.min_utilization for rank in self.ranks]
         return None if None in needed else max((text for text in needed if text), key=float)
 
     @property
     def longest_model_len(self) -> int:
-        """The longest request that the KV cache would hold; 0: not even one block is left."""
+        """Length of the longest request that fits in the KV cache, in tokens; 0 if there is no free block."""
         formula = self.tightest.formula
         return formula.longest_model_len(formula.num_blocks)
 
 
 def memory_fit(facts: ModelFacts, parallelism: Parallelism, gpu: Gpu, envelope: Envelope) -> MemoryFit:
-    """The memory of each stage of a layout that the rules allow; of stages that are alike, the first stands for all."""
+    """Return the memory of each distinct stage of a valid layout."""
     facts = as_run(facts, gpu, envelope.quantization)
     unlike = {
         (s.weights_bytes + tower_bytes(facts, s, envelope), _kept(facts, s), s.is_last): s
@@ -176,7 +178,7 @@ def memory_fit(facts: ModelFacts, parallelism: Parallelism, gpu: Gpu, envelope: 
 
 
 def _kept(facts: ModelFacts, stage: Stage) -> tuple[int, ...]:
-    """The layers of each group that a stage has."""
+    """Return the number of layers of each KV group in a stage."""
     return tuple(group.num_layers for group in rank_groups(facts, stage, 1))
 
 
@@ -199,17 +201,17 @@ def _formula(facts: ModelFacts, parallelism: Parallelism, stage: Stage, gpu: Gpu
 
 
 def tower_bytes(facts: ModelFacts, stage: Stage, envelope: Envelope) -> int:
-    """What computes images and videos on one rank of a stage: counted whole, as if no rank shared it with another."""
+    """Return the bytes of the vision encoder on one rank of a stage, as if it were not divided over ranks."""
     return facts.tower_bytes if stage.is_first and envelope.computes_images else 0
 
 
 def rank_groups(facts: ModelFacts, stage: Stage, tensor: int) -> tuple[KVGroup, ...]:
-    """What one rank of a stage keeps of each token."""
+    """Return the KV groups of one rank of a stage."""
     return tuple(group.on_rank((stage.layers.start, stage.layers.stop), tensor) for group in facts.kv_groups)
 
 
 def activation_bytes(facts: ModelFacts, parallelism: Parallelism, stage: Stage, envelope: Envelope) -> int:
-    """The peak of one step of the envelope's size on one rank."""
+    """Return the peak activation bytes of one step on one rank."""
     itemsize, tensor = DTYPE_BYTES[facts.dtype], parallelism.tensor
     tokens = envelope.max_num_batched_tokens
     heads = facts.num_attention_heads // tensor + 2 * max(1, facts.num_kv_heads // tensor)
@@ -222,8 +224,10 @@ def activation_bytes(facts: ModelFacts, parallelism: Parallelism, stage: Stage, 
 
 
 def _mixture_width(facts: ModelFacts, parallelism: Parallelism) -> int:
-    """Elements per token of a data-parallel rank: all its group's tokens are gathered and summed, and each of a token's
-    experts has gate, up, product and output, of which a rank has its share.
+    """Return the MoE elements per token of a data-parallel rank.
+
+    The tokens of the whole group are gathered and summed. Each expert of a token has gate, up, product and output,
+    which are divided over the tensor ranks.
     """
     gathered = 2 * facts.hidden_size * parallelism.data if parallelism.data > 1 else 0
     own = facts.num_experts_per_token * (3 * facts.moe_intermediate_size + facts.hidden_size)

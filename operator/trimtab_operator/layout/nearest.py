@@ -1,4 +1,4 @@
-"""The layouts next to one that does not work: what to write instead, with what it would give."""
+"""Valid layouts nearest to an invalid one, with their KV cache and concurrency."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from trimtab_operator.layout.stages import least_weights_bytes
 from trimtab_operator.layout.stored_weights import as_run
 from trimtab_operator.resource.spec import Parallelism
 
-MAX_TENSOR = 64  # two racks' worth of GPUs in one all-reduce: nobody's next layout
+MAX_TENSOR = 64  # an all-reduce over two racks of GPUs is never a useful alternative
 MAX_PIPELINE = 32
 MAX_OFFERED = 3
 USUAL_GPUS_PER_NODE = 8
-MAX_GPUS_PER_NODE = 64  # what a spec can say
+MAX_GPUS_PER_NODE = 64  # the maximum of the CRD
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A layout that works. `fit` is None where the GPU is not known."""
+    """A valid layout. `fit` is None if the GPU is unknown."""
 
     parallelism: Parallelism
     fit: MemoryFit | None
@@ -41,13 +41,13 @@ class Offer:
 
 
 def works(parallelism: Parallelism, facts: ModelFacts, gpu: Gpu | None, envelope: Envelope | None) -> Offer | None:
-    """The layout as an offer; None when a rule or the memory refuses it."""
+    """Return the layout as an offer, None if it violates a rule or does not fit in memory."""
     if spec_problems(parallelism) or facts_problems(parallelism, facts):
         return None
     if gpu is None or envelope is None:
         return Offer(parallelism, None)
     if least_weights_bytes(as_run(facts, gpu, envelope.quantization), parallelism) > gpu.memory_bytes:
-        return None  # the common case, without a look at every stage
+        return None  # fast path for the common case, without computing every stage
     fit = memory_fit(facts, parallelism, gpu, envelope)
     return Offer(parallelism, fit) if fit.fits else None
 
@@ -55,10 +55,10 @@ def works(parallelism: Parallelism, facts: ModelFacts, gpu: Gpu | None, envelope
 def nearest_layouts(
     asked: Parallelism, facts: ModelFacts, gpu: Gpu | None = None, envelope: Envelope | None = None
 ) -> tuple[Offer, ...]:
-    """Up to three layouts that work, the nearest first: as many GPUs as were asked for, or the next numbers of them.
+    """Return up to three valid layouts, the nearest first, by the distance of GPU count and degrees.
 
-    Expert parallelism stays as asked where there are experts, and ranks to spread them over; data parallel too, but
-    that engines which share experts may become fewer. Pods stay as large as asked where the ranks fill them.
+    Expert parallelism is kept if the model has experts and there is more than one rank. Data parallelism is kept too,
+    but may be lowered for engines that share experts. The pod size is kept if the ranks fill the pods.
     """
     found: list[Offer] = []
     for candidate in sorted(_candidates(asked, facts), key=lambda p: _distance(asked, p)):
@@ -83,9 +83,9 @@ def _candidates(asked: Parallelism, facts: ModelFacts) -> Iterator[Parallelism]:
 
 
 def _per_pod(asked: Parallelism, tensor: int, pipeline: int, data: int) -> int | None:
-    """gpusPerNode of a candidate: as asked where its pods would be full, else the largest smaller number that does.
+    """Return gpusPerNode of a candidate: the requested value if the pods are full, else the largest smaller value.
 
-    Where nothing was asked, no pod gets more GPUs than nodes usually have.
+    If none was requested, no pod gets more GPUs than nodes usually have.
     """
     most = asked.gpus_per_node
     if most is None:
@@ -98,7 +98,7 @@ def _per_pod(asked: Parallelism, tensor: int, pipeline: int, data: int) -> int |
 
 
 def _distance(asked: Parallelism, other: Parallelism) -> tuple[float, int, int]:
-    """Fewer steps of doubling or halving first: of the GPUs in all, then of each degree; then less synchronisation."""
+    """Return the sort key: steps of doubling or halving of the GPU count and of each degree, then synchronisation."""
     pairs = [(asked.tensor, other.tensor), (asked.pipeline, other.pipeline), (asked.data, other.data)]
     degrees = [math.log2(theirs / ours) for ours, theirs in pairs]
     steps = abs(sum(degrees)) + sum(map(abs, degrees))

@@ -1,6 +1,6 @@
-"""What the nodes of a cluster say of their GPUs: how many, and of which kind. Pure.
+"""GPU counts and models of a cluster's nodes. Pure.
 
-Nodes come and go: a pool may scale from zero. So too few GPUs are a warning, never a refusal.
+A node pool may scale from zero, so too few GPUs are a warning, never an error.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 
 GPU_RESOURCE = "nvidia.com/gpu"
-PRODUCT_LABEL = "nvidia.com/gpu.product"  # these two are written by GPU feature discovery
+PRODUCT_LABEL = "nvidia.com/gpu.product"  # this and MEMORY_LABEL are set by GPU feature discovery
 MEMORY_LABEL = "nvidia.com/gpu.memory"  # MiB
 MIB = 1 << 20
 
 
 def gpu_for(deployment: InferenceDeployment, nodes: Iterable[Manifest]) -> Gpu | None:
-    """The GPU that the replicas would run on: what the node selector names, else the largest that is present.
+    """Return the GPU of the replicas: from the node selector, else the largest in the cluster.
 
-    None when nodes do not say, or say something that is not known: then nothing is refused for its memory.
+    None if a node's labels are missing or unknown; the memory is not checked then.
     """
     if deployment.spec.runtime.device != "cuda":
         return None
@@ -36,20 +36,20 @@ def gpu_for(deployment: InferenceDeployment, nodes: Iterable[Manifest]) -> Gpu |
 
 
 def too_few_gpus(deployment: InferenceDeployment, nodes: Sequence[Manifest] | None) -> str | None:
-    """Why no present node can take a pod of the layout; None when one can, and when nodes cannot be seen."""
+    """Return a warning if no node has enough GPUs for a pod of the layout. None if one has, or nodes are unknown."""
     wanted = layout_of(deployment.spec).gpus_per_pod
     most = max((num_gpus(node) for node in nodes or ()), default=0)
     if nodes is None or wanted <= most:
         return None
     present = f"the largest node has {most}" if most else "no node has any"
     return (
-        f"each pod asks for {wanted} GPU{'s' * (wanted > 1)}, and {present} now; pods wait until there is such a node, "
-        f"or set spec.parallelism.gpusPerNode to {most or 1} or less"
+        f"each pod requests {wanted} GPU{'s' * (wanted > 1)}, but {present}; add such a node, or set "
+        f"spec.parallelism.gpusPerNode to {most or 1} or less. Pods stay pending until then"
     )
 
 
 def num_gpus(node: Manifest) -> int:
-    """GPUs that pods may ask a node for."""
+    """Return the number of allocatable GPUs of a node."""
     text = str(((node.get("status") or {}).get("allocatable") or {}).get(GPU_RESOURCE, "0"))
     return int(text) if text.isdigit() else 0
 
@@ -63,4 +63,4 @@ def _gpu(labels: Mapping[str, str]) -> Gpu | None:
     mib = labels.get(MEMORY_LABEL, "")
     if gpu is None or not mib.isdigit():
         return gpu
-    return replace(gpu, memory_bytes=min(gpu.memory_bytes, int(mib) * MIB))  # a part of one may be all that is given
+    return replace(gpu, memory_bytes=min(gpu.memory_bytes, int(mib) * MIB))  # pods may get only a part of a GPU

@@ -1,14 +1,13 @@
-"""How many GPUs each pod of a replica gets, where that is ours to choose."""
+"""Choice of the GPUs per pod of a replica if the spec does not set them."""
 
 from __future__ import annotations
 
 
 def gpus_of_a_pod(tensor: int, pipeline: int, data: int, *, most: int, nodes: int | None = None) -> int | None:
-    """The largest number up to `most` that the replica's ranks fill evenly: whole engines where there are several, and
-    whole tensor groups where that is possible, so that their all-reduces stay in a node.
+    """Return the largest number of GPUs up to `most` that the replica's ranks fill evenly. None if there is none.
 
-    `nodes`: how many with `most` GPUs each there are, when that is known; all pods must find room on them. None: there
-    is no such number.
+    A pod holds whole engines if there are several, and whole tensor groups if possible, so that all-reduces stay in a
+    node. `nodes` is the number of nodes with `most` GPUs each, if known; all pods must fit on them.
     """
     world, engine = tensor * pipeline * data, tensor * pipeline
     for unit in (engine,) if data > 1 else (tensor, 1):

@@ -1,8 +1,8 @@
-"""Which layouts of a model a number of GPUs allows, the best first, each with its figures and its reason.
+"""Ranking of the layouts of a model on a number of GPUs.
 
-Ranked by what all GPUs together would generate per second under a given load (or, for latency, by the wait for a token
-when one request runs), from `cost.py`'s roofline. The figures choose; the reasons say why in words. Replicas fill the
-GPUs: for a dense model they do what data parallel would, and the users of one are isolated from those of another.
+The criterion is the estimated throughput of all GPUs under a given load or, for latency, the time per output token of
+a single request, both from `cost.py`'s roofline. Replicas fill the GPUs: for a dense model they replace data
+parallelism and are independent of each other.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from trimtab_operator.resource.spec import Parallelism
 Objective = Literal["throughput", "latency"]
 MAX_TENSOR = 64
 MAX_PIPELINE = 64
-MAX_DATA = 1024  # what a spec can say
-ALL_DEGREES_UP_TO = 8  # beyond, only those that divide the number of GPUs
+MAX_DATA = 1024  # the maximum of the CRD
+ALL_DEGREES_UP_TO = 8  # larger degrees must divide the number of GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What an average request is like."""
+    """Lengths of an average request."""
 
     prompt_tokens: int = 1024
     output_tokens: int = 256
@@ -56,20 +56,20 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a layout would do under the load. Of all replicas together: tokens_per_second."""
+    """Estimated performance of a layout under the load. `tokens_per_second` is the total of all replicas."""
 
     requests_per_engine: int
-    """How many run at once: as many as the KV cache holds, at most max_num_seqs."""
+    """Concurrent requests: the capacity of the KV cache, at most max_num_seqs."""
     step: StepCost
-    """A decode step with so many."""
+    """Decode step with `requests_per_engine` requests."""
     single_step_seconds: float
-    """A decode step with one request in the engine."""
+    """Seconds of a decode step with one request in the engine."""
     tokens_per_second: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A layout that works. `gpus` are those of one replica."""
+    """A valid layout. `gpus` is the number of GPUs of one replica."""
 
     parallelism: Parallelism
     pods: int
@@ -91,7 +91,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The best row first; refused layouts by size."""
+    """Valid layouts, the best first, and rejected layouts by size."""
 
     rows: tuple[Row, ...]
     refused: tuple[Refused, ...]
@@ -105,7 +105,7 @@ def rank_layouts(
     load: Load = Load(),
     objective: Objective = "throughput",
 ) -> Ranking:
-    """Judge every layout that fits the cluster's GPUs."""
+    """Rank every layout that the cluster's GPUs allow."""
     rows, refused = [], []
     gpu = cluster.hardware.gpu
     for parallelism in candidates(facts, cluster):
@@ -118,10 +118,9 @@ def rank_layouts(
 
 
 def candidates(facts: ModelFacts, cluster: Cluster) -> Iterator[Parallelism]:
-    """Tensor × pipeline within the GPUs; for mixtures also data and expert parallel. Refused ones among them.
+    """Yield all combinations of tensor and pipeline; for MoE models also data and expert parallel. Some are invalid.
 
-    A dense model's engines are replicas: with data 1 everything about them is said. Of larger degrees only those that
-    divide the number of GPUs are tried.
+    A dense model uses replicas instead of data parallelism. Larger degrees must divide the number of GPUs.
     """
     total = cluster.gpus
     degrees = [n for n in range(1, total + 1) if n <= ALL_DEGREES_UP_TO or total % n == 0]
@@ -131,7 +130,7 @@ def candidates(facts: ModelFacts, cluster: Cluster) -> Iterator[Parallelism]:
             for data in (n for n in degrees if n <= most):
                 per_pod = gpus_of_a_pod(tensor, pipeline, data, most=cluster.gpus_per_node, nodes=cluster.nodes)
                 if per_pod is None:
-                    continue  # engines larger than a node, or pods that find no room together
+                    continue  # an engine is larger than a node, or the pods do not fit on the nodes
                 shares = facts.is_mixture and tensor * data > 1
                 for expert in (False, True) if shares else (False,):
                     yield Parallelism(tensor=tensor, pipeline=pipeline, data=data, expert=expert, gpus_per_node=per_pod)
@@ -157,8 +156,9 @@ def estimate_layout(
     envelope: Envelope,
     load: Load,
 ) -> Estimate:
-    """One engine (one data-parallel rank) in the steady state: each request that ends is followed by another, so that
-    each step carries prompt_tokens / output_tokens tokens of prompt per running request.
+    """Return the estimate of one engine (one data-parallel rank) in the steady state.
+
+    Each finished request is replaced, so each step has prompt_tokens / output_tokens prompt tokens per running request.
     """
     longest = min(load.prompt_tokens + load.output_tokens, envelope.max_model_len)
     batch = max(1, min(envelope.max_num_seqs, fit.kv_tokens // longest))
@@ -179,9 +179,10 @@ def estimate_layout(
 
 
 def _order(row: Row, objective: Objective) -> tuple[float, ...]:
-    """All-reduces across nodes come last, whatever the roofline says: it knows no network that others use too.
+    """Return the sort key of a row.
 
-    Ties go to the smaller engine, then to whole experts where several engines share them.
+    Layouts with all-reduces across nodes are last, because the roofline ignores other traffic on the network. Ties go
+    to the smaller engine, then to whole experts if several engines share them.
     """
     p = row.parallelism
     best = -row.estimate.tokens_per_second if objective == "throughput" else row.estimate.single_step_seconds
@@ -189,7 +190,7 @@ def _order(row: Row, objective: Objective) -> tuple[float, ...]:
 
 
 def _without_twins(rows: list[Row]) -> tuple[Row, ...]:
-    """Whole or sliced experts are the same to a roofline: the first of two such rows stands for both."""
+    """Keep the first of rows that differ only in expert parallelism, which the roofline does not model."""
     found: dict[tuple[int, int, int], Row] = {}
     for row in rows:
         found.setdefault((row.parallelism.tensor, row.parallelism.pipeline, row.parallelism.data), row)

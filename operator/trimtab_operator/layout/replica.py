@@ -1,4 +1,4 @@
-"""How one replica is laid out over pods and devices: pure arithmetic on spec.parallelism."""
+"""Pods and devices of one replica, computed from spec.parallelism."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Layout:
 
 
 def layout_of(spec: Spec) -> Layout:
-    """Ranks are tensor × pipeline × data; pods hold at most gpusPerNode ranks (default tensor × pipeline)."""
+    """Return the layout: tensor × pipeline × data ranks, at most gpusPerNode (default tensor × pipeline) per pod."""
     parallelism = spec.parallelism
     ranks_per_engine = parallelism.tensor * parallelism.pipeline
     per_pod = parallelism.gpus_per_node or ranks_per_engine

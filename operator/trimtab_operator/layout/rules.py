@@ -1,7 +1,6 @@
-"""Which layouts the engine can run, by number: its own rules (docs/concepts/parallelism.md, "What is refused"),
-before any pod.
+"""Rules of the engine for parallel degrees (docs/concepts/parallelism.md), checked before any pod exists.
 
-A table of rules, each yielding what is wrong: the field, its value, what it may be, and why.
+A table of rules. Each yields problems with the field, its value, the valid values and the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from trimtab_operator.resource.spec import Parallelism
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One number that cannot be. `limit` says what it may be, as far as this rule goes."""
+    """An invalid number. `limit` describes the values that this rule allows."""
 
     field: str
     value: str
@@ -35,12 +34,12 @@ FactsRule = Callable[[Parallelism, ModelFacts], Iterator[Problem]]
 
 
 def spec_problems(parallelism: Parallelism) -> tuple[Problem, ...]:
-    """What is wrong whatever the model."""
+    """Return the problems that do not depend on the model."""
     return tuple(problem for rule in SPEC_RULES for problem in rule(parallelism))
 
 
 def facts_problems(parallelism: Parallelism, facts: ModelFacts) -> tuple[Problem, ...]:
-    """What is wrong for this model."""
+    """Return the problems for this model."""
     return tuple(problem for rule in FACTS_RULES for problem in rule(parallelism, facts))
 
 
@@ -48,7 +47,7 @@ def facts_problems(parallelism: Parallelism, facts: ModelFacts) -> tuple[Problem
 
 
 def pods_are_full(parallelism: Parallelism) -> Iterator[Problem]:
-    """Each pod asks for gpusPerNode GPUs: a rank for each, or some would idle."""
+    """Each pod requests gpusPerNode GPUs, and each GPU needs a rank."""
     ranks = parallelism.tensor * parallelism.pipeline * parallelism.data
     per_pod = parallelism.gpus_per_node
     if per_pod is None:
@@ -63,13 +62,13 @@ def pods_are_full(parallelism: Parallelism) -> Iterator[Problem]:
 
 
 def engines_of_a_replica_are_whole(parallelism: Parallelism) -> Iterator[Problem]:
-    """Several engines, or one that spans pods; not both. Pods that are not full are refused above."""
+    """A replica has several engines, or one engine that spans pods, not both. `pods_are_full` rejects partial pods."""
     ranks, per_pod = parallelism.tensor * parallelism.pipeline, parallelism.gpus_per_node
     if parallelism.data == 1 or per_pod is None or per_pod % ranks == 0 or ranks * parallelism.data % per_pod:
         return
     reason = (
-        f"but with data {parallelism.data} every pod holds whole engines of {ranks} ranks (tensor × pipeline): "
-        "an engine that spans pods cannot be one of several"
+        f"but with data {parallelism.data} every pod must hold whole engines of {ranks} ranks (tensor × pipeline): "
+        "only a single engine can span pods"
     )
     limit = f"set a multiple of {ranks}, or data to 1 and spec.replicas to {parallelism.data}"
     yield Problem("spec.parallelism.gpusPerNode", str(per_pod), limit, reason)
@@ -77,7 +76,7 @@ def engines_of_a_replica_are_whole(parallelism: Parallelism) -> Iterator[Problem
 
 def experts_have_ranks_to_spread_over(parallelism: Parallelism) -> Iterator[Problem]:
     if parallelism.expert and parallelism.tensor * parallelism.data == 1:
-        reason = "but tensor × data is 1, and experts are spread over those ranks"
+        reason = "but tensor × data is 1, and experts are distributed over those ranks"
         yield Problem("spec.parallelism.expert", "true", "raise tensor or data, or set it to false", reason)
 
 
@@ -85,22 +84,27 @@ def experts_have_ranks_to_spread_over(parallelism: Parallelism) -> Iterator[Prob
 
 
 def ranks_divide_what_transformers_runs(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
-    """What has no family of its own is divided by transformers' plan for tensor ranks, where the engine found one, and
-    not otherwise; replicas and data-parallel engines each hold all of it."""
+    """A model without an engine family uses transformers' tensor-parallel plan if there is one. Pipeline and expert
+    parallelism are not supported; each data-parallel engine holds the whole model.
+    """
     if not facts.is_by_transformers:
         return
-    reason = f"but {facts.architecture} is computed by transformers' own code, which"
-    more = "spec.replicas or data to more"
+    reason = f"but {facts.architecture} runs with transformers' code, which"
+    more = "raise spec.replicas or data"
     if parallelism.tensor not in facts.tensor_sizes:
         sizes = _choice(facts.tensor_sizes)
-        over = "is not divided over ranks" if len(facts.tensor_sizes) == 1 else f"is divided over {sizes} tensor ranks"
+        over = "does not support tensor ranks" if len(facts.tensor_sizes) == 1 else f"supports {sizes} tensor ranks"
         limit = f"set it to {sizes}, and {more}"
         yield Problem("spec.parallelism.tensor", str(parallelism.tensor), limit, f"{reason} {over}")
     if parallelism.pipeline > 1:
         limit = f"set it to 1, and {more}"
-        yield Problem("spec.parallelism.pipeline", str(parallelism.pipeline), limit, f"{reason} has no stages")
+        yield Problem(
+            "spec.parallelism.pipeline", str(parallelism.pipeline), limit, f"{reason} does not support pipeline stages"
+        )
     if parallelism.expert:
-        yield Problem("spec.parallelism.expert", "true", "set it to false", f"{reason} has no expert ranks")
+        yield Problem(
+            "spec.parallelism.expert", "true", "set it to false", f"{reason} does not support expert parallelism"
+        )
 
 
 def stages_have_layers(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
@@ -115,7 +119,7 @@ def heads_divide(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Proble
 
 
 def kv_heads_divide_or_repeat(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
-    """Divided, or each held by several ranks when there are fewer than ranks. A latent vector is on every rank."""
+    """KV heads are divided, or replicated if there are fewer heads than ranks. A latent vector is on every rank."""
     tensor, heads = parallelism.tensor, facts.num_kv_heads
     if facts.latent_kv_size or (heads % tensor == 0 if heads >= tensor else tensor % heads == 0):
         return
@@ -131,10 +135,10 @@ def mlp_divides(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem
 
 
 def every_rank_has_vocabulary(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
-    """Every part but the last has the same number of rows; the last may be shorter, never empty."""
+    """Every rank has the same number of vocabulary rows; the last may have fewer, but at least one."""
     tensor, rows = parallelism.tensor, -(-facts.vocab_size // parallelism.tensor)
     if (tensor - 1) * rows >= facts.vocab_size:
-        reason = f"but vocab_size {facts.vocab_size} in parts of {rows} rows leaves the last rank none"
+        reason = f"but vocab_size {facts.vocab_size} in parts of {rows} rows leaves no row for the last rank"
         yield Problem("spec.parallelism.tensor", str(tensor), f"set {-(-facts.vocab_size // rows)} or less", reason)
 
 
@@ -165,7 +169,7 @@ def experts_divide(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Prob
 
 
 def fp8_blocks_stay_whole(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
-    """Weights that are stored as fp8 have a scale per block: one that is cut would belong to two ranks."""
+    """Weights stored as fp8 have one scale per block, so a block must not be split over two ranks."""
     if facts.quantization != "fp8":
         return
     tensor, size = parallelism.tensor, facts.head_size
@@ -183,7 +187,7 @@ def fp8_blocks_stay_whole(parallelism: Parallelism, facts: ModelFacts) -> Iterat
 
 
 def _larger_of_tensor_and_data(parallelism: Parallelism) -> str:
-    """Name the field to look at first when the product of both is too large."""
+    """Return the field to report if the product of both is too large."""
     return "spec.parallelism.data" if parallelism.data > parallelism.tensor else "spec.parallelism.tensor"
 
 
@@ -199,13 +203,13 @@ def _divides(parallelism: Parallelism, total: int, what: str) -> Iterator[Proble
 
 
 def _divisors(total: int, most: int, of: int = 1) -> str:
-    """Divisors up to `most` that are multiples of `of`, as a choice in words; the largest eight of them."""
+    """Return the largest eight divisors up to `most` that are multiples of `of`, as text."""
     found = [n for n in range(of, min(total, most, MAX_SHOWN) + 1, of) if total % n == 0][-8:]
     return _choice(found) if found else f"a multiple of {of}"
 
 
 def _choice(numbers: Sequence[int]) -> str:
-    """One or more numbers in words."""
+    """Return numbers as text, joined by commas and "or"."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last
 

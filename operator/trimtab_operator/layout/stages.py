@@ -1,9 +1,8 @@
-"""What each pipeline stage holds: the engine's partition of layers, and the bytes that one of its ranks keeps.
+"""Pipeline stages: the engine's partition of layers, and the weight bytes of one rank.
 
-The same rules as the engine's (docs/concepts/parallelism.md): layers that do not divide go one each to the stages
-before the
-last, from the back; the first stage embeds, the last one has the output layer. Ranks of a stage hold equal shares, but
-for a vocabulary or experts that do not divide: the largest share is meant.
+The rules are the engine's (docs/concepts/parallelism.md): remaining layers are assigned one each to the stages before
+the last, from the back. The first stage has the embedding, the last one the output layer. Ranks of a stage hold equal
+shares; if the vocabulary or the experts do not divide evenly, the largest share is counted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from trimtab_operator.resource.spec import Parallelism
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One pipeline stage, and the weights (bytes) of the rank that holds most of it."""
+    """One pipeline stage, and the weights in bytes of its largest rank."""
 
     index: int
     layers: range
@@ -27,11 +26,11 @@ class Stage:
     is_first: bool
     is_last: bool
     expert_bytes: int
-    """Experts that are divided over tensor × data ranks: in a step only those that some token chose are read."""
+    """Experts, divided over tensor × data ranks; a step reads only the selected ones."""
     lookup_bytes: int
-    """An embedding of which a step reads only its tokens' rows."""
+    """Embedding, of which a step reads only the rows of its tokens."""
     read_bytes: int
-    """All else: a step reads all of it."""
+    """All other weights; a step reads all of them."""
 
     @property
     def num_layers(self) -> int:
@@ -43,13 +42,13 @@ class Stage:
 
 
 def stages_of(facts: ModelFacts, parallelism: Parallelism) -> tuple[Stage, ...]:
-    """The stages of a layout that the rules allow."""
+    """Return the stages of a valid layout."""
     spans = layers_of_stages(facts.num_layers, parallelism.pipeline)
     return tuple(_stage(facts, parallelism, index, range(*span)) for index, span in enumerate(spans))
 
 
 def least_weights_bytes(facts: ModelFacts, parallelism: Parallelism) -> int:
-    """What the fullest rank has at least: its share if everything could be divided."""
+    """Return a lower bound of the largest rank's weights: its share if everything could be divided."""
     ranks, experts = parallelism.tensor * parallelism.pipeline, facts.weights.experts
     return (facts.weights_bytes - experts) // ranks + experts // (ranks * parallelism.data)
 
@@ -88,7 +87,7 @@ def _stage(facts: ModelFacts, parallelism: Parallelism, index: int, layers: rang
 
 
 def _expert_bytes(facts: ModelFacts, parallelism: Parallelism, num_mixtures: int, all_mixtures: int) -> int:
-    """Whole experts under expert parallelism, the first ranks holding one more when they do not divide; else slices."""
+    """Return the bytes of whole experts under expert parallelism (rounded up per rank), else of slices."""
     ranks = parallelism.tensor * parallelism.data
     if parallelism.expert and facts.is_mixture:
         held = -(-facts.num_experts // ranks)
@@ -97,5 +96,5 @@ def _expert_bytes(facts: ModelFacts, parallelism: Parallelism, num_mixtures: int
 
 
 def _share(total: int, part: int, of: int) -> int:
-    """total × part / of, rounded up; 0 of nothing."""
+    """Return total × part / of, rounded up; 0 if total or part is 0."""
     return -(-total * part // of) if total and part else 0

@@ -1,9 +1,8 @@
-"""How a model's weights lie in a GPU's memory: as the checkpoint stores them, quantised as they load, or widened.
+"""Format of a model's weights in GPU memory: as stored, quantised when loading, or dequantised.
 
-The engine's rules (docs/guides/quantization.md): fp8 in blocks of 128 × 128 for the layers' projections, on GPUs
-that multiply
-float8. On others the weights are turned back into the model's dtype as they load, and so is on any what is stored in
-integers, with scales per tensor, channel or group, or in mxfp4.
+The rules are the engine's (docs/guides/quantization.md): fp8 in blocks of 128 × 128 for the layers' projections, on
+GPUs with fp8 arithmetic. Other GPUs dequantise to the model's dtype when loading. All GPUs dequantise integer weights,
+weights with scales per tensor, channel or group, and mxfp4.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from trimtab_operator.layout.gpus import Gpu
 
 FP8_BYTES = 1 + 4 / FP8_BLOCK**2  # of a parameter: float8 and its share of a float32 scale
 UNQUANTISED_ALONE = ("GptOssForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration")
-"""Whose experts lie in one tensor, of which the engine reads no quantised form, but gpt-oss's mxfp4, and makes none."""
+"""Architectures whose experts are one tensor, which the engine does not quantise. It reads only gpt-oss's mxfp4."""
 PROJECTIONS = ("attention", "kv_projection", "dense_mlp", "experts", "shared_experts")
 
 
-def as_run(facts: ModelFacts, gpu: Gpu, asked: str | None = None) -> ModelFacts:
-    """The facts with the weights as this GPU holds them. `asked`: spec.engine.quantization.
+def as_run(facts: ModelFacts, gpu: Gpu, requested: str | None = None) -> ModelFacts:
+    """Return the facts with the weights in this GPU's memory format. `requested` is spec.engine.quantization.
 
-    What the engine does not run stays as it is stored: another engine may do otherwise.
+    Weights of unsupported models stay as stored, because another engine may load them differently.
     """
     multiplies_fp8 = gpu.fp8_flops is not None
     if facts.weights_at_dtype is not None and facts.is_run_on("cuda"):
         facts = replace(facts, quantization=None, weights=facts.weights_at_dtype, weights_at_dtype=None)
     if facts.quantization in INTEGER_METHODS and facts.is_run_on("cuda"):
         facts = _at_dtype(facts)
-    if facts.quantization is None and asked == "fp8" and multiplies_fp8:
+    if facts.quantization is None and requested == "fp8" and multiplies_fp8:
         return _with_projections(facts, FP8_BYTES / DTYPE_BYTES[facts.dtype], "fp8")
     if facts.quantization == "fp8" and not multiplies_fp8 and facts.is_run_on("cuda"):
         return _with_projections(facts, DTYPE_BYTES[facts.dtype] / FP8_BYTES, None)
@@ -48,7 +47,7 @@ def unsupported_reason(facts: ModelFacts) -> str:
 
 
 def _at_dtype(facts: ModelFacts) -> ModelFacts:
-    """With projections that take what is left of all parameters at `dtype`."""
+    """Return the facts with projections sized as the remaining parameters at `dtype`."""
     projections = sum(getattr(facts.weights, part) for part in PROJECTIONS)
     others = facts.weights_bytes - projections
     return _with_projections(facts, (facts.num_parameters * DTYPE_BYTES[facts.dtype] - others) / projections, None)

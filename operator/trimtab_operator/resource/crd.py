@@ -1,7 +1,7 @@
-"""The CustomResourceDefinition, made from `spec.py` and `status_schema.py`.
+"""The CustomResourceDefinition, generated from `spec.py` and `status_schema.py`.
 
-`python -m trimtab_operator.resource.crd --write` writes crds/, `--check` fails when the file differs. Kubernetes
-wants a *structural* schema: no `$ref`, no `anyOf` of types, no titles; pydantic's JSON schema is flattened accordingly.
+`python -m trimtab_operator.resource.crd --write` writes crds/, `--check` fails if the file differs. Kubernetes
+requires a *structural* schema: no `$ref`, no `anyOf` of types, no titles. Pydantic's JSON schema is flattened.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULT_PATH = Path("crds") / f"{GROUP}_{PLURAL}.yaml"
 HEADER = "# Written by `python -m trimtab_operator.resource.crd --write` from resource/spec.py: change it there.\n"
 MAX_MAP_ENTRIES = 64  # of labels, selectors, annotations: bounds the cost of CEL rules
 MAX_VALUE_LENGTH = 1024  # of the strings in such maps
-MAX_FREE_LIST = 128  # items of a list that states no bound of its own
+MAX_FREE_LIST = 128  # items of a list without a bound
 
 SPEC_RULES = [
     cel(
@@ -42,13 +42,14 @@ SPEC_RULES = [
         "!has(self.parallelism) || !has(self.parallelism.expert) || !self.parallelism.expert || "
         "(has(self.parallelism.tensor) && self.parallelism.tensor > 1) || "
         "(has(self.parallelism.data) && self.parallelism.data > 1)",
-        "spec.parallelism.expert: is true, but tensor × data is 1, and experts are spread over those ranks; raise "
+        "spec.parallelism.expert: is true, but tensor × data is 1, and experts are distributed over those ranks; raise "
         "tensor or data, or set it to false",
     ),
     cel(
         "!has(self.engine) || !has(self.engine.maxNumSeqs) || !has(self.engine.maxNumBatchedTokens) || "
         "self.engine.maxNumSeqs <= self.engine.maxNumBatchedTokens",
-        "engine.maxNumBatchedTokens must be at least engine.maxNumSeqs, as every running request needs one token per step",
+        "engine.maxNumBatchedTokens must be at least engine.maxNumSeqs, as every running request needs one token per "
+        "step",
         "spec.engine.maxNumBatchedTokens: maxNumBatchedTokens (%s) must be at least maxNumSeqs (%s), as every running "
         "request needs one token per step; raise maxNumBatchedTokens or lower maxNumSeqs",
         "self.engine.maxNumBatchedTokens",
@@ -64,25 +65,26 @@ ROOT_RULES = [
     cel(
         f"self.metadata.name.size() <= {MAX_NAME_LENGTH}",
         f"the name must not exceed {MAX_NAME_LENGTH} characters: names of pods and Services are derived from it",
-        f"metadata.name: has %s characters; use at most {MAX_NAME_LENGTH}: names of pods and Services are derived from it",
+        f"metadata.name: has %s characters; use at most {MAX_NAME_LENGTH}: names of pods and Services are derived from "
+        "it",
         "self.metadata.name.size()",
     )
 ]
 PRINTER_COLUMNS = [
     ("Model", "string", ".status.model", 0, "Name that clients send as `model`."),
-    ("Ready", "string", ".status.ready", 0, "Ready replicas of wanted ones."),
-    ("Desired", "integer", ".status.desiredReplicas", 0, "Replicas that are wanted."),
+    ("Ready", "string", ".status.ready", 0, "Ready and desired replicas."),
+    ("Desired", "integer", ".status.desiredReplicas", 0, "Desired replicas."),
     ("Phase", "string", ".status.phase", 0, "Reason of the Ready condition."),
     ("Tuning", "string", ".status.tuning.mode", 0, "Tuning mode."),
     ("Load", "string", ".status.groups[*].load.percent", 1, "Load progress of the replicas, in percent."),
-    ("Loading", "string", ".status.groups[*].load.message", 1, "How far downloads are, and the time that is left."),
+    ("Loading", "string", ".status.groups[*].load.message", 1, "Progress and remaining time of downloads."),
     ("URL", "string", ".status.url", 1, "Base URL of the OpenAI-compatible API."),
     ("Age", "date", ".metadata.creationTimestamp", 0, "Time since creation."),
 ]
 
 
 def structural(model: type[BaseModel]) -> dict[str, Any]:
-    """The schema of a model as Kubernetes wants it."""
+    """Return the structural schema of a model, as Kubernetes requires it."""
     document = model.model_json_schema(by_alias=True, mode="validation")
     return _flatten(document, document.get("$defs", {}))
 
@@ -104,12 +106,12 @@ def _flatten(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any
     if node.get("default") in (None, {}, [], ()):
         node.pop("default", None)
     elif isinstance(node.get("default"), dict):
-        node.pop("default")  # defaults stand at the leaves: a user's object keeps its shape
+        node.pop("default")  # defaults are set at the leaves only, so that a user's object keeps its shape
     return _children(node, definitions)
 
 
 def _any_of(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """`X | None` becomes X; `int | str` becomes Kubernetes' int-or-string."""
+    """Convert `X | None` to X, and `int | str` to Kubernetes' int-or-string."""
     choices = [choice for choice in node.pop("anyOf") if choice.get("type") != "null"]
     if {choice.get("type") for choice in choices} == {"integer", "string"}:
         return {**node, "x-kubernetes-int-or-string": True}
@@ -141,18 +143,18 @@ def _children(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, An
 
 
 def definition() -> dict[str, Any]:
-    """The whole CustomResourceDefinition."""
+    """Return the CustomResourceDefinition."""
     spec = {**structural(Spec), "x-kubernetes-validations": SPEC_RULES}
     status = structural(Status)
     root = {
         "type": "object",
-        "description": "Runs a large language model and keeps it in trim: replicas, layout, live engine knobs.",
+        "description": "Runs a large language model and tunes it: replicas, layout and live engine parameters.",
         "required": ["spec"],
         "x-kubernetes-validations": ROOT_RULES,
         "properties": {
             "apiVersion": {"type": "string", "description": "Version of this schema: trimtab.dev/v1alpha1."},
             "kind": {"type": "string", "description": "Always InferenceDeployment."},
-            "metadata": {"type": "object"},  # the API server forbids anything more here, a description too
+            "metadata": {"type": "object"},  # the API server allows no other key here, not even a description
             "spec": spec,
             "status": status,
         },
@@ -199,26 +201,26 @@ def _column(name: str, kind: str, path: str, priority: int, description: str) ->
 
 
 class _Plain(yaml.SafeDumper):
-    """No anchors: the same rule may stand in two places."""
+    """YAML dumper without anchors, because the same rule may occur twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def render() -> str:
-    """The file's text. Equal sources give equal bytes."""
+    """Return the text of the CRD file; deterministic."""
     return HEADER + yaml.dump(definition(), Dumper=_Plain, sort_keys=False, width=120, allow_unicode=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check the file; 1 when it differs."""
+    """Write or check the file. Return 1 if it differs, else 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m trimtab_operator.resource.crd", description="Make the CRD from spec.py."
+        prog="python -m trimtab_operator.resource.crd", description="Generate the CRD from spec.py."
     )
     chosen = parser.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--check", action="store_true", help="fail when the file differs from the sources")
+    chosen.add_argument("--check", action="store_true", help="fail if the file differs from the sources")
     chosen.add_argument("--write", action="store_true", help="write the file")
-    parser.add_argument("--path", type=Path, default=DEFAULT_PATH, help=f"the file (default {DEFAULT_PATH})")
+    parser.add_argument("--path", type=Path, default=DEFAULT_PATH, help=f"path of the file (default {DEFAULT_PATH})")
     options = parser.parse_args(arguments)
     wanted = render()
     if options.write:

@@ -35,7 +35,8 @@ def schema_errors(error: ValidationError, root: type[BaseModel]) -> list[tuple[s
 
 def _meant(unknown: str, root: type[BaseModel]) -> str | None:
     """The field that a misspelt one was meant to be: a name like it in the same place, else one in another place.
-    vLLM's tensorParallelSize is our tensor."""
+    vLLM's tensorParallelSize is our tensor.
+    """
     parent, _, name = unknown.rpartition(".")
     places = _places(root)
     beside = [place.rpartition(".")[2] for place in places if place.rpartition(".")[0] == parent]

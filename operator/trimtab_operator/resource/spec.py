@@ -1,7 +1,7 @@
 """The typed view of an InferenceDeployment's `spec`: the single source of the CRD (see `crd.py`).
 
-Field names are the CRD's, in snake case; bounds and descriptions written here are those that the API server enforces
-and that `kubectl explain` prints. What a field may be in combination with others is the business of `validation.py`.
+Field names are the CRD's field names in snake case. The API server enforces the bounds, and `kubectl explain` prints
+the descriptions. The `validation` package checks combinations of fields.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from trimtab_operator.resource.schema_errors import schema_errors
 
 GROUP = "trimtab.dev"
 VERSION = "v1alpha1"
-PAUSED = "trimtab.dev/paused"  # annotation of a resource: whatever it says but false, nothing of it is changed
-RESTARTED_AT = "trimtab.dev/restarted-at"  # annotation of a resource; another text asks for new pods
+PAUSED = "trimtab.dev/paused"  # annotation of a resource: any value except "false" pauses reconciliation
+RESTARTED_AT = "trimtab.dev/restarted-at"  # annotation of a resource; a changed value replaces the pods
 KIND = "InferenceDeployment"
 PLURAL = "inferencedeployments"
 MAX_REPLICAS = 1000
 MAX_PRIORITY = 1_000_000_000  # as of a PriorityClass
-MODALITIES = ("image", "video")  # what a prompt may have besides text
-MAX_KEPT_SPECS, MAX_KEPT_TEXT = 1024, 16384  # read specs, and letters of one, that are kept in case they come again
+MODALITIES = ("image", "video")  # inputs that a prompt may contain in addition to text
+MAX_KEPT_SPECS, MAX_KEPT_TEXT = 1024, 16384  # parsed specs in the cache, and characters of one spec
 MAX_NAME_LENGTH = 40  # child names and the pods' generated labels get suffixes and must stay below 63
 
 
@@ -60,11 +60,11 @@ def schema(**extra: Any) -> dict[str, Any]:
 
 
 def cel(rule: str, message: str, words: str | None = None, *values: str) -> dict[str, str]:
-    """One CEL rule. Kubernetes before 1.25 drops it; `validation.py` holds the same rule.
+    """Return one CEL rule. Kubernetes before 1.25 drops it; the `validation` package has the same rule.
 
-    `words` are that one's, with %s in the place of each of `values`, which are CEL; before 1.29 `message` stands in
-    their place. They are not put together with `+`: an API server foresees what the longest text would cost, knows no
-    bound of what `string` makes, and refuses the CRD; `format` costs what its pattern is long.
+    `words` is the message of that rule, with %s for each of `values`, which are CEL expressions. Before Kubernetes
+    1.29, `message` is used instead. The message uses `format` instead of `+`: the API server estimates the cost of the
+    longest text, knows no bound for the result of `string` and rejects the CRD; `format` costs the pattern's length.
     """
     if words is None:
         return {"rule": rule, "message": message}
@@ -73,7 +73,7 @@ def cel(rule: str, message: str, words: str | None = None, *values: str) -> dict
 
 
 class Model(BaseModel):
-    """Common settings: camelCase on the wire, unknown fields are refused, values never change."""
+    """Base class of all models: camelCase JSON, unknown fields are rejected, instances are immutable."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True)
 
@@ -88,24 +88,24 @@ class SecretKeyRef(Model):
 
 
 class ModelCache(Model):
-    """Where downloaded weights are kept."""
+    """Cache of downloaded weights."""
 
     claim_name: str | None = Field(
         default=None,
         pattern=DNS_LABEL,
         max_length=63,
         description="PersistentVolumeClaim that replicas and other resources may share: a model is downloaded once. "
-        "Default: a volume of the pod's own, which goes with it.",
+        "Default: a volume that is deleted with the pod.",
     )
     size: Quantity | None = Field(
         default=None,
-        description="How large the cache may grow, for example 100Gi. On a claim the longest unused models are deleted "
-        "before a download. Default: 200Gi for a pod's own volume, no limit on a claim.",
+        description="Maximum size of the cache, for example 100Gi. On a claim, the least recently used models are "
+        "deleted before a download. Default: 200Gi for a pod's volume, no limit on a claim.",
     )
 
 
 class Scheme(StrEnum):
-    """Where a model is: on the hub, in a bucket, in a registry, on a claim, in the engine's image."""
+    """Location of a model: the hub, a bucket, a registry, a PersistentVolumeClaim or the engine's image."""
 
     HUB = "hf"
     S3 = "s3"
@@ -115,72 +115,74 @@ class Scheme(StrEnum):
 
 
 PIN = re.compile(r"[0-9a-f]{40}|(?:sha256:)?[0-9a-f]{64}")
-"""What a model is pinned to: a commit, the digest of a bucket's objects or of a registry's manifest."""
+"""Pinned revision of a model: a commit, the digest of a bucket's objects or of a registry's manifest."""
 DOWNLOADED = (Scheme.HUB, Scheme.S3, Scheme.OCI)
 PINNED_OBJECTS = re.compile(r"(?P<place>.*?)(?:@(?P<revision>[0-9a-f]{64}))?")
 TAGGED_IMAGE = re.compile(r"(?P<place>[^@]*?)(?::(?P<tag>[^/:@]*))?(?:@(?P<revision>.*))?")
 
 
 class BucketAccess(Model):
-    """How the bucket of an s3:// model is reached. Without credentials those of the pod's service account are used,
-    and without these the bucket is asked as everybody may ask it."""
+    """Access to the bucket of an s3:// model. Without a credentials Secret, the engine uses the credentials of the
+    pod's service account. Without these, requests are anonymous.
+    """
 
     endpoint: str | None = Field(
-        default=None, pattern=HTTP_URL, max_length=512, description="Address of the store. Default: Amazon's."
+        default=None, pattern=HTTP_URL, max_length=512, description="URL of the object store. Default: Amazon S3."
     )
     region: str | None = Field(default=None, pattern=REGION, max_length=63, description="Region of the bucket.")
     addressing: Literal["path", "virtual"] | None = Field(
         default=None,
-        description="Where the bucket's name stands: in a URL's path or in its host. Default: in the host of Amazon's "
-        "own, in the path of another endpoint.",
+        description="Position of the bucket's name: in the URL's path (path) or host name (virtual). Default: virtual "
+        "for Amazon S3, path for other endpoints.",
     )
     credentials_secret: str | None = Field(
         default=None,
         pattern=DNS_LABEL,
         max_length=63,
-        description="Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, where there is one, AWS_SESSION_TOKEN. "
-        "The engine's pods and the Job that reads the model get them.",
+        description="Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, optionally, AWS_SESSION_TOKEN. "
+        "The engine's pods and the Job that reads the model can read it.",
     )
 
 
 class RegistryAccess(Model):
-    """How the registry of an oci:// model is reached."""
+    """Access to the registry of an oci:// model."""
 
     pull_secret: str | None = Field(
         default=None,
         pattern=DNS_LABEL,
         max_length=63,
-        description="Secret of the type kubernetes.io/dockerconfigjson. The engine's pods and the Job that reads the "
-        "model get it.",
+        description="Secret of type kubernetes.io/dockerconfigjson. The engine's pods and the Job that reads the "
+        "model can read it.",
     )
-    plain_http: bool = Field(default=False, description="Ask the registry without TLS.")
+    plain_http: bool = Field(default=False, description="Connect to the registry without TLS.")
     image_volume: bool = Field(
         default=False,
-        description="Have the node pull the image and mount it, instead of the engine. The uri must name a digest, and "
-        "the cluster must serve image volumes (Kubernetes 1.35, or 1.33 with its feature gate ImageVolume).",
+        description="The node, instead of the engine, pulls the image and mounts it. The uri must contain a digest, "
+        "and the cluster must support image volumes (Kubernetes 1.35, or 1.33 with the feature gate ImageVolume).",
     )
     folder: str | None = Field(
         default=None,
         pattern=FOLDER,
         max_length=512,
-        description="Folder of the image that holds the model, with imageVolume. Default: its root.",
+        description="Folder of the image that contains the model, with imageVolume. Default: the root.",
     )
 
 
 class ModelSource(Model):
-    """What is served."""
+    """Model to serve."""
 
     uri: str = Field(
         pattern=MODEL_URI,
         max_length=1024,
-        description="Where the weights are: hf://ORG/NAME[@REVISION] of the Hugging Face hub, s3://BUCKET/PREFIX, "
+        description="Location of the weights: hf://ORG/NAME[@REVISION] on the Hugging Face hub, s3://BUCKET/PREFIX, "
         "oci://REGISTRY/REPOSITORY:TAG, file:///path in the image, or pvc://CLAIM/path on a PersistentVolumeClaim.",
     )
     revision: str | None = Field(
         default=None,
         min_length=1,
         max_length=128,
-        description="Branch, tag or commit of an hf:// model. Default: main. It is pinned to status.modelRevision.",
+        description="Branch, tag or commit of an hf:// model. Default: main. The resolved commit is in "
+        "status.modelRevision.",
     )
     served_name: str | None = Field(
         default=None,
@@ -190,32 +192,33 @@ class ModelSource(Model):
     )
     token_secret_ref: SecretKeyRef | None = Field(
         default=None,
-        description="Secret with the token that the hub wants. The engine's pods and the Job that reads the model "
-        "get it.",
+        description="Secret with the access token of the hub. The engine's pods and the Job that reads the model "
+        "can read it.",
     )
-    cache: ModelCache | None = Field(default=None, description="Where downloaded weights are kept.")
-    s3: BucketAccess | None = Field(default=None, description="How the bucket of an s3:// model is reached.")
-    oci: RegistryAccess | None = Field(default=None, description="How the registry of an oci:// model is reached.")
+    cache: ModelCache | None = Field(default=None, description="Cache of downloaded weights.")
+    s3: BucketAccess | None = Field(default=None, description="Access to the bucket of an s3:// model.")
+    oci: RegistryAccess | None = Field(default=None, description="Access to the registry of an oci:// model.")
 
     @property
     def scheme(self) -> Scheme:
-        """Where it is."""
+        """Location of the model."""
         return Scheme(self.uri.partition("://")[0])
 
     @property
     def is_downloaded(self) -> bool:
-        """Whether the engine fetches it."""
+        """True if the engine downloads the model."""
         return self.scheme in DOWNLOADED and not self.is_in_image_volume
 
     @property
     def is_in_image_volume(self) -> bool:
-        """Whether the node pulls it, as an image."""
+        """True if the node pulls the model as an image."""
         return self.scheme is Scheme.OCI and self.oci is not None and self.oci.image_volume
 
     @property
     def parts(self) -> tuple[str, str | None]:
-        """The place, and the revision of a model that is downloaded: ORG/NAME and a branch, BUCKET/PREFIX and the pin
-        of its objects, REGISTRY/REPOSITORY and a tag or digest."""
+        """Location and revision of a downloaded model: ORG/NAME and a branch, BUCKET/PREFIX and the digest of its
+        objects, REGISTRY/REPOSITORY and a tag or digest.
+        """
         rest = self.uri.partition("://")[2]
         if self.scheme is Scheme.HUB:
             place, _, written = rest.partition("@")
@@ -228,41 +231,49 @@ class ModelSource(Model):
 
     @property
     def name_for_clients(self) -> str:
-        """servedName, else the last part of the uri."""
+        """ServedName if it is set, else the last part of the uri."""
         return self.served_name or self.parts[0].rstrip("/").rsplit("/", 1)[-1]
 
 
 class Runtime(Model):
-    """Which engine runs, on what."""
+    """Engine, its image and its device."""
 
     kind: Literal["trimtab", "vllm"] = Field(default="trimtab", description="The engine: trimtab or vllm.")
     image: str | None = Field(
-        default=None, min_length=1, max_length=512, description="Engine image. Default: the one the operator is set to."
+        default=None, min_length=1, max_length=512, description="Engine image. Default: the operator's --default-image."
     )
     device: Literal["cuda", "cpu"] = Field(
         default="cuda",
-        description="Device of the engine. cpu asks for no GPU; cuda asks for as many as the layout needs.",
+        description="Device of the engine. cpu requests no GPU; cuda requests the GPUs that the layout needs.",
     )
     args: tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...] = Field(
         default=(),
         max_length=64,
-        description="Further flags of the engine, passed on as they are. One that repeats a field is refused.",
+        description="Additional engine flags, passed unchanged. A flag that duplicates a field is rejected.",
     )
 
 
 class Parallelism(Model):
-    """How one replica is spread over devices."""
+    """Parallel layout of one replica."""
 
     tensor: int = Field(
-        default=1, ge=1, le=1024, description="Tensor parallel degree: every layer is split over so many devices."
+        default=1,
+        ge=1,
+        le=1024,
+        description="Tensor parallel degree: number of devices that every layer is split over.",
     )
     pipeline: int = Field(
-        default=1, ge=1, le=128, description="Pipeline parallel degree: layers are spread over so many stages."
+        default=1,
+        ge=1,
+        le=128,
+        description="Pipeline parallel degree: number of stages that the layers are distributed over.",
     )
     data: int = Field(default=1, ge=1, le=1024, description="Data parallel ranks within one replica.")
-    expert: bool = Field(default=False, description="Spread the experts of a mixture-of-experts model over the ranks.")
+    expert: bool = Field(
+        default=False, description="Distribute the experts of a mixture-of-experts model over the ranks."
+    )
     gpus_per_node: int | None = Field(
-        default=None, ge=1, le=64, description="Devices that one pod gets. Default: tensor × pipeline."
+        default=None, ge=1, le=64, description="Devices of one pod. Default: tensor × pipeline."
     )
 
 
@@ -271,59 +282,64 @@ class Speculative(Model):
 
     method: Literal["ngram", "draft_model", "eagle", "mtp"] = Field(
         default="ngram",
-        description="How tokens are proposed: from the request's own text, by a smaller model, by a head that was "
-        "trained for this model, or by the model's own layer for that.",
+        description="Source of the draft tokens: ngram, the text of the request; draft_model, a smaller model; eagle, "
+        "a head trained for this model; mtp, the multi-token prediction layer of the model.",
     )
-    num_speculative_tokens: int = Field(default=3, ge=1, le=32, description="Tokens proposed per step, at most. Live.")
+    num_speculative_tokens: int = Field(default=3, ge=1, le=32, description="Maximum draft tokens per step. Live.")
     model: str | None = Field(
-        default=None, min_length=1, max_length=1024, description="file:/// uri of the draft model, or of the head."
+        default=None, min_length=1, max_length=1024, description="file:/// uri of the draft model or the EAGLE head."
     )
 
 
 class Engine(Model):
-    """Where each engine parameter starts. An omitted one starts at the engine's default."""
+    """Start values of engine parameters. An omitted parameter starts at the engine's default."""
 
     gpu_memory_utilization: Fraction | None = Field(
         default=None,
-        description='Share of the device that the engine may use, as a decimal string such as "0.90". Live.',
+        description='Fraction of the device memory that the engine may use, as a decimal string such as "0.90". Live.',
     )
-    max_num_seqs: int | None = Field(default=None, ge=1, le=65536, description="Requests that run at once. Live.")
+    max_num_seqs: int | None = Field(
+        default=None, ge=1, le=65536, description="Maximum number of running requests. Live."
+    )
     max_num_batched_tokens: int | None = Field(
         default=None, ge=1, le=1048576, description="Token budget of one step. Live."
     )
     max_model_len: int | None = Field(
-        default=None, ge=1, le=16777216, description="Longest prompt plus output, in tokens. Default: the model's."
+        default=None,
+        ge=1,
+        le=16777216,
+        description="Maximum length of prompt plus output, in tokens. Default: the model's.",
     )
     block_size: Literal[8, 16, 32] | None = Field(default=None, description="Tokens in one KV block: 8, 16 or 32.")
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] | None = Field(
-        default=None, description="Type of the KV cache. auto: that of the model."
+        default=None, description="Data type of the KV cache. auto: the data type of the model."
     )
     quantization: str | None = Field(
         default=None, min_length=1, max_length=64, description="Quantization scheme of the weights."
     )
     scheduling_policy: Literal["fcfs", "priority", "deadline"] | None = Field(
         default=None,
-        description="Who of those that wait is served first: fcfs, who came first; priority, by the requests' own "
-        "priority; deadline, who can still have a first token within objectives.ttft. Engines are told while they "
-        "serve: none restarts. Default: deadline where objectives.ttft is given and tuning.mode is Auto, else the "
-        "engine's.",
+        description="Order of the waiting requests: fcfs, by arrival; priority, by the priority of the request; "
+        "deadline, requests first that can still meet objectives.ttft. Live: applied without a restart. Default: "
+        "deadline if objectives.ttft is set and tuning.mode is Auto, else the engine's default.",
     )
     preemption_mode: Literal["recompute", "swap", "auto"] | None = Field(
-        default=None, description="What happens to the KV blocks of a preempted request."
+        default=None,
+        description="Handling of the KV blocks of a preempted request: recompute, swap to host memory, or auto.",
     )
     swap_space: Quantity | None = Field(default=None, description="Host memory for swapped KV blocks, for example 4Gi.")
     kv_offload_size: Quantity | None = Field(
         default=None, description="Host memory for cached prefixes that the KV cache evicts, for example 4Gi."
     )
-    enable_prefix_caching: bool | None = Field(default=None, description="Reuse KV blocks of equal prefixes.")
+    enable_prefix_caching: bool | None = Field(default=None, description="Reuse the KV blocks of equal prefixes.")
     speculative: Speculative | None = Field(default=None, description="Speculative decoding.")
     api_server_count: int | None = Field(default=None, ge=1, le=64, description="API server processes per replica.")
     mm_processor_cache: Quantity | None = Field(
         default=None,
-        description="Host memory for processed images and videos, in each API server and again in each engine core.",
+        description="Host memory for processed images and videos, for each API server and each engine core.",
     )
     limit_mm_per_prompt: dict[str, int] | None = Field(
-        default=None, description="Most images and videos in one prompt, for example {image: 2, video: 0}."
+        default=None, description="Maximum images and videos in one prompt, for example {image: 2, video: 0}."
     )
     enforce_eager: bool | None = Field(default=None, description="Run without CUDA graphs.")
     cudagraph_capture_sizes: tuple[Annotated[int, Field(ge=1, le=65536)], ...] | None = Field(
@@ -332,8 +348,7 @@ class Engine(Model):
 
 
 DEADLINE_WITHOUT_TARGET = (
-    "is deadline, but spec.objectives.ttft is not given, and by its target it is known who is still in time; set "
-    "spec.objectives.ttft.target, or use fcfs"
+    "deadline needs spec.objectives.ttft, which is not set; set spec.objectives.ttft.target, or use fcfs"
 )
 
 
@@ -342,7 +357,7 @@ class ScalingPolicy(Model):
 
     type: Literal["Pods", "Percent"] = Field(description="Unit of `value`.")
     value: int = Field(
-        ge=1, le=1000, description="Most replicas, or percent, by which the count may change in a period."
+        ge=1, le=1000, description="Maximum change of the replica count in a period, in replicas or percent."
     )
     period_seconds: int = Field(ge=1, le=1800, description="Length of the period in seconds.")
 
@@ -354,12 +369,13 @@ class ScalingRules(Model):
         default=None,
         ge=0,
         le=3600,
-        description="Seconds whose lowest (up) or highest (down) need counts. Default: up 0; down as long as learned.",
+        description="Window in seconds whose lowest (up) or highest (down) recommendation is used. Default: up 0; down "
+        "as learned from the load.",
     )
     select_policy: Literal["Max", "Min", "Disabled"] | None = Field(
         default=None,
-        description="Which policy decides when several apply: the one that allows most (Max, the default) or least; "
-        "Disabled: no replica is added, or removed.",
+        description="Policy that is used if several apply: Max, the largest change (the default); Min, the smallest; "
+        "Disabled: no scaling in this direction.",
     )
     policies: tuple[ScalingPolicy, ...] | None = Field(
         default=None, min_length=1, max_length=16, description="Rate limits. Default: none."
@@ -369,34 +385,32 @@ class ScalingRules(Model):
 class ScalingBehavior(Model):
     """Behaviour of both scaling directions, as in autoscaling/v2."""
 
-    scale_up: ScalingRules | None = Field(default=None, description="How replicas are added.")
-    scale_down: ScalingRules | None = Field(default=None, description="How replicas are removed.")
+    scale_up: ScalingRules | None = Field(default=None, description="Behaviour of scaling up.")
+    scale_down: ScalingRules | None = Field(default=None, description="Behaviour of scaling down.")
 
 
 class ScalingForecast(Model):
-    """Forecast of arrivals from those of the days before."""
+    """Forecast of request arrivals from previous days."""
 
-    seasonality: Literal["Daily", "Weekly"] = Field(
-        default="Daily", description="After how long the load repeats itself: every day, or every week."
-    )
+    seasonality: Literal["Daily", "Weekly"] = Field(default="Daily", description="Period of the load: a day or a week.")
 
 
 class Scaling(Model):
     """Automatic replica count."""
 
-    min_replicas: int = Field(default=1, ge=0, le=1000, description="Fewest replicas; at least 1.")
-    max_replicas: int = Field(ge=1, le=1000, description="Most replicas.")
-    behavior: ScalingBehavior | None = Field(default=None, description="Pace of scaling, as in autoscaling/v2.")
+    min_replicas: int = Field(default=1, ge=0, le=1000, description="Minimum replicas; at least 1.")
+    max_replicas: int = Field(ge=1, le=1000, description="Maximum replicas.")
+    behavior: ScalingBehavior | None = Field(default=None, description="Scaling behaviour, as in autoscaling/v2.")
     forecast: ScalingForecast | None = Field(
         default=None,
-        description="Learn how arrivals change with the time of the day or the week, and scale by that once it has "
-        "proved better than the present load alone. Default: no forecast.",
+        description="Learn how arrivals change with the time of day or week. The forecast is used for scaling after it "
+        "has proved better than the current load. Default: no forecast.",
     )
 
 
 NO_MEASURE_WITHOUT_REPLICAS = (
-    "is 0: without a replica nothing is measured, and none would come back; use 1 or more, or leave scaling out and "
-    "let KEDA write to /scale"
+    "0 is not supported, because a resource without replicas has no metrics to scale up by; use 1 or more, or remove "
+    "scaling and let KEDA write to /scale"
 )
 SCALING_RULES = [
     cel(
@@ -416,44 +430,44 @@ REPLICAS_ARE_NOT_ASKED = (
 )
 
 
-def _target_above_zero(promise: str) -> dict[str, Any]:
-    """The schema's words for a promise without a time."""
-    words = f"spec.objectives.{promise}.target: is %s; set a time above zero"
-    said = cel("self.target.matches('[1-9]')", "target must be above zero", words, "self.target")
-    return schema(**{"x-kubernetes-validations": [said]})
+def _target_above_zero(objective: str) -> dict[str, Any]:
+    """Return the schema's rule that the target of an objective is positive."""
+    words = f"spec.objectives.{objective}.target: is %s; set a time above zero"
+    rule = cel("self.target.matches('[1-9]')", "target must be above zero", words, "self.target")
+    return schema(**{"x-kubernetes-validations": [rule]})
 
 
 class TtftObjective(Model):
-    """What is promised of the time to the first token."""
+    """Objective for the time to the first token (TTFT)."""
 
-    percentile: int = Field(default=95, ge=1, le=99, description="Percentage of the requests that keep the promise.")
-    target: Duration = Field(description="The latest time, for example 500ms.")
+    percentile: int = Field(default=95, ge=1, le=99, description="Percentage of requests that must meet the target.")
+    target: Duration = Field(description="Maximum TTFT, for example 500ms.")
     per_prompt_token: FineDuration | None = Field(
-        default=None, description="What each token of the prompt adds to the target, for example 125us."
+        default=None, description="Addition to the target per prompt token, for example 125us."
     )
 
 
 class ItlObjective(Model):
-    """What is promised of the time between two tokens."""
+    """Objective for the inter-token latency (ITL)."""
 
-    percentile: int = Field(default=95, ge=1, le=99, description="Percentage of the requests that keep the promise.")
-    target: Duration = Field(description="The longest time, for example 50ms.")
+    percentile: int = Field(default=95, ge=1, le=99, description="Percentage of requests that must meet the target.")
+    target: Duration = Field(description="Maximum ITL, for example 50ms.")
     kind: Literal["Mean", "Tokens"] = Field(
-        default="Mean", description="Mean: a request's mean time between tokens. Tokens: each time between two tokens."
+        default="Mean", description="Mean: the mean ITL of a request. Tokens: each interval between two tokens."
     )
 
 
 class Objectives(Model):
-    """What users are promised: tuning keeps as many requests as it can within it."""
+    """Latency objectives. Tuning maximises the share of requests that meet them."""
 
     ttft: TtftObjective | None = Field(
         default=None,
-        description="Time to the first token.",
+        description="Objective for the time to the first token (TTFT).",
         json_schema_extra=_target_above_zero("ttft"),
     )
     itl: ItlObjective | None = Field(
         default=None,
-        description="Time between two tokens.",
+        description="Objective for the inter-token latency (ITL).",
         json_schema_extra=_target_above_zero("itl"),
     )
 
@@ -462,7 +476,7 @@ TTFT_PERCENTILE = "(has(self.ttft.percentile) ? self.ttft.percentile : 95)"
 ITL_PERCENTILE = "(has(self.itl.percentile) ? self.itl.percentile : 95)"
 ONE_PERCENTILE = cel(
     f"!has(self.ttft) || !has(self.itl) || {TTFT_PERCENTILE} == {ITL_PERCENTILE}",
-    "ttft and itl must have one percentile",
+    "ttft and itl must have the same percentile",
     "spec.objectives.itl.percentile: is %s, but that of ttft is %s; set the same percentile for both",
     ITL_PERCENTILE,
     TTFT_PERCENTILE,
@@ -470,37 +484,37 @@ ONE_PERCENTILE = cel(
 
 
 class WatermarkBounds(Model):
-    """Bound of the share of the KV cache that admission keeps free; engines start at 0."""
+    """Upper bound of the watermark, the fraction of the KV cache that admission keeps free; engines start at 0."""
 
-    max: Fraction = Field(description="Highest value that tuning may set; 0.0 keeps it at its start.")
+    max: Fraction = Field(description="Maximum value that tuning may set; 0.0 disables tuning of the watermark.")
 
 
 class FractionBounds(Model):
-    """Bounds of a knob that is a share."""
+    """Bounds of a live parameter that is a fraction."""
 
-    min: Fraction | None = Field(default=None, description="Lowest value that tuning may set.")
-    max: Fraction | None = Field(default=None, description="Highest value that tuning may set; the engine's cap.")
+    min: Fraction | None = Field(default=None, description="Minimum value that tuning may set.")
+    max: Fraction | None = Field(default=None, description="Maximum value that tuning may set; the engine's cap.")
 
 
 class IntBounds(Model):
-    """Bounds of a knob that is a count."""
+    """Bounds of a live parameter that is a count."""
 
-    min: int | None = Field(default=None, ge=1, le=1048576, description="Lowest value that tuning may set.")
+    min: int | None = Field(default=None, ge=1, le=1048576, description="Minimum value that tuning may set.")
     max: int | None = Field(
-        default=None, ge=1, le=1048576, description="Highest value that tuning may set; the engine's cap."
+        default=None, ge=1, le=1048576, description="Maximum value that tuning may set; the engine's cap."
     )
 
 
-def _min_up_to_max(knob: str, number: str) -> dict[str, Any]:
-    """The schema's words for bounds of a knob; `number` is what makes its values numbers in CEL."""
+def _min_up_to_max(parameter: str, number: str) -> dict[str, Any]:
+    """Return the schema's rule that min is at most max; `number` is the CEL function that converts the values."""
     rule = f"!has(self.min) || !has(self.max) || {number}(self.min) <= {number}(self.max)"
-    words = f"spec.tuning.bounds.{knob}: min %s exceeds max %s; lower min or raise max"
-    said = cel(rule, "min must not exceed max", words, "self.min", "self.max")
-    return schema(**{"x-kubernetes-validations": [said]})
+    words = f"spec.tuning.bounds.{parameter}: min %s exceeds max %s; lower min or raise max"
+    rules = [cel(rule, "min must not exceed max", words, "self.min", "self.max")]
+    return schema(**{"x-kubernetes-validations": rules})
 
 
 class Bounds(Model):
-    """Bounds within which tuning moves each live knob. min = max pins a knob."""
+    """Bounds within which tuning changes each live parameter. min = max pins a parameter."""
 
     gpu_memory_utilization: FractionBounds | None = Field(
         default=None,
@@ -518,68 +532,68 @@ class Bounds(Model):
         json_schema_extra=_min_up_to_max("maxNumBatchedTokens", "int"),
     )
     watermark: WatermarkBounds | None = Field(
-        default=None, description="Bound of the share of the KV cache that admission keeps free."
+        default=None, description="Bound of the watermark, the fraction of the KV cache that admission keeps free."
     )
 
 
 class Tuning(Model):
-    """Whether and how far the operator moves the live knobs."""
+    """Mode and bounds of the tuning of live parameters."""
 
     mode: Literal["Off", "Recommend", "Auto"] = Field(
         default="Recommend",
-        description="Off: nothing. Recommend: say what would help in status. Auto: change the running engines.",
+        description="Off: no tuning. Recommend: report recommendations in status. Auto: change the running engines.",
     )
-    bounds: Bounds = Field(default=Bounds(), description="Bounds of each knob.")
+    bounds: Bounds = Field(default=Bounds(), description="Bounds of each live parameter.")
     restart_class: Literal["Never", "Canary"] = Field(
-        default="Never", description="Whether parameters that need a restart are tuned, one replica first."
+        default="Never",
+        description="Canary: tune parameters that need a restart, starting with one replica. Never: do not.",
     )
 
 
 class Metrics(Model):
-    """Where the operator reads the engines' metrics."""
+    """Source of the engines' metrics."""
 
     source: Literal["Auto", "Prometheus", "Pods"] = Field(
         default="Auto",
-        description="Auto: Prometheus where the operator was given one and it can be believed, else the pods. "
-        "Prometheus: nothing else. Pods: scrape the engine pods.",
+        description="Auto: Prometheus if it is configured and its samples are plausible, else the pods. Prometheus: "
+        "only Prometheus. Pods: scrape the engine pods.",
     )
     labels: dict[str, str] = Field(
         default={},
-        description="Labels that the series of this resource have in Prometheus, beside the namespace and the pod.",
+        description="Labels of this resource's series in Prometheus, in addition to the namespace and the pod.",
         max_length=8,
         json_schema_extra=schema(additionalProperties={"type": "string", "maxLength": 256}),
     )
 
 
 class Rollout(Model):
-    """How changes reach the replicas."""
+    """Rollout of changes to the replicas."""
 
     max_unavailable: IntOrString = Field(
         default=1,
-        description="Replicas that may be down during a rollout in place: a number or a percentage (rounded down, at "
-        "least 1).",
+        description="Maximum unavailable replicas during a rollout in place: a number or a percentage (rounded down, "
+        "at least 1).",
         json_schema_extra=schema(maximum=1000, minimum=1, maxLength=4, pattern="^[0-9]{1,3}%$"),
     )
     max_surge: IntOrString = Field(
         default=1,
-        description="Replicas that may be there beyond the wanted ones during a rollout: each serves before an old one "
-        "is drained. A number or a percentage (rounded up); 0, or where no node takes another one: in place.",
+        description="Maximum additional replicas during a rollout: each becomes Ready before an old one is drained. A "
+        "number or a percentage (rounded up). 0, or if no node has room for an additional replica: in place.",
         json_schema_extra=schema(maximum=1000, minimum=0, maxLength=4, pattern="^[0-9]{1,3}%$"),
     )
     drain_timeout: Duration = Field(
-        default="30s", description="Time that running requests get to finish when a replica is stopped."
+        default="30s", description="Maximum time for running requests to finish when a replica is stopped."
     )
     start_timeout: Duration | None = Field(
         default=None,
-        description="Time in which the first replica of a change must become Ready, once the old one has drained; else "
-        "replicas return to the last revision that worked, until the spec changes again. At most 2h. Default: 30m, and "
-        "what reading the model takes at 100 MB/s.",
+        description="Maximum time for the first replica of a change to become Ready after the old one has drained. "
+        "When it is exceeded, replicas are rolled back to the last known-good revision until the spec changes again. "
+        "At most 2h. Default: 30m plus the time to read the model at 100 MB/s.",
     )
     bake_time: Duration = Field(
         default="30s",
-        description="Time for which the first replica of a change serves beside the others before they follow: it is "
-        "compared with them, and the change is taken back if its engine ends or does clearly worse. At most 1h; 0s: "
-        "the others follow at once, and nothing is compared.",
+        description="Time for which the first replica of a change is compared with the others before they are updated. "
+        "The change is rolled back if its engine exits or performs clearly worse. At most 1h. 0s: no comparison.",
     )
 
 
@@ -591,16 +605,16 @@ class TemplateMetadata(Model):
 
 
 def _free_form(**extra: Any) -> dict[str, Any]:
-    """A part of a pod that is passed on: its inside is checked by the API server when the pod is created."""
+    """Return the schema of a part of the pod spec that the API server checks when the pod is created."""
     return {"x-kubernetes-preserve-unknown-fields": True, **extra}
 
 
 class ContainerOverlay(BaseModel):
-    """What is laid over the container `main`."""
+    """Overlay of the container `main`."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="allow", frozen=True)
 
-    name: str = Field(max_length=63, description="Must be main, the engine's container.")
+    name: str = Field(max_length=63, description="Must be main, the name of the engine's container.")
     resources: dict[str, Any] | None = Field(
         default=None, description="Requests and limits.", json_schema_extra=_free_form()
     )
@@ -619,7 +633,7 @@ class ContainerOverlay(BaseModel):
 
 
 class PodOverlay(BaseModel):
-    """What is laid over the pod. A field that is not listed here is refused by name, never ignored."""
+    """Overlay of the pod spec. Any other field is rejected, never ignored."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="allow", frozen=True)
 
@@ -632,13 +646,19 @@ class PodOverlay(BaseModel):
     )
     affinity: dict[str, Any] | None = Field(default=None, description="Affinity rules.", json_schema_extra=_free_form())
     topology_spread_constraints: tuple[dict[str, Any], ...] = Field(
-        default=(), max_length=16, description="How pods are spread.", json_schema_extra=_free_form()
+        default=(),
+        max_length=16,
+        description="Topology spread constraints of the pods.",
+        json_schema_extra=_free_form(),
     )
     image_pull_secrets: tuple[dict[str, Any], ...] = Field(
         default=(), max_length=16, description="Secrets for pulling the image.", json_schema_extra=_free_form()
     )
     volumes: tuple[dict[str, Any], ...] = Field(
-        default=(), max_length=64, description="Further volumes; hostPath is refused.", json_schema_extra=_free_form()
+        default=(),
+        max_length=64,
+        description="Additional volumes; hostPath is rejected unless podOverlay.allowedPrivileges lists it.",
+        json_schema_extra=_free_form(),
     )
     priority_class_name: str | None = Field(default=None, max_length=253, description="Priority class of the pods.")
     runtime_class_name: str | None = Field(default=None, max_length=253, description="Runtime class of the pods.")
@@ -657,45 +677,47 @@ class PodOverlay(BaseModel):
 
 
 class PodTemplate(Model):
-    """What is laid over the pods that the operator renders."""
+    """Overlay of the pods that the operator renders."""
 
     metadata: TemplateMetadata = Field(default=TemplateMetadata(), description="Labels and annotations of the pods.")
     spec: PodOverlay = Field(
         default=PodOverlay(),
-        description="Parts of the pod spec that are laid over the rendered one.",
+        description="Fields that are merged into the rendered pod spec.",
         json_schema_extra=_free_form(),
     )
 
 
 class Spec(Model):
-    """The wanted state of an inference deployment."""
+    """Desired state of an inference deployment."""
 
-    model: ModelSource = Field(description="What is served.")
-    runtime: Runtime = Field(default=Runtime(), description="Which engine runs, on what.")
-    parallelism: Parallelism = Field(default=Parallelism(), description="How one replica is spread over devices.")
-    engine: Engine = Field(default=Engine(), description="Where each engine parameter starts.")
+    model: ModelSource = Field(description="Model to serve.")
+    runtime: Runtime = Field(default=Runtime(), description="Engine, its image and its device.")
+    parallelism: Parallelism = Field(default=Parallelism(), description="Parallel layout of one replica.")
+    engine: Engine = Field(default=Engine(), description="Start values of engine parameters.")
     replicas: int = Field(
         default=1,
         ge=0,
         le=MAX_REPLICAS,
-        description="Replica count; kubectl scale and autoscalers write it. Where scaling is set it cannot be changed, "
-        "and says only where the count begins.",
+        description="Desired replicas; kubectl scale and autoscalers write it. If scaling is set, it is only the "
+        "initial count and cannot be changed.",
     )
     priority: int = Field(
         default=0,
         ge=-MAX_PRIORITY,
         le=MAX_PRIORITY,
-        description="Who goes first where the operator has a GPU budget: the higher, the sooner. Replicas of a lower "
-        "one, above its scaling.minReplicas, make room.",
+        description="Priority within a GPU budget; higher values are served first. Replicas of resources with a lower "
+        "priority, above their scaling.minReplicas, are removed to free GPUs.",
     )
     scaling: Scaling | None = Field(
         default=None,
-        description="Automatic replica count, by what the objectives need; tuning.mode says whether it is only told.",
+        description="Automatic replica count, derived from the objectives. With tuning.mode Recommend it is only "
+        "reported.",
         json_schema_extra=schema(**{"x-kubernetes-validations": SCALING_RULES}),
     )
     objectives: Objectives | None = Field(
         default=None,
-        description="What users are promised. Default: three times what an idle engine takes, for 95 percent.",
+        description="Latency objectives. Default: three times the latency of an idle engine, for 95 percent of "
+        "requests.",
         json_schema_extra=schema(
             **{
                 "x-kubernetes-validations": [
@@ -708,27 +730,31 @@ class Spec(Model):
             }
         ),
     )
-    tuning: Tuning = Field(default=Tuning(), description="Whether and how far the operator moves the live knobs.")
-    metrics: Metrics = Field(default=Metrics(), description="Where the operator reads the engines' metrics.")
-    rollout: Rollout = Field(default=Rollout(), description="How changes reach the replicas.")
-    template: PodTemplate = Field(default=PodTemplate(), description="What is laid over the pods.")
+    tuning: Tuning = Field(default=Tuning(), description="Mode and bounds of the tuning of live parameters.")
+    metrics: Metrics = Field(default=Metrics(), description="Source of the engines' metrics.")
+    rollout: Rollout = Field(default=Rollout(), description="Rollout of changes to the replicas.")
+    template: PodTemplate = Field(default=PodTemplate(), description="Overlay of the pods.")
 
 
 def _spec(text: str) -> Spec:
-    """A spec of JSON. Raises ValidationError."""
+    """Parse a spec from JSON.
+
+    Raises:
+        ValidationError: The JSON does not match the schema.
+    """
     return Spec.model_validate_json(text, strict=True, by_alias=True, by_name=False)
 
 
 _spec_again = functools.lru_cache(maxsize=MAX_KEPT_SPECS)(_spec)
-"""The same: nobody changes a spec, and one is read again for each status that is written beside it."""
+"""`_spec` with a cache: specs are immutable, and each status update delivers the same spec again."""
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceDeployment:
-    """One resource, parsed. `image` is spec.runtime.image or the operator's default; None when there is neither.
+    """A parsed resource. `image` is spec.runtime.image or the operator's default; None if neither is set.
 
-    `restarted_at` is what its owner wrote into the annotation of that name: another text asks for new pods. `is_paused`
-    says that nothing of it is to be changed. `allowed_privileges` are those that the installation allows pods.
+    `restarted_at` is the value of the restart annotation: a changed value replaces the pods. `is_paused` is True if
+    reconciliation is paused. `allowed_privileges` are the privileges that the installation allows for pods.
     """
 
     namespace: str
@@ -741,17 +767,17 @@ class InferenceDeployment:
     restarted_at: str | None = None
     is_paused: bool = False
     commit: str | None = None
-    """What the revision of a downloaded model meant when it was read: a commit, the pin of objects, the digest of a
-    manifest; None: not known, or of no such model."""
+    """Resolved revision of a downloaded model: a commit, the digest of a bucket's objects or of a manifest. None if it
+    is unknown or the model is not downloaded."""
     weights_bytes: int | None = None
-    """How large the model's weights are; None: not known yet."""
+    """Size of the model's weights in bytes; None if unknown."""
     allowed_privileges: frozenset[str] = NO_PRIVILEGES
     created_at: str = ""
-    """As the API server wrote it."""
+    """Creation time in the API server's format."""
 
     @property
     def replicas(self) -> int:
-        """What the user, or an autoscaler through /scale, asks for; not heard while `spec.scaling` is set."""
+        """Desired replicas, set by the user or by an autoscaler through /scale; ignored if `spec.scaling` is set."""
         return self.spec.replicas
 
     @classmethod
@@ -762,7 +788,11 @@ class InferenceDeployment:
         default_image: str | None = None,
         allowed_privileges: frozenset[str] = NO_PRIVILEGES,
     ) -> InferenceDeployment:
-        """Read a resource as the API server gives it. Raises InvalidSpec with every field that is wrong."""
+        """Parse a resource in the API server's format.
+
+        Raises:
+            InvalidSpec: The spec has errors; the exception lists each field.
+        """
         metadata = body.get("metadata") or {}
         annotations = metadata.get("annotations") or {}
         text = json.dumps(body.get("spec") or {})

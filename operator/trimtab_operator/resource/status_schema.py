@@ -1,4 +1,4 @@
-"""The typed shape of `status`: what `status.py` fills and the CRD describes."""
+"""Typed schema of `status` for the CRD; `report/status.py` computes the values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ConditionStatus(Model):
 
     type: str = Field(max_length=64, description="Name of the condition.")
     status: Literal["True", "False", "Unknown"] = Field(description="True, False or Unknown.")
-    observed_generation: int = Field(ge=0, description="Generation of the spec that the condition speaks of.")
+    observed_generation: int = Field(ge=0, description="Generation of the spec that the condition refers to.")
     last_transition_time: str = Field(
         max_length=64, description="When status last changed.", json_schema_extra=schema(format="date-time")
     )
@@ -30,17 +30,17 @@ class ConditionStatus(Model):
 
 
 class LoadStatus(Model):
-    """How far a replica has loaded."""
+    """Load progress of a replica."""
 
     stage: str = Field(max_length=32, description="download, starting, weights, profile, kv_cache, graphs or ready.")
     percent: int = Field(ge=0, le=100, description="Progress of loading; of a download, of its bytes.")
     message: str | None = Field(
         default=None,
         max_length=256,
-        description="A download as a sentence: sizes and the time that is left; behind it, what came in what time.",
+        description="Progress of the download: sizes and remaining time; after the download, its size and duration.",
     )
     downloaded_bytes: int | None = Field(
-        default=None, ge=0, description="What the engine fetched of its model before it began to load."
+        default=None, ge=0, description="Bytes of the model that the engine downloaded before loading."
     )
 
 
@@ -48,10 +48,10 @@ class GroupStatus(Model):
     """One replica."""
 
     name: str = Field(max_length=63, description="Name of the replica's StatefulSet.")
-    ordinal: int = Field(ge=0, description="Number of the replica; the lowest free one is taken first.")
+    ordinal: int = Field(ge=0, description="Number of the replica; new replicas get the lowest free number.")
     revision: str = Field(max_length=63, description="Hash of the pod template that the replica runs.")
     phase: Phase = Field(description="Pending, Loading, Ready, Updating, Draining or Failed.")
-    ready: bool = Field(description="Whether the replica takes requests.")
+    ready: bool = Field(description="True if the replica serves requests.")
     load: LoadStatus | None = Field(default=None, description="Progress of loading.")
     config_generation: int | None = Field(
         default=None, ge=0, description="Generation of the live configuration that the engine runs."
@@ -59,42 +59,42 @@ class GroupStatus(Model):
     message: str | None = Field(default=None, max_length=1024, description="Why the replica is not ready.")
     effective: dict[str, Any] | None = Field(
         default=None,
-        description="Live values of this engine, where they differ from engine.effective.",
+        description="Live values of this engine that differ from engine.effective.",
         json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
     )
 
 
 class ReportedLayoutStatus(Model):
-    """What an engine says that it runs."""
+    """Layout that an engine reports."""
 
     world_size: int = Field(ge=1, description="Ranks of one replica.")
     tensor: int = Field(ge=1, description="Tensor parallel degree.")
     pipeline: int = Field(ge=1, description="Pipeline parallel degree.")
     data: int = Field(ge=1, description="Data parallel degree.")
-    expert: bool = Field(description="Whether experts are spread over the ranks.")
+    expert: bool = Field(description="True if experts are distributed over the ranks.")
 
 
 class LayoutStatus(ReportedLayoutStatus):
-    """Where ranks run."""
+    """Placement of the ranks."""
 
     pods_per_replica: int = Field(ge=1, description="Pods of one replica.")
-    gpus_per_pod: int = Field(ge=0, description="Devices that one pod asks for.")
+    gpus_per_pod: int = Field(ge=0, description="Devices that one pod requests.")
     reported: ReportedLayoutStatus | None = Field(
-        default=None, description="What a ready replica reports; one that differs, where there is one."
+        default=None, description="Layout that a ready replica reports; a differing one if there is any."
     )
 
 
 class EngineStatus(Model):
-    """Engine parameters as they were asked for and as they are."""
+    """Configured and effective engine parameters."""
 
     configured: dict[str, Any] = Field(
         default={},
-        description="What the pod template renders: start values and caps.",
+        description="Start values and caps in the pod template.",
         json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
     )
     effective: dict[str, Any] = Field(
         default={},
-        description="What all ready engines report.",
+        description="Values that all ready engines report.",
         json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
     )
 
@@ -103,11 +103,11 @@ class DecisionStatus(Model):
     """One decision of the tuner. The same id is in the Event, the log line and here."""
 
     id: str = Field(max_length=64, description="Identifies the decision in Events, logs and here.")
-    time: str = Field(max_length=64, description="When it was taken.", json_schema_extra=schema(format="date-time"))
+    time: str = Field(max_length=64, description="Time of the decision.", json_schema_extra=schema(format="date-time"))
     knob: str | None = Field(
         default=None,
         max_length=100,
-        description="What moves: an engine field, replicas, or a parameter of the spec that needs new engines.",
+        description="Changed parameter: an engine field, replicas, or a parameter of the spec that needs a restart.",
     )
     from_: str | None = Field(default=None, alias="from", max_length=64, description="Value before.")
     to: str | None = Field(default=None, max_length=64, description="Value after.")
@@ -115,47 +115,55 @@ class DecisionStatus(Model):
         max_length=64, description="Machine-readable reason; docs/reference/resource.md lists every one."
     )
     message: str = Field(max_length=4096, description="The decision as a sentence with its numbers.")
-    outcome: str | None = Field(default=None, max_length=4096, description="What came of it, once that is known.")
+    outcome: str | None = Field(
+        default=None, max_length=4096, description="Measured outcome; absent until it is known."
+    )
 
 
 class TtftStatus(Model):
-    """A promise of the time to the first token."""
+    """Objective for the time to the first token (TTFT)."""
 
-    percentile: int = Field(ge=1, le=99, description="Percentage of the requests that are to keep it.")
-    target: str = Field(max_length=24, description="The latest time.")
+    percentile: int = Field(ge=1, le=99, description="Percentage of requests that must meet the target.")
+    target: str = Field(max_length=24, description="Maximum TTFT.")
     per_prompt_token: str | None = Field(
         default=None, max_length=24, description="Addition to the TTFT target per prompt token."
     )
 
 
 class ItlStatus(Model):
-    """A promise of the time between two tokens."""
+    """Objective for the inter-token latency (ITL)."""
 
-    percentile: int = Field(ge=1, le=99, description="Percentage of the requests that are to keep it.")
-    target: str = Field(max_length=24, description="The longest time.")
-    kind: str = Field(max_length=16, description="Mean: a request's mean. Tokens: each time between two tokens.")
+    percentile: int = Field(ge=1, le=99, description="Percentage of requests that must meet the target.")
+    target: str = Field(max_length=24, description="Maximum ITL.")
+    kind: str = Field(
+        max_length=16, description="Mean: the mean ITL of a request. Tokens: each interval between two tokens."
+    )
 
 
 class ObjectivesStatus(Model):
-    """The promises that tuning goes by."""
+    """Objectives that tuning uses."""
 
     source: str = Field(
-        max_length=16, description="Spec: the owner's. Default: three times what an idle engine takes, as measured."
+        max_length=16,
+        description="Spec: spec.objectives. Default: three times the measured latency of an idle engine.",
     )
-    ttft: TtftStatus | None = Field(default=None, description="Time to the first token.")
-    itl: ItlStatus | None = Field(default=None, description="Time between two tokens.")
+    ttft: TtftStatus | None = Field(default=None, description="Objective for the time to the first token (TTFT).")
+    itl: ItlStatus | None = Field(default=None, description="Objective for the inter-token latency (ITL).")
 
 
 class ForecastStatus(Model):
-    """What becomes of the forecast of arrivals."""
+    """State of the forecast of request arrivals."""
 
     state: str = Field(
         max_length=16,
-        description="Learning: less than a whole day, or week, was seen; Unproven: it is not better than the present "
-        "load alone, or not known yet to be; InUse.",
+        description="Learning: less than one period (day or week) was observed. Unproven: not, or not yet, better than "
+        "the current load. InUse: used for scaling.",
     )
     since: str | None = Field(
-        default=None, max_length=64, description="In use since then.", json_schema_extra=schema(format="date-time")
+        default=None,
+        max_length=64,
+        description="Time since which the forecast is in use.",
+        json_schema_extra=schema(format="date-time"),
     )
 
 
@@ -170,9 +178,7 @@ class SchedulingPolicyStatus(Model):
         max_length=16,
         description="Spec: set by spec.engine.schedulingPolicy. Objectives: derived from spec.objectives.ttft.",
     )
-    ttft_target: str | None = Field(
-        default=None, max_length=24, description="TTFT target of the deadline policy."
-    )
+    ttft_target: str | None = Field(default=None, max_length=24, description="TTFT target of the deadline policy.")
     per_prompt_token: str | None = Field(
         default=None, max_length=24, description="Addition to the TTFT target per prompt token."
     )
@@ -184,23 +190,25 @@ class SchedulingPolicyStatus(Model):
 
 
 class TuningStatus(Model):
-    """What tuning found, set and did."""
+    """State and decisions of tuning."""
 
-    mode: str = Field(max_length=16, description="The mode in force.")
+    mode: str = Field(max_length=16, description="Current mode.")
     source: str | None = Field(
-        default=None, max_length=32, description="Where metrics are read: Prometheus, Pods, or of some engines each."
+        default=None,
+        max_length=32,
+        description="Source of the metrics: Prometheus, Pods, or both for different engines.",
     )
     objectives: ObjectivesStatus | None = Field(
-        default=None, description="The promises in force; absent until defaults can be told."
+        default=None, description="Current objectives; absent until defaults can be measured."
     )
-    recommendation: DecisionStatus | None = Field(default=None, description="What would help now.")
+    recommendation: DecisionStatus | None = Field(default=None, description="Current recommendation.")
     applied: dict[str, str] = Field(default={}, description="Values that tuning has set, by engine field.")
     scheduling_policy: SchedulingPolicyStatus | None = Field(
         default=None,
         description="Scheduling policy that the operator set; absent if it set none.",
     )
     forecast: ForecastStatus | None = Field(
-        default=None, description="What becomes of the forecast of arrivals; only with spec.scaling.forecast."
+        default=None, description="State of the forecast of request arrivals; only with spec.scaling.forecast."
     )
     history: tuple[DecisionStatus, ...] = Field(
         default=(),
@@ -211,10 +219,10 @@ class TuningStatus(Model):
 
 
 class Status(Model):
-    """The observed state. Nothing here changes when nothing changed."""
+    """Observed state. It changes only if the cluster or the engines changed."""
 
     observed_generation: int | None = Field(
-        default=None, ge=0, description="Generation of the spec that this status speaks of."
+        default=None, ge=0, description="Generation of the spec that this status refers to."
     )
     conditions: tuple[ConditionStatus, ...] = Field(
         default=(),
@@ -223,18 +231,20 @@ class Status(Model):
         "ScalingLimited and Degraded.",
         json_schema_extra=schema(**{"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
     )
-    phase: str | None = Field(default=None, max_length=64, description="The Ready condition's reason, for printing.")
-    ready: str | None = Field(default=None, max_length=16, description="Ready replicas of wanted ones, for printing.")
-    replicas: int | None = Field(default=None, ge=0, description="Replicas that exist.")
-    ready_replicas: int | None = Field(default=None, ge=0, description="Replicas that take requests.")
-    updated_replicas: int | None = Field(default=None, ge=0, description="Replicas that run the current template.")
-    desired_replicas: int | None = Field(
-        default=None, ge=0, description="Replicas that are wanted, as far as a GPU budget allows."
+    phase: str | None = Field(
+        default=None, max_length=64, description="Reason of the Ready condition, for kubectl's columns."
     )
+    ready: str | None = Field(
+        default=None, max_length=16, description="Ready and desired replicas, for kubectl's columns."
+    )
+    replicas: int | None = Field(default=None, ge=0, description="Replicas that exist.")
+    ready_replicas: int | None = Field(default=None, ge=0, description="Replicas that serve requests.")
+    updated_replicas: int | None = Field(default=None, ge=0, description="Replicas that run the current template.")
+    desired_replicas: int | None = Field(default=None, ge=0, description="Desired replicas, limited by the GPU budget.")
     wanted_replicas: int | None = Field(
         default=None,
         ge=0,
-        description="Replicas that would be wanted without a GPU budget; only where that allows fewer.",
+        description="Desired replicas without the GPU budget; only set if the budget allows fewer.",
     )
     last_scale_time: str | None = Field(
         default=None,
@@ -250,13 +260,12 @@ class Status(Model):
     model_revision: str | None = Field(
         default=None,
         max_length=128,
-        description="What all replicas serve, whatever its branch, bucket or tag has become since: the commit of an "
-        "hf:// model, the digest of names, sizes and ETags of an s3:// model's objects, or of an oci:// model's "
-        "manifest.",
+        description="Pinned revision that all replicas serve: the commit of an hf:// model, the digest of names, sizes "
+        "and ETags of an s3:// model's objects, or the digest of an oci:// model's manifest.",
     )
-    layout: LayoutStatus | None = Field(default=None, description="Where ranks run.")
+    layout: LayoutStatus | None = Field(default=None, description="Placement of the ranks.")
     engine: EngineStatus | None = Field(default=None, description="Engine parameters, configured and effective.")
-    tuning: TuningStatus | None = Field(default=None, description="What tuning found, set and did.")
+    tuning: TuningStatus | None = Field(default=None, description="State and decisions of tuning.")
     groups: tuple[GroupStatus, ...] = Field(
         default=(),
         max_length=1000,

@@ -99,7 +99,7 @@ def test_what_judges_resources_is_under_the_one_name_as_well(tmp_path: Path) -> 
     for command in ("validate", "render"):
         result = CliRunner().invoke(trimtab_command.app, [command, "-f", str(file)])
         assert result.exit_code == 2
-        assert "holds no InferenceDeployment" in result.output
+        assert "contains no InferenceDeployment" in result.output
 
 
 def test_a_command_that_is_misspelt_is_suggested() -> None:

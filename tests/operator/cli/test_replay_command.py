@@ -151,7 +151,7 @@ def test_it_is_compared_with_what_why_tells(tmp_path: Path, resource: Path) -> N
     looks = write_looks(tmp_path / "samples.jsonl", ticks)
     done = run(looks, "-f", resource, "--decided", then)
     assert done.exit_code == 0, done.output
-    assert "decided then" in done.stdout
+    assert "original decision" in done.stdout
 
 
 def test_it_is_compared_with_a_resources_history_and_differences_are_told(tmp_path: Path, resource: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_bad_line_is_named_with_its_number_and_reason(tmp_path: Path) -> None:
         '{"version":1,"now":"soon","snapshots":[]}': "line 2: 'soon' is not a number",
         '{"version":1,"now":1e999,"snapshots":[]}': "line 2: inf is not a time",
         '{"version":1,"now":1700000001,"snapshots":[{}]}': "line 2: not a recorded snapshot: 'sample' is missing",
-        good[0]: "line 2: its time is not after that of the line before",
+        good[0]: "line 2: time is not after the time of the previous line",
         good[1].replace('"generated_tokens":600.0', '"generated_tokens":"many"'): "line 2: 'many' is not a number",
         good[1].replace('"phase":"ready"', '"phase":"asleep"'): "line 2: 'asleep' is not a valid Phase",
     }
@@ -202,11 +202,14 @@ def test_a_bad_line_is_named_with_its_number_and_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is empty"),
-        ("\n\n", "is empty"),
+        ("", "empty file"),
+        ("\n\n", "empty file"),
         ("hello", "the response is not JSON"),
         ("{}", "the server is not Prometheus"),
-        ('{"status":"error","errorType":"bad_data","error":"parse error"}', "it rejects the query: bad_data: parse error"),
+        (
+            '{"status":"error","errorType":"bad_data","error":"parse error"}',
+            "it rejects the query: bad_data: parse error",
+        ),
         ('{"status":"success","data":{"resultType":"vector","result":[]}}', "the response is not a matrix"),
         ('{"status":"success","data":{"resultType":"matrix","result":[]}}', "no series of an engine with a pod name"),
     ],
@@ -222,7 +225,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     assert "cannot be read" in refused(tmp_path)
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert "is no text" in refused(binary)
+    assert "not a text file" in refused(binary)
     broken = tmp_path / "broken.gz"
     broken.write_bytes(gzip.compress(b"x" * 100_000)[:50])
     assert "cannot be read" in refused(broken)
@@ -231,16 +234,16 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "give a RECORDING, or --prometheus"),
-        (["-", "--prometheus", "http://p"], "one of them"),
-        (["-", "--decided", "-"], "standard input holds"),
-        (["--prometheus", "http://p"], "--prometheus needs --name"),
-        (["--prometheus", "http://p", "--name", "m", "--from", "soon"], "--from: 'soon' is no time"),
+        ([], "pass either a RECORDING, or --prometheus"),
+        (["-", "--prometheus", "http://p"], "pass either a RECORDING, or"),
+        (["-", "--decided", "-"], "standard input is already used"),
+        (["--prometheus", "http://p"], "--prometheus needs a resource"),
+        (["--prometheus", "http://p", "--name", "m", "--from", "soon"], "--from: 'soon' is not a time"),
         (["--prometheus", "http://p", "--name", "m", "--from", "1h", "--to", "2h"], "--from must be before --to"),
-        (["--prometheus", "http://p", "--name", "m", "--from", "9000h"], "take less"),
+        (["--prometheus", "http://p", "--name", "m", "--from", "9000h"], "use at most 167 h"),
         (["--prometheus", "p:9090", "--name", "m"], "--prometheus: 'p:9090' is no address"),
-        (["-", "--prometheus-match", "x"], "--prometheus-match: 'x' is no pair"),
-        (["-", "--resource", "/nowhere"], "--resource /nowhere cannot be read"),
+        (["-", "--prometheus-match", "x"], "--prometheus-match: not a pair ('x')"),
+        (["-", "--resource", "/nowhere"], "--resource /nowhere: cannot be read"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(flags: list[str], said: str) -> None:
@@ -251,9 +254,9 @@ def test_a_resource_that_decides_nothing_or_is_none_is_refused(tmp_path: Path, r
     looks = write_looks(tmp_path / "samples.jsonl", lived(3)[0])
     body = yaml.safe_load(resource.read_text())
     for change, said in (
-        ({"spec": {**SPEC, "tuning": {"mode": "Off"}}}, "mode is Off, in which nothing is decided"),
+        ({"spec": {**SPEC, "tuning": {"mode": "Off"}}}, "mode is Off, which makes no decisions"),
         ({"spec": {**SPEC, "nonsense": 1}}, "nonsense"),
-        ({"kind": "Pod"}, "holds 0 of InferenceDeployment"),
+        ({"kind": "Pod"}, "contains 0 InferenceDeployment"),
     ):
         resource.write_text(yaml.safe_dump({**body, **change}))
         assert said in refused(looks, "-f", resource)
@@ -268,13 +271,13 @@ def test_what_is_no_list_of_decisions_is_refused(text: str, tmp_path: Path) -> N
 
 def test_files_are_looked_at_before_the_recording_is_read(tmp_path: Path) -> None:
     looks = write_looks(tmp_path / "samples.jsonl", [])
-    assert "there is no folder" in refused(looks, "--save", tmp_path / "no" / "folder")
-    assert "is a folder" in refused(looks, "--save", tmp_path)
-    assert "is not there" in refused(looks, "--decided", tmp_path / "gone.json")
+    assert "does not exist; create it" in refused(looks, "--save", tmp_path / "no" / "folder")
+    assert "is a directory; pass a file" in refused(looks, "--save", tmp_path)
+    assert "file not found" in refused(looks, "--decided", tmp_path / "gone.json")
 
 
 def test_a_prometheus_that_is_not_there_is_one_sentence() -> None:
     said = refused("--prometheus", "http://127.0.0.1:9", "--name", "m")
     assert said.startswith("--prometheus http://127.0.0.1:9: ")
     assert "ConnectError" in said
-    assert said.endswith("From outside the cluster: kubectl port-forward")
+    assert said.endswith("From outside the cluster, use kubectl port-forward")

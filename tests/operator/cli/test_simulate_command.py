@@ -83,11 +83,11 @@ def test_a_report_is_one_page_with_everybody_in_it(log: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flag", "name", "said"),
     [
-        ("--report", "none/r.html", "there is no folder"),
-        ("--report", ".", "is a folder"),
-        ("--calibration", "none.json", "is not there"),
-        ("--lengths", "none.csv", "is not there"),
-        ("--lengths", ".", "is a folder"),
+        ("--report", "none/r.html", "does not exist; create it"),
+        ("--report", ".", "is a directory; pass a file"),
+        ("--calibration", "none.json", "file not found"),
+        ("--lengths", "none.csv", "file not found"),
+        ("--lengths", ".", "is a directory; pass a file"),
     ],
 )
 def test_files_are_looked_at_before_the_trace_is_read(flag: str, name: str, said: str, tmp_path: Path) -> None:
@@ -116,12 +116,12 @@ def test_equal_seeds_print_equal_figures(log: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--policy", "static-default"), "no objective is given"),
+        (("--policy", "static-default"), "no objective is set"),
         ((*PROMISES, "--policy", "hpa"), "--policy has 'hpa'; known are static-default"),
         ((*PROMISES, "--speed", "0"), "--speed is 0.0"),
         ((*PROMISES, "--model", "m"), "no step times are known for m on h200"),
         ((*PROMISES, "--min-replicas", "3", "--max-replicas", "2"), "--start-replicas 3 must be within"),
-        ((*PROMISES, "--calibration", "none.json"), "none.json: is not there"),
+        ((*PROMISES, "--calibration", "none.json"), "none.json: file not found"),
         ((*PROMISES, "--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "--max-num-seqs 64 is above"),
         (("--ttft", "soon"), "--ttft is 'soon'"),
     ],

@@ -64,9 +64,12 @@ def test_in_80_columns_no_line_is_longer_and_reasons_stand_below(folder: Path, m
     result = plan(str(folder), "--gpu", "H100", "--max-model-len", "8192", "--limit", "2")
     assert result.exit_code == 0
     below_heading = result.output.splitlines()[2:]
-    table, legend = below_heading[:3], below_heading[below_heading.index("weights/GPU  of the fullest rank") :]
+    table, legend = (
+        below_heading[:3],
+        below_heading[below_heading.index("weights/GPU  weights on the rank with the most") :],
+    )
     assert [line for line in (*table, *legend) if len(line) > 80] == []
-    assert legend[-1] == "Times and rates are estimates to compare rows by."
+    assert legend[-1] == "Times and rates are estimates for comparing rows."
     assert table[0].split()[:3] == ["TP", "PP", "GPUs"]
     assert "\n2: " in result.output
     assert "every layer over 4 GPUs of one node" in " ".join(result.output.split())
@@ -111,12 +114,12 @@ def test_the_batch_is_what_fits_and_at_most_max_num_seqs(folder: Path) -> None:
 def test_refused_layouts_of_one_reason_stand_in_one_row_and_those_without_memory_as_the_nearest(folder: Path) -> None:
     asked = (str(folder), "--gpu", "L4", "--gpus-per-node", "8")
     refused = json.loads(plan(*asked, "-o", "json", "--all").stdout)["refused"]
-    table = plan(*asked).output.split("Refused", 1)[1]
+    table = plan(*asked).output.split("Rejected", 1)[1]
     rows = [cells for line in table.splitlines() if (cells := line.split("│"))[1:2] and cells[1].strip()]
     assert sum(int(cells[1]) for cells in rows) == len(refused)
     assert len(rows) < len(refused) / 2
-    assert table.count("of the GPU's 22.0 GiB (L4)") == table.count("the nearest: ") == 1
-    assert "the nearest: spec.parallelism is tensor 8 × pipeline 1, but" in " ".join(table.split())
+    assert table.count("of the GPU's 22.0 GiB (L4)") == table.count("closest: ") == 1
+    assert "closest: spec.parallelism is tensor 8 × pipeline 1, but" in " ".join(table.split())
 
 
 def test_the_version_is_told() -> None:
@@ -165,15 +168,15 @@ def test_plan_of_unsupported_quantization_names_the_reason(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu", "H300"], "--gpu: GPU 'H300' is not known"),
-        (["--gpu", "H100", "--gpu-memory-utilization", "1.5"], "'1.5' is no share"),
-        (["--gpu", "H100", "--gpu-memory-utilization", "nan"], "'nan' is no share"),
+        (["--gpu", "H300"], "--gpu: unknown GPU ('H300')"),
+        (["--gpu", "H100", "--gpu-memory-utilization", "1.5"], "'1.5' is not a fraction"),
+        (["--gpu", "H100", "--gpu-memory-utilization", "nan"], "'nan' is not a fraction"),
         (
             ["--gpu", "H100", "--max-model-len", "131073"],
             "--max-model-len: is 131073, but the model's positions allow 1 to 131072",
         ),
         (["--gpu", "H100", "--prompt-tokens", "131073"], "--prompt-tokens: is 131073, but the model's positions"),
-        (["--gpu", "A100", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype: is fp8, which A100-80 does not have"),
+        (["--gpu", "A100", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype: is fp8, which A100-80 does not support"),
         (["--gpu", "A100", "--kv-cache-dtype", "fp8_e4m3"], "use fp8_e5m2 or auto"),
     ],
 )
@@ -197,13 +200,13 @@ def test_a_model_with_few_positions_is_planned_with_prompts_that_it_takes(tmp_pa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not JSON"),
-        ("[]", "holds no JSON object"),
-        ("[" * 100_000, "is not JSON"),
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
+        ("[" * 100_000, "not JSON"),
         ("{}", "/config.json: names no architecture"),
         ('{"architectures": ["X"]}', "/config.json: architecture 'X' is not known"),
         ('{"architecture": "LlamaForCausalLM"}', "weights_by_part is None"),
-        (None, "cannot be read: No such file or directory; give a folder with a config.json"),
+        (None, "cannot be read: No such file or directory; pass a folder with a config.json"),
     ],
 )
 def test_a_model_that_cannot_be_read_ends_with_2(tmp_path: Path, content: str | None, message: str) -> None:
@@ -217,7 +220,7 @@ def test_a_model_that_cannot_be_read_ends_with_2(tmp_path: Path, content: str | 
 def test_a_name_on_the_hub_is_told_how_its_config_comes_here() -> None:
     result = plan("Qwen/Qwen3-8B", "--gpu", "H100")
     assert result.exit_code == 2
-    assert "hf download Qwen/Qwen3-8B config.json --local-dir FOLDER, then give FOLDER" in " ".join(
+    assert "run `hf download Qwen/Qwen3-8B config.json --local-dir FOLDER` and pass FOLDER" in " ".join(
         result.stderr.split()
     )
 
@@ -225,7 +228,9 @@ def test_a_name_on_the_hub_is_told_how_its_config_comes_here() -> None:
 def test_a_name_without_its_organisation_is_told_the_form_of_names_on_the_hub() -> None:
     result = plan("Qwen3-8B", "--gpu", "H100")
     assert result.exit_code == 2
-    assert "A model of the Hugging Face hub is ORG/NAME: hf download ORG/Qwen3-8B" in " ".join(result.stderr.split())
+    assert "Models on the Hugging Face hub are named ORG/NAME: run `hf download ORG/Qwen3-8B" in " ".join(
+        result.stderr.split()
+    )
     assert "hub" not in plan("facts.json", "--gpu", "H100").stderr
 
 

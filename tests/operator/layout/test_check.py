@@ -107,7 +107,7 @@ def test_a_model_that_is_too_large_is_refused_with_the_sum_and_what_would_do(
     (refusal,) = check_layout(a_spec(facts, tensor=8), facts, gpu_named("H100"))
     assert refusal.field == "spec.parallelism"
     assert "a rank needs 105.8 GiB: 94.5 GiB of weights, 7.9 GiB of KV cache" in refusal.message
-    assert "of the GPU's 79.2 GiB (H100) gpuMemoryUtilization 0.9 gives it 71.3 GiB" in refusal.message
+    assert "of the GPU's 79.2 GiB (H100), gpuMemoryUtilization 0.9 allows 71.3 GiB" in refusal.message
     assert re.search(
         r"tensor 8 × pipeline 2, gpusPerNode 8 \(\d+ tokens of KV cache, \d+\.\d requests", refusal.message
     )
@@ -130,7 +130,7 @@ def test_shorter_requests_and_a_larger_share_are_offered_where_they_would_do(
 def test_requests_longer_than_the_models_positions_are_refused(published: Published, a_spec: ASpec) -> None:
     facts = published("Llama-3.1-8B")
     (refusal,) = check_layout(a_spec(facts, engine={"maxModelLen": 131073}), facts, gpu_named("H100"))
-    assert str(refusal) == "spec.engine.maxModelLen: is 131073, but the model's positions allow 1 to 131072"
+    assert str(refusal) == "spec.engine.maxModelLen: is 131073, but the model's positions allow 1 to 131072; use at most 131072"
 
 
 @pytest.mark.parametrize(
@@ -213,6 +213,6 @@ def test_a_tower_that_does_not_fit_is_named_with_what_drops_it(published: Publis
     }
     (refusal,) = check_layout(Spec.model_validate(body), facts, gpu_named("H100"))
     assert "75.0 GiB of weights (60.0 GiB of them for images and videos)" in refusal.message
-    assert "serve text alone with limitMmPerPrompt {image: 0, video: 0}" in refusal.message
+    assert "serve text only with limitMmPerPrompt {image: 0, video: 0}" in refusal.message
     body["engine"] |= {"limitMmPerPrompt": {"image": 0, "video": 0}}
     assert check_layout(Spec.model_validate(body), facts, gpu_named("H100")) == ()

@@ -69,7 +69,7 @@ def test_on_the_cpu_there_is_no_gpu() -> None:
 def test_more_gpus_than_any_node_has_are_a_warning_with_both_numbers() -> None:
     said = too_few_gpus(a_deployment(16), [a_node(8), a_node(4)])
     assert said is not None
-    assert "asks for 16 GPUs" in said
+    assert "requests 16 GPUs" in said
     assert "largest node has 8" in said
     assert "no node has any" in (too_few_gpus(a_deployment(), [a_node()]) or "")
 

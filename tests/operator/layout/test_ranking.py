@@ -42,16 +42,16 @@ def first(ranking: Ranking) -> Degrees:
 @pytest.mark.parametrize(
     ("model", "gpu", "gpus_per_node", "nodes", "best", "said"),
     [
-        # What fits one GPU is copied, not split: nothing to synchronise, users isolated.
+        # What fits one GPU is copied, not split: no synchronisation, users isolated.
         (
             "Llama-3.1-8B",
             "H200",
             8,
             1,
             (1, 1, 1),
-            "fits one GPU: nothing to synchronise; 8 replicas, whose users",
+            "fits one GPU: no synchronisation; 8 independent replicas",
         ),
-        ("Llama-3.1-8B", "L40S", 4, 1, (1, 1, 1), "4 replicas"),
+        ("Llama-3.1-8B", "L40S", 4, 1, (1, 1, 1), "4 independent replicas"),
         # What does not is split inside the node, over no more GPUs than it needs.
         ("Llama-3.1-70B", "H100", 8, 1, (4, 1, 1), "larger than one GPU; every layer over 4 GPUs of one node (NVLink)"),
         ("Llama-3.1-405B", "H200", 8, 1, (8, 1, 1), "exchanges take"),
@@ -65,7 +65,7 @@ def first(ranking: Ranking) -> Degrees:
             8,
             1,
             (2, 4, 1),
-            "instead of two all-reduces per layer, which counts without NVLink",
+            "instead of two all-reduces per layer, which matters without NVLink",
         ),
         # Experts over the ranks of several attention copies.
         ("Qwen3-235B-A22B", "H200", 8, 1, (1, 1, 8), "16 whole experts on each of 8 ranks"),
@@ -183,4 +183,4 @@ def test_idle_gpus_and_a_tight_cache_are_said(published: Published) -> None:
     ranking, cluster, envelope = a_ranking(facts, "H200", 12, max_model_len=131072)
     reasons = [reason_for(row, facts, cluster, envelope) for row in ranking.rows]
     assert any("leaves 4 of 12 GPUs idle" in reason for reason in reasons)
-    assert any("tight: 3." in reason for reason in reasons), reasons
+    assert any("little KV cache: 3." in reason for reason in reasons), reasons

@@ -73,10 +73,10 @@ def test_a_refusal_says_the_field_its_value_and_what_it_may_be(
 @pytest.mark.parametrize(
     ("sizes", "field", "said"),
     [
-        ((1,), "tensor", "which is not divided over ranks; set it to 1, and spec.replicas or data to more"),
-        ((1, 4), "tensor", "which is divided over 1 or 4 tensor ranks; set it to 1 or 4, and spec.replicas or data"),
-        ((1, 2, 4), "pipeline", "which has no stages; set it to 1, and spec.replicas or data to more"),
-        ((1, 2, 4), "expert", "which has no expert ranks; set it to false"),
+        ((1,), "tensor", "which does not support tensor ranks; set it to 1, and raise spec.replicas or data"),
+        ((1, 4), "tensor", "which supports 1 or 4 tensor ranks; set it to 1 or 4, and raise spec.replicas or data"),
+        ((1, 2, 4), "pipeline", "which does not support pipeline stages; set it to 1, and raise spec.replicas or data"),
+        ((1, 2, 4), "expert", "which does not support expert parallelism; set it to false"),
     ],
 )
 def test_what_transformers_computes_is_divided_as_the_engine_found_it_can_be(
@@ -104,8 +104,8 @@ def test_what_transformers_computes_runs_on_as_many_ranks_as_the_engine_says(pub
         ({"tensor": 8, "pipeline": 1, "gpus_per_node": 3}, "set 1, 2, 4 or 8"),
         ({"tensor": 2, "data": 3, "gpus_per_node": 4}, "which does not divide the replica's 6 ranks"),
         ({"tensor": 2, "data": 3, "gpus_per_node": 4}, "set 2 or 6"),
-        ({"tensor": 4, "data": 2, "gpus_per_node": 2}, "an engine that spans pods cannot be one of several"),
-        ({"tensor": 2, "data": 3, "gpus_per_node": 3}, "every pod holds whole engines of 2 ranks"),
+        ({"tensor": 4, "data": 2, "gpus_per_node": 2}, "only a single engine can span pods"),
+        ({"tensor": 2, "data": 3, "gpus_per_node": 3}, "every pod must hold whole engines of 2 ranks"),
     ],
 )
 def test_pods_hold_whole_engines_and_no_idle_gpu(layout: dict[str, Any], message: str) -> None:

@@ -14,13 +14,15 @@ from trimtab_engine.models.checkpoint import expected_tensors
 from trimtab_engine.models.registry import parse_model_config
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
+from trimtab_modelspec.facts import DTYPE_BYTES
 from trimtab_modelspec.quantization import BLOCK, Quantization, check_aligned
+from trimtab_modelspec.quantization import BLOCK as FP8_BLOCK
 from trimtab_modelspec.tensors import num_quantizable
 from trimtab_operator.layout.check import check_layout
-from trimtab_operator.layout.facts import DTYPE_BYTES, ModelFacts, facts_of_config
+from trimtab_operator.layout.facts import ModelFacts, facts_of_config
 from trimtab_operator.layout.gpus import GIB, gpu_named
 from trimtab_operator.layout.rules import facts_problems
-from trimtab_operator.layout.stored_weights import FP8_BLOCK, FP8_BYTES, as_run
+from trimtab_operator.layout.stored_weights import FP8_BYTES, as_run
 from trimtab_operator.resource.spec import Parallelism, Spec
 
 Published = Callable[[str], ModelFacts]

@@ -74,6 +74,6 @@ def test_more_gpus_than_any_node_has_are_accepted_with_a_warning() -> None:
     node = {"metadata": {"name": "n"}, "status": {"allocatable": {"nvidia.com/gpu": "4"}}}
     answer = verdict(a_body("cuda", parallelism={"tensor": 8}), nodes=[node])
     assert answer["allowed"] is True
-    assert "asks for 8 GPUs" in answer["warnings"][0]
+    assert "requests 8 GPUs" in answer["warnings"][0]
     assert "warnings" not in verdict(a_body("cuda", parallelism={"tensor": 4}), nodes=[node])
     assert "warnings" not in verdict(a_body("cuda", parallelism={"tensor": 8}))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from trimtab_operator.planning.admission import refusals_of
+from trimtab_operator.planning.admission import validation_messages
 from trimtab_operator.resource.spec import GROUP, KIND, VERSION
 
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "autoscaling.md"
@@ -27,7 +27,7 @@ def test_the_page_shows_each_of_the_three() -> None:
 
 @pytest.mark.parametrize("manifest", of(KIND))
 def test_its_resources_are_accepted(manifest: dict[str, Any]) -> None:
-    assert refusals_of(manifest, default_image="engine:1") == []
+    assert validation_messages(manifest, default_image="engine:1") == []
 
 
 @pytest.mark.parametrize("manifest", [*of("HorizontalPodAutoscaler"), *of("ScaledObject")])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from trimtab_operator.errors import InvalidSpec
-from trimtab_operator.planning.admission import refusals_of
+from trimtab_operator.planning.admission import validation_messages
 from trimtab_operator.resource.schema_errors import schema_errors
 from trimtab_operator.resource.spec import InferenceDeployment, Spec
 
@@ -51,7 +51,7 @@ def test_a_value_of_another_kind_is_told_what_belongs_there(spec: dict[str, Any]
 
 def test_each_finding_is_a_line_of_its_own_whatever_it_says() -> None:
     spec = {"model": {"uri": "file:///models/x"}, "engine": {"gpuMemoryUtilization": 0.9}, "replicas": "2"}
-    lines = refusals_of({"metadata": {"name": "m"}, "spec": spec}, default_image="i")
+    lines = validation_messages({"metadata": {"name": "m"}, "spec": spec}, default_image="i")
     assert [line.partition(":")[0] for line in lines] == ["spec.engine.gpuMemoryUtilization", "spec.replicas"]
 
 
