@@ -13,7 +13,7 @@ class AttentionWindow:
     """True if positions are divided into chunks of `window` tokens, and tokens attend within their own chunk."""
 
     def first_seen(self, position: int) -> int:
-        """The first token that the one at `position` sees; no later token sees one before it."""
+        """Return the first token that the one at `position` sees; no later token sees one before it."""
         if self.window is None:
             return 0
         return position // self.window * self.window if self.is_chunked else max(0, position - self.window + 1)

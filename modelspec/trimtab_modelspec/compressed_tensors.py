@@ -79,7 +79,7 @@ class _Words:
         self._words, self.where = words, where
 
     def names(self, key: str) -> tuple[str, ...]:
-        """A list of names and patterns, () where there is none."""
+        """Return a list of names and patterns, () where there is none."""
         value = self._words.get(key)
         if value is None:
             return ()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding. `rope_type` default, linear (factor), llama3 (with the frequency factors) or yarn (with the
-    betas). Up to max_position_embeddings, which is as far as is served, dynamic scaling is the default."""
+    betas). Up to max_position_embeddings, which is as far as is served, dynamic scaling is the default.
+    """
 
     theta: float = 10_000.0
     rope_type: str = "default"
@@ -75,7 +76,8 @@ class MoeConfig:
 @dataclass(frozen=True, slots=True)
 class Temperature:
     """A query at position p is multiplied by 1 + scale * ln(1 + floor((p + 1) / floor)) (arXiv:2501.19399), so that
-    attention over long contexts stays as sharp."""
+    attention over long contexts stays as sharp.
+    """
 
     floor: float
     scale: float
@@ -84,7 +86,8 @@ class Temperature:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
     """Keys and values of all heads as one latent vector per token (multi-head latent attention, arXiv:2405.04434). A
-    head's query and key have a part without positions, of `plain_size`, and one that is rotated."""
+    head's query and key have a part without positions, of `plain_size`, and one that is rotated.
+    """
 
     query_rank: int | None
     """Rank of the queries' latent vector. None means queries are projected from the hidden state."""
@@ -174,7 +177,7 @@ class ModelConfig:
         return self.head_size if self.latent is None else self.latent.rotary_size
 
     def window(self, layer: int) -> int | None:
-        """The layer's window."""
+        """Return the layer's window."""
         return self.windows[layer] if self.windows else None
 
     def is_moe_layer(self, layer: int) -> bool:

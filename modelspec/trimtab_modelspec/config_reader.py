@@ -131,7 +131,7 @@ class ConfigReader:
         return (first * growth + 1.0) / (second * growth + 1.0) if first and second else growth + 1.0
 
     def dtype(self) -> str:
-        """The checkpoint's."""
+        """Return the checkpoint's."""
         dtype = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32").removeprefix("torch.")
         if dtype not in DTYPES:
             raise ModelError(f"{self.where}: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
@@ -169,7 +169,8 @@ class ConfigReader:
 
     def num_layers(self) -> int:
         """`num_hidden_layers`, where something is listed for each. More than MAX_LAYERS are cut: configurations of
-        absurdly many layers are refused later, by the number of tensors."""
+        absurdly many layers are refused later, by the number of tensors.
+        """
         return min(self.positive("num_hidden_layers"), MAX_LAYERS)
 
     def vision_layers(self, key: str, *, default: int | None = None) -> int:
@@ -193,7 +194,7 @@ class ConfigReader:
         return bool(self.config.get(key, False))
 
     def positive(self, key: str, *, default: int | None = None) -> int:
-        """A whole number of 1 or more."""
+        """Return a whole number of 1 or more."""
         value = self.config.get(key)
         if value is None and default is not None:
             return default
@@ -202,7 +203,7 @@ class ConfigReader:
         return value
 
     def count(self, key: str) -> int:
-        """A whole number of 0 or more; 0 where the key is absent."""
+        """Return a whole number of 0 or more; 0 where the key is absent."""
         value = self.config.get(key)
         return 0 if value in (None, 0) else self.positive(key)
 
@@ -216,7 +217,7 @@ class ConfigReader:
         return float(value)
 
     def above_zero(self, key: str, *, default: float) -> float:
-        """A number above 0."""
+        """Return a number above 0."""
         value = self.number(key, default=default)
         if value <= 0:
             raise ModelError(f"{self.where}: {key} is {value!r}; a number above 0 is needed")

@@ -66,7 +66,7 @@ class KVGroup:
         return AttentionWindow(self.each.window, self.each.is_chunked)
 
     def on_rank(self, stage: Span, tensor: int) -> "KVGroup":
-        """The part of a rank that holds the layers of `stage`, as one of `tensor` ranks that divide them."""
+        """Return the part of a rank that holds the layers of `stage`, as one of `tensor` ranks that divide them."""
         clipped = ((max(first, stage[0]), min(last, stage[1])) for first, last in self.layers)
         return KVGroup(tuple(span for span in clipped if span[0] < span[1]), self.each.on_rank(tensor))
 
@@ -96,7 +96,8 @@ def uniform_group(num_layers: int, num_kv_heads: int, head_size: int) -> KVGroup
 
 def groups_of(layers: Sequence[LayerKV]) -> tuple[KVGroup, ...]:
     """Groups of a model's layers: of each kind as many as keep each group no larger than the smallest kind. A kind's
-    layers are dealt out in turn, so that pipeline stages have about as much of each group."""
+    layers are dealt out in turn, so that pipeline stages have about as much of each group.
+    """
     kinds: dict[LayerKV, list[int]] = {}
     for index, layer in enumerate(layers):
         kinds.setdefault(layer, []).append(index)
@@ -129,7 +130,7 @@ class KVLayerIndex:
 
 
 def kv_layer_indices(groups: Sequence[KVGroup], stage: Span) -> list[KVLayerIndex]:
-    """The place of every layer of a stage, in the order of the layers."""
+    """Return the place of every layer of a stage, in the order of the layers."""
     places: dict[int, KVLayerIndex] = {}
     for number, group in enumerate(groups):
         own = group.on_rank(stage, 1)

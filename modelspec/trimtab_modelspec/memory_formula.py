@@ -43,7 +43,7 @@ class MemoryFormula:
     """The formulas of the engine's other ranks. All ranks have as many blocks as the tightest."""
 
     def at(self, gpu_memory_utilization: str) -> "MemoryFormula":
-        """The same at another utilisation."""
+        """Return the same at another utilisation."""
         return replace(self, gpu_memory_utilization=gpu_memory_utilization)
 
     @property
@@ -94,7 +94,7 @@ class MemoryFormula:
         return self.tokens_of(self.num_blocks)
 
     def tokens_of(self, num_blocks: int) -> int:
-        """The same of another number of blocks."""
+        """Return the same of another number of blocks."""
         return num_blocks // len(self.kv_groups) * self.block_size
 
     def blocks_of(self, num_tokens: int) -> int:

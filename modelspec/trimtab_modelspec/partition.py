@@ -36,7 +36,9 @@ def _even_counts(num_layers: int, num_stages: int) -> list[int]:
 
 
 def equal_span(total: int, parts: int, index: int, what: str) -> Span:
-    """The index-th of equal parts. Raises ConfigError, naming `what` is divided, when they would not be equal."""
+    """Return the index-th of equal parts. Raises ConfigError, naming `what` is divided, when they would
+    not be equal.
+    """
     if total % parts:
         divisors = ", ".join(str(n) for n in range(1, parts + 1) if total % n == 0)
         raise ConfigError(f"{what} {total} cannot be divided by {parts}; divisors up to {parts}: {divisors}")
@@ -58,6 +60,6 @@ def kv_head_span(num_kv_heads: int, tensor: int, index: int) -> Span:
 
 
 def vocabulary_span(vocab_size: int, tensor: int, index: int) -> Span:
-    """Rows of the embedding. Every part but the last has the same size; the last may be shorter."""
+    """Return rows of the embedding. Every part but the last has the same size; the last may be shorter."""
     each = -(-vocab_size // tensor)
     return min(index * each, vocab_size), min((index + 1) * each, vocab_size)

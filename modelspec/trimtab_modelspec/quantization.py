@@ -107,7 +107,7 @@ def check_not_mxfp4(config: Mapping[str, Any], architecture: object, where: str)
 
 
 def stored_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
-    """The block fp8 of a checkpoint, None where its weights are stored otherwise. Raises ModelError likewise."""
+    """Return the block fp8 of a checkpoint, None where its weights are stored otherwise. Raises ModelError likewise."""
     form = stored_format(config, where)
     return form if isinstance(form, Quantization) else None
 

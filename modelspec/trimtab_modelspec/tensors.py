@@ -37,7 +37,7 @@ Tensors = Mapping[str, StoredTensor]
 
 
 def decoder_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    """Every tensor of a decoder as most families store it."""
+    """Return every tensor of a decoder as most families store it."""
     hidden = config.hidden_size
     tensors = outer_tensors(config)
     for layer in range(config.num_layers):
@@ -77,7 +77,7 @@ def attention_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTenso
 
 
 def mlp_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTensor]:
-    """The gated MLP of a dense layer."""
+    """Return the gated MLP of a dense layer."""
     hidden, wide = config.hidden_size, config.intermediate_size
     return {
         **_projection(prefix + "gate_proj", (wide, hidden), "dense_mlp", config.mlp_bias),
@@ -87,7 +87,7 @@ def mlp_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTensor]:
 
 
 def moe_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTensor]:
-    """The router and the experts of a mixture's layer, each expert's projections on their own."""
+    """Return the router and the experts of a mixture's layer, each expert's projections on their own."""
     assert config.moe is not None
     hidden, wide = config.hidden_size, config.moe.intermediate_size
     rows, columns = StoredTensor((wide, hidden), "experts"), StoredTensor((hidden, wide), "experts")
@@ -112,7 +112,7 @@ def shared_expert_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredT
 
 
 def _projection(name: str, shape: tuple[int, int], part: Part, has_bias: bool) -> dict[str, StoredTensor]:
-    """Rows are divided, and the bias with them."""
+    """Return rows are divided, and the bias with them."""
     weight = {name + ".weight": StoredTensor(shape, part)}
     return {**weight, name + ".bias": StoredTensor(shape[:1], part)} if has_bias else weight
 
@@ -129,7 +129,7 @@ def num_elements(tensors: Iterable[StoredTensor]) -> int:
 
 
 def elements_by_part(tensors: Tensors) -> dict[Part, int]:
-    """The same number by the way in which ranks divide the tensors."""
+    """Return the same number by the way in which ranks divide the tensors."""
     counts = dict.fromkeys(PARTS, 0)
     for tensor in tensors.values():
         counts[tensor.part] += tensor.num_elements
@@ -137,5 +137,5 @@ def elements_by_part(tensors: Tensors) -> dict[Part, int]:
 
 
 def num_quantizable(tensors: Tensors) -> int:
-    """The elements of the layers' projections, which quantization makes smaller."""
+    """Return the elements of the layers' projections, which quantization makes smaller."""
     return num_elements(tensor for name, tensor in tensors.items() if name.endswith(PROJECTION))

@@ -28,5 +28,5 @@ def auto_block_size(max_model_len: int, *, max_num_seqs: int = 1) -> int:
 
 
 def _power_of_2(number: int) -> int:
-    """The smallest power of two that is not below."""
+    """Return the smallest power of two that is not below."""
     return 1 << (number - 1).bit_length()

@@ -448,7 +448,7 @@ def core_environment() -> dict[str, str]:
 
 
 def set_core_environment() -> None:
-    """The same for an engine that runs in this process. It has an effect only before torch is first imported."""
+    """Set the same for an engine in this process. It has an effect only before torch is first imported."""
     for name, value in CORE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 

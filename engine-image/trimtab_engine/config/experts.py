@@ -42,7 +42,7 @@ class EplbConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_eplb_json(text: str) -> dict[str, Any]:
-    """The JSON object of --eplb-config. Raises ConfigError."""
+    """Return the JSON object of --eplb-config. Raises ConfigError."""
     return read_json_object(FLAG, text, _EXAMPLE)
 
 

@@ -146,7 +146,7 @@ class CompilationConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_compilation_json(text: str) -> dict[str, Any]:
-    """The JSON of --compilation-config: an object, or a number, which is the mode. Raises ConfigError."""
+    """Return the JSON of --compilation-config: an object, or a number, which is the mode. Raises ConfigError."""
     values = read_json(FLAG, text, _EXAMPLE)
     if isinstance(values, int) and not isinstance(values, bool):
         return {"mode": values}
@@ -157,7 +157,8 @@ def parse_compilation_json(text: str) -> dict[str, Any]:
 
 def compilation_config(values: Mapping[str, Any]) -> CompilationConfig:
     """Judge the fields of --compilation-config. Raises ConfigError, NotSupportedError for what vLLM has and we do
-    not."""
+    not.
+    """
     fields = {name: value for name, value in values.items() if value is not None}
     for name, harmless in NOT_BUILT_FIELDS.items():
         if fields.pop(name, None) not in harmless:
@@ -174,7 +175,7 @@ def compilation_config(values: Mapping[str, Any]) -> CompilationConfig:
 
 
 def _number(name: str, text: str, names: type[IntEnum]) -> int:
-    """A mode by its name or by digits in a string."""
+    """Return a mode by its name or by digits in a string."""
     if text.isdigit():
         return int(text)
     try:
@@ -184,7 +185,7 @@ def _number(name: str, text: str, names: type[IntEnum]) -> int:
 
 
 def _graph_mode(value: object) -> CUDAGraphMode:
-    """The mode of this name, in any case, as vLLM takes it."""
+    """Return the mode of this name, in any case, as vLLM takes it."""
     if isinstance(value, CUDAGraphMode):
         return value
     try:

@@ -26,7 +26,7 @@ def read_json(flag: str, text: str, example: str) -> object:
 
 
 def read_json_object(flag: str, text: str, example: str) -> dict[str, Any]:
-    """The text's fields. Raises ConfigError, which names the flag and shows the example."""
+    """Return the text's fields. Raises ConfigError, which names the flag and shows the example."""
     value = read_json(flag, text, example)
     if not isinstance(value, dict):
         raise ConfigError(f"{flag} must be a JSON object, such as {example}")

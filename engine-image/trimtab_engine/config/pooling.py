@@ -45,7 +45,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_pooler_json(text: str) -> PoolerConfig:
-    """The value of --pooler-config. Raises ConfigError, NotSupportedError for what vLLM has and we do not."""
+    """Return the value of --pooler-config. Raises ConfigError, NotSupportedError for what vLLM has and we do not."""
     values = read_json_object(FLAG, text, EXAMPLE)
     fields: dict[str, Any] = {}
     for name, value in values.items():

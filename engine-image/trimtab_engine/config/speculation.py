@@ -67,13 +67,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_speculative_json(text: str) -> dict[str, Any]:
-    """The JSON object of --speculative-config. Raises ConfigError."""
+    """Return the JSON object of --speculative-config. Raises ConfigError."""
     return read_json_object(FLAG, text, _EXAMPLE)
 
 
 def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
     """Judge the fields of --speculative-config. Raises ConfigError, NotSupportedError for what vLLM has and we do
-    not."""
+    not.
+    """
     fields = {name: value for name, value in values.items() if value is not None}
     for name, harmless in IGNORED_FIELDS.items():
         if fields.pop(name, None) not in harmless:
@@ -93,7 +94,7 @@ def speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
 
 
 def _method(method: object, model: object) -> str:
-    """vLLM takes the method from the model where none is given."""
+    """Return the method; vLLM derives it from the model if none is given."""
     if method is None:
         if model is None:
             raise ConfigError(f"{FLAG}: method is missing; it is one of {', '.join(METHODS)}")

@@ -62,7 +62,8 @@ def _open_to(socket: "zmq.Socket[bytes]", address: str, secret: SharedSecret | N
 
 class Clients:
     """Two one-way sockets to each client (API server). The clients bind, the core connects. `secret`: that of the
-    nodes, for clients on another one. `media_cache_bytes`: how much of its images and videos is kept for each."""
+    nodes, for clients on another one. `media_cache_bytes`: how much of its images and videos is kept for each.
+    """
 
     def __init__(
         self, clients: Sequence[ClientAddresses], secret: SharedSecret | None = None, *, media_cache_bytes: int = 0
@@ -141,7 +142,7 @@ class Clients:
         }
 
     def receive(self, timeout_milliseconds: int) -> list[ToCore]:
-        """All messages that are there; waits for the first one up to the timeout."""
+        """Return all pending messages; wait for the first one up to the timeout."""
         messages: list[ToCore] = []
         while self._inbox.poll(0 if messages else timeout_milliseconds):
             message = self._decoder.decode(self._inbox.recv())

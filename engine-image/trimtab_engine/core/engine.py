@@ -259,7 +259,7 @@ class Engine:
         return self._report(step, result, seconds)
 
     def _fill_pipeline(self, now: float) -> None:
-        """Have a step in flight, or as many as there are pipeline stages, while there is something to run."""
+        """Dispatch steps until one per pipeline stage is in flight, while there is work."""
         while len(self._in_flight) < self._execution.num_stages:
             step = self._prepare(now) or self._execution.prepare_idle()
             if step is None:
@@ -277,7 +277,7 @@ class Engine:
         return self._execution.begins_asynchronously and self._scheduler.policy.num_speculative_tokens > 0
 
     def _prepare(self, now: float) -> PreparedStep | None:
-        """The next step's batch; None when nothing can run."""
+        """Return the next step's batch. None if nothing can run."""
         if self._lifecycle.is_frozen:
             return None
         batch = self._scheduler.schedule(now)
@@ -436,7 +436,8 @@ class Engine:
 
     def _follow_grammar(self, sampled: Sampled) -> Sampled:
         """Move a request's grammar on by its new token. Its end ends the request, also before min_tokens; an error too,
-        with finish_reason error."""
+        with finish_reason error.
+        """
         request, token_ids, finished = sampled
         grammar = request.grammar
         if grammar is None:
@@ -499,8 +500,9 @@ class Engine:
     # --- live configuration ---------------------------------------------------------------------------------------
 
     def patch_config(self, call: PatchConfig) -> tuple[int, dict[str, Any]]:
-        """Judge and apply one PATCH between two steps. Returns HTTP status and body (docs/reference/contract.md
-        section 2)."""
+        """Validate and apply one PATCH between two steps. Return HTTP status and body (docs/reference/contract.md
+        section 2).
+        """
         before = self._live
         after, status, answer = before.patch(
             call.values,
@@ -540,7 +542,7 @@ class Engine:
             self._kv_cache.unmap_above(self._scheduler.num_blocks_total)
 
     def adopt_config(self, values: dict[str, Any], generation: int) -> tuple[int, dict[str, Any]]:
-        """Take over the configuration that other cores serve under: HTTP status and body as for a PATCH."""
+        """Apply the configuration of the other cores. Return HTTP status and body as for a PATCH."""
         status, body = self.patch_config(PatchConfig(values))
         if status == 200:
             self._live = replace(self._live, generation=generation)
@@ -577,7 +579,8 @@ class Engine:
 
     def _resize_kv(self, num_blocks: int) -> None:
         """Map before blocks are handed out; copy, then unmap, after they are taken back. Asleep nothing is mapped, and
-        the wake-up maps as many as there are then."""
+        the wake-up maps as many as there are then.
+        """
         if not self._lifecycle.has_kv_cache:
             self._scheduler.resize_kv(num_blocks, self._clock())
             return
@@ -661,8 +664,8 @@ class Engine:
             self._runner.wave.announce = announce
 
     def finish_wave(self) -> None:
-        """Before this core ends: abort all requests and take part in the current wave until it is over
-        for all cores.
+        """Abort all requests and take part in the current wave until it is over for all cores, before
+        this core ends.
         """
         if self._execution.is_needed:
             self._scheduler.abort(self._scheduler.unfinished_request_ids())
@@ -670,12 +673,12 @@ class Engine:
             self.step()
 
     def join_wave(self, number: int) -> None:
-        """Another core has begun it."""
+        """Join a wave that another core has begun."""
         if self._runner.wave is not None:
             self._runner.wave.join(number)
 
     def config(self) -> dict[str, Any]:
-        """The body of GET /admin/v1/config."""
+        """Return the body of GET /admin/v1/config."""
         return self._live.describe()
 
     def layout(self) -> LayoutReport:
@@ -753,7 +756,7 @@ class Engine:
         )
 
     def memory(self) -> dict[str, Any]:
-        """The body of GET /admin/v1/memory: the core's own rank, and all of them."""
+        """Return the body of GET /admin/v1/memory: the core's own rank, and all of them."""
         own = self.ledger()
         if self._runner.drives_others:
             self._drain_in_flight()  # they answer after finishing earlier messages
@@ -786,7 +789,7 @@ class Engine:
 
 
 def _pooled_output(request: Request) -> SequenceOutput:
-    """The only output of a request that pools, which has ended."""
+    """Return the only output of a pooling request, which has ended."""
     assert request.pooling is not None
     return SequenceOutput(
         request.request_id,
@@ -819,7 +822,7 @@ def _grammar_error_message(sampling: Sampling, error: str) -> str:
 
 
 def _single(token_ids: Sequence[int | list[int]]) -> list[int]:
-    """The tokens of a step without drafts."""
+    """Return the tokens of a step without drafts."""
     return cast("list[int]", token_ids)
 
 

@@ -249,7 +249,7 @@ class Execution:
         return self._sampling_features_of(batch).is_plain or steps.sampler.can_sample(batch.sampling)
 
     def _sampling_features_of(self, batch: Batch) -> SamplingFeatures:
-        """Kept from step to step while the requests stay the same."""
+        """Return the sampling features of these requests; cached while the requests stay the same."""
         if self._features.sampling != batch.sampling:
             self._features = SamplingFeatures.of(batch.sampling)
         return self._features
@@ -479,7 +479,7 @@ def _ends(inputs: StepInputs | DecodeStep) -> Array:
 
 
 def _masked_requests(sampling: list[Request]) -> list[MaskedRows]:
-    """The rows of logits of the requests that have a grammar and go on, where each has one row."""
+    """Return the rows of logits of the requests that have a grammar and go on, where each has one row."""
     return [
         MaskedRows(row, request.grammar)
         for row, request in enumerate(sampling)
@@ -488,7 +488,7 @@ def _masked_requests(sampling: list[Request]) -> list[MaskedRows]:
 
 
 def _masked_rows(sampling: list[ScheduledSequence]) -> list[MaskedRows]:
-    """The rows of logits of the sequences that have a grammar."""
+    """Return the rows of logits of the sequences that have a grammar."""
     masked, first = [], 0
     for sequence in sampling:
         if sequence.request.grammar is not None:

@@ -68,7 +68,11 @@ class Lifecycle:
             self.abort_all()
 
     def resume(self) -> None:
-        """Work again. Raises LifecycleRejected while asleep."""
+        """Resume the engine.
+
+        Raises:
+            LifecycleRejected: While asleep.
+        """
         if self.sleep_level is not None:
             raise LifecycleRejected(f"the engine sleeps at level {self.sleep_level}: wake it up, which resumes it too")
         self.pause_mode = self._falls_asleep = None

@@ -38,7 +38,7 @@ class PreemptionMonitor:
         self._scheduler.costs = PreemptionCosts(per_token, per_block)
 
     def warn(self, preempted: list[Preempted], now: float) -> None:
-        """vLLM's line, which people and alerts look for."""
+        """Log vLLM's preemption warning, which users and alerts search for."""
         self._num_preempted += len(preempted)
         if now - self._last_warning < WARNING_SECONDS:
             return

@@ -124,7 +124,7 @@ class Inbox:
         """Time of the last read: earlier messages have been handed over, or will be before the next report."""
 
     def take(self, timeout_milliseconds: int) -> list[ToCore]:
-        """All that is there; waits for the first message up to the timeout."""
+        """Take all pending messages; wait for the first one up to the timeout."""
         held, self._held = self._held, []
         messages = held + self._clients.receive(0 if held else timeout_milliseconds)
         self.read_at = self._clock()
@@ -141,7 +141,7 @@ class Inbox:
                 self._engine.add(message)
 
     def hand_over_requests(self) -> None:
-        """Within a step, hand over request messages up to the first message of another kind, which waits for the end of
+        """Hand over request messages within a step, up to the first message of another kind, which waits for the end of
         the step with all later messages.
         """
         before, messages = self.read_at, self.take(0)
@@ -220,13 +220,13 @@ def busy_seconds(call: Call) -> float | None:
 
 
 def changed_state(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """The fields that have another value now, as "max_num_seqs 32 → 9"."""
+    """Return the fields that have another value now, as "max_num_seqs 32 → 9"."""
     changed = [f"{name} {before.get(name)} → {value}" for name, value in after.items() if before.get(name) != value]
     return ", ".join(changed) or "the same values"
 
 
 def answer(engine: Engine, profiler: Profiler, call: Call, call_id: str) -> AdminReply:
-    """Carry out one admin call, between two steps."""
+    """Carry out one admin call between two steps."""
     body: dict[str, Any]
     status = 200
     match call:

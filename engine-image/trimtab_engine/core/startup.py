@@ -20,7 +20,6 @@ from trimtab_engine.config.live.patch import LiveConfig
 from trimtab_engine.config.live.values import Envelope, FixedCoreCount, LiveValues
 from trimtab_engine.core.engine import Engine, EngineParts
 from trimtab_engine.core.execution import Execution
-from trimtab_engine.core.loading_log import LoadingLog
 from trimtab_engine.device.device import is_out_of_memory
 from trimtab_engine.device.host_memory import family_bytes, room_bytes
 from trimtab_engine.errors import ConfigError
@@ -46,6 +45,7 @@ from trimtab_engine.structured.vocabulary import read_vocabulary
 Progress = Callable[[str, float], None]
 """Called with the stage of docs/reference/contract.md section 3 and the percentage of the whole start-up."""
 
+LOG_INTERVAL_SECONDS = 5.0  # between two lines of one stage
 WEIGHTS_PERCENT = (5.0, 70.0)  # loading weights is by far the longest stage
 PROFILE_PERCENT = 75.0
 KV_CACHE_PERCENT = 80.0
@@ -103,7 +103,7 @@ def _start(
 def _build(
     config: EngineConfig, rank: LoadedRank, progress: Progress, clock: Callable[[], float], began: float
 ) -> tuple[Engine, CoreReady]:
-    """The engine around ranks that have loaded."""
+    """Build the engine from loaded ranks."""
     device, runner = rank.device, rank.runner
     speculation = Speculation.load(config, device, runner)
     progress("profile", PROFILE_PERCENT)
@@ -292,8 +292,9 @@ def _execution(
 
 
 def num_stages(config: EngineConfig, runner: ModelRunner) -> int:
-    """Steps in flight. Cores in lockstep agree on each step before it begins, and drafts continue a known token: these
-    have one."""
+    """Return the number of steps in flight. It is one for cores in lockstep, which agree on each step before it starts,
+    and for drafts, which continue a known token.
+    """
     return 1 if runner.wave is not None or config.speculative is not None else config.pipeline_parallel_size
 
 
@@ -346,7 +347,7 @@ def _warn_of_little_room(config: EngineConfig, formula: MemoryFormula, size: KVS
 
 
 def _log_size(config: EngineConfig, formula: MemoryFormula, size: KVSize, seconds: float) -> None:
-    """vLLM's lines, which dashboards and people already look for; on the CPU no GPU is named."""
+    """Log vLLM's size lines, which dashboards and users search for; on the CPU no GPU is mentioned."""
     gib = size.num_blocks * formula.bytes_per_block / (1 << 30)
     tokens = formula.tokens_of(size.num_blocks)
     logger.info("Available KV cache memory: %.2f GiB", gib)
@@ -358,3 +359,21 @@ def _log_size(config: EngineConfig, formula: MemoryFormula, size: KVSize, second
         size.num_blocks / formula.blocks_per_request,
     )
     logger.info("init engine (profile, create kv cache, warmup model) took %.2f s (compilation: 0.00 s)", seconds)
+
+
+class LoadingLog:
+    """Logs few lines of frequent progress updates. `clock` is in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._stage = ""
+        self._said = clock()
+
+    def note(self, stage: str, percent: float) -> None:
+        """Log progress if it is due. `percent` is of the whole start-up."""
+        now = self._clock()
+        if stage == self._stage and now - self._said < LOG_INTERVAL_SECONDS:
+            return
+        if stage not in ("starting", "ready"):  # covered by the lines before and after
+            logger.info("loading: %s, %.0f%%", stage, percent)
+        self._stage, self._said = stage, now

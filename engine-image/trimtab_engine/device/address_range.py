@@ -58,7 +58,7 @@ class AddressSpace(Protocol):
         ...
 
     def reserve(self, regions: Sequence[Span], page_bytes: int) -> AddressRange:
-        """Regions one after another from 0 on."""
+        """Reserve a range whose regions are consecutive from 0 on."""
         ...
 
 

@@ -14,7 +14,7 @@ BINDINGS = "cuda.bindings.driver"
 
 
 def load_bindings() -> ModuleType | None:
-    """The driver's bindings; None where they are not installed."""
+    """Return the driver's bindings. None if they are not installed."""
     try:
         return importlib.import_module(BINDINGS)
     except ImportError:
@@ -70,7 +70,7 @@ class CudaDriver:
         self._call("cuMemUnmap", address, num_bytes)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """The call's result; the bindings return (error, result) or (error,)."""
+        """Return the call's result; the bindings return (error, result) or (error,)."""
         error, *result = getattr(self._cuda, name)(*arguments)
         if error == self._cuda.CUresult.CUDA_SUCCESS:
             return result[0] if result else None

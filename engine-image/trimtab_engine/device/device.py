@@ -159,7 +159,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _mallopt(option: int, value: int) -> None:
-    """glibc's mallopt; other C libraries have none, and nothing depends on it but speed and tidiness."""
+    """Call glibc's mallopt. Other C libraries lack it; only speed and memory use depend on it."""
     function = getattr(ctypes.CDLL(None), "mallopt", None)
     if function is not None:
         function(option, value)

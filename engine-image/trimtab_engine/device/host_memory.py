@@ -61,7 +61,7 @@ def with_device_memory(config: EngineConfig) -> EngineConfig:
 
 
 def share_of_machine(machine: int, available: int) -> DeviceDefault:
-    """The default on a machine without a limit. The same every time unless the machine is crowded."""
+    """Return the default on a machine without a limit. The same every time unless the machine is crowded."""
     share = machine // MACHINE_SHARE
     if available >= share:
         return DeviceDefault(share)
@@ -69,7 +69,7 @@ def share_of_machine(machine: int, available: int) -> DeviceDefault:
 
 
 def machine_bytes() -> int:
-    """The machine's memory."""
+    """Return the machine's memory."""
     return _status_bytes(Path("/proc/meminfo"), ("MemTotal",))
 
 
@@ -91,12 +91,12 @@ def room_bytes(own_bytes: int) -> int:
 
 
 def process_bytes(pid: int | None = None) -> int:
-    """Anonymous and shared memory of a process, this one unless a pid is given; 0 when it has ended."""
+    """Return anonymous and shared memory of a process, this one unless a pid is given; 0 when it has ended."""
     return _status_bytes(Path(f"/proc/{pid or 'self'}/status"), ("RssAnon", "RssShmem"))
 
 
 def family_bytes(first_pid: int) -> int:
-    """Anonymous and shared memory of a process and of all that descend from it."""
+    """Return anonymous and shared memory of a process and of all that descend from it."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal() and (parent := _parent_of(folder)) is not None:
@@ -110,7 +110,7 @@ def family_bytes(first_pid: int) -> int:
 
 
 def _parent_of(folder: Path) -> int | None:
-    """The parent's pid; None when the process has ended."""
+    """Return the parent's pid. None if the process has ended."""
     try:
         text = (folder / "stat").read_text()
     except OSError:
@@ -119,12 +119,12 @@ def _parent_of(folder: Path) -> int | None:
 
 
 def cgroup_memory_limit() -> int | None:
-    """The container's memory limit (the tightest one up the tree), or None."""
+    """Return the container's memory limit (the tightest one up the tree), or None."""
     return min((limit for folder in _cgroups("memory") if (limit := _limit_of(folder)) is not None), default=None)
 
 
 def cgroup_used_bytes() -> int | None:
-    """Anonymous and shared memory of this process's control group, or None where it is not shown."""
+    """Return anonymous and shared memory of this process's control group. None if it is not shown."""
     return next((used for folder in _cgroups("memory") if (used := _used_in(folder)) is not None), None)
 
 
@@ -139,7 +139,7 @@ def allowed_cpus() -> int:
 
 
 def _limit_of(folder: Path) -> int | None:
-    """A memory control group's own limit, v2 or v1."""
+    """Return a memory control group's own limit, v2 or v1."""
     for name in ("memory.max", "memory.limit_in_bytes"):
         limit = _read_int(folder / name)
         if limit is not None and limit < NO_LIMIT_BYTES:
@@ -148,7 +148,7 @@ def _limit_of(folder: Path) -> int | None:
 
 
 def _used_in(folder: Path) -> int | None:
-    """Anonymous and shared memory in a control group and those below it, v2 or v1."""
+    """Return anonymous and shared memory in a control group and those below it, v2 or v1."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:

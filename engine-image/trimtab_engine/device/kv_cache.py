@@ -150,7 +150,7 @@ class KVCache:
         return self._range.is_live
 
     def limit(self, cap_blocks: int) -> None:
-        """Lower the cap to what turned out to fit; the addresses stay reserved."""
+        """Lower the cap to the available memory; the addresses stay reserved."""
         if not self.num_blocks <= cap_blocks <= self.reserved_num_blocks:
             raise ValueError(
                 f"a cap of {cap_blocks} blocks is outside {self.num_blocks} mapped to {self.reserved_num_blocks} "
@@ -160,7 +160,8 @@ class KVCache:
 
     def map_blocks(self, num_blocks: int) -> None:
         """Let blocks [0, num_blocks) be used, on every rank or on none. Raises ValueError above the cap; MemoryError,
-        which names the ranks and with nothing changed on any, where a device has no such memory left."""
+        which names the ranks and with nothing changed on any, where a device has no such memory left.
+        """
         if not self.num_blocks <= num_blocks <= self.cap_blocks:
             raise ValueError(
                 f"cannot map {num_blocks} blocks: {self.num_blocks} are mapped, the cap is {self.cap_blocks}"
@@ -241,7 +242,9 @@ def _runs(models: list[KVLayers]) -> list[tuple[int, int]]:
 
 
 def _as_words(whole: torch.Tensor, regions: list[_Region]) -> torch.Tensor:
-    """[regions, blocks, block_bytes // 8] int64. A block is a multiple of 8 bytes, since it has 8 tokens or more."""
+    """Return [regions, blocks, block_bytes // 8] int64. A block is a multiple of 8 bytes, since it has 8 tokens or
+    more.
+    """
     first, words = regions[0], regions[0].block_bytes // WORD_BYTES
     distance = (first.end - first.start) // WORD_BYTES
     blocks = (first.used_end - first.start) // first.block_bytes
@@ -251,7 +254,7 @@ def _as_words(whole: torch.Tensor, regions: list[_Region]) -> torch.Tensor:
 
 
 def _lay_out(models: list[KVLayers], cap_blocks: int, block_size: int, page: int) -> list[_Region]:
-    """Regions in a row: keys and values of each layer of each model."""
+    """Return consecutive regions: keys and values of each layer of each model."""
     regions: list[_Region] = []
     end = 0
     for model in models:

@@ -26,8 +26,9 @@ logger = logging.getLogger("trimtab_engine.core")
 
 
 def page_bytes_for(device_bytes: int, num_regions: int, granularity: int) -> int:
-    """The largest power of two of `granularity` at which a page per region is 1/ROUNDING_SHARE of the device or less;
-    one granule at least. H200 with 2 x 32 regions: 8 MiB, so 10 GiB are 1,280 pages."""
+    """Return the largest power of two of `granularity` at which a page per region is 1/ROUNDING_SHARE of the device or
+    less; one granule at least. H200 with 2 x 32 regions: 8 MiB, so 10 GiB are 1,280 pages.
+    """
     page = granularity
     while 2 * page <= min(LARGEST_PAGE_BYTES, device_bytes // ROUNDING_SHARE // num_regions):
         page *= 2

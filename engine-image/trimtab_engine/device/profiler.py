@@ -58,7 +58,7 @@ class Profiler:
         return {"profiler_dir": str(self._folder), "max_steps": MAX_STEPS}
 
     def on_step(self) -> None:
-        """After each step of the engine."""
+        """Count a step; call after each step of the engine."""
         if self._recording:
             self._num_steps += 1
             if self._num_steps >= MAX_STEPS:

@@ -14,7 +14,7 @@ PART_BYTES = 16  # parts of a packed copy start on multiples of it, as kernels w
 
 
 def pinned_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Host memory that a CUDA device copies from and to by itself; plain memory for the CPU."""
+    """Return host memory that a CUDA device can copy by itself; plain memory for the CPU."""
     return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
@@ -38,19 +38,21 @@ class Leading:
         self._count = len(whole)
 
     def rows(self, count: int) -> torch.Tensor:
-        """The first `count` of them."""
+        """Return the first `count` of them."""
         if count != self._count:
             self._view, self._count = self._whole[:count], count
         return self._view
 
 
 def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A few values of a step on the device. Begun, not waited for: torch keeps the pinned memory until it is read."""
+    """Start copying a few values of a step to the device, without waiting: torch keeps the pinned memory until it is
+    read.
+    """
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def send_together(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Several vectors in one copy, each in its own dtype."""
+    """Start sending several vectors in one copy, each in its own dtype."""
     ends = list(accumulate(-(-value.nbytes // PART_BYTES) * PART_BYTES for value in values))
     places = [slice(end, end + value.nbytes) for end, value in zip([0, *ends], values, strict=False)]
     packed = torch.zeros(ends[-1], dtype=torch.uint8)

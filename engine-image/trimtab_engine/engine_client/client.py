@@ -235,7 +235,11 @@ class CoreClient:
                 self._send(AbortRequests([request_id]), asked.core)
 
     def _first_choice(self, request: AddRequest) -> int:
-        """The core that the request names, else the least loaded. Raises InvalidRequest for one that is not there."""
+        """Return the core that the request names, else the least loaded.
+
+        Raises:
+            InvalidRequest: If the named core does not exist.
+        """
         rank, serving = request.data_parallel_rank, self.core_registry.serving
         if rank is None:
             request.may_queue = len(serving) == 1
@@ -325,7 +329,7 @@ class CoreClient:
         return await self._call_all(WakeUp(["scheduling"]))
 
     async def _load_lora_on_all(self, call: LoadLora) -> AdminReply:
-        """All cores have the adapter, or none has: clients are shown only what all have."""
+        """Load the adapter on all cores or none: clients only see adapters that all cores have."""
         cores = self.core_registry.serving
         replies = await asyncio.gather(*(self.call_one(call, core) for core in cores))
         refused = [(core, reply) for core, reply in zip(cores, replies, strict=True) if reply.status != 200]
@@ -403,7 +407,7 @@ class CoreClient:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def shut_down_core(self) -> None:
-        """Ask every core to leave its loop."""
+        """Ask every core to shut down."""
         self._closing = True
         self._send_to(self.core_registry.present, Shutdown())
 

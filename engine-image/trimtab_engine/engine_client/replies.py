@@ -22,7 +22,7 @@ from trimtab_engine.messages.admin import (
 
 
 def merge_replies(call: Call, replies: list[AdminReply]) -> AdminReply:
-    """The answer for the engine as a whole. A core that refuses speaks for all."""
+    """Return the engine's reply as a whole. A rejection by one core is the reply."""
     first = replies[0]
     refused = next((reply for reply in replies if reply.status != 200), None)
     if len(replies) == 1 or refused is not None:

@@ -36,12 +36,12 @@ class CoreScaling:
         """Send one admin call to the engine."""
         match call:
             case GetConfig():
-                return self._as_it_is(await self._client.call(call))
+                return self._with_serving_size(await self._client.call(call))
             case PatchConfig():
                 return await self._patch(call)
             case GetLayout():
                 reply = await self._client.call(call)
-                return AdminReply(reply.call_id, reply.status, self._in_the_world(reply.body) | self._scaling())
+                return AdminReply(reply.call_id, reply.status, self._number_world_ranks(reply.body) | self._scaling())
         return await self._client.call(call)
 
     async def close(self) -> None:
@@ -51,7 +51,7 @@ class CoreScaling:
 
     async def _patch(self, call: PatchConfig) -> AdminReply:
         async with self._changes:
-            if self._resizes(call.values) and (reason := self._resting()) is not None:
+            if self._resizes(call.values) and (reason := self._inactive_reason()) is not None:
                 return AdminReply("", 409, {"message": f"the engine {reason}: {FIELD} cannot change now"})
             reply = await self._client.call(call)
         if reply.status == 200 and not call.dry_run:
@@ -62,18 +62,20 @@ class CoreScaling:
     def _resizes(self, values: object) -> bool:
         return isinstance(values, dict) and values.get(FIELD, self._desired) != self._desired
 
-    def _resting(self) -> str | None:
-        """A core that joined now would not rest as the others do."""
+    def _inactive_reason(self) -> str | None:
+        """Return why the engine is inactive, as words for an error. None if it is active. A joining core would be
+        active.
+        """
         state = self._client.state
         return "sleeps" if state.sleep_level is not None else "is paused" if state.pause_mode is not None else None
 
-    def _as_it_is(self, reply: AdminReply) -> AdminReply:
+    def _with_serving_size(self, reply: AdminReply) -> AdminReply:
         if reply.status == 200 and FIELD in reply.body.get("applied", {}):
             reply.body["applied"][FIELD] = len(self._client.core_registry.serving)
         return reply
 
-    def _in_the_world(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Data-parallel ranks as they are counted over all servers of a world that another balancer feeds."""
+    def _number_world_ranks(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return data-parallel ranks as counted over all servers of a world with an external load balancer."""
         first, world = self._config.data_parallel_first_rank, self._config.data_parallel_world_size
         body["data_parallel_size"] = world or len(self._client.core_registry.serving)
         if world is None:
@@ -138,7 +140,7 @@ class CoreScaling:
         async with self._changes:
             if core >= self._desired:
                 raise EngineDead(f"{FIELD} is {self._desired} by now")
-            if (reason := self._resting()) is not None:
+            if (reason := self._inactive_reason()) is not None:
                 raise EngineDead(f"the engine {reason} by now")
             config = (await self._client.call(GetConfig())).body
             reply = await self._client.call_one(AdoptConfig(config["desired"], config["generation"]), core)

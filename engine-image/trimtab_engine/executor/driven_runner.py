@@ -37,7 +37,8 @@ class DrivenRunner(ModelRunner):
 
     def drive(self, workers: Workers, groups: RankGroups, max_num_seqs: int) -> None:
         """Take the other ranks along from now on, in step with the cores that this one's are in lockstep with. A step
-        has at most `max_num_seqs` sequences."""
+        has at most `max_num_seqs` sequences.
+        """
         self.workers, self._meter = workers, groups.meter
         self.table_sender = BlockTableSender(len(self.facts.kv_groups), max_num_seqs, self._block_size)
         self.wave = None if groups.lockstep is None else Wave(groups.lockstep)
@@ -81,7 +82,7 @@ class DrivenRunner(ModelRunner):
         return wave.agree(own, can_be_uniform=self.kv_cache.num_blocks > 0)
 
     def run(self, inputs: StepInputs | DecodeStep, feed: Feed = ()) -> torch.Tensor | None:
-        """This rank's part of a step; steps are run in the order in which they were sent."""
+        """Run this rank's part of a step, in the order of sending."""
         if isinstance(inputs, StepInputs) and inputs.agreed is not None and inputs.agreed.num_tokens == 0:
             return torch.empty(0, self.facts.vocab_size)
         try:
@@ -90,7 +91,7 @@ class DrivenRunner(ModelRunner):
             raise self.workers.cause_of(error) from error
 
     def drop_weights(self) -> None:
-        """Every rank gives its own back."""
+        """Release the weights of every rank."""
         self.workers.send(DropWeights())
         super().drop_weights()
 
@@ -142,7 +143,7 @@ class DrivenRunner(ModelRunner):
         return digest
 
     def forget_adapter(self, slot: int) -> None:
-        """See ModelRunner."""
+        """Mark the slot as unused on every rank."""
         self.workers.send(ForgetAdapter(slot))
         super().forget_adapter(slot)
 

@@ -190,7 +190,8 @@ class Reloaded(msgspec.Struct, tag="reloaded"):
 
 class AdapterLoaded(msgspec.Struct, tag="adapter_loaded"):
     """The answer to LoadAdapter: SHA-256 of the files that this rank has read. `error`: why it could not; then nothing
-    has changed there."""
+    has changed there.
+    """
 
     rank: int
     digest: bytes = b""

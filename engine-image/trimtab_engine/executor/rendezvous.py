@@ -95,7 +95,9 @@ def announce_core(store: Store, config: EngineConfig, control: str) -> None:
 
 
 def find_core(rendezvous: str, config: EngineConfig) -> tuple[Store, str]:
-    """The store of this rank's core, and its control address. Waits as long as it takes for one with the same id."""
+    """Return the store of this rank's core, and its control address. Waits as long as it takes for one with the same
+    id.
+    """
     told = False
     while True:
         # resolve again: nodes may get their addresses at different times
@@ -168,7 +170,7 @@ def _control_key(config: EngineConfig) -> str:
 
 
 def own_address_at(rendezvous: str) -> str:
-    """The address under which the other nodes of this rendezvous reach this one."""
+    """Return the address under which the other nodes of this rendezvous reach this one."""
     return own_address(*_host_and_port(rendezvous))
 
 
@@ -216,6 +218,6 @@ def join_groups(store: Store, layout: Layout, rank: int, *, uses_nccl: bool, ren
 
 
 def leave_groups() -> None:
-    """The end of this process's part."""
+    """Leave the process groups at the end of this process."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -99,7 +99,7 @@ def load_rank(config: EngineConfig, progress: Progress, on_rank_death: OnDeath |
 
 
 def _own_device(config: EngineConfig) -> Device:
-    """The core's. The node's data-parallel cores share it with all their ranks."""
+    """Return the core's. The node's data-parallel cores share it with all their ranks."""
     return Device(
         config.device,
         memory_bytes=config.device_memory_bytes,

@@ -165,7 +165,7 @@ class Workers:
         self._private.remove()
 
     def _bind(self, socket: "zmq.Socket[bytes]", name: str) -> str:
-        """The address that workers connect to."""
+        """Bind the socket and return the address that workers connect to."""
         if self._core_is_on_one_node:
             address = f"ipc://{self._folder}/{name}"
             socket.bind(address)

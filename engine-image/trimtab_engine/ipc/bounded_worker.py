@@ -61,7 +61,7 @@ class WorkerPool:
         self._num_waiting = 0
 
     async def call(self, request: Any) -> Any:
-        """The worker's answer. Raises a WorkerError when there is none."""
+        """Return the worker's answer. Raises a WorkerError when there is none."""
         try:
             frame = encode_frame(request)
         except UnicodeEncodeError:

@@ -54,7 +54,7 @@ def serve_frames(start: Callable[[Any], Callable[[Any], Any]], *, max_address_by
 
 
 def _read(reader: Any) -> Any:
-    """The next frame's body; None at the end."""
+    """Return the next frame's body; None at the end."""
     prefix = reader.read(PREFIX.size)
     if len(prefix) < PREFIX.size:
         return None

@@ -19,7 +19,7 @@ ANY_IPV4, ANY = "0.0.0.0", "::"
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """The socket family of a numeric address."""
+    """Return the socket family of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -61,8 +61,9 @@ def _own_address_towards(family: socket.AddressFamily, address: tuple[object, ..
 
 
 def own_address(host: str, port: int) -> str:
-    """The address under which other nodes reach this one: that of the route to `host`, by IPv4 where it has both.
-    Raises ConfigError when there is none."""
+    """Return the address under which other nodes reach this one: that of the route to `host`, by IPv4 where it has
+    both. Raises ConfigError when there is none.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError as error:
@@ -75,7 +76,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface with this address, such as eth0; None when there is none."""
+    """Return the name of the interface with this address, such as eth0. None if there is none."""
     wanted = socket.inet_pton(family_of(address), address)
     if family_of(address) == socket.AF_INET6:
         lines = IPV6_ADDRESSES.read_text().splitlines() if IPV6_ADDRESSES.exists() else []

@@ -67,8 +67,8 @@ def write_frame(writer: asyncio.StreamWriter, body: bytes, seals: ConnectionAuth
 
 
 async def read_frame(reader: asyncio.StreamReader, seals: ConnectionAuthenticator | None) -> bytes | None:
-    """The next frame's body; None at the end. Raises DecodeError for one that is too long, AuthenticationFailed for a
-    stranger's on a sealed connection.
+    """Return the next frame's body; None at the end. Raises DecodeError for one that is too long, AuthenticationFailed
+    for a stranger's on a sealed connection.
     """
     try:
         length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")

@@ -178,11 +178,11 @@ class Ledger:
         return max(0, self.device_bytes - sum(self.kinds.values()))
 
     def by_kind(self) -> dict[str, int]:
-        """Owners, kv_used and free: the values of trimtab_memory_bytes{kind}."""
+        """Return owners, kv_used and free: the values of trimtab_memory_bytes{kind}."""
         return {**self.kinds, "kv_used": self.kv_used_bytes, "free": self.free_bytes}
 
     def to_json(self) -> dict[str, object]:
-        """The body of GET /admin/v1/memory."""
+        """Return the body of GET /admin/v1/memory."""
         return {
             "device_bytes": self.device_bytes,
             "driver_used_bytes": self.driver_used_bytes,

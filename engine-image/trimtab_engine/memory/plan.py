@@ -256,7 +256,9 @@ def _sources(base: PlanBase, values: Mapping[str, Value]) -> dict[str, str]:
 
 
 def _activations(base: PlanBase, rank: MemoryFormula, values: Mapping[str, Value]) -> int:
-    """The peak at another token budget: in proportion, but never below what sampling max_num_seqs tokens takes."""
+    """Return the peak at another token budget: in proportion, but never below what sampling max_num_seqs
+    tokens takes.
+    """
     num_tokens, num_seqs = _int(values, "max_num_batched_tokens"), _int(values, "max_num_seqs")
     if (num_tokens, num_seqs) == (base.max_num_batched_tokens, base.max_num_seqs):
         return rank.activations_peak_bytes

@@ -34,7 +34,7 @@ class KVSize:
 
 
 def reserved_for_processes(config: EngineConfig, vocab_size: int) -> int:
-    """`other` of the formula on the CPU, in bytes per rank."""
+    """Return `other` of the formula on the CPU, in bytes per rank."""
     processes = Processes(
         num_ranks=config.num_local_ranks,
         num_api_servers=config.num_local_api_servers,
@@ -168,7 +168,7 @@ def memory_warning(config: EngineConfig, formula: MemoryFormula, size: KVSize, r
 
 
 def fixed_blocks(config: EngineConfig, formula: MemoryFormula) -> tuple[int, str] | None:
-    """The number of blocks and the flag that fixes it, where one does."""
+    """Return the number of blocks and the flag that fixes it, where one does."""
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override, "--num-gpu-blocks-override"
     if config.kv_cache_memory_bytes is not None:
@@ -186,7 +186,7 @@ REMEDIES = {
 
 
 def out_of_memory(config: EngineConfig, stage: str) -> str:
-    """The line to print when an allocation failed while starting."""
+    """Return the line to print when an allocation failed while starting."""
     size = config.device_memory_bytes
     declared = "" if size is None else f" on a device of {size / GIB:.2f} GiB (--device-memory-bytes)"
     remedies = [REMEDIES.get(stage, REMEDIES["weights"]), *(media_remedies(config) if stage == "profile" else ())]

@@ -18,7 +18,7 @@ Placement = tuple[int, ...]
 
 
 def first_placement(num_experts: int, num_redundant: int) -> Placement:
-    """Before anything was measured: in order, then the first ones again."""
+    """Return the initial placement: in order, then the first experts again."""
     return tuple(range(num_experts)) + tuple(slot % num_experts for slot in range(num_redundant))
 
 
@@ -64,13 +64,16 @@ def rank_loads(loads: Sequence[int], placement: Placement, num_ranks: int) -> li
 
 
 def balancedness(of_ranks: Sequence[Sequence[float]]) -> float | None:
-    """Mean over maximum of the ranks' loads, summed over layers (one row each): 1 is perfect. None without load."""
+    """Return mean over maximum of the ranks' loads, summed over layers (one row each): 1 is perfect.
+    None without load.
+    """
     most = sum(max(row) for row in of_ranks)
     return sum(sum(row) / len(row) for row in of_ranks) / most if most else None
 
 
 def rebalance(loads: Sequence[int], present: Placement, num_ranks: int) -> Placement:
-    """The placement for these loads of one layer: the greedy one, unless the present or the first one is as good.
+    """Return the placement for these loads of one layer: the greedy one, unless the present or the first one is as
+    good.
 
     Never worse for `loads` than either of those, and the present one where nothing is better: moving costs.
     """
@@ -81,8 +84,7 @@ def rebalance(loads: Sequence[int], present: Placement, num_ranks: int) -> Place
 
 
 def _settled(packs: list[list[int]], present: Placement) -> Placement:
-    """The packs on ranks, and their experts in slots, that need the fewest moves: a pack where most of it is already,
-    an expert in the slot that it has."""
+    """Return the assignment of packs to ranks, and of experts to slots, that needs the fewest moves."""
     each = len(packs[0])
     held = [list(present[rank * each : (rank + 1) * each]) for rank in range(len(packs))]
     overlaps = sorted(

@@ -82,7 +82,7 @@ class ExpertBalancer:
         return None if news == ExpertBalance() else news
 
     def _end_part(self) -> None:
-        """Book the load of the newest steps."""
+        """Record the load of the newest steps."""
         by_slot = torch.stack([layer.slots.take_load() for layer in self._layers])
         of_ranks = by_slot.view(len(by_slot), self._group.size, -1).sum(dim=-1)
         placements = torch.tensor([layer.slots.placement for layer in self._layers])
@@ -103,7 +103,7 @@ class ExpertBalancer:
                 self._log(of_ranks, found, part.num_steps)
 
     def _log(self, of_ranks: torch.Tensor, found: float, num_steps: int) -> None:
-        """vLLM's line; of_ranks [layers, ranks]."""
+        """Log vLLM's line; of_ranks [layers, ranks]."""
         logger.info(
             "EPLB step: %d, avg_tokens=%.2f, max_tokens=%d, balancedness=%.4f, steps until the next rearrangement: %d",
             self._num_steps,
@@ -134,7 +134,7 @@ class ExpertBalancer:
             logger.info("Rearranged experts in %.2f seconds: %d of them moved", seconds, num_moved)
 
     def _agreed_loads(self) -> list[list[int]]:
-        """[layers, experts]: the sum over the ranks, so that all decide from one and the same."""
+        """Return [layers, experts] summed over the ranks, so that all decide on the same data."""
         gathered = self._group.all_gather(self._loads.flatten().to(self._group.device))
         summed: list[list[int]] = gathered.view(self._group.size, *self._loads.shape).sum(dim=0).tolist()
         return summed
@@ -167,13 +167,13 @@ class ExpertBalancer:
 
 
 def _packed(tensors: Sequence[torch.Tensor], slots: list[int]) -> torch.Tensor:
-    """All weights of these slots -> [slots, bytes], a copy."""
+    """Return all weights of these slots as [slots, bytes], a copy."""
     wanted = torch.tensor(slots, dtype=torch.int64, device=tensors[0].device)
     return torch.cat([_as_bytes(tensor.index_select(0, wanted)) for tensor in tensors], dim=1)
 
 
 def _unpack(packed: torch.Tensor, tensors: Sequence[torch.Tensor], slots: list[int]) -> None:
-    """The inverse, into these slots."""
+    """Write the result of _packed into these slots."""
     first = 0
     for tensor in tensors:
         end = first + tensor[0].nbytes
@@ -184,5 +184,5 @@ def _unpack(packed: torch.Tensor, tensors: Sequence[torch.Tensor], slots: list[i
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """[slots, ...] -> [slots, bytes], the same memory."""
+    """Return [slots, ...] as [slots, bytes], the same memory."""
     return tensor.flatten(1).view(torch.uint8)

@@ -46,7 +46,7 @@ class ExpertSlots:
         self._load.index_add_(0, slots, torch.ones_like(slots))
 
     def take_load(self) -> torch.Tensor:
-        """Tokens of each slot of all ranks since the last call, in host memory."""
+        """Return the tokens of each slot of all ranks since the last call, in host memory."""
         load = self._load.to("cpu", copy=True)
         self._load.zero_()
         return load

@@ -74,14 +74,14 @@ class RankGroup:
         return "cpu" if self._stages_on_host else "cuda"
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place; x is returned."""
+        """Sum over the ranks in place and return x."""
         self._meter.add("all_reduce", 2 * x.nbytes * (self.size - 1) // self.size)
         wire = self._to_wire(x)
         dist.all_reduce(wire, group=self._group)
         return x if wire is x else x.copy_(wire)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, ...] of each rank -> [size * rows, ...] in the order of the ranks. Shapes are equal."""
+        """Gather [rows, ...] of each rank to [size * rows, ...] in rank order. Shapes are equal."""
         self._meter.add("all_gather", x.nbytes * (self.size - 1))
         wire = self._to_wire(x)
         whole = wire.new_empty(self.size * x.shape[0], *x.shape[1:])
@@ -89,7 +89,7 @@ class RankGroup:
         return whole.to(x.device)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """[size * rows, ...] of each rank -> the sum's own rows, [rows, ...]."""
+        """Sum [size * rows, ...] over the ranks and return this rank's rows, [rows, ...]."""
         self._meter.add("reduce_scatter", x.nbytes * (self.size - 1) // self.size)
         wire = self._to_wire(x)
         own = wire.new_empty(x.shape[0] // self.size, *x.shape[1:])
@@ -97,7 +97,7 @@ class RankGroup:
         return own.to(x.device)
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor | None:
-        """[rows, columns] of each rank -> [rows, size * columns] on the first, None on the others."""
+        """Gather [rows, columns] of each rank to [rows, size * columns] on the first rank; None on the others."""
         wire = self._to_wire(x)
         if self.index:
             self._meter.add("gather", x.nbytes)
@@ -121,7 +121,7 @@ class RankGroup:
         dist.send(self._to_wire(x), self._ranks[index], group=self._group)
 
     def receive(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """Into x, from the rank at this place of the group."""
+        """Receive into x from the rank at this index of the group."""
         self._meter.add("point_to_point", x.nbytes)
         wire = torch.empty_like(x, device="cpu") if self._stages_on_host and x.device.type != "cpu" else x
         dist.recv(wire, self._ranks[index], group=self._group)

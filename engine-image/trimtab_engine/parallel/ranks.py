@@ -68,23 +68,23 @@ class Layout:
         return ((place.external * self.data + place.data) * self.pipeline + place.pipeline) * self.tensor + place.tensor
 
     def tensor_groups(self) -> RanksByGroup:
-        """Ranks that split each layer."""
+        """Return ranks that split each layer."""
         return self._groups(lambda place: (place.external, place.data, place.pipeline))
 
     def pipeline_groups(self) -> RanksByGroup:
-        """Ranks that pass hidden states on, first stage first."""
+        """Return ranks that pass hidden states on, first stage first."""
         return self._groups(lambda place: (place.external, place.data, place.tensor))
 
     def data_groups(self) -> RanksByGroup:
-        """Ranks that hold the same layers and heads and serve other requests."""
+        """Return ranks that hold the same layers and heads and serve other requests."""
         return self._groups(lambda place: (place.external, place.pipeline, place.tensor))
 
     def expert_groups(self) -> RanksByGroup:
-        """Ranks that share the experts of a mixture: all DP x TP ranks of one stage."""
+        """Return ranks that share the experts of a mixture: all DP x TP ranks of one stage."""
         return self._groups(lambda place: (place.external, place.pipeline))
 
     def _groups(self, key: Key) -> RanksByGroup:
-        """Ranks with an equal key, ascending; groups in the order of their first rank."""
+        """Return ranks with an equal key, ascending; groups in the order of their first rank."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             groups.setdefault(key(self.place(rank)), []).append(rank)
@@ -95,7 +95,7 @@ class Layout:
         return config.data_parallel_rank if self.data > 1 else 0
 
     def driver(self, data: int = 0) -> int:
-        """The rank in the engine core's own process: of the last stage, which has the logits and samples."""
+        """Return the rank in the engine core's own process: of the last stage, which has the logits and samples."""
         return self.rank(RankCoordinates(0, data, self.pipeline - 1, 0))
 
     def rank_of_process(self, process: int, data: int = 0) -> int:

@@ -56,8 +56,9 @@ def shard_model(
     layer_partition: tuple[int, ...] | None = None,
     num_redundant_experts: int | None = None,
 ) -> ModelShard:
-    """The shard of one rank. `num_redundant_experts`: None without load balancing of experts. Raises ConfigError, with
-    the number that is wrong, for a layout that cannot work."""
+    """Return the shard of one rank. `num_redundant_experts`: None without load balancing of experts. Raises
+    ConfigError, with the number that is wrong, for a layout that cannot work.
+    """
     if config.division is not None:
         _check_division(config, config.division, layout)
     place, size = layout.place(rank), layout.tensor
@@ -111,7 +112,11 @@ def _check_division(config: ModelConfig, division: Division, layout: Layout) -> 
 
 
 def _slots(config: ModelConfig, layout: Layout, num_redundant: int) -> Placement:
-    """Equally many slots on every rank of the group. Raises ConfigError with the next number that would do."""
+    """Return equally many slots on every rank of the group.
+
+    Raises:
+        ConfigError: With the next valid number.
+    """
     assert config.moe is not None  # expert parallelism was refused without
     num_experts, ranks = config.moe.num_experts, layout.tensor * layout.data
     if (num_experts + num_redundant) % ranks:
@@ -126,7 +131,7 @@ def _slots(config: ModelConfig, layout: Layout, num_redundant: int) -> Placement
 def _experts(
     config: ModelConfig, layout: Layout, index: int, placement: PlacementStrategy
 ) -> tuple[tuple[int, ...], Span]:
-    """Whole experts with expert parallelism, else a slice of each, over the same TP x DP ranks."""
+    """Return whole experts with expert parallelism, else a slice of each, over the same TP x DP ranks."""
     if config.moe is None:
         return (), (0, 0)
     ranks, wide = layout.tensor * layout.data, config.moe.intermediate_size

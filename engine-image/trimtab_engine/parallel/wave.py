@@ -40,13 +40,13 @@ class Wave:
         return self._runs or self._announced >= self._number
 
     def join(self, number: int) -> None:
-        """Another core has announced this wave."""
+        """Join a wave that another core has announced."""
         self._announced = max(self._announced, number)
 
     def agree(self, own: StepShape, *, can_be_uniform: bool = True) -> StepShape:
-        """The shape of this step: as many rows as the core with the most has, uniform if every core's tokens are. No
-        tokens: no core has any, and the wave is over. Every core of the group calls this once per step. A core without
-        tokens fits in with the others; with `can_be_uniform` False the step is not uniform.
+        """Return the shape of this step: as many rows as the core with the most has, uniform if every core's tokens
+        are. No tokens: no core has any, and the wave is over. Every core of the group calls this once per step. A core
+        without tokens fits in with the others; with `can_be_uniform` False the step is not uniform.
         """
         if not self.is_on:
             self.announce(self._number)
@@ -64,8 +64,9 @@ class Wave:
 
 
 def agreed_shape(said: list[list[int]]) -> StepShape:
-    """The shape that all cores take, from every core's tokens, tokens per sequence (ANY, MIXED or ITEMS), and whether
-    it has adapters."""
+    """Return the shape that all cores take, from every core's tokens, tokens per sequence (ANY, MIXED or ITEMS), and
+    whether it has adapters.
+    """
     kinds = {per_sequence for _, per_sequence, _ in said} - {ANY}
     num_tokens, has_items = max(rows for rows, _, _ in said), ITEMS in kinds
     is_uniform = len(kinds) == 1 and kinds.isdisjoint((MIXED, ITEMS))

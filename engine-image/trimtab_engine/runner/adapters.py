@@ -71,8 +71,9 @@ class AdapterSlots:
         return adapted
 
     def open(self, model: str) -> None:
-        """The model's projections have loaded: set room aside, and read the adapters that it is served with, or those
-        that it had. Raises ConfigError, or MemoryError."""
+        """Allocate memory for adapters of the loaded projections, and read the configured adapters or those loaded
+        before.
+        """
         if not self._projections:
             raise NotSupportedError(
                 f"--enable-lora is not supported for {model}: none of its products has room for adapters"
@@ -114,7 +115,8 @@ class AdapterSlots:
 
     def load(self, slot: int, name: str, folder: str) -> bytes:
         """Read an adapter into a slot. Returns the digest of its files. Raises ConfigError, and then the slot is as it
-        was."""
+        was.
+        """
         opened = PeftAdapter(Path(folder))
         check_fit(name, opened, self._tensors, self._config.max_lora_rank)
         own = self._own_modules(name, opened)

@@ -158,7 +158,7 @@ class DecodeLayout:
         self._block_size, self._attention_windows = block_size, attention_windows
 
     def lay_out(self, batch: Batch) -> DecodeStep:
-        """`batch` has only decodes."""
+        """Lay out a batch of decodes only."""
         starts = np.array([sequence.start for sequence in batch.sequences], np.int64)
         by = self._last
         if by is None or by.sampling != batch.sampling:

@@ -122,12 +122,12 @@ class HeadRunner:
         self._head = self._build()
 
     def flatten(self, sequences: list[ScheduledSequence]) -> StepInputs:
-        """Positions and block tables of sequences, in token_order(). Their ids are for the caller to put in."""
+        """Return positions and block tables of sequences, in token_order(). The caller fills in token ids."""
         longest = max_decode_tokens(self._device.torch)
         return flatten(sequences, block_size=self._block_size, max_decode_tokens=longest)[0]
 
     def token_order(self, sequences: list[ScheduledSequence]) -> list[ScheduledSequence]:
-        """The order in which a step has the tokens of these sequences, here and in the target."""
+        """Return the token order of these sequences in a step, here and in the target."""
         return in_token_order(sequences, max_decode_tokens=max_decode_tokens(self._device.torch))
 
     @torch.inference_mode()

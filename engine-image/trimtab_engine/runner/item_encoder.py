@@ -65,7 +65,9 @@ class ItemEncoder:
         return send(torch.cat(index), self._device), torch.cat(rows)
 
     def _divided(self, items: Sequence[MultiModalItem], tower: Tower) -> Sequence[torch.Tensor]:
-        """All of them, of which this rank computes its own; every rank of the group calls this with the same items."""
+        """Compute this rank's share of the items and gather all of them; every rank of the group calls this with the
+        same items.
+        """
         assert self._group is not None
         if not items:
             return []
@@ -99,8 +101,9 @@ def shares(costs: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def looked_up(patches: Patches, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """[num_rows, row_size] of patches that are whole: as_float32() in this dtype, made on the device of values of 8
-    bits, so that a quarter of the bytes travel and the host looks nothing up."""
+    """Return [num_rows, row_size] of whole patches: as_float32() in this dtype, computed on the device from 8-bit
+    values.
+    """
     values = send(torch.frombuffer(bytearray(patches.values), dtype=torch.uint8), device)
     meanings = send(torch.frombuffer(bytearray(patches.meanings), dtype=torch.float32), device).to(dtype)
     tables = torch.arange(0, len(meanings), NUM_LEVELS, dtype=torch.int32, device=device)  # where each channel's begins

@@ -327,7 +327,7 @@ class ModelRunner:
         return KVLayers(max(self.facts.kv_groups, key=lambda group: group.num_layers), self._kv_dtype)
 
     def new_swap_cache(self, num_blocks: int) -> SwapCache:
-        """Host memory for that many blocks like the KV cache's."""
+        """Return host memory for that many blocks like the KV cache's."""
         host = self._new_kv_cache(num_blocks, memory=self._device.swap_memory, draft=self._draft_layers)
         host.map_blocks(num_blocks)
         self._warm_up_copies(host)
@@ -339,7 +339,8 @@ class ModelRunner:
 
     def execute(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
         """Compute a batch. Returns logits [rows, vocab_size] of the sequences that sample, in their order,
-        a row for each one's newest token, and one for each of its drafts."""
+        a row for each one's newest token, and one for each of its drafts.
+        """
         inputs, _ = self.flatten(sequences)
         self.send(inputs)
         logits = self.run(inputs)
@@ -347,8 +348,9 @@ class ModelRunner:
         return logits
 
     def take_scores(self) -> ScoresInFlight | None:
-        """The scores of the prompt tokens that the last step was to judge, in the order of StepInputs.scored; None
-        without any."""
+        """Return the scores of the prompt tokens that the last step was to judge, in the order of StepInputs.scored;
+        None without any.
+        """
         scores, self._scores = self._scores, None
         return scores
 
@@ -434,7 +436,7 @@ class ModelRunner:
     """Lockstep of data-parallel cores. None if this core runs independently."""
 
     def padded_rows(self, inputs: StepInputs) -> int:
-        """Rows that this rank would compute for these tokens."""
+        """Return the number of rows that this rank would compute for these tokens."""
         num_tokens = inputs.num_tokens
         return padded_rows(num_tokens) if self._model.pads_rows and num_tokens else num_tokens
 
@@ -454,7 +456,7 @@ class ModelRunner:
         return logits
 
     def _end_step(self) -> None:
-        """Between two steps experts may move: at the same one on every rank that shares them."""
+        """Let experts move between two steps, at the same one on every rank that shares them."""
         if self.balancer is not None:
             self.balancer.on_step()
 
@@ -530,7 +532,8 @@ class ModelRunner:
 
     def _score(self, hidden: torch.Tensor, scored: list[tuple[int, int, int]]) -> ScoresInFlight:
         """Begin to judge the prompt's own next tokens, a few rows at a time, as the sampler takes them; nothing on a
-        rank that has no logits."""
+        rank that has no logits.
+        """
         scores = ScoresInFlight(Mark(hidden.device))
         for first in range(0, len(scored), ROWS_AT_ONCE):
             part = scored[first : first + ROWS_AT_ONCE]

@@ -35,7 +35,7 @@ class GraphMemory:
     graphs_bytes: int
 
     def added_to(self, formula: MemoryFormula) -> MemoryFormula:
-        """The formula with them: the buffers are workspace."""
+        """Return the formula with this memory; the buffers count as workspace."""
         return replace(
             formula,
             workspace_bytes=formula.workspace_bytes + self.buffer_bytes,
@@ -81,7 +81,9 @@ def start_device_steps(
 
 
 def plan_for(config: EngineConfig, *, can_capture: bool) -> GraphPlan:
-    """The configuration's, equal on all ranks. A graph cannot wait for the host, as ranks that share a GPU do."""
+    """Return the configured graphs, equal on all ranks. Ranks that share a GPU get none: they wait for the host, and a
+    graph cannot.
+    """
     plan = graph_plan(config)
     if can_capture or not plan.keys:
         return plan

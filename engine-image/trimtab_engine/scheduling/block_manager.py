@@ -137,7 +137,7 @@ class BlockManager:
         return self._cap
 
     def take_evicted(self) -> int:
-        """Cached blocks that were taken for something else since the last call."""
+        """Return the number of cached blocks reused for other content since the last call."""
         evicted, self._num_evicted = self._num_evicted, 0
         return evicted
 
@@ -162,7 +162,7 @@ class BlockManager:
     # --- tables ---------------------------------------------------------------------------------------------------
 
     def new_tables(self) -> list[list[int]]:
-        """The tables of a request without blocks."""
+        """Return the tables of a request without blocks."""
         return [[] for _ in self.attention_windows]
 
     def can_allocate(self, num_tokens: int, cached: Sequence[int] = (), *, spare: int = 0) -> bool:
@@ -174,7 +174,8 @@ class BlockManager:
 
     def allocate(self, request: Request, num_tokens_total: int) -> bool:
         """Grow the request's tables until they hold `num_tokens_total` tokens. False: not enough, and nothing
-        changed."""
+        changed.
+        """
         num_blocks = -(-num_tokens_total // self.block_size)
         num_new = num_blocks - request.num_blocks
         if num_new <= 0:
@@ -273,12 +274,12 @@ class BlockManager:
                 self._cached[block] = None
 
     def num_exclusive(self, request: Request) -> int:
-        """Blocks that would become free with this request."""
+        """Return the number of blocks that would become free with this request."""
         num_users = self._num_users
         return sum(1 for table in request.block_tables for block in table if num_users[block] == 1)
 
     def num_shared_tokens(self, request: Request) -> int:
-        """Tokens of the request that others hold as well."""
+        """Return the number of the request's tokens that other requests hold as well."""
         num_users = self._num_users
         shared = sum(1 for block in request.block_tables[self._widest] if num_users[block] > 1)
         return shared * self.block_size
@@ -323,7 +324,9 @@ class BlockManager:
         return len(hashes)
 
     def _longest_in_window(self, hashes: Sequence[bytes]) -> int:
-        """The most of these blocks after which every group with a window has all that the next token sees."""
+        """Return the largest of these block counts after which every windowed group has all blocks that the next token
+        needs.
+        """
         num_blocks, agreed = len(hashes), 0
         on_device, on_host = self._by_hash, self.swap_space.findable
         while num_blocks and agreed < len(self._windowed):
@@ -368,7 +371,8 @@ class BlockManager:
 
     def invalidate_blocks(self, request: Request) -> None:
         """Forget the content of all blocks of the request's tables, wherever it is. Others that share them keep what
-        they have."""
+        they have.
+        """
         for table in request.block_tables:
             for block in table:
                 block_hash = self._hashes[block]
@@ -459,7 +463,7 @@ class BlockManager:
         return copies
 
     def _seen_of_swapped(self, request: Request) -> list[tuple[int, int]]:
-        """The (group, host block) pairs of a swapped-out request that its next token sees."""
+        """Return the (group, host block) pairs of a swapped-out request inside the window of its next token."""
         hosts, num_blocks = iter(request.host_block_ids), self._num_blocks_of_swapped(request)
         num_out_of_window = self._num_gone_of_swapped(request)
         return [
@@ -564,7 +568,7 @@ class BlockManager:
         self.swap_space.check_integrity([request.host_block_ids for request in requests])
 
     def _check_shared(self, block: int, first: "_Holder", other: "_Holder") -> None:
-        """Two requests share a block only as the same block of equal beginnings in one group, and when it is full."""
+        """Check that requests share a block only as the same full block of equal prefixes in one group."""
         if first == other:
             return
         end = (other.index + 1) * self.block_size
@@ -624,7 +628,7 @@ def _contents_before(end: int, request: Request) -> list[tuple[int, bytes]]:
 
 
 def _holders(request: Request) -> Iterator[tuple[_Holder, int]]:
-    """Every place in the request's tables, with its block."""
+    """Yield every position in the request's tables with its block."""
     for group, (table, num_out_of_window) in enumerate(
         zip(request.block_tables, request.num_out_of_window, strict=True)
     ):

@@ -100,8 +100,8 @@ class EncoderCache:
         return ItemReach(end, tuple(found), tuple(missing.items()))
 
     def take(self, request: Request, reach: ItemReach) -> list[Named]:
-        """Hold the items in `reach` and return those that this step must compute. No other take() may happen between
-        reach() and this call.
+        """Hold the items in `reach` and return the ones that this step must compute. No other request may take items
+        between the computation of `reach` and this call.
         """
         if not reach.found and not reach.missing:
             return []
@@ -184,7 +184,7 @@ class EncoderCache:
 
 
 def spans_between(spans: Iterable[Span], start: int, end: int) -> Iterator[Span]:
-    """The spans that have tokens in [start, end)."""
+    """Return the spans that have tokens in [start, end)."""
     return (span for span in spans if span.offset < end and start < span.end)
 
 

@@ -37,7 +37,7 @@ def swap_seconds(request: Request, blocks: BlockManager, costs: PreemptionCosts)
 def cheaper_mode(
     request: Request, blocks: BlockManager, costs: PreemptionCosts, mode: PreemptionMode
 ) -> PreemptionMode:
-    """`mode`, or for auto the cheaper of the other two for this request. Whether swap has room is another question."""
+    """Return `mode`, or for auto the cheaper of the other two for this request, regardless of swap space."""
     if mode != "auto":
         return mode
     if swap_seconds(request, blocks, costs) < recompute_seconds(request, blocks, costs):

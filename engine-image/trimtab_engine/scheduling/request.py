@@ -45,11 +45,11 @@ class Grammar(Protocol):
         ...
 
     def copy(self) -> "Grammar":
-        """Another one at the same place."""
+        """Return an independent copy at the same position."""
         ...
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Go on by these tokens."""
+        """Advance by these tokens."""
         ...
 
     def num_acceptable(self, token_ids: Sequence[int]) -> int:

@@ -181,7 +181,8 @@ class Scheduler:
 
     def _check_items(self, request: Request) -> None:
         """Raise InvalidRequest unless each of its images and videos can be computed in some step, and all of them in
-        one where prompts are not cut."""
+        one where prompts are not cut.
+        """
         if self._encoder is None:
             raise InvalidRequest("the prompt has images or videos, which this model does not support; send text only")
         check_spans(request.spans, request.num_prompt_tokens)
@@ -279,7 +280,7 @@ class Scheduler:
         self._blocks.swap_space.resize(num_blocks)
 
     def resize_host_cache(self, num_blocks: int) -> None:
-        """Host blocks for evicted content from now on, within the cap."""
+        """Set the number of host blocks for evicted content, within the cap."""
         self._blocks.swap_space.resize_kept(num_blocks)
 
     # --- one step -------------------------------------------------------------------------------------------------
@@ -532,7 +533,7 @@ class Scheduler:
         return count
 
     def _add_drafts(self, batch: Batch, budget: int) -> int:
-        """Have the step verify guesses with what everything known has left of the budget. Returns the rest."""
+        """Add drafts to the step within the remaining budget. Return the rest."""
         self._has_guesses = False
         batch.only_decodes = False
         for sequence in batch.sequences:

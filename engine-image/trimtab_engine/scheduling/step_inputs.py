@@ -193,7 +193,7 @@ def flatten(
 
 
 def in_token_order(sequences: list[ScheduledSequence], *, max_decode_tokens: int) -> list[ScheduledSequence]:
-    """The sequences in the order in which flatten() lays out their tokens."""
+    """Return the sequences in the order of flatten()'s tokens."""
     decodes: list[ScheduledSequence] = []
     chunks: list[ScheduledSequence] = []
     for sequence in sequences:
@@ -247,7 +247,7 @@ def _are_plain_decodes(sequences: list[ScheduledSequence], max_decode_tokens: in
 
 
 def _flatten_decodes(sequences: list[ScheduledSequence], block_size: int) -> tuple[StepInputs, list[Unknown]]:
-    """The commonest step by far, column by column."""
+    """Lay out a decode-only step, by far the most frequent one, column by column."""
     starts = [s.start for s in sequences]
     order = sorted(range(len(starts)), key=starts.__getitem__, reverse=True)
     positions = [starts[place] for place in order]
@@ -294,7 +294,7 @@ def num_sampled(sequence: ScheduledSequence) -> int:
 
 
 def _with_drafts(sequence: ScheduledSequence) -> list[int]:
-    """The ids of its tokens, the last of which are drafts."""
+    """Return the token ids of the sequence, the last of which are drafts."""
     own, start = sequence.request.token_ids, sequence.start
     end = start + sequence.num_tokens
     return own[start:end] + sequence.draft_token_ids[max(0, start - len(own)) : max(0, end - len(own))]

@@ -32,7 +32,8 @@ class _HostBlock:
 
 class SwapSpace:
     """`num_blocks` host blocks for preempted requests, of `cap_blocks` that were reserved; and `num_kept` for evicted
-    content, of `cap_kept`."""
+    content, of `cap_kept`.
+    """
 
     def __init__(self, num_blocks: int, cap_blocks: int, num_kept: int = 0, cap_kept: int = 0) -> None:
         self._cap, self._cap_kept = cap_blocks, cap_kept
@@ -83,7 +84,9 @@ class SwapSpace:
         return sum(1 for block_hash in hashes if block_hash is None or self._by_hash.get(block_hash) not in self._used)
 
     def keep(self, block_hash: bytes | None) -> tuple[int, bool]:
-        """A host block for a block with this hash, and whether the content must be copied. Ask missing() first."""
+        """Return a host block for a block with this hash, and whether the content must be copied. Call
+        missing() first.
+        """
         if block_hash is not None and (known := self._by_hash.get(block_hash)) is not None:
             if known in self._kept:
                 del self._kept[known]
@@ -146,7 +149,7 @@ class SwapSpace:
         return block
 
     def read(self, block_hash: bytes) -> int:
-        """The host block with this content (it is findable), which stays until its copy is on its way."""
+        """Return the host block with this findable content, which stays until its copy is submitted."""
         block = self._by_hash[block_hash]
         if block in self._kept:
             self._kept.move_to_end(block)

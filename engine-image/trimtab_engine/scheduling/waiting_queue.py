@@ -49,7 +49,8 @@ MAX_STALE_ARRIVALS = 64  # entries of requests that wait no longer, beyond as ma
 
 class WaitingQueue:
     """A sorted list: removing its head moves pointers only, which is quick for any number of requests that waits. The
-    late line is the end of the list."""
+    late line is the end of the list.
+    """
 
     def __init__(self, order: QueueOrder) -> None:
         self.order = order

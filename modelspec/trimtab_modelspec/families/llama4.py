@@ -28,7 +28,7 @@ DEFAULTS = {
 
 
 def parse(words: ConfigReader) -> ModelConfig:
-    """A chunk that no request can leave is none."""
+    """Return a chunk that no request can leave is none."""
     check_unquantised(words.config, words.architecture, words.where)
     words = ConfigReader(DEFAULTS | dict(words.config), words.generation, words.where)
     num_layers = words.num_layers()

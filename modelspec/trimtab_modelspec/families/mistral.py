@@ -12,7 +12,7 @@ DEFAULT_WINDOW = 4096  # default of sliding_window, as in transformers
 
 
 def parse(words: ConfigReader) -> ModelConfig:
-    """A window that no request can leave is none."""
+    """Return a window that no request can leave is none."""
     config = words.decoder()
     window = words.window(default=DEFAULT_WINDOW)
     if window is None or window >= config.max_model_len:

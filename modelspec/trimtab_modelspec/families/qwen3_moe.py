@@ -15,7 +15,7 @@ def parse(words: ConfigReader) -> ModelConfig:
 
 
 def _moe(words: ConfigReader) -> MoeConfig:
-    """The experts, which transformers 5 calls num_local_experts, and the layers that have none."""
+    """Return the experts, which transformers 5 calls num_local_experts, and the layers that have none."""
     key = "num_experts" if "num_experts" in words.config else "num_local_experts"
     num_layers, num_experts = words.positive("num_hidden_layers"), words.positive(key)
     per_token = words.positive("num_experts_per_tok")

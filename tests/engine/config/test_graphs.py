@@ -23,7 +23,7 @@ from trimtab_engine.errors import ConfigError, NotSupportedError
         ({"cudagraph_mode": "FULL_DECODE_ONLY"}, CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)),
         ({"cudagraph_mode": "none"}, CompilationConfig(cudagraph_mode=CUDAGraphMode.NONE)),
         ({"cudagraph_capture_sizes": [1, 2]}, CompilationConfig(cudagraph_capture_sizes=(1, 2))),
-        ({"use_inductor": False, "backend": "", "pass_config": {}}, CompilationConfig()),  # ask for nothing
+        ({"use_inductor": False, "backend": "", "pass_config": {}}, CompilationConfig()),  # no effect
         ({"cudagraph_lazy_capture": True}, CompilationConfig(cudagraph_lazy_capture=True)),
     ],
 )

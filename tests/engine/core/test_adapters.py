@@ -62,7 +62,7 @@ def an_engine(model: Path, *, adapters: AdapterConfig | None = None, **changes: 
 
 
 def served_from_start(*folders: str, **changes: Any) -> AdapterConfig:
-    """Called a, b, c, …"""
+    """Return adapters named a, b, c and so on."""
     modules = tuple(AdapterModule(name=name, path=path) for name, path in zip("abcdef", folders, strict=False))
     return AdapterConfig(modules=modules, **changes)
 
@@ -100,7 +100,7 @@ def test_each_adapter_is_served_by_its_name(model: Path, adapter: Folders, tmp_p
 def test_a_name_that_is_not_served_ends_its_request_alone(model: Path, adapter: Folders) -> None:
     engine = an_engine(model, adapters=served_from_start(adapter(1)))
     engine.add(asked("nobody", "lost"))
-    assert engine.has_room_for(asked("nobody")), "it is refused by name, not for want of room"
+    assert engine.has_room_for(asked("nobody")), "it is rejected by name, not for lack of room"
     (output,) = engine.step().outputs
     assert (output.finish_reason, output.error) == (
         "error",
@@ -295,7 +295,7 @@ def test_adapters_are_reloaded_with_weights(model: Path, adapter: Folders) -> No
     load(engine, "c", str(gone))
     engine.unload_adapter(UnloadLora("c"))
     for file in gone.iterdir():
-        file.unlink()  # what is not served any more is not read again
+        file.unlink()  # unloaded adapters are not read again
     assert engine.lifecycle(Sleep(2, "abort"))[0] == 200
     engine.step()
     assert load(engine, "d", adapter(4)) == (409, "the engine sleeps and has no weights: wake it up first")

@@ -130,7 +130,8 @@ SHORT = {"max_model_len": 48, "max_num_seqs": 6, "max_num_batched_tokens": 48}
 
 def drafts_of(method: str, model: Path) -> dict[str, Any]:
     """Return the settings of a draft model that is the model itself, or of a random EAGLE head. Both have keys and
-    values of their own in the blocks of the model."""
+    values of their own in the blocks of the model.
+    """
     path = save_eagle(model / "eagle", model) if method == "eagle" else model
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=3, model=str(path))  # type: ignore[arg-type]
     return NGRAM | {"speculative": speculative}

@@ -578,7 +578,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone_and_are_counted(
     monkeypatch.undo()
     engine.add(msgspec.structs.replace(bad, request_id="again"))
     first = engine.step().outputs[0]
-    assert (first.request_id, first.num_cached_tokens) == ("again", 0), "what it computed is not found again"
+    assert (first.request_id, first.num_cached_tokens) == ("again", 0), "its blocks are not found again"
 
 
 def test_request_without_possible_token_fails_with_reason(model: Path) -> None:

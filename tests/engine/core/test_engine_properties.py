@@ -296,11 +296,11 @@ def test_random_operations_with_grammars_on_asynchronous_device(
         engine = an_engine(
             model_with_tokenizer, **TIGHT, **SWAP, **OFFLOAD, preemption_mode="auto", async_scheduling=True, **changes
         )
-        for number, grammar in enumerate(GRAMMARS):  # built beside the loop, which would be another life each time
+        for number, grammar in enumerate(GRAMMARS):  # concurrent builds would make runs differ
             alone(engine, f"first-{number}", [1], Sampling(max_tokens=1, temperature=0.0, grammar=grammar))
         life = RandomizedEngine(engine, held_questions, seed=6)
         followed, _ = steps_that_follow(engine, lambda: life.run(STEPS))
-    assert len(followed) > STEPS / (2 if speculative is None else 20), "the knob of drafts goes to 0 now and then"
+    assert len(followed) > STEPS / (2 if speculative is None else 20), "the draft depth is sometimes 0"
     assert all(followed)
     assert life.num_accepted > (-1 if speculative is None else STEPS / 20)
     assert (life.num_in_between > STEPS / 4) == (speculative is NGRAM)

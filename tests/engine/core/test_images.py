@@ -39,7 +39,7 @@ PROMPTS: dict[str, VisionPrompt] = {
     "the same words around another": a_prompt(4, ANOTHER, 5),
     "three interleaved": a_prompt(an_item((1, 10, 6), seed=3), 2, A_PICTURE, 1, an_item((1, 2, 8), seed=4), 3),
     "a video": a_prompt(3, an_item((4, 4, 6), kind="video", seed=5, seconds=0.7), 6),
-    "a video that lasts longer than what is said of it": a_prompt(2, an_item((6, 2, 2), kind="video", seed=6), 3),
+    "a video longer than its metadata": a_prompt(2, an_item((6, 2, 2), kind="video", seed=6), 3),
     "one image twice": a_prompt(1, ANOTHER, 1, ANOTHER, 2),
     "no image": a_prompt(20),
 }

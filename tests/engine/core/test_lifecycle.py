@@ -47,7 +47,7 @@ class Run:
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             for output in self.engine.step().outputs:
-                assert output.request_id not in self.reasons, "it has ended: nobody hears this any more"
+                assert output.request_id not in self.reasons, "it has ended: no further output"
                 self.tokens[output.request_id] += output.token_ids
                 if output.finish_reason:
                     self.reasons[output.request_id] = output.finish_reason
@@ -104,7 +104,7 @@ def test_kept_requests_are_frozen_and_go_on_after_the_resume(engine: Engine, exp
     run.step(9)
     answer = ask(run.engine, Pause(mode="keep"))
     assert (answer["is_paused"], answer["remaining_requests"]) == (True, 6)
-    run.step()  # what the step in flight brought
+    run.step()  # output of the step in flight
     before = {name: len(tokens) for name, tokens in run.tokens.items()}
     used = run.engine.ledger().blocks_used
     assert not run.engine.has_work, "a frozen engine does not spin"
@@ -129,7 +129,7 @@ def test_pause_abort_ends_running_and_new_requests(engine: Engine) -> None:
     run = Run(engine)
     run.step(9)
     assert ask(run.engine, Pause(mode="abort"))["remaining_requests"] == 0
-    assert run.engine.has_work, "the aborts are still to be told, behind what the step in flight brought"
+    assert run.engine.has_work, "the aborts are reported after the output of the step in flight"
     run.step()
     assert set(run.reasons.values()) == {"abort"}
     assert run.engine.ledger().blocks_used == 0
@@ -153,7 +153,7 @@ def test_requests_that_were_kept_through_a_sleep_yield_the_same_tokens(
 ) -> None:
     run = Run(engine)
     run.step(9)
-    for _ in range(2):  # twice: what was given back is there again
+    for _ in range(2):  # twice: the released memory is available again
         answer = ask(run.engine, Sleep(level=level, mode="keep"))
         assert (answer["is_sleeping"], answer["sleep_level"], answer["remaining_requests"]) == (True, level, 6)
         assert answer["awake"] == {"weights": level < 2, "kv_cache": level < 1}
@@ -271,7 +271,7 @@ def test_the_prefix_cache_is_reset_when_nothing_is_in_use_or_by_preempting(
         ({}, 0.0, 0.0),
         ({"num_running": 2, "output_tokens": 100, "longest_output": 50}, 0.0, None),  # no pace is known yet
         ({"num_running": 2, "output_tokens": 100, "longest_output": 50}, 10.0, 10.0),
-        ({"num_running": 2, "output_tokens": 60, "longest_output": 50}, 10.0, 10.0),  # the longest goes on alone
+        ({"num_running": 2, "output_tokens": 60, "longest_output": 50}, 10.0, 10.0),  # only the longest continues
         ({"num_running": 2, "num_waiting": 6, "output_tokens": 400, "longest_output": 50}, 10.0, 40.0),
         ({"num_waiting": 1, "output_tokens": 10, "longest_output": 10, "prompt_tokens": 500}, 10.0, 6.0),
     ],

@@ -198,7 +198,7 @@ def test_last_pooling_uses_prefix_cache_and_mean_does_not(
     assert last[0].num_cached_tokens == 88
     assert mean[0].num_cached_tokens == 0
     tokens = serve(engine, [a_new_request("again", prompt, max_tokens=1)])["again"]
-    assert tokens[0].num_cached_tokens == 88, "what pools leaves its blocks to others"
+    assert tokens[0].num_cached_tokens == 88, "pooling requests are preempted"
 
 
 def test_vectors_are_cut_and_then_normalised(llama: tuple[Path, list[np.ndarray[Any, Any]]]) -> None:

@@ -377,9 +377,7 @@ def test_an_engine_that_sees_starts_serves_and_compiles_nothing_then(
                 lambda stage, percent: None,
                 lambda: 0.0,
             )
-        waits = (
-            "speculative" in changes or "async_scheduling" in changes
-        )  # for what is chosen, not for what is computed
+        waits = "speculative" in changes or "async_scheduling" in changes  # for sampled, not for computed tokens
         with record_launches() as served, nullcontext() if waits else NoWaiting():
             counted = serve_images(engine, attention_window.item_of)
         engine.close()
@@ -427,7 +425,7 @@ EXTREMES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", [{}, {"enforce_eager": True, "async_scheduling": False}, DRAFTS])
 def test_every_number_of_a_request_is_served_at_its_limits(changes: dict[str, Any], tmp_path: Path) -> None:
-    config = a_config(DENSE, tmp_path, {**changes, "max_model_len": 48})  # who asks for all there is gets so many
+    config = a_config(DENSE, tmp_path, {**changes, "max_model_len": 48})  # the number reported if all are requested
     with a_fake_gpu(), record_launches():
         engine, _ = start_engine(config, lambda stage, percent: None, lambda: 0.0)
         for number, extreme in enumerate(EXTREMES):
@@ -684,7 +682,8 @@ def test_layers_write_all_rows_before_attention(
     model: dict[str, Any], changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests share blocks in the step that computes them. One launch per layer writes the keys and values of all
-    rows, and the launches that read them come later in the same stream."""
+    rows, and the launches that read them come later in the same stream.
+    """
     launches: list[Launch] = []
     begins: list[int] = []
     run = ModelRunner.run

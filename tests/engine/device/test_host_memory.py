@@ -74,7 +74,7 @@ def test_a_cpu_quota_limits_the_threads(
     [
         (16 * GIB, 15 * GIB, DeviceDefault(8 * GIB)),
         (16 * GIB, 8 * GIB, DeviceDefault(8 * GIB)),  # the same, however much the rest is used
-        (16 * GIB, 5 * GIB + 100 * MIB, DeviceDefault(5 * GIB, is_cut_short=True)),  # never what others hold
+        (16 * GIB, 5 * GIB + 100 * MIB, DeviceDefault(5 * GIB, is_cut_short=True)),  # never memory of other processes
         (16 * GIB, 1 * MIB, DeviceDefault(256 * MIB, is_cut_short=True)),
     ],
 )
@@ -93,7 +93,7 @@ def test_the_default_is_written_into_the_configuration_once_for_all_ranks(
     given = EngineConfig(model="m", device_memory_bytes=100 * MIB)
     assert with_device_memory(given) is given
     on_cuda = EngineConfig(model="m", device="cuda")
-    assert with_device_memory(on_cuda) is on_cuda, "each rank asks its GPU"
+    assert with_device_memory(on_cuda) is on_cuda, "each rank queries its GPU"
     assert caplog.text == ""
 
 

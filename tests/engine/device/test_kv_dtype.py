@@ -1,5 +1,6 @@
 """A KV cache of another dtype than the model: how far its answers are from the model's own, and that nothing else
-changes them. float8 rounds each key and value to 3 bits (e4m3) or 2 (e5m2): relative errors of up to 2^-4 and 2^-3."""
+changes them. float8 rounds each key and value to 3 bits (e4m3) or 2 (e5m2): relative errors of up to 2^-4 and 2^-3.
+"""
 
 import json
 from pathlib import Path

@@ -35,7 +35,7 @@ def a_cache(fake: FakeCuda, cap_blocks: int = 64) -> KVCache:
         (141 * GIB, 64, 8 * MIB),  # an H200 and 32 layers: 512 MiB at most are lost to rounding
         (141 * GIB, 160, 2 * MIB),  # 80 layers
         (24 * GIB, 64, 2 * MIB),  # never below the granularity
-        (141 * GIB, 2, 64 * MIB),  # nor above what saves calls
+        (141 * GIB, 2, 64 * MIB),  # nor larger than useful
     ],
 )
 def test_a_page_is_as_large_as_the_rounding_may_cost(device_bytes: int, num_regions: int, page: int) -> None:
@@ -88,7 +88,7 @@ def test_a_region_shrinks_from_its_end_after_the_device_has_finished() -> None:
     assert fake.mapped_bytes == 7 * PAGE
     fake.calls.clear()
     memory.keep([2 * PAGE, 5 * PAGE])
-    assert fake.calls == [], "what is there already costs nothing"
+    assert fake.calls == [], "existing pages cost nothing"
 
 
 def test_growth_that_fails_half_way_leaves_everything_as_it_was() -> None:

@@ -110,7 +110,7 @@ def test_memory_that_cannot_be_pinned_is_given_back() -> None:
 
 
 BLOCK_SIZE = 8
-STEPS_FIRST = 0.8  # how often the steps' queue works while the lane stands still
+STEPS_FIRST = 0.8  # how often the steps' queue runs while the side stream is idle
 
 
 @dataclass

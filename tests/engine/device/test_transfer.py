@@ -20,7 +20,7 @@ def test_the_first_rows_are_a_view_that_is_kept_while_their_number_stays() -> No
 def test_inference_mode_is_entered_only_once() -> None:
     @in_inference_mode
     def told(value: torch.Tensor, *, factor: int) -> tuple[bool, torch.Tensor]:
-        """What it is for."""
+        """Docstring of the function."""
         return torch.is_inference_mode_enabled(), value * factor
 
     value = torch.ones(2, requires_grad=True)
@@ -29,4 +29,4 @@ def test_inference_mode_is_entered_only_once() -> None:
     with torch.inference_mode():
         assert told(value, factor=3)[0]
         assert torch.is_inference_mode_enabled()
-    assert (told.__name__, told.__doc__) == ("told", "What it is for.")
+    assert (told.__name__, told.__doc__) == ("told", "Docstring of the function.")

@@ -47,7 +47,7 @@ def test_every_rank_reads_the_tables_that_the_core_has(seed: int, num_groups: in
             is_decode = dice.random() < 0.6
             for group, own in zip(groups, tables, strict=True):
                 if dice.random() < 0.1:
-                    own[number] = own[number][: dice.randint(0, 3)]  # drafts that do not stand; an end
+                    own[number] = own[number][: dice.randint(0, 3)]  # rejected drafts; an end
                 elif dice.random() < 0.1:
                     own[number] = own[number][dice.randint(0, 2) :]  # out of a window's sight
                 own[number] += [dice.randrange(1000) for _ in range(dice.randint(0 if own[number] else 1, 3))]

@@ -90,7 +90,7 @@ def test_a_rank_never_meets_the_core_of_another_revision(said: "queue.Queue[str]
     searching = Searching(address, "r2")
     await_words(said, "has --rendezvous-id 'r1', this node 'r2'")
     assert searching.found.empty()
-    del old  # the old leader's pod ends, and the new one's comes under the same address
+    del old  # the old leader's pod ends, and the new one gets the same address
     new = open_store(address, serves=True)
     announce_core(new, a_config("r2"), "tcp://new")
     assert searching.found.get(timeout=WAIT_SECONDS) == "tcp://new"
@@ -105,8 +105,8 @@ def test_guarded_store_is_reachable_with_secret(said: "queue.Queue[str]", addres
     host, port = address.removeprefix("tcp:").split(":")
     with socket.create_connection((host, int(port))) as stranger:
         assert stranger.recv(64).startswith(GREETING)
-        stranger.sendall(b"\0" * 256)  # whatever torch's client would say
-        assert stranger.recv(64) == b"", "no word comes from the store"
+        stranger.sendall(b"\0" * 256)  # whatever torch's client would report
+        assert stranger.recv(64) == b"", "the store does not answer"
     other = Searching(address, "r1", theirs)
     await_words(said, "is not this node's replica: the secrets differ")
     assert Searching(address, "r1", ours).found.get(timeout=WAIT_SECONDS) == "tcp://core"

@@ -67,7 +67,8 @@ class CallingRecorder:
 @contextmanager
 def steps_of_a_device(notes: Path | None = None) -> Iterator[CallingRecorder]:
     """Engines that start inside have a device's steps, with this recorder; so do their ranks, and the cores that are
-    started as processes, where `notes` is a folder."""
+    started as processes, where `notes` is a folder.
+    """
     recorder = CallingRecorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "recorder_of", lambda device: recorder)

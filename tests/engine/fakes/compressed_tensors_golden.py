@@ -1,5 +1,6 @@
-"""Writes tests/golden/compressed_tensors.safetensors: small weights as the compressed-tensors package stores them, and
-what it restores them to. Run where that package is, which the tests do not need:
+"""Write tests/golden/compressed_tensors.safetensors: small weights stored and restored by compressed-tensors.
+
+Run it where that package is installed; the tests do not need it:
 
     python tests/engine/fakes/compressed_tensors_golden.py
 """

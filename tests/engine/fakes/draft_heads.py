@@ -16,7 +16,8 @@ Drafts = Callable[[list[int], int], list[int]]
 
 def save_eagle(folder: Path, target: Path, *, num_layers: int = 2, has_bias: bool = True, **changes: Any) -> Path:
     """A head for the Llama checkpoint in `target`, stored as the released ones are: with a copy of the embeddings, and
-    without a norm before its first layer."""
+    without a norm before its first layer.
+    """
     values = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": num_layers} | changes
     hidden = values["hidden_size"]
     layers = LlamaForCausalLM(LlamaConfig(**values)).state_dict()
@@ -121,7 +122,7 @@ def _drafts(model: Any, join: Any, block: Any, head: Any) -> Drafts:
 
 
 def _through(layers: Any, rotary: Any, x: torch.Tensor) -> torch.Tensor:
-    """x [tokens, hidden_size] through causal layers of transformers."""
+    """Run x [tokens, hidden_size] through causal layers of transformers."""
     x, positions = x.unsqueeze(0), torch.arange(x.shape[0]).unsqueeze(0)
     mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)[None, None]
     for layer in layers:

@@ -50,7 +50,8 @@ def ticking() -> Callable[[], float]:
 
 def uneven(seed: int) -> Callable[[], float]:
     """A clock as of a busy machine, the same one for the same seed: each time it is read it is between a tenth of a
-    millisecond and ten milliseconds later."""
+    millisecond and ten milliseconds later.
+    """
     dice = random.Random(seed)
     now = 0.0
 

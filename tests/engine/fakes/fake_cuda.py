@@ -1,9 +1,9 @@
-"""The CUDA driver's virtual memory, faked over the machine's own: it keeps to the driver's rules, records every call,
-and poisons what is not mapped.
+"""A fake of the CUDA driver's virtual memory: enforces its rules, records calls, and poisons unmapped memory.
 
-The rules are those of the driver's reference: sizes and addresses are multiples of the granularity, a map is undone as
-a whole, access is given to what is mapped, a range is freed when nothing is mapped in it.
+The rules of the driver's reference: sizes and addresses are multiples of the granularity, a mapping is removed as a
+whole, access is set on mapped memory, and a range is freed when nothing is mapped in it.
 """
+# ruff: noqa: N801, N802  names of the driver's bindings
 
 import ctypes
 import enum

@@ -167,7 +167,8 @@ def run_mix(
     most: int = 24,
 ) -> None:
     """Send some of the questions together, compare what comes back with the answers, and count in `tally`. In every
-    third mix they are sent again, when the prefix cache has them. `number` decides everything that is random."""
+    third mix they are sent again, when the prefix cache has them. `number` decides everything that is random.
+    """
     dice = random.Random(number)
     seats = engine.config()["fields"]["max_num_seqs"]["max"]
     knobs = {
@@ -231,7 +232,8 @@ def _run_round(
 
 def _compare(name: str, question: Question, found: Answer, expected: Answer, tolerance: float, tally: Tally) -> None:
     """Compare as far as the request came. After a near tie the rest is another text and not compared: there the
-    likeliest tokens have the log-probabilities of the reference, and the order of summation decided."""
+    likeliest tokens have the log-probabilities of the reference, and the order of summation decided.
+    """
     if found.vector is not None:
         assert expected.vector is not None
         distance = float(np.linalg.norm(found.vector - expected.vector) / np.linalg.norm(expected.vector))

@@ -1,5 +1,6 @@
 """A tiny Llama 4 with every branch of both halves, in transformers and as a checkpoint; tiles for it, and what
-transformers makes of them."""
+transformers makes of them.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def check_with_the_steps_of_a_device(
     an_engine: Callable[[], Engine], prompts: dict[str, VisionPrompt], expected: dict[str, Reference], *, is_eager: bool
 ) -> None:
     """The reference's tokens; steps that compute or place images are eager, and all others replay graphs, unless all
-    are eager."""
+    are eager.
+    """
     with steps_of_a_device():
         run = Run(an_engine())
         run.add(prompts)

@@ -35,6 +35,6 @@ def test_abandoned_folders_are_removed_and_live_ones_kept(tmp_path: Path) -> Non
     new = PrivateFolder(tmp_path)
     assert not left.exists()
     assert alive.path.exists()
-    assert other.exists(), "without a lock it is not ours"
+    assert other.exists(), "a folder without a lock is foreign"
     for folder in (alive, new):
         folder.remove()

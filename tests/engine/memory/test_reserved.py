@@ -27,7 +27,7 @@ SERVER = API_SERVER_BYTES + 48 * MIB
         (1, 0, False, RANK_BYTES),  # used from Python
         (1, 1, False, RANK_BYTES + SERVER),
         (1, 2, True, RANK_BYTES + 2 * SERVER + FIRST_PROCESS_BYTES),
-        (4, 2, True, RANK_BYTES + (2 * SERVER + FIRST_PROCESS_BYTES) // 4),  # what is common is divided
+        (4, 2, True, RANK_BYTES + (2 * SERVER + FIRST_PROCESS_BYTES) // 4),  # common memory is divided
         (2, 0, True, RANK_BYTES + FIRST_PROCESS_BYTES // 2),  # a node that only computes
     ],
 )
@@ -73,11 +73,11 @@ SEES: dict[str, Any] = {"api_server_count": 1, "limit_mm_per_prompt": {"image": 
     [
         ({}, 512 * MIB, 2),  # an eighth of 8 GiB, in the API server and the core
         ({"device_memory_bytes": GIB}, 64 * MIB, 2),
-        ({"device_memory_bytes": 256 * GIB}, 4 * GIB, 2),  # never more than the guide says
+        ({"device_memory_bytes": 256 * GIB}, 4 * GIB, 2),  # never above the guide's value
         ({"api_server_count": 3}, 256 * MIB, 4),
         ({"data_parallel_size": 3}, 768 * MIB, 4),  # of 24 GiB: the device is a rank's
         ({"tensor_parallel_size": 2}, GIB, 2),  # two ranks, one core
-        ({"mm_processor_cache_bytes": 4 * GIB}, 4 * GIB, 2),  # what is said is kept, and counted
+        ({"mm_processor_cache_bytes": 4 * GIB}, 4 * GIB, 2),  # explicit values are used and counted
         ({"mm_processor_cache_bytes": 0}, 0, 2),
         ({"api_server_count": 0}, GIB, 0),  # used from Python: nothing is sent anywhere
         ({"api_server_count": 1, "tensor_parallel_size": 2, "nnodes": 2, "node_rank": 1}, GIB, 0),

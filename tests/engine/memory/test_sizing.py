@@ -40,11 +40,11 @@ def a_config(**given: Any) -> EngineConfig:
         ({"gpu_memory_utilization": "0.95", "gpu_memory_utilization_cap": "0.95"}, {"weights_bytes": 14 * GIB}, True),
         ({}, {"max_model_len": 8192}, False),
         ({"max_model_len": "auto"}, {"max_model_len": 8192}, True),  # it gives way
-        ({"num_gpu_blocks_override": 128}, {"weights_bytes": 15 * GIB}, True),  # the utilisation has no say
+        ({"num_gpu_blocks_override": 128}, {"weights_bytes": 15 * GIB}, True),  # the utilization is ignored
         ({"num_gpu_blocks_override": 128}, {"weights_bytes": 17 * GIB}, False),
         ({}, {"limit_bytes": 12 * GIB}, False),
         ({}, {"tower_bytes": GIB // 4}, True),
-        ({}, {"tower_bytes": GIB}, False),  # what computes images counts as well
+        ({}, {"tower_bytes": GIB}, False),  # the vision encoder counts too
     ],
 )
 def test_unfitting_model_is_rejected_before_weights(

@@ -293,7 +293,8 @@ def serve(
     ends: tuple[str, ...] = ("length",),
 ) -> dict[str, list[int]]:
     """The tokens of every request, all together; the invariants hold after every step. `steps` gets each one's, `ends`
-    are the finish reasons that are meant to be."""
+    are the finish reasons that are meant to be.
+    """
     tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
     for request in asked:
         engine.add(request)

@@ -117,7 +117,7 @@ def test_tokens_equal_those_of_one_rank(
     engine = start(models[model], adapters=adapters(model), **(tight | layout))
     steps: list[StepStats] = []
     assert serve(engine, asked, steps) == expected[model]
-    assert serve(engine, asked, steps) == expected[model], "again, with whatever the cache has kept"
+    assert serve(engine, asked, steps) == expected[model], "again, with cached blocks"
     check_disturbed(steps, asked)
 
 

@@ -59,8 +59,10 @@ async def test_tokens_equal_those_of_one_rank(
         served = [sum(s.num_generation_tokens for s in cores.steps if s.engine_index == core) for core in (0, 1)]
         assert min(served) >= 3 * OUTPUT, "both cores are to serve"
         few = asked[3:4]
-        assert await cores.serve(few) == {r.request_id: expected[model][r.request_id] for r in few}, "one alone, again"
-        for _ in range(MOST_ROUNDS):  # on a busy machine requests may come too far apart to be in each other's way
+        assert await cores.serve(few) == {r.request_id: expected[model][r.request_id] for r in few}, (
+            "a single request again"
+        )
+        for _ in range(MOST_ROUNDS):  # on a busy machine requests may arrive too far apart to compete
             if any(stats.preempted for stats in cores.steps):
                 break
             assert await cores.serve(asked) == expected[model]

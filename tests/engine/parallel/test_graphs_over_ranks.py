@@ -85,7 +85,7 @@ def test_tokens_equal_those_of_one_rank(
     with steps_of_a_device(notes):
         engine = start(models[model], **(tight | layout))
         assert serve(engine, asked, steps) == expected[model]
-        assert serve(engine, asked, steps) == expected[model], "again, with whatever the cache has kept"
+        assert serve(engine, asked, steps) == expected[model], "again, with cached blocks"
         engine.close()
     check_disturbed(steps, asked)
     assert kinds(steps) == (

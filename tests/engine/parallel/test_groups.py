@@ -39,7 +39,7 @@ def test_collectives_through_host_memory_cannot_be_captured(
     group = a_group(monkeypatch, backend)
     assert RankGroups(tensor=group).can_capture(device) is can
     assert RankGroups(data=group).can_capture(device) is can
-    assert RankGroups(pipeline=group).can_capture(device), "what passes between stages is in no graph"
+    assert RankGroups(pipeline=group).can_capture(device), "transfers between stages are in no graph"
 
 
 @pytest.mark.parametrize(("stage", "passing"), [(0, ["send"]), (1, ["recv", "send"]), (2, ["recv"])])

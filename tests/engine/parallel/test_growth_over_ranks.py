@@ -137,7 +137,7 @@ def test_core_map_failure_rejects_patch_for_all(
             await body_of(Sleep(1, "abort"))
             message = (await body_of(WakeUp(EVERYTHING), 409))["message"]
             assert "data-parallel rank 1: " in message
-            assert mapped((await body_of(GetMemory()))["data_parallel"]) == [0, 0], "no core is awake alone"
+            assert mapped((await body_of(GetMemory()))["data_parallel"]) == [0, 0], "no single core is awake"
             scarce(pids[1], False)
             await body_of(WakeUp(EVERYTHING))
             running = asyncio.create_task(cores.serve(requests()))

@@ -112,7 +112,7 @@ def test_tokens_equal_those_of_one_rank(
     engine = start(models[model], **(tight | layout))
     steps: list[StepStats] = []
     assert serve(engine, asked, steps) == expected[model]
-    assert serve(engine, asked, steps) == expected[model], "again, with whatever the cache has kept"
+    assert serve(engine, asked, steps) == expected[model], "again, with cached blocks"
     check_disturbed(steps, asked)
     assert (sum(stats.swapped_in_bytes for stats in steps) > 0) == ("preemption_mode" in layout)
     assert (sum(stats.restored_bytes for stats in steps) > 0) == ("kv_offload_bytes" in layout)

@@ -59,7 +59,7 @@ def test_shared_kv_heads_keep_tokens_under_all_features(
     engine = start(str(tmp_path), tensor_parallel_size=2, **ROOM | TIGHT)
     steps: list[StepStats] = []
     assert serve(engine, requests(), steps) == expected
-    assert serve(engine, requests()[1:2], steps).items() <= expected.items(), "from what the cache has kept"
+    assert serve(engine, requests()[1:2], steps).items() <= expected.items(), "from cached blocks"
     assert sum(stats.swapped_in_bytes for stats in steps) > 0
     assert sum(stats.prefix_cache_hits for stats in steps) > 0
     assert [(rank["heads"], rank["kv_heads"]) for rank in engine.layout()["ranks"]] == [(2, 1)] * 2

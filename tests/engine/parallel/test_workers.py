@@ -12,7 +12,7 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.errors import WorkerDied
 from trimtab_engine.executor import workers
 
-DEADLINE_SECONDS = 120.0  # for what takes seconds: machines are slow when much is built on them
+DEADLINE_SECONDS = 120.0  # generous, because machines may be busy
 
 
 def _step_on(engine: Engine) -> None:

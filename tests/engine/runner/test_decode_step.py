@@ -58,7 +58,7 @@ def test_each_token_has_the_slot_of_its_requests_adapter() -> None:
     step = laid_out(a_batch(adapted, plain))
     assert step.shape.has_adapters
     assert step.by.adapters is not None
-    assert step.by.adapters.tolist() == [-1, 2], "the longest comes first"
+    assert step.by.adapters.tolist() == [-1, 2], "longest first"
 
 
 def test_rope_positions_shift_after_images() -> None:
@@ -81,7 +81,7 @@ def test_following_same_requests_feeds_all_tokens_on_device() -> None:
     requests = [a_decode("a", 3), a_decode("b", 9)]
     step = laid_out(a_batch(*requests, ahead=1))
     step.feed_from(list(requests))
-    assert step.sources.tolist() == [1, 0]  # b is longer and comes first; its token is in row 1
+    assert step.sources.tolist() == [1, 0]  # b is longer and first; its token is in row 1
 
 
 def test_following_other_requests_feeds_available_tokens() -> None:

@@ -28,7 +28,7 @@ from vision_model import an_item
     [
         ([], 2, []),
         ([4, 4], 2, [0, 1]),
-        ([1, 9, 4, 4], 2, [1, 0, 1, 1]),  # 9 alone, the others together
+        ([1, 9, 4, 4], 2, [1, 0, 1, 1]),  # 9 on one rank, the others on the other
         ([2, 3, 5], 4, [2, 1, 0]),  # one rank has nothing
         ([7, 7, 7], 1, [0, 0, 0]),
     ],

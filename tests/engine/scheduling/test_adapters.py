@@ -72,7 +72,7 @@ def test_request_with_used_adapter_does_not_pass_head() -> None:
     assert step(scheduler) == ["a"]
     add(scheduler, a_request("d", SQL))
     assert step(scheduler) == ["a"]
-    assert step(scheduler) == ["b"], "the first of the others, however many of those before it came meanwhile"
+    assert step(scheduler) == ["b"], "the first other one, regardless of later arrivals before it"
 
 
 def test_alternating_adapters_all_finish() -> None:
@@ -106,7 +106,7 @@ def test_preempted_request_releases_and_regains_adapter() -> None:
     add(scheduler, a_request("a", SQL), a_request("b", LAW))
     assert step(scheduler) == ["a"]
     scheduler.preempt_all(0.0)
-    assert step(scheduler) == ["a"], "it came first"
+    assert step(scheduler) == ["a"], "it arrived first"
 
 
 def test_has_room_requires_free_adapter() -> None:
@@ -140,7 +140,7 @@ def test_passing_request_is_no_longer_late() -> None:
     assert len(queue) == 0
 
 
-# --- what a step says of them -------------------------------------------------------------------------------------
+# --- step inputs ---------------------------------------------------------------------------------------------------
 
 
 def test_step_inputs_list_adapter_tokens() -> None:
@@ -172,7 +172,7 @@ def test_step_without_adapters_has_no_adapter_inputs() -> None:
     assert inputs.adapters == []
 
 
-# --- what they share ----------------------------------------------------------------------------------------------
+# --- sharing ------------------------------------------------------------------------------------------------------
 
 
 def hashes_of(adapter: Adapter | None, salt: str = "") -> list[bytes]:

@@ -74,7 +74,7 @@ def test_blocks_freed_by_window_serve_any_group() -> None:
     request = a_request(manager)
     compute(manager, request, 12)
     assert (manager.num_free, manager.blocks_for(16)) == (1, 8)
-    compute(manager, request, 16)  # one block came back from the window, and two are needed
+    compute(manager, request, 16)  # the window freed one block, and two are needed
     assert manager.num_free == 0
 
 

@@ -59,7 +59,7 @@ def steer(scheduler: Scheduler, **changes: Any) -> None:
     scheduler.set_policy(replace(scheduler.policy, **changes))
 
 
-# --- who is late --------------------------------------------------------------------------------------------------
+# --- lateness -----------------------------------------------------------------------------------------------------
 
 
 def timed_step(scheduler: Scheduler, begin: float, seconds: float) -> None:
@@ -75,7 +75,7 @@ def test_measured_prompt_time_reduces_allowance(prompt: int, seconds: float, lat
     add(scheduler, "running", output=9)
     timed_step(scheduler, 0.0, seconds)
     waiting = add(scheduler, "waiting", 1.0, prompt=prompt)
-    timed_step(scheduler, 1.0 + latest, 0.05)  # a decode tells nothing of prompts
+    timed_step(scheduler, 1.0 + latest, 0.05)  # decodes do not measure prompts
     assert not waiting.is_late
     timed_step(scheduler, 1.0 + latest + 0.001, 0.05)
     assert waiting.is_late
@@ -142,7 +142,7 @@ def test_each_token_of_the_prompt_adds_to_the_allowance() -> None:
     step(scheduler, 0.0)
     long, short = add(scheduler, "long", prompt=20), add(scheduler, "short", prompt=4)
     step(scheduler, 0.75 * (2.0 + 0.5 * 20))
-    assert (long.is_late, short.is_late) == (False, False)  # the one behind is not looked at
+    assert (long.is_late, short.is_late) == (False, False)  # the next one is not checked
     step(scheduler, 0.75 * (2.0 + 0.5 * 20) + 0.001)
     assert (long.is_late, short.is_late) == (True, True)
 
@@ -413,7 +413,7 @@ def test_preempted_late_request_precedes_later_arrivals() -> None:
     assert step(scheduler, 100.0) == ["late-0"]
     for now in (200.0, 300.0, 400.0):
         scheduler.preempt_all(now)
-        assert step(scheduler, now) == ["late-0"]  # it need not wait for its line's next turn
+        assert step(scheduler, now) == ["late-0"]  # it precedes the late line's next admission
     assert order == [f"in-time-{number}" for number in range(9)]
 
 
@@ -428,7 +428,7 @@ def test_waiting_counts_cover_both_lines() -> None:
     scheduler.check_integrity()
     scheduler.abort(["late-1"])
     assert (scheduler.num_waiting_late, scheduler.oldest_arrival()) == (0, 100.0)
-    assert not scheduler.has_room_for(4)  # two wait for the one seat
+    assert not scheduler.has_room_for(4)  # two wait for the only slot
 
 
 # --- live changes -------------------------------------------------------------------------------------------------
@@ -532,7 +532,7 @@ def test_deadline_serves_more_on_time_than_fcfs_in_overload(seed: int) -> None:
     deadline, longest = share_in_time("deadline", load=1.5, target=12.0, seed=seed)
     assert fcfs < 0.25
     assert deadline > 0.9 * 0.9 / 1.5
-    assert longest < 400  # nobody waits for ever
+    assert longest < 400  # no request starves
 
 
 @pytest.mark.parametrize("seed", range(3))

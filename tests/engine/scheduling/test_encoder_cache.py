@@ -96,7 +96,7 @@ def test_prompt_stops_before_image_without_room() -> None:
 
 
 def test_request_waiting_for_room_blocks_later_items() -> None:
-    """Otherwise a large image would starve behind many small ones."""
+    """Otherwise a large image would starve because of many small ones."""
     scheduler = a_scheduler(EncoderCache(8, 8), num_batched_tokens=12)
     scheduler.add(a_request(6, an_image("small"), 1, name="first"))
     scheduler.add(a_request(2, an_image("large", 8), 1, name="large"))
@@ -209,6 +209,6 @@ def test_an_image_of_another_grid_or_at_another_place_is_another_one() -> None:
     image = MultiModalItem("image", b"a", 4, (1, 2, 8), None)
     turned = MultiModalItem("image", b"a", 4, (1, 8, 2), None)
     assert hashes_of(a_request(image, 4)) != hashes_of(a_request(turned, 4))
-    tokens = [9] * 12  # one placeholder id, whatever stands there
+    tokens = [9] * 12  # one placeholder id for all items
     places = [Request.of("r", tokens, Sampling(), arrival_time=0.0, spans=(Span(offset, image),)) for offset in (1, 2)]
     assert hashes_of(places[0])[0] != hashes_of(places[1])[0]

@@ -79,7 +79,7 @@ def step(scheduler: Scheduler, token: int = WORD, now: float = 0.0) -> list[tupl
     return held
 
 
-# --- what a step holds --------------------------------------------------------------------------------------------
+# --- batch content ------------------------------------------------------------------------------------------------
 
 
 def test_batch_only_decodes_flag_is_exact() -> None:
@@ -288,7 +288,7 @@ def test_idle_scheduler_room_is_limited_by_slots_budget_blocks() -> None:
     while scheduler.has_room_for(5):
         add(scheduler, a_request(str(taken), 5))
         taken += 1
-    assert taken == 6, "seats"
+    assert taken == 6, "slots"
     assert len(step(scheduler)) == 6
     scheduler = a_scheduler(30, seqs=20, tokens=20)
     for count in range(4):
@@ -304,7 +304,7 @@ def test_idle_scheduler_room_is_limited_by_slots_budget_blocks() -> None:
 def test_without_chunked_prefill_only_whole_prompts_are_admitted() -> None:
     scheduler = a_scheduler(tokens=32, chunked=False)
     add(scheduler, a_request("a", 20), a_request("b", 20), a_request("c", 2))
-    assert step(scheduler) == [("a", 20)]  # b does not fit into what is left; c does not overtake it
+    assert step(scheduler) == [("a", 20)]  # b does not fit into the rest; c does not overtake it
     assert step(scheduler) == [("a", 1), ("b", 20), ("c", 2)]
 
 
@@ -334,7 +334,7 @@ def test_nothing_to_do_is_an_empty_batch_that_is_no_step() -> None:
     assert scheduler.is_idle
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# --- rejections ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_an_id_that_is_in_use_is_refused_and_free_again_afterwards() -> None:
         (a_request(stop=(EOS,), ignore_eos=True), [EOS], RequestStatus.FINISHED_STOPPED, EOS),
         (a_request(ignore_eos=True, max_tokens=2), [EOS, EOS], RequestStatus.FINISHED_LENGTH, None),
         (a_request(max_tokens=3), [WORD, WORD, WORD], RequestStatus.FINISHED_LENGTH, None),
-        (a_request(max_tokens=2), [WORD, EOS], RequestStatus.FINISHED_STOPPED, None),  # stop goes before length
+        (a_request(max_tokens=2), [WORD, EOS], RequestStatus.FINISHED_STOPPED, None),  # stop precedes length
         (a_request(prompt=30, max_tokens=9), [WORD, WORD], RequestStatus.FINISHED_LENGTH, None),  # max_model_len 32
         (a_request(min_tokens=3), [EOS, EOS, EOS], RequestStatus.FINISHED_STOPPED, None),  # the third one counts
         (a_request(min_tokens=2, stop=(STOP,)), [STOP, WORD, STOP], RequestStatus.FINISHED_STOPPED, STOP),
@@ -482,7 +482,7 @@ def test_the_request_admitted_last_is_preempted_and_computed_again_later() -> No
         [],
         1,
     )
-    assert c.token_ids == [1] * 8 + [WORD]  # it keeps what was sampled
+    assert c.token_ids == [1] * 8 + [WORD]  # it keeps its sampled token
     finish_step(scheduler, batch)
     scheduler.check_integrity()
     scheduler.abort(["a"])
@@ -570,7 +570,7 @@ def test_a_lowered_max_num_seqs_drains_down() -> None:
     step(scheduler)
     steer(scheduler, max_num_seqs=1)
     add(scheduler, a_request("d"))
-    assert [name for name, _ in step(scheduler)] == ["a", "b", "c"]  # what runs goes on
+    assert [name for name, _ in step(scheduler)] == ["a", "b", "c"]  # running requests continue
     assert [name for name, _ in step(scheduler)] == ["a", "b", "c"]
     assert [name for name, _ in step(scheduler)] == ["d"]
 
@@ -671,13 +671,13 @@ def test_a_kv_cache_too_small_for_one_request_is_refused() -> None:
         scheduler.resize_kv(7, 0.0)
 
 
-# --- what is reported ---------------------------------------------------------------------------------------------
+# --- reports ------------------------------------------------------------------------------------------------------
 
 
 def test_blocked_time_is_recorded_by_reason() -> None:
     scheduler = a_scheduler(8, seqs=2, tokens=16, length=32)
     add(scheduler, a_request("a", 12, max_tokens=9), a_request("b", 5, max_tokens=9), a_request("c", 20))
-    step(scheduler, now=0.0)  # b got a chunk of 4, the budget is spent; and both seats are taken
+    step(scheduler, now=0.0)  # b got a chunk of 4, the budget is spent, and both slots are taken
     step(scheduler, now=1.0)
     assert scheduler.take_stats().blocked_seconds == {"seqs": 1.0}
     steer(scheduler, max_num_seqs=4)
@@ -728,7 +728,7 @@ def test_prompt_and_output_tokens_are_counted_once() -> None:
         step(scheduler)
         stats = scheduler.take_stats()
         counted.append((stats.num_prompt_tokens, stats.num_generation_tokens))
-    assert counted == [(0, 0), (9, 1), (0, 1), (0, 1)]  # the second step computes the prompt's last token alone
+    assert counted == [(0, 0), (9, 1), (0, 1), (0, 1)]  # the second step computes only the prompt's last token
 
 
 def test_the_time_of_the_first_step_is_kept_over_a_preemption() -> None:
@@ -929,7 +929,7 @@ def test_preempted_pooling_in_last_step_is_not_recomputed(mode: str) -> None:
     again = scheduler.schedule(0.0)  # a fifth block for the decode
     assert [(p.request, p.mode) for p in again.preempted] == [(request, mode)]
     scheduler.abort(["a"])
-    assert scheduler.schedule(0.0).sequences == [], "what it pools is on its way"
+    assert scheduler.schedule(0.0).sequences == [], "its pooled result is pending"
     scheduler.check_integrity()
     scheduler.update(last, [], 0.0)
     assert request.status is RequestStatus.FINISHED_STOPPED

@@ -180,7 +180,8 @@ class StubExecutor:
 
     def run(self, prepared: Prepared) -> list[int | list[int]]:
         """Copy, write every scheduled token as a layer does before it reads any, then attend and sample from what is
-        there."""
+        there.
+        """
         batch = prepared.batch
         assert batch.num_offloaded <= len(batch.swap_out)
         assert batch.num_restored <= len(batch.swap_in)
@@ -874,7 +875,8 @@ def test_executor_with_slices_reads_unwritten_shared_blocks(
     slice_rows: int | None, kind: type[SchedulerMachine]
 ) -> None:
     """The second prompt shares two blocks with the first in the step that computes them, and its last token comes
-    first in the step. An executor that attends slice by slice reads these blocks before it has written them."""
+    first in the step. An executor that attends slice by slice reads these blocks before it has written them.
+    """
     lives = kind()
     policy = SchedulingPolicy(max_num_seqs=6, max_num_batched_tokens=MAX_MODEL_LEN)
     lives.start(CAP_BLOCKS, policy, chunked=True, host_blocks=0)

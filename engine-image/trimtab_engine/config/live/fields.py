@@ -52,7 +52,7 @@ class Field:
         return self.own is not None
 
     def shown(self, values: LiveValues) -> Value:
-        """The value as answers have it."""
+        """Return the value as answers have it."""
         value: Value = getattr(values, self.name)
         return float(value) if self.kept_as_decimal else value
 

@@ -39,15 +39,15 @@ class LiveConfig:
         return _shown(self.envelope, self.values)
 
     def numbers(self) -> dict[str, float]:
-        """The fields that are numbers or switches (1 is on): the values of trimtab_config_value."""
+        """Return the fields that are numbers or switches (1 is on): the values of trimtab_config_value."""
         return {name: float(value) for name, value in self.shown().items() if not isinstance(value, str)}
 
     def texts(self) -> dict[str, str]:
-        """The fields that are choices, as text."""
+        """Return the fields that are choices, as text."""
         return {name: value for name, value in self.shown().items() if isinstance(value, str)}
 
     def describe(self) -> Json:
-        """The body of GET /admin/v1/config. Changes are applied as they are accepted: desired equals applied."""
+        """Return the body of GET /admin/v1/config. Changes are applied as they are accepted: desired equals applied."""
         fields: Json = {}
         for field in _live_fields(self.envelope):
             for name in (field.name, *field.aliases):

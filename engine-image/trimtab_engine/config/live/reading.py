@@ -42,7 +42,7 @@ class InvalidValue:
 def read(
     kind: Kind, given: str, value: object, *, bounds: Bounds | None = None, choices: tuple[str, ...] = ()
 ) -> Value | InvalidValue:
-    """The value as this kind. A bool is no number, text is not read as one, integers must be integral."""
+    """Return the value as this kind. A bool is no number, text is not read as one, integers must be integral."""
     if kind == "switch":
         return (
             value if isinstance(value, bool) else InvalidValue(f"{given} must be true or false, not {kind_of(value)}")
@@ -107,7 +107,7 @@ class FieldError:
 
 
 def _echo(value: object) -> object:
-    """The refused value in a form that JSON can carry, and short."""
+    """Return the rejected value in a short form that JSON can carry."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:

@@ -113,7 +113,7 @@ class LiveValues:
     log_level: LogLevel = "info"
 
     def policy(self) -> SchedulingPolicy:
-        """The part that the scheduler takes."""
+        """Return the part that the scheduler takes."""
         return SchedulingPolicy(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

@@ -184,7 +184,7 @@ class Hub:
     # --- lost nodes -------------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
-        """Notice silence."""
+        """Detect silent nodes."""
         said = time.monotonic()
         timer = HeartbeatTimer(said, every_seconds=HEARTBEAT_SECONDS)
         while True:
@@ -211,7 +211,7 @@ def _out_of_turn(rank: int | None) -> str:
 
 
 def first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, object, object] | None:
-    """The first field in which two nodes' command lines differ and must not: its name and both values."""
+    """Return the first field in which two nodes' command lines differ and must not: its name and both values."""
     for name in sorted((ours.keys() | theirs.keys()) - NODE_OWN_FIELDS):
         if ours.get(name) != theirs.get(name):
             return name, ours.get(name), theirs.get(name)

@@ -8,14 +8,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from trimtab_engine.config.engine import EngineConfig
-from trimtab_engine.engine_client.nodes.clock import clock_offset
 from trimtab_engine.engine_client.nodes.messages import (
     HEARTBEAT_SECONDS,
     NODE_OWN_FIELDS,
@@ -101,7 +100,7 @@ class _Member:
         self._tasks.append(asyncio.create_task(work))
 
     def _end(self, ending: _Ending) -> None:
-        """The first reason counts."""
+        """Set the reason for the end; the first one is kept."""
         if not self._ended.is_set():
             self._ending = ending
             self._ended.set()
@@ -165,7 +164,7 @@ class _Member:
                 await asyncio.sleep(RETRY_SECONDS)
 
     def _warn(self, why: str) -> None:
-        """Say why this node waits, once for as long as that is why."""
+        """Log the reason for waiting when it changes."""
         if why != self._reason:
             self._reason = why
             logger.warning("node %d waits: %s", self._config.node_rank, why)
@@ -237,3 +236,13 @@ class _Member:
 def _own_fields(config: EngineConfig) -> dict[str, object]:
     """Return the configuration fields that are specific to this node."""
     return {name: getattr(config, name) for name in NODE_OWN_FIELDS}
+
+
+def clock_offset(exchanges: Iterable[tuple[float, float, float]]) -> float:
+    """Return the seconds to add to this node's clock to get node 0's.
+
+    An exchange is (sent here, read there, answered here): the other clock was read in between, so the shortest exchange
+    gives the best estimate, accurate to half its duration.
+    """
+    sent, there, answered = min(exchanges, key=lambda exchange: exchange[2] - exchange[0])
+    return there - (sent + answered) / 2

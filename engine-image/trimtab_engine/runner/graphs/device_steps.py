@@ -263,7 +263,9 @@ class DeviceSteps:
         return counted
 
     def drop_graphs(self) -> None:
-        """They are recorded again when steps want them. Before the ranks part: a graph holds on to its connections."""
+        """Drop all graphs, which are captured again on demand. Call before the ranks disconnect: a graph holds its
+        connections.
+        """
         self._graphs.clear()
         self._recorder.forget()
 
@@ -351,7 +353,7 @@ class DeviceSteps:
         return self._adapter_rows.of_slots(buffers.ints["adapters"][: key.num_tokens])
 
     def _inputs(self, buffers: StepBuffers, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids, some of which are known here only, and positions."""
+        """Return token ids, some of which are known only on the device, and positions."""
         longs = buffers.longs
         sources = longs["sources"][:rows]
         fed = self.last_tokens.index_select(0, sources.clamp_min(0))
@@ -396,8 +398,9 @@ class DeviceSteps:
 
 
 def warm_up_sizes(most: int) -> list[int]:
-    """The largest first: it, and all powers of two and three times those below it. Launch configurations change at such
-    numbers of rows (the tuner's batch sizes are among them)."""
+    """Return the sizes to warm up, largest first: it and all powers of two, and three times those, below it. Launch
+    configurations change at such sizes.
+    """
     powers = [1 << exponent for exponent in range(most.bit_length())]
     return sorted({most, *(size for size in (*powers, *(3 * power for power in powers)) if size <= most)}, reverse=True)
 

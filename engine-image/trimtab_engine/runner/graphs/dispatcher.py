@@ -32,7 +32,7 @@ class Dispatcher:
         self._with_adapters = plan.with_adapters
 
     def dispatch(self, shape: StepShape) -> GraphKey | Eager:
-        """The smallest graph that holds the step, or why there is none."""
+        """Return the smallest graph that holds the step, or the reason why there is none."""
         if not self._largest or not shape.num_tokens:
             return Eager.OFF
         if shape.has_items:

@@ -29,7 +29,7 @@ class GraphKey:
 
     @property
     def kind(self) -> str:
-        """full or piecewise."""
+        """Kind of the graph: full or piecewise."""
         return "piecewise" if self.tokens_per_sequence is None else "full"
 
 
@@ -125,7 +125,7 @@ def capture_sizes(
 
 
 def sizes_beyond(size: int, most: int) -> tuple[int, ...]:
-    """Sizes above `size`, up to the first that is `most` or more."""
+    """Return sizes above `size`, up to the first that is `most` or more."""
     sizes = []
     while MAX_DEFAULT_SIZE <= size < most:
         size += (1 << size.bit_length() - 1) // SIZES_PER_DOUBLING
@@ -136,7 +136,9 @@ def sizes_beyond(size: int, most: int) -> tuple[int, ...]:
 def decode_sizes(
     sizes: tuple[int, ...], tokens_per_sequence: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> tuple[int, ...]:
-    """Sizes of whole-decode graphs: multiples of tokens_per_sequence, up to the first that holds every request."""
+    """Return sizes of whole-decode graphs: multiples of tokens_per_sequence, up to the first that holds
+    every request.
+    """
     most = min(max_num_seqs * tokens_per_sequence, max_num_batched_tokens // tokens_per_sequence * tokens_per_sequence)
     rounded = sorted({-(-size // tokens_per_sequence) * tokens_per_sequence for size in sizes})
     # A size above `most` is cut to it: no batch is larger, and no row is computed for nothing.

@@ -24,7 +24,7 @@ class Recorder(Protocol):
         """
 
     def forget(self) -> None:
-        """Every replay has been dropped, and others may follow."""
+        """Prepare for new recordings after every replay was dropped."""
 
 
 class CudaRecorder:
@@ -39,7 +39,7 @@ class CudaRecorder:
         self._device, self._is_ready = device, False
 
     def forget(self) -> None:
-        """A new pool: torch fails an assertion where a pool has lost all its graphs and gets another one."""
+        """Create a new pool: torch fails an assertion if a pool that has lost all its graphs gets another one."""
         cuda: Any = torch.cuda
         self._pool = cuda.graph_pool_handle()
 
@@ -96,7 +96,8 @@ class CudaRecorder:
 @contextmanager
 def _without_collection() -> Iterator[None]:
     """Freeing a device's memory in the middle of a recording would break it off. Collecting before each recording would
-    take longer than the recording."""
+    take longer than the recording.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

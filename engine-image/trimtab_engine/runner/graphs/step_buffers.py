@@ -129,7 +129,8 @@ class StepBuffers:
         self, inputs: StepInputs | DecodeStep, feed: Feed, key: GraphKey | None, block_size: int
     ) -> list[PagedBatch]:
         """Write a step's inputs and start their copy. Returns the step as attention takes it, per KV group: with `key`
-        up to its size. Raises ValueError where the step is larger than the capacity."""
+        up to its size. Raises ValueError where the step is larger than the capacity.
+        """
         groups = sequences_of(inputs, self._capacity)
         num_tokens, num_seqs = inputs.num_tokens, len(groups[0].tables)
         if num_tokens > self._capacity.max_tokens or num_seqs > self._capacity.max_seqs:
@@ -188,7 +189,7 @@ class StepBuffers:
                 torch.index_select(rows, 0, self._per_group["table_slots"][group][:num_seqs], out=tables)
 
     def uniform_batches(self, rows: int, tokens_per_sequence: int) -> list[PagedBatch]:
-        """Per KV group a batch of equally many rows per sequence, as a whole-decode graph reads it."""
+        """Return per KV group a batch of equally many rows per sequence, as a whole-decode graph reads it."""
         key = rows, tokens_per_sequence
         batches = self._uniform.get(key)
         if batches is None:
@@ -203,7 +204,7 @@ class StepBuffers:
         return self._views_of(rows, num_seqs, 0, starts, tokens_per_sequence)
 
     def _batches(self, num_tokens: int, own: "Sequences") -> list[PagedBatch]:
-        """Any mix of decodes and chunks, of exactly the step's size."""
+        """Return batches for any mix of decodes and chunks, of exactly the step's size."""
         starts = self.ints["query_starts"][: len(own.chunks) + 1]
         longest = max((now for _, _, now in own.chunks), default=0)
         return self._views_of(num_tokens, len(own.tables), own.num_decodes, starts, longest)
@@ -282,7 +283,7 @@ class _Host:
         self._chunked = capacity.chunked
 
     def write_tokens(self, inputs: StepInputs | DecodeStep, feed: Feed, rows: int) -> None:
-        """Token by token, padded to `rows`."""
+        """Write token by token, padded to `rows`."""
         num_tokens, token_ids, positions = inputs.num_tokens, self._longs["token_ids"], self._positions
         token_ids[:num_tokens] = inputs.token_ids
         token_ids[num_tokens:rows] = 0
@@ -298,7 +299,7 @@ class _Host:
         self._longs["sampled"][: inputs.num_sampled] = inputs.sampled
 
     def write_adapters(self, inputs: StepInputs | DecodeStep, rows: int) -> None:
-        """The slot of each row's adapter, padded to `rows`."""
+        """Write the slot of each row's adapter, padded to `rows`."""
         own = self._ints["adapters"]
         own[:rows] = NONE
         if isinstance(inputs, DecodeStep):
@@ -318,7 +319,7 @@ class _Host:
         slots[count:rows] = NO_SLOT
 
     def write_sequences(self, group: int, own: Sequences, padded_seqs: int, padding_length: int) -> None:
-        """Sequence by sequence, padded to `padded_seqs`."""
+        """Write sequence by sequence, padded to `padded_seqs`."""
         lengths, num_seqs = self._per_group["seq_lens"][group], len(own.tables)
         lengths[:num_seqs] = own.lengths
         lengths[num_seqs:padded_seqs] = padding_length

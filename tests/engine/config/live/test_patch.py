@@ -413,7 +413,7 @@ def test_description_has_values_classes_and_bounds() -> None:
     }
 
 
-# --- whatever is sent ---------------------------------------------------------------------------------------------
+# --- invalid input -----------------------------------------------------------------------------------------------
 
 ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy one must not fail tests
 NUMBERS = st.integers() | st.floats() | st.integers(0, 5000) | st.floats(0, 1.2)

@@ -30,7 +30,7 @@ LOOPBACK = "127.0.0.1"
 
 @pytest.fixture
 def config() -> Iterator[EngineConfig]:
-    with ReservedPorts(LOOPBACK) as ports:  # nobody else gets it while the test runs
+    with ReservedPorts(LOOPBACK) as ports:  # reserved while the test runs
         yield EngineConfig(model="m", data_parallel_size=4, nnodes=2, master_port=ports.take())
 
 
@@ -83,7 +83,7 @@ async def test_node_receives_cores_and_end(config: EngineConfig, hub: tuple[Watc
     assert await link.receive() == EndNode("core 3 died")
     link.close()
     await closing
-    assert hub[1] == [], "an end that was asked for is no failure"
+    assert hub[1] == [], "a requested end is no failure"
 
 
 async def test_foreign_node_is_rejected_with_reason(

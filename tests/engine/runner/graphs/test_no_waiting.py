@@ -337,7 +337,7 @@ def test_adapters_never_wait_and_launch_only_if_used(
         steps, model = some_steps(config, tmp_path, adapters=ROOM)
         batch = sequences(*spans, num_groups=num_groups)
         without = run_step(steps, model, batch)
-        assert without == run_step(plain, plain._model, batch), "nobody has one: as if none were served"
+        assert without == run_step(plain, plain._model, batch), "no row has an adapter: as if none were served"
         batch[0].request.adapter = Adapter("a", 1, b"")
         launched = run_step(steps, model, batch)
     assert not {"_lora_shrink", "_lora_expand"} & set(without)

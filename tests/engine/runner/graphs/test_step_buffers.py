@@ -72,7 +72,7 @@ def test_incremental_tables_equal_full_tables(seed: int, more_new: int, monkeypa
             if what < 0.1:
                 tables[number] = []  # it ended, or was preempted
             elif what < 0.2:
-                tables[number] = tables[number][: dice.randint(0, MAX_BLOCKS)]  # drafts that do not stand
+                tables[number] = tables[number][: dice.randint(0, MAX_BLOCKS)]  # rejected drafts
             elif what < 0.3:
                 tables[number] = [block + 100 for block in tables[number]]  # moved below a new top
             table = tables[number]

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from trimtab_engine.core.loading_log import LOG_INTERVAL_SECONDS, LoadingLog
+from trimtab_engine.core.startup import LOG_INTERVAL_SECONDS, LoadingLog
 
 
 class Clock:

@@ -1,7 +1,7 @@
 """The clock of another node."""
 
 import pytest
-from trimtab_engine.engine_client.nodes.clock import clock_offset
+from trimtab_engine.engine_client.nodes.member import clock_offset
 
 
 @pytest.mark.parametrize(
