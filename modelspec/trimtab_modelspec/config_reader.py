@@ -152,11 +152,11 @@ class ConfigReader:
         value = self.config.get("sliding_window", default)
         return None if value is None else self.positive("sliding_window", default=default)
 
-    def windows(self, is_sliding: Callable[[int], bool], *, unsaid: int) -> tuple[int | None, ...]:
-        """Return each layer's window, by `layer_types`; without them by `is_sliding`. `unsaid` is the
+    def windows(self, is_sliding: Callable[[int], bool], *, default_window: int) -> tuple[int | None, ...]:
+        """Return each layer's window, by `layer_types`; without them by `is_sliding`. `default_window` is the
         default window.
         """
-        window, num_layers = self.window(default=unsaid), self.num_layers()
+        window, num_layers = self.window(default=default_window), self.num_layers()
         types = self.config.get("layer_types")
         if types is None:
             types = [SLIDING if is_sliding(layer) else FULL for layer in range(num_layers)]

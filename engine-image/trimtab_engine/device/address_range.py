@@ -63,7 +63,7 @@ class AddressSpace(Protocol):
 
 
 class HostMemory:
-    """The host's memory, whatever the engine's device is. With `pin` a CUDA device can access it, and all of it is
+    """The host's memory, independent of the engine's device. With `pin` a CUDA device can access it, and all of it is
     resident from the start.
     """
 

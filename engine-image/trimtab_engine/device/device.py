@@ -81,15 +81,15 @@ class Device:
 
     @property
     def limit_bytes(self) -> int | None:
-        """This rank's share of the container's memory limit, whatever size the device is given. None means no limit, or
+        """This rank's share of the container's memory limit, independent of the device size. None means no limit, or
         CUDA.
         """
         limit = cgroup_memory_limit() if self.kind == "cpu" else None
         return None if limit is None else limit // self._local_count
 
     def kv_rounding_bytes(self, num_regions: int) -> int:
-        """Return the bytes that a KV cache of so many regions may take beyond its blocks, because memory is allocated
-        in pages. CPU pages are too small to count.
+        """Return the bytes that a KV cache of `num_regions` regions may take beyond its blocks, because memory is
+        allocated in pages. CPU pages are too small to count.
         """
         is_mapped = isinstance(self.memory, CudaMemory) and self.memory.is_mapped
         return num_regions * self.memory.page_bytes(num_regions) if is_mapped else 0

@@ -71,7 +71,7 @@ class LayerTensors:
 
 
 HOST: AddressSpace = HostMemory()
-"""The host's memory, whatever the engine's device is."""
+"""The host's memory, independent of the engine's device."""
 
 
 class KVCache:

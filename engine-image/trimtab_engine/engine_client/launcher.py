@@ -68,7 +68,7 @@ class CoreLauncher:
 
     async def start(self, client: CoreClient, on_stop: Callable[[], None] = lambda: None) -> None:
         """Start this node's cores, and let other nodes join and start theirs. Loading continues in the background.
-        `client` is notified of an unexpected end; `on_stop` is called when another node is asked to stop.
+        `client` is notified of an unexpected end; `on_stop` is called when another node receives a stop request.
 
         Raises:
             EngineDead: If a process cannot be started.

@@ -1,4 +1,4 @@
-"""Authenticated access to torch's TCP store, which has no authentication of its own. Only ranks that know the replica's
+"""Authenticated access to torch's TCP store, which has no authentication itself. Only ranks that know the replica's
 secret can reach it.
 
     rank ── its store client ── loopback ── caller's relay ══ network ══ listener's relay ── loopback ── the store

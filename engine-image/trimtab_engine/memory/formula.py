@@ -30,7 +30,7 @@ def check_before_loading(
 
     Args:
         fixed_by: The flag that fixes the KV cache; the utilization is then ignored.
-        limit_bytes: The container's memory limit, whatever the device size is.
+        limit_bytes: The container's memory limit, independent of the device size.
         tower_bytes: The part of the weights that computes images and videos.
         remedies: Further advice.
 
@@ -112,7 +112,7 @@ def check_one_request_fits_fixed(formula: MemoryFormula, num_blocks: int, flag: 
     if num_blocks * formula.bytes_per_block > max(room, needed * formula.bytes_per_block):
         most = room // formula.bytes_per_block if flag == "--num-gpu-blocks-override" else room
         raise ConfigError(
-            f"{flag} requires a KV cache of {_gib(num_blocks * formula.bytes_per_block)}, but besides the weights the "
+            f"{flag} requires a KV cache of {_gib(num_blocks * formula.bytes_per_block)}, but next to the weights the "
             f"device of {_gib(formula.device_bytes)} has {_gib(max(0, room))} left; lower it to {max(0, most)} or less"
         )
     if num_blocks >= needed:

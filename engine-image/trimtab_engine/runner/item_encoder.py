@@ -1,5 +1,5 @@
 """Vision encoder runs and cached embeddings of images and videos on one rank.
-The scheduler decides what is computed and evicted (scheduling/encoder_cache.py).
+The scheduler controls computation and eviction (scheduling/encoder_cache.py).
 
 Ranks with the whole vision encoder can divide a step's items, so that each is computed once; every rank keeps all
 results:

@@ -258,12 +258,12 @@ def _kv_groups(model: ModelConfig, shard: ModelShard, layout: Layout) -> tuple[K
         latent vectors.
     """
     groups = kv_groups_of(model)
-    said = ", ".join(map(_describe_kv_group, groups))
+    described = ", ".join(map(_describe_kv_group, groups))
     if len({replace(group.each, window=None, is_chunked=False) for group in groups}) > 1 or any(
         group.each.value_size not in (group.each.key_size, 0) for group in groups
     ):
         raise NotSupportedError(
-            f"the KV cache of {model.architecture} is not supported ({said}); supported are keys and values of one "
+            f"the KV cache of {model.architecture} is not supported ({described}); supported: keys and values of one "
             f"size, or "
             f"latent vectors"
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A loaded adapter. Adapters with equal content share prefix cache entries, whatever their names are."""
+    """A loaded adapter. Adapters with equal content share prefix cache entries, independent of their names."""
 
     name: str
     """The name that requests use."""

@@ -660,7 +660,7 @@ class Scheduler:
         return policy.is_too_late(waited, num_tokens, self._num_steps(num_tokens - num_cached) * seconds)
 
     def _num_steps(self, num_tokens: int) -> int:
-        """Return the minimum number of steps for so many prompt tokens."""
+        """Return the minimum number of steps for `num_tokens` prompt tokens."""
         return -(-num_tokens // self._chunk_of(num_tokens, self._policy.max_num_batched_tokens))
 
     def _find_cached(self, request: Request) -> CachedPrefix | None:
@@ -679,7 +679,7 @@ class Scheduler:
         return self._policy.enable_prefix_caching and request.sampling.prompt_logprobs is None and not needs_all
 
     def _take_on(self, request: Request, cached: CachedPrefix | None, start: int, end: int, now: float) -> None:
-        """Make a waiting request run: its blocks up to `end`, and what is counted at admission."""
+        """Start a waiting request: allocate its blocks up to `end` and record its admission."""
         blocks = self._blocks
         is_new = request.first_scheduled_time is None
         if request.is_swapped_out:

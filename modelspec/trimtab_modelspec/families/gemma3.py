@@ -35,7 +35,7 @@ def parse(words: ConfigReader) -> ModelConfig:
     pattern = words.positive("sliding_window_pattern", default=PATTERN)
     return replace(
         model,
-        windows=words.windows(lambda layer: (layer + 1) % pattern > 0, unsaid=4096),
+        windows=words.windows(lambda layer: (layer + 1) % pattern > 0, default_window=4096),
         local_rope=local_words.rope(model.max_model_len),
         attention_scale=words.number("query_pre_attn_scalar", default=256.0) ** -0.5,
         embedding_scale=model.hidden_size**0.5,

@@ -36,7 +36,7 @@ def parse(words: ConfigReader) -> ModelConfig:
         clamped_gate=gate,
     )
     config = words.decoder(qkv_bias=bias, output_bias=bias, moe=moe)
-    return replace(config, windows=words.windows(lambda layer: layer % 2 == 0, unsaid=128), has_sinks=True)
+    return replace(config, windows=words.windows(lambda layer: layer % 2 == 0, default_window=128), has_sinks=True)
 
 
 def tensors(config: ModelConfig) -> dict[str, StoredTensor]:

@@ -1,10 +1,10 @@
-"""Twenty thousand random steps of whole engines with a tiny model: requests come, are aborted, preempted, swapped,
-shared, guessed ahead, held to grammars and re-trimmed; each greedy request that ends has the tokens that it would have
-had alone, and the invariants hold after every step.
+"""Property tests of whole engines with a tiny model: 20,000 random steps.
 
-Where the model's two best tokens are closer than MARGIN, the order of summation may decide: from there on the request
-is not compared, and such cases are counted. What decides by measured time (swap or recompute) is given clocks of which
-each life is the same in every run.
+Requests arrive, are aborted, preempted, swapped, shared, drafted, constrained by grammars and reconfigured. Each greedy
+request must end with its undisturbed tokens, and invariants hold after every step.
+
+If the model's two best tokens are closer than MARGIN, the order of summation may decide: the rest of the request is not
+compared, and such cases are counted. Decisions by measured time (swap or recompute) use deterministic clocks.
 """
 
 import random

@@ -1,6 +1,8 @@
-"""A whole engine on CUDA, from its configuration to its last token, on a device that is not there: every line of the
-host's runs that runs on a GPU, but for CUDA's own graphs and events. Numbers are zeros; what is checked is that it
-starts, that start-up launches every variant of a kernel that serving does, and that the KV cache is mapped as it says.
+"""A whole engine on a fake CUDA device, from its configuration to its last token.
+
+Every host line that runs on a GPU is executed, except CUDA's graphs and events. Numbers are zeros. The tests check that
+the engine starts, that start-up launches every kernel variant used by serving, and that the KV cache is mapped as
+reported.
 """
 
 import json

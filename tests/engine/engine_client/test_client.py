@@ -213,7 +213,7 @@ while True:
     await launcher.close(client)
 
 
-async def test_one_core_lost_fails_the_requests_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_core_fails_requests_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher, client = await two_cores(
         monkeypatch,
         """

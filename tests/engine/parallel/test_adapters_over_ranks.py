@@ -121,7 +121,7 @@ def test_tokens_equal_those_of_one_rank(
     check_disturbed(steps, asked)
 
 
-def test_one_adapter_at_a_time_over_stages_gives_the_same_tokens(
+def test_single_adapter_over_stages_keeps_tokens(
     models: dict[str, str],
     adapters: Callable[[str], AdapterConfig],
     start: Callable[..., Engine],

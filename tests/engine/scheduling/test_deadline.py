@@ -110,7 +110,7 @@ def test_a_backlog_that_is_late_at_once_keeps_its_order() -> None:
     assert served(scheduler, 90.0) == ["in time", *(str(number) for number in range(500))]
 
 
-def test_one_step_that_took_long_is_forgotten() -> None:
+def test_single_slow_step_is_forgotten() -> None:
     scheduler = a_scheduler()
     for number, seconds in enumerate([60.0, *[0.1] * 80]):
         add(scheduler, str(number), 100.0 * number)

@@ -185,7 +185,7 @@ def test_images_that_no_step_could_compute_are_refused(encoder: EncoderCache | N
     assert scheduler.is_idle
 
 
-def test_without_chunked_prefill_all_images_of_a_prompt_are_computed_in_its_step() -> None:
+def test_unchunked_prefill_computes_all_images_in_one_step() -> None:
     scheduler = a_scheduler(EncoderCache(12, 12), chunked=False)
     scheduler.add(a_request(1, an_image("a", 8), name="one"))
     scheduler.add(a_request(an_image("b"), an_image("c"), 1, name="two"))

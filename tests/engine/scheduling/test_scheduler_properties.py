@@ -1,9 +1,11 @@
-"""Whole random lives of a scheduler: whatever is added, aborted, steered, swapped, shared, guessed, scheduled ahead and
-resized, each request ends with the tokens that it would have had undisturbed, and one that pools with the vector.
+"""Property tests of the scheduler with randomized operations.
 
-The executor here is a stub without arithmetic but with a real KV cache: it writes each scheduled token into the slots
-that the block tables of all groups name, and the next token is a function of what it reads back. A wrong table, a
-missed copy, a block that a window let go of too early or a skipped token gives wrong tokens.
+Requests are added, aborted, preempted, swapped, shared, drafted, scheduled ahead and resized. Each request must end
+with its undisturbed tokens, and each pooling request with its vector.
+
+The executor is a stub without arithmetic but with a real KV cache: it writes each scheduled token into the slots of all
+groups' block tables, and the next token is a function of the tokens read back. A wrong table, a missed copy, a block
+freed too early or a skipped token gives wrong tokens.
 """
 
 import random

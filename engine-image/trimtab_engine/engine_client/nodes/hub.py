@@ -62,7 +62,7 @@ class Hub:
         cores_of: Returns a node's first core and the starts of all its cores.
         on_failure: Called for a lost node.
         on_core_end: Called with the host for an ended core.
-        on_stop: Called when a node was asked to stop.
+        on_stop: Called when a node received a stop request.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ logger = logging.getLogger("trimtab_engine.nodes")
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """Reason for the node's end. `in_order`: its cores were asked to stop and get time for it."""
+    """Reason for the node's end. `in_order`: its cores stop within the shutdown timeout."""
 
     why: str
     exit_code: int
@@ -54,7 +54,7 @@ class _Ending:
 
 
 def run_member(config: EngineConfig, shutdown_timeout: float) -> int:
-    """Run this node's cores until the replica ends. Return the exit code: 0 only if this node was asked to stop."""
+    """Run this node's cores until the replica ends. Return the exit code: 0 only after a stop request."""
     return asyncio.run(_Member(config, shutdown_timeout).run())
 
 

@@ -53,7 +53,7 @@ class CoreEnded(msgspec.Struct, tag="core_ended"):
 
 
 class Stopping(msgspec.Struct, tag="stopping"):
-    """The node was asked to stop (SIGTERM): the replica drains as a whole."""
+    """The node received SIGTERM: the replica drains as a whole."""
 
 
 ToHub = JoinNode | NodeAlive | CoreEnded | Stopping
