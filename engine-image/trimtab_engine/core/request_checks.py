@@ -48,7 +48,8 @@ def check_items(message: AddRequest, vision: VisionConfig | None) -> None:
             raise InvalidRequest(f"{which} brings {brought}; the tower reads patches of {vision.row_size}")
         if item.num_tokens != vision.num_tokens(item.grid):
             raise InvalidRequest(
-                f"{which} has {item.num_tokens} tokens over a grid of {item.grid}; the tower makes {_made(vision)}"
+                f"{which} has {item.num_tokens} tokens over a grid of {item.grid}; the vision encoder makes "
+                f"{_describe_items(vision)}"
             )
 
 
@@ -65,7 +66,7 @@ def check_task(message: AddRequest, tasks: Tasks) -> None:
         raise InvalidRequest(f"dimensions is {dimensions}; the model has {most}")
 
 
-def _made(vision: VisionConfig) -> str:
+def _describe_items(vision: VisionConfig) -> str:
     """Return a description of supported items for error messages."""
     if vision.fixed_resolution is not None:
         return f"{vision.fixed_resolution.num_tokens} tokens of each square"

@@ -122,7 +122,7 @@ def _build(
     runner.kv_cache.limit(size.cap_blocks)
     runner.kv_cache.map_blocks(size.num_blocks)
     _log_size(config, formula, size, time.monotonic() - began)
-    _warn_of_little_room(config, formula, size)
+    _warn_low_memory(config, formula, size)
     parts = EngineParts(
         device=device,
         runner=runner,
@@ -199,7 +199,7 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
         kv_offload_bytes_cap=config.kv_offload_bytes_cap,
         num_speculative_tokens_cap=config.num_speculative_tokens_cap,
         data_parallel_size_cap=config.max_cores,
-        fixed_core_count=_rigid_cores(config, runner),
+        fixed_core_count=_fixed_core_count(config, runner),
         kv_fixed_by=size.fixed_by,
         kv_memory="mapped" if runner.kv_cache.releases_memory else "allocated",
         restart_fields=(
@@ -217,7 +217,7 @@ def _live_config(config: EngineConfig, runner: ModelRunner, formula: MemoryFormu
     return LiveConfig(envelope, _start_values(config))
 
 
-def _rigid_cores(config: EngineConfig, runner: ModelRunner) -> FixedCoreCount | None:
+def _fixed_core_count(config: EngineConfig, runner: ModelRunner) -> FixedCoreCount | None:
     """Return the reason why engine cores cannot join or retire. None if they can."""
     size, moe = config.data_parallel_size, runner.facts.whole.moe
     if moe is not None and config.enable_expert_parallel:
@@ -337,7 +337,7 @@ def _modalities(config: EngineConfig, runner: ModelRunner) -> list[Modality]:
     return [modality for modality in config.modalities if modality in kind.modalities]
 
 
-def _warn_of_little_room(config: EngineConfig, formula: MemoryFormula, size: KVSize) -> None:
+def _warn_low_memory(config: EngineConfig, formula: MemoryFormula, size: KVSize) -> None:
     """Warn if other processes leave less memory than the engine may use. Only a node's first engine core warns."""
     if config.device == "cpu" and config.first_local_rank == 0:
         first_process = os.getppid() if config.api_server_count else os.getpid()

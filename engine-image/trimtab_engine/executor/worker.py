@@ -82,12 +82,12 @@ class Worker:
         self._context = zmq.Context()
         self._secret: SharedSecret | None = None
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToWorker)
-        steps = self._be_welcomed()
+        steps = self._await_welcome()
         self._steps = self._connect(zmq.PULL, steps)
         self._steps.setsockopt(zmq.RCVHWM, 0)
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._exchange_heartbeats, name="heartbeat", daemon=True).start()
 
-    def _be_welcomed(self) -> str:
+    def _await_welcome(self) -> str:
         """Wait for a core that assigns this rank to this process and return the address of its commands. SIGTERM ends
         the process only until then. Afterwards the core, which may be draining, ends it by Stop, or its loss does.
         """
@@ -220,7 +220,7 @@ class Worker:
         """Let the last message leave."""
         self._control.close()
 
-    def _beat(self) -> None:
+    def _exchange_heartbeats(self) -> None:
         """Send heartbeats, and end the process when the core no longer answers."""
         line = self._connect(zmq.DEALER, self._control_address)
         body = msgspec.msgpack.encode(RankAlive(self.rank))

@@ -21,7 +21,7 @@ from trimtab_engine.ipc.parent_death import exit_with_parent
 PREFIX = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20  # a tokenizer of 250,000 tokens is a tenth of it
 MAX_ADDRESS_BYTES = 4 << 30  # by default; far above what honest work takes: a runaway ends here, not with the container
-FIRST_TO_BE_KILLED = "1000"  # the highest oom_score_adj
+MAX_OOM_SCORE_ADJ = "1000"  # the highest oom_score_adj
 
 
 def encode_frame(body: Any) -> bytes:
@@ -33,7 +33,7 @@ def serve_frames(start: Callable[[Any], Callable[[Any], Any]], *, max_address_by
     """Answer frames until stdin ends. The first frame is `start`'s argument; its result handles the others. `start` is
     answered with {"ready": True}, exceptions of the handler with {"failed": text}.
     """
-    _be_expendable(max_address_bytes)
+    _prefer_oom_kill(max_address_bytes)
     reader, writer = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # stdout is the frame pipe: prints go to stderr
     first = _read(reader)
@@ -61,10 +61,10 @@ def _read(reader: Any) -> Any:
     return msgspec.msgpack.decode(reader.read(PREFIX.unpack(prefix)[0]))
 
 
-def _be_expendable(max_address_bytes: int) -> None:
+def _prefer_oom_kill(max_address_bytes: int) -> None:
     exit_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends us
     resource.setrlimit(resource.RLIMIT_AS, (max_address_bytes, max_address_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # not everywhere allowed; without it the kernel chooses by size
-        Path(f"/proc/{os.getpid()}/oom_score_adj").write_text(FIRST_TO_BE_KILLED)
+        Path(f"/proc/{os.getpid()}/oom_score_adj").write_text(MAX_OOM_SCORE_ADJ)

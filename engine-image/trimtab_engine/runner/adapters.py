@@ -84,13 +84,13 @@ class AdapterSlots:
             if before
             else [(slot, each.name, each.folder) for slot, each in enumerate(self._config.modules)]
         )
-        self._make_rooms([folder for _, _, folder in wanted])
+        self._allocate_slots([folder for _, _, folder in wanted])
         for slot, name, folder in wanted:
             digest = self.load(slot, name, folder)
             if slot in before and digest != before[slot].adapter.digest:
                 raise ModelError(f"adapter {name} ({folder}): is another one than when it was loaded; load it again")
 
-    def _make_rooms(self, folders: Sequence[str]) -> None:
+    def _allocate_slots(self, folders: Sequence[str]) -> None:
         """Allocate memory before adapters are read: for client-loaded adapters, and for kernels.
 
         Raises:
@@ -98,14 +98,14 @@ class AdapterSlots:
         """
         if self._config.is_updatable:
             for projection in self._projections:
-                _make_rooms(projection, self._config.capacity, self._config.max_lora_rank, self._like)
+                _allocate_slots(projection, self._config.capacity, self._config.max_lora_rank, self._like)
         elif self._is_stacked and folders:
             opened = [PeftAdapter(Path(folder)) for folder in folders]
             adapted = {module for each in opened for module in each.modules}
             rank = min(max(each.max_rank for each in opened), self._config.max_lora_rank)  # more is refused
             for projection in self._projections:
                 if any(part.name in adapted for part in projection.parts):
-                    _make_rooms(projection, len(folders), rank, self._like)
+                    _allocate_slots(projection, len(folders), rank, self._like)
 
     def close(self) -> None:
         """Release the weights; open() reads loaded adapters again."""
@@ -160,7 +160,7 @@ class AdapterSlots:
         up = up.float() * adapter.modules[module].scale
         return Factors(down.to(self._like), up.to(self._like))
 
-    def rehearsed(self) -> Adapter | None:
+    def profiling_adapter(self) -> Adapter | None:
         """Return an adapter for profiling, used by every row of the largest step: the loaded one with the most
         parameters, or an empty slot if clients may load adapters. None if there is neither.
         """
@@ -169,7 +169,7 @@ class AdapterSlots:
         return Adapter("", max(sizes, key=sizes.__getitem__), b"") if sizes else None
 
 
-def _make_rooms(projection: AdaptedLinear, num_slots: int, rank: int, like: torch.Tensor) -> None:
+def _allocate_slots(projection: AdaptedLinear, num_slots: int, rank: int, like: torch.Tensor) -> None:
     if isinstance(projection, StackedAdaptedLinear):
         projection.make_rooms(num_slots, rank, like)
         return

@@ -88,7 +88,7 @@ class ItemEncoder:
         assert item.patches is not None  # else it was refused at the core's door
         if self._device.type == "cpu":
             return tower(torch.from_numpy(as_float32(item.patches)), item.grid)
-        return tower(looked_up(item.patches, self._device, tower.dtype), item.grid)
+        return tower(convert_patches(item.patches, self._device, tower.dtype), item.grid)
 
 
 def shares(costs: Sequence[int], num_ranks: int) -> list[int]:
@@ -100,7 +100,7 @@ def shares(costs: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def looked_up(patches: Patches, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def convert_patches(patches: Patches, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return [num_rows, row_size] of whole patches: as_float32() in this dtype, computed on the device from 8-bit
     values.
     """

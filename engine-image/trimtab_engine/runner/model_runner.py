@@ -211,7 +211,7 @@ class ModelRunner:
             self._dummy_step([(0, 1)] * max_num_seqs, COSTLIEST_SAMPLING)
             self._dummy_step(envelope_spans(max_num_batched_tokens, max_len), GREEDY)
             self._dummy_step([(longest_decode, 1)] * min(2, max_num_seqs), GREEDY)
-            if self._adapters is not None and (adapter := self._adapters.rehearsed()) is not None:
+            if self._adapters is not None and (adapter := self._adapters.profiling_adapter()) is not None:
                 self._dummy_step([(0, 1)] * max_num_seqs, GREEDY, adapter)
                 self._dummy_step(envelope_spans(max_num_batched_tokens, max_len), GREEDY, adapter)
             for rows in reversed(sizes):

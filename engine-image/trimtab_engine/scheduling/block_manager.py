@@ -436,7 +436,7 @@ class BlockManager:
 
     def find_swapped(self, request: Request) -> list[int]:
         """Return device blocks that still hold part of the swapped-out request's attention window."""
-        hashes = (self.swap_space.hash_of(host) for _, host in self._seen_of_swapped(request))
+        hashes = (self.swap_space.hash_of(host) for _, host in self._window_blocks_of_swapped(request))
         return [block for h in hashes if h is not None and (block := self._by_hash.get(h)) is not None]
 
     def swap_in(self, request: Request) -> Copies:
@@ -445,7 +445,7 @@ class BlockManager:
         reallocated before the copy.
         """
         copies: Copies = []
-        seen = self._seen_of_swapped(request)
+        seen = self._window_blocks_of_swapped(request)
         hashes = [self.swap_space.hash_of(host) for _, host in seen]
         on_device = [None if block_hash is None else self._by_hash.get(block_hash) for block_hash in hashes]
         for block in on_device:
@@ -457,15 +457,15 @@ class BlockManager:
                 copies.append((host, block))
             request.block_tables[group].append(block)
         request.num_blocks = self._num_blocks_of_swapped(request)
-        request.num_out_of_window = self._num_gone_of_swapped(request)
+        request.num_out_of_window = self._num_out_of_window_of_swapped(request)
         self.swap_space.release(request.host_block_ids)
         request.num_prefix_cached_blocks = 0  # the copies are found again once they are offered
         return copies
 
-    def _seen_of_swapped(self, request: Request) -> list[tuple[int, int]]:
+    def _window_blocks_of_swapped(self, request: Request) -> list[tuple[int, int]]:
         """Return the (group, host block) pairs of a swapped-out request inside the window of its next token."""
         hosts, num_blocks = iter(request.host_block_ids), self._num_blocks_of_swapped(request)
-        num_out_of_window = self._num_gone_of_swapped(request)
+        num_out_of_window = self._num_out_of_window_of_swapped(request)
         return [
             (group, host)
             for group, first in enumerate(request.num_out_of_window)
@@ -476,7 +476,7 @@ class BlockManager:
     def _num_blocks_of_swapped(self, request: Request) -> int:
         return (len(request.host_block_ids) + sum(request.num_out_of_window)) // len(self.attention_windows)
 
-    def _num_gone_of_swapped(self, request: Request) -> list[int]:
+    def _num_out_of_window_of_swapped(self, request: Request) -> list[int]:
         """Return per group the number of leading blocks that a swapped-out request no longer sees."""
         num_out_of_window = list(request.num_out_of_window)
         for group, attention_window in self._windowed:

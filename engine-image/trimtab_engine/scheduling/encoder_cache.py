@@ -70,7 +70,7 @@ class EncoderCache:
         for request in list(self._held_by):
             computed = request.num_computed_tokens
             inside = {key_of(request, s.item) for s in request.spans if s.offset < computed < s.end}
-            self._let_go(request, self._held_by[request] - inside)
+            self._release_items(request, self._held_by[request] - inside)
 
     def reach(self, request: Request, start: int, end: int) -> ItemReach:
         """Return how far the request's tokens from `start` can be computed, up to `end`. If an item finds no room,
@@ -121,7 +121,7 @@ class EncoderCache:
     def release(self, request: Request) -> None:
         """Release all items of a request that left the device or ended."""
         if request in self._held_by:
-            self._let_go(request, set(self._held_by[request]))
+            self._release_items(request, set(self._held_by[request]))
 
     def invalidate_blocks(self, request: Request) -> None:
         """Drop the embeddings of all its items that no other request reads: they may contain NaN."""
@@ -141,7 +141,7 @@ class EncoderCache:
             self._num_held_tokens += self._sizes[key]
         self._num_holders[key] = self._num_holders.get(key, 0) + 1
 
-    def _let_go(self, request: Request, keys: Iterable[bytes]) -> None:
+    def _release_items(self, request: Request, keys: Iterable[bytes]) -> None:
         own = self._held_by[request]
         for key in sorted(keys):  # an order that does not depend on how sets hash
             own.remove(key)

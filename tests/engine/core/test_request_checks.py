@@ -74,7 +74,7 @@ def test_images_and_videos_are_refused_by_name_where_no_tower_computes_them() ->
     [
         (an_image(row_size=6), r"item 0 \(image\) brings patches of 6 values; the tower reads patches of 12"),
         (MultiModalItem("image", b"its digest", 1, (1, 2, 2), None), "brings none"),
-        (an_image(num_tokens=2), r"has 2 tokens over a grid of \(1, 2, 2\); the tower makes a token of 2 x 2"),
+        (an_image(num_tokens=2), r"has 2 tokens over a grid of \(1, 2, 2\); the vision encoder makes a token of 2 x 2"),
         (an_image(grid=(1, 1, 4)), "a token of 2 x 2 patches"),
         (an_image(num_tokens=4, grid=(1, 4, 4)), "takes tokens 1 to 5"),
     ],

@@ -37,12 +37,12 @@ def test_the_largest_that_is_loaded_is_rehearsed() -> None:
     for slot, projection, rank in ((0, first, 2), (1, first, 1), (1, second, 2)):
         assert isinstance(projection, AdaptedLinear)
         projection.make_room(slot, rank, torch.empty(0))
-    rehearsed = slots.rehearsed()
-    assert rehearsed is not None
-    assert rehearsed.slot == 1
+    profiling_adapter = slots.profiling_adapter()
+    assert profiling_adapter is not None
+    assert profiling_adapter.slot == 1
 
 
 def test_without_anything_loaded_and_without_room_nothing_is_rehearsed() -> None:
     shard = shard_model(parse_model_config(CONFIG, {}, "config.json"), Layout(), 0)
     slots = AdapterSlots(AdapterConfig(), {}, shard, dtype=torch.float32, device=torch.device("cpu"))
-    assert slots.rehearsed() is None
+    assert slots.profiling_adapter() is None

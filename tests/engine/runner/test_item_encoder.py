@@ -13,7 +13,7 @@ from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import parse_model_config, tower_of
 from trimtab_engine.multimodal.items import MultiModalItem
 from trimtab_engine.multimodal.patches import as_float32
-from trimtab_engine.runner.item_encoder import ItemEncoder, looked_up, shares
+from trimtab_engine.runner.item_encoder import ItemEncoder, convert_patches, shares
 from trimtab_engine.scheduling.step_inputs import GroupInputs, StepInputs
 from trimtab_engine.weights.source import Span
 from trimtab_kernels.launch import jit
@@ -43,7 +43,7 @@ def test_costliest_items_are_assigned_first_to_least_loaded_rank(
 def test_device_lookup_equals_host_computation(dtype: torch.dtype) -> None:
     patches = an_item((1, 4, 6)).patches
     assert patches is not None
-    made = looked_up(patches, torch.device("cpu"), dtype)
+    made = convert_patches(patches, torch.device("cpu"), dtype)
     assert torch.equal(made, torch.from_numpy(as_float32(patches)).to(dtype))
 
 

@@ -97,16 +97,16 @@ def _cap(value: Number, flag: str) -> Bound:
     return Bound(value, f"the cap is {value} ({flag}, fixed at start)")
 
 
-def _seats(envelope: Envelope) -> Bounds:
+def _slot_bounds(envelope: Envelope) -> Bounds:
     return Bound(1, "it must be 1 or more"), _cap(envelope.max_num_seqs_cap, "--max-num-seqs-cap")
 
 
-def _at_most_the_budget(values: LiveValues) -> Bound:
+def _at_most_token_budget(values: LiveValues) -> Bound:
     budget = values.max_num_batched_tokens
     return Bound(budget, f"it must not exceed max_num_batched_tokens, {budget}; raise that as well")
 
 
-def _budget(envelope: Envelope) -> Bounds:
+def _token_budget_bounds(envelope: Envelope) -> Bounds:
     low = Bound(1, "it must be 1 or more")
     if not envelope.enable_chunked_prefill:
         longest = envelope.max_model_len
@@ -114,18 +114,18 @@ def _budget(envelope: Envelope) -> Bounds:
     return low, _cap(envelope.max_num_batched_tokens_cap, "--max-num-batched-tokens-cap")
 
 
-def _at_least_the_seats(values: LiveValues) -> Bound:
+def _at_least_max_num_seqs(values: LiveValues) -> Bound:
     return Bound(values.max_num_seqs, f"it must be at least max_num_seqs, {values.max_num_seqs}; lower that as well")
 
 
-def _target_of_deadline(values: LiveValues) -> Bound:
+def _deadline_target_bound(values: LiveValues) -> Bound:
     if values.scheduling_policy != "deadline":
         return Bound(0, "it must be 0 or more")
     reason = f"with scheduling_policy deadline it must be {MIN_TTFT_TARGET:g} or more; set that to fcfs as well"
     return Bound(MIN_TTFT_TARGET, reason)
 
 
-def _deadline_without_a_target(values: LiveValues) -> str:
+def _missing_deadline_target(values: LiveValues) -> str:
     if values.scheduling_policy != "deadline" or values.ttft_target >= MIN_TTFT_TARGET:
         return ""
     return (
@@ -168,11 +168,11 @@ FIELDS: tuple[Field, ...] = (
     Field(
         name="max_num_seqs",
         kind="integer",
-        own=_seats,
-        at_most=_at_most_the_budget,
+        own=_slot_bounds,
+        at_most=_at_most_token_budget,
         aliases=("max_num_active_seqs",),
     ),
-    Field(name="max_num_batched_tokens", kind="integer", own=_budget, at_least=_at_least_the_seats),
+    Field(name="max_num_batched_tokens", kind="integer", own=_token_budget_bounds, at_least=_at_least_max_num_seqs),
     Field(
         name="gpu_memory_utilization",
         kind="number",
@@ -186,9 +186,9 @@ FIELDS: tuple[Field, ...] = (
         name="scheduling_policy",
         kind="choice",
         choices=lambda _: get_args(QueueOrder),
-        conflict=_deadline_without_a_target,
+        conflict=_missing_deadline_target,
     ),
-    Field(name="ttft_target", kind="number", own=_between(0, MAX_TTFT_TARGET), at_least=_target_of_deadline),
+    Field(name="ttft_target", kind="number", own=_between(0, MAX_TTFT_TARGET), at_least=_deadline_target_bound),
     Field(name="ttft_target_per_prompt_token", kind="number", own=_between(0, MAX_TTFT_TARGET)),
     Field(name="preemption_mode", kind="choice", choices=_preemption_modes, missing="--swap-space-cap"),
     Field(name="swap_space_bytes", kind="bytes", own=_swap_space),

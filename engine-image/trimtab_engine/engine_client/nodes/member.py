@@ -77,7 +77,7 @@ class _Member:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        self._start(self._live())
+        self._start(self._run_until_end())
         await self._ended.wait()
         ending = self._ending
         for core in self._cores:
@@ -117,7 +117,7 @@ class _Member:
         patience = self._shutdown_timeout + STOP_MARGIN_SECONDS
         asyncio.get_running_loop().call_later(patience, self._end, _Ending("it was asked to stop", 0))
 
-    async def _live(self) -> None:
+    async def _run_until_end(self) -> None:
         """Join, start the cores, and follow node 0. Retry without limit while node 0 is absent, wrong or lost before it
         has accepted this node.
         """
@@ -127,7 +127,7 @@ class _Member:
             if isinstance(answer, StartCores):
                 self._link = link
                 self._heard = time.monotonic()
-                self._start(self._beat(link))
+                self._start(self._exchange_heartbeats(link))
                 await self._start_cores(link, answer)
                 break
             link.close()
@@ -221,7 +221,7 @@ class _Member:
         await asyncio.sleep(DEAD_GRACE_SECONDS)
         link.send(CoreEnded(core.index, core.process.pid, code))
 
-    async def _beat(self, link: StreamLink[ToMember]) -> None:
+    async def _exchange_heartbeats(self, link: StreamLink[ToMember]) -> None:
         """Send heartbeats and detect that node 0 does not answer."""
         timer = HeartbeatTimer(time.monotonic(), every_seconds=HEARTBEAT_SECONDS)
         while True:
